@@ -41,6 +41,7 @@ from ..server.request import ModelKey, Prompt, ServerRequest
 from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from .cache.pools import forget_pool, known_pool, pool_of, prefix_pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
+from .generate.drafting import check_same_tokens, known_factory, share_budget, why_not_drafted
 from .grammar.tokenizer_grammars import behind_reasoning, with_thinking_budget
 from .patch import fingerprint
 from .server_texts import LoadedTexts
@@ -127,9 +128,11 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
     draft_model = None
     if draft is not None:
         draft_model, draft_tokenizer = load(draft, lazy=True)
-        if draft_tokenizer.vocab_size != tokenizer.vocab_size:
-            logging.warning("the draft model's tokenizer is not the model's: speculation may not work")
-    together = draft_model is None and all(hasattr(c, "merge") for c in stock_cache.make_prompt_cache(model))
+        check_same_tokens(tokenizer, draft_tokenizer)
+    together = all(hasattr(c, "merge") for c in stock_cache.make_prompt_cache(model))
+    if draft_model is not None and (why_not := why_not_drafted(model, draft_model)) is not None:
+        logging.warning("requests run one at a time, as in mlx-lm: %s", why_not)
+        together = False
     return Weights(key, model, tokenizer, config, draft_model, together)
 
 
@@ -285,6 +288,10 @@ class LoadedModels:
         probe_geometry(weights.model, caches)
         if weights.draft_model is not None:
             caches += stock_cache.make_prompt_cache(weights.draft_model)
+            if weights.is_batchable and (own := known_pool(weights.model)) is not None:
+                draft_pool = known_factory(weights.draft_model).pool
+                assert draft_pool is not None
+                share_budget(own, draft_pool)
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.forget_unloaded()
             self.prompt_cache.learn_layout(weights.key, caches)
@@ -457,9 +464,16 @@ class ServedBatch(PagedBatchGenerator):
         prefixes: SharedPrefixes | None = None
         if isinstance(cache, PagedPromptCache):
             prefixes = cache.shared_prefixes(weights.key, prefix_pool_of(weights.model))
+        drafts: dict[str, Any] = {}
+        if weights.draft_model is not None:
+            drafts = {"draft_model": weights.draft_model, "num_draft_tokens": args.num_draft_tokens}
+            draft_pool = known_pool(weights.draft_model)
+            if isinstance(cache, PagedPromptCache) and draft_pool is not None:
+                drafts["draft_prefixes"] = SharedPrefixes(cache.tree_of(draft_pool), (weights.key, 1))
         super().__init__(
             weights.model,
             prefixes=prefixes,
+            **drafts,
             completion_batch_size=args.decode_concurrency,
             prefill_batch_size=args.prompt_concurrency,
             prefill_step_size=args.prefill_step_size,
@@ -499,6 +513,7 @@ class ServedBatch(PagedBatchGenerator):
                     each,
                     priority=request.priority,
                     client=request.client,
+                    num_draft_tokens=request.num_draft_tokens,
                 )
                 for prompt, each in zip(prompts, params, strict=True)
             ],

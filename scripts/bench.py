@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "one sequence: prefill, decode and memory by context",
     "batch": "batches and bursts: throughput, latency, first tokens and memory",
     "prefix": "requests that share a prefix, against the stock server's prompt cache",
+    "drafts": "several tokens a step: looked up, from a draft model, and with a made acceptance",
     "kernel": "the kernels by themselves, on a GPU",
     "ranks": "two ranks of one machine, and one",
     "servers": "both servers side by side: chats alone and at once",

@@ -180,7 +180,7 @@ def row_of(
     batch = "mlx-lm's" if engine is None else engine.batch.kind
     return Row(
         name, status, ", ".join(groups), attention_of(model), batch, "yes" if packs else "no",
-        "yes" if packs and engine.look_up is not None else "no", *figures,
+        "yes" if packs and engine.drafts is not None else "no", *figures,
         "no" if engine is None else "yes" if engine.all_paged else "at ends", "; ".join(dict.fromkeys(reasons)),
     )  # fmt: skip
 

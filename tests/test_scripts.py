@@ -22,12 +22,14 @@ from tests.support.processes import commands
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench.py"
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 TINY = ("--random", "tiny")
+ONCE = ("--lookup", 6, "--prompt", 48, "--repeats", 1)
 RUNS = [
     ("generate", *TINY, "--contexts", "40,150", "--block-sizes", "16", "--decode-tokens", 4, "--repeats", 2),
     *slow(("generate", *TINY, "--synthetic-context", "--contexts", 100, "--repeats", 1), single=True),
     ("batch", *TINY, "--cases", "3xragged64", "--decode-tokens", 12),
     *slow(("batch", *TINY, "--cases", "1x9", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4), single=True),
     ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
+    ("drafts", *TINY, "--batches", 1, "--made", ".5,1", "--draft-layers", 1, "--num-tokens", 40, *ONCE),
     ("engine", "--rows", "1,2", "--nodes", "20,0", "--waiting", 300),
     pytest.param(
         ("ranks", *TINY, "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1), marks=[CPU_ONLY, pytest.mark.slow]
@@ -60,8 +62,12 @@ def test_each_command_measures_both_sides(tmp_path: Path, arguments: tuple[Any, 
             assert r["rows_with_same_tokens"] == r["requests"] and r["ratios"]["total"] > 0
         if r.get("side") == "shared":
             assert r["computed_prompt_tokens"] == 192 + 4 * 16 and r["kv_bytes"] < 1.3 * r["unique_kv_bytes"]
-        if (r.get("case"), r.get("side")) == ("copy, 1", "up to 6"):
+        if arguments[0] == "drafts":
+            assert r["same_tokens"]
+        if (r.get("case"), r.get("side")) == ("copy, 1", "look-up 6"):
             assert r["accepted"] > 12 and r["accepted"] >= 0.9 * r["drafted"]
+        if r.get("made") == 1.0:
+            assert r["accepted"] == r["drafted"] and 3 < r["per_step"] <= 4.1
 
 
 @CPU_ONLY

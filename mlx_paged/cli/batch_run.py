@@ -156,7 +156,6 @@ class Sampling:
 QUEUED_PER_ROW = 2  # requests handed to the generator ahead of those that run
 NOT_BATCHED = {
     "prompt_cache_file": "--prompt-cache-file",
-    "draft_model": "--draft-model",
     "image": "--image",
 }
 
@@ -185,6 +184,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, flag in NOT_BATCHED.items():
         if getattr(args, name, None):
             raise ConfigError(f"{flag} does not go with --prompts-file")
+    if args.draft_model is not None and args.no_paged:
+        raise ConfigError("--draft-model in batches is for pages, and --no-paged does without them")
+    if args.draft_model is not None and args.max_kv_size is not None:
+        raise ConfigError("--draft-model needs the whole cache, and --max-kv-size bounds it")
+    if args.draft_model is not None and "paged_prompt_lookup" in args:
+        raise ConfigError("--draft-model and --prompt-lookup both propose tokens: choose one")
     if args.resume and args.output is None:
         raise ConfigError("--resume needs --output, the file to go on with")
     if args.batch_size < 1:
@@ -246,6 +251,7 @@ def run_prompts_file(
         sampling = Sampling(args, tokenizer, vocab_size)
         generator = upstream.BatchGenerator(
             model,
+            **_draft_options(args, load, tokenizer),
             max_tokens=args.max_tokens,
             stop_tokens=[[token] for token in tokenizer.eos_token_ids],
             sampler=sampling.sampler({}),
@@ -268,6 +274,19 @@ def run_prompts_file(
         return model, results.counts.failed
     finally:
         results.close()
+
+
+def _draft_options(args: argparse.Namespace, load: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
+    """Return options of the batch generator for the draft model, which is loaded. Raises ConfigError if its tokens are
+    not the model's."""
+    from ..patches.generate.drafting import check_draft_tokens, check_same_tokens
+
+    if args.draft_model is None:
+        return {}
+    check_draft_tokens(args.num_draft_tokens)
+    draft_model, draft_tokenizer = load(args.draft_model)
+    check_same_tokens(tokenizer, draft_tokenizer)
+    return {"draft_model": draft_model, "num_draft_tokens": args.num_draft_tokens}
 
 
 def _lines(name: str) -> list[bytes]:
@@ -389,8 +408,8 @@ class BatchRun:
             rest: dict[str, Any] = {}
             if not self.args.no_paged:
                 rest["options"] = [self._options(prompt.sampling, grammar)]
-            elif "prompt_lookup" in prompt.sampling:
-                raise ConfigError("prompt_lookup is for pages, and --no-paged does without them")
+            elif unpaged := {"prompt_lookup", "num_draft_tokens"}.intersection(prompt.sampling):
+                raise ConfigError(f"{min(unpaged)} is for pages, and --no-paged does without them")
             elif grammar is not None:
                 processors = [GrammarProcessor(grammar), *processors]
             (uid,) = self.generator.insert_segments(
@@ -403,8 +422,11 @@ class BatchRun:
 
     def _options(self, sampling: Mapping[str, Any], grammar: CompiledGrammar | None) -> RequestOptions:
         """Return what a prompt says that mlx-lm's generator has no argument for."""
-        seed = sampling.get("seed") if self._seeds_rows else None
-        return RequestOptions(seed=seed, grammar=grammar, prompt_lookup=sampling.get("prompt_lookup"))
+        seed, drafts = sampling.get("seed") if self._seeds_rows else None, sampling.get("num_draft_tokens")
+        if drafts is not None and self.args.draft_model is None:
+            raise ConfigError("num_draft_tokens needs --draft-model")
+        lookup = sampling.get("prompt_lookup")
+        return RequestOptions(seed=seed, grammar=grammar, prompt_lookup=lookup, num_draft_tokens=drafts)
 
     def _tokenise(self, prompt: Prompt) -> list[int]:
         args, tokenizer = self.args, self.tokenizer

@@ -36,6 +36,7 @@ WHOLE: dict[str, tuple[int, int]] = {
     "presence_context_size": _CONTEXT,
     "frequency_context_size": _CONTEXT,
     "prompt_lookup": (0, MAX_PROMPT_LOOKUP),
+    "num_draft_tokens": (0, MAX_PROMPT_LOOKUP),
     "seed": (-(1 << 63), (1 << 64) - 1),
     "max_tokens": (1, MAX_TOKENS),
     "max_completion_tokens": (1, MAX_TOKENS),
@@ -155,6 +156,7 @@ SAMPLING = frozenset(
         "response_format",
         "structured_outputs",
         "prompt_lookup",
+        "num_draft_tokens",
     }
 )
 

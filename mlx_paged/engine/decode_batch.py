@@ -15,8 +15,8 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow, Rows
 from ..errors import without_frames
+from .drafts.proposal import Proposer
 from .grammar.grammar import constrain
-from .proposer import Proposer, proposers_of
 from .ranks.ranks import Ranks
 from .ranks.world import has_same_logits
 from .request import Request
@@ -60,8 +60,7 @@ class DecodeBatch:
         self.members: set[Request] = set()
         self.failed: list[tuple[Request, Exception]] = []
         self.choice = TokenChoice(upstream)
-        self.looks_up = False  # whether rows that ask for it have a proposer
-        self.proposers: dict[Request, Proposer] = {}
+        self.proposer: Proposer | None = None  # of drafts
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
         self._tables: Rows | None = None
         # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
@@ -110,8 +109,8 @@ class DecodeBatch:
         self._inputs = inputs
         self.rows = [*self.rows, *rows]
         self.members.update(rows)
-        if self.looks_up:
-            self.proposers.update(proposers_of(rows, self.choice))
+        if self.proposer is not None:
+            self.proposer.add(rows, self.choice)
 
     def _merge(self, rows: Sequence[Request]) -> None:
         """Take the rows' states into the batch's."""
@@ -156,7 +155,8 @@ class DecodeBatch:
         self.choice.keep(keep)
         self.rows = [self.rows[index] for index in keep]
         self.members -= leaving
-        self.proposers = {row: each for row, each in self.proposers.items() if row not in leaving}
+        if self.proposer is not None:
+            self.proposer.remove(leaving)
 
     def disband(self) -> list[Request]:
         """Take all rows out, to compute them again as after :meth:`suspend`, and touch no cache: for when the batch's
@@ -168,10 +168,11 @@ class DecodeBatch:
         return rows
 
     def _clear(self) -> None:
-        self.rows, self._inputs, self._caches = [], None, []
+        rows, self.rows, self._inputs, self._caches = self.rows, [], None, []
         self.members.clear()
         self.choice.clear()
-        self.proposers.clear()
+        if self.proposer is not None:
+            self.proposer.remove(rows)
         self._tables, self._changed = None, True
 
     def settle_tables(self) -> None:

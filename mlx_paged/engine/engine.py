@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow
-from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
+from ..errors import ConfigError, PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kernels.availability import on_metal, packs_prompts
 from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.budget import PoolBudget
@@ -25,7 +25,9 @@ from ..prefix.store import SharedPrefixes
 from ..warn import warn_once
 from . import appends
 from .decode_batch import DecodeBatch, Delivery
-from .look_up import WHY_NOT, LookUp
+from .drafts.look_up import LookUp
+from .drafts.proposal import Proposer
+from .drafts.steps import WHY_NOT, DraftSteps
 from .pace import LATENCY_MS, PrefillPace
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
@@ -71,6 +73,10 @@ class Engine:
         state_interval: see :class:`CheckpointSharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
             time bounds them (see :class:`PrefillPace`).
+        proposer: of drafts; None: rows that ask for it look tokens up.
+
+    Raises:
+        ConfigError: the model cannot verify drafts, and there is a proposer.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Engine:
         reads_blocks_only: bool = True,
         state_interval: int | None = None,
         prefill_latency: int = LATENCY_MS,
+        proposer: Proposer | None = None,
     ) -> None:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
@@ -125,9 +132,12 @@ class Engine:
         self.scheduler = self._new_scheduler(prefill_step_size, completion_batch_size, prefill_batch_size)
         self.computed_prompt_tokens = self.num_steps = 0
         self.prefill = Prefill(batch.model, in_place=self.in_place, packs=self.packs, call=batch.call)
-        self.look_up: LookUp | None = None
+        self.drafts: DraftSteps | None = None
         if self.can_pack and self.pool is not None and self.budget is not None:
-            self.look_up = LookUp(batch, self.pool, partial(appends.has_room, self.budget))
+            has_room = partial(appends.has_room, self.budget)
+            self.drafts = DraftSteps(batch, self.pool, has_room, proposer or LookUp(self.pool))
+        elif proposer is not None:
+            raise ConfigError(f"no draft model can be used with {type(batch.model).__module__}: {WHY_NOT}")
         # Over ranks, whose clocks differ, and where chunks lie on a grid, the tokens of a step do not depend on time.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None
@@ -251,7 +261,7 @@ class Engine:
         begin = time.perf_counter()
         try:
             requests = list(self.batch.rows)
-            deliveries = self.look_up.step(chunks) if self.look_up is not None and self.batch.proposers else None
+            deliveries = None if self.drafts is None else self.drafts.step(chunks)
             if deliveries is None:
                 self._reserve()
                 requests = list(self.batch.rows)
@@ -265,8 +275,8 @@ class Engine:
                 request.length = request.kept + len(request.source)
         responses, unwanted = self._deliver_all(deliveries)
         finished = [(self.requests[r.uid], r) for r in responses if r.finish_reason is not None]
-        if self.look_up is not None:
-            self._finish_look_up(unwanted)
+        if self.drafts is not None:
+            self._finish_drafts(unwanted)
         self._remove_from_batch([request for request, _ in finished])
         for request, response in finished:
             failed.pop(request, None)  # what failed is a token that will not be delivered
@@ -320,10 +330,10 @@ class Engine:
                 ended.add(delivery.row)
         return responses, unwanted
 
-    def _finish_look_up(self, unwanted: Counter[Request]) -> None:
-        assert self.look_up is not None
+    def _finish_drafts(self, unwanted: Counter[Request]) -> None:
+        assert self.drafts is not None
         try:
-            self.look_up.finish(unwanted)
+            self.drafts.finish(unwanted)
         except Exception as error:  # the states of all rows are unknown
             self.batch.fail_all(error)
             self._note_failed()
@@ -537,7 +547,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        if request.options.prompt_lookup and self.look_up is None:
+        if request.options.prompt_lookup and self.drafts is None:
             warn_once(f"prompt_lookup has no effect in {type(self.batch.model).__module__}: {WHY_NOT}")
         if self.agreement is not None:
             self.agreement.note_insertion(request)

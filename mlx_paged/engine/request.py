@@ -31,6 +31,8 @@ class RequestOptions(NamedTuple):
         sampling: how its tokens are chosen, as numbers; its sampler and processors are not asked then. None: they are.
         priority: requests with lower numbers are admitted first, and preempt those with higher ones.
         client: those of one priority are admitted in turns, one request of each client.
+        num_draft_tokens: most tokens that a draft model proposes in a step, if there is one; 0: none; None: as
+            configured.
     """
 
     salt: Hashable = None
@@ -40,6 +42,7 @@ class RequestOptions(NamedTuple):
     sampling: SamplingParams | None = None
     priority: int = 0
     client: Hashable = None
+    num_draft_tokens: int | None = None
 
 
 class Request:

@@ -39,8 +39,11 @@ class PagedCacheStats:
         quantized_layers: layers whose pages hold quantised keys and values.
         dense_layers: layers whose pages hold them as they are.
         bytes_per_token: of K and V of one token in all layers; 0 before the first write.
-        drafted_tokens: tokens that were proposed because a prompt or an answer had them before, and verified.
+        drafted_tokens: tokens that a draft model proposed, or because a prompt or an answer had them before, and that
+            were verified.
         accepted_tokens: those of them that the model would have chosen.
+        draft_steps: steps in which drafts were verified.
+        draft_depth: most drafts of a request in the latest step; 0: it went without.
         state_bytes: bytes of states beside keys and values that count in the budget: of checkpoints and of requests.
         checkpoint_bytes: those of them that a prefix cache holds.
     """
@@ -67,6 +70,8 @@ class PagedCacheStats:
     bytes_per_token: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_steps: int = 0
+    draft_depth: int = 0
     state_bytes: int = 0
     checkpoint_bytes: int = 0
 
@@ -96,7 +101,7 @@ def count(
     holders: Sequence[BlockHolder] = (),
     preemptions: int = 0,
     shrinks: int = 0,
-    drafts: tuple[int, int] = (0, 0),
+    drafts: tuple[int, int, int, int] = (0, 0, 0, 0),
     states: tuple[int, int] = (0, 0),
 ) -> PagedCacheStats:
     """Return the statistics of a pool's groups."""
@@ -124,6 +129,8 @@ def count(
         bytes_per_token=sum(g.bytes_per_block for g in groups) // block_size,
         drafted_tokens=drafts[0],
         accepted_tokens=drafts[1],
+        draft_steps=drafts[2],
+        draft_depth=drafts[3],
         state_bytes=states[0],
         checkpoint_bytes=states[1],
     )

@@ -94,7 +94,7 @@ class ServerRequest:
         salt: only requests with the same one share prefixes.
         prompt_lookup: most tokens proposed in a step; None: as configured.
         thinking_budget: tokens of reasoning after which its end is forced; None: it has no bound.
-        num_draft_tokens: with a draft model.
+        num_draft_tokens: most tokens that a draft model proposes in a step; None: as configured.
         priority: less is earlier.
         client: whose name the API key has; requests of different clients are admitted in turns.
         prompts: made of the inputs.

@@ -28,6 +28,7 @@ from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import factory_of
 from ..patch import replaces
 from . import upstream as known_samplers
+from .drafting import NUM_DRAFT_TOKENS, drafting
 from .response import Response, request_progress
 from .upstream import UPSTREAM
 
@@ -42,6 +43,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     - ``insert`` raises RequestTooLargeError for a request that the whole budget could not hold.
     - ``next`` raises RequestFailedError, once, for a request that failed; the others go on with the next call.
     - ``finish`` ends a request early and leaves what it computed to the prefix cache.
+    - ``draft_model`` proposes up to ``num_draft_tokens`` tokens a step for each request, which the model verifies: what
+      is generated stays the same. ConfigError says why a model cannot be used so.
 
     A prompt cache of plain, unpaged layers only runs in mlx-lm's own machinery.
     """
@@ -51,7 +54,16 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     _uid_count: int
 
-    def __init__(self, model: Any, *, prefixes: SharedPrefixes | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        prefixes: SharedPrefixes | None = None,
+        draft_model: Any = None,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        draft_prefixes: SharedPrefixes | None = None,
+        **options: Any,
+    ) -> None:
         self._old_wired_limit = None  # close() needs it, whatever happens below
         self._factory = factory_of(model, options.get("max_kv_size"))  # what was configured holds for all its requests
         fresh = self._factory()
@@ -61,7 +73,11 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             with mx.stream(self._stream):
                 probe_geometry(model, fresh)
                 sequence = sequence_of(fresh)
-                self._factory.settle_in(None if sequence is None else sequence.pool)
+                pool = None if sequence is None else sequence.pool
+                self._factory.settle_in(pool)
+                proposer = None
+                if draft_model is not None:
+                    proposer = drafting(model, draft_model, num_draft_tokens, pool, draft_prefixes)
                 self._engine = Engine(
                     decode_batch(model, self._factory()),
                     self._counters,
@@ -74,7 +90,10 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     reads_blocks_only=reads_blocks_only(model),
                     state_interval=self._factory.config.state_interval,
                     prefill_latency=self._factory.config.prefill_latency,
+                    proposer=proposer,
                 )
+        elif draft_model is not None:
+            raise ConfigError("a draft model needs a paged cache, and this model's is mlx-lm's own")
 
     def insert(self, prompts: list[list[int]], *args: Any, **options: Any) -> list[int]:
         """Queue requests whose prompts are not in segments; the rest is as in :meth:`insert_segments`."""

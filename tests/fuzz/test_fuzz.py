@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from mlx_paged.engine import look_up
+from mlx_paged.engine.drafts import look_up
 from tests.fuzz import batches, conversations, threads
 from tests.fuzz.cases import FAMILIES, HYBRIDS, Case, draw, draw_hybrid, vocabulary
 from tests.support.models.builders import KINDS

@@ -106,6 +106,14 @@ class Grammar:
         else:
             self.part, self._matcher = Part.WITHIN, self._compiled.matcher.deep_copy()
 
+    def fork(self) -> Grammar:
+        """Return a copy, to go on with tokens that the answer may not get."""
+        copy = object.__new__(Grammar)
+        copy.__dict__.update(self.__dict__)
+        copy.tokens = list(self.tokens)
+        copy._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        return copy
+
     def accept(self, token: int) -> None:
         """Go on with a token of the answer.
 
@@ -236,19 +244,24 @@ def constrain(
 
     Args:
         logits: of the step.
-        rows: of the batch, with or without a grammar.
-        inputs: the token that each row's logits come after.
+        rows: of the batch, with or without a grammar; one with drafts comes once for its next token and, behind that,
+            once for each draft.
+        inputs: the token that each of the logits comes after.
         is_timed: whether rows whose grammars take too much time fail; not over ranks, which have to decide alike.
     """
     vocab = logits.shape[-1]
     words = np.full((len(rows), -(-vocab // 32)), ALL, np.uint32)
     broken: dict[int, Exception] = {}
+    ahead: Grammar | None = None  # behind the drafts so far; None: one of them was not allowed
     for index, (row, token) in enumerate(zip(rows, inputs, strict=True)):
         grammar = row.grammar
         if grammar is None:
             continue
         begin = time.thread_time()
         try:
+            if index and rows[index - 1] is row:
+                ahead = _behind_draft(ahead, token, words[index - 1], words[index])
+                continue
             # What was delivered before, if the grammar has not seen it, and then this step's input. The first input is
             # the last token of the prompt.
             for delivered in row.source[row.prompt_length + len(grammar.tokens) :]:
@@ -260,8 +273,33 @@ def constrain(
                 grammar.count(time.thread_time() - begin)
         except Exception as error:
             broken[index] = error
-            words[index] = ALL
+            words[index], ahead = ALL, None
+        else:
+            has_drafts = index + 1 < len(rows) and rows[index + 1] is row
+            ahead = grammar.fork() if has_drafts else None
     return masked(logits, mx.array(words)), broken
+
+
+def _behind_draft(ahead: Grammar | None, draft: int, allowed: np.ndarray, out: np.ndarray) -> Grammar | None:
+    """Write which tokens may come behind a draft.
+
+    Args:
+        ahead: the state before the draft; None: an earlier draft was not allowed, and what comes here is not used.
+        draft: the token.
+        allowed: what may come where it stands.
+        out: see :meth:`Grammar.mask`.
+
+    Returns:
+        The state behind the draft; None if it is not allowed, and so going to be refused.
+
+    Raises:
+        GrammarError: as :meth:`Grammar.accept` and :meth:`Grammar.mask`.
+    """
+    if ahead is None or draft // 32 >= len(allowed) or not allowed[draft // 32] >> np.uint32(draft % 32) & 1:
+        return None
+    ahead.accept(draft)
+    ahead.mask(out)
+    return ahead
 
 
 def masked(logits: mx.array, words: mx.array) -> mx.array:

@@ -333,7 +333,7 @@ class BatchSampler:
         # The last step's positions: whose they are, which step that was, and the array.
         self._counted: tuple[tuple[int, ...], int, mx.array] | None = None
         self._biased: list[int] = []  # rows
-        self._bias: tuple[mx.array, mx.array, mx.array] | None = None  # rows [R, 1], tokens [R, n] and values
+        self._bias: tuple[mx.array, mx.array] | None = None  # tokens [R, n] and values
         # By rows, and whether the kernel draws for them.
         self._parameters: dict[tuple[tuple[int, ...], bool], RowParameters | KernelRows] = {}
 
@@ -370,7 +370,7 @@ class BatchSampler:
             tokens = mx.array([[*bias, *[next(iter(bias))] * (most - len(bias))] for bias in biases.values()])
             values = mx.array([[*bias.values(), *[0.0] * (most - len(bias))] for bias in biases.values()], mx.float32)
             of = mx.array([place[id(bias)] for bias in every])
-            self._bias = mx.array(self._biased)[:, None], tokens[of], values[of]
+            self._bias = tokens[of], values[of]
 
     @property
     def only_compares(self) -> bool:
@@ -379,29 +379,36 @@ class BatchSampler:
 
     # Steps ----------------------------------------------------------------------------------------------------
 
-    def penalised(self, logits: mx.array, inputs: mx.array, places: Sequence[int] | None = None) -> mx.array:
-        """Begin a step: the logits ``[B, vocab]`` with biases and penalties, in float32 if any row has some.
+    def penalised(self, logits: mx.array, inputs: mx.array, rows: Sequence[int] | None = None) -> mx.array:
+        """Begin a step: the logits ``[T, vocab]`` with biases and penalties, in float32 if any row has some.
 
         Args:
             logits: of the step.
-            inputs: the tokens that the step was given, ``[B]``; they are part of the history from now on.
-            places: which row each of the logits is of, where rows come several times: not those with any of that.
+            inputs: the tokens that the step was given, ``[T]``; they are part of the history from now on.
+            rows: which row each of the logits is of, where rows have several, in order, or other ones none: behind
+                tokens that the row may not take, see :meth:`skip`. None: one of each row.
         """
         self._num_steps += 1
-        at = {} if places is None else {row: place for place, row in enumerate(places)}
         if self._bias is not None:
-            rows, tokens, values = self._bias
-            if at:
-                rows = mx.array([at[row] for row in self._biased])[:, None]
-            logits = logits.astype(mx.float32).at[rows, tokens].add(values)
-        if self._penalised:
-            rows_of = [at[row] for row in self._penalised] if at else self._penalised
-            logits = self._penalties.step(logits, inputs, rows_of)
+            tokens, values = self._bias
+            at = self._biased if rows is None else [place for place, row in enumerate(rows) if row in self._biased]
+            if rows is not None:
+                order = {row: index for index, row in enumerate(self._biased)}
+                own = mx.array([order[rows[place]] for place in at])
+                tokens, values = tokens[own], values[own]
+            logits = logits.astype(mx.float32).at[mx.array(at)[:, None], tokens].add(values)
+        if self._penalised and rows is None:
+            logits = self._penalties.step(logits, inputs, self._penalised)
+        elif self._penalised:
+            assert rows is not None
+            own_places = [[place for place, row in enumerate(rows) if row == each] for each in self._penalised]
+            logits = self._penalties.step_ahead(logits, inputs, own_places)
         return logits
 
     def skip(self, counts: Sequence[int]) -> None:
-        """Rows have taken so many tokens more than one of the last step, ``[B]``."""
+        """Rows have taken so many tokens more than one of the last step, ``[B]``, and what came behind them is gone."""
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
+        self._penalties.settle([counts[row] for row in self._penalised])
         self._counted = None
 
     def _positions_of(self, of: tuple[int, ...], ahead: Sequence[int] | None) -> mx.array:

@@ -45,6 +45,7 @@ class Penalties:
         self._num_left = 0  # more steps that they have room for
         self._has_windows = False
         self._placed: tuple[tuple[int, ...], int, mx.array] | None = None  # see _places_of
+        self._ahead: list[Histories] = []  # after each token of the last :meth:`step_ahead`
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,14 +65,16 @@ class Penalties:
         if len(indices) < len(self.rows):
             self._arrange(indices, ())
 
-    def _arrange(self, indices: Sequence[int], joining: Sequence[tuple[SamplingParams, Sequence[int]]]) -> None:
-        """Arrays of the rows that stay and of those that join, with what counts, and room."""
+    def _arrange(
+        self, indices: Sequence[int], joining: Sequence[tuple[SamplingParams, Sequence[int]]], least: int = 1
+    ) -> None:
+        """Arrays of the rows that stay and of those that join, with what counts, and room for ``least`` more."""
         lengths = [self.rows[index].length + self._num_steps for index in indices]
         stay = [self.rows[index].params for index in indices]
         rows = [Seen(params, min(n, max(params.contexts))) for params, n in zip(stay, lengths, strict=True)]
         rows += [Seen(params, min(len(tokens), max(params.contexts))) for params, tokens in joining]
         longest = max((row.length for row in rows), default=0)
-        capacity = -(-(longest + 1) // ROOM) * ROOM
+        capacity = -(-(longest + least) // ROOM) * ROOM
         words, counts = [], []
         if stay:
             assert self._seen is not None
@@ -130,6 +133,53 @@ class Penalties:
         self._num_steps += 1
         self._num_left -= 1
         return changed
+
+    def step_ahead(self, logits: mx.array, inputs: mx.array, places: Sequence[Sequence[int]]) -> mx.array:
+        """Several more tokens of rows, and the logits with the penalties; :meth:`settle` says how many of them each
+        row keeps.
+
+        Args:
+            logits: ``[T, vocab]``.
+            inputs: the tokens that they follow, ``[T]``.
+            places: which of them are each of these rows', in the order of its tokens; at least one.
+
+        Returns:
+            ``[T, vocab]`` float32, a new array.
+        """
+        depth = max(map(len, places))
+        if self._num_left < depth:
+            self._arrange(list(range(len(self.rows))), (), depth)
+        self._ahead = []
+        order = list(range(logits.shape[0]))
+        parts = [logits.astype(mx.float32)]
+        for ahead in range(depth):
+            now = [own[min(ahead, len(own) - 1)] for own in places]  # beyond its last token nothing of a row is used
+            for index, own in enumerate(places):
+                if ahead < len(own):
+                    order[own[ahead]] = logits.shape[0] + ahead * len(places) + index
+            at = mx.array(now)
+            parts.append(self.step(logits[at], inputs[at], range(len(now))))
+            assert self._seen is not None
+            self._ahead.append(self._seen)
+        return mx.concatenate(parts)[mx.array(order)]
+
+    def settle(self, counts: Sequence[int]) -> None:
+        """Rows keep the first token of the last :meth:`step_ahead` and so many more."""
+        states, self._ahead = self._ahead, []
+        if not states:
+            return
+        depth = len(states)
+        self.rows = [Seen(row.params, row.length + 1 + n - depth) for row, n in zip(self.rows, counts, strict=True)]
+        if len(set(counts)) == 1:
+            self._seen = states[counts[0]]
+            return
+        at, each = mx.array(list(counts)), mx.arange(len(counts))
+        self._seen = Histories(
+            mx.stack([state.words for state in states])[at, each],
+            mx.stack([state.counts for state in states], axis=1)[:, at, each],
+            mx.stack([state.spans for state in states])[at, each],
+            states[0].penalties,
+        )
 
     def _places_of(self, rows: tuple[int, ...], count: int) -> mx.array:
         """Return which of these rows each of the logits is of, or -1; the last answer is kept."""

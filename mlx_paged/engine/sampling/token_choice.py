@@ -19,7 +19,7 @@ class Places(NamedTuple):
     """Whose logits a step has, where rows do not come once each, in order.
 
     Attributes:
-        rows: of the batch, ascending; those with penalties or processors come once.
+        rows: of the batch, ascending; those with processors of their own come once.
         ahead: how many tokens behind its row's next one each stands.
     """
 
@@ -59,6 +59,9 @@ class TokenChoice:
 
     Args:
         upstream: of mlx-lm.
+
+    Attributes:
+        vocab_size: of the model; None before its first step. The rows' parameters go with it.
     """
 
     def __init__(self, upstream: Upstream) -> None:
@@ -66,7 +69,7 @@ class TokenChoice:
         self.sampler = BatchSampler()
         self._rows: list[_Row] = []
         self._all_together = True  # no row has a sampler or processors of its own
-        self._vocab_size: int | None = None  # the rows' parameters go with it
+        self.vocab_size: int | None = None
 
     def add(self, requests: Sequence[Request]) -> None:
         """Rows join at the end. Their tokens up to the next input are in their caches."""
@@ -85,8 +88,8 @@ class TokenChoice:
 
     def _known(self, request: Request) -> tuple[_Row, SamplingParams]:
         if (own := request.options.sampling) is not None:
-            if self._vocab_size is not None:
-                own.check_vocabulary(self._vocab_size)
+            if self.vocab_size is not None:
+                own.check_vocabulary(self.vocab_size)
             return _Row(request, None, False), own
         chooses = self._usable(self.upstream.known_sampler(request.sampler))
         changes = self._usable(self.upstream.known_processors(request.processors)) if request.processors else {}
@@ -99,8 +102,8 @@ class TokenChoice:
             return None
         try:
             params = SamplingParams(**fields)
-            if self._vocab_size is not None:
-                params.check_vocabulary(self._vocab_size)
+            if self.vocab_size is not None:
+                params.check_vocabulary(self.vocab_size)
         except ConfigError:
             return None
         return fields
@@ -120,12 +123,14 @@ class TokenChoice:
     def _settle(self) -> None:
         self._all_together = not any(row.sampler is not None or row.processors for row in self._rows)
 
-    def samples(self, request: Request) -> bool:
-        """Return whether the request's sampler is one that the rows have together."""
-        return (
-            request.options.sampling is not None
-            or self._usable(self.upstream.known_sampler(request.sampler)) is not None
-        )
+    def takes_drafts(self, request: Request) -> bool:
+        """Return whether the request's next token depends on nothing but the tokens before it and on chance: nothing of
+        the caller's own has to be called for each of them, in order."""
+        if request.options.sampling is not None:
+            return True
+        if self._usable(self.upstream.known_sampler(request.sampler)) is None:
+            return False
+        return not request.processors or self._usable(self.upstream.known_processors(request.processors)) is not None
 
     @property
     def only_compares(self) -> bool:
@@ -142,7 +147,7 @@ class TokenChoice:
             inputs: the tokens that it was given, as many.
             places: whose they are.
         """
-        if self._vocab_size != logits.shape[-1]:
+        if self.vocab_size != logits.shape[-1]:
             self._learn(logits.shape[-1])
         broken: dict[int, Exception] = {}
         penalised = self.sampler.penalised(logits, inputs, None if places is None else places.rows)
@@ -156,7 +161,7 @@ class TokenChoice:
 
     def _learn(self, vocab_size: int) -> None:
         """Take the size of the vocabulary, known since the first step; what was assumed before may be unusable."""
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         requests = [row.request for row in self._rows]
         self.clear()
         self.add(requests)

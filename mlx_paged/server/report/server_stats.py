@@ -33,6 +33,7 @@ _GAUGES = {
     "bytes_per_token": "Bytes of the keys and values of one token in all layers",
     "quantized_layers": "Layers whose pages hold quantised keys and values",
     "dense_layers": "Layers whose pages hold keys and values as they are",
+    "draft_depth": "Most drafts of a request in the latest step",
 }
 _COUNTERS = {
     "cow_forks": "Blocks copied because a sequence wrote to a shared one",
@@ -41,8 +42,9 @@ _COUNTERS = {
     "preemptions": "Requests that made room for others",
     "shrinks": "Times a layer group's tensors were made smaller",
     "quantized_tokens": "Tokens quantised when they were written",
-    "drafted_tokens": "Tokens that were proposed because a prompt or an answer had them before",
+    "drafted_tokens": "Tokens that a draft model proposed, or because a prompt or an answer had them before",
     "accepted_tokens": "Those of them that the model would have chosen",
+    "draft_steps": "Steps in which drafts were verified",
 }
 _SERVER_COUNTERS = {
     "prompt_tokens": "Tokens of prompts",

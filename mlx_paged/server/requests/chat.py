@@ -171,7 +171,7 @@ def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dic
         "prompt_lookup": body.prompt_lookup,
         "priority": body.priority or 0,
         "thinking_budget": getattr(body, "thinking_budget", None),
-        "num_draft_tokens": getattr(body, "num_draft_tokens", None),
+        "num_draft_tokens": 0 if getattr(body, "draft", None) is False else getattr(body, "num_draft_tokens", None),
     }
 
 

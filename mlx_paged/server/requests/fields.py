@@ -64,6 +64,7 @@ class ModelParameters(Body):
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = Field(
         None, description="of mlx-lm; 400 without a draft model"
     )
+    draft: bool | None = Field(None, description="of mlx_paged; `false`: no draft model proposes tokens for it")
 
 
 def _check_repetition(value: float) -> float:

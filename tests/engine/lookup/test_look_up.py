@@ -9,7 +9,8 @@ import pytest
 
 import mlx_paged
 from mlx_paged.cache.rows import NotPackableError, Rows
-from mlx_paged.engine import look_up, proposer
+from mlx_paged.engine.drafts import look_up, ngrams
+from mlx_paged.engine.drafts.steps import DraftSteps
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.radix import RadixTree
@@ -32,7 +33,7 @@ class Engine(ToyEngine):
     """Whose requests look up what the oracle says."""
 
     def ask(self, prompt: Sequence[int], num_tokens: int, *, lookup: int = MOST, **options: Any) -> int:
-        proposer.Proposer.answers[tuple(prompt)] = answer(prompt, num_tokens + MOST + 2)  # type: ignore[attr-defined]
+        ngrams.Predictor.answers[tuple(prompt)] = answer(prompt, num_tokens + MOST + 2)  # type: ignore[attr-defined]
         uid = self.add(prompt, max_tokens=num_tokens, **options)
         self.engine.requests[uid].options = RequestOptions(prompt_lookup=lookup)
         return uid
@@ -41,7 +42,7 @@ class Engine(ToyEngine):
 def check_left(pool: BlockPool, toy: ToyEngine) -> None:
     """Nothing is left but what the last responses hold."""
     pool.check_integrity()
-    assert not toy.engine.batch.proposers
+    assert not toy.engine.drafts.proposer.rows
     for responses in toy.responses.values():
         if responses:
             responses[-1].drop_cache()
@@ -172,9 +173,9 @@ def test_without_free_blocks_nothing_is_proposed(
     num_blocks: int, oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rooms: list[bool] = []
-    original = look_up.LookUp.step
+    original = DraftSteps.step
 
-    def step(self: look_up.LookUp, others: Any) -> Any:
+    def step(self: DraftSteps, others: Any) -> Any:
         has_room = self._has_room
         self._has_room = lambda growth: rooms.append(has_room(growth)) or rooms[-1]  # type: ignore[func-returns-value]
         before = pool.stats().live_blocks, pool.preemptions, len(rooms)
@@ -185,7 +186,7 @@ def test_without_free_blocks_nothing_is_proposed(
             assert found is None and pool.stats().live_blocks == before[0]
         return found
 
-    monkeypatch.setattr(look_up.LookUp, "step", step)
+    monkeypatch.setattr(DraftSteps, "step", step)
     pool = make_pool(num_blocks)
     toy = Engine(pool)
     for prompt in PROMPTS[1:4]:
@@ -206,7 +207,7 @@ def test_cancelled_rows_leave_the_others_alone(steps: int, oracle: type[Oracle])
         toy.step()
     before = toy.tokens(2)
     toy.engine.remove([0, 2])
-    assert set(map(lambda row: row.uid, toy.engine.batch.proposers)) <= {1, 3}
+    assert set(map(lambda row: row.uid, toy.engine.drafts.proposer.rows)) <= {1, 3}
     toy.run()
     assert toy.tokens(2) == before == answer(PROMPTS[2], len(before))
     assert [toy.tokens(uid) for uid in (1, 3)] == [answer(PROMPTS[uid], 40) for uid in (1, 3)]
@@ -246,12 +247,12 @@ def test_a_draft_that_cannot_be_computed_is_nobodys_fault(
     monkeypatch.setattr(
         oracle,
         "drafts",
-        lambda self, skipped, most, price: None if most < 2 else proposer.Drafts([expected[0], never], 2),
+        lambda self, skipped, most, price: None if most < 2 else ngrams.Drafts([expected[0], never], 2),
     )
     toy.model.poison = never
     toy.run()
     assert toy.tokens(0) == expected and not toy.failures and pool.stats().drafted_tokens == 0
-    assert toy.engine.batch.looks_up
+    assert toy.engine.batch.proposer is not None
     check_left(pool, toy)
 
 
@@ -263,9 +264,9 @@ def test_a_model_that_does_not_pack_stops_looking_up(oracle: type[Oracle], monke
     pool = make_pool()
     toy = Engine(pool)
     toy.ask(PROMPTS[0], 20)
-    with pytest.warns(mlx_paged.NotPagedWarning, match="not looked up .* it does something else"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="not proposed .* it does something else"):
         toy.run()
-    assert toy.tokens(0) == answer(PROMPTS[0], 20) and not toy.engine.batch.looks_up
+    assert toy.tokens(0) == answer(PROMPTS[0], 20) and toy.engine.batch.proposer is None
     check_left(pool, toy)
 
 
@@ -333,7 +334,7 @@ def test_without_the_option_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise AssertionError("looked up")
 
-    monkeypatch.setattr(look_up.LookUp, "step", fail)
+    monkeypatch.setattr(look_up.LookUp, "propose", fail)
     toy = Engine(make_pool())
     toy.add(PROMPTS[0], max_tokens=12)
     toy.run()

@@ -13,8 +13,9 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine import compiled_step, proposer
-from mlx_paged.engine.proposer import Drafts
+from mlx_paged.engine import compiled_step
+from mlx_paged.engine.drafts import ngrams
+from mlx_paged.engine.drafts.ngrams import Drafts
 from mlx_paged.engine.request import RequestOptions
 from scripts.support import model_configs
 from tests.fuzz.cases import HYBRIDS
@@ -249,7 +250,7 @@ def test_samples_are_distributed_as_without(options: dict[str, Any], monkeypatch
         chances = longer
     guess = max(chances, key=lambda tokens: chances[tokens])
     monkeypatch.setattr(Guess, "words", guess)
-    monkeypatch.setattr(proposer, "Proposer", Guess)
+    monkeypatch.setattr(ngrams, "Predictor", Guess)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = generator(model, completion_batch_size=100)
     outcomes: dict[int, Outcome] = {}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_paged.engine import proposer as ngram_index
-from mlx_paged.engine.proposer import MOST_COMPARED, SIZES, NgramIndex
+from mlx_paged.engine.drafts import ngrams as ngram_index
+from mlx_paged.engine.drafts.ngrams import MOST_COMPARED, SIZES, NgramIndex
 
 FEW = st.lists(st.integers(0, 3), max_size=40)
 

@@ -326,6 +326,8 @@ def test_stats_count_blocks_and_bytes() -> None:
         "preemptions": 0,
         "drafted_tokens": 0,
         "accepted_tokens": 0,
+        "draft_steps": 0,
+        "draft_depth": 0,
         "peak_bytes_in_use": 0,
         "shrinks": 0,
         "quantized_tokens": 0,

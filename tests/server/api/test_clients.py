@@ -77,7 +77,7 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
 }
 OF_HEADERS = {"user_profile_id", "workspace_id"}  # which is what the client makes of them
 # With a folder or an earlier answer only; see test_server_access, test_server_stops and test_agents.
-TESTED_ELSEWHERE = {"adapters", "draft_model", "num_draft_tokens", "previous_response_id"}
+TESTED_ELSEWHERE = {"adapters", "draft", "draft_model", "num_draft_tokens", "previous_response_id"}
 
 
 def ask(client: openai.OpenAI, claude: anthropic.Anthropic, path: str, **options: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Oracle: a proposer that knows what its row is going to say."""
+"""Oracle: a predictor that knows what its row is going to say."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from mlx_paged.engine import proposer
-from mlx_paged.engine.proposer import Drafts, Proposer
+from mlx_paged.engine.drafts import ngrams
+from mlx_paged.engine.drafts.ngrams import Drafts, Predictor
 
 
-class Oracle(Proposer):
+class Oracle(Predictor):
     """Says the answer right for a number of tokens that changes with the place in it, and then wrong.
 
     Attributes:
@@ -39,5 +39,5 @@ class Oracle(Proposer):
 def oracles(vocab: int) -> Iterator[type[Oracle]]:
     """Rows that look tokens up ask an oracle, whose answers are to be filled in."""
     fresh = type("FreshOracle", (Oracle,), {"answers": {}, "vocab": vocab})
-    with mock.patch.object(proposer, "Proposer", fresh):
+    with mock.patch.object(ngrams, "Predictor", fresh):
         yield fresh

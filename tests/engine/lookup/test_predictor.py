@@ -1,80 +1,80 @@
-"""Proposer: what is expected next, and that nothing is proposed where it does not come true."""
+"""Predictor: what is expected next, and that nothing is proposed where it does not come true."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from mlx_paged.engine.proposer import CPU_PRICE, PRICE, Proposer
+from mlx_paged.engine.drafts.ngrams import CPU_PRICE, PRICE, Predictor
 
 ANY = 64
 
 
-def feed(proposer: Proposer, tokens: list[int]) -> None:
+def feed(predictor: Predictor, tokens: list[int]) -> None:
     for token in tokens:
-        proposer.add(token)
+        predictor.add(token)
 
 
 def test_what_followed_is_proposed_no_further_than_is_wanted() -> None:
     text = list(range(30))
-    proposer = Proposer([*text, 5, 6, 7], 4)
-    found = proposer.drafts(0, ANY)
+    predictor = Predictor([*text, 5, 6, 7], 4)
+    found = predictor.drafts(0, ANY)
     assert found is not None and found.tokens == [8, 9, 10, 11]
     assert 0 < found.gain < 4
-    assert proposer.drafts(0, 2).tokens == [8, 9]
-    assert proposer.drafts(1, ANY).tokens == [9, 10, 11], "behind a token that is being computed"
-    assert proposer.drafts(1, ANY).gain < found.gain
-    assert proposer.drafts(0, 0) is None and Proposer(text, 4).drafts(0, ANY) is None
+    assert predictor.drafts(0, 2).tokens == [8, 9]
+    assert predictor.drafts(1, ANY).tokens == [9, 10, 11], "behind a token that is being computed"
+    assert predictor.drafts(1, ANY).gain < found.gain
+    assert predictor.drafts(0, 0) is None and Predictor(text, 4).drafts(0, ANY) is None
 
 
 def test_the_longer_a_row_repeats_the_more_is_expected() -> None:
     text = np.random.default_rng(0).permutation(400).tolist()
-    proposer = Proposer([*text, *text[:3]], 16)
-    before = proposer.drafts(0, ANY)
-    feed(proposer, text[3:60])
-    after = proposer.drafts(0, ANY)
+    predictor = Predictor([*text, *text[:3]], 16)
+    before = predictor.drafts(0, ANY)
+    feed(predictor, text[3:60])
+    after = predictor.drafts(0, ANY)
     assert before.gain < 6
     assert after.tokens == text[60:76] and after.gain > 12
-    assert proposer.num_tokens == 460
+    assert predictor.num_tokens == 460
 
 
 def test_what_costs_more_is_proposed_more_seldom() -> None:
-    proposer = Proposer([*range(30), *range(5, 11)], 16)
-    cheap, dear = proposer.drafts(0, ANY, PRICE), proposer.drafts(0, ANY, CPU_PRICE)
+    predictor = Predictor([*range(30), *range(5, 11)], 16)
+    cheap, dear = predictor.drafts(0, ANY, PRICE), predictor.drafts(0, ANY, CPU_PRICE)
     assert len(dear.tokens) < len(cheap.tokens) and dear.gain < cheap.gain
-    assert proposer.drafts(0, ANY, 0.99) is None
+    assert predictor.drafts(0, ANY, 0.99) is None
 
 
 def test_a_row_that_circles_goes_on_circling() -> None:
-    proposer = Proposer([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], 7)
-    assert proposer.drafts(0, ANY).tokens == [1, 2, 1, 2, 1, 2, 1]
-    assert Proposer([4, 7, 7, 7, 7, 7, 7, 7, 7], 3).drafts(1, ANY).tokens == [7, 7, 7]
+    predictor = Predictor([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], 7)
+    assert predictor.drafts(0, ANY).tokens == [1, 2, 1, 2, 1, 2, 1]
+    assert Predictor([4, 7, 7, 7, 7, 7, 7, 7, 7], 3).drafts(1, ANY).tokens == [7, 7, 7]
 
 
 def test_a_row_stops_proposing_while_its_predictions_fail() -> None:
     rng = np.random.default_rng(1)
-    proposer = Proposer([], 8)
+    predictor = Predictor([], 8)
     gains = []
     for another in range(1000, 1300):  # pairs come again, and what follows them is another word each time
-        feed(proposer, [1, 2])
-        found = proposer.drafts(0, ANY)
+        feed(predictor, [1, 2])
+        found = predictor.drafts(0, ANY)
         gains.append(0.0 if found is None else found.gain)
-        proposer.add(another)
+        predictor.add(another)
     assert max(gains[1:4]) > 0.25 and max(gains[-50:]) == 0, "a chance below its price"
     text = rng.permutation(200).tolist()
-    feed(proposer, [*text, *text[:30]])
-    assert proposer.drafts(0, ANY).tokens == text[30:38]
+    feed(predictor, [*text, *text[:30]])
+    assert predictor.drafts(0, ANY).tokens == text[30:38]
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_drafts_are_what_comes_when_the_text_is_repeated(skipped: int) -> None:
     text = np.random.default_rng(2).integers(0, 50, 120).tolist()
-    proposer = Proposer(text, 5)
+    predictor = Predictor(text, 5)
     hits = total = 0
     for place in itertools.takewhile(lambda p: p < 100, itertools.count()):
-        found = proposer.drafts(skipped, ANY)
+        found = predictor.drafts(skipped, ANY)
         for offset, token in enumerate([] if found is None else found.tokens):
             total += 1
             hits += token == text[place + skipped + offset]
-        proposer.add(text[place])
+        predictor.add(text[place])
     assert total > 300 and hits / total > 0.9

@@ -1,51 +1,51 @@
-"""LookUp: the steps of a decode batch in which rows take several tokens, because they repeat what they had before."""
+"""DraftSteps: the steps of a decode batch in which rows take several tokens, because drafts of them were right."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import mlx.core as mx
 
-from ..cache.batch_cache import PagedBatchKVCache
-from ..cache.composites import leaves, with_leaves
-from ..cache.packed_states import PackedStates
-from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.rows import NotPackableError, Rows
-from ..errors import PoolExhaustedError
-from ..kv.pool import BlockPool
-from ..warn import warn_once
-from .decode_batch import DecodeBatch, Delivery
-from .proposer import CPU_PRICE, PRICE
-from .request import Request
-from .sampling.token_choice import Places
-from .scheduler import Growth
+from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.composites import leaves, with_leaves
+from ...cache.packed_states import PackedStates
+from ...cache.paged_kv_cache import PagedKVCache
+from ...cache.rows import NotPackableError, Rows
+from ...errors import PoolExhaustedError
+from ...kv.pool import BlockPool
+from ...warn import warn_once
+from ..decode_batch import DecodeBatch, Delivery
+from ..request import Request
+from ..sampling.token_choice import Places
+from ..scheduler import Growth
+from .proposal import NextTokens, Proposal, Proposer
 
-# What a step with drafts costs beyond one without and beyond the drafts' own price, in tokens of each row: the host
-# waits for it (docs/adr/0031).
-LEAST_GAIN = 0.75
-MOST_TOKENS = 256  # of a step: with more, matrix products take longer
 WHY_NOT = "a layer pins tokens, or computes with keys and values by itself, or none is paged"
-# Tokens of context that a step reads again for drafts: the kernel reads the row's for each.
-MOST_READS = 1 << 18
 
 
-class LookUp:
-    """Proposes what rows are going to repeat and has the model verify it: a call takes each row's next token and its
-    drafts, and each row keeps the drafts that it would have chosen itself.
+class DraftSteps:
+    """Has the model verify what a proposer expects: a call takes each row's next token and its drafts, and each row
+    keeps the drafts that it would have chosen itself.
 
-    A token is sampled at every position with the row's own sampler. In order, those that equal the next draft are
-    taken, and so is the first that does not; it was sampled behind nothing but tokens of the row, as without drafts.
+    A token is sampled at every position with the row's own sampler, from logits with the row's penalties and behind its
+    grammar's mask there. In order, those that equal the next draft are taken, and so is the first that does not; it was
+    sampled behind nothing but tokens of the row, as without drafts.
 
     Args:
         batch: of the rows; their layers are paged or keep states, and the model packs.
         pool: of their blocks.
         has_room: whether rows can grow by so many tokens, nobody making room for them.
+        proposer: of the drafts.
     """
 
-    def __init__(self, batch: DecodeBatch, pool: BlockPool, has_room: Callable[[Growth], bool]) -> None:
+    def __init__(
+        self, batch: DecodeBatch, pool: BlockPool, has_room: Callable[[Growth], bool], proposer: Proposer
+    ) -> None:
         self.batch = batch
-        batch.looks_up = True
+        self.proposer = batch.proposer = proposer
         self.pool = pool
         self._has_room = has_room
         # The rows' next tokens, if they are known on the host: the batch's array, and what it holds.
@@ -66,15 +66,20 @@ class LookUp:
             it is expected, there are no blocks for it, or the call has failed, and nothing has changed.
         """
         self._states = {}
-        drafts = self._propose()
-        if not drafts:
+        batch = self.batch
+        if batch.proposer is None or not batch.proposer.rows:
             return None
-        rows = self.batch.rows
-        counts = [1 + len(drafts.get(row, ())) for row in rows]
-        if not self._has_room([*zip(rows, counts, strict=True), *others]):
+        self.pool.draft_depth = 0
+        known = self._known[1] if self._known[0] is batch.inputs else None
+        inputs, vocab_size = NextTokens(batch.inputs, known), batch.choice.vocab_size
+        proposal = self.proposer.propose(batch.rows, inputs, vocab_size, is_alone=not others)
+        if proposal is None or not any(proposal.counts):
             return None
-        found = self._logits(drafts, counts)
-        return None if found is None else self._deliver(*found, drafts, counts)
+        counts = [1 + count for count in proposal.counts]
+        if not self._has_room([*zip(batch.rows, counts, strict=True), *others]):
+            return None
+        found = self._logits(proposal, counts, known)
+        return None if found is None else self._deliver(*found, counts)
 
     def finish(self, unwanted: Mapping[Request, int]) -> None:
         """Have the states of rows end before their last tokens, when what a step gave was delivered and all rows are
@@ -89,34 +94,11 @@ class LookUp:
         for place, states in self._states.items():
             self.batch.set_state(place, states.batch(self._kept))
 
-    # Proposing ------------------------------------------------------------------------------------------------
-
-    def _propose(self) -> dict[Request, list[int]]:
-        """Drafts of the rows that have some, if together they are worth a step."""
-        proposers, num_rows = self.batch.proposers, len(self.batch.rows)
-        price = PRICE if self.pool.groups[0].in_place else CPU_PRICE
-        share = None
-        drafts: dict[Request, list[int]] = {}
-        gain = 0.0
-        for row, proposer in proposers.items():
-            proposer.follow(row)
-            if not proposer.expects:
-                continue
-            if share is None:
-                share = (MOST_TOKENS - num_rows) // len(proposers)
-                share = min(share, MOST_READS // max(1, sum(each.length for each in proposers)))
-            is_delivered = row.logits is not None  # with this step, its next token
-            most = min(share, row.max_tokens - row.num_generated - is_delivered)
-            known = len(row.history) + len(row.source)
-            found = proposer.drafts(known + is_delivered - proposer.num_tokens, most, price)
-            if found is not None:
-                drafts[row] = found.tokens
-                gain += found.gain
-        return drafts if gain >= LEAST_GAIN * num_rows else {}
-
     # Verifying ------------------------------------------------------------------------------------------------
 
-    def _logits(self, drafts: dict[Request, list[int]], counts: Sequence[int]) -> tuple[mx.array, mx.array] | None:
+    def _logits(
+        self, proposal: Proposal, counts: Sequence[int], known: list[int] | None
+    ) -> tuple[mx.array, mx.array] | None:
         """Return the tokens of the call ``[T]``, row by row, and their logits ``[T, vocab]``, with the rows' caches
         behind all of them; None if that cannot be had, and nothing has changed."""
         batch = self.batch
@@ -127,7 +109,7 @@ class LookUp:
             failed = rows.reserve()
             if failed is not None:
                 raise failed.error
-            inputs = self._inputs(drafts)
+            inputs = self._inputs(proposal, known)
             caches = batch.rows[0].caches or []
             layers: list[Any] = []
             for place, cache in enumerate(leaves(caches)):
@@ -141,31 +123,31 @@ class LookUp:
         except Exception as error:  # a step without drafts says whose fault it is
             rows.take_back()
             if isinstance(error, NotPackableError):
-                batch.looks_up = False
-                batch.proposers.clear()
-                warn_once(f"tokens are not looked up in models of {type(batch.model).__module__}: {error}")
+                self.proposer.remove(list(self.proposer.rows))
+                batch.proposer = None
+                warn_once(f"tokens are not proposed in models of {type(batch.model).__module__}: {error}")
             elif not isinstance(error, PoolExhaustedError):  # it may be for a draft, which nobody has to compute
-                for row in drafts:
-                    del batch.proposers[row]
+                self.proposer.remove([row for row, count in zip(batch.rows, counts, strict=True) if count > 1])
             return None
         return inputs, logits
 
-    def _inputs(self, drafts: dict[Request, list[int]]) -> mx.array:
-        inputs, rows = self.batch.inputs, self.batch.rows
-        known, tokens = self._known
-        if inputs is known:
-            flat = [each for row, token in zip(rows, tokens, strict=True) for each in (token, *drafts.get(row, ()))]
-            return mx.array(flat, inputs.dtype)
+    def _inputs(self, proposal: Proposal, known: list[int] | None) -> mx.array:
+        """Return each row's next token and its drafts, row by row."""
+        inputs, (counts, drafts) = self.batch.inputs, proposal
+        if isinstance(drafts, mx.array):
+            return mx.concatenate([inputs, drafts.astype(inputs.dtype)])[_order(tuple(counts))]
+        ends = list(accumulate(counts, initial=0))
+        if known is not None:
+            rows = ([token, *drafts[a:b]] for token, a, b in zip(known, ends[:-1], ends[1:], strict=True))
+            return mx.array(list(chain.from_iterable(rows)), inputs.dtype)
         parts, begin = [], 0
-        for index, row in enumerate(rows):
-            if row in drafts:
-                parts += [inputs[begin : index + 1], mx.array(drafts[row], inputs.dtype)]
+        for index, count in enumerate(counts):
+            if count:
+                parts += [inputs[begin : index + 1], mx.array(drafts[ends[index] : ends[index + 1]], inputs.dtype)]
                 begin = index + 1
         return mx.concatenate([*parts, inputs[begin:]])
 
-    def _deliver(
-        self, inputs: mx.array, logits: mx.array, drafts: dict[Request, list[int]], counts: Sequence[int]
-    ) -> list[Delivery]:
+    def _deliver(self, inputs: mx.array, logits: mx.array, counts: Sequence[int]) -> list[Delivery]:
         batch, rows = self.batch, self.batch.rows
         batch.let_go()
         places = Places(
@@ -177,8 +159,8 @@ class LookUp:
         given: list[int] = choice.inputs or inputs.tolist()  # type: ignore[assignment]
         chosen: list[int] = choice.tokens.tolist()  # type: ignore[assignment]
         deliveries: list[Delivery] = []
-        following = []
-        taken = []  # drafts of each row
+        following: list[int] = []
+        taken: list[int] = []  # drafts of each row
         first = 0
         for row, count in zip(rows, counts, strict=True):
             accepted = 0
@@ -191,23 +173,41 @@ class LookUp:
                 row.logits = (choice.step, place)
             row.undelivered = None
             following.append(chosen[first + accepted])
-            if row in batch.proposers:
-                self._tell(row, following[-1])
-            self.pool.drafted += count - 1
-            self.pool.accepted += accepted
             taken.append(accepted)
             first += count
         self._kept = [1 + accepted for accepted in taken]
         self._keep_states()
+        drafted = [count - 1 for count in counts]
+        self.pool.drafted += sum(drafted)
+        self.pool.accepted += sum(taken)
+        self.pool.draft_steps += 1
+        self.pool.draft_depth = max(drafted)
+        self.proposer.note(rows, drafted, taken, following)
         batch.choice.sampler.skip(taken)
         batch.note_told(deliveries)
-        batch.failed += {owners[index]: error for index, error in choice.broken.items()}.items()
+        # An error behind a draft that was refused is nobody's.
+        ends = [place + count for place, count in zip(_starts(counts), taken, strict=True)]
+        batch.failed += [
+            (owners[index], error) for index, error in choice.broken.items() if index <= ends[places.rows[index]]
+        ]
         batch.inputs = mx.array(following, choice.tokens.dtype)
         self._known = (batch.inputs, following)
         return deliveries
 
-    def _tell(self, row: Request, following: int) -> None:
-        """Tell the proposer what the row has taken, and its next token: the next drafts come behind that."""
-        proposer = self.batch.proposers[row]
-        proposer.follow(row)
-        proposer.add(following)
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    """Return the place of each row's first token."""
+    return list(accumulate(counts, initial=0))[:-1]
+
+
+@functools.lru_cache(maxsize=32)
+def _order(counts: tuple[int, ...]) -> mx.array:
+    """Return where, in the next tokens of all rows and behind them the drafts of all rows, the tokens of a call are,
+    which has each row's next token and then its drafts."""
+    order, draft = [], len(counts)
+    for index, count in enumerate(counts):
+        order += [index, *range(draft, draft + count)]
+        draft += count
+    places = mx.array(order, mx.int32)
+    mx.eval(places)
+    return places

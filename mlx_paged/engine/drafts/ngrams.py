@@ -1,14 +1,13 @@
-"""Proposers of look-up: drafts of what a row had before, from an index of its n-grams."""
+"""Predictor: what a row that repeats itself says next, from an index of its n-grams."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .request import Request
-from .sampling.token_choice import TokenChoice
+from ..request import Request
 
 # Tokens at the end that are looked for, most first. What a single one was followed by says next to nothing.
 SIZES = (3, 2)
@@ -117,7 +116,7 @@ class Drafts(NamedTuple):
     gain: float
 
 
-class Proposer:
+class Predictor:
     """Follows what stood behind a row's latest tokens before, as long as the row repeats it.
 
     Each token of the row shows whether it was the one predicted, proposed or not. How often that is
@@ -191,12 +190,3 @@ class Proposer:
                 gain += chance - price
                 drafts.append(tokens[self._next + step % period])
         return Drafts(drafts, gain) if drafts else None
-
-
-def proposers_of(rows: Iterable[Request], choice: TokenChoice) -> Iterator[tuple[Request, Proposer]]:
-    """Proposers of those rows that ask for one, and whose next token depends on nothing but the tokens before it and on
-    chance."""
-    for row in rows:
-        most = row.options.prompt_lookup or 0
-        if most > 0 and not row.processors and row.grammar is None and choice.samples(row):
-            yield row, Proposer([*row.history, *row.source], most)

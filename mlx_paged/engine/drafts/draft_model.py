@@ -1,0 +1,297 @@
+"""DraftModel: drafts of a smaller model with the same tokens, over pages of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.composites import leaves, with_leaves
+from ...cache.paged_kv_cache import PagedKVCache
+from ...cache.rows import Rows, SequenceTables
+from ...errors import ConfigError, PoolExhaustedError
+from ...kv.pool import BlockPool
+from ...prefix.store import SharedPrefixes
+from ...warn import warn_once
+from ..request import Request, sequence_of
+from ..sampling.token_choice import TokenChoice
+from .depth import Acceptance, Depth
+from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
+
+# Tokens of a row that its first draft step computes beside its next one: those that plain steps have brought since the
+# last. Of more, a prompt or what a preempted request had, chunks are computed before.
+MOST_BEHIND = 32
+CHUNK = 512  # tokens of prompts beside a decode step
+
+
+def is_paged(caches: Sequence[Any]) -> bool:
+    """Return whether all layers of a prompt cache are paged, as a draft model's must be."""
+    return all(isinstance(cache, PagedKVCache) for cache in leaves(caches))
+
+
+class DraftRow:
+    """A row's tokens in the draft model's caches.
+
+    Attributes:
+        caches: one per layer.
+        length: tokens in them that are the row's; all that :attr:`sequence` holds, between steps.
+        acceptance: of the row's drafts.
+    """
+
+    def __init__(self, caches: list[Any], acceptance: Acceptance) -> None:
+        self.caches = caches
+        self.length = 0
+        self.acceptance = acceptance
+        sequence = sequence_of(caches)
+        assert sequence is not None
+        self.sequence: SequenceTables = sequence
+
+    def release(self) -> None:
+        """Give the blocks back."""
+        for table in self.sequence.tables:
+            self.sequence.pool.release_table(table)
+
+
+class DraftModel:
+    """Proposes what a draft model says. A :class:`.proposal.Proposer`.
+
+    All rows take their draft steps together: the first computes what the rows have got since the last, as a pack; each
+    other one a token of each row. A draft is the draft model's most likely token, whatever the row's sampler is.
+
+    Nothing is done for a draft that a request would miss: a row that finds no block in the draft model's pool goes on
+    without drafts.
+
+    Args:
+        model: whose forward pass takes ``cache``, a list.
+        factory: makes its prompt caches, all of them paged.
+        num_draft_tokens: most drafts of a row in a step, where its request does not say.
+        depth: decides how many drafts rows get.
+        prefixes: a prefix cache over the draft model's pool; None: prompts are computed.
+
+    Attributes:
+        rows: that can have drafts, and what they hold.
+
+    Raises:
+        ConfigError: not all of the model's layers are paged.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        factory: Callable[[], list[Any]],
+        num_draft_tokens: int,
+        depth: Depth,
+        prefixes: SharedPrefixes | None = None,
+    ) -> None:
+        fresh = factory()
+        sequence = sequence_of(fresh)
+        if sequence is None or not is_paged(fresh):
+            raise ConfigError(f"{type(model).__module__} cannot be a draft model: not all of its layers can be paged")
+        self.model, self.depth, self.prefixes = model, depth, prefixes
+        self.num_draft_tokens = num_draft_tokens
+        self.rows: dict[Request, DraftRow] = {}
+        self.pool: BlockPool = sequence.pool
+        self._factory = factory
+        # Behind a window nothing can be taken back that several steps wrote: those steps write to a fork.
+        self._forks = any(group.spec.window is not None for group in self.pool.groups)
+        self._last: list[int] = []  # uids of the batch's rows in the last step, if its time says something of others
+        self._ahead: dict[Request, int] = {}  # tokens of each row that are drafts, in its own tables
+
+    # Rows -----------------------------------------------------------------------------------------------------
+
+    def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
+        """Draft for rows that do not refuse it, whose tokens are known, and whose next token depends on nothing but the
+        tokens before it and on chance."""
+        for row in rows:
+            if self._most(row) and row.knows_history and choice.takes_drafts(row):
+                self.rows[row] = own = DraftRow(self._factory(), Acceptance(expected=self.depth.acceptance.chance))
+                if self.prefixes is not None:
+                    own.length, tables = self.prefixes.adopt([*row.history, *row.source], row.options.salt)
+                    if own.length:
+                        own.sequence.tables[:] = tables
+                        own.sequence.set_level()
+
+    def remove(self, rows: Collection[Request]) -> None:
+        """Release what the draft model holds of rows, and leave their prefixes to the prefix cache."""
+        for row in rows:
+            self._take_back(row)
+            own = self.rows.pop(row, None)
+            if own is None:
+                continue
+            tokens = [*row.history, *row.source][: own.length]
+            if self.prefixes is not None and tokens and own.sequence.length == len(tokens):
+                self.prefixes.donate(tokens, own.sequence.tables, row.options.salt)
+            own.release()
+
+    def _most(self, row: Request) -> int:
+        most = row.options.num_draft_tokens
+        return self.num_draft_tokens if most is None else most
+
+    def _take_back(self, row: Request, kept: int = 0) -> None:
+        """Drop what the row's tables hold of drafts, but for the first ones."""
+        ahead = self._ahead.pop(row, 0)
+        if ahead:
+            kept = min(kept, ahead)
+            self.rows[row].sequence.cut(ahead - kept)
+            self.rows[row].length += kept
+
+    # Proposing ------------------------------------------------------------------------------------------------
+
+    def propose(
+        self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
+    ) -> Proposal | None:
+        """Return the draft model's most likely tokens; see :meth:`.proposal.Proposer.propose`."""
+        for row in list(self._ahead):  # which nobody has verified
+            self._take_back(row)
+        if vocab_size is None:  # a draft model with more tokens than the model might propose one of those
+            return None
+        uids = [row.uid for row in rows]
+        self.depth.begin(len(rows), is_like_last=uids == self._last)
+        self._last = uids if is_alone else []
+        able = [(index, row) for index, row in enumerate(rows) if row in self.rows and most_drafts(row) > 0]
+        share = (MOST_TOKENS - len(rows)) // max(1, len(able))
+        most = [(self.rows[row].acceptance, max(0, min(share, self._most(row), most_drafts(row)))) for _, row in able]
+        wanted = self.depth.choose(most, len(rows))
+        chosen = {index: count for (index, _), count in zip(able, wanted, strict=True) if count}
+        if chosen and self._catch_up([rows[index] for index in chosen]):
+            self._last = []  # this step's time says nothing of others
+        chosen = {index: n for index, n in chosen.items() if self._is_ready(rows[index])}
+        if not chosen:
+            return None
+        try:
+            return self._draft(rows, chosen, inputs, vocab_size)
+        except PoolExhaustedError:
+            return None
+        except Exception as error:  # nobody misses a draft
+            self._warn(error)
+            self.remove([rows[index] for index in chosen])
+            return None
+
+    def _warn(self, error: Exception) -> None:
+        warn_once(f"the draft model {type(self.model).__module__} fails: {type(error).__name__}: {error}")
+
+    def _reserve(self, tables: Rows, rows: Sequence[Request]) -> None:
+        """Reserve positions. A row for which there are none gets no more drafts; then PoolExhaustedError is raised."""
+        failed = tables.reserve()
+        if failed is not None:
+            self.remove([rows[failed.row]])
+            try:
+                raise failed.error
+            finally:
+                failed = None  # whose error's frames hold this one
+
+    def _is_ready(self, row: Request) -> bool:
+        return row in self.rows and num_known(row) - self.rows[row].length <= MOST_BEHIND
+
+    def _catch_up(self, rows: Sequence[Request]) -> bool:
+        """Compute chunks of what the draft model lacks of rows, up to a number of tokens. Returns whether there was
+        anything."""
+        left = CHUNK
+        for row in rows:
+            if left <= 0 or self._is_ready(row):
+                continue
+            own = self.rows[row]
+            count = min(left, num_known(row) - own.length)
+            tokens = _tokens(row, own.length, own.length + count)
+            try:
+                self.model(mx.array(tokens, mx.uint32)[None], cache=own.caches)
+                mx.eval([array for group in self.pool.groups for array in group.latest()])
+            except Exception as error:
+                if not isinstance(error, PoolExhaustedError):
+                    self._warn(error)
+                self.remove([row])
+                continue
+            own.length += count
+            left -= count
+        return left < CHUNK
+
+    def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: NextTokens, vocab_size: int) -> Proposal:
+        own = [self.rows[rows[index]] for index in chosen]
+        indices, depth = list(chosen), max(chosen.values())
+        logits = self._first(rows, indices, inputs)
+        sequences = [each.sequence for each in own]
+        forks: list[SequenceTables] = []
+        found: list[mx.array] = []
+        try:
+            if self._forks and depth > 1:
+                sequences = forks = [copy.deepcopy(sequence) for sequence in sequences]
+            tables = Rows(self.pool, sequences)
+            layers = self._layers(own[0], tables)
+            for ahead in range(1, depth + 1):
+                tokens = mx.argmax(logits[:, :vocab_size], axis=-1)
+                found.append(tokens)
+                if ahead == depth:
+                    break
+                self._reserve(tables, [rows[index] for index in indices])
+                if not forks:
+                    self._ahead = {rows[index]: ahead for index in indices}
+                logits = self.model(tokens[:, None], cache=layers)[:, -1, :]
+            mx.async_eval(found)
+        finally:
+            for fork in forks:
+                for table in fork.tables:
+                    self.pool.release_table(table)
+        counts = [chosen.get(index, 0) for index in range(len(rows))]
+        if len(set(chosen.values())) == 1:
+            return Proposal(counts, mx.stack(found, axis=1).reshape(-1))
+        parts = [mx.stack(found[:n])[:, place] for place, n in enumerate(chosen.values())]
+        return Proposal(counts, mx.concatenate(parts))
+
+    def _first(self, rows: Sequence[Request], indices: list[int], inputs: NextTokens) -> mx.array:
+        """Compute what rows have got since the last draft step, and their next tokens. Returns the logits behind these,
+        ``[R, vocab]``."""
+        own = [self.rows[rows[index]] for index in indices]
+        flat: list[int] = []
+        ends: list[int] = []
+        for index, each in zip(indices, own, strict=True):
+            flat += _tokens(rows[index], each.length, num_known(rows[index]))
+            flat.append(0 if inputs.known is None else inputs.known[index])
+            ends.append(len(flat) - 1)
+        tokens = mx.array(flat, mx.uint32)
+        if inputs.known is None:
+            if len(flat) == len(rows):
+                tokens = inputs.array
+            else:
+                tokens[mx.array(ends)] = inputs.array[mx.array(indices)].astype(mx.uint32)
+        counts = [end - begin for begin, end in zip([-1, *ends], ends, strict=False)]
+        tables = Rows(self.pool, [each.sequence for each in own], counts, as_rows=True)
+        self._reserve(tables, [rows[index] for index in indices])
+        try:
+            logits: mx.array = self.model(tokens[:, None], cache=self._layers(own[0], tables))[:, -1, :]
+            tables.commit()
+        except Exception:
+            tables.take_back()
+            raise
+        for each, count in zip(own, counts, strict=True):
+            each.length += count
+        return logits if len(flat) == len(ends) else logits[mx.array(ends)]
+
+    def _layers(self, own: DraftRow, tables: Rows) -> list[Any]:
+        """Return the layers' batch caches as the model expects them."""
+        return with_leaves(own.caches, [PagedBatchKVCache(tables, c.layer, type(c)) for c in leaves(own.caches)])
+
+    def note(
+        self, rows: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int], following: list[int]
+    ) -> None:
+        """Take back what the draft model has computed behind a draft that was wrong."""
+        able = []
+        for row, tried, right in zip(rows, drafted, accepted, strict=True):
+            own = self.rows.get(row)
+            if own is None or not tried:
+                continue
+            own.acceptance.note(tried, right)
+            able.append((tried, right))
+            self._take_back(row, right)
+        if able:
+            self.depth.note(len(rows), [tried for tried, _ in able], [right for _, right in able])
+
+
+def _tokens(row: Request, begin: int, end: int) -> list[int]:
+    """Return the row's tokens from one position to another."""
+    known = len(row.history)
+    if begin >= known:
+        return row.source[begin - known : end - known]
+    return [*row.history[begin:end], *row.source[: max(0, end - known)]]

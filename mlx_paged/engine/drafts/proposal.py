@@ -1,0 +1,88 @@
+"""Proposer: what every source of drafts is to the decode batch; Proposal: the drafts of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+from ..request import Request
+from ..sampling.token_choice import TokenChoice
+
+MOST_TOKENS = 256  # of a step: with more, matrix products take longer
+
+
+class Proposal(NamedTuple):
+    """Tokens proposed to stand behind the next token of rows.
+
+    Attributes:
+        counts: drafts of each row of the batch, in order; 0 where there are none.
+        tokens: the drafts, row by row; an array may still be being computed.
+    """
+
+    counts: list[int]
+    tokens: list[int] | mx.array
+
+
+class NextTokens(NamedTuple):
+    """The next token of each row, not in its cache yet.
+
+    Attributes:
+        array: ``[B]``.
+        known: the same, if the host has read them.
+    """
+
+    array: mx.array
+    known: list[int] | None
+
+
+class Proposer(Protocol):
+    """Proposes drafts for the rows of a decode batch. It says which tokens the model is to verify and decides nothing
+    else: what a row gets is drawn from the model's own logits.
+    """
+
+    @property
+    def rows(self) -> Collection[Request]:
+        """Return the rows that may get drafts."""
+
+    def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
+        """Note that rows have joined the batch. Those that want no drafts are ignored; ``choice`` samples tokens."""
+
+    def remove(self, rows: Collection[Request]) -> None:
+        """Note that rows have left, or get no more drafts; those that had none are ignored."""
+
+    def propose(
+        self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
+    ) -> Proposal | None:
+        """Return drafts for a step of the batch; None: the step goes without.
+
+        Args:
+            rows: of the batch.
+            inputs: their next tokens, which the drafts come behind.
+            vocab_size: tokens of the model; None: not known yet.
+            is_alone: no prompt is computed in the step.
+        """
+
+    def note(
+        self, rows: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int], following: list[int]
+    ) -> None:
+        """Note what a verification has accepted of each row's drafts. What was accepted is part of ``row.source`` now.
+
+        Args:
+            rows: of the batch.
+            drafted: drafts of each.
+            accepted: how many of them were right, from the first on.
+            following: the next token of each.
+        """
+
+
+def most_drafts(row: Request) -> int:
+    """Return how many drafts the row could use: its last token is one of its own."""
+    is_delivered = row.logits is not None  # with this step, its next token
+    return row.max_tokens - row.num_generated - is_delivered
+
+
+def num_known(row: Request) -> int:
+    """Return how many tokens of the row the host knows that come before its next one."""
+    return len(row.history) + len(row.source) - (row.logits is None)

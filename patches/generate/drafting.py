@@ -1,0 +1,112 @@
+"""Draft models of batches: a pool within the budget of the model's, and a proposer over it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from ...engine.drafts.depth import Depth
+from ...engine.drafts.draft_model import DraftModel, is_paged
+from ...engine.drafts.steps import WHY_NOT
+from ...engine.prefill import can_pack
+from ...engine.ranks.world import ranks_of
+from ...engine.request import sequence_of
+from ...errors import ConfigError
+from ...kv.pool import BlockPool
+from ...prefix.radix import RadixTree
+from ...prefix.store import SharedPrefixes
+from ..cache.layout import reads_blocks_only
+from ..cache.pools import probe_geometry
+from ..cache.prompt_cache import CacheFactory, factory_of
+from .upstream import UPSTREAM
+
+NUM_DRAFT_TOKENS = 3  # as mlx-lm's
+MOST_DRAFT_TOKENS = 64  # as the server's
+
+_partners: weakref.WeakKeyDictionary[BlockPool, weakref.ref[BlockPool]] = weakref.WeakKeyDictionary()
+
+
+def share_budget(pool: BlockPool, draft_pool: BlockPool) -> None:
+    """Divide a pool's budget between it and the pool of its draft model, by what a token takes in each; once."""
+    known = _partners.get(pool)
+    if known is not None and known() is draft_pool:
+        return
+    if pool is draft_pool:  # the model drafts for itself
+        return
+    own, other = (sum(group.bytes_per_block for group in each.groups) / each.block_size for each in (pool, draft_pool))
+    budget = pool.memory.budget
+    draft_pool.memory.budget = max(1, int(budget * other / (own + other)))
+    pool.memory.budget = max(1, budget - draft_pool.memory.budget)
+    _partners[pool] = weakref.ref(draft_pool)
+
+
+def known_factory(draft_model: Any) -> CacheFactory:
+    """Return what makes a draft model's prompt caches, in a pool that knows the size of its blocks."""
+    factory = factory_of(draft_model, None)
+    fresh = factory()
+    probe_geometry(draft_model, fresh)
+    sequence = sequence_of(fresh)
+    factory.settle_in(None if sequence is None else sequence.pool)
+    return factory
+
+
+def check_draft_tokens(num_draft_tokens: int) -> None:
+    """Raise ConfigError for a number of draft tokens that cannot be used."""
+    is_whole = isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool)
+    if not is_whole or not 0 <= num_draft_tokens <= MOST_DRAFT_TOKENS:
+        raise ConfigError(f"num_draft_tokens must be from 0 to {MOST_DRAFT_TOKENS}, got {num_draft_tokens!r}")
+
+
+def check_same_tokens(tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Raise ConfigError if a token of one tokenizer is another one, or none, in the other: drafts would be other
+    texts."""
+    own, other = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if own == other:
+        return
+    different = sorted(text for text in own.keys() | other.keys() if own.get(text) != other.get(text))
+    raise ConfigError(
+        f"the draft model's tokenizer is not the model's: {len(different)} token(s) differ, such as {different[0]!r}, "
+        f"which is {own.get(different[0])} in the model's and {other.get(different[0])} in the draft model's"
+    )
+
+
+def why_not_drafted(model: Any, draft_model: Any) -> str | None:
+    """Return why batches of a model cannot have this draft model, or None."""
+    if ranks_of(model) is not None:
+        return "a draft model does not go with several ranks"
+    if draft_model is model:
+        return "a model cannot be its own draft model"
+    fresh = factory_of(model, None)()
+    if sequence_of(fresh) is None or not can_pack(fresh, UPSTREAM.state_cache) or not reads_blocks_only(model):
+        return f"{type(model).__module__} cannot verify drafts: {WHY_NOT}"
+    if not is_paged(factory_of(draft_model, None)()) or not reads_blocks_only(draft_model):
+        return f"{type(draft_model).__module__} cannot be a draft model: not all of its layers are paged"
+    return None
+
+
+def drafting(
+    model: Any, draft_model: Any, num_draft_tokens: int, pool: BlockPool | None, prefixes: SharedPrefixes | None = None
+) -> DraftModel:
+    """Return a proposer of a draft model for batches of a model, whose pool gives it a part of its budget.
+
+    Args:
+        model: that verifies the drafts.
+        draft_model: with the same tokens.
+        num_draft_tokens: most drafts of a row in a step.
+        pool: of the model.
+        prefixes: over the draft model's pool; None: new ones.
+
+    Raises:
+        ConfigError: the models cannot be used so; nothing has changed.
+    """
+    check_draft_tokens(num_draft_tokens)
+    if (why_not := why_not_drafted(model, draft_model)) is not None:
+        raise ConfigError(why_not)
+    factory = known_factory(draft_model)
+    assert factory.pool is not None
+    if prefixes is None:
+        prefixes = SharedPrefixes(RadixTree(factory.pool))
+    proposer = DraftModel(draft_model, factory, num_draft_tokens, Depth(), prefixes)
+    if pool is not None:
+        share_budget(pool, factory.pool)
+    return proposer

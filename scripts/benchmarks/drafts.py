@@ -1,0 +1,348 @@
+"""Several tokens a step in batches, with and without drafts: tokens per second, host time and what was accepted.
+
+    python scripts/bench.py drafts --model path/to/model --batches 1,8 --lookup 8 --draft-layers 2
+    python scripts/bench.py drafts --random llama-1b --batches 1,8,32 --made .5,.8
+
+Sides:
+- *look-up N*: up to N tokens that stood before.
+- *made A*: the model's own next tokens, each wrong with a chance of 1 - A, ``--num-draft-tokens`` in every step. Tokens
+  a step of a row are to be 1 + A + ... + A^k.
+- *first N layers*: a draft model of the model's first layers; how many tokens are drafted follows from its figures.
+  *first N layers, always*: ``--num-draft-tokens`` in every step.
+
+With a model that chats, *copy* asks for a text of the prompt to be repeated (greedy) and *prose* for a story (sampled).
+With random weights the model's next token depends on its last one: *copy* has prompts that hold the answer, *prose*
+chooses between a few words, so that what stood before is found again and again and rarely goes on as before.
+
+All sides run in turns in one process, each case after a warm-up. A rate is the tokens behind every row's first, by the
+seconds they took; the ratio is that of the medians. Host time is that of the thread that calls the generator. Writes
+drafts.json and drafts.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import greedy_sampler, make_sampler
+
+import mlx_paged
+from mlx_paged.engine.drafts.depth import Depth
+from mlx_paged.engine.drafts.proposal import NextTokens, Proposal, most_drafts, num_known
+from mlx_paged.engine.request import Request, RequestOptions
+
+from .models import PRESETS, SEED, BenchError, add_model_arguments, changed_preset, chosen_model, random_model
+from .report import Panel, add_pool_arguments, list_of, patch_anew, positive, table, write_results
+
+PANELS: tuple[Panel, ...] = (
+    ("tokens/s", lambda r: r["tokens_per_s"]),
+    ("drafts accepted, of those proposed", lambda r: r["accepted"] / max(1, r["drafted"])),
+)
+SHOWN = (("tokens_per_s", 1), ("ratio", 2), ("per_step", 2), ("host_ms", 3))
+WORDS = 200  # that a model of random weights says
+LIKELY = 4  # that may follow each of them in prose
+NAMES = ("Anna", "Bela", "Carl", "Dora", "Emil", "Fina", "Gert", "Hana")
+TEXT = (
+    "{name} opened the old workshop at seven in the morning, lit the stove, and put the kettle on. The clocks on the "
+    "wall had stopped at different hours, and {name} liked to guess which of them had gone on longest. A customer "
+    "came in with a watch wrapped in a handkerchief. It had been his grandfather's, he said, and it had lost four "
+    "minutes a day since the spring. {name} opened the case, found a grain of sand between two wheels, and laughed. "
+    "The man paid with two coins and a jar of honey, and the watch has kept time ever since."
+)
+COPY = "Repeat the following text word for word, and say nothing else.\n\n{text}"
+PROSE = "Write a long story about a person called {name}, who finds something strange on a journey."
+
+
+class Work(NamedTuple):
+    """What a batch does.
+
+    Attributes:
+        name: ``copy`` or ``prose``.
+        prompts: tokens, of as many requests as are wanted.
+        sampler: of all of them.
+    """
+
+    name: str
+    prompts: Callable[[int], list[list[int]]]
+    sampler: Callable[[mx.array], mx.array]
+
+
+class Side(NamedTuple):
+    """Who proposes tokens.
+
+    Attributes:
+        name: in the table.
+        lookup: most tokens that are looked up.
+        made: chance of each draft of being right, or None.
+        draft_model: or None.
+        always: it drafts in every step.
+    """
+
+    name: str
+    lookup: int = 0
+    made: float | None = None
+    draft_model: Any = None
+    always: bool = False
+
+
+class EveryStep(Depth):
+    """Drafts as many tokens as there may be, in every step."""
+
+    def choose(self, rows: Any, num_rows: int) -> list[int]:
+        return [most for _, most in rows]
+
+
+class Made:
+    """Proposes the rows' own next tokens, some of them wrong. A :class:`mlx_paged.engine.drafts.proposal.Proposer`.
+
+    Args:
+        answers: by prompt, and longer than they are going to be.
+        chance: of a draft of being right.
+        num_drafts: in every step.
+        vocab: tokens that there are.
+    """
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], chance: float, num_drafts: int, vocab: int) -> None:
+        self.rows: set[Request] = set()
+        self._answers, self._chance, self._num, self._vocab = answers, chance, num_drafts, vocab
+        self._rng = np.random.default_rng(SEED)
+
+    def add(self, rows: Sequence[Request], choice: Any) -> None:
+        self.rows.update(rows)
+
+    def remove(self, rows: Collection[Request]) -> None:
+        self.rows.difference_update(rows)
+
+    def propose(
+        self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
+    ) -> Proposal | None:
+        tokens: list[int] = []
+        counts = []
+        for row in rows:
+            answer, prompt = self._answers[tuple(row.source[: row.prompt_length])], row.prompt_length
+            place = num_known(row) - prompt + 1
+            coming = answer[place : place + min(self._num, most_drafts(row))]
+            wrong = self._rng.random(len(coming)) >= self._chance
+            tokens += [(token + bad) % self._vocab for token, bad in zip(coming, wrong.tolist(), strict=True)]
+            counts.append(len(coming))
+        return Proposal(counts, tokens)
+
+    def note(self, rows: Any, drafted: Any, accepted: Any, following: Any) -> None:
+        """Nothing is learnt."""
+
+
+def successor_model(preset: str, dtype: str | None) -> Any:
+    """A model of random weights whose next token depends nearly on the last one alone, one of WORDS, and whose steps
+    cost what any other's do."""
+    if PRESETS[preset].module.__name__.rsplit(".", 1)[-1] != "llama":
+        raise BenchError(f"--random {preset}: an answer's words can be foretold of Llama shapes only")
+    with changed_preset(preset, tie_word_embeddings=False):
+        model = random_model(preset, dtype)
+    for layer in model.layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.weight = linear.weight * 1e-3
+    head = model.lm_head.weight
+    model.lm_head.weight = mx.where(mx.arange(head.shape[0])[:, None] < WORDS, head, 0)
+    mx.eval(model.parameters())
+    return model
+
+
+def successors(model: Any) -> list[int]:
+    """The most likely word after each of the words."""
+    return mx.argmax(model(mx.arange(WORDS, dtype=mx.uint32)[:, None])[:, -1], axis=-1).tolist()  # type: ignore
+
+
+def random_work(model: Any, prompt: int) -> list[Work]:
+    """Return works for a :func:`successor_model`: prompts that hold the greedy answer, and samples of few words."""
+    following = successors(model)
+    rng = np.random.default_rng(SEED)
+
+    def copies(batch: int) -> list[list[int]]:
+        starts = rng.permutation(WORDS)[:batch].tolist()
+        prompts = []
+        for start in starts:
+            words = [start]
+            while len(words) < prompt:
+                words.append(following[words[-1]])
+            prompts.append([*words, start])
+        return prompts
+
+    def prose(batch: int) -> list[list[int]]:
+        return rng.integers(0, WORDS, (batch, prompt)).tolist()  # type: ignore[no-any-return]
+
+    return [Work("copy", copies, greedy_sampler), Work("prose", prose, make_sampler(temp=1.0, top_k=LIKELY))]
+
+
+def text_work(tokenizer: Any) -> list[Work]:
+    """Return works for a model that was trained to chat."""
+
+    def chats(wish: str) -> Callable[[int], list[list[int]]]:
+        def prompts(batch: int) -> list[list[int]]:
+            wishes = [
+                wish.format(text=TEXT.format(name=n), name=n) for n in (NAMES[i % len(NAMES)] for i in range(batch))
+            ]
+            chat = [[{"role": "user", "content": each}] for each in wishes]
+            return [list(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chat]
+
+        return prompts
+
+    return [Work("copy", chats(COPY), greedy_sampler), Work("prose", chats(PROSE), make_sampler(temp=0.8))]
+
+
+def first_layers(model: Any, num_layers: int) -> Any:
+    """A draft model: the model's first layers, with its embedding, norm and output layer."""
+    cut = copy.copy(model)
+    cut.model = copy.copy(model.model)
+    cut.model.layers = model.model.layers[:num_layers]
+    return cut
+
+
+class Run(NamedTuple):
+    """What a batch took once every row decoded.
+
+    Attributes:
+        rate: tokens a second.
+        host: milliseconds of the thread that calls, for a token.
+        answers: by prompt.
+        steps: of the engine.
+        tokens: in them.
+    """
+
+    rate: float
+    host: float
+    answers: dict[tuple[int, ...], list[int]]
+    steps: int
+    tokens: int
+
+
+def rate_of(
+    model: Any, work: Work, prompts: list[list[int]], side: Side, num_tokens: int, drafts: int, known: Any
+) -> Run:
+    """Run a batch to its end."""
+    size = len(prompts)
+    options: dict[str, Any] = {}
+    if side.draft_model is not None:
+        options = {"draft_model": side.draft_model, "num_draft_tokens": drafts}
+    generator = importlib.import_module("mlx_lm.generate").BatchGenerator(
+        model, completion_batch_size=size, prefill_batch_size=min(8, size), **options
+    )
+    steps = generator._engine.drafts
+    if side.always:
+        steps.proposer.depth = EveryStep()
+    if side.made is not None:
+        steps.proposer = generator._engine.batch.proposer = Made(known, side.made, drafts, WORDS)
+    mx.random.seed(SEED)
+    uids = generator.insert_segments(
+        [[prompt] for prompt in prompts],
+        [num_tokens] * size,
+        samplers=[work.sampler] * size,
+        options=[RequestOptions(prompt_lookup=side.lookup, seed=n) for n in range(size)],
+    )
+    answers: dict[int, list[int]] = {uid: [] for uid in uids}
+    begin = host = 0.0
+    timed = first = 0
+    while True:
+        reports, generated = generator.next()
+        if not reports and not generated:
+            break
+        is_timed = all(answers.values())
+        for response in generated:
+            answers[response.uid].append(response.token)
+        timed += len(generated) if is_timed else 0
+        if not is_timed:
+            begin, host, first = time.perf_counter(), time.thread_time(), generator.num_steps
+    seconds, host = time.perf_counter() - begin, time.thread_time() - host
+    ran = generator.num_steps - first
+    generator.close()
+    told = {tuple(prompt): answers[uid] for prompt, uid in zip(prompts, uids, strict=True)}
+    return Run(timed / seconds, 1000 * host / max(1, timed), told, ran, timed)
+
+
+def measure(
+    model: Any, work: Work, batch: int, sides: Sequence[Side], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Figures of one work and batch: without drafts, and from each side."""
+    prompts = work.prompts(batch)
+    pool = mlx_paged.pool_of(model)
+    longer = args.num_tokens + args.num_draft_tokens + 1
+    known = rate_of(model, work, prompts, Side("without"), longer, 0, None).answers
+    results: list[dict[str, Any]] = []
+    for side in sides:
+        rate_of(model, work, prompts, side, args.num_tokens, args.num_draft_tokens, known)
+        results.append({"side": side.name, "case": f"{work.name}, {batch}", "batch": batch, "rates": [], "host": []})
+        results[-1] |= {"made": side.made, "drafted": 0, "accepted": 0, "steps": 0, "tokens": 0, "same_tokens": True}
+    for _ in range(args.repeats):
+        for side, result in zip(sides, results, strict=True):
+            before = pool.stats()
+            ran = rate_of(model, work, prompts, side, args.num_tokens, args.num_draft_tokens, known)
+            after = pool.stats()
+            result["rates"].append(ran.rate)
+            result["host"].append(ran.host)
+            result["drafted"] += after.drafted_tokens - before.drafted_tokens
+            result["accepted"] += after.accepted_tokens - before.accepted_tokens
+            result["steps"] += ran.steps
+            result["tokens"] += ran.tokens
+            same = all(known[prompt][: len(answer)] == answer for prompt, answer in ran.answers.items())
+            result["same_tokens"] = result["same_tokens"] and same
+    for result in results:
+        result["tokens_per_s"] = statistics.median(result["rates"])
+        result["host_ms"] = statistics.median(result["host"])
+        result["ratio"] = result["tokens_per_s"] / results[0]["tokens_per_s"]
+        result["per_step"] = result["tokens"] / max(1, result["steps"]) / batch
+    return results
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_model_arguments(parser)
+    add("--batches", type=list_of(positive), default=[1, 8], help="rows, separated by commas")
+    add("--lookup", type=list_of(positive), default=[8], help="most looked-up tokens a step, separated by commas")
+    add("--made", type=list_of(float), default=[0.8], help="chances of a draft of being right, separated by commas")
+    add("--draft-layers", type=list_of(positive), default=[], help="layers of draft models, separated by commas")
+    add("--num-draft-tokens", type=positive, default=3, help="of draft models, and made")
+    add("--only", choices=("copy", "prose"), default=None)
+    add("--prompt", type=positive, default=256, help="tokens of a prompt, with random weights")
+    add("--num-tokens", type=positive, default=128, help="of each answer")
+    add("--repeats", type=positive, default=3)
+    add_pool_arguments(parser)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Measure each work and batch, print the table and write the files."""
+    if args.model is None:
+        model = successor_model(args.random or "tiny", args.dtype)
+        works = random_work(model, args.prompt)
+    else:
+        from mlx_lm.utils import load_tokenizer
+
+        model = chosen_model(args)
+        works = text_work(load_tokenizer(Path(args.model)))
+    sides = [Side("without"), *(Side(f"look-up {n}", lookup=n) for n in args.lookup)]
+    sides += [Side(f"made {chance:g}", made=chance) for chance in args.made]
+    for number in args.draft_layers:
+        cut = first_layers(model, number)
+        sides += [Side(f"first {number} layers", draft_model=cut)]
+        sides += [Side(f"first {number} layers, always", draft_model=cut, always=True)]
+    patch_anew(args)
+    results = []
+    for work in works:
+        for batch in args.batches if args.only in (None, work.name) else ():
+            results += measure(model, work, batch, sides, args)
+            print(f"{work.name}, {batch} row(s) done", file=sys.stderr, flush=True)
+    rows = [
+        [r["case"], r["side"], *(f"{r[name]:.{n}f}" for name, n in SHOWN), str(r["drafted"]), str(r["accepted"])]
+        for r in results
+    ]
+    header = ("case", "drafts", "tokens/s", "ratio", "a step", "host ms/token", "proposed", "accepted")
+    print(table(header, rows))
+    names = list(dict.fromkeys(result["side"] for result in results))
+    write_results(args.out, "drafts", argv, results, PANELS, "case", names, args.model or args.random or "tiny")

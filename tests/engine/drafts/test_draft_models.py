@@ -1,0 +1,355 @@
+"""Draft models in batches: every family's tokens are those without, whatever the draft says."""
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_paged
+from mlx_paged import ConfigError, PagedConfig
+from mlx_paged.engine.drafts.draft_model import DraftModel
+from mlx_paged.engine.request import RequestOptions
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import quick, slow
+from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, run_all
+from tests.support.models.builders import build, greedy
+from tests.support.models.drafting import (
+    DRAFTS,
+    check_nothing_left,
+    drafted,
+    in_every_step,
+    model_of,
+    noisy,
+    prompts_of,
+    vocab_of,
+)
+from tests.support.models.recurrent import build_recurrent
+
+TOKENS = 30
+LENGTHS = (3, 37, 12)  # shorter than the windows; longer with the answer
+# Windows, windows and sinks, soft caps, latents, latents with an index, experts, chunks.
+FAMILIES = [
+    *["llama", "llama-sliding", "qwen3", "gemma3", "gemma2", "gpt_oss", "phi3", "phi", "gemma", "mistral3", "cohere2"],
+    *["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mixtral", "qwen2_moe", "olmo2", "starcoder2"],
+    *["exaone4", "qwen3_moe"],
+]
+SCALES = {"deepseek_v3": 0.02, "gpt_oss": 0.02}
+
+
+@functools.cache
+def solos(name: str) -> list[tuple[list[int], list[int], np.ndarray]]:
+    """Prompts, and what stock mlx-lm says behind them."""
+    assert not mlx_paged.patches.is_applied()
+    prompts = prompts_of(name, LENGTHS)
+    return [(p, *greedy(model_of(name), mx.array(p, mx.uint32), TOKENS)) for p in prompts]
+
+
+def run_alike(name: str, config: PagedConfig, scale: float = 0.03, **options: Any) -> Any:
+    """Run prompts with a draft model, which must give stock's tokens and log-probabilities. Returns the statistics."""
+    expected = solos(name)
+    model, draft = model_of(name), noisy(name, scale)
+    mlx_paged.apply_patches(config)
+    outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3, **options)
+    for outcome, (prompt, tokens, logprobs) in zip(outcomes, expected, strict=True):
+        assert outcome.tokens == tokens and outcome.all_tokens == prompt + tokens
+        assert np.abs(np.stack(outcome.logprobs) - logprobs).max() < 1e-4
+    stats = mlx_paged.pool_of(model).stats()
+    check_nothing_left(gen, model, draft)
+    return stats
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", quick(FAMILIES, "llama", "llama-sliding", "gemma3", "gpt_oss", "deepseek_v3"))
+def test_tokens_of_every_family_are_those_without(name: str) -> None:
+    stats = run_alike(name, PagedConfig(block_size=8), SCALES.get(name, 0.03))
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+def test_a_draft_that_is_always_right_fills_every_step(name: str) -> None:
+    stats = run_alike(name, PagedConfig(block_size=8), 0.0)
+    assert stats.accepted_tokens == stats.drafted_tokens >= 3 * (TOKENS - 1) * DRAFTS // (1 + DRAFTS)
+
+
+@pytest.mark.parametrize("name", quick(["llama", "llama-sliding", "qwen3", "gemma3"], "llama", "llama-sliding"))
+def test_pools_in_place(name: str, kernels: Any) -> None:
+    stats = run_alike(name, PagedConfig(block_size=8, kernel="on"))
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 9))
+def test_an_answer_ends_at_its_most_tokens(num_tokens: int) -> None:
+    expected = solos("llama")
+    model, draft = model_of("llama"), noisy("llama", 0.01)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [num_tokens, 20, 1 + num_tokens])
+    for outcome, (prompt, tokens, _), most in zip(outcomes, expected, (num_tokens, 20, 1 + num_tokens), strict=True):
+        assert outcome.tokens == tokens[:most] and outcome.reason == "length"
+        assert outcome.all_tokens == prompt + tokens[:most]
+    check_nothing_left(gen, model, draft)
+
+
+@pytest.mark.parametrize("place", range(0, 12, 2))
+def test_a_stop_among_accepted_tokens_ends_the_answer_there(place: int) -> None:
+    (prompt, tokens, _), *_ = solos("llama")
+    stop = tokens[place]
+    end = tokens.index(stop)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    model, draft = model_of("llama"), noisy("llama", 0.0)
+    with in_every_step():
+        gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS, stop_tokens=[[stop]])
+    outcomes = {uid: Outcome() for uid in gen.insert([prompt], [TOKENS])}
+    run_all(gen, outcomes)
+    (outcome,) = outcomes.values()
+    assert (outcome.tokens, outcome.reason) == (tokens[: end + 1], "stop")
+    assert outcome.all_tokens == prompt + tokens[: end + 1]
+    check_nothing_left(gen, model, draft)
+
+
+@pytest.mark.parametrize("kv_bits", [8, (8, 4)])
+def test_quantised_pages(kv_bits: Any) -> None:
+    """Compared with the same batch without drafts: what pages hold depends on nothing but the token."""
+    prompts = prompts_of("llama", LENGTHS)
+    model, draft = model_of("llama"), noisy("llama", 0.02)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=kv_bits, kv_group_size=32))
+    gen = generator(model)
+    plain = {uid: Outcome() for uid in gen.insert(prompts, [TOKENS] * 3)}
+    run_all(gen, plain)
+    outcomes, gen = drafted(model, draft, prompts, [TOKENS] * 3)
+    assert [outcome.tokens for outcome in outcomes] == [outcome.tokens for outcome in plain.values()]
+    stats = mlx_paged.pool_of(model).stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens and stats.quantized_tokens > 0
+    check_nothing_left(gen, model, draft)
+
+
+def test_rows_join_leave_and_refuse_drafts() -> None:
+    expected = solos("llama") * 3
+    model, draft = model_of("llama"), noisy("llama", 0.03)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    with in_every_step():
+        gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS, completion_batch_size=4)
+    outcomes: dict[int, Outcome] = {}
+    lengths = [5, 30, 1, 17, 9, 22, 3, 30, 11]
+    for index, ((prompt, _, _), length) in enumerate(zip(expected, lengths, strict=True)):
+        (uid,) = gen.insert_segments(
+            [[prompt]], [length], options=[RequestOptions(num_draft_tokens=(None, 0, 2)[index % 3])]
+        )
+        outcomes[uid] = Outcome()
+        for _ in range(index % 3):
+            collect(outcomes, *gen.next())
+            assert all(row.options.num_draft_tokens != 0 for row in gen._engine.drafts.proposer.rows)
+    cancelled = uid
+    gen.remove([cancelled])
+    run_all(gen, outcomes)
+    for uid, (_, tokens, _), length in zip(outcomes, expected, lengths, strict=True):
+        assert outcomes[uid].tokens == tokens[: length if uid != cancelled else len(outcomes[uid].tokens)]
+    assert mlx_paged.pool_of(model).stats().accepted_tokens > 0
+    check_nothing_left(gen, model, draft)
+
+
+def test_preempted_rows_go_on_with_drafts() -> None:
+    expected = solos("llama")
+    model, draft = model_of("llama"), noisy("llama", 0.01)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    with in_every_step():
+        gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS)
+    outcomes = {uid: Outcome() for uid in gen.insert([p for p, _, _ in expected], [TOKENS] * 3)}
+    for step in range(40):
+        collect(outcomes, *gen.next())
+        if step % 3 == 2:
+            gen.preempt_youngest()
+    run_all(gen, outcomes)
+    assert [outcome.tokens for outcome in outcomes.values()] == [tokens for _, tokens, _ in expected]
+    stats = mlx_paged.pool_of(model).stats()
+    assert stats.preemptions > 1 and stats.accepted_tokens > 0
+    check_nothing_left(gen, model, draft)
+
+
+def test_both_pools_together_keep_to_the_budget() -> None:
+    expected = solos("llama")
+    model, draft = model_of("llama"), noisy("llama", 0.01)
+    budget = 2 * kv_budget(model, 14, 8)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget))
+    outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3)
+    assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens, _ in expected]
+    own, other = (mlx_paged.pool_of(each).memory_budget for each in (model, draft))
+    assert own + other == budget and own == other
+    check_nothing_left(gen, model, draft)
+
+
+def test_a_draft_pool_without_room_leaves_rows_without_drafts() -> None:
+    expected = solos("llama")
+    model, draft = model_of("llama"), noisy("llama", 0.01)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    with in_every_step():
+        gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS)
+    mlx_paged.pool_of(draft).memory.budget = kv_budget(draft, 7, 8)
+    outcomes = {uid: Outcome() for uid in gen.insert([p for p, _, _ in expected], [TOKENS] * 3)}
+    run_all(gen, outcomes)
+    assert [outcome.tokens for outcome in outcomes.values()] == [tokens for _, tokens, _ in expected]
+    assert mlx_paged.pool_of(model).stats().preemptions == 0
+    check_nothing_left(gen, model, draft)
+
+
+def test_prefixes_of_the_draft_model_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draft = model_of("llama"), noisy("llama", 0.01)
+    ((first, tokens, _), *_) = [solo for solo in solos("llama") if len(solo[0]) == 37]
+    second = [*first, *tokens[:10], 5, 6]
+    expected = greedy(model, mx.array(second, mx.uint32), 12)[0]
+    computed: list[int] = []
+    original = DraftModel._catch_up
+
+    def count(self: DraftModel, rows: Any) -> bool:
+        before = [self.rows[row].length for row in rows if row in self.rows]
+        found = original(self, rows)
+        computed.append(sum(self.rows[row].length for row in rows if row in self.rows) - sum(before))
+        return found
+
+    monkeypatch.setattr(DraftModel, "_catch_up", count)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    prefixes = SharedPrefixes(RadixTree(mlx_paged.pool_of(model)))
+    with in_every_step():
+        gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS, prefixes=prefixes)
+    outcomes = {uid: Outcome() for uid in gen.insert([first], [10])}
+    run_all(gen, outcomes)
+    assert sum(computed) >= 36
+    computed.clear()
+    outcomes = {uid: Outcome() for uid in gen.insert([second], [12])}
+    run_all(gen, outcomes)
+    assert next(iter(outcomes.values())).tokens == expected
+    assert sum(computed) == 0, "less is missing than a draft step computes"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["qwen3_next", *slow("falcon_h1", "lfm2")])
+def test_models_with_states_verify_drafts(name: str) -> None:
+    model, draft = model_of(name), model_of("llama-of-mlx-lm")
+    prompts = prompts_of(name, LENGTHS)
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 16)[0] for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    outcomes, gen = drafted(model, draft, prompts, [16] * 3)
+    assert [outcome.tokens for outcome in outcomes] == expected
+    assert mlx_paged.pool_of(model).stats().drafted_tokens > 0
+    assert not gen._engine.drafts.proposer.rows
+
+
+# Samples ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temp": 1.0},
+        {"temp": 0.8, "top_p": 0.9},
+        {"temp": 1.2, "min_p": 0.05, "top_k": 20},
+        {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    ],
+    ids=["plain", "top_p", "min_p", "xtc"],
+)
+@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}], ids=["", "all"])
+def test_seeds_give_the_tokens_that_they_give_without(options: dict[str, Any], penalties: dict[str, Any]) -> None:
+    model, draft = model_of("llama"), noisy("llama", 0.03)
+    prompts = prompts_of("llama", LENGTHS)
+    processors = make_logits_processors({7: 2.0, 9: -3.0} if penalties else None, **penalties)
+    rest: dict[str, Any] = {
+        "samplers": [make_sampler(**options)] * 3,
+        "logits_processors": [processors, [], processors],
+        "options": [RequestOptions(seed=seed) for seed in (5, 6, 7)],
+    }
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model)
+    plain = {u: Outcome() for u in gen.insert_segments([[p] for p in prompts], [TOKENS] * 3, **rest)}
+    run_all(gen, plain)
+    outcomes, gen = drafted(model, draft, prompts, [TOKENS] * 3, **rest)
+    assert [outcome.tokens for outcome in outcomes] == [outcome.tokens for outcome in plain.values()]
+    for outcome, expected in zip(outcomes, plain.values(), strict=True):
+        assert np.abs(np.stack(outcome.logprobs) - np.stack(expected.logprobs)).max() < 1e-4
+    assert mlx_paged.pool_of(model).stats().accepted_tokens > 0
+    check_nothing_left(gen, model, draft)
+
+
+def test_greedy_rows_with_penalties_are_those_without() -> None:
+    model, draft = model_of("llama"), noisy("llama", 0.02)
+    prompts = prompts_of("llama", LENGTHS)
+    processors = [
+        make_logits_processors({3: 1.0}, repetition_penalty=1.5, repetition_context_size=8),
+        make_logits_processors(None, presence_penalty=0.7, frequency_penalty=0.2, frequency_context_size=5),
+        make_logits_processors({3: 4.0, 8: 4.0}),
+    ]
+    expected = [
+        greedy(model, mx.array(p, mx.uint32), 300, logits_processors=each)[0]
+        for p, each in zip(prompts, processors, strict=True)
+    ]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    outcomes, _ = drafted(model, draft, prompts, [300] * 3, logits_processors=processors)
+    assert [outcome.tokens for outcome in outcomes] == expected
+    stats = mlx_paged.pool_of(model).stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_rows_with_functions_of_the_callers_take_no_drafts() -> None:
+    expected = solos("llama")
+    model, draft = model_of("llama"), noisy("llama", 0.0)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    samplers = [lambda x: mx.argmax(x, axis=-1), make_sampler(0.0), make_sampler(0.0)]
+    processors = [[], [lambda tokens, logits: logits], []]
+    prompts = [prompt for prompt, _, _ in expected]
+    outcomes, _ = drafted(model, draft, prompts, [20] * 3, samplers=samplers, logits_processors=processors)
+    assert [outcome.tokens for outcome in outcomes] == [tokens[:20] for _, tokens, _ in expected]
+    assert mlx_paged.pool_of(model).stats().drafted_tokens == 15 + 1
+
+
+# Refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [-1, 65, True, 2.5])
+def test_numbers_of_drafts_that_cannot_be_are_refused(number: Any) -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    with pytest.raises(ConfigError, match="num_draft_tokens must be from 0 to 64"):
+        generator(model_of("llama"), draft_model=noisy("llama", 0.0), num_draft_tokens=number)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_with_states_are_refused_on_either_side() -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    states, llama = build_recurrent("mamba"), build("llama")
+    budget = mlx_paged.pool_of(llama).memory_budget
+    with pytest.raises(ConfigError, match="cannot verify drafts: a layer pins tokens"):
+        generator(states, draft_model=llama)
+    with pytest.raises(ConfigError, match="cannot be a draft model"):
+        generator(llama, draft_model=states)
+    with pytest.raises(ConfigError, match="cannot be its own draft"):
+        generator(llama, draft_model=llama)
+    assert mlx_paged.pool_of(llama).memory_budget == budget
+
+
+def test_a_draft_model_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = solos("llama")
+    model, draft = model_of("llama"), noisy("llama", 0.01)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    calls = iter(range(10_000))
+    original = DraftModel._first
+
+    def first(self: DraftModel, *arguments: Any) -> mx.array:
+        if next(calls) == 3:
+            raise ValueError("no more")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(DraftModel, "_first", first)
+    with pytest.warns(mlx_paged.NotPagedWarning, match="fails: ValueError: no more"):
+        outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3)
+    assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens, _ in expected]
+    check_nothing_left(gen, model, draft)
+
+
+def test_a_larger_vocabulary_of_the_draft_is_cut() -> None:
+    expected = solos("llama")
+    model, draft = model_of("llama"), build("llama", vocab_size=vocab_of("llama") + 64)
+    draft.lm_head.weight[vocab_of("llama") :] *= 50.0  # which it would always say
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    outcomes, _ = drafted(model, draft, [p for p, _, _ in expected], [12] * 3)
+    assert [outcome.tokens for outcome in outcomes] == [tokens[:12] for _, tokens, _ in expected]

@@ -1,0 +1,74 @@
+"""A server with a draft model: its requests run together, with the answers of a server without."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import commands
+from tests.support.processes.server_process import ServerProcess
+
+COMPLETIONS = "/v1/completions"
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "one two three four", "temperature": 0},
+    {"prompt": "a b c d e f g", "temperature": 1.0, "seed": 5, "top_p": 0.9},
+    {"prompt": "once upon a time", "temperature": 0, "repetition_penalty": 1.3, "num_draft_tokens": 1},
+    {"prompt": "once upon a time", "temperature": 0, "draft": False},
+]
+LENGTH = {"max_tokens": 40, "logit_bias": {"2": -100}}
+
+
+def ask_all(server: ServerProcess, **options: Any) -> list[str]:
+    bodies = [{**LENGTH, **body, **options} for body in BODIES]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(lambda body: server.post(COMPLETIONS, body), bodies))
+    assert [answer.status for answer in answers] == [200] * len(bodies), answers
+    return [answer.json["choices"][0]["text"] for answer in answers]
+
+
+def test_requests_are_drafted_for_together(folder: Path, tmp_path: Path) -> None:
+    server = ServerProcess(folder, tmp_path, "--draft-model", str(folder), "--kv-cache-memory", "64MB")
+    found = ask_all(server)
+    pool = server.stats()["pool"]
+    assert 0 < pool["accepted_tokens"] <= pool["drafted_tokens"] and pool["draft_steps"] > 0
+    assert pool["budget_bytes"] == 32_000_000, "both models' pages are of one size"
+    assert ask_all(server) == found
+    assert server.stats()["pool"]["prefix_hit_tokens"] > 0
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["left", "right"]}}}
+    answer = server.post("/v1/chat/completions", {
+        "messages": [{"role": "user", "content": "which?"}], "max_tokens": 30, "response_format": schema,
+    })  # fmt: skip
+    assert json.loads(answer.json["choices"][0]["message"]["content"]) in ("left", "right")
+    assert server.stop() == 0 and "Traceback" not in server.log, server.log
+    plain = ServerProcess(folder, tmp_path)
+    refused = plain.post(COMPLETIONS, {"prompt": "x", "num_draft_tokens": 2})
+    assert refused.status == 400 and "needs a draft_model" in refused.json["error"]["message"]
+    for body in BODIES:
+        body.pop("num_draft_tokens", None)
+    assert ask_all(plain) == found
+    assert plain.stop() == 0
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
+    vocab = tokenizer["model"]["vocab"]
+    vocab[words[-1]], vocab[words[-2]] = vocab[words[-2]], vocab[words[-1]]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    done = commands.run("mlx_paged", "server", "--model", str(folder), "--draft-model", str(other), "--port", "0")
+    assert done.returncode != 0 and "the draft model's tokenizer is not the model's: 2 token(s) differ" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_an_answer_has_the_length_that_was_asked_for(length: int, folder: Path, tmp_path: Path) -> None:
+    server = ServerProcess(folder, tmp_path, "--draft-model", str(folder), "--num-draft-tokens", "5")
+    answer = server.post(COMPLETIONS, {**BODIES[0], **LENGTH, "max_tokens": length})
+    assert answer.json["usage"]["completion_tokens"] == length
+    assert server.stop() == 0 and "Traceback" not in server.log, server.log

@@ -1,0 +1,79 @@
+"""Batches with a draft model, compared with stock mlx-lm's greedy answers."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+import mlx_paged
+from mlx_paged.engine.drafts.depth import Depth
+from mlx_paged.patches.generate import drafting
+from scripts.support import model_configs
+from tests.support.models import builders
+from tests.support.models.batch_runs import Outcome, generator, run_all
+
+DRAFTS = 4
+
+
+class EveryStep(Depth):
+    """Drafts as many tokens as there may be, in every step."""
+
+    def choose(self, rows: Any, num_rows: int) -> list[int]:
+        return [most for _, most in rows]
+
+
+@contextmanager
+def in_every_step() -> Iterator[None]:
+    """Generators that are made here draft in every step."""
+    with mock.patch.object(drafting, "Depth", EveryStep):
+        yield
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return builders.build(name) if name in builders.KINDS else model_configs.build(name.removesuffix("-of-mlx-lm"))
+
+
+def noisy(name: str, scale: float) -> Any:
+    """A copy of the model with noise of ``scale`` times their size on its weights."""
+    copy = builders.build(name) if name in builders.KINDS else model_configs.build(name)
+    copy.update(model_of(name).parameters())
+    mx.random.seed(1)
+    copy.update(tree_map(lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape), copy.parameters()))
+    copy.eval()
+    mx.eval(copy.parameters())
+    return copy
+
+
+def vocab_of(name: str) -> int:
+    return builders.VOCAB if name in builders.KINDS else model_configs.VOCAB
+
+
+def prompts_of(name: str, lengths: Sequence[int]) -> list[list[int]]:
+    return [(builders.prompt_of(n, seed=n) % vocab_of(name)).tolist() for n in lengths]
+
+
+def drafted(model: Any, draft: Any, prompts: Sequence[list[int]], num_tokens: Sequence[int], **rest: Any) -> Any:
+    """Run requests with a draft model in every step. Returns their outcomes and the generator."""
+    made = {name: rest.pop(name) for name in ("completion_batch_size", "prefixes", "num_draft_tokens") if name in rest}
+    with in_every_step():
+        gen = generator(model, draft_model=draft, **{"num_draft_tokens": DRAFTS, **made})
+    uids = gen.insert_segments([[prompt] for prompt in prompts], list(num_tokens), **rest)
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    return list(outcomes.values()), gen
+
+
+def check_nothing_left(gen: Any, model: Any, draft: Any) -> None:
+    """No row holds anything of either model; what is left of the draft's is its prefixes'."""
+    proposer = gen._engine.drafts.proposer
+    assert not proposer.rows
+    for each in (model, draft):
+        mlx_paged.pool_of(each).check_integrity()
+    assert mlx_paged.pool_of(model).stats().live_blocks == 0
+    held = mlx_paged.pool_of(draft).stats()
+    assert held.live_blocks == held.cached_blocks
