@@ -1,4 +1,4 @@
-"""Batches: files of requests that are answered when nobody else waits, as OpenAI's files and batches."""
+"""Batches: requests that are answered when nobody else waits, as OpenAI's batches and Anthropic's Message Batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from email import message_from_bytes, policy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,10 @@ MAX_LINES = 50_000  # requests of a batch, as OpenAI has it
 MAX_KEPT = 1000  # batches
 MAX_OPEN = 16  # batches that are not over
 NUM_AT_ONCE = 16  # requests of a batch
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+MESSAGES = "/v1/messages"
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES)
 OPEN = ("in_progress", "cancelling")
+FILES = ("input_file_id", "output_file_id", "error_file_id")
 TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
 
@@ -105,7 +108,12 @@ class Batches:
         if len(self._batches) >= MAX_KEPT and over:
             self._forget(self._batches, over[0])
         now = int(time.time())
-        batch = {"id": _new_id("batch_"), "object": "batch", "endpoint": endpoint, "input_file_id": file}
+        batch = {
+            "id": _new_id("msgbatch_" if endpoint == MESSAGES else "batch_"),
+            "object": "batch",
+            "endpoint": endpoint,
+            "input_file_id": file,
+        }
         batch |= {"completion_window": body.get("completion_window", "24h"), "status": "in_progress", "created_at": now}
         batch |= {"metadata": body.get("metadata"), "errors": None, "output_file_id": None, "error_file_id": None}
         batch |= dict.fromkeys(TIMES) | {"expires_at": None, "in_progress_at": now, "owner": owner}
@@ -121,6 +129,50 @@ class Batches:
             batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
             self._tasks[name].cancel()
         return batch
+
+    # Anthropic's: the same, without a file that the client sees ------------------------------------------------
+
+    def add_messages(self, owner: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin a batch of messages. Raises RequestRefused, as :meth:`add_batch`."""
+        given = body.get("requests")
+        if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+            raise invalid("requests must be a list of objects", "requests")
+        lines = [{"custom_id": each.get("custom_id"), "body": each.get("params")} for each in given]
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        _requests(content, MESSAGES, "requests")
+        file = self.add_file(owner, "requests.jsonl", "batch", content)["id"]
+        try:
+            return self.add_batch(owner, {"endpoint": MESSAGES, "input_file_id": file})
+        except RequestRefused:
+            self.delete_file(owner, file)
+            raise
+
+    def delete_messages(self, owner: str | None, name: str) -> dict[str, Any]:
+        """Forget a batch that is over, and its answers."""
+        batch = _found(self._batches, owner, name)
+        if batch["status"] in OPEN:
+            raise invalid("the batch is not over: cancel it first")
+        for file in {batch[field] for field in FILES} & self._files.keys():
+            self.delete_file(owner, file)
+        self._forget(self._batches, name)
+        return {"id": name, "type": "message_batch_deleted"}
+
+    def message_results(self, owner: str | None, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the result of each request of a batch that is over. Raises RequestRefused: 400, it is not."""
+        batch = _found(self._batches, owner, name)
+        if batch["status"] in OPEN:
+            raise invalid("the batch is not over")
+        answers: dict[str, dict[str, Any]] = {}
+        for field in FILES[1:]:
+            content = self.content(owner, batch[field]) if batch[field] in self._files else b""
+            answers |= {line["custom_id"]: line for line in map(json.loads, content.splitlines())}
+        for request in _requests(self.content(owner, batch["input_file_id"]), MESSAGES):
+            line = answers.get(request["custom_id"])
+            result = {"type": "canceled"}
+            if line is not None:
+                good, answer = _is_good(line), line["response"]["body"]
+                result = {"type": "succeeded", "message": answer} if good else {"type": "errored", "error": answer}
+            yield {"custom_id": request["custom_id"], "result": result}
 
     def _start(self, batch: dict[str, Any]) -> None:
         self._save(batch)
@@ -226,7 +278,34 @@ class Batches:
             cancels = http.url.path.endswith("/cancel")
             return json_response(_shown(self.cancel(owner, name) if cancels else _found(self._batches, owner, name)))
 
+        async def messages(http: Request) -> Response:
+            owner = owner_of(http)
+            if http.method == "GET":
+                among = {name: each for name, each in self._batches.items() if each["endpoint"] == MESSAGES}
+                listed = _list(among, owner)
+                return json_response({**listed, "data": [_as_messages(each) for each in listed["data"]]})
+            async with body_of(http, self._service.bodies) as raw:
+                body = _object(raw, "the request body")
+            self._service.check_open()
+            return json_response(_as_messages(self.add_messages(owner, body)))
+
+        async def message(http: Request) -> Response:
+            owner, name = owner_of(http), http.path_params["name"]
+            if http.method == "DELETE":
+                return json_response(self.delete_messages(owner, name))
+            if http.url.path.endswith("/results"):
+                lines = "".join(json.dumps(each) + "\n" for each in self.message_results(owner, name))
+                return Response(lines, 200, None, "application/x-jsonl")
+            cancels = http.url.path.endswith("/cancel")
+            return json_response(
+                _as_messages(self.cancel(owner, name) if cancels else _found(self._batches, owner, name))
+            )
+
         return [
+            Route(f"{MESSAGES}/batches", messages, methods=["GET", "POST"]),
+            Route(f"{MESSAGES}/batches/{{name}}", message, methods=["GET", "DELETE"]),
+            Route(f"{MESSAGES}/batches/{{name}}/results", message, methods=["GET"]),
+            Route(f"{MESSAGES}/batches/{{name}}/cancel", message, methods=["POST"]),
             Route("/v1/files", files, methods=["GET", "POST"]),
             Route("/v1/files/{name}", file, methods=["GET", "DELETE"]),
             Route("/v1/files/{name}/content", file, methods=["GET"]),
@@ -254,18 +333,18 @@ async def asked(app: Any, path: str, body: bytes, headers: Mapping[str, str]) ->
     return sent[0]["status"], answered, b"".join(message["body"] for message in sent[1:])
 
 
-def _requests(content: bytes, endpoint: str) -> list[dict[str, Any]]:
+def _requests(content: bytes, endpoint: str, param: str = "input_file_id") -> list[dict[str, Any]]:
     """Return the requests of a file. Raises RequestRefused: 400, a line is none."""
     requests = []
     for number, line in enumerate(filter(bytes.strip, content.split(b"\n")), 1):
-        request = _object(line, f"line {number}")
+        request = _object(line, f"request {number}")
         if not isinstance(request.get("custom_id"), str) or not isinstance(request.get("body"), dict):
-            raise invalid(f"line {number} must have a custom_id, a string, and a body, an object", "input_file_id")
+            raise invalid(f"request {number} must have a custom_id, a string, and a body, an object", param)
         if request.get("url", endpoint) != endpoint or request.get("method", "POST") != "POST":
-            raise invalid(f"line {number}: method and url must be POST {endpoint}", "input_file_id")
+            raise invalid(f"request {number}: method and url must be POST {endpoint}", param)
         requests.append(request)
     if not 0 < len(requests) <= MAX_LINES or len({request["custom_id"] for request in requests}) < len(requests):
-        raise invalid(f"a batch has 1 to {MAX_LINES:,} lines, each with a custom_id of its own", "input_file_id")
+        raise invalid(f"a batch has 1 to {MAX_LINES:,} requests, each with a custom_id of its own", param)
     return requests
 
 
@@ -298,6 +377,26 @@ def _found(among: Mapping[str, dict[str, Any]], owner: str | None, name: str) ->
 
 def _shown(kept: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name != "owner"}
+
+
+def _as_messages(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch as Anthropic's API has it."""
+    counts, is_over = batch["request_counts"], batch["status"] not in OPEN
+    left = counts["total"] - counts["completed"] - counts["failed"]
+    ended = next((batch[time] for time in ("completed_at", "cancelled_at", "failed_at") if batch[time]), None)
+    times = {"created_at": batch["created_at"], "expires_at": batch["created_at"] + 86400, "ended_at": ended}
+    times |= {"cancel_initiated_at": batch["cancelling_at"], "archived_at": None}
+    return {
+        "id": batch["id"],
+        "type": "message_batch",
+        "processing_status": "ended" if is_over else "canceling" if batch["status"] == "cancelling" else "in_progress",
+        "request_counts": {
+            **{"processing": 0 if is_over else left, "succeeded": counts["completed"], "errored": counts["failed"]},
+            **{"canceled": left if is_over else 0, "expired": 0},
+        },
+        **{name: at and datetime.fromtimestamp(at, UTC).isoformat() for name, at in times.items()},
+        "results_url": f"{MESSAGES}/batches/{batch['id']}/results" if is_over else None,
+    }
 
 
 def _list(among: Mapping[str, dict[str, Any]], owner: str | None) -> dict[str, Any]:

@@ -55,6 +55,60 @@ def test_a_file_of_requests_is_answered(client: openai.OpenAI, server: ServerPro
     assert server.post("/v1/files", b"x").status == 400
 
 
+@pytest.mark.demo_model
+def test_a_batch_of_messages_is_answered(server: ServerProcess) -> None:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+    params = {"model": "default_model", "max_tokens": 2, "messages": HI}
+    requests: Any = [{"custom_id": f"r{number}", "params": params} for number in range(3)]
+    requests.append({"custom_id": "bad", "params": {**params, "messages": []}})
+    batch = client.messages.batches.create(requests=requests)
+    assert batch.processing_status == "in_progress" and batch.request_counts.processing == 4
+    server.wait_until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended")
+    ended = client.messages.batches.retrieve(batch.id)
+    assert (ended.request_counts.succeeded, ended.request_counts.errored) == (3, 1) and ended.ended_at is not None
+    assert [each.id for each in client.messages.batches.list().data] == [batch.id]
+    results = {each.custom_id: each.result for each in client.messages.batches.results(batch.id)}
+    assert list(results) == ["r0", "r1", "r2", "bad"]
+    alone = client.messages.create(**params)
+    for name in ("r0", "r1", "r2"):
+        result = results[name]
+        assert result.type == "succeeded" and result.message.content == alone.content
+    assert results["bad"].type == "errored" and results["bad"].error.error.type == "invalid_request_error"
+    assert client.messages.batches.delete(batch.id).type == "message_batch_deleted"
+    for ask in (client.messages.batches.retrieve, client.messages.batches.cancel, client.messages.batches.delete):
+        with pytest.raises(anthropic.NotFoundError):
+            ask(batch.id)
+    with pytest.raises(anthropic.BadRequestError, match="custom_id of its own"):
+        client.messages.batches.create(requests=[requests[0], requests[0]])
+
+
+def test_a_batch_of_messages_is_cancelled() -> None:
+    async def run() -> None:
+        batches = Batches(service(), None)
+        batches.app = asked = Asked()
+        asked.refusals = 0
+        given = [{"custom_id": str(number), "params": {}} for number in range(40)]
+        for wrong in ({}, {"requests": [1]}, {"requests": []}, {"requests": [{"custom_id": 1, "params": {}}]}):
+            with pytest.raises(RequestRefused):
+                batches.add_messages(None, wrong)
+        batch = batches.add_messages(None, {"requests": given})
+        await asyncio.sleep(0.05)
+        with pytest.raises(RequestRefused, match="is not over"):
+            next(batches.message_results(None, batch["id"]))
+        with pytest.raises(RequestRefused, match="is not over"):
+            batches.delete_messages(None, batch["id"])
+        batches.cancel(None, batch["id"])
+        await asyncio.sleep(0.05)
+        results = list(batches.message_results(None, batch["id"]))
+        assert [each["result"]["type"] for each in results] == ["canceled"] * 40
+        batches.delete_messages(None, batch["id"])
+        assert not batches._files and not batches._batches
+
+    asyncio.run(run())
+
+
 WRONG: dict[str, Any] = {
     "no JSON": b"{",
     "nothing": b"\n",
