@@ -23,11 +23,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from ..server.backend import PromptLimits, TextParts
+from ..server.calls import with_types
 from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid
 from ..server.request import ChatInput, Input, Prompt, ServerRequest
 from ..server.requests.fitted import Refusals, fitted, refusals_of
-from .grammar.tokenizer_grammars import TokenizerGrammars
+from .grammar.call_forms import tool_format
+from .grammar.tokenizer_grammars import TokenizerGrammars, inner_of
 from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
 
 TEMPLATE = "<template>"  # what Jinja calls the code of a template
@@ -66,6 +68,8 @@ class LoadedTexts:
         if self._has_channels:  # gpt-oss, which mlx-lm's machine does not know
             self.call_start = HARMONY_CALL
         end = tokenizer.think_end
+        form = tool_format(tokenizer, inner_of(tokenizer))
+        self._has_keys = form is not None and form.form is not None and bool(form.form.key)
         self._machine_without_calls = TextStateMachine({"normal": [], "reasoning": [(end, "normal")] if end else []})
 
     def make_prompt(self, given: Input, limits: PromptLimits) -> Prompt:
@@ -161,7 +165,7 @@ class LoadedTexts:
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not all(isinstance(call, dict) for call in calls):
             raise ValueError("a call is not an object")
-        return calls
+        return [with_types(call, tools) for call in calls] if self._has_keys else calls
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,6 +78,70 @@ def _known(calls: list[dict[str, Any]], names: Collection[str]) -> list[dict[str
     if not calls or any(call.get("name") not in names for call in calls):
         raise ValueError("it names no tool of the request")
     return calls
+
+
+def local_schema(given: Any, root: Mapping[str, Any]) -> Any:
+    """Return a schema, or the one of ``root`` that it refers to."""
+    for _ in range(8):
+        if not isinstance(given, dict) or not isinstance(given.get("$ref"), str):
+            break
+        found: Any = root
+        for part in given["$ref"].removeprefix("#").strip("/").split("/"):
+            found = found.get(part) if isinstance(found, dict) else None
+        given = found
+    return given
+
+
+def types_of(given: Any, root: Mapping[str, Any], depth: int = 0) -> set[str] | None:
+    """Return the types of JSON that a schema allows; None: it does not say. References lead into ``root``."""
+    given = local_schema(given, root)
+    if not isinstance(given, dict) or depth > 8:
+        return None
+    values = [given["const"]] if "const" in given else given.get("enum")
+    if isinstance(values, list):
+        return {_type_of(value) for value in values}
+    if (named := given.get("type")) is not None:
+        return {named} if isinstance(named, str) else set(named)
+    found = [types_of(each, root, depth + 1) for each in given.get("anyOf") or given.get("oneOf") or ()]
+    return None if not found or None in found else set().union(*filter(None, found))
+
+
+def _type_of(value: Any) -> str:
+    return next(name for kind, name in _TYPES if isinstance(value, kind))
+
+
+_TYPES: tuple[tuple[Any, str], ...] = (
+    *((type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number")),
+    *((str, "string"), (dict, "object"), (object, "array")),
+)
+
+
+def with_types(call: dict[str, Any], tools: Any) -> dict[str, Any]:
+    """Return a call whose arguments have types of its tool's schema: where a model writes arguments as bare text,
+    parsers guess, and take "12" for a number or null for no text."""
+    functions = (tool.get("function") or {} for tool in tools or ())
+    schema = next((each.get("parameters") for each in functions if each.get("name") == call.get("name")), None)
+    properties, arguments = (schema or {}).get("properties"), call.get("arguments")
+    if not isinstance(properties, dict) or not isinstance(arguments, dict):
+        return call
+    typed = {key: _typed(value, types_of(properties.get(key), schema or {})) for key, value in arguments.items()}
+    return {**call, "arguments": typed}
+
+
+def _typed(value: Any, types: set[str] | None) -> Any:
+    def fits(value: Any) -> bool:
+        kind = _type_of(value)
+        return kind in (types or ()) or (kind == "integer" and "number" in (types or ()))
+
+    if types is None or fits(value):
+        return value
+    if isinstance(value, str):
+        try:
+            read = json.loads(value)
+        except ValueError:
+            return value
+        return read if fits(read) else value
+    return json.dumps(value, ensure_ascii=False) if "string" in types else value
 
 
 class LooseParts:

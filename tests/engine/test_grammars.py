@@ -298,7 +298,7 @@ def test_a_grammar_may_begin_behind_the_reasoning() -> None:
 
 
 def test_a_grammar_may_describe_parts_of_an_answer() -> None:
-    one = letters_compiler().compile(GrammarSource.regex("a"), trigger=CALL)
+    one = letters_compiler().compile(GrammarSource.regex("a"), trigger=(CALL,))
     grammar = one.start()
     for _ in range(2):
         assert allowed(grammar) == set(range(288))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import StopSequences, generate_step, make_text_state_machine, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, longcat, minimax_m2, mistral, pythonic, qwen3_coder
+from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, longcat, minimax_m2, mistral, qwen3_coder
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -28,13 +28,8 @@ from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarPr
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.patches.generate.upstream import UPSTREAM
-from mlx_paged.patches.grammar.tokenizer_grammars import (
-    FORMS,
-    TokenizerGrammars,
-    behind_reasoning,
-    reasons_first,
-    tool_format,
-)
+from mlx_paged.patches.grammar.call_forms import FORMS, tool_format
+from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars, behind_reasoning, inner_of, reasons_first
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
 from tests.support.cases import quick, slow
@@ -440,7 +435,7 @@ def test_one_call_at_a_time() -> None:
 def test_strict_arguments_are_right_whenever_a_call_is_made() -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     grammar = compiled({"tools": [strict, CLOCK]})
-    assert grammar is not None and grammar.trigger == CALL
+    assert grammar is not None and grammar.trigger == (CALL,)
     state = grammar.start()
     for token in b"let me see ":
         assert len(allowed(state)) == 262
@@ -525,7 +520,7 @@ def test_calls_in_json_behind_a_head_are_of_their_schema(form: str) -> None:
     parser, begin, end = HEADS[form]
     tools = [{"type": "function", "function": {"name": "edit", "strict": True, "parameters": EDIT}}]
     grammar = compiled({"tools": tools}, parser=parser.parse_tool_call)
-    assert grammar is not None and grammar.trigger == CALL
+    assert grammar is not None and grammar.trigger == (CALL,)
     arguments = {"path": "a", "line": 3, "mode": "insert"}
 
     def taken(text: str) -> bool:
@@ -582,11 +577,15 @@ def test_marks_within_calls_may_be_tokens(form: str, special: bool, demo_model_f
                 state.accept(token)
 
 
+def read_nothing(text: str, tools: Any) -> Any:
+    """Stand for a parser of a form that is not known."""
+
+
 def test_strict_holds_for_tags_and_is_logged_for_other_forms(caplog: pytest.LogCaptureFixture) -> None:
     strict = {"tools": [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]}
     tagged = compiled(strict, parser=qwen3_coder.parse_tool_call)
-    assert tagged is not None and tagged.trigger == CALL and not caplog.records
-    assert compiled(strict, parser=pythonic.parse_tool_call) is None
+    assert tagged is not None and tagged.trigger == (CALL,) and not caplog.records
+    assert compiled(strict, parser=read_nothing) is None
     assert "cannot be constrained" in caplog.text
     bad = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"not": {}}}}}
     assert compiled({"tools": [{"type": "function", "function": bad}]}) is None
@@ -608,7 +607,7 @@ def test_json_or_a_call() -> None:
 def test_what_cannot_be_kept_is_refused() -> None:
     required = {"tools": [WEATHER], "tool_choice": "required"}
     with pytest.raises(RequestRefused, match="in a form that cannot be constrained") as caught:
-        compiled(required, parser=pythonic.parse_tool_call)
+        compiled(required, parser=read_nothing)
     assert caught.value.status == 400 and caught.value.param == "tool_choice"
     constraint = constraint_of(required, chat=True)
     assert constraint is not None
@@ -648,9 +647,10 @@ def test_a_model_without_tools_makes_no_calls_to_be_strict_about() -> None:
 
 
 def test_the_format_of_calls() -> None:
-    assert tool_format(byte_tokenizer()) is None
-    form = tool_format(byte_tokenizer(calls_tools=True))
-    assert form is not None and form[:4] == (f"<[{CALL}]>", f"<[{CALL_END}]>", CALL, FORMS["json_tools"])
+    without, tokenizer = byte_tokenizer(), byte_tokenizer(calls_tools=True)
+    assert tool_format(without, inner_of(without)) is None
+    form = tool_format(tokenizer, inner_of(tokenizer))
+    assert form is not None and form[:4] == (f"<[{CALL}]>", f"<[{CALL_END}]>", (CALL,), FORMS["json_tools"])
 
 
 def test_reasoning_that_the_prompt_begins_is_free() -> None:

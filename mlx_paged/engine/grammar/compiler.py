@@ -111,7 +111,7 @@ class GrammarCompiler:
         self,
         source: GrammarSource,
         *,
-        trigger: int | None = None,
+        trigger: tuple[int, ...] = (),
         is_cancelled: IsCancelled = lambda: False,
         is_checked: bool = False,
     ) -> CompiledGrammar:
@@ -135,7 +135,7 @@ class GrammarCompiler:
                     num_bytes = 0 if is_checked else self._tried(source, is_cancelled)
                     compiled = self._compile(source)
                     self._keep(source, compiled, num_bytes + len(source.text))
-        return compiled if trigger is None else replace(compiled, trigger=trigger)
+        return replace(compiled, trigger=trigger) if trigger else compiled
 
     def check(self, source: GrammarSource, *, is_cancelled: IsCancelled = lambda: False) -> None:
         """Try a grammar; what came of it is kept.

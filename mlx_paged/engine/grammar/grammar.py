@@ -46,8 +46,8 @@ class CompiledGrammar:
         num_tokens: size of the tokenizer's vocabulary, and so of a matcher's mask.
         eos_tokens: tokens that end an answer.
         after: the grammar begins behind these tokens, e.g. the end of a model's reasoning; empty: at once.
-        trigger: token that begins what the grammar describes, any number of times, within an answer that is free
-            otherwise; None: the grammar describes the whole answer.
+        trigger: tokens that begin what the grammar describes, any number of times, within an answer that is free
+            otherwise; empty: the grammar describes the whole answer.
         thinking: bound of the reasoning that is free; None: there is none.
     """
 
@@ -55,7 +55,7 @@ class CompiledGrammar:
     num_tokens: int
     eos_tokens: Sequence[int]
     after: tuple[int, ...] = ()
-    trigger: int | None = None
+    trigger: tuple[int, ...] = ()
     thinking: ThinkingBudget | None = None
 
     def begins_after(self, tokens: Sequence[int]) -> CompiledGrammar:
@@ -101,7 +101,7 @@ class Grammar:
 
     def _enter(self) -> None:
         """Begin the grammar's own part of the answer."""
-        if self._compiled.trigger is not None or self._compiled.matcher is None:
+        if self._compiled.trigger or self._compiled.matcher is None:
             self.part = Part.BETWEEN
         else:
             self.part, self._matcher = Part.WITHIN, self._compiled.matcher.deep_copy()
@@ -128,14 +128,14 @@ class Grammar:
             if tuple(self.tokens[-len(compiled.after) :]) == compiled.after:
                 self._enter()
         elif self.part is Part.BETWEEN:
-            if token == compiled.trigger:
+            if compiled.trigger and self._ends_with(compiled.trigger):
                 self.part, self._matcher = Part.WITHIN, compiled.matcher.deep_copy()
         elif self.part is Part.WITHIN:
             if token in compiled.eos_tokens and self._matcher.is_accepting():
                 self.part = Part.ENDED
             elif not self._matcher.consume_token(token):
                 raise self._failure(f"token {token} is not what the grammar allows")
-            elif compiled.trigger is not None and self._matcher.is_stopped():
+            elif compiled.trigger and self._matcher.is_stopped():
                 self.part = Part.BETWEEN
 
     def _count_thought(self, thinking: ThinkingBudget) -> None:

@@ -1,0 +1,374 @@
+"""How models write tool calls, by mlx-lm's parsers, and grammars of such calls."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...engine.grammar.compiler import GrammarSource, json_in_lark, text_in_lark
+from ...errors import GrammarError
+from ...server.calls import local_schema, types_of
+from ...server.constraint import Tool, Tools
+from ..harmony import HARMONY_TOKENS
+
+SCALARS = {"integer", "number", "boolean", "null"}
+ANY_SCALAR = {"type": sorted(SCALARS)}
+
+
+class CallForm(NamedTuple):
+    """How a model writes a call, as text in which NAME is the function's name, ``~`` a line break that may lack, and
+    ``#`` a number.
+
+    Attributes:
+        begin, end: around the arguments.
+        key: before an argument, whose name is KEY and whose type TYPE; empty: the arguments are one JSON object.
+        value_end: behind an argument. A string is written as it is, what has another type in JSON.
+        repeats: several calls may stand between the marks of one.
+        comma: between arguments, and between calls that repeat.
+        around: what stands around the calls that repeat.
+        quote: on both sides of a string; empty: strings end with ``value_end``.
+        strings: regular expression of a string between quotes.
+        containers: how objects and arrays are written: ``json``; ``bare``: with keys and strings like those of
+            arguments; or ``none``: they cannot be.
+        names: regular expression of names and keys that the parser reads.
+    """
+
+    begin: str
+    end: str
+    key: str = ""
+    value_end: str = ""
+    repeats: bool = False
+    comma: str = ""
+    around: tuple[str, str] = ("", "")
+    quote: str = ""
+    strings: str = "(?s:.*)"
+    containers: str = "json"
+    names: str = ""
+
+
+_KIMI = "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>"
+FORMS = {  # by the module of mlx-lm's parser; laguna's is glm47's
+    "json_tools": CallForm('{"name": "NAME", "arguments": ', "}"),
+    "qwen3_coder": CallForm("<function=NAME>\n", "</function>", "<parameter=KEY>\n", "\n</parameter>\n"),
+    "glm47": CallForm("NAME~", "", "<arg_key>KEY</arg_key>~<arg_value>", "</arg_value>~"),
+    "longcat": CallForm(
+        "NAME~", "", "<longcat_arg_key>KEY</longcat_arg_key>~<longcat_arg_value>", "</longcat_arg_value>~"
+    ),
+    "minimax_m2": CallForm('<invoke name="NAME">~', "</invoke>", '<parameter name="KEY">', "</parameter>~", True),
+    "muse_spark": CallForm(
+        '<atem:invoke name="NAME">~', "</atem:invoke>", '<atem:parameter name="KEY">', "</atem:parameter>~", True
+    ),
+    "minicpm5": CallForm('"NAME">~', "", '<param name="KEY">', "</param>~"),
+    "kimi_k2": CallForm(_KIMI, "<|tool_call_end|>", repeats=True),
+    "kimi_k3": CallForm(
+        '<|open|>call tool="NAME" index="#"<|sep|>~',
+        "<|close|>call<|sep|>",
+        '<|open|>argument key="KEY" type="TYPE"<|sep|>',
+        "<|close|>argument<|sep|>~",
+        repeats=True,
+    ),
+    "mistral": CallForm("NAME[ARGS]", ""),
+    "pythonic": CallForm(
+        *("NAME(", ")", "KEY="),
+        repeats=True,
+        comma=", ",
+        around=("[", "]"),
+        quote='"',
+        strings=r'([^"\\\x00-\x1f]|\\["\\nrt])*',
+        names=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*",
+    ),
+    "gemma4": CallForm(
+        *("call:NAME{", "}", "KEY:"), repeats=True, comma=",", quote='<|"|>', containers="bare", names=r"[\w-]+"
+    ),
+    # Its parser ends a call at the first brace, and an argument that is no string at the first comma.
+    "function_gemma": CallForm(
+        *("call:NAME{", "}", "KEY:"), comma=",", quote="<escape>", strings="[^}]*", containers="none", names=r"\w+"
+    ),
+}
+MISTRAL_LIST = CallForm('{"name": "NAME", "arguments": ', "}", repeats=True, comma=", ", around=("[", "]"))
+
+
+class ToolFormat(NamedTuple):
+    """How a model marks and writes calls.
+
+    Attributes:
+        start, end: what stands around them, as terms of a Lark grammar.
+        trigger: the tokens that ``start`` is; empty: it is text, which tokens may hold with other text.
+        form: of a call; None: OpenAI's Harmony.
+        special: texts that are special tokens, and not what their characters say, with their numbers.
+        texts: ``start`` and ``end`` as the model writes them.
+        stop: any token that ends an answer, as a term.
+    """
+
+    start: str
+    end: str
+    trigger: tuple[int, ...]
+    form: CallForm | None
+    special: Mapping[str, int]
+    texts: tuple[str, str] = ("", "")
+    stop: str = ""
+
+    def terms(self, text: str, name: str = "", type_: str = "string") -> str:
+        """Return a text of the form as terms of a Lark grammar; without a name, KEY is a terminal."""
+        found = []
+        marks = sorted(self.special, key=len, reverse=True)
+        for part in re.split("(" + "|".join([*map(re.escape, marks), "NAME", "KEY", "TYPE", "[~#]"]) + ")", text):
+            if part in self.special:
+                found.append(f"<[{self.special[part]}]>")
+            elif part in ("~", "#", "KEY") and not (part == "KEY" and name):
+                found.append({"~": r'"\n"?', "#": "/[0-9]+/", "KEY": "KEY"}[part])
+            elif part:
+                found.append(text_in_lark({"NAME": name, "KEY": name, "TYPE": type_}.get(part, part)))
+        return " ".join(found)
+
+
+def tool_format(tokenizer: Any, inner: Any) -> ToolFormat | None:
+    """Return how a model writes tool calls, if a grammar can say it.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        inner: the tokenizer of transformers in it.
+    """
+    known = getattr(inner, "added_tokens_decoder", {})
+    texts = {str(token.content): (number, token.special) for number, token in known.items()}
+    # llguidance takes added tokens in angle brackets for special ones, whatever the tokenizer says.
+    special = {
+        text: number for text, (number, is_special) in texts.items() if is_special or text[:1] + text[-1:] == "<>"
+    }
+    if special.keys() >= HARMONY_TOKENS:
+        return ToolFormat("", "", (), None, special)
+    package, _, name = (getattr(tokenizer.tool_parser, "__module__", None) or "").rpartition(".")
+    form = FORMS.get(name) if package == "mlx_lm.tool_parsers" else None
+    if form is None:
+        return None
+    if name == "mistral" and "[ARGS]" not in tokenizer.get_vocab():  # the older ones write a list
+        form = MISTRAL_LIST
+    stop = f"<[{','.join(map(str, sorted(tokenizer.eos_token_ids)))}]>"
+    plain = ToolFormat("", "", (), form, special, (tokenizer.tool_call_start, tokenizer.tool_call_end), stop)
+    tokens, ends = tokenizer.tool_call_start_tokens, tokenizer.tool_call_end_tokens
+    numbers = set(special.values())
+    return plain._replace(
+        start=f"<[{tokens[0]}]>" if len(tokens) == 1 else plain.terms(tokenizer.tool_call_start),
+        end=f"<[{ends[0]}]>" if len(ends) == 1 else plain.terms(tokenizer.tool_call_end),
+        trigger=tokens if len(tokens) == 1 or {tokens[0], tokens[-1]} <= numbers else (),
+    )
+
+
+def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_free: bool = False) -> GrammarSource:
+    """Return a grammar of the calls.
+
+    Args:
+        tools: what may be called.
+        form: how the model writes a call.
+        answer: a JSON schema: the answer may be of that instead; None: it has to be a call.
+        is_free: other text may stand around calls. If the form has a trigger, the grammar begins behind it, and ends
+            with that call.
+
+    Raises:
+        GrammarError: the form cannot say the arguments of one of the tools.
+    """
+    try:
+        return GrammarSource("tools", "\n".join(_Calls(tools, form).lines(answer, is_free=is_free)))
+    except RecursionError:
+        raise GrammarError("the form of the model's calls has no schemas without end") from None
+
+
+def _pattern(text: str) -> str:
+    """Return a text as a part of a regular expression of Lark."""
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
+
+
+class _Calls:
+    """Makes the lines of one grammar."""
+
+    def __init__(self, tools: Tools, form: ToolFormat) -> None:
+        self._tools, self._form = tools, form
+        self._lines: list[str] = []
+        self._style = form.form or CallForm("", "")
+
+    def lines(self, answer: Any, *, is_free: bool) -> list[str]:
+        if self._form.form is None:
+            self._add_harmony(answer, is_free=is_free)
+        else:
+            self._add_marked(self._form.form, answer, is_free=is_free)
+        return self._lines
+
+    # A call between marks -------------------------------------------------------------------------------------
+
+    def _add_marked(self, style: CallForm, answer: Any, *, is_free: bool) -> None:
+        form, parallel = self._form, self._tools.parallel
+        again = parallel and not (style.around[0] and not form.end)
+        between = text_in_lark(style.comma) if style.comma else r'"\n"?'
+        one = f"call ({between} call)*" if style.repeats and parallel else "call"
+        begin, end = (text_in_lark(each) if each else r'"\n"?' for each in style.around)
+        body = f"{begin} {one} {end} {form.end}"
+        if is_free and not form.end:  # what follows a call would be a part of it for the parser
+            body += (f" ({form.start} {body})*" if again else "") + f" {form.stop}"
+        if is_free and form.trigger:
+            self._lines.append(f"start: {body}")
+        elif is_free:
+            numbers = ",".join(str(each) for each in sorted(form.special.values()))
+            mark = _pattern(form.texts[0])
+            self._lines += [
+                f"start: (free before {body})* free",
+                f"free: ({f'<[{numbers}]> | ' if numbers else ''}ANY)*",
+            ]
+            self._lines += ["ANY: /(?s:.+)/", f"before[lazy]: /(?s:.*){mark}/"]
+        else:
+            several = ' ("\\n"? one)*' if again else ""
+            self._lines.append(f"start: one{several}" + ("" if answer is None else " | answer"))
+            self._lines.append(f"one: {form.start} {body}")
+            if answer is not None:
+                self._lines.append(f"answer: {json_in_lark(answer)}")
+        self._lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(self._tools.callable))))
+        if style.key:
+            self._add_texts(style)
+        for index, tool in enumerate(self._tools.callable):
+            if style.key:
+                self._add_tagged(f"call_{index}", tool, style)
+                continue
+            name = json.dumps(tool.name, ensure_ascii=False)[1:-1]
+            begin, end = form.terms(style.begin, name), form.terms(style.end)
+            self._lines.append(f"call_{index}: {begin} arguments_{index} {end}")
+            self._lines.append(f"arguments_{index}: {json_in_lark(tool.schema)}")
+
+    def _add_texts(self, style: CallForm) -> None:
+        """Add what a string is, and an argument that no schema names."""
+        terms = self._form.terms
+        self._lines.append(r"KEY: /[^<>\s\"]+/" if not style.names else r"KEY: /\w+/")
+        other = json_in_lark(ANY_SCALAR) if style.quote else ""
+        behind = terms("~") if style.value_end.endswith("~") else ""
+        self._lines += [f"any: text {behind}{f' | {other}' if other else ''}", f"free_argument: {terms(style.key)} any"]
+        if style.quote == '"':
+            self._lines.append(f'text: /"{style.strings}"/')
+            return
+        begin, end = terms(style.quote), style.quote or style.value_end.removesuffix("~")
+        is_special = any(mark in end for mark in self._form.special)
+        # Parsers would take these for the call's end, wherever they stand.
+        marks = [_pattern(each) for each in (style.end, self._form.texts[1]) if "<" in each]
+        marks += [_pattern(end)] if is_special else []
+        without = f" & ~/(?s:.*)({'|'.join(marks)})(?s:.*)/" if marks else ""
+        if is_special:
+            self._lines += [f"text: {begin} REST {terms(end.lstrip())}", f"REST: /{style.strings}/{without}"]
+        else:
+            self._lines += [f"text: {begin} rest", f"rest[lazy]: /{style.strings}{_pattern(end)}/{without}"]
+
+    def _add_tagged(self, rule: str, tool: Tool, style: CallForm) -> None:
+        """Add a call whose arguments have keys, in the schema's order."""
+        terms, schema = self._form.terms, tool.schema
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        names = [tool.name, *properties]
+        if style.names and not all(re.fullmatch(style.names, each) and not keyword.iskeyword(each) for each in names):
+            raise GrammarError(
+                f"{tool.name}: the form of the model's calls has no such names: {', '.join(names)[:200]}"
+            )
+        items = []
+        for number, (name, given) in enumerate(properties.items()):
+            value = f"{rule}_{number}"
+            type_ = next(iter(sorted(types_of(given, schema) or ())), "string")
+            self._lines.append(f"{value}: {terms(style.key, name, type_)} {self._value(value, given, schema)}")
+            items.append((value, name in (schema.get("required") or ())))
+        if not items and schema.get("additionalProperties") is not False:
+            comma = text_in_lark(style.comma) if style.comma else ""
+            arguments = f"(free_argument ({comma} free_argument)*)?"
+        else:
+            arguments = self._list(rule, items)
+        self._lines.append(f"{rule}: {terms(style.begin, tool.name)} {arguments} {terms(style.end)}")
+
+    def _list(self, rule: str, items: Sequence[tuple[str, bool]]) -> str:
+        """Return terms of items in their order, of which those may lack that are not required."""
+        if not self._style.comma:
+            return " ".join(name if is_required else f"{name}?" for name, is_required in items)
+        comma = text_in_lark(self._style.comma)
+        for number, (name, is_required) in enumerate(items):  # from this item on, behind another one or not
+            behind, further = (
+                ("", "") if number + 1 == len(items) else (f"{rule}_l{number + 1}", f"{rule}_n{number + 1}")
+            )
+            self._lines.append(f"{rule}_n{number}: {comma} {name} {further}" + ("" if is_required else f" | {further}"))
+            self._lines.append(f"{rule}_l{number}: {name} {further}" + ("" if is_required else f" | {behind}"))
+        return f"{rule}_l0" if items else ""
+
+    def _value(self, rule: str, given: Any, schema: Mapping[str, Any]) -> str:
+        """Return an argument and its end as terms: text for strings, JSON for what has another type."""
+        style = self._style
+        end = self._form.terms(style.value_end)
+        given, types = local_schema(given, schema), types_of(given, schema)
+        if types is None:
+            return "any"
+        choices = [given["const"]] if "const" in given else given.get("enum")
+        if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
+            texts = (each if style.quote != '"' else json.dumps(each, ensure_ascii=False)[1:-1] for each in choices)
+            quote = self._form.terms(style.quote)
+            return f"{quote} ({' | '.join(map(text_in_lark, texts))}) {quote} {end}"
+        parts = ["any"] if "string" in types and not style.quote else []
+        parts += ["text"] if "string" in types and style.quote else []
+        if others := types - {"string"}:
+            parts.append(f"{self._other(rule, given, others, schema)} {end}")
+        return f"({' | '.join(parts)})"
+
+    def _other(self, rule: str, given: Any, types: set[str], schema: Mapping[str, Any]) -> str:
+        """Return a value that is no string as terms."""
+        containers = types - SCALARS
+        if not containers or self._style.containers == "json":
+            shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            kinds = {"type": sorted(types)} if "string" in (types_of(given, schema) or ()) else {}
+            return json_in_lark({**given, **kinds, **shared})
+        if self._style.containers == "none":
+            raise GrammarError("the form of the model's calls has no arrays and objects")
+        parts = [json_in_lark({"type": sorted(types & SCALARS)})] if types & SCALARS else []
+        if "object" in containers:
+            self._add_object(f"{rule}_o", given, schema)
+            parts.append(f"{rule}_o")
+        if "array" in containers:
+            items = given.get("items") or {}
+            self._lines.append(f"{rule}_i: {self._value(f'{rule}_i', items, schema)}")
+            least, most = given.get("minItems") or 0, given.get("maxItems")
+            more = f'("," {rule}_i){{{max(least - 1, 0)},{"" if most is None else max(most - 1, 0)}}}'
+            inner = "" if most == 0 else f"({rule}_i {more})" + ("" if least else "?")
+            self._lines.append(f'{rule}_a: "[" {inner} "]"')
+            parts.append(f"{rule}_a")
+        return f"({' | '.join(parts)})"
+
+    def _add_object(self, rule: str, given: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+        properties = given.get("properties") or {}
+        items = []
+        for number, (name, inner) in enumerate(properties.items()):
+            if re.fullmatch(r"\w+", name) is None:
+                raise GrammarError(f"the form of the model's calls has no such name: {name[:200]}")
+            item = f"{rule}_{number}"
+            self._lines.append(f"{item}: {text_in_lark(name + ':')} {self._value(item, inner, schema)}")
+            items.append((item, name in (given.get("required") or ())))
+        free = items or given.get("additionalProperties") is False
+        arguments = self._list(rule, items) if free else '(free_argument ("," free_argument)*)?'
+        self._lines.append(f'{rule}: "{{" {arguments} "}}"')
+
+    # Harmony --------------------------------------------------------------------------------------------------
+
+    def _add_harmony(self, answer: Any, *, is_free: bool) -> None:
+        """Add the messages of an answer: reasoning, then a call or an answer; if it is free, any of them."""
+        mark = {name: f"<[{number}]>" for name, number in self._form.special.items()}
+        channel, message, begin = mark["<|channel|>"], mark["<|message|>"], mark["<|start|>"]
+        ends = " | ".join(mark[name] for name in ("<|end|>", "<|call|>", "<|return|>") if name in mark)
+        kind = f'(" "? {mark["<|constrain|>"]} "json" | " json")?' if "<|constrain|>" in mark else '" json"?'
+        again = "(next call)*" if self._tools.parallel else ""
+        last = "call" if answer is None else "(call | answer)"
+        names = f'"analysis" | "commentary"{" | " + chr(34) + "final" + chr(34) if is_free else ""}'
+        self._lines += [
+            "start: said (next said)*" if is_free else f"start: (free next)* {last} {again}",
+            "said: free | call",
+            f"free: {channel} ({names}) {message} ANY?",
+            "ANY: /(?s:.+)/",
+            f'next: ({ends}) {begin} "assistant"',
+            "call: " + " | ".join(f"call_{index}" for index in range(len(self._tools.callable))),
+        ]
+        if answer is not None:
+            self._lines += [f'answer: {channel} "final" {kind} {message} {json_in_lark(answer)}']
+        for index, tool in enumerate(self._tools.callable):
+            to = text_in_lark(f" to=functions.{tool.name}")
+            head = f'({channel} "commentary" {to} {kind} | {to} {channel} "commentary" {kind})'
+            self._lines += [f"call_{index}: {head} {message} arguments_{index}"]
+            self._lines += [f"arguments_{index}: {json_in_lark(tool.schema)}"]
