@@ -514,6 +514,7 @@ class ServedBatch(PagedBatchGenerator):
                     priority=request.priority,
                     client=request.client,
                     num_draft_tokens=request.num_draft_tokens,
+                    keep=request.num_kept(prompt),
                 )
                 for prompt, each in zip(prompts, params, strict=True)
             ],

@@ -33,6 +33,7 @@ class RequestOptions(NamedTuple):
         client: those of one priority are admitted in turns, one request of each client.
         num_draft_tokens: most tokens that a draft model proposes in a step, if there is one; 0: none; None: as
             configured.
+        keep: tokens at the prompt's beginning that the prefix cache evicts after others.
     """
 
     salt: Hashable = None
@@ -43,6 +44,7 @@ class RequestOptions(NamedTuple):
     priority: int = 0
     client: Hashable = None
     num_draft_tokens: int | None = None
+    keep: int = 0
 
 
 class Request:

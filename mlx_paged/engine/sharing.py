@@ -165,7 +165,7 @@ class PrefixSharing:
     def _insert(self, tokens: Sequence[int], request: Request) -> None:
         # Without the tokens of a cache that came with it, positions and tokens do not agree.
         if tokens and request.sequence is not None and request.knows_history:
-            self.prefixes.donate(tokens, request.sequence.tables, request.options.salt)
+            self.prefixes.donate(tokens, request.sequence.tables, request.options.salt, request.options.keep)
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self.pool.block_size
@@ -340,7 +340,8 @@ class CheckpointSharing:
 
     def _keep(self, tokens: list[int], request: Request) -> None:
         tables = request.tables or []
-        self.prefixes.donate_checkpoint(tokens, tables, lambda: _states_of(request), request.options.salt)
+        options = request.options
+        self.prefixes.donate_checkpoint(tokens, tables, lambda: _states_of(request), options.salt, options.keep)
 
 
 def interval_of(nbytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import Window
 from .radix_node import (
+    MOST_KEPT,
     MOST_SHARE,
     Checkpoints,
     HeldBlocks,
@@ -88,6 +90,7 @@ class RadixTree:
         self.checkpoints = Checkpoints()
         self._order: dict[RadixNode, None] = {}  # all nodes but the roots, least recently used first
         self._locked: set[RadixNode] = set()
+        self._kept: dict[RadixNode, None] = {}  # evicted after the others, and in this order
         self._tick = 0
         self._next_expiry = 0.0
         pool.add_holder(self)
@@ -208,7 +211,13 @@ class RadixTree:
     # Inserting ------------------------------------------------------------------------------------------------
 
     def insert(
-        self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None, *, label: Hashable = None
+        self,
+        tokens: Sequence[int],
+        tables: Sequence[BlockTable],
+        salt: Hashable = None,
+        *,
+        label: Hashable = None,
+        keep: int = 0,
     ) -> InsertResult:
         """Remember that the tables hold the keys and values of ``tokens``, written in every layer.
 
@@ -220,6 +229,8 @@ class RadixTree:
             tables: one per group, each at least as long as ``tokens``.
             salt: what else the keys depend on: model, adapter, dtype, cache configuration.
             label: for the node the prefix ends in.
+            keep: tokens at the beginning whose nodes are evicted after those that nobody asked to keep. What is kept
+                takes up to :data:`MOST_KEPT` of the pool's budget; the earliest asked for is the first to lose that.
 
         Raises:
             ValueError: the tables do not hold the tokens. Nothing was changed.
@@ -240,15 +251,15 @@ class RadixTree:
                     common = child.common_length(run, position, len(run))
                     position += common
                     if common < len(child.tokens) and (position < len(run) or _improves(held, child, tables, position)):
-                        child = _split(held, child, common)
-                        if child.locks:
-                            self._locked.add(child)
+                        child = self._split(child, common)
                     if child.end == position:
                         new_blocks += _refill(held, child, tables)
                 self._touch(child)
                 node = child
             if label is not None and node.end == len(run):
                 node.label = label
+            if keep:
+                self._keep(node, keep)
             return InsertResult(new_tokens, new_blocks, node)
 
     def insert_checkpoint(
@@ -259,6 +270,7 @@ class RadixTree:
         salt: Hashable = None,
         *,
         label: Hashable = None,
+        keep: int = 0,
     ) -> bool:
         """:meth:`insert`, with the states at the end of ``tokens``: they are what all of these tokens have made of an
         empty cache, and no others.
@@ -273,7 +285,7 @@ class RadixTree:
         with self._changing():
             path, length = self._walk([*run, -1], salt)
             if length == len(run) and path and path[-1].end == length and path[-1].checkpoint is not None:
-                self.insert(run, tables, salt, label=label)
+                self.insert(run, tables, salt, label=label, keep=keep)
                 return True
             nbytes, caches = states()
             memory, most = self.pool.memory, int(self.pool.memory.budget * MOST_SHARE)
@@ -284,13 +296,48 @@ class RadixTree:
                 return False
             node = self.insert(run, tables, salt).node
             if node.end > len(run):
-                node = _split(self._held, node, len(run) - node.start)
-                if node.locks:
-                    self._locked.add(node)
+                node = self._split(node, len(run) - node.start)
                 self._touch(node)
             node.label = label
             self.checkpoints.put(node, memory.states.take(nbytes, caches))
+            if keep:
+                self._keep(node, keep)
             return True
+
+    def _split(self, node: RadixNode, at: int) -> RadixNode:
+        """Return the upper part of the node (:meth:`RadixNode.split`), with the reference that both sides need on a
+        block they share."""
+        upper = node.split(at, self.block_size)
+        if upper.end % self.block_size:
+            for group, blocks in enumerate(upper.blocks):
+                self._held.hold(group, blocks[-1:])
+        if upper.locks:
+            self._locked.add(upper)
+        if node in self._kept:
+            self._kept[upper] = None
+        return upper
+
+    def _keep(self, node: RadixNode, length: int) -> None:
+        """Keep the nodes of a path up to ``length`` tokens."""
+        path = [each for each in node.path() if each.start < length]
+        if path and path[-1].end > length:
+            path[-1] = self._split(path[-1], length - path[-1].start)
+            self._touch(path[-1])
+        for each in sorted(path, key=lambda each: -each.start):  # below others first: those are useless without them
+            self._kept.pop(each, None)
+            self._kept[each] = None
+        sizes = {each: self._nbytes_of(each) for each in self._kept}
+        excess = sum(sizes.values()) - self.pool.memory.budget * MOST_KEPT
+        for each, nbytes in sizes.items():
+            if excess <= 0:
+                break
+            del self._kept[each]
+            excess -= nbytes
+
+    def _nbytes_of(self, node: RadixNode) -> int:
+        sizes = (group.bytes_per_block for group in self.pool.groups)
+        blocks = sum(size * sum(b != NULL_BLOCK for b in ids) for size, ids in zip(sizes, node.blocks, strict=True))
+        return blocks + (0 if node.checkpoint is None else node.checkpoint.slot.nbytes)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -303,6 +350,7 @@ class RadixTree:
                     del self._roots[salt]  # in place: the finalizer has this very dictionary
                 self._order = dict.fromkeys(sorted(self.nodes(), key=lambda node: node.tick))
                 self._locked = {node for node in self._order if node.locks}
+                self._kept = {node: None for node in self._kept if node in self._order}
                 self.checkpoints.reset(self._order)
                 for group in range(len(self.windows)):
                     self._held.reset(group, [b for node in self.nodes() for b in node.blocks[group]])
@@ -364,12 +412,14 @@ class RadixTree:
         """
         with self._changing():
             freed = 0
-            # Nodes whose blocks are all in use elsewhere go only in the second round, where they stand before others.
-            for only_useful in (True, False):
+            # Nodes whose blocks are all in use elsewhere go only in later rounds, where they stand before others; of
+            # either, what is kept goes last.
+            left_out: list[Mapping[RadixNode, None]] = [self._kept, {}] if self._kept else [{}]
+            for only_useful, kept in itertools.product((True, False), left_out):
                 if freed >= num_blocks:
                     break
                 target = num_blocks if only_useful else freed + self.reclaimable(group, num_blocks - freed)
-                for node in _least_recently_used(self._held, group, self._order):
+                for node in _least_recently_used(self._held, group, self._order, kept):
                     if freed >= target:
                         break
                     if not only_useful or self._held.num_unshared(group, node.blocks[group]):
@@ -400,7 +450,7 @@ class RadixTree:
         """Drop the checkpoints of least value, and nodes that are useless without them. Returns their bytes."""
         with self._changing():
             freed = 0
-            for node in self.checkpoints.cheapest(num_bytes):
+            for node in self.checkpoints.cheapest(num_bytes, self._kept):
                 freed += node.checkpoint.slot.nbytes if node.checkpoint is not None else 0
                 self.checkpoints.dropped += 1
                 if node.children:
@@ -427,6 +477,7 @@ class RadixTree:
         self._notify(node)
         del parent.children[node.tokens[0]]
         del self._order[node]
+        self._kept.pop(node, None)
         self.checkpoints.forget(node)
         freed = [self._drop(group, blocks) for group, blocks in enumerate(node.blocks)]
         if self.ttl is not None:
@@ -480,9 +531,10 @@ class RadixTree:
                 yield from child.descendants()
 
     def leaves(self) -> list[RadixNode]:
-        """Unlocked leaves, least recently used first."""
+        """Unlocked leaves, least recently used first, those that are kept last."""
         with self.pool.lock:
-            return [node for node in self._order if not node.children and not node.locks]
+            found = [node for node in self._order if not node.children and not node.locks]
+            return sorted(found, key=self._kept.__contains__) if self._kept else found
 
     def __len__(self) -> int:
         """Leaves: prefixes that are no other's beginning."""
@@ -501,6 +553,8 @@ class RadixTree:
             by_use = sorted(self.nodes(), key=lambda node: node.tick)
             if list(self._order) != by_use or self._locked != {node for node in by_use if node.locks}:
                 raise BlockStateError("the order of use or the set of locked nodes is not that of the tree's nodes")
+            if not self._kept.keys() <= self._order.keys():
+                raise BlockStateError("a node that is not in the tree is kept")
             carrying = [node for node in by_use if node.checkpoint is not None]
             nbytes = sum(node.checkpoint.slot.nbytes for node in carrying if node.checkpoint is not None)
             if set(self.checkpoints.nodes) != set(carrying) or self.checkpoints.nbytes != nbytes:
@@ -532,15 +586,6 @@ def _check_tables(windows: Sequence[Window | None], tokens: tuple[int, ...], tab
             raise ValueError(f"{table} does not hold {len(tokens)} tokens")
         if window is None and table.logical_start:
             raise ValueError(f"{table} does not hold its first tokens")
-
-
-def _split(held: HeldBlocks, node: RadixNode, at: int) -> RadixNode:
-    """See :meth:`RadixNode.split`; with the reference that both sides need on a block they share."""
-    upper = node.split(at, held.block_size)
-    if upper.end % held.block_size:
-        for group, blocks in enumerate(upper.blocks):
-            held.hold(group, blocks[-1:])
-    return upper
 
 
 def _add_leaf(held: HeldBlocks, parent: RadixNode, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> int:
@@ -612,7 +657,9 @@ def _refill(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> 
 # Evicting: which nodes can free blocks, in what order, and which of their blocks -----------------------------------
 
 
-def _least_recently_used(held: HeldBlocks, group: int, order: Mapping[RadixNode, None]) -> Iterator[RadixNode]:
+def _least_recently_used(
+    held: HeldBlocks, group: int, order: Mapping[RadixNode, None], kept: Mapping[RadixNode, None]
+) -> Iterator[RadixNode]:
     """Return the nodes of a tree that blocks of a group can be evicted from, the least recently used first.
 
     Only what is asked for is looked at. The caller may remove the nodes it gets, and no others; a parent whose last
@@ -622,10 +669,15 @@ def _least_recently_used(held: HeldBlocks, group: int, order: Mapping[RadixNode,
         held: the tree's references.
         group: index of the group.
         order: all nodes of the tree, least recently used first.
+        kept: nodes that are left out.
     """
 
     def is_evictable(node: RadixNode) -> bool:
-        return not node.locks and (not node.children or (has_window and node.valid_from[group] < node.end))
+        return (
+            not node.locks
+            and node not in kept
+            and (not node.children or (has_window and node.valid_from[group] < node.end))
+        )
 
     has_window = held.windows[group] is not None
     seen, num_nodes = 0, len(order)

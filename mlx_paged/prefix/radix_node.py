@@ -351,6 +351,8 @@ def _check_node(node: RadixNode, block_size: int) -> None:
 # Most of a pool's budget that checkpoints take: keys and values without a checkpoint behind them are useless, and
 # neither do checkpoints without keys and values.
 MOST_SHARE = 1 / 4
+# Most of it that prefixes take which requests ask to keep: others have room, whoever asks.
+MOST_KEPT = 1 / 2
 
 
 class Checkpoint:
@@ -420,16 +422,18 @@ class Checkpoints:
         self.nbytes -= checkpoint.slot.nbytes
         return checkpoint.slot.nbytes
 
-    def cheapest(self, num_bytes: int) -> list[RadixNode]:
+    def cheapest(self, num_bytes: int, kept: Mapping[RadixNode, None]) -> list[RadixNode]:
         """Return the nodes, of least value first, whose checkpoints have ``num_bytes`` bytes together, or all that are
-        not locked."""
+        not locked; the kept ones behind the others."""
         heap = [
-            (node.checkpoint.priority, node.tick, node) for node in self.nodes if node.checkpoint and not node.locks
+            (node in kept, node.checkpoint.priority, node.tick, node)
+            for node in self.nodes
+            if node.checkpoint and not node.locks
         ]
         heapq.heapify(heap)
         found: list[RadixNode] = []
         while heap and num_bytes > 0:
-            priority, _, node = heapq.heappop(heap)
+            _, priority, _, node = heapq.heappop(heap)
             assert node.checkpoint is not None
             num_bytes -= node.checkpoint.slot.nbytes
             self._clock = max(self._clock, priority)

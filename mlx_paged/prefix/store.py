@@ -68,11 +68,12 @@ class SharedPrefixes:
         """Return per group how many of the blocks that :meth:`adopt` would give only the tree holds."""
         return self.tree.held_alone(tokens, salted(self.salt, salt))
 
-    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None) -> None:
-        """Keep the first tokens of a request by reference; the tables stay the caller's. For use between steps."""
+    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None, keep: int = 0) -> None:
+        """Keep the first tokens of a request by reference; the tables stay the caller's. For use between steps.
+        ``keep``: see :meth:`RadixTree.insert`."""
         length = min(len(tokens), *(table.length for table in tables))
         if length:
-            self.tree.insert(tokens[:length], tables, salted(self.salt, salt), label="assistant")
+            self.tree.insert(tokens[:length], tables, salted(self.salt, salt), label="assistant", keep=keep)
 
     # Where layers keep states that cannot be cut ---------------------------------------------------------------
 
@@ -97,7 +98,10 @@ class SharedPrefixes:
         tables: Sequence[BlockTable],
         states: Callable[[], tuple[int, Any]],
         salt: Hashable = None,
+        keep: int = 0,
     ) -> bool:
         """Like :meth:`donate`, with the states at the end of ``tokens``, asked for if they are not there yet. Returns
         whether they are kept."""
-        return self.tree.insert_checkpoint(tokens, tables, states, salted(self.salt, salt), label="assistant")
+        return self.tree.insert_checkpoint(
+            tokens, tables, states, salted(self.salt, salt), label="assistant", keep=keep
+        )

@@ -96,6 +96,7 @@ class ServerRequest:
         thinking_budget: tokens of reasoning after which its end is forced; None: it has no bound.
         num_draft_tokens: most tokens that a draft model proposes in a step; None: as configured.
         priority: less is earlier.
+        keeps: part of the prompt that prefixes of others are evicted before: ``system``, ``prompt`` or none.
         client: whose name the API key has; requests of different clients are admitted in turns.
         prompts: made of the inputs.
         number: in the order they came.
@@ -124,6 +125,7 @@ class ServerRequest:
     thinking_budget: int | None = None
     num_draft_tokens: int | None = None
     priority: int = 0
+    keeps: str = ""
     client: str = ""
     prompts: list[Prompt] = field(default_factory=list)
     number: int = field(default_factory=lambda: next(_numbers))
@@ -148,6 +150,12 @@ class ServerRequest:
         """Return the prompt of one of the answers."""
         return self.prompts[index // self.best_of]
 
+    def num_kept(self, prompt: Prompt) -> int:
+        """Return how many tokens at the prompt's beginning are to be kept."""
+        if self.keeps == "system" and prompt.segment_types[0] == "system":
+            return len(prompt.segments[0])
+        return len(prompt.tokens) if self.keeps else 0
+
     def sampling_of(self, index: int) -> SamplingParams:
         """Return how the tokens of one of the answers are chosen."""
         seed = self.sampling.seed
@@ -171,7 +179,7 @@ class ServerRequest:
 
 _TOLD = (
     *("number", "prompts", "sampling", "constraint", "max_tokens", "n", "best_of", "top_logprobs"),
-    *("salt", "prompt_lookup", "priority", "client", "thinking_budget"),
+    *("salt", "prompt_lookup", "priority", "client", "thinking_budget", "keeps"),
 )
 
 

@@ -12,6 +12,7 @@ from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.memory import EVICTED_SHARE
 from mlx_paged.kv.storage.attention_params import Window
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.radix_node import MOST_KEPT
 from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree, new_tables, release
 from tests.support.without_collector import without_collector
 
@@ -270,6 +271,45 @@ def test_a_leaf_gives_its_end_up_before_its_beginning() -> None:
     assert found(tree, range(22)) == 22
     tree.check_integrity()
     assert pool.stats().evictions == 2
+
+
+def test_what_is_kept_is_evicted_after_what_is_newer() -> None:
+    tree = RadixTree(pool := make_pool(num_blocks=40))
+    add(tree, range(10), keep=10)
+    add(tree, range(100, 116))
+    assert tree.evict(0, 4) == 4 and (found(tree, range(100, 116)), found(tree, range(10))) == (0, 10)
+    add(tree, [*range(10), *range(50, 56)], keep=10)  # what follows the mark goes like any other
+    add(tree, range(100, 116))
+    assert tree.evict(0, 1) == 1 and found(tree, [*range(10), *range(50, 56)]) == 12
+    assert tree.evict(0, 4) == 4 and found(tree, range(10)) == 10
+    assert tree.evict(0, 99) == 3 and len(tree) == 0  # when there is nothing else
+    assert pool.stats().cached_blocks == 0
+
+
+def test_what_is_kept_has_a_share_of_the_budget() -> None:
+    tree = RadixTree(pool := make_pool(num_blocks=16))
+    size = int(16 * MOST_KEPT)
+    for start in (0, 100, 200, 300):
+        add(tree, range(start, start + 12), keep=12)  # 3 blocks
+        assert sum(map(tree._nbytes_of, tree._kept)) <= pool.memory.budget * MOST_KEPT
+    assert size // 3 == 2 and sorted(node.tokens[0] for node in tree._kept) == [200, 300]
+    add(tree, range(200, 212), keep=12)  # asked for again
+    add(tree, range(400, 412), keep=12)
+    assert sorted(node.tokens[0] for node in tree._kept) == [200, 400]
+    add(tree, range(500, 540), keep=40)  # more than the share
+    assert not tree._kept
+
+
+def test_kept_ends_with_states_go_last() -> None:
+    tree = RadixTree(pool := make_pool(num_blocks=400))
+    for start in (0, 100, 200):
+        tables = hold(pool, range(start, start + 8))
+        assert tree.insert_checkpoint(range(start, start + 8), tables, lambda: (64, []), keep=8 * (start == 0))
+        release(pool, tables)
+    tree.check_integrity()
+    assert tree.evict_states(128) == 128
+    assert [tree.held_checkpoint([*range(start, start + 8), -1])[0] for start in (0, 100, 200)] == [8, 0, 0]
+    assert tree.evict_states(1) == 64 and not tree._kept
 
 
 def test_locked_nodes_stay() -> None:

@@ -170,6 +170,7 @@ def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dic
         "sampling": sampling_of(body, defaults),
         "prompt_lookup": body.prompt_lookup,
         "priority": body.priority or 0,
+        "keeps": "prompt" if getattr(body, "prompt_cache_key", None) else "",
         "thinking_budget": getattr(body, "thinking_budget", None),
         "num_draft_tokens": 0 if getattr(body, "draft", None) is False else getattr(body, "num_draft_tokens", None),
     }

@@ -142,7 +142,7 @@ class RecordParameters(Body):
     metadata: no_effect(dict[str, Any], _TRACE) = None  # type: ignore[valid-type]
     safety_identifier: no_effect(str, _TRACE) = None  # type: ignore[valid-type]
     store: no_effect(Literal[False], "answers to chats are not kept: `true` is refused") = None  # type: ignore[valid-type]
-    prompt_cache_key: no_effect(str, _CACHE) = None  # type: ignore[valid-type]
+    prompt_cache_key: str | None = Field(None, description="the prompt is evicted after prompts without one")
     prompt_cache_retention: no_effect(str, "prefixes stay while there is memory") = None  # type: ignore[valid-type]
     prompt_cache_options: no_effect(dict[str, Any], _CACHE) = None  # type: ignore[valid-type]
     service_tier: no_effect(  # type: ignore[valid-type]

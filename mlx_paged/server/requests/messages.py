@@ -81,7 +81,10 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
         None, description="`format`: `json_schema`; `effort`, as `reasoning_effort` of chats"
     )
     metadata: no_effect(dict[str, Any], "for records; nothing is kept here") = None  # type: ignore[valid-type]
-    cache_control: no_effect(dict[str, Any], "prefixes are found by their tokens") = None  # type: ignore[valid-type]
+    cache_control: dict[str, Any] | None = Field(
+        None,
+        description="as in a message: the prompt is evicted after others; in tools and `system`: only so far",
+    )
     service_tier: no_effect(Literal["auto", "standard_only"], "there is one tier") = None  # type: ignore[valid-type]
     container: refused("there are no containers") = None  # type: ignore[valid-type]
     betas: no_effect(list[str], "there are none to choose") = None  # type: ignore[valid-type]
@@ -133,8 +136,21 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
         calls_once=fields.get("parallel_tool_calls") is False,
         stops=stop_list(body.stop_sequences),
         constraint=constraint_of(fields, chat=True),
-        **engine_options(body, defaults),
+        **{**engine_options(body, defaults), "keeps": _kept_part(body)},
     )
+
+
+def _kept_part(body: CountBody) -> str:
+    """Return the part of the prompt that ``cache_control`` marks, as :class:`ServerRequest` has it."""
+
+    def is_marked(content: Any) -> bool:
+        return isinstance(content, list) and any(
+            isinstance(each, dict) and each.get("cache_control") for each in content
+        )
+
+    if body.cache_control or any(is_marked(message.content) for message in body.messages):
+        return "prompt"
+    return "system" if is_marked(body.system) or any(tool.cache_control for tool in body.tools or ()) else ""
 
 
 def _blocks(where: str, given: Any) -> list[dict[str, Any]]:
