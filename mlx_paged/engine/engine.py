@@ -143,6 +143,7 @@ class Engine:
         self._pace: PrefillPace | None = None
         if self.agreement is None and (bounded or self._is_on_metal or (self.packs and on_metal())):
             self._pace = PrefillPace(batch.model, prefill_latency, self._least_fused())
+            self.scheduler.yields = True
         self._step_tokens = self.scheduler.token_budget
         self._prefill_steps = 0
         info = mx.device_info()

@@ -156,6 +156,10 @@ class Scheduler:
             the next of its multiples.
         headroom: tokens a running request must be able to grow by when another one is admitted, so that what is
             admitted is not preempted again at once.
+
+    Attributes:
+        yields: where prompts take long, chunks of a client wait while another one's first token is awaited, see
+            :meth:`_must_yield`.
     """
 
     def __init__(
@@ -179,10 +183,12 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of _rank
         self.preemptions = 0
+        self.yields = False
         self.admits = True  # whether requests may start beside those that run
         self._preempted: set[Request] = set()  # since planning began: they start in the next step at the earliest
         self._blocks_ahead: int | None = None  # that those running may take before another may start; None: not counted
         self._num_running: Counter[Hashable] = Counter()  # requests by client, while a plan is made
+        self._awaited: set[tuple[int, Hashable]] = set()  # priorities and clients of running ones without a token yet
         self._num_plans = 0
         self._served: dict[Hashable, int] = {}  # number of the last plan with a chunk of the client
 
@@ -298,17 +304,22 @@ class Scheduler:
         if len(decode) < len(self.running):
             queue.extend(sorted((request for request in self.running if not request.is_prefilled), key=self._turn))
         admits = True
+        self._awaited = {_group(each) for each in self.running if not each.num_generated} if self.yields else set()
         while budget > 0:
             while queue and queue[0] in self._preempted:
                 queue.popleft()
             first = self.waiting.next(self._num_running) if admits else None
             if first is not None and (not queue or self._turn(first) < self._turn(queue[0])):
-                admits = self._admit(first, failed)
+                admits = not self._must_yield(first) and self._admit(first, failed)
+                if admits and self.yields and not first.num_generated:
+                    self._awaited.add(_group(first))
                 if not admits or first.is_prefilled:
                     continue  # decodes from the next step on
                 request = first
             elif queue:
                 request = queue.popleft()
+                if self._must_yield(request):
+                    continue
             else:
                 break
             num_tokens = self._chunk_length(request, budget)
@@ -323,6 +334,17 @@ class Scheduler:
             planned.append((request, num_tokens))
             chunks.append(Chunk(request, num_tokens))
         return chunks
+
+    def _must_yield(self, request: Request) -> bool:
+        """Return whether a chunk of the request waits, so that steps are short until somebody else has a first token: a
+        more urgent request, or one of a client that runs at least two fewer. A client that runs no more than one
+        request more than others never waits, so each goes on."""
+        priority, client = _group(request)
+        number = self._num_running[client]
+        return any(
+            other < priority or (other == priority and each != client and self._num_running[each] + 2 <= number)
+            for other, each in self._awaited
+        )
 
     def _turn(self, request: Request) -> tuple[int, int]:
         """Return what decides whose chunk is next: the priority, then which client was served longest ago."""
@@ -414,6 +436,10 @@ def _rank(request: Request) -> tuple[int, int]:
     """Return what requests that have been admitted are ordered by."""
     assert request.admitted is not None
     return request.options.priority, request.admitted
+
+
+def _group(request: Request) -> tuple[int, Hashable]:
+    return request.options.priority, request.options.client
 
 
 def _last_of_largest(running: Sequence[Request], priority: int, among: Sequence[Request]) -> Request:

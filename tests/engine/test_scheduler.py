@@ -244,12 +244,14 @@ FLOODS: dict[str, tuple[int, dict[str, int | None], int, int]] = {  # blocks, op
 }
 
 
+@pytest.mark.parametrize("yields", [False, True])
 @pytest.mark.parametrize(("num_blocks", "options", "prompt", "extra"), FLOODS.values(), ids=FLOODS)
 def test_a_flood_at_most_doubles_the_steps_of_others(
-    num_blocks: int, options: dict[str, int | None], prompt: int, extra: int
+    num_blocks: int, options: dict[str, int | None], prompt: int, extra: int, yields: bool
 ) -> None:
     """Counts steps to the first token of each of three requests, alone and beside a client with 40 of them."""
     driver, alone = Driver(num_blocks, **options), Driver(num_blocks, **options)
+    driver.scheduler.yields = yields
     flood = [driver.insert(prompt, extra, client="a") for _ in range(40)]
     for _ in range(30):
         driver.step()
@@ -264,6 +266,35 @@ def test_a_flood_at_most_doubles_the_steps_of_others(
         assert numbers[1] <= 2 * numbers[0]
     driver.run(40_000)
     assert {request.uid for request in flood} <= set(driver.finished)
+
+
+@pytest.mark.parametrize(("client", "priority"), [("a", 9), ("b", 0)], ids=["batch job", "another client"])
+def test_prompts_of_others_wait_for_a_first_token(client: str, priority: int) -> None:
+    """A step computes nothing beside a request's prompt and first token but the tokens of rows."""
+    driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
+    driver.scheduler.yields = True
+    flood = [driver.insert(prompt=40, extra=6, client=client, priority=priority) for _ in range(200)]
+    for _ in range(20):
+        driver.step()
+    for _ in range(3):
+        request = driver.insert(prompt=30, extra=2, client="a" if client == "b" else "b")
+        prompts = []
+        while not request.num_generated:
+            prompts += driver.step().chunks
+        assert [chunk.request for chunk in prompts] == [request]
+        assert sum(chunk.num_tokens for chunk in driver.step().chunks) > 0  # the flood goes on
+    driver.run(4000)
+    assert {each.uid for each in flood} <= set(driver.finished)
+
+
+def test_nobody_waits_for_ever_for_the_first_tokens_of_others() -> None:
+    driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
+    driver.scheduler.yields = True
+    flood = [driver.insert(prompt=40, extra=6, client="a") for _ in range(10)]
+    for _ in range(200):
+        driver.insert(prompt=40, extra=2, client="b")  # one in each step
+        driver.step()
+    assert {each.uid for each in flood} <= set(driver.finished)
 
 
 def test_priorities_come_before_turns() -> None:

@@ -89,6 +89,7 @@ class Driver:
             assert request.length >= request.prefill_end
             self.memory.append(request, 1)
             request.length += 1
+            request.num_generated += 1
             self.left[request.uid] -= 1
             if self.left[request.uid] == 0:
                 self.cancel(request.uid)
