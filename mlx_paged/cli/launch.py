@@ -26,6 +26,9 @@ from .terminal import add_version, orderly_end
 KEY_VARIABLE = "MLX_PAGED_API_KEY"
 LOOK_SECONDS = 0.2
 END_SECONDS = 45.0  # the server drains for 30 of them
+IDLE_MILLISECONDS = (
+    3_600_000  # Codex takes 300 s of a long prompt for a lost connection: comments in the stream do not count
+)
 
 
 class Access(NamedTuple):
@@ -67,7 +70,13 @@ def _claude(access: Access) -> dict[str, str]:
 
 
 def _codex(access: Access) -> list[str]:
-    provider = {"name": "mlx_paged", "base_url": f"{access.url}/v1", "wire_api": "responses", "env_key": KEY_VARIABLE}
+    provider: dict[str, Any] = {
+        "name": "mlx_paged",
+        "base_url": f"{access.url}/v1",
+        "wire_api": "responses",
+        "env_key": KEY_VARIABLE,
+    }
+    provider["stream_idle_timeout_ms"] = IDLE_MILLISECONDS
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
     options = (
         f"model={json.dumps(access.model)}",

@@ -4,17 +4,20 @@ python scripts/clients/scripted_server.py MODEL PORT [TURNS] [FLAGS OF THE SERVE
 
 Only the tokens are chosen by the script, as a grammar that allows one text; server, HTTP, tokenizer, chat template,
 engine and prefix cache are the real ones. For trying coding agents, whose tools an untrained model would never call.
+The log says of each request how many tokens at its beginning are those of an earlier one: what a cache can find.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import replace
 from typing import Any
 
 from mlx_paged.cli import server
 from mlx_paged.engine.grammar.compiler import GrammarSource
+from mlx_paged.engine.sharing import common_length
 from mlx_paged.server.constraint import Constraint
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import ChatInput
@@ -49,10 +52,15 @@ def main() -> None:
     model, port, *flags = sys.argv[1:]
     num_turns = int(flags.pop(0)) if flags and flags[0].isdigit() else 12
     complete = PromptMaker.complete
+    earlier: list[list[int]] = []  # prompts
 
     async def scripted(self: PromptMaker, request: Any, texts: Any, is_gone: Any) -> None:
         await complete(self, request, texts, is_gone)
         (given,) = request.inputs
+        (tokens,) = (prompt.tokens for prompt in request.prompts)
+        unchanged = max((common_length(tokens, each) for each in earlier), default=0)
+        earlier.append(tokens)
+        logging.info("id=%s prompt=%d unchanged=%d", request.id, len(tokens), unchanged)
         request.thinking_budget = THOUGHTS
         asked = request.constraint
         if asked is not None and (asked.answer is not None or (asked.tools is not None and asked.tools.required)):
