@@ -23,6 +23,8 @@ from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.engine_loop import EngineLoop, Work
 from mlx_paged.server.ranked_loop import UncompiledWork
 from mlx_paged.server.request import Prompt, ServerRequest
+from mlx_paged.server.requests.chat import ChatBody, chat_request
+from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.stops import StopList
 from tests.support.models.builders import build
 from tests.support.processes.server_process import ServerProcess
@@ -54,6 +56,31 @@ def test_other_ranks_are_told_the_whole_request() -> None:
     assert told.stops is not None and told.stops.strings == ("a", "b")
     assert [told.sampling_of(index).seed for index in range(6)] == [3, 4, 5, 3, 4, 5]
     assert told.sampling_of(1).logit_bias == {7: 1.5} and told.num_answers == 6
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+MARKED: dict[str, tuple[dict[str, Any], int]] = {  # of 3 tokens, 2 are the system's
+    "nothing": ({}, 0),
+    "the body": (MARK, 3),
+    "the system": ({"system": [{"type": "text", "text": "s", **MARK}]}, 2),
+    "a tool": ({"tools": [{**TOOL, **MARK}]}, 2),
+    "another tool": ({"tools": [TOOL]}, 0),
+    "a message": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "m", **MARK}]}]}, 3),
+}
+
+
+@pytest.mark.parametrize(("body", "kept"), MARKED.values(), ids=MARKED)
+def test_marks_say_how_much_of_a_prompt_is_kept(body: dict[str, Any], kept: int) -> None:
+    given = {"messages": [{"role": "user", "content": "m"}], **body}
+    (prompt, alone) = request().prompts
+    asked = message_request(CountBody.model_validate(given), {})
+    assert asked.num_kept(prompt) == kept and asked.num_kept(alone) == (2 if kept else 0)
+    told = ServerRequest.from_description(json.loads(json.dumps(request(keeps=asked.keeps).described())))
+    assert told.num_kept(prompt) == kept
+    for key, number in (("mine", 3), (None, 0)):
+        chat = ChatBody.model_validate({"messages": given["messages"], "prompt_cache_key": key})
+        assert chat_request(chat, {}).num_kept(prompt) == number
 
 
 def test_many_answers_are_told_of_once() -> None:

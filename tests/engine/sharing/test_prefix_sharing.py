@@ -10,6 +10,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sharing import common_length
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
@@ -100,6 +101,27 @@ def test_the_same_prompt_again_computes_at_most_a_block(kind: str) -> None:
     gen, _ = burst([prompt] * 4, kind, new=24, block_size=BLOCK)
     assert gen.num_cached[0] == 0
     assert all(cached >= 99 - BLOCK for cached in gen.num_cached[1:])
+
+
+@pytest.mark.parametrize("keep", [0, 64])
+def test_marked_prompts_outlive_newer_ones_under_pressure(keep: int) -> None:
+    model = model_of("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=kv_budget(model, 24, BLOCK)))
+    tree = RadixTree(mlx_lm_generate.make_prompt_cache(model)[0].pool)
+    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(tree))
+
+    def ask(seed: int, keep: int = 0) -> int:
+        options = [RequestOptions(keep=keep)]
+        gen.insert_segments([[prompt_of(64, seed=seed).tolist()]], [2], options=options)
+        cached = 0
+        while any(answer := gen.next()):
+            cached = max([cached, *(response.num_cached for response in answer[1])])
+        return cached
+
+    for seed in range(8):  # 9 blocks each
+        assert ask(seed, keep if seed == 0 else 0) == 0
+    assert ask(0) == (63 if keep else 0)
+    tree.check_integrity()
 
 
 def test_sharers_of_a_partial_tail_do_not_see_each_others_tokens() -> None:
