@@ -21,9 +21,13 @@ from .radix_node import (
     Checkpoints,
     HeldBlocks,
     RadixNode,
+    add_leaf,
     check_tree,
+    improves,
     part_nodes,
     path_blocks,
+    refill,
+    replace_tail,
     servable_length,
 )
 
@@ -244,16 +248,16 @@ class RadixTree:
             while position < len(run):
                 child = node.children.get(run[position])
                 if child is None:
-                    new_blocks += _replace_tail(held, node, tables) + _add_leaf(held, node, run, tables)
+                    new_blocks += replace_tail(held, node, tables) + add_leaf(held, node, run, tables)
                     new_tokens = len(run) - position
                     child, position = node.children[run[position]], len(run)
                 else:
                     common = child.common_length(run, position, len(run))
                     position += common
-                    if common < len(child.tokens) and (position < len(run) or _improves(held, child, tables, position)):
+                    if common < len(child.tokens) and (position < len(run) or improves(held, child, tables, position)):
                         child = self._split(child, common)
                     if child.end == position:
-                        new_blocks += _refill(held, child, tables)
+                        new_blocks += refill(held, child, tables)
                 self._touch(child)
                 node = child
             if label is not None and node.end == len(run):
@@ -572,7 +576,7 @@ class RadixTree:
             self._held.renumber(group, moves)
 
 
-# Inserting: how nodes take the blocks that they do not have yet --------------------------------------------------
+# Inserting -------------------------------------------------------------------------------------------------------
 
 
 def _check_tables(windows: Sequence[Window | None], tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> None:
@@ -586,72 +590,6 @@ def _check_tables(windows: Sequence[Window | None], tokens: tuple[int, ...], tab
             raise ValueError(f"{table} does not hold {len(tokens)} tokens")
         if window is None and table.logical_start:
             raise ValueError(f"{table} does not hold its first tokens")
-
-
-def _add_leaf(held: HeldBlocks, parent: RadixNode, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> int:
-    """Hang a leaf with the tokens behind the parent's on it. Returns the blocks taken, as the others here."""
-    start, size = parent.end, held.block_size
-    first, last = start // size, -(-len(tokens) // size)
-    leaf = RadixNode(tokens[start:], start, parent, [], [])
-    taken = 0
-    for table in tables:
-        valid_from = min(max(table.logical_start, first * size), len(tokens))
-        ids = table.block_ids[valid_from // size : last] if valid_from < len(tokens) else []
-        held.hold(table.group, ids)
-        leaf.blocks.append([NULL_BLOCK] * (last - first - len(ids)) + ids)
-        leaf.valid_from.append(valid_from)
-        taken += len(ids)
-    parent.children[tokens[start]] = leaf
-    return taken
-
-
-def _replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> int:
-    """If the node alone holds its partial tail block, hold the longer one of the tables in its place: one block
-    then serves both this prefix and the one about to go on from it."""
-    index, offset = divmod(node.end, held.block_size)
-    if not offset:
-        return 0
-    taken = 0
-    for table in tables:
-        group = table.group
-        valid_from = max(node.valid_from[group], index * held.block_size)
-        old = node.blocks[group][-1]
-        if old == NULL_BLOCK or held.counts[group][old] > 1 or table.logical_start > valid_from:
-            continue
-        new = table.block_ids[index]
-        if new == old:
-            continue
-        held.hold(group, [new])
-        node.blocks[group][-1] = new
-        held.drop(group, [old])
-        taken += 1
-    return taken
-
-
-def _improves(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable], end: int) -> bool:
-    """Return whether the tables hold keys of the node's tokens before ``end`` that the node's blocks do not hold any
-    more."""
-    floor = node.start // held.block_size * held.block_size
-    return any(max(t.logical_start, floor) < min(node.valid_from[t.group], end) for t in tables)
-
-
-def _refill(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> int:
-    """Take the blocks of a window group that were evicted from the node and that the tables hold."""
-    size, taken = held.block_size, 0
-    first = node.start // size
-    for table in tables:
-        group, old_start = table.group, node.valid_from[table.group]
-        new_start = max(table.logical_start, first * size)
-        if new_start >= old_start or new_start >= node.end:
-            continue
-        low, high = new_start // size, -(-old_start // size)
-        new, replaced = table.block_ids[low:high], slice(low - first, high - first)
-        held.hold(group, new)
-        old, node.blocks[group][replaced] = node.blocks[group][replaced], new
-        node.valid_from[group] = new_start
-        held.drop(group, old)
-        taken += len(new)
-    return taken
 
 
 # Evicting: which nodes can free blocks, in what order, and which of their blocks -----------------------------------

@@ -11,6 +11,7 @@ from itertools import islice
 
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
+from ..kv.block_table import BlockTable
 from ..kv.memory import StateSlot
 from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import Window
@@ -254,6 +255,75 @@ def part_nodes(roots: Mapping[Hashable, RadixNode]) -> None:
     for root in roots.values():
         for node in list(root.descendants()):
             node.children.clear()
+
+
+# How nodes take the blocks that they do not have yet -----------------------------------------------------------
+
+
+def add_leaf(held: HeldBlocks, parent: RadixNode, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> int:
+    """Hang a leaf with the tokens behind the parent's on it. Returns the blocks taken, as the others here."""
+    start, size = parent.end, held.block_size
+    first, last = start // size, -(-len(tokens) // size)
+    leaf = RadixNode(tokens[start:], start, parent, [], [])
+    taken = 0
+    for table in tables:
+        valid_from = min(max(table.logical_start, first * size), len(tokens))
+        ids = table.block_ids[valid_from // size : last] if valid_from < len(tokens) else []
+        held.hold(table.group, ids)
+        leaf.blocks.append([NULL_BLOCK] * (last - first - len(ids)) + ids)
+        leaf.valid_from.append(valid_from)
+        taken += len(ids)
+    parent.children[tokens[start]] = leaf
+    return taken
+
+
+def replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> int:
+    """If the node alone holds its partial tail block, hold the longer one of the tables in its place: one block
+    then serves both this prefix and the one about to go on from it."""
+    index, offset = divmod(node.end, held.block_size)
+    if not offset:
+        return 0
+    taken = 0
+    for table in tables:
+        group = table.group
+        valid_from = max(node.valid_from[group], index * held.block_size)
+        old = node.blocks[group][-1]
+        if old == NULL_BLOCK or held.counts[group][old] > 1 or table.logical_start > valid_from:
+            continue
+        new = table.block_ids[index]
+        if new == old:
+            continue
+        held.hold(group, [new])
+        node.blocks[group][-1] = new
+        held.drop(group, [old])
+        taken += 1
+    return taken
+
+
+def improves(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable], end: int) -> bool:
+    """Return whether the tables hold keys of the node's tokens before ``end`` that the node's blocks do not hold any
+    more."""
+    floor = node.start // held.block_size * held.block_size
+    return any(max(t.logical_start, floor) < min(node.valid_from[t.group], end) for t in tables)
+
+
+def refill(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> int:
+    """Take the blocks of a window group that were evicted from the node and that the tables hold."""
+    size, taken = held.block_size, 0
+    first = node.start // size
+    for table in tables:
+        group, old_start = table.group, node.valid_from[table.group]
+        new_start = max(table.logical_start, first * size)
+        if new_start >= old_start or new_start >= node.end:
+            continue
+        low, high = new_start // size, -(-old_start // size)
+        new, replaced = table.block_ids[low:high], slice(low - first, high - first)
+        held.hold(group, new)
+        old, node.blocks[group][replaced] = node.blocks[group][replaced], new
+        node.valid_from[group] = new_start
+        held.drop(group, old)
+        taken += len(new)
+    return taken
 
 
 # Paths and whole trees ------------------------------------------------------------------------------------------
