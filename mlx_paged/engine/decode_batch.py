@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
+from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow, Rows
 from ..errors import without_frames
@@ -300,14 +301,18 @@ class DecodeBatch:
     def _forward(self) -> mx.array | None:
         """Logits ``[B, vocab]`` of the rows that could be computed; the others have left."""
         assert self._inputs is not None
+        states = [cache for cache in self._caches if isinstance(cache, self.upstream.state_cache)]
+        before = [list(cache.cache) for cache in states]
         try:
             logits: mx.array = self.call(self._inputs[:, None], cache=self._composed(self._caches))[:, -1, :]
         except Exception as error:
-            if self._tables is None or not all(_is_paged(cache) for cache in self._caches):
-                # States of other layers may have taken the token already: no row can be computed again.
+            if self._tables is None or not all(_is_paged(cache) or cache in states for cache in self._caches):
+                # Caches of other kinds may have taken the token already: no row can be computed again.
                 self.fail_all(error)
                 return None
             self._tables.take_back()
+            for cache, arrays in zip(states, before, strict=True):
+                cache.cache = arrays
             found = self._forward_parts(list(range(len(self.rows))), error)
         else:
             for leaf in leaves(self._caches):
@@ -329,7 +334,8 @@ class DecodeBatch:
         found: dict[int, mx.array | Exception] = {}
         middle = len(indices) // 2
         for half in (indices[:middle], indices[middle:]):
-            caches, tables = batch_of([self.rows[index] for index in half], self._caches)
+            own = [self._states_of(cache, half) for cache in self._caches]
+            caches, tables = batch_of([self.rows[index] for index in half], own)
             assert tables is not None
             failed = tables.reserve()
             if failed is not None:
@@ -342,7 +348,18 @@ class DecodeBatch:
                 found.update(self._forward_parts(half, again))
             else:
                 found.update({index: logits[i : i + 1] for i, index in enumerate(half)})
+                for cache, part in zip(self._caches, caches, strict=True):
+                    if isinstance(cache, self.upstream.state_cache):
+                        pairs = zip(cache.cache, part.cache, strict=True)
+                        cache.cache = [_with_rows(x, new, half, len(self.rows)) for x, new in pairs]
+                        cache.left_padding = None
         return found
+
+    def _states_of(self, cache: Any, indices: Sequence[int]) -> Any:
+        """Return some rows' states of a layer; of other layers what is given."""
+        if not isinstance(cache, self.upstream.state_cache):
+            return cache
+        return with_arrays(cache, [None if x is None else x[mx.array(list(indices))] for x in cache.cache])
 
     def fail_all(self, error: Exception) -> None:
         """Give up all rows: a step failed as a whole, so no row's state is known."""
@@ -359,6 +376,14 @@ class DecodeBatch:
         tokens = _as_ints(inputs)
         logits, unanswerable = constrain(logits, rows, tokens, is_timed=self.ranks is None)
         return logits, tokens, unanswerable
+
+
+def _with_rows(x: mx.array | None, new: mx.array, indices: Sequence[int], num_rows: int) -> mx.array:
+    """Return x ``[num_rows, ...]`` with other values of some consecutive rows; None: no row has a value yet."""
+    first, last = indices[0], indices[-1]
+    if x is None:
+        x = mx.zeros((num_rows, *new.shape[1:]), new.dtype)
+    return mx.concatenate([x[:first], new, x[last + 1 :]])
 
 
 def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:
