@@ -1,7 +1,7 @@
 """Attention from prompts' new tokens over the keys and values that latents stand for (MLA), of a whole pack at a time.
 
 A layer's blocks are gathered once for all sequences of the pack, latents as they are, and keys and values of heads are
-made of them for as many heads at a time as memory is to be had for.
+made of them for as many heads at a time as memory allows.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads
         return why or "there is a kernel for prompts over latents on CUDA only"
     num_kv_heads, _, rope, dtype, page_format = geometry
     if num_kv_heads != 1 or page_format is not None:
-        return "latents are of one head, as they are"
+        return "latent pages must have one KV head and cannot be quantised"
     refused = unsupported_prompts(dtype, heads.head_dim, heads.value_dim, rope, block_size)
     if refused:
         return refused
