@@ -26,11 +26,6 @@ def wide(kind: str, **changes):
     return build(kind, hidden_size=128, head_dim=64, num_attention_heads=4, **changes)
 
 
-def whole_quantized(kind: str) -> bool:
-    """Whether mlx-lm can quantise all of the model's caches."""
-    return kind in ("llama", "qwen3")
-
-
 @pytest.mark.parametrize(
     ("group_size", "bits", "kind"), quick(crossed([32, 64], [8, 4], ["llama", "qwen3"]), (32, 8, "llama"),
     (64, 4, "qwen3"))
