@@ -56,6 +56,9 @@ class Turn:
         self._changed = threading.Condition(lock)
         self._groups = groups
         self.is_dirty = False  # whether tensors have been read or written in this turn
+        # Whether a layer's reads and writes are computed while the next layers are built. Over ranks they are not: a
+        # reduction that one rank has begun would wait for another rank whose call has failed.
+        self.computes_early = True
         self._depth = 0
         self._pending = 0  # the thread whose work here may still be lazy
         self._num_waiting = 0
@@ -92,7 +95,7 @@ class Turn:
                     return
                 self._known.here = True
                 in_place, is_in_step = all(group.in_place for group in self._groups), bool(_thread.steps)
-                if is_in_step and not self._num_waiting and (in_place or kind is not None):
+                if is_in_step and not self._num_waiting and (in_place or kind is not None or not self.computes_early):
                     if self._pending == 0:
                         self._pending = get_ident()
                         _thread.pending.append(self)

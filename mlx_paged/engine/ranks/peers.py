@@ -242,26 +242,21 @@ class Watch:
         text = f"rank {peer.rank} has died" if report is None else self.explain(report)
         self.end_process(text)
 
-    def end_process(self, text: str, *, report: Any = None) -> None:
-        """Report to all ranks and end the process. Does not return.
-
-        Args:
-            text: what has happened.
-            report: what is sent to the others, if not that.
-        """
+    def end_process(self, text: str) -> None:
+        """Report to all ranks what has happened, and end the process. Does not return."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread is at it
-        last = threading.Thread(target=self._last_words, args=(text, text if report is None else report), daemon=True)
+        last = threading.Thread(target=self._last_words, args=(text,), daemon=True)
         last.start()
         last.join(GRACE_SECONDS)
         with suppress(Exception):
             sys.stderr.flush()
         os._exit(EXIT_STATUS)
 
-    def _last_words(self, text: str, report: Any) -> None:
+    def _last_words(self, text: str) -> None:
         with suppress(Exception):
             print(f"mlx_paged: rank {self.rank} of {self.size} ends: {text}", file=sys.stderr, flush=True)
-        threads = [threading.Thread(target=self._try_to_send, args=(peer, report), daemon=True) for peer in self.peers]
+        threads = [threading.Thread(target=self._try_to_send, args=(peer, text), daemon=True) for peer in self.peers]
         threads += [threading.Thread(target=callback, args=(text,), daemon=True) for callback in self.on_fault]
         for thread in threads:
             thread.start()
@@ -269,9 +264,9 @@ class Watch:
             thread.join(GRACE_SECONDS)
 
     @staticmethod
-    def _try_to_send(peer: Peer, report: Any) -> None:
+    def _try_to_send(peer: Peer, text: str) -> None:
         with suppress(RankError):
-            peer.send(FAULT, report)
+            peer.send(FAULT, text)
 
 
 _MOST_BYTES = 1024  # of the address, as integers in a reduction
