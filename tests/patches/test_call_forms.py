@@ -125,7 +125,9 @@ def walk(tokenizer: TokenizerWrapper, state: Grammar, words: list[list[int]], di
             trial.accept(token)
         return True
 
-    while state.part is Part.WITHIN and not (state.is_finished or (EOS in allowed(state) and dice.random() < 0.9)):
+    while state.part is Part.WITHIN and not (
+        state._matcher.is_stopped() or (EOS in allowed(state) and dice.random() < 0.9)
+    ):
         assert len(state.tokens) < 6000, tokenizer.decode(state.tokens)
         choice = allowed(state)
         letters = [token for token in choice if 33 <= token < 127 and not 48 <= token < 58]  # numbers end soon
