@@ -145,7 +145,8 @@ class PoolMemory:
         group.allocator.shrink()
         in_pages, _ = geometry.in_format(group.page_format, group.spec.why_dense)
         per_block = group.block_size * in_pages.bytes_per_token() * len(group.spec.layers)
-        least = sum(2 * per_block * len(each.spec.layers) // len(group.spec.layers) for each in self.groups)
+        per_layer = per_block // len(group.spec.layers)  # of groups that are not known yet, too, as far as one can tell
+        least = sum(2 * (each.bytes_per_block or per_layer * len(each.spec.layers)) for each in self.groups)
         if self.budget < least:
             raise PoolExhaustedError.too_small(self.budget, least)
         known = group.allocator.num_blocks

@@ -87,7 +87,9 @@ def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dt
         choose_storage=choose,
         page_format=config.page_format,
     )
-    for group, (geometry, heads) in zip(layout.groups, layout.geometries, strict=False):
+    known = zip(layout.groups, layout.geometries, strict=False)
+    # The smallest first: a budget is refused by what is known, and others are taken to be like that.
+    for group, (geometry, heads) in sorted(known, key=lambda pair: pair[1][0].bytes_per_token()):
         if dtype is not None:
             geometry = geometry._replace(dtype=dtype)
         pool.set_geometry(group.layers[0], *first_keys(geometry), batch=1, heads=heads)

@@ -178,3 +178,18 @@ def test_the_error_names_what_the_append_would_name(windows: tuple[None, ...]) -
         with pytest.raises(PoolExhaustedError) as caught:
             pool.append_tokens(tables[0], 9)
         assert vars(caught.value) == vars(error)
+
+
+def test_layers_with_more_heads_need_more_of_a_budget() -> None:
+    narrow, wide = mx.zeros((1, 1, 1, 8)), mx.zeros((1, 4, 1, 8))
+    groups = [LayerGroup((0,), name="narrow"), LayerGroup((1,), name="wide")]
+    least = 2 * SIZE * (1 + 4) * 2 * 8 * 4
+    for budget in (least, least - 1):
+        pool = BlockPool(groups, block_size=SIZE, memory_budget=budget)
+        pool.set_geometry(0, narrow, narrow, batch=1)
+        if budget < least:
+            with pytest.raises(PoolExhaustedError, match=f"at least {least:,} bytes"):
+                pool.set_geometry(1, wide, wide, batch=1)
+        else:
+            pool.set_geometry(1, wide, wide, batch=1)
+            assert PoolBudget(pool, chunk=CHUNK).bytes_for(SIZE) == least
