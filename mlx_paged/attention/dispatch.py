@@ -168,9 +168,14 @@ def _attend_rows(
     """Attend from the same number of tokens of each sequence by the kernel of decode steps, or over gathered arrays;
     ``append``: keys and values of the step that are not written yet; ``unsupported``: why no kernel serves, if that is
     known."""
-    group, q_len = kv.group, q.shape[2]
-    longest = max(table.length for table in tables) if q_len > MAX_QUERY_LENGTH else 0
-    unsupported = unsupported or _unsupported_reason(q, group, longest, params)
+    group, shape = kv.group, q.shape
+    q_len = shape[2]
+    asked = shape, q.dtype, params.softcap is None, params.sinks is None, params.latent
+    if unsupported is None and (params.mask is not None or asked not in step.served):
+        longest = max(table.length for table in tables) if q_len > MAX_QUERY_LENGTH else 0
+        unsupported = _unsupported_reason(q, group, longest, params)
+        if unsupported is None and params.mask is None:
+            step.served.add(asked)
     if unsupported is None:
         window = _seen(kv, params)
         seen = params if window is params.window else params._replace(window=window)
@@ -180,6 +185,7 @@ def _attend_rows(
             return out
         except KernelUnavailable as error:  # raised before anything of the layer was launched
             unsupported = _note_unsupported(group, q, params, error)
+            step.served.clear()
     if append is not None:
         kv.write_step(tables, step, *append)
     record(Dispatch("gather", unsupported))

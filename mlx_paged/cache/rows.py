@@ -70,8 +70,11 @@ class Ledger:
         """Note that a layer writes the positions that are reserved for it. Raises BlockStateError if there are none."""
         behind = self._behind[self._place[layer]]
         if layer not in behind:
-            raise BlockStateError(f"layer {layer} takes what is not reserved for it")
+            raise self._not_reserved(layer)
         behind.remove(layer)
+
+    def _not_reserved(self, layer: int) -> Exception:
+        return BlockStateError(f"layer {layer} takes what is not reserved for it")
 
     def give_up(self) -> None:
         """Undo :meth:`take` of every layer; the positions stay reserved, for the layers to take again."""
@@ -375,11 +378,8 @@ class Rows(Ledger):
         self._offsets, self._columns = {}, {}
         self.set_level()
 
-    def take(self, layer: int) -> None:
-        """Note that the layer takes its tokens. Raises NotPackableError if it writes twice in a pack."""
-        if self.is_pack and not self.is_behind(layer):
-            raise NotPackableError(f"layer {layer} writes twice")
-        super().take(layer)
+    def _not_reserved(self, layer: int) -> Exception:
+        return NotPackableError(f"layer {layer} writes twice") if self.is_pack else super()._not_reserved(layer)
 
     def take_all(self) -> list[list[BlockTable]]:
         """Every layer writes and attends to its tokens in one go. Returns the tables of each group."""

@@ -45,7 +45,7 @@ def fits(budget: PoolBudget, growth: Growth, sharing: Sharing, evict: Callable[[
         evict: frees something unused; False if there is nothing left.
     """
     num_blocks = len(growth)
-    if all(num_tokens == 1 for _, num_tokens in growth) and (
+    if {num_tokens for _, num_tokens in growth} == {1} and (
         budget.fits_blocks(num_blocks) or budget.has_blocks(num_blocks)
     ):
         return True  # every decode step asks, and there mostly is plenty

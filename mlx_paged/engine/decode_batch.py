@@ -66,6 +66,8 @@ class DecodeBatch:
         self._tables: Rows | None = None
         # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
         self._caches: list[Any] = []
+        self._parts: tuple[list[Any], list[Any], list[Any]] = ([], [], [])  # see _composed
+        self._has_grammars = False
         self._changed = True
         self._told: deque[list[weakref.ref[TokenLogits]]] = deque()  # of the last steps
 
@@ -110,6 +112,7 @@ class DecodeBatch:
         self._inputs = inputs
         self.rows = [*self.rows, *rows]
         self.members.update(rows)
+        self._has_grammars = self._has_grammars or any(row.grammar is not None for row in rows)
         if self.proposer is not None:
             self.proposer.add(rows, self.choice)
 
@@ -174,7 +177,8 @@ class DecodeBatch:
         self.choice.clear()
         if self.proposer is not None:
             self.proposer.remove(rows)
-        self._tables, self._changed = None, True
+        self._tables, self._changed, self._has_grammars = None, True, False
+        self._parts = ([], [], [])
 
     def settle_tables(self) -> None:
         """Take back what no layer has written, to use the rows by themselves."""
@@ -186,6 +190,7 @@ class DecodeBatch:
             self.settle_tables()
             self._tables = None
             self._caches = [None if _is_paged(cache) else cache for cache in self._caches]
+        self._parts = ([], [], [])
         self._changed = True
 
     def _extract_states(self, index: int, row: Request) -> None:
@@ -234,9 +239,17 @@ class DecodeBatch:
             self._changed = False
         return self._tables.reserve() if self._tables is not None else None
 
-    def _composed(self, parts: Sequence[Any]) -> list[Any]:
-        """Return the layers' batch caches as the model expects them."""
-        return with_leaves(self.rows[0].caches or [], parts)
+    def _composed(self) -> list[Any]:
+        """Return the layers' batch caches as the model expects them; found once for the members."""
+        if self._parts[0] is not self._caches:
+            states = [cache for cache in self._caches if not (cache is None or _is_paged(cache))]
+            self._parts = self._caches, with_leaves(self.rows[0].caches or [], self._caches), states
+        return self._parts[1]
+
+    def _states(self) -> list[Any]:
+        """Return the caches of layers without blocks."""
+        self._composed()
+        return self._parts[2]
 
     def step(self) -> list[Delivery]:
         """Dispatch the next token of every row, then return the ones computed by the step before.
@@ -294,7 +307,10 @@ class DecodeBatch:
         if self.ranks is not None and not (self._has_same_logits and self.choice.only_compares):
             choice = choice._replace(tokens=self.ranks.agreed(choice.tokens))
         # States and offsets that no layer happens to read would otherwise become chains, a few nodes a step.
-        states = [cache.state for cache in self._caches if not (cache is None or _is_paged(cache))]
+        if self._tables is not None:
+            for group in self._tables.pool.groups:
+                group.begin_reads()
+        states = [cache.state for cache in self._states()]
         mx.async_eval(choice.tokens, choice.contexts, states)
         return choice._replace(broken=unanswerable | choice.broken, inputs=tokens)
 
@@ -304,7 +320,7 @@ class DecodeBatch:
         states = [cache for cache in self._caches if isinstance(cache, self.upstream.state_cache)]
         before = [list(cache.cache) for cache in states]
         try:
-            logits: mx.array = self.call(self._inputs[:, None], cache=self._composed(self._caches))[:, -1, :]
+            logits: mx.array = self.call(self._inputs[:, None], cache=self._composed())[:, -1, :]
         except Exception as error:
             if self._tables is None or not all(_is_paged(cache) or cache in states for cache in self._caches):
                 # Caches of other kinds may have taken the token already: no row can be computed again.
@@ -315,7 +331,7 @@ class DecodeBatch:
                 cache.cache = arrays
             found = self._forward_parts(list(range(len(self.rows))), error)
         else:
-            for leaf in leaves(self._caches):
+            for leaf in leaves(self._states()):
                 if isinstance(leaf, self.upstream.state_cache) and leaf.left_padding is not None:
                     leaf.finalize()  # nothing is padded; the counter would become a chain of one node a step
             return logits
@@ -342,7 +358,8 @@ class DecodeBatch:
                 found.update(dict.fromkeys(half, failed.error))
                 continue
             try:
-                logits = self.call(self._inputs[mx.array(half)][:, None], cache=self._composed(caches))[:, -1, :]
+                composed = with_leaves(self.rows[0].caches or [], caches)
+                logits = self.call(self._inputs[mx.array(half)][:, None], cache=composed)[:, -1, :]
             except Exception as again:
                 tables.take_back()
                 found.update(self._forward_parts(half, again))
@@ -370,7 +387,7 @@ class DecodeBatch:
         self, rows: Sequence[Request], logits: mx.array, inputs: mx.array
     ) -> tuple[mx.array, list[int], dict[int, Exception]]:
         """Logits of what the rows' grammars allow; the inputs, if they had to be read; rows whose grammar raised."""
-        if all(row.grammar is None for row in rows):
+        if not self._has_grammars or all(row.grammar is None for row in rows):
             return logits, [], {}
         mx.async_eval(logits)  # goes on while the inputs, of the step before, are looked at
         tokens = _as_ints(inputs)
@@ -439,6 +456,9 @@ class RowByRowBatch(DecodeBatch):
     def _collect(self, rows: Sequence[Request]) -> None:
         """Collect what is to be computed with each step beside the logits, and counted: the caches without blocks."""
         self._caches = [c for row in rows for c in leaves(row.caches or []) if not isinstance(c, PagedKVCache)]
+
+    def _states(self) -> list[Any]:
+        return self._caches
 
     def remove(self, rows: Sequence[Request], *, keep_caches: bool = True) -> None:
         """Take rows out of the batch."""

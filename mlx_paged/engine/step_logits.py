@@ -46,6 +46,8 @@ class TokenLogits:
         step, index: where it is.
     """
 
+    __slots__ = ("__weakref__", "_index", "_is_detached", "_step")
+
     def __init__(self, step: StepLogits, index: int) -> None:
         self._step, self._index = step, index
         self._is_detached = False

@@ -365,6 +365,12 @@ class BlockGroup:
         self._last_read = (ready,)
         return keys, values
 
+    def begin_reads(self) -> None:
+        """Have the noted reads computed, ahead of what the model makes of them. What is computed together is ready
+        together: :meth:`wait_for_reads` would wait for the model's output and the choice of tokens, too."""
+        if self._last_read is not None:
+            mx.async_eval(self._last_read)
+
     def wait_for_reads(self, layer_position: int) -> None:
         """At the last layer's write to functional storage: block until the step before has read its blocks.
 

@@ -247,7 +247,7 @@ class BlockPool:
             Indices of the other tables, which are as they were: for :meth:`append_tokens`.
         """
         own = self.groups[group]
-        refcount, owner, has_window = own.allocator.refcount, self._owners.owner, own.spec.window is not None
+        refcount, owner, sees = own.allocator.refcount, self._owners.owner, own.spec.sees
         others = []
         with self._lock:
             self._owners.collect()
@@ -257,7 +257,7 @@ class BlockPool:
                 for index, table in enumerate(tables):
                     ids, tail = table.block_ids, table.length // self.block_size
                     is_usable = table.owner is owner and table.group == group and not table.released
-                    if has_window and is_usable:
+                    if sees is not None and is_usable and sees.first_seen(table.length) > table.logical_start:
                         self._slide(own, table)
                     if is_usable and tail < len(ids) and refcount(ids[tail]) == 1:
                         table.length += 1

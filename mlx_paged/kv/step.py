@@ -116,6 +116,7 @@ class Step:
             all layers; of attention by what the layers ask for.
         columns: what all layers read of rows padded to a length, by that length.
         together: how attention without a kernel takes the rows, in all layers; None: not asked for yet.
+        served: what the kernel of decode steps is known to serve: shape and dtype of queries, and how they attend.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Step:
         self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
         self.columns: dict[int, Columns] = {}
         self.together: list[RowsTogether] | None = None
+        self.served: set[tuple[Any, ...]] = set()
         self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
@@ -279,7 +281,7 @@ SHORT_TABLE = 8  # blocks
 
 def table_width(tables: Sequence[BlockTable]) -> int:
     """Width of the device's table for these."""
-    count = max(len(table.block_ids) for table in tables)
+    count = max([len(table.block_ids) for table in tables])
     # Where one partition holds short contexts, half the width saves the launch that would merge several.
     return SHORT_TABLE if count <= SHORT_TABLE and on_metal() else rounded_up(count, 2 * SHORT_TABLE)
 

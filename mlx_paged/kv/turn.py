@@ -41,8 +41,8 @@ class Turn:
 
     MLX computes what a thread has built in that thread only: lazy writes left in a pool could not be computed by the
     next thread, nor by anybody once theirs has ended. So at the end of a turn what is in the pool is computed or being
-    computed. Inside :class:`Stepwise` the end of the step is early enough where blocks are written in place, which
-    costs nothing: mlx-lm has had it computed by then. Who comes between waits for it.
+    computed. Inside :class:`Stepwise` the end of the step is early enough, which costs nothing: mlx-lm has had it
+    computed by then. Who comes between waits for it.
 
     Args:
         lock: of the pool.
@@ -51,14 +51,10 @@ class Turn:
 
     def __init__(self, lock: threading.RLock, groups: Sequence[BlockGroup]) -> None:
         self.owner = 0  # the thread in the turn
-        self.is_newcomer = False  # whether that thread has not been here before
         self._lock = lock
         self._changed = threading.Condition(lock)
         self._groups = groups
         self.is_dirty = False  # whether tensors have been read or written in this turn
-        # Whether a layer's reads and writes are computed while the next layers are built. Over ranks they are not: a
-        # reduction that one rank has begun would wait for another rank whose call has failed.
-        self.computes_early = True
         self._depth = 0
         self._pending = 0  # the thread whose work here may still be lazy
         self._num_waiting = 0
@@ -72,7 +68,6 @@ class Turn:
             if self._pending not in (0, me):
                 self._wait(me)
             self.owner = me
-            self.is_newcomer = not hasattr(self._known, "here")
         self._depth += 1
         return True
 
@@ -87,27 +82,22 @@ class Turn:
             raise
         self._num_waiting -= 1
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if self._depth == 1:
                 self.owner = 0
                 if not self.is_dirty:
                     return
                 self._known.here = True
-                in_place, is_in_step = all(group.in_place for group in self._groups), bool(_thread.steps)
-                if is_in_step and not self._num_waiting and (in_place or kind is not None or not self.computes_early):
+                if _thread.steps and not self._num_waiting:
                     if self._pending == 0:
                         self._pending = get_ident()
                         _thread.pending.append(self)
-                elif is_in_step and not self._num_waiting:
-                    # What is computed together is ready together: a write that waits for the reads of a step would
-                    # wait for the model's output and the choice of tokens, too.
-                    self._compute(wait=False)
                 else:
                     # A thread that ends while its work is computed would end the process. And MLX holds on to what it
                     # is asked for until that is computed: the next write would copy functional blocks.
                     is_main = threading.current_thread() is threading.main_thread()
-                    self._compute(wait=not is_main or not in_place)
+                    self._compute(wait=not is_main or not all(group.in_place for group in self._groups))
         finally:
             self._depth -= 1
             self._lock.release()
@@ -135,6 +125,11 @@ class Turn:
             except (RuntimeError, LookupError):  # something has changed its size
                 time.sleep(0.001)
         return read(False)
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Return whether the thread in the turn has not been here before."""
+        return not hasattr(self._known, "here")
 
     @property
     def is_pending(self) -> bool:

@@ -135,7 +135,7 @@ class InPlaceStorage:
                 n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None,
                 max_visible=_size_of(window), append=append is not None, pages=self.pages, latent=latent,
             )  # fmt: skip
-        if append is not None:
+        if append is not None and self.pages is not None:
             self._count(q.shape[0])
         if self.rotates:
             q, append = rotate(q), append and (rotate(append[0]), rotate(append[1]))
