@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import StopSequences
-from mlx_lm.sample_utils import make_sampler
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -17,6 +17,7 @@ from mlx_paged.engine import compiled_step
 from mlx_paged.engine.drafts import ngrams
 from mlx_paged.engine.drafts.ngrams import Drafts
 from mlx_paged.engine.request import RequestOptions
+from mlx_paged.engine.sampling.params import SamplingParams
 from scripts.support import model_configs
 from tests.fuzz.cases import HYBRIDS
 from tests.support.cases import quick, slow
@@ -212,6 +213,21 @@ def test_the_configured_number_is_that_of_requests_that_say_nothing() -> None:
     requests = gen._engine.requests
     assert (requests[uid].options.prompt_lookup, requests[other].options.prompt_lookup) == (3, 0)
     run_all(gen, {uid: Outcome(), other: Outcome()})
+
+
+def test_penalties_go_along_tokens_that_are_looked_up(oracle: type[Oracle]) -> None:
+    """As the server says them. Each draft is followed by the penalties of the tokens before it."""
+    model, prompt = model_of("llama"), prompt_of(12, seed=3).tolist()
+    processors = make_logits_processors(None, repetition_penalty=1.5)
+    expected, _ = greedy(model, mx.array(prompt, mx.uint32), TOKENS + MOST, logits_processors=processors)
+    oracle.answers[tuple(prompt)] = expected
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    asked = RequestOptions(prompt_lookup=MOST, sampling=SamplingParams(repetition_penalty=1.5))
+    (uid,) = (gen := generator(model)).insert_segments([[prompt]], [TOKENS], options=[asked])
+    outcomes = {uid: Outcome()}
+    run_all(gen, outcomes)
+    assert outcomes[uid].tokens == expected[:TOKENS]
+    assert mlx_paged.pool_of(model).stats().accepted_tokens > 4
 
 
 # Sampling ---------------------------------------------------------------------------------------------------------
