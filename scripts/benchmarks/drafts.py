@@ -40,7 +40,16 @@ from mlx_paged.engine.drafts.depth import Depth
 from mlx_paged.engine.drafts.proposal import NextTokens, Proposal, most_drafts, num_known
 from mlx_paged.engine.request import Request, RequestOptions
 
-from .models import PRESETS, SEED, BenchError, add_model_arguments, changed_preset, chosen_model, random_model
+from .models import (
+    PRESETS,
+    SEED,
+    BenchError,
+    add_model_arguments,
+    changed_preset,
+    chosen_model,
+    random_model,
+    vocabulary_of,
+)
 from .report import Panel, add_pool_arguments, list_of, patch_anew, positive, table, write_results
 
 PANELS: tuple[Panel, ...] = (
@@ -239,7 +248,7 @@ def rate_of(
     if side.always:
         steps.proposer.depth = EveryStep()
     if side.made is not None:
-        steps.proposer = generator._engine.batch.proposer = Made(known, side.made, drafts, WORDS)
+        steps.proposer = generator._engine.batch.proposer = Made(known, side.made, drafts, vocabulary_of(model))
     mx.random.seed(SEED)
     uids = generator.insert_segments(
         [[prompt] for prompt in prompts],

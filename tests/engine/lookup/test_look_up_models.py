@@ -216,7 +216,7 @@ def test_the_configured_number_is_that_of_requests_that_say_nothing() -> None:
 
 
 def test_penalties_go_along_tokens_that_are_looked_up(oracle: type[Oracle]) -> None:
-    """As the server says them. Each draft is followed by the penalties of the tokens before it."""
+    """Penalties as numbers, as the server says them: each draft is followed by those of the tokens before it."""
     model, prompt = model_of("llama"), prompt_of(12, seed=3).tolist()
     processors = make_logits_processors(None, repetition_penalty=1.5)
     expected, _ = greedy(model, mx.array(prompt, mx.uint32), TOKENS + MOST, logits_processors=processors)
