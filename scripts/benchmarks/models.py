@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,3 +198,14 @@ def vocabulary_of(model: Any) -> int:
 def on_gpu() -> bool:
     """Return whether MLX computes on a GPU."""
     return mx.default_device() != mx.Device(mx.cpu)
+
+
+@contextmanager
+def changed_preset(preset: str, **args: Any) -> Iterator[None]:
+    """Give a preset's models other arguments for a while."""
+    before = PRESETS[preset]
+    PRESETS[preset] = before._replace(args={**before.args, **args})
+    try:
+        yield
+    finally:
+        PRESETS[preset] = before

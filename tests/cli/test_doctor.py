@@ -562,7 +562,7 @@ def tokens_with(seed: int, steps: int, **variables: str) -> dict[str, list[int]]
     tokens, paths = outcome.values
     kernels_run = kernel_build.backend() is not None and variables.get("MLX_PAGED_KERNEL") != "off"
     assert bool(paths.get("kernel")) == kernels_run, paths
-    assert len({token for listed in tokens.values() for token in listed}) > 10
+    assert len({token for listed in tokens.values() for token in listed}) > len(tokens)
     result: dict[str, list[int]] = tokens
     return result
 

@@ -286,7 +286,9 @@ def test_a_served_batch_frees_failed_requests_and_all_when_closed(model: Any) ->
     options = ("decode_concurrency", "prompt_concurrency", "prefill_step_size")
     cli_args = types.SimpleNamespace(**dict.fromkeys(options, 64))
     models: Any = types.SimpleNamespace(cli_args=cli_args, prompt_cache=PagedPromptCache())
-    weights: Any = types.SimpleNamespace(model=model, key=ModelKey("model"), tokenizer=plain_tokenizer())
+    weights: Any = types.SimpleNamespace(
+        model=model, key=ModelKey("model"), tokenizer=plain_tokenizer(), draft_model=None
+    )
     loop = EngineLoop(models, SimpleQueue(), ServerStats(), MemoryWatch(0.0), lambda: False)
     batch = loop.batch = ServedBatch(models, weights, mx.default_stream(mx.default_device()))
     processors = [[raising_after(0)], [raising_after(0)]]
