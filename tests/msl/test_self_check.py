@@ -53,7 +53,7 @@ def outcome(variant: Variant, cores: int, edit: Any = None) -> SelfCheck:
 
 
 @pytest.mark.parametrize(
-    ("name", "cores"), quick(crossed(list(VARIANTS), CORES), ("dense", 8), ("dense", 64), ("extras", 10),
+    ("name", "cores"), quick(crossed(list(VARIANTS), CORES), ("dense", 64), ("extras", 10),
     ("matrices over codes", 30))
 )  # fmt: skip
 def test_it_passes(name: str, cores: int) -> None:
@@ -74,7 +74,9 @@ PLANTED: dict[str, dict[str, list[tuple[str, str]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(PLANTED))
+@pytest.mark.parametrize(
+    "name", quick(PLANTED, "a window's first token", "a query's position in the merge", "a single partition's denominator")
+)  # fmt: skip
 def test_planted_defects_are_found(name: str) -> None:
     result = outcome(DENSE, LARGE, PLANTED[name])
     assert not result.ok and ("not finite" in result.reason or "RMS" in result.reason), result.reason
@@ -102,7 +104,7 @@ _FEW_GROUPS = page_shape(64, (4, 4), 32, mx.float16)
 
 @pytest.mark.parametrize(
     "name",
-    quick(MATRIX_PLANTED, "sum of one simdgroup", "the newest token is not stored", "one scale for all groups"),
+    quick(MATRIX_PLANTED, "the newest token is not stored", "one scale for all groups"),
 )  # fmt: skip
 def test_planted_defects_of_matrices_are_found(name: str) -> None:
     variant, old, new = MATRIX_PLANTED[name]
@@ -193,7 +195,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(TEXTS, "dense", "quantised"))
+@pytest.mark.parametrize("name", quick(TEXTS, "dense"))
 def test_it_launches_every_text_for_few_rows_and_many(name: str) -> None:
     result, seen = texts_of_check(VARIANTS[name])
     assert result.ok and set(TEXTS[name]) <= set(seen), set(TEXTS[name]) - set(seen)

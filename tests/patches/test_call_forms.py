@@ -23,6 +23,7 @@ from mlx_paged.patches.server_texts import LoadedParts
 from mlx_paged.server.calls import loose_calls, names_of, openai_call, with_types
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
+from tests.support.cases import quick
 from tests.support.models.tokenizers import EOS, EOT, byte_tokenizer
 
 PARSERS = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
@@ -146,8 +147,10 @@ CASES = [(name, is_special) for name in [*PARSERS, "harmony"] for is_special in 
 CASES.remove(("harmony", False))  # is known by its tokens
 
 
-@pytest.mark.parametrize(("name", "is_special"), CASES)
-@pytest.mark.parametrize("is_required", [True, False], ids=["required", "auto"])
+@pytest.mark.parametrize(
+    ("name", "is_special", "is_required"),
+    quick([(*case, required) for case in CASES for required in (True, False)], *((*case, case[1]) for case in CASES)),
+)
 def test_random_calls_are_parsed_and_match_their_schema(name: str, is_special: bool, is_required: bool) -> None:
     tokenizer = tokenizer_of(name, is_special=is_special)
     schema = schema_of(name)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from mlx_paged.patches.server_texts import LoadedTexts
+from mlx_paged.server.backend import PromptLimits
+from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import ChatInput
 from tests.support.cases import crossed, quick
@@ -19,7 +21,7 @@ from tests.support.models.chat_templates import FAMILIES, family_tokenizer
 
 pytestmark = pytest.mark.demo_model
 
-SESSIONS = 6
+SESSIONS = 4
 TAIL = 4  # tokens that begin an answer, which the template writes otherwise in the history
 MOVES_TOOLS = {"mistral-small-3.2"}  # to the latest question
 UP_TO_AN_ANSWER = {"gpt-oss"}  # with thinking, all behind the latest answer without a call; others: behind a question
@@ -140,6 +142,14 @@ def test_a_turn_begins_with_the_turn_before(family: str, forgets: bool) -> None:
             assert same >= len(front) - TAIL, (seed, number)
             earlier, found = earlier + len(prompts[number - 1]), found + same
     assert found / earlier >= LEAST_FOUND[family][forgets]
+
+
+def test_a_template_that_never_ends_is_ended() -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    given = ChatInput([{"role": "user", "content": "Hello"}], None, {"chat_template": endless})
+    with pytest.raises(RequestRefused, match="was not made within") as caught:
+        texts_of("qwen3").make_prompt(given, PromptLimits(None, 0.2, True, False))
+    assert caught.value.status == 400
 
 
 # Two calls at once, thinking and text beside them, a question right behind the results, and two in a row.

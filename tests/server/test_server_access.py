@@ -325,7 +325,8 @@ def test_health_tells_loading_from_ready(folder: Path, tmp_path: Path, monkeypat
 
 
 # The last one with this server: what never ends keeps its process busy for some seconds more, and others wait longer.
-@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stays", [False, True])
 def test_a_template_that_never_ends_holds_up_nobody(server: ServerProcess, stays: bool) -> None:
     """Whether its client goes or stays for the end of the time that there is for a prompt."""
     raw = json.dumps(chat(chat_template_kwargs={"chat_template": ENDLESS})).encode()

@@ -281,11 +281,11 @@ def test_greedy_rows_with_penalties_are_those_without() -> None:
         make_logits_processors({3: 4.0, 8: 4.0}),
     ]
     expected = [
-        greedy(model, mx.array(p, mx.uint32), 300, logits_processors=each)[0]
+        greedy(model, mx.array(p, mx.uint32), 100, logits_processors=each)[0]
         for p, each in zip(prompts, processors, strict=True)
     ]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    outcomes, _ = drafted(model, draft, prompts, [300] * 3, logits_processors=processors)
+    outcomes, _ = drafted(model, draft, prompts, [100] * 3, logits_processors=processors)
     assert [outcome.tokens for outcome in outcomes] == expected
     stats = mlx_paged.pool_of(model).stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
