@@ -300,9 +300,13 @@ class CheckpointSharing:
         request.boundaries = deque(sorted(ends))
 
     def _interval_ends(self, request: Request, length: int) -> range:
-        if not self.interval:
+        """Return the multiples of the interval in what is to be computed. Until it is known, only the first of the
+        least one: a state is computed there, so that the rest of the very first prompt has checkpoints, too."""
+        if self.interval == 0:
             return range(0)
-        return range((length // self.interval + 1) * self.interval, request.prefill_end, self.interval)
+        interval = self.interval or LEAST_INTERVAL
+        first = (length // interval + 1) * interval
+        return range(first, request.prefill_end if self.interval else min(first + 1, request.prefill_end), interval)
 
     # Inserting ------------------------------------------------------------------------------------------------
 

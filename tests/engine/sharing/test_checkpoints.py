@@ -207,6 +207,14 @@ def test_the_interval_follows_the_size_of_the_states() -> None:
     assert interval_of(1 << 40) == MOST_INTERVAL
 
 
+def test_the_first_prompt_of_all_has_checkpoints_by_default() -> None:
+    chats = Chats(model_of("qwen3_next"), interval=None)
+    prompt = prompt_of(3 * LEAST_INTERVAL + 10, seed=1).tolist()
+    assert chats.ask(prompt) == [0]
+    edit = 2 * LEAST_INTERVAL + 5
+    assert chats.ask([*prompt[:edit], (prompt[edit] + 1) % 20, *prompt[edit + 1 :]]) == [2 * LEAST_INTERVAL]
+
+
 # The tree by itself: without blocks, so that prefixes are their tokens and states alone ------------------------------
 
 
