@@ -10,14 +10,14 @@ auto gated = [&](float gate_value, float up_value) {
   return static_cast<T>(rounded(gate * sigmoid) * rounded(up_value));
 };
 //// matmul_single
-// CUDA only, goes before the bodies of narrow_matmul that have one result; see narrow_matmul_tile.cuh.
+// CUDA only, goes before the bodies of narrow_matmul that have one result; see matmul_tile.
 const T* const matrix = w;
 T* target = out;
 const int depth = w_shape[1];
 const int width = w_shape[0];
 const int tile = threadgroup_position_in_grid.x;
 //// matmul_group
-// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T; see narrow_matmul_tile.cuh. The grid is as long as all tiles of the
+// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T; see matmul_tile. The grid is as long as all tiles of the
 // matrices, one after the other; it may end before the third.
 const int depth = w_shape[1];
 const int tiles0 = (w_shape[0] + COLUMNS - 1) / COLUMNS;
@@ -31,7 +31,7 @@ const int width = which == 0 ? w_shape[0] : which == 1 ? w1_shape[0] : w2_shape[
 const int tile = place - (which == 0 ? 0 : which == 1 ? tiles0 : tiles0 + tiles1);
 auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
 //// quantized_single
-// CUDA only, goes before the bodies of narrow_matmul that have one matrix, for a quantised one; see narrow_quantized_tile.cuh.
+// CUDA only, goes before the bodies of narrow_matmul that have one matrix, for a quantised one; see quantized_tile.
 const auto* const w = words;
 const auto* const matrix = w;
 const T* const matrix_scales = scales;
@@ -44,7 +44,7 @@ const int groups = scales_shape[1];
 const int width = words_shape[0];
 const int tile = threadgroup_position_in_grid.x;
 //// quantized_pair
-// CUDA only, goes before the body of narrow_matmul that has two matrices, for quantised ones; see narrow_quantized_tile.cuh.
+// CUDA only, goes before the body of narrow_matmul that has two matrices, for quantised ones; see quantized_tile.
 const auto* const w = words;
 const auto* const w1 = words1;
 const auto* const matrix = w;
@@ -58,7 +58,7 @@ const int groups = scales_shape[1];
 const int width = words_shape[0];
 const int tile = threadgroup_position_in_grid.x;
 //// quantized_group
-// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T with quantised matrices; see narrow_quantized_tile.cuh. The grid is as
+// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T with quantised matrices; see quantized_tile. The grid is as
 // long as all tiles of the matrices, one after the other; it may end before the third.
 const int depth = words_shape[1] / BITS * 32;
 const int groups = scales_shape[1];
@@ -77,22 +77,22 @@ const int width = which == 0 ? words_shape[0] : which == 1 ? words1_shape[0] : w
 const int tile = place - (which == 0 ? 0 : which == 1 ? tiles0 : tiles0 + tiles1);
 auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
 //// store
-// CUDA only: out = x w^T; see narrow_matmul_tile.cuh.
+// CUDA only: out = x w^T; see matmul_tile.
 const auto* const partner = w;
 auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
 //// store_bias
-// CUDA only: out = x w^T + bias; see narrow_matmul_tile.cuh.
+// CUDA only: out = x w^T + bias; see matmul_tile.
 const auto* const partner = w;
 auto finish = [&](int, int column, float sum, float) { return static_cast<T>(sum + static_cast<float>(bias[column])); };
 //// store_add
-// CUDA only: out = residual + x w^T, the product rounded before it is added; see narrow_matmul_tile.cuh.
+// CUDA only: out = residual + x w^T, the product rounded before it is added; see matmul_tile.
 const auto* const partner = w;
 auto finish = [&](int row, int column, float sum, float) {
   const float before = static_cast<float>(residual[static_cast<int64_t>(row) * width + column]);
   return static_cast<T>(before + static_cast<float>(static_cast<T>(sum)));
 };
 //// store_gate
-// CUDA only: out = silu(x w^T) * (x w1^T), with gated() of silu_gate.cuh; see narrow_matmul_tile.cuh.
+// CUDA only: out = silu(x w^T) * (x w1^T), with gated() of silu_gate; see matmul_tile.
 const auto* const partner = w1;
 auto finish = [&](int, int, float sum, float partner_sum) { return gated(sum, partner_sum); };
 //// matmul_tile
@@ -180,7 +180,7 @@ while (k < depth) {
   if (k % SHARE == 0) k += (SHARES * SG - 1) * SHARE;
 }
 //// quantized_tile
-// CUDA only: narrow_matmul_tile.cuh for matrices of affine quantisation, as MLX packs them: BITS (4 or 8) a value in words of
+// CUDA only: matmul_tile for matrices of affine quantisation, as MLX packs them: BITS (4 or 8) a value in words of
 // 32 bits, low bits first, and a scale and a bias for each group of 32, 64 or 128 values of a row. A value is scale * q + bias,
 // rounded to T.
 // As there, a warp takes 128 of k at a time, here 32 in a row for each of a row's four lanes: all of one group.
@@ -319,7 +319,7 @@ for (int e = thread_position_in_threadgroup.x; e < ROWS * COLUMNS; e += SG * 32)
   }
 }
 //// silu_product
-// CUDA only: out = silu(left) * right, with gated() of silu_gate.cuh. All of XD dimensions, contiguous.
+// CUDA only: out = silu(left) * right, with gated() of silu_gate. All of XD dimensions, contiguous.
 // Grid: one thread per eight values.
 int64_t size = 1;
 UNROLL

@@ -14,7 +14,7 @@ constexpr int KT = (D + 31) / 32;    // 32 dims of a key row per load
 constexpr int VT = (DV + 63) / 64;   // 64 dims of a value row per load
 //// quantized_rows
 // CUDA only: paged_decode_tensor for pages of quantised keys and values (quantized/pages.py), whose codes of 8 or 4 bits the
-// tensor cores multiply as they are, as 16-bit floats with an offset (tensor_codes.cuh). What is uniform in a group stays out:
+// tensor cores multiply as they are, as 16-bit floats with an offset (tensor_codes). What is uniform in a group stays out:
 //   scores  S[token, head]  = sum over groups of s_g (C[token, dim] Q[dim, head]) + b_g sum(Q[dim, head])
 //   output  O[dim, head]   += C^T[dim, token] (s_g P)[token, head], and at the end sum(b_g P) of the dim's group
 // Queries and weights are float16 there, whatever T is: both are multiplied by powers of two so that the largest is just below
