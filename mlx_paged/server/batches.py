@@ -242,6 +242,13 @@ class Batches:
 
     # HTTP -----------------------------------------------------------------------------------------------------
 
+    async def _body(self, http: Request) -> dict[str, Any]:
+        """Return the object that a batch is described by, while the server takes requests."""
+        async with body_of(http, self._service.bodies) as raw:
+            body = _object(raw, "the request body")
+        self._service.check_open()
+        return body
+
     def routes(self, owner_of: Callable[[Request], str | None]) -> list[Route]:
         """Return the routes. ``owner_of`` checks a request's key, and returns what tells its holder from others."""
 
@@ -268,10 +275,7 @@ class Batches:
             owner = owner_of(http)
             if http.method == "GET":
                 return json_response(_list(self._batches, owner))
-            async with body_of(http, self._service.bodies) as raw:
-                body = _object(raw, "the request body")
-            self._service.check_open()
-            return json_response(_shown(self.add_batch(owner, body)))
+            return json_response(_shown(self.add_batch(owner, await self._body(http))))
 
         async def batch(http: Request) -> Response:
             owner, name = owner_of(http), http.path_params["name"]
@@ -284,10 +288,7 @@ class Batches:
                 among = {name: each for name, each in self._batches.items() if each["endpoint"] == MESSAGES}
                 listed = _list(among, owner)
                 return json_response({**listed, "data": [_as_messages(each) for each in listed["data"]]})
-            async with body_of(http, self._service.bodies) as raw:
-                body = _object(raw, "the request body")
-            self._service.check_open()
-            return json_response(_as_messages(self.add_messages(owner, body)))
+            return json_response(_as_messages(self.add_messages(owner, await self._body(http))))
 
         async def message(http: Request) -> Response:
             owner, name = owner_of(http), http.path_params["name"]

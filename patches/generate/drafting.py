@@ -31,8 +31,6 @@ def share_budget(pool: BlockPool, draft_pool: BlockPool) -> None:
     known = _partners.get(pool)
     if known is not None and known() is draft_pool:
         return
-    if pool is draft_pool:  # the model drafts for itself
-        return
     own, other = (sum(group.bytes_per_block for group in each.groups) / each.block_size for each in (pool, draft_pool))
     budget = pool.memory.budget
     draft_pool.memory.budget = max(1, int(budget * other / (own + other)))

@@ -9,7 +9,7 @@ from ..request import Request
 from ..sampling.token_choice import TokenChoice
 from . import ngrams
 from .ngrams import CPU_PRICE, PRICE, Predictor
-from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts
+from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 
 # What a step with drafts costs beyond one without and beyond the drafts' own price, in tokens of each row: the host
 # waits for it (docs/adr/0031).
@@ -60,8 +60,7 @@ class LookUp:
             if share is None:
                 share = (MOST_TOKENS - len(rows)) // len(self.rows)
                 share = min(share, MOST_READS // max(1, sum(each.length for each in self.rows)))
-            known = len(row.history) + len(row.source) + (row.logits is not None)
-            found = predictor.drafts(known - predictor.num_tokens, min(share, most_drafts(row)), price)
+            found = predictor.drafts(num_known(row) + 1 - predictor.num_tokens, min(share, most_drafts(row)), price)
             if found is not None:
                 drafts[row] = found.tokens
                 gain += found.gain
