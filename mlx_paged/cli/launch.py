@@ -26,9 +26,8 @@ from .terminal import add_version, orderly_end
 KEY_VARIABLE = "MLX_PAGED_API_KEY"
 LOOK_SECONDS = 0.2
 END_SECONDS = 45.0  # the server drains for 30 of them
-IDLE_MILLISECONDS = (
-    3_600_000  # Codex takes 300 s of a long prompt for a lost connection: comments in the stream do not count
-)
+# Claude Code and Codex take 300 s of a long prompt for a lost connection: comments in the stream do not count.
+IDLE_MILLISECONDS = 3_600_000
 
 
 class Access(NamedTuple):
@@ -65,6 +64,8 @@ def _claude(access: Access) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": access.url,
         "ANTHROPIC_AUTH_TOKEN": access.key,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(IDLE_MILLISECONDS),
+        "API_TIMEOUT_MS": str(IDLE_MILLISECONDS),
         **dict.fromkeys(models, access.model),
     }
 

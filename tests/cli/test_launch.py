@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.cli.launch import CLIENTS, Access, _key
+from mlx_paged.cli.launch import CLIENTS, IDLE_MILLISECONDS, Access, _key
 from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
@@ -93,3 +93,10 @@ def test_every_client_is_told_where_and_which(tmp_path: Path) -> None:
     for name, client in CLIENTS.items():
         told = " ".join([*client.environment(access).values(), *client.arguments(access)])
         assert "127.0.0.1:5" in told and "mine" in told and "secret" in told, name
+
+
+def test_clients_that_give_silent_streams_up_wait_for_long_prompts() -> None:
+    access = Access("http://127.0.0.1:5", "mine", "secret")
+    claude = CLIENTS["claude"].environment(access)
+    assert {claude[name] for name in ("CLAUDE_STREAM_IDLE_TIMEOUT_MS", "API_TIMEOUT_MS")} == {str(IDLE_MILLISECONDS)}
+    assert f"stream_idle_timeout_ms = {IDLE_MILLISECONDS}" in " ".join(CLIENTS["codex"].arguments(access))
