@@ -43,7 +43,7 @@ def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
     with mock.patch.object(narrow_matmul, "_launch", count), mock.patch.object(compiled_step, "PATIENCE", 0):
         if kernels is None:
             for body in narrow_matmul.BODIES:
-                for tile in narrow_matmul.TILES:
+                for tile in (*narrow_matmul.TILES, *narrow_matmul.FEW.values(), *narrow_matmul.MANY.values()):
                     # Its self-check counts as well.
                     assert narrow_matmul.works(body, mx.bfloat16, tile, narrow_matmul.CHECKED_DIMS, 0)
             taken.clear()

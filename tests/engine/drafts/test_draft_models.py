@@ -77,7 +77,7 @@ def test_a_draft_that_is_always_right_fills_every_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", quick(["llama", "llama-sliding", "qwen3", "gemma3"], "llama", "llama-sliding"))
 def test_pools_in_place(name: str, kernels: Any) -> None:
-    stats = run_alike(name, PagedConfig(block_size=8, kernel="on"))
+    stats = run_alike(f"wide {name}", PagedConfig(block_size=8, kernel="on"), 0.1)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 

@@ -33,14 +33,22 @@ def in_every_step() -> Iterator[None]:
         yield
 
 
+def built(name: str) -> Any:
+    """A model of one of the kinds, "wide" with heads that the kernels take, or of one of mlx-lm's modules."""
+    kind = name.removeprefix("wide ")
+    if kind in builders.KINDS:
+        return builders.build(kind, **({} if kind == name else {"head_dim": 64}))
+    return model_configs.build(name.removesuffix("-of-mlx-lm"))
+
+
 @functools.cache
 def model_of(name: str) -> Any:
-    return builders.build(name) if name in builders.KINDS else model_configs.build(name.removesuffix("-of-mlx-lm"))
+    return built(name)
 
 
 def noisy(name: str, scale: float) -> Any:
     """A copy of the model with noise of ``scale`` times their size on its weights."""
-    copy = builders.build(name) if name in builders.KINDS else model_configs.build(name)
+    copy = built(name)
     copy.update(model_of(name).parameters())
     mx.random.seed(1)
     copy.update(tree_map(lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape), copy.parameters()))
@@ -50,7 +58,7 @@ def noisy(name: str, scale: float) -> Any:
 
 
 def vocab_of(name: str) -> int:
-    return builders.VOCAB if name in builders.KINDS else model_configs.VOCAB
+    return builders.VOCAB if name.removeprefix("wide ") in builders.KINDS else model_configs.VOCAB
 
 
 def prompts_of(name: str, lengths: Sequence[int]) -> list[list[int]]:
