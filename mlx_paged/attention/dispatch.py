@@ -84,8 +84,7 @@ def record_compiled(num_layers: int) -> None:
 def attend(
     q: mx.array,
     new: tuple[mx.array, mx.array] | None,
-    pool: BlockPool,
-    layer: int,
+    kv: PoolLayer,
     tables: Sequence[BlockTable],
     step: Step,
     params: AttentionParams,
@@ -101,7 +100,7 @@ def attend(
             them, T in all, ``[T, n_q_heads, 1, head_dim]``.
         new: the new keys ``[B, n_kv_heads, n, head_dim]`` or ``[T, n_kv_heads, 1, head_dim]`` and values, accepted by
             :meth:`PoolLayer.set_geometry`; None if they are written and not at hand.
-        pool, layer, tables: where they go; the positions are reserved.
+        kv, tables: where they go; the positions are reserved.
         step: of these tables.
         params: of a sequence alone its mask is over the visible keys; of several there is none.
         is_written: the new tokens are written.
@@ -116,7 +115,6 @@ def attend(
     shape = q.shape
     if len(shape) != 4 or shape[0] * shape[2] != step.num_tokens or shape[0] not in (len(tables), step.num_tokens):
         raise GeometryError(f"queries {shape} for {step.num_tokens} new tokens of {len(tables)} sequence(s)")
-    kv = pool.layer(layer)
     if not step.is_pack:
         return _attend_rows(q, None if is_written else new, kv, tables, step, params)
     if new is not None and not is_written:

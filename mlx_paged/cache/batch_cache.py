@@ -38,15 +38,8 @@ class PagedBatchKVCache:
         self.rows = rows
         self.layer = layer
         self.row_type = row_type
-
-    @property
-    def pool(self) -> BlockPool:
-        """The pool of the rows' blocks."""
-        return self.rows.pool
-
-    @property
-    def _kv(self) -> PoolLayer:
-        return self.rows.pool.layer(self.layer)
+        self.pool: BlockPool = rows.pool  # of the rows' blocks
+        self._kv: PoolLayer = rows.pool.layer(layer)
 
     @property
     def window(self) -> int | None:
@@ -99,13 +92,13 @@ class PagedBatchKVCache:
         if rows.is_pack:  # nothing else is asked whether it was attended to
             rows.attended(layer)
         tables, few = rows.tables_of(layer), as_rows or rows.as_rows
-        return dispatch.attend(queries, (keys, values), rows.pool, layer, tables, step, params, as_rows=few)
+        return dispatch.attend(queries, (keys, values), self._kv, tables, step, params, as_rows=few)
 
     def _accepted(
         self, keys: mx.array, values: mx.array, params: AttentionParams | None = None, num_q_heads: int = 0
     ) -> tuple[mx.array, mx.array]:
         """Return the keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
-        kv, count = self.rows.pool.layer(self.layer), self.rows.num_tokens
+        kv, count = self._kv, self.rows.num_tokens
         if keys.ndim != 4 or keys.shape[2] != 1:
             raise GeometryError(f"keys {keys.shape} for {count} row(s) of one token")
         is_first = kv.group.geometry is None
@@ -315,7 +308,7 @@ class PackedKV(LazyKV):
         rows.attended(layer)
         tables, step = rows.tables_of(layer), rows.step(layer)
         return dispatch.attend(
-            queries, new, rows.pool, layer, tables, step, params, is_written=True, as_rows=rows.as_rows
+            queries, new, rows.pool.layer(layer), tables, step, params, is_written=True, as_rows=rows.as_rows
         )
 
 

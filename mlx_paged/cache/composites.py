@@ -16,10 +16,16 @@ def is_composite(cache: Any) -> bool:
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
     """Return the caches, composite ones replaced by their parts."""
-    found: list[Any] = []
+    return list(each_leaf(caches))
+
+
+def each_leaf(caches: Sequence[Any]) -> Iterator[Any]:
+    """Iterate over :func:`leaves`."""
     for cache in caches:
-        found += leaves(cache.caches) if is_composite(cache) else [cache]
-    return found
+        if is_composite(cache):
+            yield from each_leaf(cache.caches)
+        else:
+            yield cache
 
 
 def with_leaves(caches: Sequence[Any], parts: Sequence[Any]) -> list[Any]:

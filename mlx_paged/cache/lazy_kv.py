@@ -106,19 +106,19 @@ class LazyKV:
             window = rows.window_of(params.mask)
             scale, mask, _, softcap, sinks, latent = params
             params = AttentionParams(scale, None if self._batched else mask, window, softcap, sinks, latent)
-        pool, layer, tables, num_tokens = rows.pool, self.layer, rows.tables_of(self.layer), queries.shape[2]
-        kv = pool.layer(layer)
+        pool, tables, num_tokens = rows.pool, rows.tables_of(self.layer), queries.shape[2]
+        kv = pool.layer(self.layer)
         if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
             keys, values, step = self._append
             if step.epoch != kv.group.epoch:
                 step = kv.step(tables, 1)
-            return dispatch.attend(queries, (keys, values), pool, layer, tables, step, params)
+            return dispatch.attend(queries, (keys, values), kv, tables, step, params)
         is_fresh = not self._batched and tables[0].num_visible == num_tokens and not kv.is_quantized
         if not is_fresh:  # else the arrays are all there is to attend over, and are used
             self._rewind(pool, to_write=False)
         new = (keys, values) if is_fresh else None
         step = kv.step(tables, num_tokens)
-        return dispatch.attend(queries, new, pool, layer, tables, step, params, is_written=True)
+        return dispatch.attend(queries, new, kv, tables, step, params, is_written=True)
 
     def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""

@@ -115,10 +115,10 @@ class PagedKVCache:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
         tables, step, keys, values = self._reserve(keys, values, params.heads(queries.shape[1]))
-        pool, layer = self.sequence.pool, self.layer
+        kv = self.sequence.pool.layer(self.layer)
         if params.mask is not None:
             params = params._replace(window=self.sequence.window_of(params.mask))
-        return dispatch.attend(queries, (keys, values), pool, layer, tables, step, params)
+        return dispatch.attend(queries, (keys, values), kv, tables, step, params)
 
     @in_turn
     def attend_expanded(

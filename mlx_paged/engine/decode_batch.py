@@ -22,7 +22,7 @@ from .ranks.ranks import Ranks
 from .ranks.world import has_same_logits
 from .request import Request
 from .sampling.token_choice import Choice, Places, TokenChoice
-from .step_logits import TokenLogits
+from .step_logits import StepLogits, TokenLogits
 from .upstream import Upstream
 
 KEPT_STEPS = 2  # whose logits live on while somebody keeps a token of them
@@ -227,8 +227,7 @@ class DecodeBatch:
         """Keep the token that was computed for a row and not delivered yet."""
         if row.logits is not None:
             row.undelivered = token
-            step, position = row.logits
-            row.logits = (step.kept(position), 0)
+            row.logits.detach()
 
     # Steps ----------------------------------------------------------------------------------------------------
 
@@ -264,25 +263,30 @@ class DecodeBatch:
         inputs = self.inputs
         choice = self.choose(self.rows, logits, inputs)
         self._inputs = choice.tokens
-        deliveries: list[Delivery] = []
-        for index, (row, token) in enumerate(zip(self.rows, choice.inputs or _as_ints(inputs), strict=True)):
-            self.accept(row, token, deliveries)
-            row.undelivered = None
-            row.logits = (choice.step, index)
         self.failed += [(self.rows[index], error) for index, error in choice.broken.items()]
-        self.note_told(deliveries)
+        return self.accept(self.rows, choice.inputs or _as_ints(inputs), choice.step, range(len(self.rows)))
+
+    def accept(
+        self, rows: Sequence[Request], tokens: Sequence[int], step: StepLogits, places: Sequence[int]
+    ) -> list[Delivery]:
+        """Deliver the tokens that a step was given, except the last ones of prompts.
+
+        Args:
+            rows: whose they are; one with drafts may come several times.
+            tokens: one for each.
+            step: what their next ones are chosen from.
+            places: in the step, of each.
+        """
+        deliveries = []
+        for row, token, place in zip(rows, tokens, places, strict=True):
+            if (logits := row.logits) is not None:
+                row.source.append(token)
+                deliveries.append(Delivery(row, token, logits))
+            row.logits = TokenLogits(step, place)
+            row.undelivered = None
+            row.length = row.kept + len(row.source)
+        self._told.append([weakref.ref(logits) for _, _, logits in deliveries])
         return deliveries
-
-    @staticmethod
-    def accept(row: Request, token: int, deliveries: list[Delivery]) -> None:
-        """Deliver the token that a step was given, unless it is the prompt's last."""
-        if row.logits is not None:
-            row.source.append(token)
-            deliveries.append(Delivery(row, token, TokenLogits(*row.logits)))
-
-    def note_told(self, deliveries: Sequence[Delivery]) -> None:
-        """See :meth:`let_go`."""
-        self._told.append([weakref.ref(delivery.logits) for delivery in deliveries])
 
     def let_go(self, *, all_steps: bool = False) -> None:
         """Whoever keeps log-probabilities from before the last step keeps copies of them, not the logits of all rows.

@@ -42,6 +42,7 @@ from .ranks.ranks import Agreement
 from .request import Request, sequence_of
 from .scheduler import Chunk, Growth, Scheduler
 from .sharing import CheckpointSharing, PrefixSharing
+from .step_logits import TokenLogits
 from .upstream import TokenResponse
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
@@ -261,21 +262,15 @@ class Engine:
     def _decode(self, chunks: Sequence[Chunk]) -> list[TokenResponse]:
         begin = time.perf_counter()
         try:
-            requests = list(self.batch.rows)
             deliveries = None if self.drafts is None else self.drafts.step(chunks)
             if deliveries is None:
                 self._reserve()
-                requests = list(self.batch.rows)
-                deliveries = self.batch.step() if requests else []
+                deliveries = self.batch.step() if self.batch.rows else []
         except Exception as caught:
             self.batch.fail_all(caught)
-            requests, deliveries = [], []
+            deliveries = []
         failed, self.batch.failed = {request: without_frames(error) for request, error in self.batch.failed}, []
-        for request in requests:
-            if request in self.batch.members:
-                request.length = request.kept + len(request.source)
-        responses, unwanted = self._deliver_all(deliveries)
-        finished = [(self.requests[r.uid], r) for r in responses if r.finish_reason is not None]
+        responses, finished, unwanted = self._deliver_all(deliveries)
         if self.drafts is not None:
             self._finish_drafts(unwanted)
         self._remove_from_batch([request for request, _ in finished])
@@ -315,21 +310,28 @@ class Engine:
     def _oldest(self) -> Request:
         return self.scheduler.running[0]
 
-    def _deliver_all(self, deliveries: Sequence[Delivery]) -> tuple[list[TokenResponse], Counter[Request]]:
-        """Return what the callers get, and how many tokens of each request come behind its last one."""
-        responses = []
+    def _deliver_all(
+        self, deliveries: Sequence[Delivery]
+    ) -> tuple[list[TokenResponse], list[tuple[Request, TokenResponse]], Counter[Request]]:
+        """Return what the callers get; the requests that end, with their last response; and how many tokens of each
+        request come behind its last one."""
+        responses, finished = [], []
         ended: set[Request] = set()
         unwanted: Counter[Request] = Counter()
         for delivery in deliveries:
-            if delivery.row in ended:
-                unwanted[delivery.row] += 1
+            request = delivery.row
+            if request in ended:
+                unwanted[request] += 1
                 continue
-            response = self._deliver(delivery)
-            if response is not None:
-                responses.append(response)
-            if response is None or response.finish_reason is not None:
-                ended.add(delivery.row)
-        return responses, unwanted
+            response = self._deliver(*delivery)
+            if response is None:
+                ended.add(request)
+                continue
+            responses.append(response)
+            if response.finish_reason is not None:
+                ended.add(request)
+                finished.append((request, response))
+        return responses, finished, unwanted
 
     def _finish_drafts(self, unwanted: Counter[Request]) -> None:
         assert self.drafts is not None
@@ -350,15 +352,14 @@ class Engine:
             except Exception as error:
                 self._note(request, error)
 
-    def _deliver(self, delivery: Delivery) -> TokenResponse | None:
-        request = delivery.row
+    def _deliver(self, request: Request, token: int, logits: TokenLogits) -> TokenResponse | None:
         try:
             request.num_generated += 1
             reason = "length" if request.num_generated >= request.max_tokens else None
-            if request.matcher.advance(delivery.token):
+            if request.matcher.advance(token):
                 reason = "stop"
             respond = self.batch.upstream.response
-            return respond(request.uid, delivery.token, delivery.logits, reason, num_cached=request.num_cached or 0)
+            return respond(request.uid, token, logits, reason, num_cached=request.num_cached or 0)
         except Exception as error:
             self._note(request, error)
             return None

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cache.composites import leaves
+from ..cache.composites import each_leaf
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import SequenceTables
 from ..kv.block_table import BlockTable
 from .grammar.grammar import CompiledGrammar
 from .sampling.params import SamplingParams
-from .step_logits import Sampler, StepLogits
+from .step_logits import Sampler, TokenLogits
 
 
 class RequestOptions(NamedTuple):
@@ -75,7 +75,7 @@ class Request:
         num_reported: tokens of the prompt whose progress was reported.
         num_generated: tokens delivered.
         undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
-        logits: step and row that the next token was sampled from; None as long as nothing was sampled.
+        logits: where the log-probabilities of the next token are; None as long as nothing was sampled.
         context: its tokens, for its processors; None outside of a batch or without any.
         grammar: what it may go on with; None: anything. Knows the tokens that were delivered and no others.
         alone: its prompt is computed in calls of its own, because one with others failed.
@@ -123,7 +123,7 @@ class Request:
         self.num_reported = 0
         self.num_generated = 0
         self.undelivered: int | None = None
-        self.logits: tuple[StepLogits, int] | None = None
+        self.logits: TokenLogits | None = None
         self.context: Any = None
         self.grammar = None if options.grammar is None else options.grammar.start()
         self.alone = False
@@ -203,4 +203,4 @@ class Request:
 
 def sequence_of(caches: Sequence[Any]) -> SequenceTables | None:
     """Return the block tables behind a prompt cache, or None if no layer is paged."""
-    return next((cache.sequence for cache in leaves(caches) if isinstance(cache, PagedKVCache)), None)
+    return next((cache.sequence for cache in each_leaf(caches) if isinstance(cache, PagedKVCache)), None)

@@ -421,7 +421,9 @@ class Scheduler:
         last of them included. They are summed up once in a plan."""
         blocks = self.memory.most_blocks
         if self._blocks_ahead is None:
-            self._blocks_ahead = sum(blocks(self._tokens_ahead(request)) for request in self.running)
+            prompts = [request for request in self.running if not request.is_prefilled]
+            self._blocks_ahead = (len(self.running) - len(prompts)) * blocks(self.headroom)
+            self._blocks_ahead += sum(blocks(self._tokens_ahead(request)) for request in prompts)
         return self.memory.has_blocks(self._blocks_ahead + blocks(num_tokens) + 1)
 
     def _tokens_ahead(self, request: Request) -> int:

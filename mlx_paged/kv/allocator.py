@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..errors import BlockStateError
 
@@ -18,7 +18,9 @@ class BlockAllocator:
     """
 
     def __init__(self) -> None:
-        self._refcounts: list[int] = [0]
+        self._refcounts: list[int] = [0]  # the same list for ever
+        # Return a block's reference count; 0 if it is free. Asked for each row in each step.
+        self.refcount: Callable[[int], int] = self._refcounts.__getitem__
         self._free: list[int] = []
         self._num_shared = 0
         self.peak_live = 0
@@ -42,10 +44,6 @@ class BlockAllocator:
     def num_shared(self) -> int:
         """Blocks with a reference count above one."""
         return self._num_shared
-
-    def refcount(self, block_id: int) -> int:
-        """Return the block's reference count; 0 if it is free."""
-        return self._refcounts[block_id]
 
     def grow(self, num_blocks: int) -> None:
         """Make ids up to ``num_blocks - 1`` known; the new ones are free."""

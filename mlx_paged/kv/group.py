@@ -103,7 +103,7 @@ class BlockGroup:
         choose_storage: ChooseStorage = functional_storage,
         page_format: PageFormat | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self.sees = spec, spec.sees
         self.block_size = block_size
         self.allocator = BlockAllocator()
         self.geometry: Geometry | None = None

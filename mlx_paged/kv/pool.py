@@ -241,14 +241,16 @@ class BlockPool:
 
     def append_token(self, group: int, tables: Sequence[BlockTable]) -> list[int]:
         """Reserve one position at the end of each of a group's tables that has it in a block of its own, as nearly all
-        have in a decode step. Blocks that fell behind a sliding window are released.
+        have in a decode step, or begins a block while some are free. Blocks that fell behind a sliding window are
+        released.
 
         Returns:
             Indices of the other tables, which are as they were: for :meth:`append_tokens`.
         """
         own = self.groups[group]
-        refcount, owner, sees = own.allocator.refcount, self._owners.owner, own.spec.sees
-        others = []
+        refcount, owner, sees = own.allocator.refcount, self._owners.owner, own.sees
+        others: list[int] = []
+        fresh: list[int] = []  # begin a block
         with self._lock:
             self._owners.collect()
             own.touch()
@@ -257,16 +259,24 @@ class BlockPool:
                 for index, table in enumerate(tables):
                     ids, tail = table.block_ids, table.length // self.block_size
                     is_usable = table.owner is owner and table.group == group and not table.released
-                    if sees is not None and is_usable and sees.first_seen(table.length) > table.logical_start:
+                    # A sliding window that is not full yet stays where it is.
+                    is_full = sees is not None and (sees.stride > 1 or table.length - table.logical_start >= sees.size)
+                    if is_full and is_usable:
                         self._slide(own, table)
                     if is_usable and tail < len(ids) and refcount(ids[tail]) == 1:
                         table.length += 1
+                    elif is_usable and tail == len(ids) and len(fresh) < own.allocator.num_free:
+                        fresh.append(index)
                     else:
                         others.append(index)
             except Exception:
-                for done in set(range(index)).difference(others):
+                for done in set(range(index)).difference(others, fresh):
                     tables[done].length -= 1
                 raise
+            for index, block in zip(fresh, own.allocator.allocate(len(fresh)), strict=True):
+                tables[index].block_ids.append(block)
+                tables[index].length += 1
+                tables[index].forget_indices()
         return others
 
     def slide(self, tables: Iterable[BlockTable]) -> bool:
@@ -282,7 +292,7 @@ class BlockPool:
 
     def _slide(self, group: BlockGroup, table: BlockTable) -> bool:
         """Release the blocks that the table's next token does not see. Returns whether it sees less than before."""
-        start = group.spec.first_kept(table.length)
+        start = 0 if group.sees is None else group.sees.first_seen(table.length)
         if start <= table.logical_start:
             return False
         if start // self.block_size > table.logical_start // self.block_size:  # not in most decode steps

@@ -311,10 +311,13 @@ def test_attention_is_over_what_the_pages_hold(page_format: PageFormat, fake: Fa
     for pool, table in zip(pair.pools, tables, strict=True):
         pool.append_tokens(table, 1)
         step = pool.layer(0).step([table], 1)
-        found.append(dispatch.attend(q, (k, v), pool, 0, [table], step, AttentionParams(0.125)))
+        found.append(dispatch.attend(q, (k, v), pool.layer(0), [table], step, AttentionParams(0.125)))
         q2 = noise(4, 1, 4, 1, DIM)
         found[-1] = mx.concatenate(
-            [found[-1], dispatch.attend(q2, None, pool, 0, [table], step, AttentionParams(0.125), is_written=True)]
+            [
+                found[-1],
+                dispatch.attend(q2, None, pool.layer(0), [table], step, AttentionParams(0.125), is_written=True),
+            ]
         )
     np.testing.assert_allclose(np.array(found[0]), np.array(found[1]), atol=1e-6)
     assert fake.calls["append"] == 1 and fake.calls["paged_decode"] == 2

@@ -56,7 +56,9 @@ def outputs(*edit: tuple[str, str]) -> list[np.ndarray]:
                 pool.append_tokens(table, PREFIX + NEW)
                 pool.write_prefill(table, 0, k, v)
                 step = pool.layer(0).step([table], NEW)
-                out = attend(q, None, pool, 0, [table], step, AttentionParams(DIM**-0.5, "causal"), is_written=True)
+                out = attend(
+                    q, None, pool.layer(0), [table], step, AttentionParams(DIM**-0.5, "causal"), is_written=True
+                )
                 found.append(to_float(out))
         gathers = [body for body, _ in fake.calls if body == "gather_blocks"]
     assert len(gathers) == 1

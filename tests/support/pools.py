@@ -100,4 +100,5 @@ def paged_attention(
 ) -> mx.array:
     """Attention from the last ``q_len`` tokens of each table, which are written, for q
     ``[B, n_q_heads, q_len, head_dim]``."""
-    return attend(q, None, pool, layer, tables, pool.layer(layer).step(tables, q.shape[2]), params, is_written=True)
+    kv = pool.layer(layer)
+    return attend(q, None, kv, tables, kv.step(tables, q.shape[2]), params, is_written=True)

@@ -158,8 +158,8 @@ class DraftSteps:
         choice = batch.choose(owners, logits, inputs, places)
         given: list[int] = choice.inputs or inputs.tolist()  # type: ignore[assignment]
         chosen: list[int] = choice.tokens.tolist()  # type: ignore[assignment]
-        deliveries: list[Delivery] = []
         following: list[int] = []
+        places_kept: list[int] = []
         taken: list[int] = []  # drafts of each row
         first = 0
         for row, count in zip(rows, counts, strict=True):
@@ -168,13 +168,13 @@ class DraftSteps:
                 accepted += 1
             assert row.sequence is not None
             row.sequence.cut(count - 1 - accepted)
-            for place in range(first, first + accepted + 1):
-                batch.accept(row, given[place], deliveries)
-                row.logits = (choice.step, place)
-            row.undelivered = None
+            places_kept += range(first, first + accepted + 1)
             following.append(chosen[first + accepted])
             taken.append(accepted)
             first += count
+        deliveries = batch.accept(
+            [owners[place] for place in places_kept], [given[place] for place in places_kept], choice.step, places_kept
+        )
         self._kept = [1 + accepted for accepted in taken]
         self._keep_states()
         drafted = [count - 1 for count in counts]
@@ -184,7 +184,6 @@ class DraftSteps:
         self.pool.draft_depth = max(drafted)
         self.proposer.note(rows, drafted, taken, following)
         batch.choice.sampler.skip(taken)
-        batch.note_told(deliveries)
         # An error behind a draft that was refused is nobody's.
         ends = [place + count for place, count in zip(_starts(counts), taken, strict=True)]
         batch.failed += [
