@@ -162,6 +162,16 @@ class DecodeBatch:
         if self.proposer is not None:
             self.proposer.remove(leaving)
 
+    def leave(self, rows: Sequence[Request]) -> None:
+        """Take rows out that are going to join again with their own caches, and remember the token of each that was not
+        delivered yet."""
+        leaving = self.members.intersection(rows)
+        if leaving:
+            for index, (row, token) in enumerate(zip(self.rows, _as_ints(self._inputs), strict=True)):
+                if row in leaving:
+                    self._remember(row, index, token)
+            self.remove(rows)
+
     def disband(self) -> list[Request]:
         """Take all rows out, to compute them again as after :meth:`suspend`, and touch no cache: for when the batch's
         own are in an unknown state. Returns the rows."""

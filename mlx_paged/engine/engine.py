@@ -145,6 +145,8 @@ class Engine:
         if self.agreement is None and (bounded or self._is_on_metal or (self.packs and on_metal())):
             self._pace = PrefillPace(batch.model, prefill_latency, self._least_fused())
             self.scheduler.yields = True
+            # On a CPU a row costs as much beside others as alone; a draft model would compute what left again.
+            self.scheduler.holds = not on_metal() and proposer is None
         self._step_tokens = self.scheduler.token_budget
         self._prefill_steps = 0
         info = mx.device_info()
@@ -232,11 +234,14 @@ class Engine:
             self._fail_noted()
             alive = plan._replace(
                 decode=[request for request in plan.decode if self._is_alive(request)],
+                held=[request for request in plan.held if self._is_alive(request)],
                 chunks=[chunk for chunk in plan.chunks if self._is_alive(chunk.request)],
             )
         if self.budget is not None:
             most_running = self.scheduler.max_running
             appends.grow_for(self.budget, alive, self.requests.values(), most_running, self.sharing)
+        if alive.held:
+            self._leave(alive.held)
         joining = [r for r in alive.decode if r not in self.batch.members and r.caches is not None]
         self._join(joining)
         self._fail_noted()
@@ -384,6 +389,8 @@ class Engine:
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Any]:
         if not chunks:
             return []
+        if self._pace is not None and not self.in_place and self.batch.rows:
+            mx.eval(self.batch.inputs)  # the step under way is no part of the time that is learned from
         begin = time.perf_counter()
         # Without caches: preempted for a request that the plan had counted less for.
         chunks = [chunk for chunk in chunks if self._is_alive(chunk.request) and chunk.request.caches is not None]
@@ -628,6 +635,13 @@ class Engine:
                 return
             for request in requests:  # whose fault it is shows when each joins alone
                 self._join([request])
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """Have rows leave the decode batch with what they hold, to join it again."""
+        try:
+            self.batch.leave(requests)
+        except Exception:  # whose fault it is shows when each is computed again
+            self._disband()
 
     def _remove_from_batch(self, requests: Sequence[Request], *, keep_caches: bool = True) -> None:
         """Remove requests from the decode batch. A request for which that fails is out of it, too, but its caches are

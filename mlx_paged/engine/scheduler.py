@@ -4,7 +4,7 @@ tensor.
 Requests that run are ordered by priority, then by when they were admitted first. The first always goes first, and only
 later ones are preempted for it; so it always advances, and every request finishes unless more urgent ones never end.
 Requests that decode take a token in every step, beside prompts of up to ``token_budget`` tokens: no prompt delays them
-by more than that. Clients of one priority take turns at the tokens of a step, and where no room is left, a client makes
+by more than that, and on a CPU by the first token behind it, see :meth:`Scheduler._held`. Clients of one priority take turns at the tokens of a step, and where no room is left, a client makes
 room for another that runs fewer requests. The same calls give the same decisions on every rank.
 """
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # of a request, only lengths are read and written here
 
 
 Growth = Sequence[tuple["Request", int]]
+MOST_HELD = 3  # steps in a row in which rows wait for another client's first token: it takes as many
 
 
 class Memory(Protocol):
@@ -67,11 +68,13 @@ class ScheduledStep(NamedTuple):
 
     Attributes:
         decode: requests that take one token each, in the order of those that run.
+        held: requests that would, and wait for the first token of another client.
         chunks: parts of prompts, in the same order, at most one for each request.
         failed: requests that cannot go on, with the reason. The scheduler has forgotten them.
     """
 
     decode: list[Request]
+    held: list[Request]
     chunks: list[Chunk]
     failed: list[tuple[Request, Exception]]
 
@@ -160,6 +163,8 @@ class Scheduler:
     Attributes:
         yields: where prompts take long, chunks of a client wait while another one's first token is awaited, see
             :meth:`_must_yield`.
+        holds: where rows take long, those of a client wait, too, while another one's first token is computed, see
+            :meth:`_held`.
     """
 
     def __init__(
@@ -183,12 +188,13 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of _rank
         self.preemptions = 0
-        self.yields = False
+        self.yields = self.holds = False
         self.admits = True  # whether requests may start beside those that run
         self._preempted: set[Request] = set()  # since planning began: they start in the next step at the earliest
         self._blocks_ahead: int | None = None  # that those running may take before another may start; None: not counted
         self._num_running: Counter[Hashable] = Counter()  # requests by client, while a plan is made
         self._awaited: set[tuple[int, Hashable]] = set()  # priorities and clients of running ones without a token yet
+        self._num_held = 0  # last steps in a row that held rows
         self._num_plans = 0
         self._served: dict[Hashable, int] = {}  # number of the last plan with a chunk of the client
 
@@ -242,18 +248,27 @@ class Scheduler:
         failed: list[tuple[Request, Exception]] = []
         self._blocks_ahead = None
         self._preempted.clear()
+        self._awaited = {_group(each) for each in self.running if not each.num_generated} if self.yields else set()
         # Nobody waits: what is preempted meanwhile does not start in this step.
-        self._num_running = Counter(each.options.client for each in self.running) if self.waiting else Counter()
+        is_counted = self.waiting or self._awaited
+        self._num_running = Counter(each.options.client for each in self.running) if is_counted else Counter()
         while True:
             decode = [(request, 1) for request in self.running if request.length >= request.prefill_end]
             if not decode or self._fits_after_preempting(decode, self.running[0], failed):
                 break
+        held = self._held(decode, ()) if self._num_held else []
         # What a failed request held is released after the plan: the next one counts with it.
-        chunks = [] if failed else self._plan_chunks(decode, failed)
+        chunks = [] if failed or held else self._plan_chunks(decode, failed)
+        if not self._num_held:
+            held = self._held(decode, chunks)
+        self._num_held = self._num_held + 1 if held else 0
         self._num_plans += 1
         self._served.update((chunk.request.options.client, self._num_plans) for chunk in chunks)
+        waits = set(held)
+        alive = [request for request, _ in self._alive(decode, failed)]
         return ScheduledStep(
-            [request for request, _ in self._alive(decode, failed)],
+            [request for request in alive if request not in waits] if held else alive,
+            [request for request in alive if request in waits] if held else [],
             [Chunk(request, num_tokens) for request, num_tokens in self._alive(chunks, failed)],
             failed,
         )
@@ -304,13 +319,12 @@ class Scheduler:
         if len(decode) < len(self.running):
             queue.extend(sorted((request for request in self.running if not request.is_prefilled), key=self._turn))
         admits = True
-        self._awaited = {_group(each) for each in self.running if not each.num_generated} if self.yields else set()
         while budget > 0:
             while queue and queue[0] in self._preempted:
                 queue.popleft()
             first = self.waiting.next(self._num_running) if admits else None
             if first is not None and (not queue or self._turn(first) < self._turn(queue[0])):
-                admits = not self._must_yield(first) and self._admit(first, failed)
+                admits = not self._must_yield(first, self._awaited) and self._admit(first, failed)
                 if admits and self.yields and not first.num_generated:
                     self._awaited.add(_group(first))
                 if not admits or first.is_prefilled:
@@ -318,7 +332,7 @@ class Scheduler:
                 request = first
             elif queue:
                 request = queue.popleft()
-                if self._must_yield(request):
+                if self._must_yield(request, self._awaited):
                     continue
             else:
                 break
@@ -335,16 +349,40 @@ class Scheduler:
             chunks.append(Chunk(request, num_tokens))
         return chunks
 
-    def _must_yield(self, request: Request) -> bool:
-        """Return whether a chunk of the request waits, so that steps are short until somebody else has a first token: a
-        more urgent request, or one of a client that runs at least two fewer. A client that runs no more than one
-        request more than others never waits, so each goes on."""
+    def _must_yield(self, request: Request, awaited: Collection[tuple[int, Hashable]]) -> bool:
+        """Return whether a request waits, so that steps are short until somebody else has a first token: a more urgent
+        request, or one of a client that runs at least two fewer. A client that runs no more than one request more than
+        others never waits, so each goes on.
+
+        Args:
+            request: that runs or may start.
+            awaited: priorities and clients of those whose first token is awaited.
+        """
         priority, client = _group(request)
         number = self._num_running[client]
         return any(
             other < priority or (other == priority and each != client and self._num_running[each] + 2 <= number)
-            for other, each in self._awaited
+            for other, each in awaited
         )
+
+    def _held(self, decode: Growth, chunks: Sequence[Chunk]) -> list[Request]:
+        """Return the requests that take no token in this step for the sake of a first token: from the step on that
+        computes the last of its prompt, until it is there, and that is the only chunk they wait for. Then they take a
+        token before they wait again.
+
+        Args:
+            decode: those that would take one.
+            chunks: of this step.
+        """
+        if not self.holds or self._num_held == MOST_HELD:
+            return []
+        lengths = {request: request.length + num_tokens for request, num_tokens in chunks}
+        awaited = {
+            _group(request)
+            for request in self.running
+            if not request.num_generated and lengths.get(request, request.length) >= request.prefill_end
+        }
+        return [request for request, _ in decode if self._must_yield(request, awaited)] if awaited else []
 
     def _turn(self, request: Request) -> tuple[int, int]:
         """Return what decides whose chunk is next: the priority, then which client was served longest ago."""

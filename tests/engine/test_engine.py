@@ -57,6 +57,56 @@ def test_no_more_requests_run_than_may(most: int) -> None:
     assert max(engine.model.call_sizes) == most
 
 
+def test_a_first_token_beside_a_flood_is_computed_alone() -> None:
+    """Nothing of a client's rows is computed from the arrival of another client's request to its first token."""
+    engine = ToyEngine(make_pool(), prefill_step_size=64, completion_batch_size=8, prefill_batch_size=8)
+    flood = {engine.add(prompt := prompt_of(9, seed), max_tokens=30, client="a"): prompt for seed in range(12)}
+    for _ in range(6):
+        engine.step()
+    assert engine.model.call_sizes[-1] == 8
+    for length in (1, 8, 40):
+        prompt = prompt_of(length, seed=length)
+        engine.model.call_sizes.clear()
+        uid = engine.add(prompt, max_tokens=3, client="b")
+        while not engine.responses[uid]:
+            engine.step()
+        assert set(engine.model.call_sizes) == {1} and len(engine.model.call_sizes) <= 3
+        while len(engine.responses[uid]) < 3:
+            engine.step()
+        assert engine.model.call_sizes[-1] > 1, "the flood goes on"
+        assert_answered(engine, uid, prompt, 3)
+    engine.run()
+    for uid, prompt in flood.items():
+        assert_answered(engine, uid, prompt, 30)
+    let_go(engine)
+    assert engine.pool.stats().live_blocks == 0
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "preempted", "forked"])
+def test_rows_that_are_held_can_be_cancelled_preempted_and_forked(ending: str) -> None:
+    engine = ToyEngine(make_pool(), prefill_step_size=64)
+    flood = {engine.add(prompt := prompt_of(9, seed), max_tokens=12, client="a"): prompt for seed in range(4)}
+    for _ in range(4):
+        engine.step()
+    engine.add(prompt_of(30), max_tokens=2, client="b")
+    engine.engine._step()
+    assert not engine.engine.batch.rows and len(engine.engine.scheduler.running) == 5
+    if ending == "cancelled":
+        engine.engine.remove([0])
+        engine.responses.pop(0), flood.pop(0)
+    elif ending == "preempted":
+        engine.engine.scheduler.preempt(engine.engine.requests[0])
+    else:
+        caches, tokens = engine.engine.extract(0)
+        assert tokens == flood[0] + engine.tokens(0) and caches[0].offset == len(tokens)
+        del caches
+    engine.run()
+    for uid, prompt in flood.items():
+        assert engine.tokens(uid) == answer(prompt, 12)
+    let_go(engine)
+    assert engine.pool.stats().live_blocks == 0
+
+
 def test_requests_join_while_others_run() -> None:
     engine = ToyEngine(make_pool())
     first = engine.add(prompt_of(9), max_tokens=20)

@@ -244,14 +244,14 @@ FLOODS: dict[str, tuple[int, dict[str, int | None], int, int]] = {  # blocks, op
 }
 
 
-@pytest.mark.parametrize("yields", [False, True])
+@pytest.mark.parametrize(("yields", "holds"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("num_blocks", "options", "prompt", "extra"), FLOODS.values(), ids=FLOODS)
 def test_a_flood_at_most_doubles_the_steps_of_others(
-    num_blocks: int, options: dict[str, int | None], prompt: int, extra: int, yields: bool
+    num_blocks: int, options: dict[str, int | None], prompt: int, extra: int, yields: bool, holds: bool
 ) -> None:
     """Counts steps to the first token of each of three requests, alone and beside a client with 40 of them."""
     driver, alone = Driver(num_blocks, **options), Driver(num_blocks, **options)
-    driver.scheduler.yields = yields
+    driver.scheduler.yields, driver.scheduler.holds = yields, holds
     flood = [driver.insert(prompt, extra, client="a") for _ in range(40)]
     for _ in range(30):
         driver.step()
@@ -268,33 +268,73 @@ def test_a_flood_at_most_doubles_the_steps_of_others(
     assert {request.uid for request in flood} <= set(driver.finished)
 
 
+@pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize(("client", "priority"), [("a", 9), ("b", 0)], ids=["batch job", "another client"])
-def test_prompts_of_others_wait_for_a_first_token(client: str, priority: int) -> None:
-    """A step computes nothing beside a request's prompt and first token but the tokens of rows."""
+def test_prompts_of_others_wait_for_a_first_token(client: str, priority: int, holds: bool) -> None:
+    """A step computes nothing beside a request's prompt and first token but the tokens of rows, and not those where
+    rows are held."""
     driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
-    driver.scheduler.yields = True
+    driver.scheduler.yields, driver.scheduler.holds = True, holds
     flood = [driver.insert(prompt=40, extra=6, client=client, priority=priority) for _ in range(200)]
     for _ in range(20):
         driver.step()
     for _ in range(3):
         request = driver.insert(prompt=30, extra=2, client="a" if client == "b" else "b")
-        prompts = []
+        prompts, rows = [], []
         while not request.num_generated:
-            prompts += driver.step().chunks
+            plan = driver.step()
+            prompts += plan.chunks
+            rows += plan.decode
+            assert bool(plan.held) is holds and not {*plan.held} & {*plan.decode}
         assert [chunk.request for chunk in prompts] == [request]
-        assert sum(chunk.num_tokens for chunk in driver.step().chunks) > 0  # the flood goes on
+        assert (rows == [request]) is holds
+        plan = driver.step()
+        assert len(plan.decode) > 1 if holds else plan.chunks, "the flood goes on"
+        assert not plan.held
     driver.run(4000)
     assert {each.uid for each in flood} <= set(driver.finished)
 
 
-def test_nobody_waits_for_ever_for_the_first_tokens_of_others() -> None:
+@pytest.mark.parametrize("holds", [False, True])
+def test_nobody_waits_for_ever_for_the_first_tokens_of_others(holds: bool) -> None:
     driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
-    driver.scheduler.yields = True
+    driver.scheduler.yields, driver.scheduler.holds = True, holds
     flood = [driver.insert(prompt=40, extra=6, client="a") for _ in range(10)]
     for _ in range(200):
         driver.insert(prompt=40, extra=2, client="b")  # one in each step
         driver.step()
     assert {each.uid for each in flood} <= set(driver.finished)
+
+
+def test_rows_wait_no_longer_than_a_chunk_and_its_first_token() -> None:
+    """A flood decodes while a long prompt of another client is computed, but for its last chunk; and beside a client
+    that asks again as soon as it may, after each of its first tokens."""
+    driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
+    driver.scheduler.yields = driver.scheduler.holds = True
+    for _ in range(6):
+        driver.insert(prompt=4, extra=400, client="a")
+    driver.step()
+    driver.insert(prompt=193, extra=1, client="b")
+    assert [bool(driver.step().held) for _ in range(5)] == [False, False, True, True, False]
+    waits = []
+    for _ in range(40):
+        driver.insert(prompt=30, extra=1, client="b")
+        waits.append(bool(driver.step().held))
+    assert waits == [True, True, False] * 13 + [True]
+
+
+def test_a_first_token_that_does_not_come_holds_no_row_for_long() -> None:
+    driver = Driver(1000, max_running=8, max_prefilling=8)
+    driver.scheduler.yields = driver.scheduler.holds = True
+    for _ in range(6):
+        driver.insert(prompt=4, extra=400, client="a")
+    driver.step()
+    request = driver.insert(prompt=9, extra=100, client="b")
+    waits = []
+    for _ in range(8):
+        waits.append(bool(driver.step().held))
+        request.num_generated = 0
+    assert waits == [True] * 3 + [False] + [True] * 3 + [False]
 
 
 def test_priorities_come_before_turns() -> None:
@@ -340,11 +380,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         running=st.integers(1, 5),
         grid=st.none() | st.integers(1, 20),
         chunk=st.none() | st.integers(1, 60),
+        holds=st.booleans(),
     )
     @precondition(lambda self: self.inserted == 0)
-    def configure(self, num_blocks: int, budget: int, running: int, grid: int | None, chunk: int | None) -> None:
+    def configure(self, num_blocks: int, budget: int, running: int, grid: int | None, chunk: int | None, holds: bool) -> None:
         options = {"grid": grid, "chunk": chunk}
         self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK, **options)
+        self.driver.scheduler.yields = self.driver.scheduler.holds = holds
 
     @rule(
         prompt=st.integers(1, 40),
@@ -367,7 +409,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             had_work = len(self.driver.scheduler) > 0
             plan = self.driver.step()
-            for planned in (plan.decode, [chunk.request for chunk in plan.chunks]):
+            for planned in ([*plan.decode, *plan.held], [chunk.request for chunk in plan.chunks]):
                 assert len(set(planned)) == len(planned)
             assert not had_work or plan.decode or plan.chunks or plan.failed or self.driver.scheduler.running
 

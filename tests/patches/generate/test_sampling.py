@@ -42,7 +42,8 @@ def answers(
     step = 0
     while responses := gen.next_generated():
         for response in responses:
-            tokens[response.uid].append(response.token)
+            if response.uid in tokens:  # others may be inserted meanwhile
+                tokens[response.uid].append(response.token)
         between(gen, step)
         step += 1
     return [tokens[uid] for uid in uids]
@@ -140,6 +141,24 @@ def test_a_seed_gives_the_same_tokens_after_making_room() -> None:
     gen = generator(model)
     assert answers(gen, prompts, make_room, **options) == expected
     assert gen.preemptions >= 3
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_seed_gives_the_same_tokens_where_rows_wait_for_another_client(kind: str) -> None:
+    """Rows leave the batch while the first token of another client is computed, and join again with the token that they
+    had chosen, and with the states of layers without blocks."""
+    model, prompts, options = model_of(kind), prompts_of(4), seeded(4)
+    expected = answers(generator(model), prompts, **options)
+    left: list[int] = []
+
+    def ask(gen: Any, step: int) -> None:
+        if step % 3 == 1 and step < NEW - 3:
+            gen.insert([prompts[0]], [1], options=[RequestOptions(client="another")])
+        left.append(len(gen._engine.scheduler.running) - len(gen._engine.batch.rows))
+
+    gen = generator(model)
+    assert answers(gen, prompts, ask, **options) == expected
+    assert max(left) == 4, "all rows have waited"
 
 
 def test_rows_without_a_seed_draw_from_the_global_state() -> None:

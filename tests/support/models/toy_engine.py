@@ -11,7 +11,7 @@ from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.request import Request
+from mlx_paged.engine.request import Request, RequestOptions
 from mlx_paged.engine.upstream import Upstream
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.kv.group import LayerGroup
@@ -135,6 +135,7 @@ def make_request(
     sampler: Callable[[mx.array], mx.array] = greedy,
     processors: Sequence[Callable[..., mx.array]] = (),
     stops_at: Callable[[int], bool] = lambda token: False,
+    client: str | None = None,
 ) -> Request:
     return Request(
         uid,
@@ -145,6 +146,7 @@ def make_request(
         sampler=sampler,
         processors=processors,
         matcher=SimpleNamespace(advance=stops_at),
+        options=RequestOptions(client=client),
     )
 
 
