@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +61,27 @@ def option(
     *,
     flag: str | None = None,
     collect: Callable[[list[str] | None], Any] | None = None,
+    default_text: str | None = None,
+    more: str = "",
 ) -> Any:
     """Return a field and all there is to know of its flag.
 
     Args:
         default: without the flag; a switch turns an option off whose default is True.
-        text: what it does, for ``--help``.
+        text: what it does, for ``--help`` and docs/reference.md.
         metavar: what stands for the value in the help; None: the flag is a switch.
         parse: makes the value of what is given.
         flag: None: the field's name with dashes.
         collect: the flag may be given several times, and this makes the value of all, or of None.
+        default_text: what help and reference say of the default; None: there is none, or a switch is off.
+        more: what the reference says beyond the text.
     """
     how = {"text": text, "metavar": metavar, "parse": parse, "flag": flag, "collect": collect}
-    return field(default=default, metadata=how)
+    return field(default=default, metadata={**how, "default_text": default_text, "more": more})
+
+
+def _flag_of(each: Field[Any]) -> str:
+    return each.metadata["flag"] or f"--{each.name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,18 @@ class ServerConfig:
 
     prefix_cache: bool = option(True, "Compute every prompt anew", flag="--no-prefix-cache")
     prefix_cache_ttl: float | None = option(None, "Evict prefixes idle for longer than this", "SECONDS", _seconds)
-    prefix_cache_dir: Path | None = option(None, "Keep prefixes on disk, too; they outlive a restart", "DIR", Path)
-    prefix_cache_dir_size: int = option(DISK_CAP, "Most bytes there (10GiB)", "SIZE", _size)
+    prefix_cache_dir: Path | None = option(
+        None,
+        "Keep prefixes on disk, too; they outlive a restart",
+        "DIR",
+        Path,
+        more=" or a crash, for the same model: weights, adapter, configuration and code. They are written in idle "
+        "moments, when they are dropped from memory (then by a thread; up to 256 MB wait, more are dropped and "
+        "counted), and at the end. Readable by your user alone",
+    )
+    prefix_cache_dir_size: int = option(
+        DISK_CAP, "Most bytes there; the least recently used go first", "SIZE", _size, default_text="10GiB"
+    )
     api_keys: ApiKeys = option(
         ApiKeys(),
         "Clients must send it as their bearer token. May be given several times: the holders of different keys share "
@@ -91,10 +109,12 @@ class ServerConfig:
         "KEY",
         flag="--api-key",
         collect=lambda given: ApiKeys.from_options(given, os.environ.get(VARIABLE)),
+        more=". `x-api-key` does for the token, and holders [take turns](#several-clients). `@FILE` names a file of "
+        "keys with names, priorities and limits",
     )
     served_model_names: tuple[str, ...] = option(
         (),
-        "Another name of the model for clients; may be given several times",
+        "Another name of the model for clients, beside its folder's; may be given several times",
         "NAME",
         flag="--served-model-name",
         collect=lambda given: tuple(name.strip() for name in given or ()),
@@ -106,19 +126,28 @@ class ServerConfig:
         False,
         "Refuse parameters that this server does not know (400); without it they are ignored, logged once and named in "
         "the answer's header x-ignored-parameters",
+        more=" ([all that it knows](api.md)). `--ignore-unknown-parameters` has no effect any more",
     )
     response_store: bool = option(
         True,
         "Keep no answers of Responses; without it those that clients do not say store: false of are kept in memory, 64 "
         "MiB of them",
         flag="--no-response-store",
+        more=", for `previous_response_id`",
     )
     batch_dir: Path | None = option(
-        None, "Keep files and batches on disk; without it they are in memory, 256 MiB of them", "DIR", Path
+        None,
+        "Keep files and batches on disk; without it they are in memory, 256 MiB of them",
+        "DIR",
+        Path,
+        more=". On disk, [batches](api.md) go on after a restart",
     )
     model_dir: Path | None = option(None, "Clients may ask for the models in it, by their folders' names", "DIR", Path)
     allow_any_model: bool = option(
-        False, "Clients may have any model loaded that they name, with adapters and draft models, as in mlx-lm"
+        False,
+        "Clients may have any model loaded that they name, with adapters and draft models, as in mlx-lm",
+        more=". With neither `--model` nor `--model-dir`, clients may have the models loaded that are in the hub's "
+        "cache, which `/v1/models` lists",
     )
     image_hosts: frozenset[str] = option(
         frozenset(),
@@ -132,28 +161,45 @@ class ServerConfig:
         "Let models and their caches go after this time without a request; the next one loads them",
         "SECONDS",
         _seconds,
+        default_text="never",
+        more=". Prefixes go to `--prefix-cache-dir`, if there is one",
     )
     memory_watermark: float = option(
         WATERMARK,
         "Of the memory's limit: above it cached prefixes go, then no request starts beside others, then the youngest "
-        f"makes room (default: {WATERMARK:.0%}; 0: not watched)",
+        "makes room; 0: not watched",
         "PERCENT",
         _percent,
+        default_text=f"{WATERMARK:.0%}",
+        more="; see [below](#staying-alive)",
     )
     watchdog_timeout: float | None = option(
         None,
-        "End the process with status 70 after this time without any progress, for a service manager to start it again "
-        "(default: 300 on a GPU, 3600 on a CPU; 0: never)",
+        "End the process with status 70 after this time without any progress, for a service manager to start it again; "
+        "0: never",
         "SECONDS",
         _seconds_or_none,
+        default_text="300 on a GPU, 3600 on a CPU",
+        more="; see [below](#staying-alive)",
     )
     drain_timeout: float = option(
         DRAIN_SECONDS,
-        "Grace period for requests after SIGTERM or SIGHUP (default: 30; 0 disables it); a second signal ends the "
-        "server at once",
+        "Grace period for requests after SIGTERM or SIGHUP; 0 disables it; a second signal ends the server at once",
         "SECONDS",
         _seconds_or_none,
+        default_text=f"{DRAIN_SECONDS:.0f}",
     )
+
+    @classmethod
+    def reference(cls) -> list[str]:
+        """Return the rows of the table in docs/reference.md."""
+        rows = []
+        for each in fields(cls):
+            how = each.metadata
+            value = "" if how["metavar"] is None else f" {how['metavar']}"
+            default = how["default_text"] or ("off" if how["metavar"] is None else "none")
+            rows.append(f"| `{_flag_of(each)}{value}` | {default} | {how['text']}{how['more']} |")
+        return rows
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -166,8 +212,9 @@ class ServerConfig:
             if how["collect"] is not None:
                 kind |= {"action": "append", "default": None}
             group = alive if each.name in ALIVE else access
-            flag = how["flag"] or f"--{each.name.replace('_', '-')}"
-            group.add_argument(flag, dest=each.name, help=how["text"].replace("%", "%%"), **kind)
+            default = "" if how["default_text"] is None else f" (default: {how['default_text']})"
+            text = f"{how['text']}{default}".replace("%", "%%")
+            group.add_argument(_flag_of(each), dest=each.name, help=text, **kind)
         ignored = "Without effect: it is the default"
         access.add_argument("--ignore-unknown-parameters", action="store_true", help=ignored)
 

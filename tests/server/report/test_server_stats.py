@@ -127,6 +127,13 @@ def test_distributions_can_be_asked_for() -> None:
         assert next(float(le) for le, value in counts.items() if value) == most, name
 
 
+def test_every_option_stands_in_the_reference() -> None:
+    rows = (Path(__file__).parents[3] / "docs" / "reference.md").read_text().splitlines()
+    known = ServerConfig.reference()
+    begin = rows.index(known[0])
+    assert rows[begin : begin + len(known)] == known
+
+
 def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("MLX_PAGED_API_KEY", raising=False)
 
