@@ -115,9 +115,12 @@ def walk(tokenizer: TokenizerWrapper, state: Grammar, words: list[list[int]], di
     def allowed(state: Grammar) -> list[int]:
         out = np.zeros(-(-len(tokenizer) // 32), np.uint32)
         state.mask(out)
-        return [token for token in range(len(tokenizer)) if out[token // 32] >> np.uint32(token % 32) & 1]
+        bits = np.unpackbits(out.view(np.uint8), bitorder="little")[: len(tokenizer)]
+        return np.flatnonzero(bits).tolist()  # type: ignore[no-any-return]
 
-    def taken(state: Grammar, word: list[int]) -> bool:
+    def taken(state: Grammar, word: list[int], choice: list[int]) -> bool:
+        if word[0] not in choice:
+            return False
         trial = copy.copy(state)
         trial.tokens, trial._matcher = list(state.tokens), state._matcher.deep_copy()
         for token in word:
@@ -126,11 +129,11 @@ def walk(tokenizer: TokenizerWrapper, state: Grammar, words: list[list[int]], di
             trial.accept(token)
         return True
 
-    while state.part is Part.WITHIN and not (
-        state._matcher.is_stopped() or (EOS in allowed(state) and dice.random() < 0.9)
-    ):
-        assert len(state.tokens) < 6000, tokenizer.decode(state.tokens)
+    while state.part is Part.WITHIN and not state._matcher.is_stopped():
         choice = allowed(state)
+        if EOS in choice and dice.random() < 0.9:
+            break
+        assert len(state.tokens) < 6000, tokenizer.decode(state.tokens)
         letters = [token for token in choice if 33 <= token < 127 and not 48 <= token < 58]  # numbers end soon
         letters = letters or [token for token in choice if token not in (EOS, EOT)]
         word: list[int] | None = None
@@ -138,7 +141,7 @@ def walk(tokenizer: TokenizerWrapper, state: Grammar, words: list[list[int]], di
             # Within JSON a string may hold a mark, which for parsers ends the call: not here.
             is_json = 34 in choice and 10 not in choice
             some = [word for word in words if not (is_json and len(word) > 4)]
-            word = next((word for word in dice.sample(some, len(some)) if taken(state, word)), None)
+            word = next((word for word in dice.sample(some, len(some)) if taken(state, word, choice)), None)
         for token in word or [dice.choice(letters)]:
             state.accept(token)
 
