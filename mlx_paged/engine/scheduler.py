@@ -4,8 +4,9 @@ tensor.
 Requests that run are ordered by priority, then by when they were admitted first. The first always goes first, and only
 later ones are preempted for it; so it always advances, and every request finishes unless more urgent ones never end.
 Requests that decode take a token in every step, beside prompts of up to ``token_budget`` tokens: no prompt delays them
-by more than that, and on a CPU by the first token behind it, see :meth:`Scheduler._held`. Clients of one priority take turns at the tokens of a step, and where no room is left, a client makes
-room for another that runs fewer requests. The same calls give the same decisions on every rank.
+by more than that, and on a CPU by the first token behind it, see :meth:`Scheduler._held`. Clients of one priority take
+turns at the tokens of a step, and where no room is left, a client makes room for another that runs fewer requests. The
+same calls give the same decisions on every rank.
 """
 
 from __future__ import annotations

@@ -383,7 +383,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         holds=st.booleans(),
     )
     @precondition(lambda self: self.inserted == 0)
-    def configure(self, num_blocks: int, budget: int, running: int, grid: int | None, chunk: int | None, holds: bool) -> None:
+    def configure(
+        self, num_blocks: int, budget: int, running: int, grid: int | None, chunk: int | None, holds: bool
+    ) -> None:
         options = {"grid": grid, "chunk": chunk}
         self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK, **options)
         self.driver.scheduler.yields = self.driver.scheduler.holds = holds
