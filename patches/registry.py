@@ -26,6 +26,7 @@ ADAPTERS = (
     "models.states",
     "models.attention",
     "models.latent",
+    "models.index_attention",
     "models.llama4",
     "models.transformer_block",
     "nn",

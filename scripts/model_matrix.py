@@ -32,6 +32,8 @@ LIMIT = 1e-5
 # Of modules whose layers are all paged, those whose decode steps are never compiled.
 NOT_COMPILED = {
     "dbrx": "chooses experts on the host",
+    "deepseek_v32": "chooses tokens in long contexts only",
+    "glm_moe_dsa": "the same",
     "phi3small": "attends over gathered arrays",
 }
 
@@ -187,15 +189,16 @@ def row_of(
 
 def attention_of(model: Any) -> str:
     from mlx_paged.patches.cache.layout import layout_of
-    from mlx_paged.patches.models.latent import attends_latents
+    from mlx_paged.patches.models.latent import latent_caches_of
 
     layout = layout_of(model)
     if layout is None or not layout.groups:
         return ""
     if layout.adapted:
         return "blocks (adapter)"
-    if any(attends_latents(module) for _, module in model.named_modules()):
-        return "latents"
+    caches = max(latent_caches_of(module) for _, module in model.named_modules())
+    if caches:
+        return "latents, chosen" if caches > 1 else "latents"
     seam = [heads is not None for _, heads in layout.geometries]
     return "blocks" if all(seam) else "blocks, some gathered" if any(seam) else "gathered"
 
@@ -213,7 +216,9 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 - **Attention**: over the blocks, which is the kernel on a GPU if it has the head size and MLX's attention elsewhere; or
   over arrays gathered from them, where the model computes with keys and values itself. Over latents (MLA): decode steps
   over the blocks, prompts over keys and values made of them, where there are kernels
-  ([ADR 0033](adr/0033-latent-pages.md)); else over gathered arrays.
+  ([ADR 0033](adr/0033-latent-pages.md)); else over gathered arrays. "Chosen": a second group of pages holds the keys of
+  an indexer. Up to `index_topk` tokens of context, attention is as over any latents; beyond, index keys and latents are
+  gathered and mlx-lm's own code chooses, on any device ([ADR 0072](adr/0072-index-keys.md)).
 - **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
 - **Packs**: on a GPU, chunks of several prompts go through the model in one call, as rows of one token; else alone.
   Layers with states take the tokens of several sequences side by side ([ADR 0069](adr/0069-packs-with-states.md)).
@@ -243,7 +248,7 @@ def page_of(lines: dict[str, str], num_tokens: int = 64) -> str:
     """The Markdown page of these lines (see :func:`line_of`), by module."""
     statuses = [line.split(" | ")[1] for line in lines.values()]
     counts = {kind.replace(" ", "_"): statuses.count(kind) for kind in ("paged", "partly", "stock", "not built")}
-    not_compiled = " and ".join(f"{name} ({why})" for name, why in NOT_COMPILED.items())
+    not_compiled = ", ".join(f"{name} ({why})" for name, why in NOT_COMPILED.items())
     header = HEADER.format(
         **counts, tokens=num_tokens, prompts=", ".join(map(str, PROMPTS)), window=model_configs.WINDOW,
         chunk=model_configs.CHUNK, block=BLOCK_SIZE, not_compiled=not_compiled,

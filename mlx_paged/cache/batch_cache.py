@@ -113,6 +113,21 @@ class PagedBatchKVCache:
         return keys, values
 
     @in_turn
+    def update(self, keys: mx.array, values: mx.array) -> None:
+        """Write the tokens' keys and values ``[T, n_kv_heads, 1, head_dim]`` to the pool, and read nothing.
+
+        Raises:
+            GeometryError: shapes differ from the rows.
+        """
+        rows, layer = self.rows, self.layer
+        keys, values = self._accepted(keys, values)
+        step, tables = rows.step(layer), rows.tables_of(layer)
+        rows.take(layer)
+        if rows.is_pack:
+            rows.attended(layer)
+        self._kv.write_step(tables, step, keys, values)
+
+    @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the tokens' keys and values and return what the rows see.
 

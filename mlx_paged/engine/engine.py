@@ -108,7 +108,7 @@ class Engine:
         self.agreement = None if batch.ranks is None else Agreement(batch.ranks, self.pool)
         if self.agreement is not None and self.pool is not None:
             self.pool.drops_when_idle = False
-        self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
+        self.all_paged = all(isinstance(cache, PagedKVCache) for cache in leaves(fresh))
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
         # The model of a layout without any paged layer attends to nothing.
         reads_blocks_only = reads_blocks_only or self.pool is None

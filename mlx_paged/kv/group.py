@@ -40,6 +40,8 @@ class LayerGroup(NamedTuple):
         latent: some layer computes with what it wrote by itself, as with MLA's latents, not by an attention function.
         stride: what a query sees begins at a multiple of it: 1 in a sliding window; the window itself where tokens see
             the chunk of so many tokens that they lie in.
+        split_keys: the layers keep one vector a token, as an indexer's keys are: pages hold its first half as the key
+            and its second half as the value.
     """
 
     layers: tuple[int, ...]
@@ -47,6 +49,7 @@ class LayerGroup(NamedTuple):
     name: str = "global"
     latent: bool = False
     stride: int = 1
+    split_keys: bool = False
 
     @property
     def sees(self) -> Window | None:

@@ -66,7 +66,9 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
             continue
         keys, values = _in_order(old)
         expected = new.pool.groups[new.table.group].geometry
-        shape = (expected.num_kv_heads, expected.k_head_dim) if expected is not None else kv_shape_of(model)
+        shape = kv_shape_of(model)
+        if expected is not None:
+            shape = expected.num_kv_heads, expected.k_head_dim + expected.v_head_dim * new.split_keys
         if shape is not None and (keys.shape[1], keys.shape[3]) != shape:
             raise PromptCacheError(
                 f"the prompt cache holds {keys.shape[1]} KV heads of {keys.shape[3]}, the model has "

@@ -89,6 +89,9 @@ class PagedLayerCache(PagedKVCache):
         if self.empty():
             return stock
         keys, values = self.keys_and_values()
+        if self.split_keys:
+            keys = mx.concatenate([keys, values], axis=-1)
+            values = mx.zeros_like(keys)  # as mlx-lm's indexers have them
         if ring is None:
             chunks = () if self.window is None else (self.window, self.offset - keys.shape[2])
             stock.state = (keys, values, self.offset, *chunks)
@@ -111,6 +114,18 @@ class PagedLayerCache(PagedKVCache):
         stock = QuantizedKVCache(group_size, bits)
         stock.state = (keys, values, self.offset, group_size, bits)
         return stock
+
+    @property
+    def split_keys(self) -> bool:
+        """Return whether pages hold halves of a key (see :class:`LayerGroup`), which mlx-lm's cache holds whole."""
+        return self._kv.spec.split_keys
+
+    def load(self, keys: mx.array, values: mx.array, offset: int, *, stored: bool = False) -> None:
+        """Like :meth:`PagedKVCache.load`, also for whole keys where pages hold halves; ``values`` are not used then."""
+        geometry = self._kv.group.geometry
+        if self.split_keys and geometry is not None and keys.shape[3] == geometry.k_head_dim + geometry.v_head_dim:
+            keys, values = mx.split(keys, [geometry.k_head_dim], axis=-1)
+        super().load(keys, values, offset, stored=stored)
 
     @in_turn
     def load_quantized(self, stock: QuantizedKVCache) -> None:

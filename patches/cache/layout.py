@@ -18,7 +18,7 @@ from ...errors import GeometryError
 from ...kv.group import LayerGroup
 from ...kv.storage.attention_params import AttentionParams, QueryHeads, Window
 from ...kv.storage.base import Geometry
-from ..models.latent import attends_latents
+from ..models.latent import latent_caches_of
 
 PROBE_ROWS = 3
 
@@ -29,21 +29,28 @@ class Probed(NamedTuple):
     Attributes:
         geometry: of its keys and values.
         heads: what attends over them through the attention function that the seam replaces; None if nothing does.
+        split_keys: as of :class:`LayerGroup`.
     """
 
     geometry: Geometry
     heads: QueryHeads | None
+    split_keys: bool = False
 
 
 class ProbeLayer:
-    """Has of a cache's interface what a paged one has, and no more: attention that touches anything else raises."""
+    """Has of a cache's interface what a paged one has, and no more: attention that touches anything else raises.
 
-    __slots__ = ("__weakref__", "_stock", "geometry", "heads")
+    Attributes:
+        geometry, heads, split_keys: as of :class:`Probed`; an adapter sets the last one.
+    """
+
+    __slots__ = ("__weakref__", "_stock", "geometry", "heads", "split_keys")
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock
         self.geometry: Geometry | None = None
         self.heads: QueryHeads | None = None
+        self.split_keys = False
 
     @property
     def offset(self) -> int:
@@ -129,7 +136,7 @@ def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -
         probes[layer] = ProbeLayer(probes[layer])
     probing_pass(model, mx.zeros((1, 2), mx.uint32), with_leaves(caches, probes))
     return {
-        layer: Probed(probes[layer].geometry, probes[layer].heads)
+        layer: Probed(probes[layer].geometry, probes[layer].heads, probes[layer].split_keys)
         for layer in candidates
         if probes[layer].geometry is not None
     }
@@ -245,7 +252,7 @@ def reads_blocks_only(model: Any) -> bool:
     if layout.adapted:
         return True
     by_itself = sum(len(group.layers) for group in layout.groups if group.latent)
-    if by_itself and sum(attends_latents(module) for _, module in model.named_modules()) != by_itself:
+    if by_itself and sum(latent_caches_of(module) for _, module in model.named_modules()) != by_itself:
         return False
     return type(model).__module__.startswith("mlx_lm.models.")
 
@@ -297,9 +304,9 @@ def _adapter_layout(stock: Sequence[Any]) -> PagedLayout:
     return PagedLayout(groups, (), True, ())
 
 
-def _group(layers: Sequence[int], window: Window | None, name: str, latent: bool = False) -> LayerGroup:
+def _group(layers: Sequence[int], window: Window | None, name: str, **kind: bool) -> LayerGroup:
     size, stride = (None, 1) if window is None else window
-    return LayerGroup(tuple(layers), size, name, latent, stride)
+    return LayerGroup(tuple(layers), size, name, stride=stride, **kind)
 
 
 def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
@@ -314,16 +321,16 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
     unused = [layer for layer in candidates if layer not in probed]
     if unused:
         reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
-    by_kind: dict[tuple[Window | None, Geometry], list[int]] = {}
+    by_kind: dict[tuple[Window | None, Geometry, bool], list[int]] = {}
     for layer, found in probed.items():
-        by_kind.setdefault((window_of(stock[layer]), found.geometry), []).append(layer)
-    names = [_name(window) for window, _ in by_kind]
+        by_kind.setdefault((window_of(stock[layer]), found.geometry, found.split_keys), []).append(layer)
+    names = ["index keys" if split else _name(window) for window, _, split in by_kind]
     groups, geometries = [], []
-    for ((window, geometry), layers), name in zip(by_kind.items(), names, strict=True):
+    for ((window, geometry, split), layers), name in zip(by_kind.items(), names, strict=True):
         if names.count(name) > 1:
             name += f", {geometry.num_kv_heads} x {geometry.k_head_dim}/{geometry.v_head_dim}"
         latent = any(probed[layer].heads is None for layer in layers)
-        groups.append(_group(layers, window, name, latent))
+        groups.append(_group(layers, window, name, latent=latent, split_keys=split))
         geometries.append((geometry, probed[layers[0]].heads))
     return PagedLayout(tuple(groups), tuple(geometries), False, reasons)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
+from ...cache.composites import leaves, with_leaves
 from ...cache.rows import SequenceTables
 from ...errors import PoolExhaustedError
 from ...kv.pool import BlockPool
@@ -21,8 +22,9 @@ from ...prefix.spill import SpillStore
 from ...prefix.store import Salted, SharedPrefixes, salted
 from .layer_cache import PagedLayerCache
 
-# A prompt cache may be of several models, target and draft: (pool, class of each layer's cache) of each, in order.
-_Kinds = tuple[type[PagedLayerCache], ...]
+# A prompt cache may be of several models, target and draft: (pool, classes of its caches, composed as these are) of each,
+# in order.
+_Kinds = list[Any]
 _Layout = list[tuple[weakref.ref[BlockPool], _Kinds]]
 MAX_OTHERS = 10  # as in mlx-lm: nothing else bounds what is copied
 
@@ -102,8 +104,9 @@ class PagedPromptCache:
         """Know which pools a model's caches lie in, from a list of them: needed for what is on disk only."""
         sequences = _sequences(caches)
         if sequences:
-            kinds = {id(s): tuple(type(c) for c in caches if c.sequence is s) for s in sequences}
-            self._layouts[model] = [(weakref.ref(s.pool), kinds[id(s)]) for s in sequences]
+            own = [[c for c in caches if leaves([c])[0].sequence is s] for s in sequences]
+            kinds = [with_leaves(part, [type(c) for c in leaves(part)]) for part in own]
+            self._layouts[model] = [(weakref.ref(s.pool), kind) for s, kind in zip(sequences, kinds, strict=True)]
             self._note_identity(model, [sequence.pool for sequence in sequences])
 
     def _note_identity(self, model: Hashable, pools: Sequence[BlockPool]) -> None:
@@ -161,7 +164,7 @@ class PagedPromptCache:
         for number, (pool, kinds) in enumerate(pools):
             _, tables = self.tree_of(pool).adopt(tokens[: length + 1], self._key(model, number))
             sequence = SequenceTables.over(pool, tables)
-            caches += [kind(sequence, layer) for layer, kind in enumerate(kinds)]
+            caches += with_leaves(kinds, [kind(sequence, layer) for layer, kind in enumerate(leaves(kinds))])
         return caches, tokens[length:]
 
     def insert_cache(
@@ -408,11 +411,12 @@ def _on_disk(identity: str, number: int, salt: Hashable) -> str:
 def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:
     """Return the sequences that a prompt cache is made of, or none unless every layer of each is there, paged, and can
     be shared by prefix."""
-    if not caches or not all(isinstance(cache, PagedLayerCache) for cache in caches):
+    parts = leaves(caches)
+    if not parts or not all(isinstance(cache, PagedLayerCache) for cache in parts):
         return []
     sequences: list[SequenceTables] = []
-    for cache in caches:
+    for cache in parts:
         if not sequences or cache.sequence is not sequences[-1]:
             sequences.append(cache.sequence)
     expected = [(id(s), layer) for s in sequences for layer in range(s.num_layers)]
-    return sequences if [(id(c.sequence), c.layer) for c in caches] == expected else []
+    return sequences if [(id(c.sequence), c.layer) for c in parts] == expected else []

@@ -102,7 +102,7 @@ def latent_call(finish: Finish) -> Callable[[AttentionCall], AttentionCall]:
         def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
             return _attention(self, x, None, mask, cache, finish, partial(original, self))
 
-        return _marked(__call__)
+        return marked(__call__)
 
     return adapt
 
@@ -132,16 +132,17 @@ def adapt_scaled(original: AttentionCall) -> AttentionCall:
 
         return _attention(self, x, attn_scale, mask, cache, finish, apart)
 
-    return _marked(__call__)
+    return marked(__call__)
 
 
-def attends_latents(module: Any) -> bool:
-    """Return whether a module's attention is replaced by an adapter of this file."""
-    return getattr(type(module).__call__, "attends_latents", False)
+def latent_caches_of(module: Any) -> int:
+    """Return how many caches a module's attention computes with through an adapter of latents; 0 without one."""
+    return getattr(type(module).__call__, "latent_caches", 0)
 
 
-def _marked(call: AttentionCall) -> AttentionCall:
-    call.attends_latents = True  # type: ignore[attr-defined]
+def marked(call: AttentionCall, caches: int = 1) -> AttentionCall:
+    """Return the adapter, marked with the number of caches it computes with."""
+    call.latent_caches = caches  # type: ignore[attr-defined]
     return call
 
 
@@ -160,8 +161,25 @@ def _attention(
         scales: of the queries, by their positions: ``[L, 1]``, or ``[B, 1, L, 1]`` where rows have their own.
         apart: upstream's code, of x, a mask and a cache, and, for the tokens of a sequence in a pack, which they are.
     """
-    if isinstance(cache, PagedBatchKVCache) and cache.rows.is_pack:
-        return _packed(self, x, scales, mask, cache, finish, apart)
+    out = attend_in_kernel(self, x, scales, mask, cache, finish)
+    if out is not None:
+        return out
+    if not _is_pack(cache):
+        return apart(x, mask, cache)
+    outputs = []
+    for part in cache.apart():
+        own = {} if scales is None else {"tokens": part.tokens}
+        outputs.append(apart(x[part.tokens].swapaxes(0, 1), part.mask, part, **own).swapaxes(0, 1))
+    return mx.concatenate(outputs)
+
+
+def attend_in_kernel(
+    self: Any, x: mx.array, scales: mx.array | None, mask: mx.array | str | None, cache: Any, finish: Finish
+) -> mx.array | None:
+    """Attend by a kernel, or return None, with nothing written, where there is none. Arguments are as in
+    :func:`_attention`."""
+    if _is_pack(cache):
+        return _packed(self, x, scales, mask, cache, finish)
     if x.shape[1] == 1 and _serves(cache, self, x.shape[0]):
         return finish(self, _absorbed(self, _projected(self, x, cache.offset, scales), mask, cache), x)
     if x.shape[1] > 1 and _is_causal(cache, x, mask):
@@ -173,7 +191,11 @@ def _attention(
             made = _projected(self, rows, positions, None if scales is None else scales[:, :, None, None])
             out = _absorbed_few(self, made, mask, cache) if few else _expanded(self, made, cache)
             return finish(self, out, rows).swapaxes(0, 1)
-    return apart(x, mask, cache)
+    return None
+
+
+def _is_pack(cache: Any) -> TypeGuard[PagedBatchKVCache]:
+    return isinstance(cache, PagedBatchKVCache) and cache.rows.is_pack
 
 
 def _packed(
@@ -183,8 +205,7 @@ def _packed(
     mask: mx.array | str | None,
     cache: PagedBatchKVCache,
     finish: Finish,
-    apart: Callable[..., mx.array],
-) -> mx.array:
+) -> mx.array | None:
     if mask is not None:
         raise NotPackableError("the model's attention makes a mask of its own")
     pool, layer, few = cache.pool, cache.layer, cache.rows.as_rows or max(cache.rows.counts) <= MOST_AS_ROWS
@@ -193,11 +214,7 @@ def _packed(
         return finish(self, _absorbed(self, made, None, cache, as_rows=True), x)
     if latent_prompts.serves(_latent_heads(self), x.dtype, pool, layer):
         return finish(self, _expanded(self, _projected(self, x, cache.offset, scales), cache), x)
-    outputs = []
-    for part in cache.apart():
-        own = {} if scales is None else {"tokens": part.tokens}
-        outputs.append(apart(x[part.tokens].swapaxes(0, 1), part.mask, part, **own).swapaxes(0, 1))
-    return mx.concatenate(outputs)
+    return None
 
 
 def _projected(self: Any, x: mx.array, offset: Any, scales: mx.array | None) -> Projected:

@@ -73,6 +73,8 @@ _QWEN35 = {
     "model_type": "qwen3_5",
     "rope_parameters": {"type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
+# Of two heads' scores one in four is exactly zero, and which of equal scores are chosen depends on where they lie.
+_INDEXER = {"index_n_heads": 8}
 _BY_LAYER_ROPE = {kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in (SLIDING, FULL)}
 _LLAMA4_SCALE = {
     "llama_4_scaling_beta": 0.1,
@@ -107,6 +109,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
     },
     "deepseek_v2": {"rope_scaling": YARN, "num_key_value_heads": 4},
+    "deepseek_v32": {**_INDEXER},
     "exaone4": {"num_hidden_layers": 4, "sliding_window_pattern": "LLLG", "rope_scaling": {"rope_type": "default"}},
     "exaone_moe": {**_MIXED_LAYERS, "is_moe_layer": [False, True, True, True]},
     "gear": {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL, "conv_mixer", SLIDING]},
@@ -140,7 +143,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_experts": None,
         "tie_word_embeddings": True,
     },
-    "glm_moe_dsa": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "num_key_value_heads": 4},
+    "glm_moe_dsa": {
+        **_INDEXER,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+        "num_key_value_heads": 4,
+    },
     "gpt_oss": {**_MIXED_LAYERS},
     "granitemoehybrid": {
         "num_hidden_layers": 4,

@@ -27,6 +27,7 @@ HYBRIDS = (  # every module of mlx-lm whose layers keep states beside keys and v
     "kimi_k3", "kimi_linear", "lfm2", "lfm2_moe", "longcat_flash_ngram", "mamba", "mamba2", "nemotron_h", "olmo_hybrid",
     "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7", "gear",
 )  # fmt: skip
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # attend to the tokens that an indexer chooses
 BOUNDED = ("llama", "qwen3", "qwen2", "phi3", "mixtral", "jamba")  # max_kv_size makes a difference to them
 BLOCK_SIZES = (8, 8, 16, 32, 64, 128)
 STEP_SIZES = (8, 16, 17, 33, 64, 512)
@@ -148,10 +149,10 @@ def draw(seed: int, families: tuple[str, ...] = FAMILIES) -> Case:
     )
 
 
-def draw_hybrid(seed: int) -> Case:
-    """A case of a model with states: checkpoints, preemption at any step, edits in the middle, draws, kills, packs and
+def draw_varied(seed: int, families: tuple[str, ...] = HYBRIDS) -> Case:
+    """A case with checkpoints of states, preemption at any step, edits in the middle, draws, kills, packs and
     look-up."""
-    case = draw(seed, HYBRIDS)
+    case = draw(seed, families)
     rng = random.Random(f"{seed} states")
     case.packs = rng.choice((None, True, True))
     case.lookup = rng.choice((0, 0, 1, 3, 8))

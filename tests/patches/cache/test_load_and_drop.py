@@ -20,7 +20,7 @@ from tests.support.without_collector import without_collector
 
 PROMPT = list(range(1, 30))
 # Their attention computes with the fetched keys itself: latent attention of several makes, and what is not.
-FETCHING = ("deepseek_v3", "kimi_linear", "kimi_k3", "longcat_flash", "phi3small", "bailing_hybrid")
+FETCHING = ("deepseek_v3", "kimi_linear", "kimi_k3", "longcat_flash", "phi3small", "bailing_hybrid", "deepseek_v32")
 THROUGH_SEAM = ("stablelm", "plamo", "plamo2")
 OTHERS = ("qwen2", "gpt_oss", "gemma3n", "jamba", "qwen3_next", "mamba", "llama4")
 SAMPLE = (*FETCHING, *THROUGH_SEAM, *builders.KINDS, *OTHERS)

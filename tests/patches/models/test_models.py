@@ -26,7 +26,7 @@ SAMPLE = (
     "smollm3", "olmo3", "exaone4", "ministral3", "gemma2",  # NoPE, windows, temperature, soft cap
     "gpt_oss", "mimo_v2_flash",  # sinks, keys and values of different sizes
     "gemma3n", "gemma4_text", "afm7", "iquestloopcoder",  # shared keys, loops
-    "qwen3_moe", "deepseek_v2", "deepseek_v3",  # experts, latent attention
+    "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",  # experts, latent attention, index keys
     "nemotron-nas", "openelm", "phi3small",  # layers that differ, block-sparse
     "mamba", "jamba", "falcon_h1", "qwen3_next", "rwkv7", "recurrent_gemma",  # states
     "stablelm", "plamo", "plamo2", "gpt_bigcode",  # adapters that lead to the seam

@@ -20,7 +20,7 @@ SAMPLE: dict[str, str | None] = {  # and why their keys are not quantised
     "gemma3n": None, "gemma4_text": None,  # shared keys
     "falcon_h1": None, "baichuan_m1": None,  # states beside keys, windows with states
     "mimo_v2_flash": SMALL,  # values of another size
-    "deepseek_v3": "latents",
+    "deepseek_v3": "latents", "deepseek_v32": "latents",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ WINDOW = 40
 COMMON = {"hidden_size": 96, "intermediate_size": 160, "rms_norm_eps": 1e-5, "vocab_size": VOCAB}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 
-LATENT_SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}  # that the kernels take
+LATENT_SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 64, "index_head_dim": 128}  # that the kernels take
 KINDS = ("llama", "llama-sliding", "qwen3", "gemma3")
 WINDOWED = ("llama-sliding", "gemma3")
 

@@ -259,7 +259,7 @@ def test_a_layer_without_an_adapter_keeps_the_model_from_packs(monkeypatch: pyte
     model = build("deepseek_v3")
     mlx_paged.apply_patches(config("functional"))
     assert generator(model)._engine.packs
-    monkeypatch.setattr(layout, "attends_latents", lambda module: False)
+    monkeypatch.setattr(layout, "latent_caches_of", lambda module: 0)
     assert not generator(model)._engine.packs
 
 
