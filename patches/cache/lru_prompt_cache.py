@@ -22,8 +22,8 @@ from ...prefix.spill import SpillStore
 from ...prefix.store import Salted, SharedPrefixes, salted
 from .layer_cache import PagedLayerCache
 
-# A prompt cache may be of several models, target and draft: (pool, classes of its caches, composed as these are) of each,
-# in order.
+# A prompt cache may be of several models, target and draft: (pool, classes of its caches, composed as they are) of
+# each, in order.
 _Kinds = list[Any]
 _Layout = list[tuple[weakref.ref[BlockPool], _Kinds]]
 MAX_OTHERS = 10  # as in mlx-lm: nothing else bounds what is copied
