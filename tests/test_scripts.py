@@ -76,7 +76,7 @@ def test_servers_are_measured_in_turns(tmp_path: Path, demo_model_folder: Path) 
     results = results_of(
         tmp_path, "servers", "--tokenizer", demo_model_folder, "--chats", "1,2", "--rounds", 1, "--answer", 3
     )
-    assert [(r["side"], r["chats"], r["tokens"]) for r in results] == [
+    assert [(r["side"], r["chats"], r["num_tokens"]) for r in results] == [
         (side, chats, 3 * chats) for chats in (1, 2) for side in ("stock", "paged")
     ]
     assert bench("servers", "--random", "tiny", "--tokenizer", demo_model_folder).returncode == 1

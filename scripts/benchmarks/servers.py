@@ -2,9 +2,10 @@
 
     python scripts/bench.py servers --tokenizer "$(python scripts/demo_model.py)" --out out/servers
 
-Both run all the time; chats go to one and then to the other, round by round, each case in turn: one chat alone, and
-several at once. Tokens per second are of a round's answers over its wall time, with prompts; milliseconds are of the
-server process's CPU time for a token. Prompts of a round are new to both, and answers are greedy and streamed.
+Each round starts both anew: the same products take up to an eighth more CPU time in one process than in another, for
+as long as both run. Chats go to one and then to the other, each case in turn: one chat alone, and several at once.
+Tokens per second are of a round's answers over its wall time, with prompts; milliseconds are of the server process's
+CPU time for a token. Prompts of a round are new to both, and answers are greedy and streamed.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[st
         "tokens_per_s": total / seconds,
         "cpu_ms_per_token": 1e3 * used / total,
         "last_first_s": max(first for _, first, _ in found),
-        "tokens": total,
+        "num_tokens": total,
     }
 
 
@@ -169,11 +170,11 @@ def running(args: argparse.Namespace) -> Iterator[list[Server]]:
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> None:
     rng, results = random.Random(SEED), []
-    with running(args) as servers:
-        for count in args.chats:  # not measured
-            for server in servers:
-                measured(server, prompts_of(rng, count, args.words), 8)
-        for number in range(args.rounds):
+    for number in range(args.rounds):
+        with running(args) as servers:
+            for count in args.chats:  # not measured
+                for server in servers:
+                    measured(server, prompts_of(rng, count, args.words), 8)
             for count in args.chats:
                 prompts = prompts_of(rng, count, args.words)
                 for server in servers if number % 2 == 0 else reversed(servers):
