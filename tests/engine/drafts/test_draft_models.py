@@ -37,7 +37,7 @@ FAMILIES = [
     *["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mixtral", "qwen2_moe", "olmo2", "starcoder2"],
     *["exaone4", "qwen3_moe"],
 ]
-SCALES = {"deepseek_v3": 0.02, "gpt_oss": 0.02}
+SCALES = {"deepseek_v3": 0.02, "gpt_oss": 0.02, "gemma": 2.0, "gemma2": 0.3, "starcoder2": 1.0}
 
 
 @functools.cache
