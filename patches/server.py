@@ -43,6 +43,7 @@ from .cache.pools import forget_pool, known_pool, pool_of, prefix_pool_of, probe
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .generate.drafting import check_same_tokens, known_factory, share_budget, why_not_drafted
 from .grammar.tokenizer_grammars import behind_reasoning, with_thinking_budget
+from .models.mtp import MTPHead, check_head, folder_of, load_head
 from .patch import fingerprint
 from .server_texts import LoadedTexts
 from .sharded import sharded_load
@@ -93,6 +94,11 @@ class Weights(NamedTuple):
         models = (self.model, self.draft_model)
         return [x for model in models if model is not None for _, x in tree_flatten(model.parameters())]
 
+    @property
+    def separate_draft(self) -> nn.Module | None:
+        """Return the draft model; None if it is a head of the model, which is for batches and has no prefixes."""
+        return None if isinstance(self.draft_model, MTPHead) else self.draft_model
+
 
 def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
     """Load a model as mlx-lm's server does, but for its weights' bytes, which are read when they are needed.
@@ -112,6 +118,9 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
             check_weight_files(Path(name) if Path(name).exists() else utils._download(name))
     if adapter is not None and not (Path(adapter) / "adapter_config.json").exists():
         raise ValueError(f"there is no adapter in {adapter}")
+    folder = folder_of(path) if cli_args.mtp and draft is None and path is not None else None
+    if folder is not None:
+        check_head(folder)
     tokenizer_config: dict[str, Any] = {"trust_remote_code": cli_args.trust_remote_code}
     if cli_args.chat_template:
         tokenizer_config["chat_template"] = cli_args.chat_template
@@ -129,6 +138,8 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
     if draft is not None:
         draft_model, draft_tokenizer = load(draft, lazy=True)
         check_same_tokens(tokenizer, draft_tokenizer)
+    elif folder is not None:
+        draft_model = load_head(model, folder)
     together = all(hasattr(c, "merge") for c in stock_cache.make_prompt_cache(model))
     if draft_model is not None and (why_not := why_not_drafted(model, draft_model)) is not None:
         logging.warning("requests run one at a time, as in mlx-lm: %s", why_not)
@@ -286,11 +297,11 @@ class LoadedModels:
         """Make the model's pool known, so that prefixes on disk are found, and its tokenizer, to make prompts with."""
         caches = stock_cache.make_prompt_cache(weights.model)
         probe_geometry(weights.model, caches)
-        if weights.draft_model is not None:
-            caches += stock_cache.make_prompt_cache(weights.draft_model)
-            if weights.is_batchable and (own := known_pool(weights.model)) is not None:
-                draft_pool = known_factory(weights.draft_model).pool
-                assert draft_pool is not None
+        if weights.separate_draft is not None:
+            caches += stock_cache.make_prompt_cache(weights.separate_draft)
+        if weights.draft_model is not None and weights.is_batchable:
+            own, draft_pool = known_pool(weights.model), known_factory(weights.draft_model).pool
+            if own is not None and draft_pool is not None:
                 share_budget(own, draft_pool)
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.forget_unloaded()
@@ -307,7 +318,9 @@ class LoadedModels:
         if not found and self.weights is not None and self.weights.key == key:
             found = [self.weights]
         for weights in found:
-            identity = identity_of([weights.model, *([] if weights.draft_model is None else [weights.draft_model])])
+            identity = identity_of(
+                [weights.model, *([] if weights.separate_draft is None else [weights.separate_draft])]
+            )
         if self.ranks is not None and not all(self.ranks.exchange(identity is not None)):
             return None
         return identity
@@ -376,8 +389,8 @@ class LoadedModels:
         tokens = prompt.tokens[num_cached:]
         if cache is None:
             cache = stock_cache.make_prompt_cache(weights.model)
-            if weights.draft_model is not None:
-                cache += stock_cache.make_prompt_cache(weights.draft_model)
+            if weights.separate_draft is not None:
+                cache += stock_cache.make_prompt_cache(weights.separate_draft)
         embeddings = None
         if vision is not None:
             num_seen = sum(start < num_cached for start in vision.starts)
@@ -396,7 +409,7 @@ class LoadedModels:
             sampler=sampler_of(params),
             logits_processors=[*processors, *processors_of(params)],
             prompt_cache=cache,
-            draft_model=weights.draft_model,
+            draft_model=weights.separate_draft,
             num_draft_tokens=args.num_draft_tokens if draft_tokens is None else draft_tokens,
             input_embeddings=embeddings,
             prompt_progress_callback=on_progress,
@@ -468,7 +481,7 @@ class ServedBatch(PagedBatchGenerator):
         if weights.draft_model is not None:
             drafts = {"draft_model": weights.draft_model, "num_draft_tokens": args.num_draft_tokens}
             draft_pool = known_pool(weights.draft_model)
-            if isinstance(cache, PagedPromptCache) and draft_pool is not None:
+            if isinstance(cache, PagedPromptCache) and draft_pool is not None and weights.separate_draft is not None:
                 drafts["draft_prefixes"] = SharedPrefixes(cache.tree_of(draft_pool), (weights.key, 1))
         super().__init__(
             weights.model,

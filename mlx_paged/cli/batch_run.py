@@ -154,6 +154,7 @@ class Sampling:
 
 
 QUEUED_PER_ROW = 2  # requests handed to the generator ahead of those that run
+MTP = "Have the model's own multi-token prediction head propose tokens (--num-draft-tokens), which the model verifies"
 NOT_BATCHED = {
     "prompt_cache_file": "--prompt-cache-file",
     "image": "--image",
@@ -173,6 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output", metavar="FILE", help="Where the results go (default: stdout)")
     group.add_argument("--resume", action="store_true", help="Go on with the results that --output holds already")
     group.add_argument("--batch-size", type=int, default=32, metavar="N", help="Most prompts at a time (default: 32)")
+    group.add_argument("--mtp", action="store_true", help=MTP)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -180,16 +182,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.prompts_file is None:
         if args.output is not None or args.resume:
             raise ConfigError("--output and --resume need --prompts-file")
+        if args.mtp:
+            raise ConfigError("--mtp is for the batch of a --prompts-file, not for a prompt alone")
         return
     for name, flag in NOT_BATCHED.items():
         if getattr(args, name, None):
             raise ConfigError(f"{flag} does not go with --prompts-file")
-    if args.draft_model is not None and args.no_paged:
-        raise ConfigError("--draft-model in batches is for pages, and --no-paged does without them")
-    if args.draft_model is not None and args.max_kv_size is not None:
-        raise ConfigError("--draft-model needs the whole cache, and --max-kv-size bounds it")
-    if args.draft_model is not None and "paged_prompt_lookup" in args:
-        raise ConfigError("--draft-model and --prompt-lookup both propose tokens: choose one")
+    _check_drafts(args)
     if args.resume and args.output is None:
         raise ConfigError("--resume needs --output, the file to go on with")
     if args.batch_size < 1:
@@ -200,6 +199,20 @@ def check_arguments(args: argparse.Namespace) -> None:
         json.loads(args.chat_template_config or "{}")
     except ValueError as error:
         raise ConfigError(f"--chat-template-config is not valid JSON: {error}") from None
+
+
+def _check_drafts(args: argparse.Namespace) -> None:
+    if args.mtp and args.draft_model is not None:
+        raise ConfigError("--draft-model and --mtp both propose tokens: choose one")
+    if args.draft_model is None and not args.mtp:
+        return
+    flag = "--mtp" if args.mtp else "--draft-model"
+    if args.no_paged:
+        raise ConfigError(f"{flag} in batches is for pages, and --no-paged does without them")
+    if args.max_kv_size is not None:
+        raise ConfigError(f"{flag} needs the whole cache, and --max-kv-size bounds it")
+    if "paged_prompt_lookup" in args:
+        raise ConfigError(f"{flag} and --prompt-lookup both propose tokens: choose one")
 
 
 def run_prompts_file(
@@ -251,7 +264,7 @@ def run_prompts_file(
         sampling = Sampling(args, tokenizer, vocab_size)
         generator = upstream.BatchGenerator(
             model,
-            **_draft_options(args, load, tokenizer),
+            **_draft_options(args, load, model, tokenizer),
             max_tokens=args.max_tokens,
             stop_tokens=[[token] for token in tokenizer.eos_token_ids],
             sampler=sampling.sampler({}),
@@ -276,14 +289,19 @@ def run_prompts_file(
         results.close()
 
 
-def _draft_options(args: argparse.Namespace, load: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
-    """Return options of the batch generator for the draft model, which is loaded. Raises ConfigError if its tokens are
-    not the model's."""
+def _draft_options(args: argparse.Namespace, load: Callable[..., Any], model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return options of the batch generator for the draft model, or the model's head, which is loaded. Raises
+    ConfigError if a draft model's tokens are not the model's."""
     from ..patches.generate.drafting import check_draft_tokens, check_same_tokens
+    from ..patches.models.mtp import folder_of, load_head
 
-    if args.draft_model is None:
+    if args.draft_model is None and not args.mtp:
         return {}
     check_draft_tokens(args.num_draft_tokens)
+    if args.mtp:
+        head = load_head(model, folder_of(args.model))
+        mx.eval(head.parameters())
+        return {"draft_model": head, "num_draft_tokens": args.num_draft_tokens}
     draft_model, draft_tokenizer = load(args.draft_model)
     check_same_tokens(tokenizer, draft_tokenizer)
     return {"draft_model": draft_model, "num_draft_tokens": args.num_draft_tokens}
@@ -423,8 +441,8 @@ class BatchRun:
     def _options(self, sampling: Mapping[str, Any], grammar: CompiledGrammar | None) -> RequestOptions:
         """Return what a prompt says that mlx-lm's generator has no argument for."""
         seed, drafts = sampling.get("seed") if self._seeds_rows else None, sampling.get("num_draft_tokens")
-        if drafts is not None and self.args.draft_model is None:
-            raise ConfigError("num_draft_tokens needs --draft-model")
+        if drafts is not None and self.args.draft_model is None and not self.args.mtp:
+            raise ConfigError("num_draft_tokens needs --draft-model or --mtp")
         lookup = sampling.get("prompt_lookup")
         return RequestOptions(seed=seed, grammar=grammar, prompt_lookup=lookup, num_draft_tokens=drafts)
 

@@ -87,6 +87,11 @@ def run(
     model_path = check_model_folder(args.model)
     for folder in (model_path, args.draft_model):
         check_model_folder(folder)
+    if args.mtp:
+        from ..patches.models.mtp import check_head, folder_of
+
+        args.model = args.model or upstream.DEFAULT_MODEL
+        check_head(folder_of(args.model))
     if args.max_kv_size is not None and args.draft_model is not None:
         tell_unbounded("a draft model needs the whole cache")
     load = upstream.load if ranks is None else over_ranks.loading(ranks, pipeline=args.pipeline)

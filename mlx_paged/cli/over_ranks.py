@@ -22,7 +22,12 @@ from ..errors import ConfigError, RankError
 from ..warn import warn_once
 
 # What mlx-lm does not do over ranks either.
-REFUSED = {"adapter_path": "--adapter-path", "draft_model": "--draft-model", "prompt_cache_file": "--prompt-cache-file"}
+REFUSED = {
+    "adapter_path": "--adapter-path",
+    "draft_model": "--draft-model",
+    "mtp": "--mtp",
+    "prompt_cache_file": "--prompt-cache-file",
+}
 # Which MLX's launcher sets for a backend.
 MLX_VARIABLES = {"MLX_JACCL_COORDINATOR": "jaccl", "NCCL_HOST_IP": "nccl", "MLX_HOSTFILE": "ring"}
 START_FACTOR = 4  # times the rank timeout: processes may start at different times

@@ -105,8 +105,8 @@ class App:
         request.id, request.client = _log(http).id, _log(http).client
         request.priority = service.clients.priority(key, _asked_priority(body, http))
         request.model = service.names.resolve(body.model, body.adapters, body.draft_model)
-        if body.num_draft_tokens is not None and request.model.draft is None:
-            raise invalid("num_draft_tokens needs a draft_model", "num_draft_tokens")
+        if body.num_draft_tokens is not None and request.model.draft is None and not service.config.mtp:
+            raise invalid("num_draft_tokens needs a draft_model, or a server with --mtp", "num_draft_tokens")
         service.check_for_ranks(request)
         texts = await service.engine.texts_for(request.model)
         await service.prompts.complete(request, texts, lambda: not client.stream.is_wanted)

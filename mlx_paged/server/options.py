@@ -149,6 +149,11 @@ class ServerConfig:
         more=". With neither `--model` nor `--model-dir`, clients may have the models loaded that are in the hub's "
         "cache, which `/v1/models` lists",
     )
+    mtp: bool = option(
+        False,
+        "Have the models' own multi-token prediction heads propose tokens (--num-draft-tokens), which they verify",
+        more=" ([multi-token prediction](#multi-token-prediction))",
+    )
     image_hosts: frozenset[str] = option(
         frozenset(),
         "Fetch images from this host; others must come as data URLs. May be given several times",

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.decode_batch import DecodeBatch, RowByRowBatch
+from ...engine.drafts.prediction_head import PredictionHead
 from ...engine.engine import Engine
 from ...engine.grammar.grammar import GrammarProcessor
 from ...engine.ranks.world import ranks_of
@@ -26,6 +27,7 @@ from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import factory_of
+from ..models.mtp import HiddenCall
 from ..patch import replaces
 from . import upstream as known_samplers
 from .drafting import NUM_DRAFT_TOKENS, drafting
@@ -44,7 +46,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     - ``next`` raises RequestFailedError, once, for a request that failed; the others go on with the next call.
     - ``finish`` ends a request early and leaves what it computed to the prefix cache.
     - ``draft_model`` proposes up to ``num_draft_tokens`` tokens a step for each request, which the model verifies: what
-      is generated stays the same. ConfigError says why a model cannot be used so.
+      is generated stays the same. ConfigError says why a model cannot be used so. It may be the model's own head for
+      multi-token prediction (:func:`mlx_paged.patches.models.mtp.load_head`).
 
     A prompt cache of plain, unpaged layers only runs in mlx-lm's own machinery.
     """
@@ -78,8 +81,11 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 proposer = None
                 if draft_model is not None:
                     proposer = drafting(model, draft_model, num_draft_tokens, pool, draft_prefixes)
+                batch = decode_batch(model, self._factory())
+                if isinstance(proposer, PredictionHead):
+                    batch.call = HiddenCall(model, proposer.hidden)
                 self._engine = Engine(
-                    decode_batch(model, self._factory()),
+                    batch,
                     self._counters,
                     prefill_step_size=self.prefill_step_size,
                     completion_batch_size=self.completion_batch_size,

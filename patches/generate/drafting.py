@@ -7,6 +7,8 @@ from typing import Any
 
 from ...engine.drafts.depth import Depth
 from ...engine.drafts.draft_model import DraftModel, is_paged
+from ...engine.drafts.hidden_states import HiddenStates
+from ...engine.drafts.prediction_head import PredictionHead
 from ...engine.drafts.steps import WHY_NOT
 from ...engine.prefill import can_pack
 from ...engine.ranks.world import ranks_of
@@ -18,6 +20,7 @@ from ...prefix.store import SharedPrefixes
 from ..cache.layout import reads_blocks_only
 from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import CacheFactory, factory_of
+from ..models.mtp import MTPHead
 from .upstream import UPSTREAM
 
 NUM_DRAFT_TOKENS = 3  # as mlx-lm's
@@ -69,14 +72,16 @@ def check_same_tokens(tokenizer: Any, draft_tokenizer: Any) -> None:
 
 
 def why_not_drafted(model: Any, draft_model: Any) -> str | None:
-    """Return why batches of a model cannot have this draft model, or None."""
+    """Return why batches of a model cannot have this draft model, or prediction head, or None."""
     if ranks_of(model) is not None:
-        return "a draft model does not go with several ranks"
+        return "a draft model does not go with several ranks, and a prediction head does not either"
     if draft_model is model:
         return "a model cannot be its own draft model"
     fresh = factory_of(model, None)()
     if sequence_of(fresh) is None or not can_pack(fresh, UPSTREAM.state_cache) or not reads_blocks_only(model):
         return f"{type(model).__module__} cannot verify drafts: {WHY_NOT}"
+    if isinstance(draft_model, MTPHead):
+        return None if draft_model.model is model else "the prediction head belongs to another model"
     if not is_paged(factory_of(draft_model, None)()) or not reads_blocks_only(draft_model):
         return f"{type(draft_model).__module__} cannot be a draft model: not all of its layers are paged"
     return None
@@ -89,10 +94,10 @@ def drafting(
 
     Args:
         model: that verifies the drafts.
-        draft_model: with the same tokens.
+        draft_model: with the same tokens, or the model's own prediction head.
         num_draft_tokens: most drafts of a row in a step.
         pool: of the model.
-        prefixes: over the draft model's pool; None: new ones.
+        prefixes: over the draft model's pool; None: new ones. A prediction head has none.
 
     Raises:
         ConfigError: the models cannot be used so; nothing has changed.
@@ -102,9 +107,12 @@ def drafting(
         raise ConfigError(why_not)
     factory = known_factory(draft_model)
     assert factory.pool is not None
-    if prefixes is None:
-        prefixes = SharedPrefixes(RadixTree(factory.pool))
-    proposer = DraftModel(draft_model, factory, num_draft_tokens, Depth(), prefixes)
+    proposer: DraftModel
+    if isinstance(draft_model, MTPHead):
+        proposer = PredictionHead(draft_model, factory, num_draft_tokens, Depth(), HiddenStates())
+    else:
+        prefixes = prefixes or SharedPrefixes(RadixTree(factory.pool))
+        proposer = DraftModel(draft_model, factory, num_draft_tokens, Depth(), prefixes)
     if pool is not None:
         share_budget(pool, factory.pool)
     return proposer

@@ -51,6 +51,22 @@ def adapt(original: ModelCall) -> ModelCall:
     return __call__
 
 
+def in_turns(call: ModelCall) -> ModelCall:
+    """Return a model class's ``__call__`` each call of which over a pool is one turn."""
+
+    @functools.wraps(call)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pool = _pool_of(kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None))
+        if pool is None:
+            return call(self, *args, **kwargs)
+        # Before the first write, too: what MLX would compile for the first prompt takes seconds.
+        is_functional = any(group.geometry is not None and not group.in_place for group in pool.groups)
+        with pool.turn, Inference(allowed=not is_functional):
+            return call(self, *args, **kwargs)
+
+    return __call__
+
+
 def is_upstreams(call: ModelCall) -> bool:
     """Return whether a model class's ``__call__`` is as mlx-lm wrote it: what others put in its place may do things by
     the way that a trace would do once only."""
@@ -79,18 +95,7 @@ def guard(model: Any) -> None:
         inherited = kind.__call__
         if hasattr(inherited, "guarded"):
             return
-        call = adapt(inherited) if is_upstreams(inherited) else inherited
-
-        @functools.wraps(inherited)
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            pool = _pool_of(kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None))
-            if pool is None:
-                return call(self, *args, **kwargs)
-            # Before the first write, too: what MLX would compile for the first prompt takes seconds.
-            is_functional = any(group.geometry is not None and not group.in_place for group in pool.groups)
-            with pool.turn, Inference(allowed=not is_functional):
-                return call(self, *args, **kwargs)
-
+        __call__ = in_turns(adapt(inherited) if is_upstreams(inherited) else inherited)
         __call__.guarded = original  # type: ignore[attr-defined]
         setattr(kind, "__call__", __call__)  # noqa: B010
         _guarded.add(kind)

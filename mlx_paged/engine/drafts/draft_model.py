@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -30,6 +30,14 @@ CHUNK = 512  # tokens of prompts beside a decode step
 def is_paged(caches: Sequence[Any]) -> bool:
     """Return whether all layers of a prompt cache are paged, as a draft model's must be."""
     return all(isinstance(cache, PagedKVCache) for cache in leaves(caches))
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a row, by their positions."""
+
+    row: Request
+    begin: int
+    end: int
 
 
 class DraftRow:
@@ -77,6 +85,8 @@ class DraftModel:
     Raises:
         ConfigError: not all of the model's layers are paged.
     """
+
+    keeps_accepted = True  # what is computed of a draft is right for good where the draft is
 
     def __init__(
         self,
@@ -151,7 +161,7 @@ class DraftModel:
         uids = [row.uid for row in rows]
         self.depth.begin(len(rows), is_like_last=uids == self._last)
         self._last = uids if is_alone else []
-        able = [(index, row) for index, row in enumerate(rows) if row in self.rows and most_drafts(row) > 0]
+        able = [(i, row) for i, row in enumerate(rows) if row in self.rows and most_drafts(row) > 0 and self.knows(row)]
         share = (MOST_TOKENS - len(rows)) // max(1, len(able))
         most = [(self.rows[row].acceptance, max(0, min(share, self._most(row), most_drafts(row)))) for _, row in able]
         wanted = self.depth.choose(most, len(rows))
@@ -169,6 +179,23 @@ class DraftModel:
             self._warn(error)
             self.remove([rows[index] for index in chosen])
             return None
+
+    def knows(self, row: Request) -> bool:
+        """Return whether everything is known that drafts of the row depend on."""
+        return True
+
+    def forward(
+        self, tokens: mx.array, layers: list[Any], spans: Sequence[Span] = (), before: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Return logits of the next tokens, and what the call after this one is given as ``before``.
+
+        Args:
+            tokens: ``[1, T]`` of a sequence, or ``[T, 1]`` of several.
+            layers: of the caches.
+            spans: the tokens' places; none: they are drafts, a token of each row.
+            before: of the call that these drafts come from.
+        """
+        return self.model(tokens, cache=layers), None
 
     def _warn(self, error: Exception) -> None:
         warn_once(f"the draft model {type(self.model).__module__} fails: {type(error).__name__}: {error}")
@@ -197,7 +224,7 @@ class DraftModel:
             count = min(left, num_known(row) - own.length)
             tokens = _tokens(row, own.length, own.length + count)
             try:
-                self.model(mx.array(tokens, mx.uint32)[None], cache=own.caches)
+                self.forward(mx.array(tokens, mx.uint32)[None], own.caches, [Span(row, own.length, own.length + count)])
                 mx.eval([array for group in self.pool.groups for array in group.latest()])
             except Exception as error:
                 if not isinstance(error, PoolExhaustedError):
@@ -211,7 +238,7 @@ class DraftModel:
     def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: NextTokens, vocab_size: int) -> Proposal:
         own = [self.rows[rows[index]] for index in chosen]
         indices, depth = list(chosen), max(chosen.values())
-        logits = self._first(rows, indices, inputs)
+        logits, before = self._first(rows, indices, inputs)
         sequences = [each.sequence for each in own]
         forks: list[SequenceTables] = []
         found: list[mx.array] = []
@@ -228,7 +255,8 @@ class DraftModel:
                 self._reserve(tables, [rows[index] for index in indices])
                 if not forks:
                     self._ahead = {rows[index]: ahead for index in indices}
-                logits = self.model(tokens[:, None], cache=layers)[:, -1, :]
+                logits, before = self.forward(tokens[:, None], layers, before=before)
+                logits = logits[:, -1, :]
             mx.async_eval(found)
         finally:
             for fork in forks:
@@ -240,9 +268,11 @@ class DraftModel:
         parts = [mx.stack(found[:n])[:, place] for place, n in enumerate(chosen.values())]
         return Proposal(counts, mx.concatenate(parts))
 
-    def _first(self, rows: Sequence[Request], indices: list[int], inputs: NextTokens) -> mx.array:
+    def _first(
+        self, rows: Sequence[Request], indices: list[int], inputs: NextTokens
+    ) -> tuple[mx.array, mx.array | None]:
         """Compute what rows have got since the last draft step, and their next tokens. Returns the logits behind these,
-        ``[R, vocab]``."""
+        ``[R, vocab]``, and what the next call is given."""
         own = [self.rows[rows[index]] for index in indices]
         flat: list[int] = []
         ends: list[int] = []
@@ -259,15 +289,23 @@ class DraftModel:
         counts = [end - begin for begin, end in zip([-1, *ends], ends, strict=False)]
         tables = Rows(self.pool, [each.sequence for each in own], counts, as_rows=True)
         self._reserve(tables, [rows[index] for index in indices])
+        spans = [
+            Span(rows[index], each.length, each.length + count)
+            for index, each, count in zip(indices, own, counts, strict=True)
+        ]
         try:
-            logits: mx.array = self.model(tokens[:, None], cache=self._layers(own[0], tables))[:, -1, :]
+            logits, after = self.forward(tokens[:, None], self._layers(own[0], tables), spans)
+            logits = logits[:, -1, :]
             tables.commit()
         except Exception:
             tables.take_back()
             raise
         for each, count in zip(own, counts, strict=True):
             each.length += count
-        return logits if len(flat) == len(ends) else logits[mx.array(ends)]
+        if len(flat) > len(ends):
+            last = mx.array(ends)
+            logits, after = logits[last], None if after is None else after[last]
+        return logits, after
 
     def _layers(self, own: DraftRow, tables: Rows) -> list[Any]:
         """Return the layers' batch caches as the model expects them."""
@@ -284,7 +322,7 @@ class DraftModel:
                 continue
             own.acceptance.note(tried, right)
             able.append((tried, right))
-            self._take_back(row, right)
+            self._take_back(row, right if self.keeps_accepted else 0)
         if able:
             self.depth.note(len(rows), [tried for tried, _ in able], [right for _, right in able])
 

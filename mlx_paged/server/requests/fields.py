@@ -62,7 +62,7 @@ class ModelParameters(Body):
     adapters: str | None = Field(None, description="of mlx-lm; with `--allow-any-model` alone")
     draft_model: str | None = Field(None, description="of mlx-lm; with `--allow-any-model` alone")
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = Field(
-        None, description="of mlx-lm; 400 without a draft model"
+        None, description="of mlx-lm; 400 without a draft model or `--mtp`"
     )
     draft: bool | None = Field(None, description="of mlx_paged; `false`: no draft model proposes tokens for it")
 

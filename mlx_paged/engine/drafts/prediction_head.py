@@ -1,0 +1,72 @@
+"""PredictionHead: drafts of the model's own head for tokens further ahead (multi-token prediction)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..request import Request
+from .depth import Depth
+from .draft_model import DraftModel, Span
+from .hidden_states import HiddenStates
+from .proposal import num_known
+
+
+class PredictionHead(DraftModel):
+    """Proposes what a prediction head says: a layer that is given a token and the model's last hidden state of the
+    token before it. A :class:`.proposal.Proposer`.
+
+    The head's keys and values are paged as those of a draft model are. Those of the row's tokens come from the model's
+    hidden states; those of a draft come from the head's own output, and are dropped when the draft is verified. A
+    prefix that was not computed for the row, or more than :data:`.hidden_states.MOST_KEPT` positions before its first
+    draft, is not part of what the head sees.
+
+    Args:
+        head: called with tokens, ``hidden`` of the tokens before them and ``cache``, a list. Returns a hidden state of
+            each token, of which ``head.logits`` makes the logits of the next.
+        factory: makes its prompt caches, all of them paged.
+        num_draft_tokens: most drafts of a row in a step, where its request does not say.
+        depth: decides how many drafts rows get.
+        hidden: of the model.
+    """
+
+    keeps_accepted = False
+
+    def __init__(
+        self,
+        head: Any,
+        factory: Callable[[], list[Any]],
+        num_draft_tokens: int,
+        depth: Depth,
+        hidden: HiddenStates,
+    ) -> None:
+        super().__init__(head, factory, num_draft_tokens, depth)
+        self.hidden = hidden
+
+    def knows(self, row: Request) -> bool:
+        """Return whether the hidden state before the row's next token is known. What the head lacks that is not known
+        any more is skipped."""
+        own, end = self.rows[row], num_known(row)
+        first = None if row.sequence is None else self.hidden.known(row.sequence, end)
+        if first is None:
+            return False
+        own.length = max(own.length, first + 1)
+        return True
+
+    def forward(
+        self, tokens: mx.array, layers: list[Any], spans: Sequence[Span] = (), before: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Return logits of the next tokens, and the head's hidden states; see :meth:`DraftModel.forward`."""
+        if spans:
+            parts: list[mx.array] = []
+            for row, begin, end in spans:
+                assert row.sequence is not None
+                parts += self.hidden.of(row.sequence, begin - 1, end - 1)
+            before = mx.concatenate(parts).reshape(*tokens.shape, -1)
+        hidden = self.model(tokens, cache=layers, hidden=before)
+        for row, _, end in spans:
+            assert row.sequence is not None
+            self.hidden.drop(row.sequence, end - 1)
+        return self.model.logits(hidden), hidden

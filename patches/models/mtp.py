@@ -1,0 +1,332 @@
+"""Multi-token prediction: heads that checkpoints have beside the model, which mlx-lm drops, and how they are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm import utils
+from mlx_lm.models.base import create_attention_mask
+
+from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.composites import leaves
+from ...engine.drafts.hidden_states import HiddenStates
+from ...errors import ConfigError
+from .model_calls import adapt, in_turns
+
+LAYER = "model.layers.0."  # of the model of one layer that the head's layer is made as
+
+
+class Layout(NamedTuple):
+    """How a family's checkpoints name a head's weights, and what the head computes.
+
+    Attributes:
+        own: prefix of the names of the head's own weights; ``{n}`` stands for the model's number of layers.
+        layer: prefix of those of its decoder layer.
+        names: of the norms of the token's embedding and the hidden state, the projection of both and the final norm.
+        hidden_first: the hidden state comes before the embedding in what is projected.
+        goes_on_normed: what the head is given after a draft is its output behind the final norm.
+        one_layer: arguments of a model whose only layer is of the head's kind.
+    """
+
+    own: str
+    layer: str
+    names: tuple[str, str, str, str]
+    hidden_first: bool
+    goes_on_normed: bool
+    one_layer: Mapping[str, Any]
+
+    def prefixes(self, num_layers: int) -> tuple[str, str]:
+        """Return :attr:`own` and :attr:`layer` for a model."""
+        return self.own.format(n=num_layers), self.layer.format(n=num_layers)
+
+
+PARTS = ("token_norm", "hidden_norm", "projection", "norm")
+QWEN = Layout(
+    "mtp.",
+    "mtp.layers.0.",
+    ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    hidden_first=False,
+    goes_on_normed=True,
+    one_layer={"full_attention_interval": 1, "decoder_sparse_step": 1, "mlp_only_layers": []},
+)
+DEEPSEEK = Layout(
+    "model.layers.{n}.",
+    "model.layers.{n}.",
+    ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    hidden_first=False,
+    goes_on_normed=False,
+    one_layer={"first_k_dense_replace": 0},
+)
+MIMO = Layout(
+    "model.mtp_layers.0.",
+    "model.mtp_layers.0.",
+    ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    hidden_first=True,
+    goes_on_normed=True,
+    one_layer={},
+)
+LAYOUTS = {
+    "qwen3_next": QWEN,
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": DEEPSEEK,
+    "glm4_moe_lite": DEEPSEEK,
+    "mimo": MIMO,
+}
+# The embedding and the output that the head shares with the model, which some checkpoints have once more.
+SHARED = ("embed_tokens.", "shared_head.head.")
+
+
+def text_of(model: Any) -> Any:
+    """Return the language model of a model, which has a body and an output."""
+    return getattr(model, "language_model", model)
+
+
+def logits_of(model: Any, hidden: mx.array) -> mx.array:
+    """Return the model's logits of last hidden states."""
+    text = text_of(model)
+    logits: mx.array = text.lm_head(hidden) if "lm_head" in text else text.model.embed_tokens.as_linear(hidden)
+    return logits
+
+
+class MTPHead(nn.Module):  # type: ignore[misc]
+    """A head that predicts the token after the next one.
+
+    Args:
+        model: whose embedding and output it shares.
+        layer: its decoder layer, one of mlx-lm's.
+        layout: of the family.
+    """
+
+    def __init__(self, model: Any, layer: Any, layout: Layout) -> None:
+        super().__init__()
+        args = text_of(model).args
+        size, eps = args.hidden_size, args.rms_norm_eps
+        self.token_norm, self.hidden_norm, self.norm = (nn.RMSNorm(size, eps) for _ in range(3))
+        self.projection = nn.Linear(2 * size, size, bias=False)
+        self.layer = layer
+        self.args = args
+        self._layout = layout
+        self._model = lambda: model  # not as a part: its weights are no weights of the head
+
+    @property
+    def layers(self) -> list[Any]:
+        """Return the decoder layers."""
+        return [self.layer]
+
+    @property
+    def model(self) -> Any:
+        """Return the model that the head belongs to."""
+        return self._model()
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None, hidden: mx.array | None = None) -> mx.array:
+        """Return hidden states ``[B, L, hidden]``, for :meth:`logits` and for the head's next call.
+
+        Args:
+            inputs: tokens ``[B, L]``.
+            cache: of the layer.
+            hidden: of the tokens before them, the model's or the head's; None: zeros.
+        """
+        tokens = text_of(self.model).model.embed_tokens(inputs)
+        hidden = mx.zeros_like(tokens) if hidden is None else hidden.astype(tokens.dtype)
+        both = [self.token_norm(tokens), self.hidden_norm(hidden)]
+        x = self.projection(mx.concatenate(both[::-1] if self._layout.hidden_first else both, axis=-1))
+        own = None if cache is None else cache[0]
+        # Latent attention adds the mask to scores, so that it has to be an array.
+        mask = create_attention_mask(x, own, return_array=hasattr(self.args, "kv_lora_rank"))
+        x = self.layer(x, mask, own)
+        return self.norm(x) if self._layout.goes_on_normed else x
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Return logits of the tokens behind the head's inputs, of what it has returned for these."""
+        return logits_of(self.model, hidden if self._layout.goes_on_normed else self.norm(hidden))
+
+
+# Loading ------------------------------------------------------------------------------------------------------------
+
+
+def why_no_head(folder: Path) -> str | None:
+    """Return why a model's folder gives no head, or None. Reads names of weights, and nothing else."""
+    config = json.loads((folder / "config.json").read_text())
+    kind = config.get("model_type")
+    layout = LAYOUTS.get(kind)
+    if layout is None:
+        return f"models of type {kind} have no multi-token prediction head known here: those of {', '.join(LAYOUTS)} do"
+    own, layer = layout.prefixes(config.get("text_config", config)["num_hidden_layers"])
+    names = {name for file in sorted(folder.glob("*.safetensors")) for name in _names_in(file)}
+    needed = [f"{own}{name}.weight" for name in layout.names] + [f"{layer}input_layernorm.weight"]
+    missing = [name for name in needed if name not in names]
+    if missing:
+        return (
+            f"the checkpoint {folder} has no {missing[0]}: converters often drop the weights of the multi-token "
+            "prediction head; use the published checkpoint"
+        )
+    return None
+
+
+def _names_in(file: Path) -> list[str]:
+    """Return the names of the tensors in a file."""
+    with file.open("rb") as opened:
+        (size,) = struct.unpack("<Q", opened.read(8))
+        return [name for name in json.loads(opened.read(size)) if name != "__metadata__"]
+
+
+def check_head(folder: Path) -> None:
+    """Raise ConfigError if a model's folder gives no head (:func:`why_no_head`)."""
+    if (why_not := why_no_head(folder)) is not None:
+        raise ConfigError(f"mtp: {why_not}")
+
+
+def folder_of(name: str) -> Path:
+    """Return the folder of a model, a folder or the name of a hub repository, which is fetched if it is not there."""
+    folder = Path(name).expanduser()
+    return folder if folder.exists() else Path(utils._download(name))
+
+
+def load_head(model: Any, folder: Path) -> MTPHead:
+    """Return the head of a model that was loaded from a folder, its weights not read yet.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    check_head(folder)
+    config = json.loads((folder / "config.json").read_text())
+    layout = LAYOUTS[config["model_type"]]
+    shell = _one_layer(model, layout)
+    weights: dict[str, mx.array] = {}
+    convolutions: dict[str, mx.array] = {}
+    own, layer = layout.prefixes(text_of(model).args.num_hidden_layers)
+    for file in sorted(folder.glob("*.safetensors")):
+        loaded: Any = mx.load(str(file))
+        for name, value in loaded.items():
+            if name.startswith(own) and not name.removeprefix(own).startswith(SHARED):
+                weights[name] = value
+            elif name.endswith("conv1d.weight"):
+                convolutions = {"conv1d.weight": value}
+    try:
+        found = _sanitized(shell, weights, convolutions, layout, own, layer)
+        head = MTPHead(model, shell.layers[0], layout)
+        nn.quantize(
+            head,
+            class_predicate=lambda path, module: (
+                hasattr(module, "to_quantized")
+                and f"{path}.scales" in found
+                and utils.infer_quant_config(path, module, found)
+            ),
+        )
+        head.load_weights(list(found.items()))
+    except (ValueError, KeyError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"mtp: the head's weights in {folder} are not as they should be: {said}") from error
+    head.eval()
+    return head
+
+
+def _one_layer(model: Any, layout: Layout) -> Any:
+    """Return a model of the same kind with one layer, that of the head; nothing of it is computed."""
+    args = text_of(model).args
+    fields = {field.name for field in dataclasses.fields(args)}
+    changed = {name: value for name, value in layout.one_layer.items() if name in fields}
+    if text_of(model) is model:
+        return type(model)(dataclasses.replace(args, num_hidden_layers=1, **changed))
+    text = {**model.args.text_config, "num_hidden_layers": 1, **changed}
+    return type(model)(dataclasses.replace(model.args, text_config=text))
+
+
+def _sanitized(
+    shell: Any,
+    weights: Mapping[str, mx.array],
+    convolutions: Mapping[str, mx.array],
+    layout: Layout,
+    own: str,
+    layer: str,
+) -> dict[str, mx.array]:
+    """Return a head's weights by the names of its modules, made ready as mlx-lm makes those of the model.
+
+    Args:
+        convolutions: of the model, by which mlx-lm tells whether norms are stored less one.
+        own: prefix of the head's own weights.
+        layer: of those of its layer.
+    """
+    names = {f"{own}{name}": part for name, part in zip(layout.names, PARTS, strict=True)}
+    apart = {name: next((p for p in names if name.startswith(f"{p}.")), None) for name in weights}
+    as_layer = {f"{LAYER}{k.removeprefix(layer)}": v for k, v in weights.items() if apart[k] is None}
+    # Beside the layer: scales of eight bits, of which mlx-lm makes weights, may be those of the projection.
+    as_layer |= {f"{LAYER}{names[p]}{k.removeprefix(p)}": weights[k] for k, p in apart.items() if p is not None}
+    given = as_layer[f"{LAYER}input_layernorm.weight"]
+    found: dict[str, mx.array] = {}
+    for name, value in shell.sanitize({**convolutions, **as_layer}).items():
+        inner = name.removeprefix("language_model.")
+        if inner.startswith(LAYER):
+            found[inner.removeprefix(LAYER)] = value
+    offset = found["input_layernorm.weight"] is not given  # then norms are stored less one
+    result = {}
+    for name, value in found.items():
+        part = name.partition(".")[0]
+        if part in PARTS:
+            result[name] = value + 1.0 if offset and part != "projection" else value
+        else:
+            result[f"layer.{name}"] = value
+    return result
+
+
+# Hidden states ------------------------------------------------------------------------------------------------------
+
+
+def _with_hidden(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+    """Return logits and, behind them, last hidden states, of tokens ``[B, 1]``: one array, as a compiled step has."""
+    hidden = text_of(model).model(inputs, cache=cache)
+    logits = logits_of(model, hidden)
+    return mx.concatenate([logits, hidden.astype(logits.dtype)], axis=-1)
+
+
+def _hidden(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+    """Return last hidden states."""
+    hidden: mx.array = text_of(model).model(inputs, cache=cache)
+    return hidden
+
+
+_step: Callable[..., mx.array] = in_turns(adapt(_with_hidden))
+_apart: Callable[..., mx.array] = in_turns(_hidden)
+
+
+def _may_be_compiled(inputs: mx.array, caches: Sequence[Any]) -> bool:
+    """Return whether a call is one that compiled steps may take: all of its logits are needed, and blocks in place."""
+    first = next((cache for cache in leaves(caches) if isinstance(cache, PagedBatchKVCache)), None)
+    if first is None or inputs.shape[1] > 1 or (first.rows.is_pack and not first.rows.as_rows):
+        return False
+    return all(group.in_place for group in first.pool.groups)
+
+
+class HiddenCall:
+    """Calls a model in the place of the model itself, and notes the last hidden states of what it computes.
+
+    Args:
+        model: of a family with heads.
+        states: where they are noted.
+    """
+
+    def __init__(self, model: Any, states: HiddenStates) -> None:
+        self.model, self.states = model, states
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Return the logits."""
+        places = self.states.places(cache, inputs.shape[1])
+        if _may_be_compiled(inputs, cache):
+            both = _step(self.model, inputs, cache=cache)
+            size = text_of(self.model).args.hidden_size
+            logits, hidden = both[..., :-size], both[..., -size:] * 1  # a copy: a view would keep the logits
+        else:
+            hidden = _apart(self.model, inputs, cache=cache)
+            logits = logits_of(self.model, hidden)
+            mx.async_eval(hidden)  # of a prompt nothing else needs them, and blocks must not be read later
+        self.states.note(places, hidden.reshape(-1, hidden.shape[-1]))
+        return logits

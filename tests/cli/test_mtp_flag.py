@@ -1,0 +1,95 @@
+"""--mtp: the model's own head proposes tokens, in the batch of a file and in the server."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.generate import setup_arg_parser
+
+from mlx_paged.cli.batch_run import check_arguments
+from mlx_paged.cli.generate import extend_parser
+from mlx_paged.errors import ConfigError
+from tests.support.models.prediction_heads import write_checkpoint
+from tests.support.models.tokenizers import word_tokenizer
+from tests.support.processes import commands
+from tests.support.processes.server_process import ServerProcess
+
+BODIES = [{"prompt": "w1 w2 w3", "temperature": 0}, {"prompt": "w9 w4", "temperature": 1.0, "seed": 5}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with states and a head, by their published names."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint("qwen3_next", folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_has_the_same_texts_with_the_head(checkpoint: Path) -> None:
+    lines = "\n".join(map(json.dumps, BODIES))
+
+    def results(*flags: str) -> tuple[list[str], str]:
+        fixed = ("generate", "--model", str(checkpoint), "--max-tokens", "24", "--ignore-chat-template")
+        done = commands.run("mlx_paged", *fixed, "--prompts-file", "-", *flags, input=lines)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line)["text"] for line in done.stdout.splitlines()], done.stderr
+
+    plain, _ = results()
+    found, said = results("--mtp", "--num-draft-tokens", "2", "--cache-stats")
+    assert found == plain
+    assert "draft(s) accepted" in said
+
+
+def test_a_server_gives_the_same_answers_with_the_head(checkpoint: Path, tmp_path: Path) -> None:
+    def answers(server: ServerProcess) -> list[str]:
+        bodies: list[dict[str, Any]] = [{"max_tokens": 24, **body} for body in BODIES]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            found = list(pool.map(lambda body: server.post("/v1/completions", body), bodies))
+        assert [answer.status for answer in found] == [200] * len(bodies), found
+        return [answer.json["choices"][0]["text"] for answer in found]
+
+    server = ServerProcess(checkpoint, tmp_path, "--mtp", "--kv-cache-memory", "64MB")
+    found = answers(server)
+    assert server.post("/v1/completions", {**BODIES[0], "num_draft_tokens": 1, "max_tokens": 9}).status == 200
+    pool = server.stats()["pool"]
+    assert pool["drafted_tokens"] > 0 and pool["draft_steps"] > 0 and pool["budget_bytes"] < 64_000_000
+    assert answers(server) == found
+    assert server.stop() == 0 and "Traceback" not in server.log, server.log
+    plain = ServerProcess(checkpoint, tmp_path)
+    assert answers(plain) == found
+    assert plain.stop() == 0
+
+
+@pytest.mark.parametrize("kind", ["generate", "server"])
+def test_a_model_without_a_head_is_refused_before_it_is_loaded(kind: str, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "results"
+    rest = ("--prompts-file", "-", "--output", str(output)) if kind == "generate" else ("--port", "0")
+    done = commands.run("mlx_paged", kind, "--model", str(folder), "--mtp", *rest, input="hello")
+    assert done.returncode != 0 and "mtp: models of type llama have no multi-token prediction head" in done.stderr
+    assert "Traceback" not in done.stderr and not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ((), "--mtp is for the batch of a --prompts-file"),
+        (("--prompts-file", "p", "--draft-model", "d"), "both propose tokens"),
+        (("--prompts-file", "p", "--no-paged"), "--mtp in batches is for pages"),
+        (("--prompts-file", "p", "--max-kv-size", "100"), "--mtp needs the whole cache"),
+        (("--prompts-file", "p", "--prompt-lookup", "4"), "--mtp and --prompt-lookup both propose tokens"),
+    ],
+)
+def test_flags_that_do_not_go_with_a_head(flags: tuple[str, ...], why: str) -> None:
+    args = extend_parser(setup_arg_parser()).parse_args(("--mtp", *flags))
+    with pytest.raises(ConfigError, match=why):
+        check_arguments(args)
+
+
+def test_a_server_with_a_head_and_a_draft_model_is_refused(folder: Path) -> None:
+    flags = ("--model", str(folder), "--mtp", "--draft-model", str(folder), "--port", "0")
+    done = commands.run("mlx_paged", "server", *flags)
+    assert done.returncode != 0 and "--draft-model and --mtp both propose tokens" in done.stderr

@@ -1,0 +1,186 @@
+"""Heads for multi-token prediction in batches: tokens are those without, whatever the head says."""
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_paged
+from mlx_paged import ConfigError, PagedConfig
+from mlx_paged.engine.drafts.hidden_states import MOST_KEPT, HiddenStates
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import quick
+from tests.support.models import prediction_heads
+from tests.support.models.batch_runs import Outcome, collect, generator, run_all
+from tests.support.models.builders import greedy
+from tests.support.models.drafting import DRAFTS, check_nothing_left, drafted, in_every_step, prompts_of
+from tests.support.models.prediction_heads import FAMILIES, head_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOKENS, LENGTHS = 24, (3, 37, 12)
+QUICK = ("qwen3_next", "mimo")
+
+
+@functools.cache
+def model_of(name: str, scale: float) -> Any:
+    return prediction_heads.model_of(name, scale)
+
+
+@functools.cache
+def solos(name: str, scale: float) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what stock mlx-lm says behind them."""
+    assert not mlx_paged.patches.is_applied()
+    model = model_of(name, scale)
+    return [(p, greedy(model, mx.array(p, mx.uint32), TOKENS)[0]) for p in prompts_of(f"{name}-of-mlx-lm", LENGTHS)]
+
+
+def run_alike(name: str, model_scale: float, scale: float | None, prompts: slice = slice(None)) -> Any:
+    """Run prompts with a head, which must give stock's tokens. Returns the statistics."""
+    expected = solos(name, model_scale)[prompts]
+    model = model_of(name, model_scale)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    head = head_of(name, model, scale)
+    outcomes, gen = drafted(model, head, [p for p, _ in expected], [TOKENS] * len(expected))
+    assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens in expected]
+    stats = mlx_paged.pool_of(model).stats()
+    check_nothing_left(gen, model, head)
+    return stats
+
+
+@pytest.mark.parametrize("name", quick(FAMILIES, *QUICK))
+def test_a_right_head_gives_the_tokens_without_in_fewer_steps(name: str) -> None:
+    stats = run_alike(name, 0.01, 0.01)
+    assert stats.accepted_tokens > 0.5 * stats.drafted_tokens > 0
+    assert stats.draft_steps < TOKENS - 4
+
+
+@pytest.mark.parametrize("name", quick(FAMILIES, *QUICK))
+def test_a_random_head_gives_the_tokens_without(name: str) -> None:
+    stats = run_alike(name, 1.0, None)
+    assert stats.drafted_tokens > 100 and stats.accepted_tokens < 0.15 * stats.drafted_tokens
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_request_alone_has_the_tokens_without(index: int) -> None:
+    stats = run_alike("mimo", 0.2, 0.3, slice(index, index + 1))
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 9))
+@pytest.mark.parametrize("name", QUICK)
+def test_an_answer_ends_at_its_most_tokens(name: str, num_tokens: int) -> None:
+    expected = solos(name, 0.05)
+    model = model_of(name, 0.05)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    most = (num_tokens, 20, 1 + num_tokens)
+    head = head_of(name, model, 0.05)
+    outcomes, gen = drafted(model, head, [p for p, _ in expected], most)
+    for outcome, (prompt, tokens), number in zip(outcomes, expected, most, strict=True):
+        assert outcome.tokens == tokens[:number] and outcome.reason == "length"
+        assert outcome.all_tokens == prompt + tokens[:number]
+    check_nothing_left(gen, model, head)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_preempted_rows_go_on_with_drafts(name: str) -> None:
+    expected = solos(name, 0.05)
+    model = model_of(name, 0.05)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    head = head_of(name, model, 0.05)
+    with in_every_step():
+        gen = generator(model, draft_model=head, num_draft_tokens=DRAFTS)
+    outcomes = {uid: Outcome() for uid in gen.insert([p for p, _ in expected], [TOKENS] * 3)}
+    for step in range(40):
+        collect(outcomes, *gen.next())
+        if step % 3 == 2:
+            gen.preempt_youngest()
+    run_all(gen, outcomes)
+    assert [outcome.tokens for outcome in outcomes.values()] == [tokens for _, tokens in expected]
+    stats = mlx_paged.pool_of(model).stats()
+    assert stats.preemptions > 1 and stats.accepted_tokens > 0
+    check_nothing_left(gen, model, head)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_prefix_that_is_found_again_has_drafts_behind_it(name: str) -> None:
+    model = model_of(name, 0.05)
+    ((first, tokens), *_) = [solo for solo in solos(name, 0.05) if len(solo[0]) == 37]
+    second = [*first, *tokens[:10], 5, 6]
+    expected = greedy(model, mx.array(second, mx.uint32), 12)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    prefixes = SharedPrefixes(RadixTree(mlx_paged.pool_of(model)))
+    with in_every_step():
+        gen = generator(
+            model, draft_model=head_of(name, model, 0.05), num_draft_tokens=DRAFTS, prefixes=prefixes,
+            prefill_step_size=8,
+        )  # fmt: skip
+    outcomes = {uid: Outcome() for uid in gen.insert([first], [10])}
+    run_all(gen, outcomes)
+    before = mlx_paged.pool_of(model).stats()
+    outcomes = {uid: Outcome() for uid in gen.insert([second], [12])}
+    run_all(gen, outcomes)
+    stats = mlx_paged.pool_of(model).stats()
+    assert stats.prefix_hit_tokens > 0
+    assert next(iter(outcomes.values())).tokens == expected
+    assert stats.accepted_tokens > before.accepted_tokens
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_pools_in_place(name: str, kernels: Any) -> None:
+    expected = solos(name, 0.05)
+    model = model_of(name, 0.05)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    outcomes, _ = drafted(model, head_of(name, model, 0.05), [p for p, _ in expected], [TOKENS] * 3)
+    assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens in expected]
+    assert mlx_paged.pool_of(model).stats().accepted_tokens > 0
+
+
+def test_the_head_of_another_model_is_refused() -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    model, other = model_of("mimo", 1.0), model_of("mimo", 0.05)
+    with pytest.raises(ConfigError, match="belongs to another model"):
+        generator(model, draft_model=head_of("mimo", other))
+
+
+# Hidden states ----------------------------------------------------------------------------------------------------
+
+
+class Sequence:
+    """Stands for block tables."""
+
+
+def states_of(*calls: tuple[int, int]) -> tuple[HiddenStates, Any]:
+    """What is kept after calls from a position on, of so many tokens: each state is its position, and the call's."""
+    states, sequence = HiddenStates(), Sequence()
+    for number, (begin, count) in enumerate(calls):
+        hidden = mx.stack([mx.arange(begin, begin + count), mx.full(count, number)], axis=1)
+        states.note([(sequence, begin, count)], hidden)
+    return states, sequence
+
+
+def values(states: HiddenStates, sequence: Any, begin: int, end: int) -> list[list[int]]:
+    return mx.concatenate(states.of(sequence, begin, end)).tolist()
+
+
+def test_positions_computed_again_replace_what_was_kept() -> None:
+    states, sequence = states_of((0, 5), (5, 4), (6, 2))
+    assert values(states, sequence, 4, 8) == [[4, 0], [5, 1], [6, 2], [7, 2]]
+    assert states.known(sequence, 8) == 0 and states.known(sequence, 6) == 0
+    assert states.known(sequence, 9) is None
+
+
+def test_what_lies_behind_a_gap_begins_anew() -> None:
+    states, sequence = states_of((0, 5), (7, 2))
+    assert states.known(sequence, 9) == 7
+    states.drop(sequence, 9)
+    assert states.known(sequence, 9) is None and states.known(Sequence(), 1) is None
+
+
+def test_few_positions_are_kept() -> None:
+    states, sequence = states_of((0, 3 * MOST_KEPT))
+    assert states.known(sequence, 3 * MOST_KEPT) == 2 * MOST_KEPT
+    assert values(states, sequence, 2 * MOST_KEPT, 2 * MOST_KEPT + 1) == [[2 * MOST_KEPT, 0]]
+    states, sequence = states_of(*((n, 1) for n in range(MOST_KEPT + 7)))
+    assert states.known(sequence, MOST_KEPT + 7) == 7
