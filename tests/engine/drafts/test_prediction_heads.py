@@ -8,6 +8,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
+from mlx_paged.engine.compiled_step import CompiledStep
 from mlx_paged.engine.drafts.hidden_states import MOST_KEPT, HiddenStates
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
@@ -135,6 +136,26 @@ def test_pools_in_place(name: str, kernels: Any) -> None:
     outcomes, _ = drafted(model, head_of(name, model, 0.05), [p for p, _ in expected], [TOKENS] * 3)
     assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens in expected]
     assert mlx_paged.pool_of(model).stats().accepted_tokens > 0
+
+
+def test_decode_steps_in_place_run_compiled(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their one output is cut into logits and hidden states."""
+    compiled: list[bool] = []
+    original = CompiledStep._compiled
+
+    def count(self: CompiledStep, *args: Any) -> Any:
+        logits = original(self, *args)
+        compiled.append(logits is not None)
+        return logits
+
+    monkeypatch.setattr(CompiledStep, "_compiled", count)
+    model = model_of("mimo", 0.05)
+    prompts = prompts_of("mimo-of-mlx-lm", LENGTHS)
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 60)[0] for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    outcomes, _ = drafted(model, head_of("mimo", model, 0.05), prompts, [60] * 3)
+    assert [outcome.tokens for outcome in outcomes] == expected
+    assert sum(compiled) > 2 and mlx_paged.pool_of(model).stats().accepted_tokens > 0
 
 
 def test_the_head_of_another_model_is_refused() -> None:
