@@ -14,6 +14,7 @@ from .launch_shape import (
     FUSED_BODIES,
     LATENT_BODIES,
     MATRIX_BODIES,
+    SHARED_BODY,
     LaunchShape,
     Variant,
     latent_run,
@@ -53,8 +54,10 @@ def spec_of(
     q_len: int,
     n_partitions: int,
     few_tables: bool = False,
+    n_items: int = 0,
 ) -> DecodeSpec:
-    """Return the spec of a call over block tables that have fewer than 8 elements (``few_tables``) or more."""
+    """Return the spec of a call over block tables that have fewer than 8 elements (``few_tables``) or more; n_items: what
+    thread groups of shared_decode_tensor take for each kv head."""
     rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
     cores = cuda_limits().multiprocessors
     if variant.body in FUSED_BODIES:
@@ -62,6 +65,12 @@ def spec_of(
         run = launch_shape.run or run_length(counters * n_partitions, cores, launch_shape.groups)
         spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, -(-n_partitions // run))
         spec = spec._replace(counters=counters, run=run)
+    elif variant.body == SHARED_BODY:
+        spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, n_partitions)
+        grid = (spec.decode["grid"][0], n_items, 1)
+        constants = (*spec.decode_constants, ("ROWS", launch_shape.rows))
+        spec = spec._replace(decode_constants=constants, decode={**spec.decode, "grid": grid})
+        spec = spec._replace(counters=rows * (n_q_heads // variant.gqa))
     elif variant.body == LATENT_BODIES[1]:
         run = launch_shape.run or latent_run(rows * -(-n_q_heads // variant.gqa), n_partitions, cores)
         n_partitions, size = -(-n_partitions // run), run * launch_shape.partition

@@ -110,6 +110,10 @@ MAX_THREADGROUP_BYTES = 32 * 1024
 MAX_TENSOR_HEAD_DIM = 256
 # Bodies for tensor cores, which join their partial results themselves.
 FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
+# The first of them for rows that have blocks in common, and how many query heads of such rows a thread group takes, of
+# heads up to 128 and up to 256.
+SHARED_BODY = "shared_decode_tensor"
+SHARED_HEADS = (32, 8)
 # Bodies by Metal's 8 x 8 matrices, for at least this many query heads per kv head: with fewer, rows of padding cost
 # more instructions than matrices save (docs/adr/0062).
 MATRIX_BODIES = ("matrix_decode", "quantized_matrix_decode")
@@ -178,6 +182,7 @@ class LaunchShape(NamedTuple):
     )
     keys: int = 0  # tokens at a time (latent_decode_tensor, and the bodies by matrices)
     first: int = 0  # a row that reaches so many tokens has one partition
+    rows: int = 1  # that a thread group takes at most (shared_decode_tensor)
 
     @property
     def alignment(self) -> int:
@@ -239,6 +244,12 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         ValueError: its threadgroup memory would pass the limit.
     """
     widest = max(variant.head_dim, variant.value_dim)
+    if variant.body == SHARED_BODY:
+        heads = SHARED_HEADS[widest > 128]
+        floats = _TENSOR_FLOATS - heads * (variant.value_dim + variant.head_dim // 2)
+        head_round = max(1, min(8, floats // (4 * variant.value_dim)))
+        rows = heads // variant.gqa
+        return LaunchShape(8, 4, _tensor_unroll(variant, widest), 1, head_round, 4, groups=2, rows=rows)
     if variant.body in FUSED_BODIES:
         floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))

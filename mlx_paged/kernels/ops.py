@@ -25,6 +25,7 @@ from .launch_shape import (
     MATRIX_BODIES,
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
+    SHARED_BODY,
     LaunchShape,
     Variant,
     count_partitions,
@@ -129,6 +130,7 @@ def paged_decode(
     launch_shape: LaunchShape | None = None,
     pages: PageShape | None = None,
     init_value: float | None = None,
+    items: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of a few query positions per sequence over scattered blocks.
 
@@ -141,6 +143,8 @@ def paged_decode(
     Returns (out [B, n_q_heads, q_len, value_dim], fence). A query that sees nothing gets zeros.
 
     pages: of a pool of quantised pages; what is appended is quantised, and attended to as its page holds it.
+
+    items: which rows read blocks together (:mod:`.shared_runs`), of rows of one query.
 
     A row's bits do not depend on the other rows. `variant` and `launch_shape` override the choice, for checks and
     timings. `init_value` (Metal) is what outputs hold before the launches, for checks.
@@ -170,6 +174,7 @@ def paged_decode(
         launch_shape=launch_shape,
         pages=pages,
         init_value=init_value,
+        items=items,
     )
     if append is None:
         return launch(q, k_pool, v_pool, fence, sinks)
@@ -190,6 +195,7 @@ class DecodeLaunch(NamedTuple):
     options: dict[str, Any]  # with these keyword arguments
     counters: int = 0  # that the kernel needs to join partitions itself
     write: WriteLaunch | None = None  # of the newest tokens, where the kernel does not quantise them
+    items: mx.array | None = None  # rows that read blocks together, where the kernel is for such
 
     def __call__(
         self,
@@ -211,6 +217,8 @@ class DecodeLaunch(NamedTuple):
         inputs = [q, k_pool, v_pool, fence, k_new, v_new, tables, ends, starts, self.params, logits]
         if self.counters:
             inputs.append(counters_of(k_pool, self.counters))
+        if self.items is not None:
+            inputs.append(self.items)
         out, stats, fence = self.decode(inputs)
         if self.merge is not None:
             (out,) = self.merge([out, stats, ends, starts, logits])
@@ -233,6 +241,7 @@ def prepare_decode(
     pages: PageShape | None = None,
     latent: bool = False,
     init_value: float | None = None,
+    items: mx.array | None = None,
 ) -> DecodeLaunch:
     """Return what :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
     start_positions). latent: over latents and what is rotated of them; queries are as long as both.
@@ -249,6 +258,8 @@ def prepare_decode(
         choices = (latent_variants_of if latent else variants_of)(
             dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks, pages
         )
+        if items is not None:
+            choices = (choices[0]._replace(body=SHARED_BODY), *choices)
     write = None
     if append and pages is not None and not moves.exact(pages, block_size).write:
         write, append = prepare_write(k_pool, v_pool, moves.newest_slots(visible, block_size), pages), False
@@ -261,17 +272,21 @@ def prepare_decode(
             continue
         own = launch_shape or shape_for(choice, gpu_cores())
         seen = reach if max_visible is None else min(reach, max_visible + own.alignment - 1)
-        spec = spec_of(choice, own, batch, n_q_heads, q_len, count_partitions(seen, own), visible[0].size < MANY)
+        own_items = items if choice.body == SHARED_BODY else None
+        n_items = 0 if own_items is None else len(own_items)
+        n_partitions = count_partitions(seen, own)
+        spec = spec_of(choice, own, batch, n_q_heads, q_len, n_partitions, visible[0].size < MANY, n_items)
         failure = next((why for why in (failure_of(text, build_kernel) for text in spec.texts) if why), None)
         if failure is None:
             kernel, merge = build_kernel(choice.body, spec.decode_constants), None
             filled = {} if init_value is None else {"init_value": init_value}
             if spec.merge:
                 merge = prepared(build_kernel("merge_partitions", spec.merge_constants), {**spec.merge, **filled})
-            params = params_of(scale, softcap or 1.0, float(append), float(spec.run.bit_length() - 1))
+            run_shift = spec.run.bit_length() - 1
+            params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
             options = {**spec.decode, **filled}
             decode = prepared(kernel, options)
-            return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, write)
+            return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, write, own_items)
         reasons.append(failure)
         if variant is None:
             switch_off(choice, failure)

@@ -1,3 +1,14 @@
+//// own_heads
+// Columns of a thread group: the query heads of one row.
+constexpr int HEADS = G;
+constexpr int WAITS = 2;  // halves of a tree that may wait
+//// shared_heads
+// Of shared_decode_tensor, which is paged_decode_tensor for rows that have blocks in common: a thread group takes a run of
+// one or two partitions for up to ROWS rows that see the same blocks there, reads these once, and has the query heads of all
+// of the rows as columns. A column is computed as paged_decode_tensor computes it, so a row has the same bits either way.
+// Which rows those are, `items` says (shared_runs.py): run, log2 of its partitions, number of rows, their places in the batch.
+constexpr int HEADS = G * ROWS;
+constexpr int WAITS = 1;
 //// dense_rows
 // CUDA only: paged_decode for 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators).
 // Same partitions as paged_decode. A thread group takes a run of 1, 2 or 4 (2^params[3]) of them, and the last group
@@ -9,9 +20,10 @@
 // Heads are the 8 columns (NT column tiles for more than 8). The order of dims inside a fragment is ours to choose as
 // long as both factors agree, so every load is 16 bytes: a lane holds dims 8c.. of a key row, 8r.. of a value row.
 // A probability is split into two 16-bit halves (high and remainder), so P keeps float's precision to about 2^-16.
-constexpr int NT = (G + 7) / 8;
+constexpr int NT = (HEADS + 7) / 8;
 constexpr int KT = (D + 31) / 32;    // 32 dims of a key row per load
 constexpr int VT = (DV + 63) / 64;   // 64 dims of a value row per load
+constexpr bool QUERY_SHARED = HEADS > G && NT * KT > 8;  // queries of more rows wait in shared memory, not in registers
 //// quantized_rows
 // CUDA only: paged_decode_tensor for pages of quantised keys and values (quantized/pages.py), whose codes of 8 or 4 bits the
 // tensor cores multiply as they are, as 16-bit floats with an offset (tensor_codes). What is uniform in a group stays out:
@@ -48,24 +60,44 @@ __shared__ float tg_l[SG * NT * 8];
 // Outputs are kept with dim 8 a + b at b * DV / 8 + a, which spreads the stores below over all banks.
 __shared__ __align__(16) float tg_o[SG * HR][DV + 4];
 // A first half that waits for its second: [0] a partition, [1] a pair of partitions.
-__shared__ State wait[2][G];
-__shared__ float4 wait_o[2][G][DV / 4];
-__shared__ bool tg_last;
+__shared__ State wait[WAITS][HEADS];
+__shared__ float4 wait_o[WAITS][HEADS][DV / 4];
+__shared__ bool tg_last[HEADS / G];
 
 const int n_kv = k_pool_shape[1];
 const int max_blocks = tables_shape[1];
 const int q_len = ends_shape[1];
 const int kv_head = blockIdx.x;
-const int row = blockIdx.y;
-const int run = blockIdx.z;
-const int n_runs = gridDim.z;
-const int run_shift = static_cast<int>(params[3]);
 const int lane = threadIdx.x % 32;
 const int warp = threadIdx.x / 32;
 const int r = lane / 4;
 const int c = lane % 4;
+//// own_row
+const int row = blockIdx.y;
+const int run = blockIdx.z;
+const int n_runs = gridDim.z;
+const int run_shift = static_cast<int>(params[3]);
+constexpr int n_rows = 1;
+constexpr int columns = G;
 const int sequence = row / q_len;
 const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + row % q_len;
+auto row_of = [&](int) { return row; };
+auto head_of = [&](int column) { return column; };
+auto line_of = [&](int column) { return line0 + column * q_len; };
+//// shared_row
+const int* own_item = items + blockIdx.y * (3 + ROWS);
+const int run = own_item[0];
+const int run_shift = own_item[1];
+const int n_rows = own_item[2];
+const int row = own_item[3];
+const int n_runs = static_cast<int>(params[4]);
+if (n_rows == 0) return;
+const int columns = n_rows * G;
+const int sequence = row;
+auto row_of = [&](int i) { return static_cast<int>(own_item[3 + i]); };
+auto head_of = [&](int column) { return column % G; };
+auto line_of = [&](int column) { return static_cast<int64_t>(row_of(column / G) * n_kv + kv_head) * G + column % G; };
+//// bounds
 // Partitions grow with what the row itself sees, so they never depend on the rest of the batch.
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
@@ -73,50 +105,56 @@ int doublings = 0;
 while (end - begin > (SPAN * PART) << 2 * doublings) doublings++;
 const int size = PART << doublings;
 const int origin = begin / 64 * 64;
-const int n_live = begin < end ? (end - origin + size - 1) / PART >> doublings : 0;
+auto live_before = [&](int to) { return begin < to ? (to - origin + size - 1) / PART >> doublings : 0; };
+const int n_live = live_before(end);
+auto live_of = [&](int i) { return HEADS == G ? n_live : live_before(static_cast<int>(ends[row_of(i)])); };
 const int first = run << run_shift;
 const int last = metal::min(first + (1 << run_shift), n_live) - 1;
 const int lo = metal::max(begin, origin + first * size);
 const int hi = metal::min(end, origin + (last + 1) * size);
 const int64_t unit = static_cast<int64_t>(row) * n_kv + kv_head;
+auto unit_of = [&](int i) { return static_cast<int64_t>(row_of(i)) * n_kv + kv_head; };
 // With params[2] set (q_len is 1 then), the row's newest token comes with the call and is stored into its slot first.
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
-float2* stats = reinterpret_cast<float2*>(partial + static_cast<int64_t>(gridDim.y) * n_kv * n_runs * (G * DV));
+float2* stats = reinterpret_cast<float2*>(partial + static_cast<int64_t>(ends_shape[0] * q_len) * n_kv * n_runs * (G * DV));
 
-if (kv_head + row + run + lane + warp == 0) {
+if (kv_head + blockIdx.y + blockIdx.z + lane + warp == 0) {
   fence_out[0] = fence[0] + 1u;
 }
 //// dense_tile
 // Of paged_decode_tensor: a warp's chunks, from queries, keys and values to the accumulators of a partition.
+__shared__ uint4 tg_q[QUERY_SHARED ? NT * KT * 32 : 1];
 // The head's sink enters here.
-auto finish = [&](int head, int at, State whole, float4 o) {
+auto finish = [&](int column, int at, State whole, float4 o) {
+  const int head = head_of(column);
   if (SINKS) join({static_cast<float>(sinks[kv_head * G + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
   const float values[4] = {o.x, o.y, o.z, o.w};
   UNROLL
   for (int i = 0; i < 4; i++) {
     const int place = at * 4 + i;
-    out[(line0 + head * q_len) * DV + place % (DV / 8) * 8 + place / (DV / 8)] = static_cast<T>(values[i] / whole.l);
+    out[line_of(column) * DV + place % (DV / 8) * 8 + place / (DV / 8)] = static_cast<T>(values[i] / whole.l);
   }
 };
 
 if (first <= last) {
   const int* table = tables + sequence * max_blocks;
   const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
-  uint query[NT][KT][4];  // column (head) r, dims 32 * kt + 8c + 0..7
+  uint4 query[NT][KT];  // column r, dims 32 * kt + 8c + 0..7
   UNROLL
   for (int n = 0; n < NT; n++) {
     UNROLL
     for (int kt = 0; kt < KT; kt++) {
       const int dim = kt * 32 + c * 8;
-      const int head = n * 8 + r;
+      const int column = n * 8 + r;
       uint4 bits = make_uint4(0, 0, 0, 0);
-      if (head < G && dim < D) bits = *reinterpret_cast<const uint4*>(q + (line0 + head * q_len) * D + dim);
-      query[n][kt][0] = bits.x;
-      query[n][kt][1] = bits.y;
-      query[n][kt][2] = bits.z;
-      query[n][kt][3] = bits.w;
+      if (column < columns && dim < D) bits = *reinterpret_cast<const uint4*>(q + line_of(column) * D + dim);
+      if (!QUERY_SHARED) query[n][kt] = bits;
+      if (QUERY_SHARED && n % SG == warp) tg_q[(n * KT + kt) * 32 + lane] = bits;
     }
   }
+  if (QUERY_SHARED) __syncthreads();
+  // Tiles of columns that no row has are left out.
+  auto is_live = [&](int n) { return HEADS == G || n * 8 < columns; };
   float acc[NT][VT][4][4];
   float m[NT][2], l[NT][2];
 
@@ -189,6 +227,11 @@ if (first <= last) {
       float scores[NT][U][4];  // (token r, heads 2c and 2c + 1), then token r + 8
       UNROLL
       for (int n = 0; n < NT; n++) {
+        if (!is_live(n)) continue;
+        if (QUERY_SHARED) {
+          UNROLL
+          for (int kt = 0; kt < KT; kt++) query[n][kt] = tg_q[(n * KT + kt) * 32 + opaque(lane)];
+        }
         UNROLL
         for (int u = 0; u < U; u++) {
           UNROLL
@@ -197,8 +240,8 @@ if (first <= last) {
           for (int kt = 0; kt < KT; kt++) {
             const uint4 a = keys[u][0][kt];
             const uint4 b = keys[u][1][kt];
-            mma<T>(scores[n][u], a.x, b.x, a.y, b.y, query[n][kt][0], query[n][kt][1]);
-            mma<T>(scores[n][u], a.z, b.z, a.w, b.w, query[n][kt][2], query[n][kt][3]);
+            mma<T>(scores[n][u], a.x, b.x, a.y, b.y, query[n][kt].x, query[n][kt].y);
+            mma<T>(scores[n][u], a.z, b.z, a.w, b.w, query[n][kt].z, query[n][kt].w);
           }
         }
       }
@@ -206,6 +249,7 @@ if (first <= last) {
 
       UNROLL
       for (int n = 0; n < NT; n++) {
+        if (!is_live(n)) continue;
         auto& score = scores[n];
         float top[2] = {m[n][0], m[n][1]};
         UNROLL
@@ -229,8 +273,11 @@ if (first <= last) {
           m[n][i] = top[i];
           l[n][i] *= shrink[i];
         }
-        UNROLL
-        for (int i = 0; i < VT * 16; i++) acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[i % 2];
+        // Most chunks have no larger score than those before.
+        if (HEADS == G || simd_any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+          UNROLL
+          for (int i = 0; i < VT * 16; i++) acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[i % 2];
+        }
         UNROLL
         for (int u = 0; u < U; u++) {
           // Rows of 8 tokens x 8 heads become, transposed, the B fragment: column (head) r, tokens 2c and 2c + 1.
@@ -279,7 +326,7 @@ auto finish = [&](int head, int at, State whole, float4 o) {
   for (int i = 0; i < 4; i++) {
     const int place = at * 4 + i;
     const int k = place / 8;
-    out[(line0 + head * q_len) * DV + k / VD * (VD * 8) + place % 8 * VD + k % VD] = static_cast<T>(values[i] / whole.l);
+    out[line_of(head) * DV + k / VD * (VD * 8) + place % 8 * VD + k % VD] = static_cast<T>(values[i] / whole.l);
   }
 };
 
@@ -617,7 +664,7 @@ if (first <= last) {
       }
     }
     UNROLL
-    for (int h0 = 0; h0 < G; h0 += HR) {
+    for (int h0 = 0; h0 < columns; h0 += HR) {
       if (h0 > 0) __syncthreads();
 //// dense_store
 // Of paged_decode_tensor: a warp's outputs of a round, for the others to see.
@@ -627,7 +674,7 @@ if (first <= last) {
         for (int i = 0; i < VT * 16; i++) {
           const int head = n * 8 + c * 2 + i % 2;
           const int eight = i / 16 * 8 + r;  // of dims
-          if (head >= h0 && head < h0 + HR && head < G && eight < DV / 8) tg_o[warp * HR + head - h0][(i / 4 % 4 * 2 + i / 2 % 2) * (DV / 8) + eight] = acc[n][i / 16][i / 4 % 4][i % 4];
+          if (head >= h0 && head < h0 + HR && head < columns && eight < DV / 8) tg_o[warp * HR + head - h0][(i / 4 % 4 * 2 + i / 2 % 2) * (DV / 8) + eight] = acc[n][i / 16][i / 4 % 4][i % 4];
         }
       }
 //// quantized_store
@@ -646,7 +693,7 @@ if (first <= last) {
       for (int item = threadIdx.x; item < HR * DV / 4; item += SG * 32) {
         const int head = h0 + item / (DV / 4);
         const int at = item % (DV / 4);
-        if (head < G) {
+        if (head < columns) {
           State whole = {NOTHING, 0.0f};
           UNROLL
           for (int s = 0; s < SG; s++) whole.m = ::fmaxf(whole.m, tg_m[s * NT * 8 + head]);
@@ -659,14 +706,14 @@ if (first <= last) {
             o = make_float4(::fmaf(x.x, weight, o.x), ::fmaf(x.y, weight, o.y), ::fmaf(x.z, weight, o.z), ::fmaf(x.w, weight, o.w));
           }
           if (part % 2 == 1) join(wait[0][head], wait_o[0][head][at], whole, o);
-          if (part == 3 || (part == 2 && first + part == last)) join(wait[1][head], wait_o[1][head][at], whole, o);
+          if (WAITS > 1 && (part == 3 || (part == 2 && first + part == last))) join(wait[WAITS - 1][head], wait_o[WAITS - 1][head][at], whole, o);
           if (first + part < last) {
-            wait_o[part % 2][head][at] = o;
-            if (at == 0) wait[part % 2][head] = whole;
+            wait_o[part % WAITS][head][at] = o;
+            if (at == 0) wait[part % WAITS][head] = whole;
           } else if (n_live <= 1 << run_shift) {
             finish(head, at, whole, o);
           } else {
-            const int64_t slot = (unit * n_runs + run) * G + head;
+            const int64_t slot = (unit_of(head / G) * n_runs + run) * G + head % G;
             reinterpret_cast<float4*>(partial)[slot * (DV / 4) + at] = o;
             if (at == 0) stats[slot] = make_float2(whole.m, whole.l);
           }
@@ -675,15 +722,21 @@ if (first <= last) {
     }
   }
 
-  const int n_live_runs = (n_live - 1 >> run_shift) + 1;
-  if (n_live_runs > 1) {
+  if (n_live > 1 << run_shift) {
     __syncthreads();
-    if (threadIdx.x == 0) tg_last = arrive(const_cast<unsigned*>(arrivals) + unit, n_live_runs);
+    if (threadIdx.x < n_rows) {
+      const int n_live_runs = (live_of(threadIdx.x) - 1 >> run_shift) + 1;
+      tg_last[threadIdx.x] = arrive(const_cast<unsigned*>(arrivals) + unit_of(threadIdx.x), n_live_runs);
+    }
     __syncthreads();
-    for (int item = threadIdx.x; tg_last && item < G * DV / 4; item += SG * 32) {
-      const int head = item / (DV / 4);
-      const float4* parts = reinterpret_cast<const float4*>(partial) + unit * n_runs * (G * DV / 4) + item;
-      const float2* pairs = stats + unit * n_runs * G + head;
+    for (int item = threadIdx.x; item < columns * DV / 4; item += SG * 32) {
+      const int column = item / (DV / 4);
+      const int head = head_of(column);
+      const int at = item % (DV / 4);
+      if (!tg_last[column / G]) continue;
+      const int n_live = live_of(column / G);
+      const float4* parts = reinterpret_cast<const float4*>(partial) + (unit_of(column / G) * n_runs * G + head) * (DV / 4) + at;
+      const float2* pairs = stats + unit_of(column / G) * n_runs * G + head;
       State whole;
       float4 o;
       for (int p = 0; p < n_live; p += 8) {
@@ -710,11 +763,11 @@ if (first <= last) {
           if (p + i < n_live) whole = tree, o = tree_o;
         }
       }
-      finish(head, item % (DV / 4), whole, o);
+      finish(column, at, whole, o);
     }
   }
 } else if (n_live == 0 && run == 0) {
   for (int item = threadIdx.x; item < G * DV; item += SG * 32) {
-    out[(line0 + item / DV * q_len) * DV + item % DV] = static_cast<T>(0.0f);
+    out[line_of(item / DV) * DV + item % DV] = static_cast<T>(0.0f);
   }
 }

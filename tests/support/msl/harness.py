@@ -11,14 +11,14 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.bodies import BODIES, kernel_text, part_of
 from mlx_paged.kernels.latent import variants as latent_variants
-from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES
+from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES, SHARED_BODY
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
 SPARSE = {
     **dict.fromkeys(("paged_decode", "quantized_decode", *MATRIX_BODIES, *LATENT_BODIES), ("out",)),
-    **dict.fromkeys(FUSED_BODIES, ("partial",)),
+    **dict.fromkeys((*FUSED_BODIES, SHARED_BODY), ("partial",)),
 }
 WRITES = dict.fromkeys(
     (
@@ -32,10 +32,10 @@ WRITES = dict.fromkeys(
         "write_rows",
     ),
     ("k_pool", "v_pool"),
-) | dict.fromkeys(FUSED_BODIES, ("k_pool", "v_pool", "arrivals"))
+) | dict.fromkeys((*FUSED_BODIES, SHARED_BODY), ("k_pool", "v_pool", "arrivals"))
 
 
-TENSOR_BODIES = (*FUSED_BODIES, LATENT_BODIES[1])
+TENSOR_BODIES = (*FUSED_BODIES, SHARED_BODY, LATENT_BODIES[1])
 
 
 class Emulated:

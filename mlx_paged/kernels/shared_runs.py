@@ -1,0 +1,100 @@
+"""Which rows of a decode step read blocks together: what the thread groups of shared_decode_tensor take.
+
+A row's tokens are cut into partitions by what it sees alone (launch_shape.py), and these into runs. Rows with the same
+leading blocks and as long partitions have whole runs in common; a thread group then reads such a run once, for several of
+them. A row's result has the same bits as by itself, whoever shares its blocks (docs/adr/0075).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .launch_shape import LaunchShape
+
+HEADER = 3  # of an item: run, log2 of the partitions of a run, number of rows; their places in the batch follow
+
+
+class SharedRows(NamedTuple):
+    """Rows in an order in which those with common blocks are neighbours.
+
+    Attributes:
+        order: places in the batch.
+        common: leading tokens in blocks that each has in common with the one before it.
+    """
+
+    order: np.ndarray
+    common: np.ndarray
+
+    @property
+    def of_rows(self) -> np.ndarray:
+        """Leading tokens in blocks that each row, by its place in the batch, has in common with any other."""
+        found = np.zeros_like(self.common)
+        found[self.order] = np.maximum(self.common, np.append(self.common[1:], 0))
+        return found
+
+
+def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> SharedRows | None:
+    """Return the rows of block tables ``[B, max_blocks]`` by what they have in common, None if that is nothing.
+
+    Args:
+        tables: block ids by absolute position.
+        counts: blocks of each row.
+        block_size: tokens of a block.
+    """
+    if len(counts) < 2 or len(np.unique(tables[: len(counts), 0])) == len(counts):
+        return None
+    rows = [row.tobytes() for row in np.ascontiguousarray(tables[: len(counts)])]
+    order = np.array(sorted(range(len(counts)), key=rows.__getitem__))
+    inside = np.array(counts)[order]
+    differs = tables[order[1:]] != tables[order[:-1]]
+    equal = np.where(differs.any(1), differs.argmax(1), tables.shape[1])
+    common = np.minimum(equal, np.minimum(inside[1:], inside[:-1])) * block_size
+    return SharedRows(order, np.append(0, common)) if common.any() else None
+
+
+def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
+    """Tokens of the partitions of rows that see so many tokens."""
+    doublings, most = np.zeros_like(ends), shape.span * shape.partition
+    while (longer := ends > most << 2 * doublings).any():
+        doublings += longer
+    return shape.partition << doublings
+
+
+def shared_items(rows: SharedRows, ends: np.ndarray, shape: LaunchShape, shift: int) -> np.ndarray:
+    """Return what thread groups take, int32 ``[n, HEADER + shape.rows]``: of each row each run once, runs that rows have
+    in common together.
+
+    Args:
+        rows: the batch's.
+        ends: tokens that each row sees, from the first on; rows beyond those of ``rows`` see nothing.
+        shape: of the kernel.
+        shift: log2 of the partitions of a run.
+    """
+    known = len(rows.order)
+    own = ends[rows.order]
+    sizes = partition_sizes(own, shape) << shift
+    lengths = np.maximum(-(-own // sizes), 1)  # in runs; a row that sees nothing has its zeros to be written
+    # Whole runs before the newest token, which the row itself stores.
+    common = np.minimum(rows.common, np.minimum(own, np.roll(own, 1)) - 1)
+    together = np.where(sizes == np.roll(sizes, 1), common // sizes, 0)
+    together[0] = 0
+    runs = np.arange(lengths.max())[:, None]
+    live = lengths > runs
+    place = np.arange(known)
+    # Rows before this one, of those that it reads a run with: in groups of as many as a thread group takes.
+    before = place - np.maximum.accumulate(np.where(together > runs, 0, place), axis=1)
+    leads = live & (before % shape.rows == 0)
+    number = np.cumsum(leads).reshape(leads.shape) - 1
+    items = np.zeros((number[-1, -1] + 1 + len(ends) - known, HEADER + shape.rows), np.int32)
+    at, slot = number[live], (before % shape.rows)[live]
+    items[at, 0] = np.broadcast_to(runs, live.shape)[live]
+    items[:, 1] = shift
+    items[: number[-1, -1] + 1, 2] = np.bincount(at)
+    items[at, HEADER + slot] = np.broadcast_to(rows.order, live.shape)[live]
+    if len(ends) > known:  # padding
+        items[number[-1, -1] + 1 :, 2] = 1
+        items[number[-1, -1] + 1 :, HEADER] = np.arange(known, len(ends))
+    return items
