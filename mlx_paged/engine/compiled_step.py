@@ -37,11 +37,13 @@ class GroupArrays(NamedTuple):
         visible: block tables, ends and starts, of :meth:`Step.visible`.
         offsets: position of each row's new token, int32 ``[B]``.
         slots: of a pack, where its tokens are written before any of them is attended to, ``[B]``; else nothing.
+        items: what thread groups read together, of :meth:`Step.items`; else nothing.
     """
 
     visible: tuple[mx.array, mx.array, mx.array]
     offsets: mx.array
     slots: tuple[mx.array, ...] = ()
+    items: tuple[mx.array, ...] = ()
 
 
 class StepRows:
@@ -74,6 +76,15 @@ class StepRows:
     def give_up(self) -> None:
         """Have the layers take the positions again, which stay reserved."""
         self.rows.give_up()
+
+    def items(
+        self, layer: PoolLayer, tables: Sequence[BlockTable], storage: Storage, shape: tuple[int, int]
+    ) -> tuple[mx.array, ...]:
+        """Return what thread groups read together in the layers of a group, with block tables of the shape."""
+        if layer.sees is not None or not isinstance(storage, InPlaceStorage):
+            return ()
+        items = layer.step(tables, self.counts).items(tables, storage.shared_cut, shape)
+        return () if items is None else (items,)
 
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
         """Return what the layers of a group share, with block tables of the shape."""
@@ -131,6 +142,7 @@ class StepLayer:
         self._sees = window
         self._visible = arrays.visible
         self._slots = arrays.slots[0] if arrays.slots else None
+        self._items = arrays.items[0] if arrays.items else None
         self._new: tuple[mx.array, mx.array] | None = None  # keys and values
         self._attended = False
         self._misuses: list[str] = []
@@ -199,7 +211,8 @@ class StepLayer:
         append, slots = (None, None) if self._attended else (self._new, self._slots)
         self._attended = True
         window, visible = self._seen_under(params.mask)
-        return self.blocks.decode(queries, visible, append, params._replace(mask=None, window=window), slots)
+        items = self._items if window is None and append is not None else None
+        return self.blocks.decode(queries, visible, append, params._replace(mask=None, window=window), slots, items)
 
     def _seen_under(self, mask: Any) -> tuple[Window | None, tuple[mx.array, mx.array, mx.array]]:
         """Return what rows see of their blocks under a mask that the model gives to attention."""
@@ -312,12 +325,14 @@ class StepShapes(NamedTuple):
         widths: of each group's block tables.
         sizes: blocks of each group.
         is_pack: several rows may be tokens of one sequence.
+        items: of each group, how many parts of rows thread groups take where they read blocks together.
     """
 
     num_rows: int
     widths: tuple[int, ...]
     sizes: tuple[int, ...]
     is_pack: bool = False
+    items: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -427,6 +442,12 @@ class CompiledStep:
         tables = rows.take(paged)
         try:
             shapes = StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack, has_states=bool(states))
+            items = [
+                rows.items(pool.layer(group.spec.layers[0]), own, group.storages[0], (shapes.num_rows, width))
+                for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True)
+            ]
+            if any(items):
+                shapes = shapes._replace(items=tuple(len(own[0]) if own else 0 for own in items))
             function = self._function_for(shapes)
             if function is None:
                 rows.give_up()
@@ -435,8 +456,9 @@ class CompiledStep:
             if weights is None:
                 rows.give_up()
                 return None
-            for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True):
-                arrays.append(rows.arrays(pool.layer(group.spec.layers[0]), own, (shapes.num_rows, width)))
+            for group, own, width, read in zip(pool.groups, tables, shapes.widths, items, strict=True):
+                found = rows.arrays(pool.layer(group.spec.layers[0]), own, (shapes.num_rows, width))
+                arrays.append(found._replace(items=read))
             missing = shapes.num_rows - len(rows)
             if missing:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
@@ -504,7 +526,7 @@ class CompiledStep:
         arrays: Sequence[Sequence[Any]],
         states: Sequence[Sequence[mx.array]],
     ) -> tuple[tuple[mx.array, list[list[mx.array]]], list[mx.array]]:
-        groups = [GroupArrays(tuple(visible), offsets, tuple(slots)) for visible, offsets, slots in arrays]
+        groups = [GroupArrays(tuple(visible), offsets, *map(tuple, others)) for visible, offsets, *others in arrays]
         blocks = [TracedBlocks(tuple(own), *pages) for own, pages in zip(tensors, self._pages, strict=True)]
         layers = [
             StepLayer(own, groups[group], window)

@@ -70,7 +70,9 @@ def _decode(names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "dec
 def _fused(pages: str, helpers: tuple[str, ...] = ()) -> Body:
     return Body(
         Family.FUSED_DECODE,
-        _parts("tensor_decode", f"own_heads {pages}_rows partition own_row bounds {pages}_tile sums {pages}_store join"),
+        _parts(
+            "tensor_decode", f"own_heads {pages}_rows partition own_row bounds {pages}_tile sums {pages}_store join"
+        ),
         ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "arrivals"),
         ("out", "partial", "fence_out"),
         helpers,
@@ -140,9 +142,7 @@ BODIES: dict[str, Body] = {
     "quantized_decode_tensor": _fused("quantized", _TENSOR_CODES),
     "shared_decode_tensor": Body(
         Family.FUSED_DECODE,
-        _parts(
-            "tensor_decode", "shared_heads dense_rows partition shared_row bounds dense_tile sums dense_store join"
-        ),
+        _parts("tensor_decode", "shared_heads dense_rows partition shared_row bounds dense_tile sums dense_store join"),
         ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "arrivals", "items"),
         ("out", "partial", "fence_out"),
         cuda_only=True,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from . import ops as kernels
 from . import quantized as moves
@@ -18,10 +19,19 @@ from .decode_spec import pool_constants_of, spec_of
 from .latent.check import latent_difference, prompts_difference
 from .latent.prompts import BODY as PROMPTS_BODY
 from .latent.prompts import prompt_constants_of, prompt_shape_for
-from .launch_shape import LATENT_BODIES, MAX_QUERY_LENGTH, LaunchShape, Variant, shape_for
+from .launch_shape import (
+    FUSED_BODIES,
+    LATENT_BODIES,
+    MAX_QUERY_LENGTH,
+    SHARED_BODY,
+    LaunchShape,
+    Variant,
+    shape_for,
+)
 from .prefill import prefill_constants_of, prefill_difference
 from .prefill import shape_of as prefill_shape_of
 from .quantized import PageShape, new_blocks
+from .shared_runs import shared_items, shared_rows
 from .trial import MANY
 
 MAX_RMS = 5e-3
@@ -59,6 +69,8 @@ def self_check(variant: Variant) -> SelfCheck:
     """
     if variant.body == PROMPTS_BODY:
         difference = prompts_difference
+    elif variant.body == SHARED_BODY:
+        difference = shared_difference
     elif BODIES[variant.body].family is Family.PREFILL:
         difference = prefill_difference
     else:
@@ -84,6 +96,31 @@ def decode_difference(variant: Variant) -> float:
     longest = shape_for(variant).first + _MORE if variant.backend == "metal" else _WINDOW
     windows = [longest + MAX_QUERY_LENGTH * (row + 1) - 1 for row in range(8)]
     return max(_difference(variant, case, seed) for seed, case in enumerate(([300, 5], mixed, windows), 1))
+
+
+def shared_difference(variant: Variant) -> float:
+    """Compare the decode variant for common blocks with the one that reads each row by itself: the bits must be equal.
+    Nine rows have up to 2,080 tokens in common, in a tree, and their newest tokens come with the call.
+
+    Returns:
+        0. Raises RuntimeError for other bits.
+    """
+    block = variant.block_size
+    contexts = [2100, 2100, 2090, 300, 2400, 1, 700, 2200, 310]
+    rows = _Rows(variant._replace(body=FUSED_BODIES[0]), contexts, 4)
+    for table, tokens in zip(rows.tables, [0, 2080, 2048, 256, 2080, 0, 640, 1280, 256], strict=True):
+        table[: tokens // block] = rows.tables[0][: tokens // block]
+    q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
+    expected = rows.decode(q, ends, starts)
+    shared = shared_rows(np.array(rows.tables), [-(-n // block) for n in contexts], block)
+    assert shared is not None
+    for shift in (0, 1):
+        append = rows.take_newest()
+        items = mx.array(shared_items(shared, np.array(contexts), shape_for(variant), shift))
+        out = rows.decode(q, ends, starts, append=append, variant=variant, items=items)
+        if not mx.array_equal(out.astype(mx.float32), expected.astype(mx.float32)).item():
+            raise RuntimeError("rows with common blocks have another result than by themselves")
+    return 0.0
 
 
 def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str]:
@@ -127,6 +164,10 @@ def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
         return [texts[0], (variant.body, prefill_constants_of(variant, prefill_shape_of(variant)))]
     for partitions in (2, 1):
         spec = spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions)
+        texts += [(text.body, text.constants) for text in spec.texts]
+    shared = kernels.shared_variant_of(variant)
+    if shared is not None:
+        spec = spec_of(shared, shape_for(shared), 1, variant.gqa, 1, 1)
         texts += [(text.body, text.constants) for text in spec.texts]
     return list(dict.fromkeys(texts))
 
@@ -238,19 +279,24 @@ class _Rows:
             scale=variant.head_dim**-0.5,
             softcap=self._softcap,
             sinks=self._sinks,
-            variant=variant,
             pages=variant.pages,
             init_value=init_value,
-            **options,
+            **{"variant": variant, **options},
         )
         return out
+
+    def take_newest(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values of the newest tokens, as a call's ``append``; their slots are NaN from now on."""
+        batch = len(self._contexts)
+        self._write_newest(*(mx.full((batch, *x.shape[1:]), float("nan"), x.dtype) for x in self._given))
+        k, v = (mx.concatenate([x[i : i + 1] for i in self._newest])[:, :, None] for x in self._given)
+        return k, v
 
     def compare_appends(self, q: mx.array, ends: Bounds, starts: Bounds, expected: mx.array) -> None:
         """Compare ``expected`` with calls that bring the newest tokens, whose slots hold NaN; also with rows of
         padding, which end at position 0, as compiled steps have them. Raises RuntimeError for another result."""
         batch = len(self._contexts)
-        self._write_newest(*(mx.full((batch, *x.shape[1:]), float("nan"), x.dtype) for x in self._given))
-        k, v = (mx.concatenate([x[i : i + 1] for i in self._newest])[:, :, None] for x in self._given)
+        k, v = self.take_newest()
         again = self.decode(q, ends, starts, append=(k, v))
         if not mx.array_equal(expected.astype(mx.float32), again.astype(mx.float32)).item():
             raise RuntimeError("the result differs when the newest tokens come with the call")

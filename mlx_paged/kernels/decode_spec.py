@@ -56,8 +56,10 @@ def spec_of(
     few_tables: bool = False,
     n_items: int = 0,
 ) -> DecodeSpec:
-    """Return the spec of a call over block tables that have fewer than 8 elements (``few_tables``) or more; n_items: what
-    thread groups of shared_decode_tensor take for each kv head."""
+    """Return the spec of a call over block tables that have fewer than 8 elements (``few_tables``) or more.
+
+    n_items: thread groups of shared_decode_tensor for each kv head.
+    """
     rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
     cores = cuda_limits().multiprocessors
     if variant.body in FUSED_BODIES:

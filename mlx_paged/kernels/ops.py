@@ -22,10 +22,12 @@ from .build import Constants, KernelUnavailable, Launch, backend, build_kernel, 
 from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
 from .latent.variants import latent_variants_of
 from .launch_shape import (
+    FUSED_BODIES,
     MATRIX_BODIES,
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
     SHARED_BODY,
+    SHARED_HEADS,
     LaunchShape,
     Variant,
     count_partitions,
@@ -97,6 +99,14 @@ def variants_of(
     if dialect == "metal" and unsupported_matrix(matrix) is None:
         bodies.insert(0, matrix.body)
     return tuple(Variant(body, *geometry) for body in bodies)
+
+
+def shared_variant_of(variant: Variant) -> Variant | None:
+    """Return the variant for rows that have blocks in common, with the bits of this one, None if there is none."""
+    widest = max(variant.head_dim, variant.value_dim)
+    if variant.body != FUSED_BODIES[0] or SHARED_HEADS[widest > 128] < 2 * variant.gqa:
+        return None
+    return variant._replace(body=SHARED_BODY)
 
 
 _switched_off: dict[Variant, str] = {}
@@ -258,8 +268,9 @@ def prepare_decode(
         choices = (latent_variants_of if latent else variants_of)(
             dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks, pages
         )
-        if items is not None:
-            choices = (choices[0]._replace(body=SHARED_BODY), *choices)
+        shared = shared_variant_of(choices[0]) if choices and items is not None else None
+        if shared is not None:
+            choices = (shared, *choices)
     write = None
     if append and pages is not None and not moves.exact(pages, block_size).write:
         write, append = prepare_write(k_pool, v_pool, moves.newest_slots(visible, block_size), pages), False

@@ -1,8 +1,8 @@
 """Which rows of a decode step read blocks together: what the thread groups of shared_decode_tensor take.
 
 A row's tokens are cut into partitions by what it sees alone (launch_shape.py), and these into runs. Rows with the same
-leading blocks and as long partitions have whole runs in common; a thread group then reads such a run once, for several of
-them. A row's result has the same bits as by itself, whoever shares its blocks (docs/adr/0075).
+leading blocks and equally long partitions have whole runs in common. A thread group then reads such a run once for
+several rows. A row's result has the same bits as by itself, whoever shares its blocks (docs/adr/0075).
 """
 
 from __future__ import annotations
@@ -15,6 +15,20 @@ import numpy as np
 from .launch_shape import LaunchShape
 
 HEADER = 3  # of an item: run, log2 of the partitions of a run, number of rows; their places in the batch follow
+
+
+class SharedCut(NamedTuple):
+    """How the kernel for common blocks is cut for some layers.
+
+    Attributes:
+        shape: of the kernel.
+        num_kv_heads: of the layers; each item is a thread group for each of them.
+        cores: multiprocessors of the GPU.
+    """
+
+    shape: LaunchShape
+    num_kv_heads: int
+    cores: int
 
 
 class SharedRows(NamedTuple):
@@ -55,6 +69,23 @@ def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> S
     return SharedRows(order, np.append(0, common)) if common.any() else None
 
 
+def items_for(rows: SharedRows, ends: np.ndarray, cut: SharedCut) -> np.ndarray | None:
+    """Return :func:`shared_items` in runs of the length that is fastest; None where each row by itself is as fast."""
+    known, shape = len(rows.order), cut.shape
+    saved = int(np.minimum(rows.common, ends[rows.order]).sum()) * (shape.rows - 1) // shape.rows
+    if saved < LEAST_SAVED or saved < LEAST_PART * int(ends[:known].sum()):
+        return None
+    items = shared_items(rows, ends, shape, 1)
+    # Fewer thread groups than run at the same time leave a part of the GPU idle.
+    if len(items) * cut.num_kv_heads < shape.groups * cut.cores:
+        items = shared_items(rows, ends, shape, 0)
+    return items
+
+
+# Tokens of rows that are not read, and their part of all, from which on the kernel for common blocks is faster.
+LEAST_SAVED, LEAST_PART = 4096, 0.2
+
+
 def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
     """Tokens of the partitions of rows that see so many tokens."""
     doublings, most = np.zeros_like(ends), shape.span * shape.partition
@@ -64,8 +95,8 @@ def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
 
 
 def shared_items(rows: SharedRows, ends: np.ndarray, shape: LaunchShape, shift: int) -> np.ndarray:
-    """Return what thread groups take, int32 ``[n, HEADER + shape.rows]``: of each row each run once, runs that rows have
-    in common together.
+    """Return what thread groups take, int32 ``[n, HEADER + shape.rows]``: each run of each row once, common runs of
+    several rows together.
 
     Args:
         rows: the batch's.

@@ -14,6 +14,7 @@ from ..kernels.build import rows_array
 from ..kernels.latent.prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
+from ..kernels.shared_runs import SharedCut, SharedRows, items_for, partition_sizes, shared_rows
 from .block_table import BlockTable
 from .storage.attention_params import LatentHeads, Window
 
@@ -39,6 +40,9 @@ class DeviceTables:
         self._host = np.zeros((0, 0), np.int32)
         self._device: mx.array | None = None
         self._starts: mx.array | None = None
+        self._shared: SharedRows | None = None
+        self._common: np.ndarray | None = None  # blocks that each row has in common with another; None: not known
+        self._items: tuple[Any, mx.array | None] = None, None
 
     def of(self, tables: Sequence[BlockTable], shape: tuple[int, int] | None = None) -> mx.array:
         """Return the array, of ``shape`` if that is larger; entries past a row's end are of no meaning."""
@@ -50,12 +54,41 @@ class DeviceTables:
         if uids != self._uids or shape != self._host.shape:
             self._host = np.zeros(shape, np.int32)
             self._versions = [-1] * len(tables)
+            self._common = None
         for row, (table, known) in enumerate(zip(tables, self._versions, strict=True)):
             if table.version != known:
+                common = 0 if self._common is None else self._common[row]
+                before = self._host[row, :common].copy()
                 self._host[row, : len(table.block_ids)] = table.block_ids
+                if common and not np.array_equal(before, self._host[row, :common]):
+                    self._common = None
         self._uids, self._versions = uids, versions
         self._device = mx.array(self._host)
         return self._device
+
+    def items(self, tables: Sequence[BlockTable], ends: np.ndarray, cut: SharedCut) -> mx.array | None:
+        """Return what thread groups read together of these tables, which :meth:`of` was given last, as the kernel takes
+        it (:mod:`..kernels.shared_runs`); None where each row is to be read by itself.
+
+        Args:
+            ends: tokens that each row sees, from the first on; rows after those of the tables see nothing.
+            cut: of the kernel.
+        """
+        if self._common is None:
+            size = tables[0].block_size
+            self._shared = shared_rows(self._host, [len(table.block_ids) for table in tables], size)
+            self._common = np.zeros(len(tables), np.int64) if self._shared is None else self._shared.of_rows // size
+            self._items = None, None
+        if self._shared is None:
+            return None
+        sizes = partition_sizes(ends, cut.shape)
+        key = cut, sizes.tobytes(), (-(-ends // sizes)).tobytes()  # the same items until a row has a partition more
+        if self._items[0] != key:
+            items = items_for(self._shared, ends, cut)
+            if items is not None:
+                items = padded(items, rounded_up(len(items), 2 * SHORT_TABLE))
+            self._items = key, None if items is None else mx.array(items)
+        return self._items[1]
 
     def starts(self, shape: tuple[int, ...]) -> mx.array:
         """Return starts without a window: zeros, int32."""
@@ -145,6 +178,7 @@ class Step:
         self._rows: tuple[mx.array, mx.array] | None = None
         self._slots: dict[int | None, mx.array] = {}  # by the number of rows
         self._visible: dict[tuple[Window | None, int, tuple[int, int] | None], ThreeArrays] = {}
+        self._items: dict[tuple[SharedCut, tuple[int, int] | None], mx.array | None] = {}
         self._parts: dict[int, Step] = {}
         self._all_blocks: mx.array | None = None
         self._gathered_tables: mx.array | None = None
@@ -225,6 +259,24 @@ class Step:
         found = (own.of(each, shape), rows_array(ends), starts)
         self._visible[window, num_rows, shape] = found
         return found
+
+    def items(
+        self, tables: Sequence[BlockTable], cut: SharedCut | None, shape: tuple[int, int] | None = None
+    ) -> mx.array | None:
+        """Return what thread groups read together in a decode step whose tokens see all before them, None: nothing.
+
+        Args:
+            tables: of the step.
+            cut: of the kernel for common blocks; None if there is none.
+            shape: of the block tables, as for :meth:`visible`.
+        """
+        if cut is None or self.is_pack or len(tables) < 2:
+            return None
+        if (cut, shape) not in self._items:
+            self._device_tables.of(tables, shape)
+            ends = padded(self._lengths, None if shape is None else shape[0])
+            self._items[cut, shape] = self._device_tables.items(tables, ends, cut)
+        return self._items[cut, shape]
 
     def block_tables(self, tables: Sequence[BlockTable]) -> mx.array:
         """Return the tables on the device, int32 ``[B, max_blocks]``, by absolute position."""

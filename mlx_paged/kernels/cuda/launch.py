@@ -13,7 +13,7 @@ import mlx.core as mx
 # known to this module, and MLX compiles its text.
 _TYPES = {
     **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions"), "uint32_t"),
-    **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles"), "int"),
+    **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles", "items"), "int"),
     **dict.fromkeys(("places", "counts", "counts_out", "spans", "spans_out"), "int"),
     "words_out": "uint32_t",
     **dict.fromkeys(("params", "sinks", "stats", "partial", "penalties"), "float"),

@@ -10,13 +10,30 @@ import mlx.core as mx
 from ...kernels import ops as kernels
 from ...kernels import quantized as moves
 from ...kernels.build import KernelUnavailable
-from ...kernels.launch_shape import MAX_QUERY_LENGTH
+from ...kernels.check import checked
+from ...kernels.cuda.device import cuda_limits
+from ...kernels.launch_shape import MAX_QUERY_LENGTH, shape_for
 from ...kernels.prefill import prepare_prefill
 from ...kernels.quantized import PageShape, new_blocks, rotate
+from ...kernels.shared_runs import SharedCut
 from ..block_table import BlockTable
 from ..step import Columns, Step
-from .attention_params import AttentionParams, Window
+from .attention_params import AttentionParams, QueryHeads, Window
 from .base import Geometry
+
+
+def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
+    """Return the cut of the decode kernel for common blocks, None if there is none for these. Self-checks it."""
+    if geometry.rows is not None:
+        return None
+    num_kv_heads, k_dim, v_dim, dtype, _ = geometry
+    variants = kernels.variants_of(
+        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
+    )
+    shared = kernels.shared_variant_of(variants[0]) if variants else None
+    if shared is None or not checked(shared).ok:
+        return None
+    return SharedCut(shape_for(shared), num_kv_heads, cuda_limits().multiprocessors)
 
 
 def split_queries(q: mx.array) -> mx.array:
@@ -79,6 +96,9 @@ class InPlaceStorage:
         self.__keys, self.__values = self._new_blocks(num_blocks)
         self.__fence = kernels.new_fence()
         self.decoded_by_kernel = False
+        # The kernel for common blocks, by query heads, and its cut.
+        self._shared_cuts: dict[QueryHeads, SharedCut | None] = {}
+        self.shared_cut: SharedCut | None = None
 
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
         heads, k_dim, v_dim, dtype, _ = self.geometry
@@ -129,11 +149,16 @@ class InPlaceStorage:
         launch = step.decode_launches.get(key)
         if launch is None:
             visible = step.visible(tables, window, q.shape[0])
+            shared: dict[str, Any] = {}
+            if q_len == 1 and window is None and not latent:
+                self.shared_cut = self._shared_cut_for(params.heads(q.shape[1]))
+                items = step.items(tables, self.shared_cut)
+                shared = {} if items is None else {"items": items}
             self.decoded_by_kernel = False  # until one that works is known
             launch = step.decode_launches[key] = kernels.prepare_decode(
                 self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
                 n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None,
-                max_visible=_size_of(window), append=append is not None, pages=self.pages, latent=latent,
+                max_visible=_size_of(window), append=append is not None, pages=self.pages, latent=latent, **shared,
             )  # fmt: skip
         if append is not None and self.pages is not None:
             self._count(q.shape[0])
@@ -146,6 +171,11 @@ class InPlaceStorage:
         if q_len > MAX_QUERY_LENGTH:
             out = join_queries(out, q_len)
         return rotate(out) if self.rotates else out
+
+    def _shared_cut_for(self, heads: QueryHeads) -> SharedCut | None:
+        if heads not in self._shared_cuts:
+            self._shared_cuts[heads] = shared_cut_of(self.geometry, self.block_size, heads)
+        return self._shared_cuts[heads]
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
         scale, _, window, softcap, sinks, _ = params
@@ -328,14 +358,17 @@ class TracedBlocks:
         append: tuple[mx.array, mx.array] | None,
         params: AttentionParams,
         slots: mx.array | None = None,
+        items: mx.array | None = None,
     ) -> mx.array:
         """Like :meth:`InPlaceStorage.decode`, for one token per row. With ``slots`` the tokens are written there first,
-        so that rows of one sequence see those before them. Without ``append`` they have been written."""
+        so that rows of one sequence see those before them. Without ``append`` they have been written. With ``items``
+        thread groups read common blocks together (:meth:`.step.Step.items`)."""
+        shared: dict[str, Any] = {} if items is None else {"items": items}
         scale, _, window, softcap, sinks, latent = params
         launch = kernels.prepare_decode(
             self.__keys, self.__values, visible, n_q_heads=q.shape[1], scale=scale, softcap=softcap,
             sinks=sinks is not None, max_visible=_size_of(window), append=append is not None and slots is None,
-            pages=self._pages, latent=latent,
+            pages=self._pages, latent=latent, **shared,
         )  # fmt: skip
         if self._rotates:
             q, append = rotate(q), append and (rotate(append[0]), rotate(append[1]))

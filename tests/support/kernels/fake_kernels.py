@@ -137,6 +137,7 @@ class FakeKernels:
         pages: PageShape | None = None,
         latent: bool = False,
         init_value: float | None = None,
+        items: mx.array | None = None,
     ) -> Any:
         tables, ends, starts = (x.tolist() for x in visible)
         if max_visible is not None:
