@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from support.decode_run import LATENTS, HeadRun, LatentRun, Run
+from support.decode_run import LATENTS, HeadRun, LatentRun, Run, SharedRun
 
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
@@ -158,6 +158,10 @@ def main() -> int:
         for variant in kernels.variants_of(*shape, case["extras"], case["extras"], pages):
             make = partial(HeadRun, variant, args.batch, args.longest, args.steps, case["window"], seed)
             failed += not is_good(self_check(variant), make, args.steps, case["window"])
+            shared = kernels.shared_variant_of(variant)
+            if shared is not None:
+                make_shared = partial(SharedRun, shared, 3 * args.batch, 5 * args.longest, args.steps, seed)
+                failed += not is_good(self_check(shared), make_shared, args.steps, None)
     latents = LATENTS[:3] if args.quick else LATENTS
     for seed, latent in enumerate(latents if not args.limits and not args.kv_bits else []):
         for variant in latent_variants_of(latent.dtype, latent.rank, LatentRun.rope, latent.heads, 1, latent.block):

@@ -3,6 +3,7 @@
     python scripts/bench.py kernel                         # decode against dense attention, and gather-then-attend
     python scripts/bench.py kernel --kv-bits 8 4 8,4       # also over quantised pages, in the same run
     python scripts/bench.py kernel --what latents          # decode over latents (MLA, 512 + 64) against a gather
+    python scripts/bench.py kernel --what shared           # rows with a prefix in common: read once, or by each (CUDA)
     python scripts/bench.py kernel --what prefill          # TFLOP/s of the prefill kernel, warm (CUDA)
 
 Queries are in bf16, of one position per sequence in decode. Launches are chained (a launch's output is the next one's
@@ -25,8 +26,11 @@ import numpy as np
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import rows_array
+from mlx_paged.kernels.cuda.device import cuda_limits
+from mlx_paged.kernels.launch_shape import LaunchShape, shape_for
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
+from mlx_paged.kernels.shared_runs import SharedCut, items_for, shared_items, shared_rows
 
 from .report import Panel, add_out_argument, write_results
 
@@ -36,6 +40,10 @@ LATENTS = [(32, 16384, heads) for heads in (128, 64, 20)] + [(n, 4096, heads) fo
 RANK, ROPE = 512, 64
 # Sequences, new tokens and prefix of each.
 PREFILLS = ((32, 1024, 0), (16, 2048, 2048), (8, 2048, 0), (1, 8192, 0), (64, 256, 0), (1, 512, 16384))
+# Rows, tokens in common, tokens of each row's own.
+SHARED = tuple(
+    (batch, common, own) for batch in (2, 8, 32, 64) for common in (128, 1024, 8192, 32768) for own in (32, 256, 4096)
+)
 BLOCK_SIZE = 32
 KV_GROUP_SIZE = 64
 ROTATE_BYTES = 256 << 20
@@ -224,6 +232,55 @@ def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[s
     return row
 
 
+def measure_shared(batch: int, common: int, own: int, name: str, shape: LaunchShape | None = None) -> dict[str, Any]:
+    """Return seconds of decode attention of rows whose first ``common`` tokens are in the same blocks: each row by
+    itself, and common blocks read once for several rows, in runs of one and of two partitions.
+
+    shape: of the kernel for common blocks, as it is chosen by default.
+    """
+    n_q, n_kv, head_dim = SHAPES[name]
+    length, leading = common + own, common // BLOCK_SIZE
+    host = np.array(shuffled_tables(batch, length))
+    host[:, :leading] = host[0, :leading]
+    tables, ends, starts = mx.array(host), rows_of(batch, length), rows_of(batch, 0)
+    read = 2 * (common + batch * own) * n_kv * head_dim * DTYPE.size
+    num_blocks = int(host.max()) + 1
+    sets = min(sets_for(read), max(1, (8 << 30) // (2 * num_blocks * BLOCK_SIZE * n_kv * head_dim * DTYPE.size)))
+    pools = [tuple(noise(num_blocks, n_kv, BLOCK_SIZE, head_dim) for _ in "kv") for _ in range(sets)]
+    q, first = noise(batch, n_q, 1, head_dim), kernels.new_fence()
+    mx.eval(pools, tables, ends, starts, q, first)
+    given = {"n_q_heads": n_q, "scale": head_dim**-0.5}
+    (variant, *_) = kernels.decode_variants(*pools[0], n_q)
+    variant = kernels.shared_variant_of(variant) or variant
+    cut = SharedCut(shape or shape_for(variant), n_kv, cuda_limits().multiprocessors)
+    shared = shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
+    lengths = np.full(batch, length)
+    launches = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}
+    chosen = None if shared is None else items_for(shared, lengths, cut)
+    for shift in (0, 1) if shared is not None else ():
+        items = mx.array(shared_items(shared, lengths, cut.shape, shift))
+        launches[f"shared_{1 << shift}"] = kernels.prepare_decode(
+            *pools[0], (tables, ends, starts), **given, variant=variant, launch_shape=cut.shape, items=items
+        )
+
+    def chain_of(launch: kernels.DecodeLaunch) -> Chain:
+        def chain(n: int) -> mx.array:
+            x, fence = q, first
+            for i in range(n):
+                x, fence = launch(x, *pools[i % sets], fence)
+            return x
+
+        return chain
+
+    row: dict[str, Any] = {"case": f"{name}, {common} + {own}", "side": f"batch {batch}"}
+    for side, launch in launches.items():
+        row[f"{side}_s"] = seconds_per_launch(chain_of(launch), launches_for(read))
+    row["chosen"] = 0 if chosen is None else 1 << int(chosen[0, 1])
+    best = row["paged_s"] if chosen is None else row[f"shared_{row['chosen']}_s"]
+    row["speedup"] = row["paged_s"] / best
+    return row
+
+
 def measure_prefill(batch: int, count: int, prefix: int, name: str) -> dict[str, Any]:
     """Return seconds of a launch for a pack, and of MLX's attention over dense arrays of the same shapes."""
     n_q, n_kv, head_dim = SHAPES[name]
@@ -264,6 +321,8 @@ def told(row: dict[str, Any]) -> str:
             parts.append(f"{name.removesuffix('_flops_per_s')} {value / 1e12:.0f} TFLOP/s")
         elif name.endswith("_s"):
             parts.append(f"{name.removesuffix('_s')} {value * 1e6:.1f} us")
+    if "chosen" in row:
+        parts.append(f"chosen {row['chosen']}, speed-up {row['speedup']:.2f}")
     if "kv_bytes" in row:
         parts.append(f"{row['kv_bytes'] / row['paged_s'] / 1e9:.0f} GB/s, {row['share_of_copy']:.2f} of a copy")
     if "dense_s" in row:
@@ -272,7 +331,7 @@ def told(row: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--what", choices=("decode", "latents", "prefill"), default="decode")
+    parser.add_argument("--what", choices=("decode", "latents", "prefill", "shared"), default="decode")
     parser.add_argument("--no-gather", action="store_true", help="leave the gather side out")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
@@ -283,8 +342,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Print a line for each case and write the files; 2 where there is no such kernel."""
     dialect = kernels.backend()
-    if dialect is None or (args.what == "prefill" and dialect != "cuda"):
-        needed = "CUDA" if args.what == "prefill" else "a GPU"
+    on_cuda = args.what in ("prefill", "shared")
+    if dialect is None or (on_cuda and dialect != "cuda"):
+        needed = "CUDA" if on_cuda else "a GPU"
         print(f"bench.py kernel: MLX sees no {needed.removeprefix('a ')} here; nothing to measure", file=sys.stderr)
         return 2
     mx.set_default_device(mx.gpu)
@@ -292,6 +352,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     print(f"{mx.device_info().get('device_name', '?')}, mlx {mx.__version__}, copy {copy / 1e9:.0f} GB/s")
     if args.what == "latents":
         measured = (measure_latents(*shape, copy) for shape in LATENTS)
+    elif args.what == "shared":
+        measured = (measure_shared(*case, name) for name in SHAPES for case in SHARED)
     elif args.what == "prefill":
         measured = (measure_prefill(*shape, name) for name in SHAPES for shape in PREFILLS)
     else:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.cases import attention
-from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.launch_shape import FUSED_BODIES, Variant, shape_for
 from mlx_paged.kernels.quantized import new_blocks
+from mlx_paged.kernels.shared_runs import shared_items, shared_rows
 
 
 def _attend(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
@@ -104,11 +106,48 @@ class HeadRun(Run):
         self.fence = kernels.write_slots(*self.pools, self.fence, *new, slots, variant.pages)
         q = self.queries(self.n_kv * variant.gqa)
         options: dict[str, Any] = {"scale": variant.head_dim**-0.5, "softcap": 20.0 if variant.softcap else None}
-        out, self.fence = kernels.paged_decode(
-            q, *self.pools, self.fence, self.device_tables, ends, starts,
-            sinks=self.sinks, max_visible=self.window, variant=variant, pages=variant.pages, **options,
-        )  # fmt: skip
+        out = self.attend(q, ends, starts, **options)
         return self.worst(out, lambda b, k, v: _attend(q[b], k, v, **options, sinks=self.sinks))
+
+    def attend(self, q: mx.array, ends: mx.array, starts: mx.array, **options: Any) -> mx.array:
+        """Return what the kernel makes of the queries."""
+        out, self.fence = kernels.paged_decode(
+            q, *self.pools, self.fence, self.device_tables, ends, starts, sinks=self.sinks, max_visible=self.window,
+            variant=self.variant, pages=self.variant.pages, **options,
+        )  # fmt: skip
+        return out
+
+
+class SharedRun(HeadRun):
+    """Like :class:`HeadRun`, of rows that have the leading blocks of the longest one, by the kernel for common blocks, in
+    runs of one and of two partitions. Each step must have the bits of the kernel for rows by themselves."""
+
+    def __init__(self, variant: Variant, batch: int, longest: int, steps: int, seed: int) -> None:
+        super().__init__(variant._replace(body=FUSED_BODIES[0]), batch, longest, steps, None, seed)
+        block, first = variant.block_size, self.lengths.index(max(self.lengths))
+        for b, length in enumerate(self.lengths):
+            count = length // block // (1 + b % 2)  # a tree: some have half of it in common
+            self.tables[b][:count] = self.tables[first][:count]
+            for which, own in enumerate(self.dense[b]):
+                theirs = self.dense[first][which][:, : count * block]
+                self.dense[b][which] = mx.concatenate([theirs, own[:, count * block :]], axis=1)
+        widest = max(map(len, self.tables))
+        host = np.array([table + [0] * (widest - len(table)) for table in self.tables], np.int32)
+        self.device_tables = mx.array(host)
+        shared = shared_rows(host, [n // block for n in self.lengths], block)
+        assert shared is not None
+        self.shared, self.own = shared, variant
+
+    def attend(self, q: mx.array, ends: mx.array, starts: mx.array, **options: Any) -> mx.array:
+        alone = super().attend(q, ends, starts, **options)
+        shape = shape_for(self.own)
+        items = shared_items(self.shared, np.array(self.lengths), shape, self.lengths[0] % 2)
+        out, self.fence = kernels.paged_decode(
+            q, *self.pools, self.fence, self.device_tables, ends, starts, sinks=self.sinks, variant=self.own,
+            items=mx.array(items), **options,
+        )  # fmt: skip
+        same = mx.array_equal(out.view(mx.uint16), alone.view(mx.uint16))
+        return mx.where(same, out, float("inf"))
 
 
 class LatentShape(NamedTuple):
