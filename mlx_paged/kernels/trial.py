@@ -15,6 +15,7 @@ import mlx.core as mx
 from .bodies import BODIES, Family
 from .build import Constants
 from .quantized import QuantizedRows
+from .shared_runs import HEADER
 
 LAUNCHES, REPEATS = 20, 3
 
@@ -145,7 +146,7 @@ def _decode(known: _Known) -> Scratch:
     }
     out = (1, heads, q_len, known["DV"])
     if BODIES[known.body].family is Family.FUSED_DECODE:
-        given["items"] = mx.array([[0, 0, 1] + [0] * known.constants.get("ROWS", 1)], mx.int32)
+        given["items"] = mx.zeros((q_len, HEADER + known.constants.get("ROWS", 1)), mx.int32)
         given["arrivals"] = mx.zeros((max(MANY, kv_heads * q_len),), mx.uint32)
         return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)
     parts = 1 if known["SINGLE"] else 2

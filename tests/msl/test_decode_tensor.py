@@ -185,7 +185,7 @@ def test_tokens_of_very_different_sizes():
 
 
 DENSE_DEFECTS = {  # also of what quantised pages share
-    "skip the rescale": ("acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[i % 2];", ""),
+    "skip the rescale": ("acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[n][i % 2];", ""),
     "remainder of weights left out": ("p[1] - static_cast<float>(p1)", "p[1] - p[1]"),
     "dead tokens count": ("token >= lo && token < hi ? s", "token >= lo ? s"),
     "a partition lost": ("if (part % 2 == 1) join(wait[0][head], wait_o[0][head][at], whole, o);", ""),

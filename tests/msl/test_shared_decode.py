@@ -100,11 +100,11 @@ def test_self_check_passes(options):
 DEFECTS = {
     "rows mistaken": ("static_cast<int>(own_item[3 + i]); }", "static_cast<int>(own_item[3 + metal::min(i, 1)]); }"),
     "head of another row": ("return column % G; }", "return column / G; }"),
-    "a tile left out": ("n * 8 < columns; }", "n * 8 + 8 < columns; }"),
+    "a tile left out": ("columns > 8) {", "columns > 16) {"),
     "queries of another tile": ("tg_q[(n * KT + kt) * 32 + opaque(lane)]", "tg_q[kt * 32 + opaque(lane)]"),
     "only the first row arrives": ("if (threadIdx.x < n_rows) {", "if (threadIdx.x < 1) {"),
     "arrivals of the first row": ("live_before(static_cast<int>(ends[row_of(i)]))", "n_live"),
-    "rescale where only the first head grows": ("|| shrink[1] != 1.0f", ""),
+    "rescale where the last tile grows": ("grown = grown || shrink", "grown = shrink"),
     "partial results of the first row": ("(unit_of(head / G) * n_runs + run)", "(unit * n_runs + run)"),
 }
 

@@ -153,8 +153,6 @@ if (first <= last) {
     }
   }
   if (QUERY_SHARED) __syncthreads();
-  // Tiles of columns that no row has are left out.
-  auto is_live = [&](int n) { return HEADS == G || n * 8 < columns; };
   float acc[NT][VT][4][4];
   float m[NT][2], l[NT][2];
 
@@ -213,6 +211,109 @@ if (first <= last) {
     load_values(chunk, ids);
     look_up(chunk + SG, ids);
   }
+  // What the first tiles of columns make of a chunk. No branch, so that one tile's arithmetic hides another's latency.
+  auto attend = [&](auto count) {
+    constexpr int TILES = decltype(count)::value;
+    const bool more = chunk + SG <= last_chunk;
+    float scores[TILES][U][4];  // (token r, columns 2c and 2c + 1), then token r + 8
+    UNROLL
+    for (int n = 0; n < TILES; n++) {
+      UNROLL
+      for (int u = 0; u < U; u++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) scores[n][u][i] = 0.0f;
+        UNROLL
+        for (int kt = 0; kt < KT; kt++) {
+          const uint4 a = keys[u][0][kt];
+          const uint4 b = keys[u][1][kt];
+          const uint4 x = QUERY_SHARED ? tg_q[(n * KT + kt) * 32 + opaque(lane)] : query[n][kt];
+          mma<T>(scores[n][u], a.x, b.x, a.y, b.y, x.x, x.y);
+          mma<T>(scores[n][u], a.z, b.z, a.w, b.w, x.z, x.w);
+        }
+      }
+    }
+    if (more) load_keys(chunk + SG, ids);
+
+    float top[TILES][2], shrink[TILES][2];
+    bool grown = HEADS == G;
+    UNROLL
+    for (int n = 0; n < TILES; n++) {
+      top[n][0] = m[n][0];
+      top[n][1] = m[n][1];
+      UNROLL
+      for (int u = 0; u < U; u++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+          const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
+          float s = scores[n][u][i] * gain;
+          if (SOFTCAP) s = ::tanhf(s) * (params[1] * LOG2E);
+          scores[n][u][i] = token >= lo && token < hi ? s : NOTHING;
+          top[n][i % 2] = ::fmaxf(top[n][i % 2], scores[n][u][i]);
+        }
+      }
+      UNROLL
+      for (int i = 0; i < 2; i++) {
+        float& x = top[n][i];
+        x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
+        x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
+        x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
+        shrink[n][i] = ::exp2f(m[n][i] - x);
+        m[n][i] = x;
+        l[n][i] *= shrink[n][i];
+        grown = grown || shrink[n][i] != 1.0f;
+      }
+    }
+    // Most chunks have no larger score than those before.
+    if (HEADS == G || simd_any(grown)) {
+      UNROLL
+      for (int n = 0; n < TILES; n++) {
+        UNROLL
+        for (int i = 0; i < VT * 16; i++) acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[n][i % 2];
+      }
+    }
+    UNROLL
+    for (int u = 0; u < U; u++) {
+      // Rows of 8 tokens x 8 columns become, transposed, the B fragment: column r, tokens 2c and 2c + 1.
+      uint high[TILES][2], rest[TILES][2];
+      UNROLL
+      for (int n = 0; n < TILES; n++) {
+        UNROLL
+        for (int half = 0; half < 2; half++) {
+          float p[2];
+          UNROLL
+          for (int i = 0; i < 2; i++) {
+            const float s = scores[n][u][half * 2 + i];
+            p[i] = s > NOTHING ? ::exp2f(s - top[n][i]) : 0.0f;
+            l[n][i] += p[i];
+          }
+          const T p0 = static_cast<T>(p[0]);
+          const T p1 = static_cast<T>(p[1]);
+          high[n][half] = transpose8x8(pack(p0, p1));
+          rest[n][half] = transpose8x8(pack(static_cast<T>(p[0] - static_cast<float>(p0)), static_cast<T>(p[1] - static_cast<float>(p1))));
+        }
+      }
+      UNROLL
+      for (int vt = 0; vt < VT; vt++) {
+        UNROLL
+        for (int j = 0; j < 4; j++) {
+          const uint v0 = word(values[u][0][vt], j), v1 = word(values[u][1][vt], j);
+          const uint v2 = word(values[u][2][vt], j), v3 = word(values[u][3][vt], j);
+          // Dim 2j of the lane's eight is row r of the tile, dim 2j + 1 row r + 8.
+          const uint a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
+          const uint a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
+          UNROLL
+          for (int n = 0; n < TILES; n++) {
+            mma<T>(acc[n][vt][j], a0, a1, a2, a3, high[n][0], high[n][1]);
+            mma<T>(acc[n][vt][j], a0, a1, a2, a3, rest[n][0], rest[n][1]);
+          }
+        }
+      }
+    }
+    if (more) {
+      load_values(chunk + SG, ids);
+      look_up(chunk + 2 * SG, ids);
+    }
+  };
   for (int part = 0; first + part <= last; part++) {
     UNROLL
     for (int n = 0; n < NT; n++) {
@@ -223,97 +324,10 @@ if (first <= last) {
     }
     const int part_end = metal::min(last_chunk, (origin + (first + part + 1) * size) / CHUNK - 1);
     for (; chunk <= part_end; chunk += SG) {
-      const bool more = chunk + SG <= last_chunk;
-      float scores[NT][U][4];  // (token r, heads 2c and 2c + 1), then token r + 8
-      UNROLL
-      for (int n = 0; n < NT; n++) {
-        if (!is_live(n)) continue;
-        if (QUERY_SHARED) {
-          UNROLL
-          for (int kt = 0; kt < KT; kt++) query[n][kt] = tg_q[(n * KT + kt) * 32 + opaque(lane)];
-        }
-        UNROLL
-        for (int u = 0; u < U; u++) {
-          UNROLL
-          for (int i = 0; i < 4; i++) scores[n][u][i] = 0.0f;
-          UNROLL
-          for (int kt = 0; kt < KT; kt++) {
-            const uint4 a = keys[u][0][kt];
-            const uint4 b = keys[u][1][kt];
-            mma<T>(scores[n][u], a.x, b.x, a.y, b.y, query[n][kt].x, query[n][kt].y);
-            mma<T>(scores[n][u], a.z, b.z, a.w, b.w, query[n][kt].z, query[n][kt].w);
-          }
-        }
-      }
-      if (more) load_keys(chunk + SG, ids);
-
-      UNROLL
-      for (int n = 0; n < NT; n++) {
-        if (!is_live(n)) continue;
-        auto& score = scores[n];
-        float top[2] = {m[n][0], m[n][1]};
-        UNROLL
-        for (int u = 0; u < U; u++) {
-          UNROLL
-          for (int i = 0; i < 4; i++) {
-            const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
-            float s = score[u][i] * gain;
-            if (SOFTCAP) s = ::tanhf(s) * (params[1] * LOG2E);
-            score[u][i] = token >= lo && token < hi ? s : NOTHING;
-            top[i % 2] = ::fmaxf(top[i % 2], score[u][i]);
-          }
-        }
-        float shrink[2];
-        UNROLL
-        for (int i = 0; i < 2; i++) {
-          top[i] = ::fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 4));
-          top[i] = ::fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 8));
-          top[i] = ::fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 16));
-          shrink[i] = ::exp2f(m[n][i] - top[i]);
-          m[n][i] = top[i];
-          l[n][i] *= shrink[i];
-        }
-        // Most chunks have no larger score than those before.
-        if (HEADS == G || simd_any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
-          UNROLL
-          for (int i = 0; i < VT * 16; i++) acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[i % 2];
-        }
-        UNROLL
-        for (int u = 0; u < U; u++) {
-          // Rows of 8 tokens x 8 heads become, transposed, the B fragment: column (head) r, tokens 2c and 2c + 1.
-          uint high[2], rest[2];
-          UNROLL
-          for (int half = 0; half < 2; half++) {
-            float p[2];
-            UNROLL
-            for (int i = 0; i < 2; i++) {
-              const float s = score[u][half * 2 + i];
-              p[i] = s > NOTHING ? ::exp2f(s - top[i]) : 0.0f;
-              l[n][i] += p[i];
-            }
-            const T p0 = static_cast<T>(p[0]);
-            const T p1 = static_cast<T>(p[1]);
-            high[half] = transpose8x8(pack(p0, p1));
-            rest[half] = transpose8x8(pack(static_cast<T>(p[0] - static_cast<float>(p0)), static_cast<T>(p[1] - static_cast<float>(p1))));
-          }
-          UNROLL
-          for (int vt = 0; vt < VT; vt++) {
-            UNROLL
-            for (int j = 0; j < 4; j++) {
-              const uint v0 = word(values[u][0][vt], j), v1 = word(values[u][1][vt], j);
-              const uint v2 = word(values[u][2][vt], j), v3 = word(values[u][3][vt], j);
-              // Dim 2j of the lane's eight is row r of the tile, dim 2j + 1 row r + 8.
-              const uint a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
-              const uint a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
-              mma<T>(acc[n][vt][j], a0, a1, a2, a3, high[0], high[1]);
-              mma<T>(acc[n][vt][j], a0, a1, a2, a3, rest[0], rest[1]);
-            }
-          }
-        }
-      }
-      if (more) {
-        load_values(chunk + SG, ids);
-        look_up(chunk + 2 * SG, ids);
+      if (HEADS == G || columns > 8) {
+        attend(Number<NT>());
+      } else {
+        attend(Number<1>());  // the other tiles have no column
       }
     }
 //// quantized_tile
@@ -664,7 +678,8 @@ if (first <= last) {
       }
     }
     UNROLL
-    for (int h0 = 0; h0 < columns; h0 += HR) {
+    for (int h0 = 0; h0 < HEADS; h0 += HR) {
+      if (h0 >= columns) break;
       if (h0 > 0) __syncthreads();
 //// dense_store
 // Of paged_decode_tensor: a warp's outputs of a round, for the others to see.

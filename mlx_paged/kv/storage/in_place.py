@@ -12,7 +12,7 @@ from ...kernels import quantized as moves
 from ...kernels.build import KernelUnavailable
 from ...kernels.check import checked
 from ...kernels.cuda.device import cuda_limits
-from ...kernels.launch_shape import MAX_QUERY_LENGTH, shape_for
+from ...kernels.launch_shape import MAX_QUERY_LENGTH, shape_for, unsupported
 from ...kernels.prefill import prepare_prefill
 from ...kernels.quantized import PageShape, new_blocks, rotate
 from ...kernels.shared_runs import SharedCut
@@ -24,9 +24,10 @@ from .base import Geometry
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
     """Return the cut of the decode kernel for common blocks, None if there is none for these. Self-checks it."""
-    if geometry.rows is not None:
+    num_kv_heads, k_dim, v_dim, dtype, pages = geometry
+    gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
+    if pages is not None or rest or unsupported(dtype, k_dim, v_dim, gqa, block_size):
         return None
-    num_kv_heads, k_dim, v_dim, dtype, _ = geometry
     variants = kernels.variants_of(
         dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
     )
