@@ -27,7 +27,6 @@ from .launch_shape import (
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
     SHARED_BODY,
-    SHARED_HEADS,
     LaunchShape,
     Variant,
     count_partitions,
@@ -36,6 +35,7 @@ from .launch_shape import (
     unsupported_matrix,
 )
 from .quantized import PageShape
+from .shared_runs import FEWEST_ROWS
 from .trial import MANY, failure_of
 
 
@@ -103,10 +103,8 @@ def variants_of(
 
 def shared_variant_of(variant: Variant) -> Variant | None:
     """Return the variant for rows that have blocks in common, with the bits of this one, None if there is none."""
-    widest = max(variant.head_dim, variant.value_dim)
-    if variant.body != FUSED_BODIES[0] or SHARED_HEADS[widest > 128] < 2 * variant.gqa:
-        return None
-    return variant._replace(body=SHARED_BODY)
+    shared = variant._replace(body=SHARED_BODY)
+    return shared if variant.body == FUSED_BODIES[0] and shape_for(shared).rows >= FEWEST_ROWS else None
 
 
 _switched_off: dict[Variant, str] = {}

@@ -70,20 +70,29 @@ def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> S
 
 
 def items_for(rows: SharedRows, ends: np.ndarray, cut: SharedCut) -> np.ndarray | None:
-    """Return :func:`shared_items` in runs of the length that is fastest; None where each row by itself is as fast."""
+    """Return :func:`shared_items` in runs of one or two partitions; None where each row by itself is as fast."""
     known, shape = len(rows.order), cut.shape
-    saved = int(np.minimum(rows.common, ends[rows.order]).sum()) * (shape.rows - 1) // shape.rows
-    if saved < LEAST_SAVED or saved < LEAST_PART * int(ends[:known].sum()):
-        return None
+    if int(rows.common.sum()) * cut.num_kv_heads < least_saved(shape):
+        return None  # not even if all of it could be read together
     items = shared_items(rows, ends, shape, 1)
-    # Fewer thread groups than run at the same time leave a part of the GPU idle.
-    if len(items) * cut.num_kv_heads < shape.groups * cut.cores:
+    # Common runs are what takes longest: halve them if they leave a part of the GPU idle.
+    if int((items[:, 2] > 1).sum()) * cut.num_kv_heads < 0.9 * shape.groups * cut.cores:
         items = shared_items(rows, ends, shape, 0)
+    sizes = partition_sizes(ends[items[:, HEADER]], shape) << items[:, 1]
+    saved = int((sizes * np.maximum(items[:, 2] - 1, 0)).sum())
+    if saved * cut.num_kv_heads < least_saved(shape) or saved < LEAST_PART * int(ends[:known].sum()):
+        return None
     return items
 
 
-# Tokens of rows that are not read, and their part of all, from which on the kernel for common blocks is faster.
-LEAST_SAVED, LEAST_PART = 4096, 0.2
+# Tokens times KV heads that are not read again, and their part of all, from which on the kernel for common blocks is
+# faster in all cases that were measured (docs/adr/0075). A thread group that takes fewer rows gains less.
+LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = 1 << 18, 0.4, 8, 4
+
+
+def least_saved(shape: LaunchShape) -> int:
+    """Return the tokens times KV heads that the kernel must save, by how many rows a thread group takes."""
+    return int(LEAST_SAVED * max(1.0, ROWS_OF_LEAST / shape.rows))
 
 
 def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:

@@ -6,6 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
+from mlx_paged.kernels.shared_runs import HEADER, SharedCut
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.step import DeviceTables, Step, rounded_up, tail_slots
@@ -94,3 +96,43 @@ def test_the_slots_of_the_last_positions() -> None:
     size = table.block_size
     expected = [table.block_ids[p // size] * size + p % size for p in range(4, 9)]
     assert np.array_equal(tail_slots(table, 5), expected)
+
+
+CUT = SharedCut(shape_for(Variant(SHARED_BODY, "cuda", mx.bfloat16, 64, 64, 4, 4))._replace(partition=64), 1 << 20, 1)
+
+
+def together(
+    own: DeviceTables, tables: list[BlockTable], shape: tuple[int, int] | None = None
+) -> list[list[int]] | None:
+    """Return the places of the rows that each thread group reads a run for, of those that read for several."""
+    items = step_of(tables, 1, own).items(tables, CUT, shape)
+    return None if items is None else [row[HEADER : HEADER + row[2]] for row in items.tolist() if row[2] > 1]
+
+
+def test_forks_are_read_together_until_their_blocks_differ() -> None:
+    pool = pool_of()
+    (first, other) = tables_of(pool, (150, 10))
+    fork = pool.fork(first)
+    tables, own = [first, other, fork], DeviceTables()
+    for table in tables:
+        pool.append_tokens(table, 1)
+    found = together(own, tables)
+    assert found and all(sorted(rows) == [0, 2] for rows in found)
+    again = step_of(tables, 1, own)
+    assert again.items(tables, CUT) is step_of(tables, 1, own).items(tables, CUT)  # sent once
+    padded = together(own, tables, (5, 64))
+    assert padded and all(sorted(rows) == [0, 2] for rows in padded)
+    for index in range(len(fork.block_ids) - 1):
+        pool.copy_on_write_block(fork, index)
+    assert together(own, tables) is None
+
+
+def test_packs_and_kernels_without_a_cut_read_alone() -> None:
+    pool = pool_of()
+    (first,) = tables_of(pool, (150,))
+    tables, own = [first, pool.fork(first)], DeviceTables()
+    for table in tables:
+        pool.append_tokens(table, 2)
+    assert step_of(tables, 1, own).items(tables, None) is None
+    assert step_of(tables, 2, own).items(tables, CUT) is None
+    assert step_of(tables[:1], 1, own).items(tables[:1], CUT) is None

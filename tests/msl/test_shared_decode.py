@@ -60,7 +60,10 @@ CLASSES = {
     ),
     "wide heads": ([300, 310, 600, 290, 40], [(1, 0, 256), (2, 0, 256), (3, 0, 240)], {"head_dim": 128, "heads": (8, 2)}),
     "widest heads": ([300, 310], [(1, 0, 256)], {"head_dim": 256, "heads": (2, 1)}),
-    "value_dim": ([300, 310], [(1, 0, 256)], {"head_dim": 96, "value_dim": 80, "heads": (6, 2)}),
+    "value_dim": (
+        [300, 310, 290, 333, 300, 280], [(i, 0, 256) for i in range(1, 6)],
+        {"head_dim": 96, "value_dim": 80, "heads": (6, 2)},
+    ),
     "gqa 16": ([300, 310, 300], [(1, 0, 256), (2, 0, 256)], {"heads": (16, 1), "head_dim": 128}),
     "more rows than a group takes": ([140] * 5, [(i, 0, 128) for i in range(1, 5)], {"heads": (8, 1)}),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """The compiled decode step: when it is made, what it takes, its rows and quantised layers."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -21,8 +22,11 @@ from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import StepRows, rows_of
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
+from mlx_paged.kernels.shared_runs import SharedCut
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage import in_place
 from mlx_paged.kv.storage.in_place import InPlaceStorage
 from mlx_paged.patches.models import model_calls
 from tests.support.cases import crossed, quick
@@ -451,3 +455,41 @@ def test_steps_are_those_of_the_gather_path(kind: str, rotate: bool, monkeypatch
     assert all(storage.rotates == rotate for storage in storages)
     assert pool.stats().quantized_tokens == 70 + 20
     pool.check_integrity()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["llama", "llama-sliding"])
+def test_steps_are_compiled_with_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """Rows that share a prefix: layers without a window are given what is read together, and tokens are the same."""
+    variant = Variant(SHARED_BODY, "cuda", mx.float32, 64, 64, 2, 16)
+    cut = SharedCut(shape_for(variant)._replace(partition=64, rows=8), 1 << 20, 1)
+    given: list[int] = []
+    prepare = kernels.prepare_decode
+
+    def prepare_decode(*args: Any, items: mx.array | None = None, **options: Any) -> Any:
+        given.append(0 if items is None else len(items))
+        if items is not None:
+            assert options.get("max_visible") is None
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(kernels, "prepare_decode", prepare_decode)
+    model, prompt = build(kind, head_dim=64), prompt_of(160)
+    firsts = [3, 4, 5, 6]
+    expected = [greedy(model, mx.concatenate([prompt, mx.array([first])]), 12)[0] for first in firsts]
+    for used in (None, cut):
+        monkeypatch.setattr(in_place, "shared_cut_of", lambda *_, used=used: used)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+        given.clear()
+        cache = make_prompt_cache(model)
+        model(prompt[None], cache=cache)
+        batch = generator(model, completion_batch_size=4)
+        uids = batch.insert([[first] for first in firsts], [12] * 4, caches=[copy.deepcopy(cache) for _ in firsts])
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        while any(len(own) < 12 for own in tokens.values()):
+            for response in batch.next()[1]:
+                tokens[response.uid].append(response.token)
+        assert [tokens[uid] for uid in uids] == expected
+        assert any(given) == (used is not None)
+        batch.close()
+        mlx_paged.remove_patches()
+    assert calls

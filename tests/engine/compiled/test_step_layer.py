@@ -274,7 +274,8 @@ class Blocks:
 def step_layer(window: Window | None = None) -> StepLayer:
     """Make a step of two rows of 5 and 3 tokens, and one of padding."""
     ends = mx.array([[5], [3], [0]])
-    return StepLayer(Blocks(), GroupArrays((mx.zeros((3, 1)), ends, mx.zeros_like(ends)), ends[:, 0] - 1), window)
+    visible, items = (mx.zeros((3, 1)), ends, mx.zeros_like(ends)), (mx.zeros((2, 4)),)
+    return StepLayer(Blocks(), GroupArrays(visible, ends[:, 0] - 1, items=items), window)
 
 
 def keys_and_values(length: int = 1) -> tuple[mx.array, mx.array]:
@@ -338,7 +339,7 @@ def test_the_first_attention_writes_and_others_only_read() -> None:
         assert lazy.serves(queries(), None)
         lazy.attend(queries(), *pair, AttentionParams(1.0, None))
     layer.check_attended()
-    first, second = (append for _, append, _, _ in layer.blocks.calls)
+    first, second = (append for _, append, *_ in layer.blocks.calls)
     assert first[0] is new[0] and first[1] is new[1] and second is None
 
 
@@ -360,8 +361,9 @@ def mask_of(mask: Any) -> Any:
 def test_windows_under_masks(window: Window | None, mask: Any, seen: Window | None, starts: list[int]) -> None:
     layer = step_layer(window)
     layer.attend(queries(), *keys_and_values(), AttentionParams(1.0, mask_of(mask)))
-    ((visible, _, params, slots),) = layer.blocks.calls
+    ((visible, _, params, slots, items),) = layer.blocks.calls
     assert params.window == seen and params.mask is None and slots is None
+    assert (items is None) == (seen is not None)  # common blocks are read together where all is seen
     assert visible[2][:, 0].tolist() == starts
 
 
