@@ -269,11 +269,13 @@ class BlockPool:
                         fresh.append(index)
                     else:
                         others.append(index)
+                index = len(tables)
+                blocks = self.allocate(group, len(fresh)) if fresh else []
             except Exception:
                 for done in set(range(index)).difference(others, fresh):
                     tables[done].length -= 1
                 raise
-            for index, block in zip(fresh, own.allocator.allocate(len(fresh)), strict=True):
+            for index, block in zip(fresh, blocks, strict=True):
                 tables[index].block_ids.append(block)
                 tables[index].length += 1
                 tables[index].forget_indices()
