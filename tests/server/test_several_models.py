@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import mlx_paged
 from mlx_paged.cli.server import main, parse, shared_budget
 from mlx_paged.config import PagedConfig
+from mlx_paged.patches import server as models_of_server
 from mlx_paged.server.model_names import ModelNames
 from mlx_paged.server.options import ServerConfig
 from mlx_paged.server.request import ModelKey
@@ -68,3 +70,40 @@ def test_models_of_the_command_line_are_named(folders: list[Path], tmp_path: Pat
     assert shared_budget([one, two], PagedConfig(kv_cache_memory=1000)) == 500
     with pytest.raises(SystemExit, match="no model folder"):
         main(["--model", one, "--model", str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize("is_short", [True, False], ids=["memory is short", "more than are named"])
+def test_the_model_used_longest_ago_makes_way(
+    folders: list[Path],
+    demo_model_folder: Path,
+    tmp_path: Path,
+    is_short: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Models one and two are loaded, and one is used again: a third takes the place of two."""
+    third = make_tiny_model(tmp_path / "three", demo_model_folder, seed=3)
+    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=1 << 20))
+    named = [*folders, third] if is_short else folders
+    args = parse([part for path in named for part in ("--model", str(path))])
+    models = models_of_server.LoadedModels(args, ServerConfig())
+    one, two, three = (ModelKey(str(path)) for path in (*folders, third))
+    ways: list[None] = []
+
+    def load(key: ModelKey) -> models_of_server.Weights:
+        models.load(key, lambda: ways.append(None))
+        assert models.weights is not None and models.weights.key == key
+        return models.weights
+
+    models.load_default()
+    first, second = load(one), load(two)
+    assert load(one) is first and load(two) is second and load(one) is first, "both stay"
+    room = [0] if is_short else []
+    monkeypatch.setattr(models_of_server, "free_memory", lambda: room.pop() if room else 1 << 40)
+    load(three)
+    assert len(models.pools) == 2
+    assert load(one) is first and load(two) is not second
+    assert (f"{two.model} goes" in caplog.text) is is_short
+    assert len(ways) == 8, "whoever computes makes way each time"
+    models.close()
+    mlx_paged.remove_patches()
