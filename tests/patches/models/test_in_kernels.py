@@ -32,7 +32,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     **{name: partial(wide, name) for name in ["gemma2", *SEAM]},
     **{name: partial(build_latent, name) for name in LATENTS},
 }
-ALWAYS = ("llama", "gemma3", "gpt_oss", "falcon_h1", "deepseek_v3")
+ALWAYS = ("llama", "gemma3", "gpt_oss", "plamo2", "deepseek_v3")
 
 
 @pytest.mark.filterwarnings("ignore")
