@@ -126,6 +126,12 @@ def attend(
     return _attend_pack(q, new, kv, tables, step, params, as_rows)
 
 
+def attend_over_arrays(q: mx.array, kv: PoolLayer, table: BlockTable, params: AttentionParams) -> mx.array:
+    """Attend from one new token of a sequence, which is written to functional storage: what :func:`attend` comes to."""
+    record(Dispatch("gather", kv.group.storage_reason))
+    return gather.attend_alone(q, kv, table, params)
+
+
 def _attend_one(
     q: mx.array,
     new: tuple[mx.array, mx.array] | None,

@@ -11,8 +11,9 @@ from ..errors import GeometryError
 from ..kv.block_table import BlockTable
 from ..kv.group import LayerGroup
 from ..kv.layer import PoolLayer
-from ..kv.step import Columns, RowsTogether, Step
+from ..kv.step import Columns, RowsApart, RowsTogether, Step
 from ..kv.storage.attention_params import AttentionParams, Window
+from ..kv.storage.functional import FunctionalStorage
 
 
 def causal_mask(num_tokens: int, offset: int = 0, window: Window | None = None) -> mx.array:
@@ -111,12 +112,18 @@ def gather_attention(
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
     """
+    if len(tables) == 1:
+        return attend_alone(q, kv, tables[0], params)
     parts = [RowsTogether([row], None) for row in range(len(tables))]
     is_plain = params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
     if is_plain and not step.is_pack:
         parts = _together(kv, tables, step)
     outputs = []
+    apart = _attend_apart(q, kv, tables, params, step, parts) if is_plain else {}
     for rows, columns in parts:
+        if rows[0] in apart:
+            outputs.append(apart[rows[0]])
+            continue
         if columns is not None:
             k, v = kv.storage.read_rows(columns)
         else:
@@ -129,6 +136,76 @@ def gather_attention(
     if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
         kv.note_read(output)
     return output
+
+
+def attend_alone(q: mx.array, kv: PoolLayer, table: BlockTable, params: AttentionParams) -> mx.array:
+    """Attention of the last tokens of one sequence over all its visible tokens."""
+    output = attention(q, *kv.gather_visible(table, copy=False), params)
+    if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
+        kv.note_read(output)
+    return output
+
+
+def _attend_apart(
+    q: mx.array,
+    kv: PoolLayer,
+    tables: Sequence[BlockTable],
+    params: AttentionParams,
+    step: Step,
+    parts: Sequence[RowsTogether],
+) -> dict[int, mx.array]:
+    """Attention of rows with one new token that share no operations with rows of their length, by row; not of all,
+    and of none where MLX's attention function is more than these operations.
+
+    On a CPU that function is them, and the bits are the same. An operation costs as much as the products of a short
+    row. Here rows share those before and after, and one gather, and 7 are left of 20 or more for each.
+    """
+    storage = kv.storage
+    rows = [part.rows[0] for part in parts if part.columns is None]
+    is_on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if (
+        len(rows) < FEWEST_TOGETHER
+        or not is_on_cpu
+        or q.shape[2] != 1
+        or params.sinks is not None
+        or not isinstance(storage, FunctionalStorage)
+    ):
+        return {}
+    if step.apart is None or step.apart.num_blocks != storage.num_blocks:
+        step.apart = _places(storage, tables, rows)
+    places, index, _ = step.apart
+    in_pool = storage.for_single_queries()
+    gathered = in_pool if index is None else storage.for_single_queries(index)
+    batch, num_heads = q.shape[:2]
+    scaled = (q * mx.array(params.scale, q.dtype)).reshape(batch, in_pool[0].shape[1], -1, 1, q.shape[3])
+    queries = mx.split(scaled, batch)
+    outputs = {}
+    for row, (is_gathered, start, end) in places.items():
+        keys, values = gathered if is_gathered else in_pool
+        weights = mx.softmax(queries[row] @ keys[..., start:end], axis=-1, precise=True)
+        outputs[row] = (weights @ values[..., start:end, :]).reshape(1, num_heads, 1, -1)
+    return outputs
+
+
+def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], rows: Sequence[int]) -> RowsApart:
+    """Return where rows are read: in the pool if their blocks follow each other, else in one array of the blocks of
+    as many rows as may be gathered at a time."""
+    geometry, size = storage.geometry, storage.block_size
+    block_bytes = size * geometry.num_kv_heads * (geometry.k_head_dim + geometry.v_head_dim) * geometry.dtype.size
+    places: dict[int, tuple[bool, int, int]] = {}
+    blocks: list[int] = []
+    for row in rows:
+        table = tables[row]
+        place = storage.place_of(table)
+        if place is not None:
+            places[row] = (False, *place)
+            continue
+        first, last = table.logical_start // size, -(-table.length // size)
+        if (len(blocks) + last - first) * block_bytes <= MOST_BYTES_TOGETHER:
+            start = len(blocks) * size + table.logical_start % size
+            places[row] = True, start, start + table.num_visible
+            blocks += table.block_ids[first:last]
+    return RowsApart(places, storage.block_index(blocks) if blocks else None, storage.num_blocks)
 
 
 def _together(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[RowsTogether]:

@@ -108,6 +108,8 @@ class LazyKV:
             params = AttentionParams(scale, None if self._batched else mask, window, softcap, sinks, latent)
         pool, tables, num_tokens = rows.pool, rows.tables_of(self.layer), queries.shape[2]
         kv = pool.layer(self.layer)
+        if num_tokens == 1 and not self._batched and not kv.in_place:
+            return dispatch.attend_over_arrays(queries, kv, tables[0], params)
         if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
             keys, values, step = self._append
             if step.epoch != kv.group.epoch:

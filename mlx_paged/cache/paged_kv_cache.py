@@ -162,16 +162,16 @@ class PagedKVCache:
     def _fetch(
         self, kv: PoolLayer, table: BlockTable, append: Append | None, before: mx.array | None
     ) -> tuple[mx.array, mx.array]:
-        fences = None
-        if kv.in_place:
-            storage = kv.storage
-            written = storage.fence()
-            keys, values = (kv.gather_visible if before is None else storage.read_visible)(table)
-            fences = Fences(written if before is None else before, written, storage.fence())
-        else:
+        if not kv.in_place:
             keys, values = kv.gather_visible(table)
             if append is not None:
                 keys, values = kv.watch_read(keys, values)
+            hand_out(keys, values, LazyKV(self.sequence, self.layer, append))
+            return keys, values
+        storage = kv.storage
+        written = storage.fence()
+        keys, values = (kv.gather_visible if before is None else storage.read_visible)(table)
+        fences = Fences(written if before is None else before, written, storage.fence())
         hand_out(keys, values, LazyKV(self.sequence, self.layer, append, fences))
         return keys, values
 

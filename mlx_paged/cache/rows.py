@@ -14,6 +14,7 @@ from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.attention_params import Window
+from .kept_states import KeptStates
 from .left_padding import LeftPadding
 
 
@@ -98,7 +99,12 @@ class SequenceTables(Ledger):
     Args:
         pool: of the blocks.
         elsewhere: from a dtype of keys to a pool of the same groups that holds such keys, or None if there is none.
+
+    Attributes:
+        kept: where layers keep states, copies of these to which the sequence can be trimmed. A fork has none.
     """
+
+    kept: KeptStates | None = None
 
     def __init__(self, pool: BlockPool, elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None) -> None:
         super().__init__(pool)
@@ -208,6 +214,8 @@ class SequenceTables(Ledger):
             for table in self.tables:
                 self.pool.trim(table, num_tokens)
         self.set_level()
+        if self.kept is not None:
+            self.kept.forget_behind(self.length)
 
     def trim(self, layer: int, num_tokens: int) -> None:
         """Take the layer back; the table follows when its last layer has been trimmed.
@@ -225,6 +233,8 @@ class SequenceTables(Ledger):
         if len(behind) == len(self.pool.groups[group].spec.layers):
             self.pool.trim(table, num_tokens)
             behind.clear()
+            if self.kept is not None:
+                self.kept.forget_behind(table.length)
 
     def load(self, layer: int, length: int, start: int) -> BlockTable:
         """Return the layer's table with ``length`` tokens for it to write, those before ``start`` not held; the first

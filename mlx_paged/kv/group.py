@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -130,6 +131,7 @@ class BlockGroup:
         self._steps: list[Step | None] = [None, None]
         self._device_tables = DeviceTables(), DeviceTables()
         self._last_read: tuple[mx.array, ...] | None = None
+        self._reader = 0  # the thread that reads, which alone can compute it
 
     def touch(self) -> None:
         """Void the steps made before: a table of the group or a reference count has changed."""
@@ -356,7 +358,7 @@ class BlockGroup:
     def note_read(self, layer_position: int, *results: mx.array) -> None:
         """Remember arrays computed from the last layer's blocks, for :meth:`wait_for_reads`; they replace others."""
         if not self.in_place and layer_position == len(self.storages) - 1:
-            self._last_read = results
+            self._last_read, self._reader = results, get_ident()
 
     def watch_read(self, layer_position: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the same lazy keys and values, gathered from a layer's blocks for others to compute with;
@@ -365,13 +367,13 @@ class BlockGroup:
             return keys, values
         # Outputs of one operation are computed together: the third says when the others are, and has one element.
         keys, values, ready = mx.depends([keys, values, mx.zeros(())], [])
-        self._last_read = (ready,)
+        self._last_read, self._reader = (ready,), get_ident()
         return keys, values
 
     def begin_reads(self) -> None:
         """Have the noted reads computed, ahead of what the model makes of them. What is computed together is ready
         together: :meth:`wait_for_reads` would wait for the model's output and the choice of tokens, too."""
-        if self._last_read is not None:
+        if self._last_read is not None and self._reader == get_ident():  # another thread may have come since
             mx.async_eval(self._last_read)
 
     def wait_for_reads(self, layer_position: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 
 import mlx.core as mx
 
@@ -210,6 +211,8 @@ class PoolLayer:
         self._check(table)
         if self.group.geometry is None or not table.num_visible:
             raise BlockStateError("nothing has been written to this table")
+        if self.turn.owner == get_ident():  # of each layer in a step
+            return self.storage.read_visible(table, copy=copy)
         with self.turn:
             return self.storage.read_visible(table, copy=copy)
 

@@ -133,6 +133,21 @@ class RowsTogether(NamedTuple):
     columns: Columns | None
 
 
+class RowsApart(NamedTuple):
+    """Rows of functional storage with one new token each, whose attention is computed row by row.
+
+    Attributes:
+        places: of each row, whether it is read from the gathered blocks, and where its tokens begin and end there or in
+            the pool.
+        gathered: index of the gathered blocks, or None.
+        num_blocks: of the pool, for which the index holds.
+    """
+
+    places: dict[int, tuple[bool, int, int]]
+    gathered: mx.array | None
+    num_blocks: int
+
+
 class Step:
     """The last ``counts[b]`` reserved positions of each of B tables of one group: T tokens, table by table. A decode
     step is one of counts of 1, and a sequence alone one of a single table.
@@ -149,6 +164,7 @@ class Step:
             all layers; of attention by what the layers ask for.
         columns: what all layers read of rows padded to a length, by that length.
         together: how attention without a kernel takes the rows, in all layers; None: not asked for yet.
+        apart: where those of them are read that are computed one by one; the same.
         served: what the kernel of decode steps is known to serve: shape and dtype of queries, and how they attend.
     """
 
@@ -171,6 +187,7 @@ class Step:
         self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
         self.columns: dict[int, Columns] = {}
         self.together: list[RowsTogether] | None = None
+        self.apart: RowsApart | None = None
         self.served: set[tuple[Any, ...]] = set()
         self._num_blocks = num_blocks
         self._device_tables = device_tables

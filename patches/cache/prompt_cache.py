@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ...cache.composites import leaves, with_leaves
+from ...cache.kept_states import KeptStates
 from ...cache.rows import SequenceTables
 from ...config import KVBits, PagedConfig
 from ...errors import ConfigError, PromptCacheError
@@ -129,10 +130,55 @@ def make_prompt_cache_patch(
 
     @functools.wraps(original)
     def replacement(model: Any, max_kv_size: int | None = None) -> list[Any]:
-        return factory(model, max_kv_size)()
+        return _keeping_states(factory(model, max_kv_size)())
 
     replacement.factory = factory  # type: ignore[attr-defined]
     return replacement
+
+
+def _keeping_states(caches: list[Any]) -> list[Any]:
+    """Have a caller's prompt cache keep its states where it may be trimmed to, if it has any beside paged layers."""
+    parts = leaves(caches)
+    paged = [cache for cache in parts if isinstance(cache, PagedLayerCache)]
+    if paged and len(paged) < len(parts) and all(isinstance(c, PagedLayerCache | ArraysCache) for c in parts):
+        paged[0].sequence.kept = KeptStates()
+    return caches
+
+
+@replaces("mlx_lm.models.cache:trim_prompt_cache", "685735679648951a")
+def trim_prompt_cache_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``trim_prompt_cache``: a cache with states beside paged layers goes back to where these were copied (see
+    :class:`KeptStates`). To any other length it is not trimmed, as mlx-lm's own is not: the function returns 0.
+    ``can_trim_prompt_cache`` asks for no length, so it stays as it is, and says False for states."""
+
+    @functools.wraps(original)
+    def trim_prompt_cache(cache: list[Any], num_tokens: int) -> Any:
+        return original(cache, num_tokens) or _go_back(cache, num_tokens)
+
+    return trim_prompt_cache
+
+
+def _go_back(caches: Sequence[Any], num_tokens: int) -> int:
+    """Trim paged layers and states where the sequence keeps states. Returns by how many tokens."""
+    parts = leaves(caches)
+    paged = [cache for cache in parts if isinstance(cache, PagedLayerCache)]
+    if not paged or num_tokens <= 0 or not all(cache.is_trimmable() for cache in paged):
+        return 0
+    sequence = paged[0].sequence
+    if sequence.kept is None or not sequence.is_level() or any(cache.sequence is not sequence for cache in paged):
+        return 0
+    with sequence.pool.turn:
+        num_tokens = min(num_tokens, sequence.length)
+        length = sequence.length - num_tokens
+        for table in sequence.tables:
+            sequence.pool.check_trim(table, length)
+        states = sequence.kept.go_back(length)
+        if states is None:
+            return 0
+        sequence.cut(num_tokens)
+    for cache, kept in zip((each for each in parts if isinstance(each, ArraysCache)), states, strict=True):
+        cache.state = kept.state
+    return num_tokens
 
 
 @replaces("mlx_lm.models.cache:save_prompt_cache", "5b558636d4e25be6")

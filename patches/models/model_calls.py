@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ...by_model import ByModel
 from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.composites import leaves
+from ...cache.composites import is_composite, leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.compiled_step import CompiledStep
 from ...kernels.products.inference import Inference
@@ -34,9 +34,9 @@ def adapt(original: ModelCall) -> ModelCall:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         caches = given.pop("cache", None)
         if caches and inputs.shape[1] == 1 and not any(value is not None for value in given.values()):
-            first: Any = next((cache for cache in leaves(caches) if isinstance(cache, _PAGED)), None)
+            first = _first_paged(caches)
             is_step = isinstance(first, PagedBatchKVCache) and (first.rows.as_rows or not first.rows.is_pack)
-            if is_step or isinstance(first, PagedKVCache):
+            if (is_step or isinstance(first, PagedKVCache)) and first.pool.layer(first.layer).in_place:
                 step = step_of(first.pool, original)
                 # Of a model in a model, whichever is called first has the step; the other is a part of it.
                 if step.forward is original and step.failure is None:
@@ -56,13 +56,21 @@ def in_turns(call: ModelCall) -> ModelCall:
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pool = _pool_of(kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None))
-        if pool is None:
+        caches: Any = kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None)
+        first = _first_paged(caches)
+        if first is None:
             return call(self, *args, **kwargs)
+        pool = first.pool
         # Before the first write, too: what MLX would compile for the first prompt takes seconds.
         is_functional = any(group.geometry is not None and not group.in_place for group in pool.groups)
         with pool.turn, Inference(allowed=not is_functional):
-            return call(self, *args, **kwargs)
+            if not args or args[0].shape[1] == 1 or (sequence := _keeping(first)) is None:
+                return call(self, *args, **kwargs)
+            states = [cache for cache in leaves(caches) if not isinstance(cache, _PAGED)]
+            sequence.kept.begin_prompt(pool, sequence.length, states)
+            output = call(self, *args, **kwargs)
+            sequence.kept.end_prompt(sequence.pool, sequence.length, states)
+            return output
 
     return __call__
 
@@ -113,10 +121,18 @@ def unguard() -> None:
         _guarded.clear()
 
 
-def _pool_of(caches: Any) -> BlockPool | None:
-    if not isinstance(caches, list):
-        return None
-    first = caches[0] if caches else None
-    if isinstance(first, _PAGED):
-        return first.pool
-    return next((cache.pool for cache in leaves(caches) if isinstance(cache, _PAGED)), None)
+def _first_paged(caches: Any) -> Any:
+    """Return the first paged one of a model's caches, or None. Asked in every call, so it looks no further."""
+    if isinstance(caches, list | tuple):
+        for cache in caches:
+            if isinstance(cache, _PAGED):
+                return cache
+            if is_composite(cache) and (found := _first_paged(cache.caches)) is not None:
+                return found
+    return None
+
+
+def _keeping(cache: PagedKVCache | PagedBatchKVCache) -> Any:
+    """Return the cache's sequence, if it keeps states to be trimmed to."""
+    sequence = getattr(cache, "sequence", None)
+    return None if sequence is None or sequence.kept is None else sequence

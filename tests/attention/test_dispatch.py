@@ -268,6 +268,40 @@ def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
         assert_equal(got[row : row + 1], alone)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("most_blocks", [1 << 10, 5.5])
+def test_rows_of_many_lengths_share_operations_with_the_same_bits(
+    most_blocks: float, window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows whose blocks lie one after the other, and rows whose blocks are scattered, of which not all may be gathered
+    at a time."""
+    lengths, follow = [9, 5, 14, 3, 22], [2, 4]
+    pool = BlockPool([LayerGroup((0,), window)], block_size=4)
+    tables = [pool.new_table() for _ in lengths]
+    keys = [kv(seed, n, dtype) for seed, n in enumerate(lengths)]
+    for row in follow:
+        for part in (slice(None, -1), slice(-1, None)):
+            k, v = (x[:, :, part] for x in keys[row])
+            pool.append_tokens(tables[row], k.shape[2])
+            pool.layer(0).write([tables[row]], k, v)
+    for i in range(max(lengths)):
+        for row, table in enumerate(tables):
+            if row not in follow and i < lengths[row]:
+                pool.append_tokens(table, 1)
+                pool.layer(0).write([table], *(x[:, :, i : i + 1] for x in keys[row]))
+    q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
+    monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", int(most_blocks * 4 * HEADS * (DIM + VDIM) * dtype.size))
+    step = pool.layer(0).step(tables, 1)
+    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
+    assert step.apart is not None and any(place[0] for place in step.apart.places.values())
+    assert not all(place[0] for place in step.apart.places.values())
+    for row, (k, v) in enumerate(keys):
+        seen = slice(-(window or lengths[row]), None)
+        alone = mx.fast.scaled_dot_product_attention(q[row : row + 1], k[:, :, seen], v[:, :, seen], scale=SCALE)
+        assert_equal(got[row : row + 1], alone)
+
+
 def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, tables, _ = pool_with([7] * 5)
     q, plain = noise(99, 5, Q_HEADS, 1, DIM), AttentionParams(SCALE)
@@ -293,7 +327,9 @@ def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: 
     monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", 4 * 7 * HEADS * (DIM + VDIM) * 4)
     assert parts() == [1, 4]
     monkeypatch.setattr(gather, "SHORT_BYTES", 100)
-    assert parts() == [1] * 5
+    assert parts() == []  # a row at a time, but for the operations around the products
+    sinks = mx.zeros((Q_HEADS,))
+    assert parts(AttentionParams(SCALE, sinks=sinks)) == [1] * 5
 
 
 # On a Mac ---------------------------------------------------------------------------------------------------------

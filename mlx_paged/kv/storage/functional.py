@@ -84,12 +84,12 @@ class FunctionalStorage(GatheredStorage):
         """
         for pool, x in ((self._keys, k), (self._values, v)):
             for block_id, num_blocks, offset, num_tokens, source in segments:
-                part = x[0, :, source : source + num_tokens] if len(segments) > 1 else x[0]
+                part = x[:, :, source : source + num_tokens] if len(segments) > 1 else x
                 if num_tokens == num_blocks * self.block_size:
                     part = part.reshape(x.shape[1], num_blocks, self.block_size, x.shape[3])
                     pool[:, block_id : block_id + num_blocks] = part
-                else:
-                    pool[:, block_id, offset : offset + num_tokens] = part
+                else:  # x[0] would be a gather, element by element
+                    pool[:, block_id : block_id + 1, offset : offset + num_tokens] = part.swapaxes(0, 1)
 
     def write_rows(self, block_ids: mx.array, offsets: mx.array, k: mx.array, v: mx.array) -> None:
         """Write k, v ``[B, n_kv_heads, 1, head_dim]``: row i goes to block ``block_ids[i]``, slot ``offsets[i]``."""
@@ -99,20 +99,30 @@ class FunctionalStorage(GatheredStorage):
     def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
         """Read in place where the blocks are consecutive and a view will do, else gathered; the table keeps the device
         indices, so that all layers of a step share them."""
-        size = table.block_size
-        start, end = table.logical_start, table.length
+        place = self.place_of(table)
+        # Of one head a view is contiguous already: a copy of it would be the view, and keep the pool.
+        if place is not None and not (copy and self.geometry.num_kv_heads == 1):
+            k, v = self.view_tokens(*place)
+            return (mx.contiguous(k), mx.contiguous(v)) if copy else (k, v)
+        size, start, end = table.block_size, table.logical_start, table.length
         first, last = start // size, -(-end // size)
-        block_ids = table.block_ids[first:last]
-        if not copy and table.is_consecutive(first, last):
-            k, v = self.view_blocks(block_ids[0], len(block_ids))
-        else:
-            key = ("blocks", first, last, self.num_blocks)
-            index = table.indices.get(key)
-            if index is None:
-                index = table.indices[key] = self.block_index(block_ids)
-            k, v = self.gather_blocks(index)
+        key = ("blocks", first, last, self.num_blocks)
+        index = table.indices.get(key)
+        if index is None:
+            index = table.indices[key] = self.block_index(table.block_ids[first:last])
+        k, v = self.gather_blocks(index)
         skip = start - first * size
         return k[:, :, skip : skip + end - start], v[:, :, skip : skip + end - start]
+
+    def place_of(self, table: BlockTable) -> tuple[int, int] | None:
+        """Return where the visible tokens begin and end among the pool's; None where their blocks are not
+        consecutive."""
+        size, start, end = table.block_size, table.logical_start, table.length
+        first = start // size
+        if not table.is_consecutive(first, -(-end // size)):
+            return None
+        before = (table.block_ids[first] - first) * size
+        return before + start, before + end
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         return self.read_visible(table)
@@ -128,16 +138,23 @@ class FunctionalStorage(GatheredStorage):
         k, v = (pool.reshape(-1, pool.shape[3])[index] for pool in (self._keys, self._values))
         return columns.masked(k, v)
 
-    def view_blocks(self, first: int, count: int) -> tuple[mx.array, mx.array]:
-        """Consecutive blocks without a copy: K ``[1, n_kv_heads, count * block_size, k_head_dim]`` and V likewise.
+    def view_tokens(self, start: int, end: int) -> tuple[mx.array, mx.array]:
+        """Tokens of consecutive blocks without a copy: K ``[1, n_kv_heads, end - start, k_head_dim]`` and V likewise.
 
         The views keep the pool's buffer; drop them before the next write is evaluated.
         """
         k, v = (
-            pool[:, first : first + count].reshape(1, pool.shape[0], count * self.block_size, pool.shape[3])
-            for pool in (self._keys, self._values)
+            pool.reshape(1, pool.shape[0], -1, pool.shape[3])[:, :, start:end] for pool in (self._keys, self._values)
         )
         return k, v
+
+    def for_single_queries(self, index: mx.array | None = None) -> tuple[mx.array, mx.array]:
+        """Return all tokens of the pool, or of some blocks, as products with one token's queries take them: K
+        ``[1, n_kv_heads, 1, k_head_dim, n]``, and V ``[1, n_kv_heads, 1, n, v_head_dim]``. Without an index as
+        :meth:`view_tokens`."""
+        of = (self._keys, self._values) if index is None else self.gather_blocks(index)
+        k, v = (x.reshape(1, self._keys.shape[0], 1, -1, x.shape[3]) for x in of)
+        return k.swapaxes(3, 4), v
 
     def block_index(self, block_ids: Sequence[int]) -> mx.array:
         """Index ``[n_kv_heads, n]`` of blocks for :meth:`gather_blocks`; holds until the pool grows."""

@@ -1,0 +1,112 @@
+"""KeptStates: states of a sequence at the ends of its prompts and answers, to which its caches can be trimmed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..kv.memory import StateSlot
+from ..kv.pool import BlockPool
+
+MOST_KEPT = 8
+# Of a pool's budget, for the states of one sequence. They are dropped before a block is missing.
+MOST_SHARE = 1 / 4
+
+
+class KeptStates:
+    """Copies of a sequence's states, by the number of tokens that made them.
+
+    A state cannot be cut, so a prompt cache with states can only go back to where a copy was made: where a prompt began
+    (the answer before it ended there) and where it ended, but for its last token. A holder of the pool, so that the
+    copies count in its budget and are dropped when blocks need their bytes.
+    """
+
+    evictions = hit_tokens = 0
+
+    def __init__(self) -> None:
+        self._slots: dict[int, StateSlot] = {}
+        self._prompt_end: int | None = None
+        self._pool: BlockPool | None = None  # that asks for them
+
+    def begin_prompt(self, pool: BlockPool, length: int, states: Sequence[Any]) -> None:
+        """Copy the states of ``length`` tokens before more of a prompt is computed. Tokens that follow those of the
+        call before are of the same prompt, whose middle is not kept."""
+        if self._prompt_end == length:
+            self._slots.pop(length, None)
+        else:
+            self._keep(pool, length, states)
+
+    def end_prompt(self, pool: BlockPool, length: int, states: Sequence[Any]) -> None:
+        """Copy the states behind tokens of a prompt."""
+        self._prompt_end = length
+        self._keep(pool, length, states)
+
+    def go_back(self, length: int) -> list[Any] | None:
+        """Return copies of the states of ``length`` tokens and forget those of more; None, and nothing is forgotten,
+        if there are none."""
+        slot = self._slots.get(length)
+        if slot is None:
+            return None
+        self.forget_behind(length)
+        return copy.deepcopy(slot.caches)  # type: ignore[no-any-return]
+
+    def forget_behind(self, length: int) -> None:
+        """Forget the states of more than ``length`` tokens: others may follow."""
+        for each in [each for each in self._slots if each > length]:
+            del self._slots[each]
+        self._prompt_end = None
+
+    def _keep(self, pool: BlockPool, length: int, states: Sequence[Any]) -> None:
+        if pool is not self._pool:  # a sequence may move until its first tokens are written
+            self._pool = pool
+            pool.add_holder(self)
+        nbytes, most = sum(state.nbytes for state in states), int(pool.memory.budget * MOST_SHARE)
+        while self._slots and (len(self._slots) >= MOST_KEPT or self.state_nbytes + nbytes > most):
+            del self._slots[next(iter(self._slots))]
+        if nbytes <= most and pool.memory.make_room_for_state(nbytes):
+            self._slots[length] = pool.memory.states.take(*copied(states))
+
+    # What a pool asks of who holds its blocks -----------------------------------------------------------------
+
+    def held(self, group: int) -> Iterable[Sequence[int]]:
+        """No blocks."""
+        return ()
+
+    def reclaimable(self, group: int, enough: int | None = None) -> int:
+        """No blocks."""
+        return 0
+
+    def evict(self, group: int, num_blocks: int) -> int:
+        """No blocks."""
+        return 0
+
+    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
+        """No blocks."""
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    def evict_states(self, num_bytes: int) -> int:
+        """Drop copies of at least ``num_bytes`` bytes, oldest first. Returns how many bytes were freed."""
+        freed = 0
+        while self._slots and freed < num_bytes:
+            freed += self._slots.pop(next(iter(self._slots))).nbytes
+        return freed
+
+
+def copied(states: Sequence[Any]) -> tuple[int, list[Any]]:
+    """Return the bytes of caches with states, and copies of them. Arrays that are views are copied, so that a copy does
+    not keep what they were cut from."""
+    copies = copy.deepcopy(list(states))
+    for cache in copies:
+        arrays = getattr(cache, "cache", None)
+        if isinstance(arrays, list):
+            cache.cache = [None if array is None else mx.contiguous(array) for array in arrays]
+    mx.eval([array for cache in copies for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)])
+    return sum(cache.nbytes for cache in copies), copies
