@@ -191,7 +191,7 @@ def test_prefill_equals_dense_with_and_without_a_prefix(prefix: int, mask: str |
     given = causal_mask(n, prefix, Window(3)) if mask == "array" else mask
     new = k[:, :, prefix:], v[:, :, prefix:]
     step, params = pool.layer(0).step(tables, n), AttentionParams(SCALE, given)
-    got = attend(q, new, pool, 0, tables, step, params, is_written=True)
+    got = attend(q, new, pool.layer(0), tables, step, params, is_written=True)
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=given))
     dispatch = last_dispatch()
     assert dispatch is not None and dispatch.path == ("gather" if prefix else "prefill")
@@ -202,7 +202,7 @@ def test_prefill_without_a_prefix_reads_nothing_from_the_pool(monkeypatch: pytes
     monkeypatch.setattr(pool, "gather_visible", None)
     q = noise(99, 1, Q_HEADS, 5, DIM)
     step = pool.layer(0).step(tables, 5)
-    got = attend(q, (k, v), pool, 0, tables, step, AttentionParams(SCALE, "causal"), is_written=True)
+    got = attend(q, (k, v), pool.layer(0), tables, step, AttentionParams(SCALE, "causal"), is_written=True)
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask="causal"))
 
 
@@ -400,7 +400,7 @@ def test_on_a_mac_a_pack_goes_by_its_shortest_chunk(monkeypatch: pytest.MonkeyPa
             dense.append(attention(noise(9 + seed, 1, Q_HEADS, count, DIM), k, v, AttentionParams(SCALE, "causal")))
         q = mx.concatenate([noise(9 + i, 1, Q_HEADS, n, DIM).swapaxes(0, 2) for i, n in enumerate(counts)])
         step = pool.layer(0).step(tables, counts)
-        got = attend(q, None, pool, 0, tables, step, AttentionParams(SCALE), is_written=True)
+        got = attend(q, None, pool.layer(0), tables, step, AttentionParams(SCALE), is_written=True)
         expected = mx.concatenate([x.swapaxes(0, 2) for x in dense])
         np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-5, atol=1e-6)
         assert asked == [(12, 42)] if in_place else [(12, 42), (12, 42), (20, 27)]
