@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
-from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.memory import EVICTED_SHARE
 from mlx_paged.kv.storage.attention_params import Window
@@ -389,8 +388,9 @@ def test_a_full_pool_looks_at_few_of_its_cached_blocks(monkeypatch: pytest.Monke
     for n in range(200):
         add(tree, range(1000 * n, 1000 * n + 8))
     tables, looked_at = hold(pool, range(4)), []
-    refcount = BlockAllocator.refcount
-    monkeypatch.setattr(BlockAllocator, "refcount", lambda own, block: looked_at.append(block) or refcount(own, block))
+    allocator = pool.groups[0].allocator
+    refcount = allocator.refcount
+    monkeypatch.setattr(allocator, "refcount", lambda block: looked_at.append(block) or refcount(block))
     pool.append_tokens(tables[0], 4)
     assert tree.evictions == 1 and len(looked_at) < 40
     assert PoolBudget(pool, chunk=64).fits([(tables, 8)]) and len(looked_at) < 80
