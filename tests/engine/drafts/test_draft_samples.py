@@ -53,6 +53,7 @@ def drawn(gen: Any, number: int, options: dict[str, Any], penalties: dict[str, A
     return found
 
 
+@pytest.mark.timeout(3600)  # 200,000 answers, twice, take some 8 minutes of CPU time
 @pytest.mark.parametrize(
     ("case", "number"),
     [
