@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from threading import get_ident
+from typing import Any
 
 import mlx.core as mx
 
@@ -16,6 +17,7 @@ from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..kv.turn import in_turn
+from .composites import each_leaf
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
 from .paged_kv_cache import PagedKVCache
 from .rows import NotPackableError, Rows
@@ -336,3 +338,11 @@ def known_mask(rows: Rows, params: AttentionParams) -> AttentionParams:
     if window is None:
         raise NotPackableError("the model's attention makes a mask of its own")
     return params._replace(mask=None, window=window)
+
+
+def first_paged(caches: Any) -> PagedKVCache | PagedBatchKVCache | None:
+    """Return the first paged one of a model's caches; None if there is none, or if they are no list. Asked in every
+    call of a model, so it looks no further."""
+    if not isinstance(caches, list | tuple):
+        return None
+    return next((cache for cache in each_leaf(caches) if isinstance(cache, PagedKVCache | PagedBatchKVCache)), None)

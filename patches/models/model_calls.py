@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...by_model import ByModel
-from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.composites import is_composite, leaves
+from ...cache.batch_cache import PagedBatchKVCache, first_paged
+from ...cache.composites import leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.compiled_step import CompiledStep
 from ...kernels.products.inference import Inference
@@ -34,9 +34,9 @@ def adapt(original: ModelCall) -> ModelCall:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         caches = given.pop("cache", None)
         if caches and inputs.shape[1] == 1 and not any(value is not None for value in given.values()):
-            first = _first_paged(caches)
-            is_step = isinstance(first, PagedBatchKVCache) and (first.rows.as_rows or not first.rows.is_pack)
-            if (is_step or isinstance(first, PagedKVCache)) and first.pool.layer(first.layer).in_place:
+            first = first_paged(caches)
+            is_pack = isinstance(first, PagedBatchKVCache) and first.rows.is_pack and not first.rows.as_rows
+            if first is not None and not is_pack and first.pool.layer(first.layer).in_place:
                 step = step_of(first.pool, original)
                 # Of a model in a model, whichever is called first has the step; the other is a part of it.
                 if step.forward is original and step.failure is None:
@@ -57,7 +57,7 @@ def in_turns(call: ModelCall) -> ModelCall:
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         caches: Any = kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None)
-        first = _first_paged(caches)
+        first = first_paged(caches)
         if first is None:
             return call(self, *args, **kwargs)
         pool = first.pool
@@ -119,17 +119,6 @@ def unguard() -> None:
             else:
                 setattr(kind, "__call__", original)  # noqa: B010
         _guarded.clear()
-
-
-def _first_paged(caches: Any) -> Any:
-    """Return the first paged one of a model's caches, or None. Asked in every call, so it looks no further."""
-    if isinstance(caches, list | tuple):
-        for cache in caches:
-            if isinstance(cache, _PAGED):
-                return cache
-            if is_composite(cache) and (found := _first_paged(cache.caches)) is not None:
-                return found
-    return None
 
 
 def _keeping(cache: PagedKVCache | PagedBatchKVCache) -> Any:

@@ -14,8 +14,7 @@ from mlx import nn
 from mlx_lm import utils
 from mlx_lm.models.base import create_attention_mask
 
-from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.composites import leaves
+from ...cache.batch_cache import PagedBatchKVCache, first_paged
 from ...engine.drafts.hidden_states import HiddenStates
 from ...errors import ConfigError
 from .model_calls import adapt, in_turns
@@ -300,8 +299,10 @@ _apart: Callable[..., mx.array] = in_turns(_hidden)
 
 def _may_be_compiled(inputs: mx.array, caches: Sequence[Any]) -> bool:
     """Return whether a call is one that compiled steps may take: all of its logits are needed, and blocks in place."""
-    first = next((cache for cache in leaves(caches) if isinstance(cache, PagedBatchKVCache)), None)
-    if first is None or inputs.shape[1] > 1 or (first.rows.is_pack and not first.rows.as_rows):
+    first = first_paged(caches)
+    if not isinstance(first, PagedBatchKVCache) or inputs.shape[1] > 1:
+        return False
+    if first.rows.is_pack and not first.rows.as_rows:
         return False
     return all(group.in_place for group in first.pool.groups)
 

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.composites import leaves
-from ...cache.paged_kv_cache import PagedKVCache
+from ...cache.batch_cache import PagedBatchKVCache, first_paged
 from ...cache.rows import SequenceTables
 
 MOST_KEPT = 1024  # positions of a sequence, and of a call; older calls are dropped
@@ -55,7 +53,7 @@ class HiddenStates:
             caches: of the call, which is about to be made.
             num_tokens: new ones of a sequence alone.
         """
-        first = next((each for each in leaves(caches) if isinstance(each, PagedKVCache | PagedBatchKVCache)), None)
+        first = first_paged(caches)
         if isinstance(first, PagedBatchKVCache):
             rows = first.rows  # whose tokens are reserved
             return [(own, own.length - n, n) for own, n in zip(rows.sequences, rows.counts, strict=True)]
