@@ -60,6 +60,7 @@ class RankedLoop(EngineLoop):
             logging.info("rank %d at its end: %d blocks cached; %s", self.ranks.rank, stats.cached_blocks, stats)
 
     def note_failure(self, error: Exception) -> None:
+        self.ranks.await_fault(error)
         if isinstance(error, RankError):
             raise error
         super().note_failure(error)

@@ -1,5 +1,6 @@
 """Ranks that run one engine together: starts, answers, faults and ends."""
 
+import atexit
 import functools
 import json
 import signal
@@ -7,10 +8,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -21,11 +24,14 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cli.server import check_ranks, parse
 from mlx_paged.engine.ranks import peers as rendezvous
+from mlx_paged.engine.ranks import ranks as ranks_module
 from mlx_paged.engine.ranks.peers import DATA, EXIT_STATUS, Peer
-from mlx_paged.engine.ranks.ranks import StepRecord, checkpoint
+from mlx_paged.engine.ranks.ranks import Agreement, Ranks, StepRecord, checkpoint
 from mlx_paged.engine.ranks.world import SAMPLE_BYTES, check_same, group_of, model_files, parse_timeout, versions
-from mlx_paged.errors import ConfigError, RankError
+from mlx_paged.engine.scheduler import ScheduledStep
+from mlx_paged.errors import ConfigError, RankError, RequestFailedError
 from mlx_paged.kv.turn import Stepwise
+from mlx_paged.server.ranked_loop import RankedLoop
 from tests.support.cases import slow
 from tests.support.models.builders import build, prompt_of
 from tests.support.ranks import launch, scenarios
@@ -188,6 +194,83 @@ def test_who_writes_to_a_rank_that_is_dead_says_so() -> None:
     with pytest.raises(RankError, match="rank 1 has died"):
         peer.send(DATA, "x")
     mine.close()
+
+
+LOST = "[ring] connection to a peer was lost"  # what MLX says in a step
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ranks, socket.socket, list[Any]]]:
+    """Rank 0 of two, the other end of its connection, and with what the process ended."""
+    mine, theirs = socket.socketpair()
+    ended: list[Any] = []
+    monkeypatch.setattr(ranks_module, "meet", lambda group, timeout: [Peer(1, mine)])
+    monkeypatch.setattr(rendezvous.os, "_exit", ended.append)
+    ranks = Ranks(SimpleNamespace(rank=lambda: 0, size=lambda: 2), 100.0)
+    ranks.on_fault(ended.append)
+    yield ranks, theirs, ended
+    atexit.unregister(ranks.close)
+    ranks._watch.close()
+    for each in (mine, theirs):
+        each.close()
+
+
+def _fail_in_a_step(ranks: Ranks) -> None:
+    with ranks.step():
+        raise RuntimeError(LOST)
+
+
+def _fail_requests(ranks: Ranks) -> None:
+    failures = [
+        RequestFailedError.without_frames(uid, error) for uid, error in enumerate((ValueError(LOST), OSError()))
+    ]
+    Agreement(ranks, None).note_step(ScheduledStep([], [], [], []), [], failures)  # at once: not for want of a rank
+    failures.append(RequestFailedError.without_frames(2, RuntimeError(LOST)))
+    Agreement(ranks, None).note_step(ScheduledStep([], [], [], []), [], failures)
+    raise failures[-1]
+
+
+def _fail_a_turn(ranks: Ranks) -> None:
+    """In the server's loop, outside of the engine."""
+    told: list[Any] = []
+    served = SimpleNamespace(models=None, requests=None, stats=None, memory_watch=None, is_stopping=False)
+    loop = RankedLoop(ranks, cast(Any, served))
+    loop.turn = lambda: cast(Any, _fail_in_a_step(cast(Any, SimpleNamespace(step=nullcontext))))  # type: ignore[method-assign]
+    loop.fail = lambda work, error: told.append(error)  # type: ignore[method-assign]
+    loop.rows = cast(Any, {1: SimpleNamespace(work=0)})
+    loop.guarded_turn()
+    raise told[0]
+
+
+@pytest.mark.parametrize("fail", [_fail_in_a_step, _fail_requests, _fail_a_turn])
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_failed_step_waits_for_the_watch(
+    fail: Callable[[Ranks], None], is_gone: bool, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step fails first. If a rank is gone the process ends, which says so; if none is, the error is the step's."""
+    ranks, theirs, ended = pair
+    monkeypatch.setattr(rendezvous, "GRACE_SECONDS", MOST_SECONDS if is_gone else 0.1)
+    raised: SimpleQueue[Exception] = SimpleQueue()
+
+    def compute() -> None:
+        try:
+            fail(ranks)
+        except Exception as error:
+            raised.put(error)
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    if is_gone:
+        thread.join(0.1)  # it has failed
+        theirs.close()
+        until = time.monotonic() + MOST_SECONDS
+        while len(ended) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert ended == ["rank 1 has died", EXIT_STATUS]
+        assert raised.empty()
+    else:
+        assert LOST in str(raised.get(timeout=MOST_SECONDS))
+        assert not ended
 
 
 def test_strangers_are_turned_away() -> None:

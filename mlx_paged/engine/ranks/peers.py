@@ -169,6 +169,7 @@ class Watch:
         self._busy_since = 0.0
         self._closed = threading.Event()
         self._ending = threading.Lock()
+        self._is_ending = threading.Event()
 
     def start(self) -> None:
         """Start the threads."""
@@ -195,6 +196,12 @@ class Watch:
     def is_busy(self) -> bool:
         """Whether this rank is in a step."""
         return self._idle_since is None
+
+    def await_fault(self) -> None:
+        """Wait for a fault that the threads may be about to notice. If they do, the process ends and this does not
+        return."""
+        if self._is_ending.wait(min(GRACE_SECONDS, self.timeout / 2)):
+            threading.Event().wait()
 
     # Threads --------------------------------------------------------------------------------------------------------
 
@@ -246,6 +253,7 @@ class Watch:
         """Report to all ranks what has happened, and end the process. Does not return."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread is at it
+        self._is_ending.set()
         last = threading.Thread(target=self._last_words, args=(text,), daemon=True)
         last.start()
         last.join(GRACE_SECONDS)

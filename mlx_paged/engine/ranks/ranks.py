@@ -225,8 +225,21 @@ class Ranks:
         self._watch.begin()
         try:
             yield
+        except Exception as error:
+            self.await_fault(error)
+            raise
         finally:
             self._watch.end()
+
+    def await_fault(self, *errors: BaseException) -> None:
+        """Wait until the watch has noticed the rank whose end may have caused an error, and ends this process.
+
+        MLX's network and the watch have connections of their own: a step may fail before the watch knows which rank is
+        gone, and clients are to be told. Returns if none is.
+        """
+        causes = (error.__cause__ if isinstance(error, RequestFailedError) else error for error in errors)
+        if any(isinstance(cause, RuntimeError) for cause in causes):  # MLX's, or a RankError
+            self._watch.await_fault()
 
     def on_fault(self, callback: Callable[[str], None]) -> None:
         """Have it called, in a thread of its own, before this process ends because of another; it has two seconds."""
@@ -234,6 +247,7 @@ class Ranks:
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks because of what has happened in this one."""
+        self.await_fault(error)
         self._watch.end_process(f"rank {self.rank} has failed: {type(error).__name__}: {error}")
         raise AssertionError  # not reached
 
@@ -346,6 +360,7 @@ class Agreement:
         self, plan: ScheduledStep, generated: Sequence[TokenResponse], failures: Collection[RequestFailedError]
     ) -> None:
         """Record a step that is done, with the blocks and lengths of the tables it wrote."""
+        self.ranks.await_fault(*failures)
         chunks = [(chunk.request.uid, chunk.num_tokens) for chunk in plan.chunks]
         self.ranks.record.note(
             "step",
