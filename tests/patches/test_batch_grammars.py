@@ -35,6 +35,7 @@ from mlx_paged.server.errors import RequestRefused
 from tests.support.cases import quick, slow
 from tests.support.models.batch_runs import assert_released, generator, kv_budget
 from tests.support.models.builders import KINDS, build, greedy, perturbed, prompt_of
+from tests.support.models.tiny_model import copy_tokenizer
 from tests.support.models.tokenizers import CALL, CALL_END, EOS, EOT, THINK, THINK_END, byte_tokenizer
 
 SCHEMAS: list[dict[str, Any]] = [
@@ -556,7 +557,8 @@ MARKED = {  # tokens that stand within calls, and a call
 def test_marks_within_calls_may_be_tokens(form: str, special: bool, demo_model_folder: Path, tmp_path: Path) -> None:
     marks, text = MARKED[form]
     parser = {"glm47": glm47, "mistral": mistral}[form]
-    inner: Any = AutoTokenizer.from_pretrained(demo_model_folder)
+    copy_tokenizer(demo_model_folder, tmp_path)
+    inner: Any = AutoTokenizer.from_pretrained(tmp_path)
     inner.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
     inner.save_pretrained(tmp_path)
     tokenizer = mlx_lm.utils.load_tokenizer(tmp_path)

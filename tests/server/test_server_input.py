@@ -16,6 +16,7 @@ from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests import fields
 from mlx_paged.server.requests.completions import completion_request
 from mlx_paged.server.requests.endpoints import ENDPOINTS, is_refused
+from tests.support.models.tiny_model import VOCAB
 from tests.support.processes.server_process import ServerProcess
 
 FLAGS = ("--max-tokens", "3", "--kv-cache-memory", "8MB")
@@ -178,7 +179,7 @@ EDGES: dict[str, list[Any]] = {
     "max_tokens": [1, 2, 3],
     "temperature": [0, 0.0, 1e-300, 1e-5, 1, 100],
     "top_p": [0, 1e-9, 0.5, 1, 1.0],
-    "top_k": [0, 1, 49151, 49152, 1 << 20],
+    "top_k": [0, 1, VOCAB - 1, VOCAB, 1 << 20],
     "min_p": [0, 1e-9, 0.5, 1],
     "xtc_probability": [0, 0.5, 1],
     "xtc_threshold": [0, 0.1, 0.5],
@@ -192,7 +193,7 @@ EDGES: dict[str, list[Any]] = {
     "prompt_lookup": [0, 1, 64],
     "seed": [0, -1, 1 << 63, -(1 << 63)],
     "stop": ["a", ["the", " the", "\n"], [], "\x00", "\U0001f600"],
-    "logit_bias": [{}, {"0": 1e4}, {"49151": -1e4}, {str(n): -1e4 for n in range(300)}],
+    "logit_bias": [{}, {"0": 1e4}, {str(VOCAB - 1): -1e4}, {str(n): -1e4 for n in range(300)}],
     "tools": [[], [{}], [{"type": "function", "function": {"name": "f", "parameters": {}}}]],
     "chat_template_kwargs": [{}, {"enable_thinking": False}, {"x": None}],
     "role_mapping": [{}, {"user": "u"}],
@@ -214,7 +215,7 @@ def check(server: ServerProcess, path: str, body: Any) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bodies)
 @example({**HI, "logit_bias": {"999999999": 1}})
-@example({**HI, "logit_bias": {"49151": -10000, "0": 10000}})
+@example({**HI, "logit_bias": {str(VOCAB - 1): -10000, "0": 10000}})
 @example({**HI, "top_k": 100000, "temperature": 1})
 @example({**HI, "temperature": 1, "min_p": 1, "top_p": 0, "top_k": 1})
 @example({**HI, "temperature": 1, "xtc_probability": 1, "xtc_threshold": 1})

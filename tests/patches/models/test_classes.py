@@ -4,7 +4,6 @@ and loaded, prefixes shared in a batch, and the server. Prompts are longer than 
 import gc
 import importlib
 import json
-import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from tests.support.cases import quick
 from tests.support.models.batch_runs import generator
 from tests.support.models.builders import greedy, rms
 from tests.support.models.builders import prompt_of as random_prompt
+from tests.support.models.tiny_model import VOCAB, copy_tokenizer
 from tests.support.models.tokenizers import plain_tokenizer
 from tests.support.processes.server_process import ServerProcess
 
@@ -267,9 +267,8 @@ TOKENS = 16
 def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
     """A folder of the module's random model as users have them, with the tokenizer of another folder."""
     eos = json.loads((tokenizer / "config.json").read_text())["eos_token_id"]
-    vocab = len(json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"])
     config = {**model_configs.config_of(name), "model_type": name, "eos_token_id": eos}
-    sized = {key: vocab for key in config if key in ("vocab_size", "vocab_size_per_layer_input")}
+    sized = {key: VOCAB for key in config if key in ("vocab_size", "vocab_size_per_layer_input")}
     config |= sized
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
@@ -280,8 +279,7 @@ def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
     folder.mkdir()
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / file, folder / file)
+    copy_tokenizer(tokenizer, folder)
     return folder
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from mlx_paged.server.requests.endpoints import ENDPOINTS, is_refused
 from tests.server.api.samples import HI, OF_CHAT, OF_MESSAGE, WHITE
+from tests.support.models.tiny_model import VOCAB
 from tests.support.processes.server_process import ServerProcess
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def test_prompts_of_all_kinds_are_answered_together(client: openai.OpenAI, folde
         assert [choice.text for choice in answer.choices] == [alone[0], alone[0], alone[1], alone[1]]
         assert answer.usage.prompt_tokens == sum(map(len, ids)) and answer.usage.completion_tokens == 16
     assert client.completions.create(model="default_model", prompt=ids[0]).choices[0].text == alone[0]
-    for wrong, words in (([[49152]], "from 0 to 49151"), (["x"] * 257, "at most 256"), ([[]], "not empty")):
+    for wrong, words in (([[VOCAB]], f"from 0 to {VOCAB - 1}"), (["x"] * 257, "at most 256"), ([[]], "not empty")):
         with pytest.raises(openai.BadRequestError, match=words):
             client.completions.create(model="default_model", prompt=wrong)
 
@@ -196,7 +197,7 @@ def test_echoes_have_the_log_probabilities_of_the_model(client: openai.OpenAI, f
     import openai
 
     model, tokenizer = mlx_lm.load(str(folder))
-    text = "The quick brown fox jumps over the lazy dog."
+    text = "The quick black dog runs over the old red fish."
     tokens = tokenizer.encode(text)
     logits = model(mx.array([tokens]))[0].astype(mx.float32)
     rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -210,14 +211,14 @@ def test_echoes_have_the_log_probabilities_of_the_model(client: openai.OpenAI, f
     assert max(abs(a - b) for a, b in zip(told.token_logprobs[1:-2], expected, strict=True)) < 1e-3
     assert all(choice.text[at:].startswith(token) for at, token in zip(told.text_offset, told.tokens, strict=True))
     assert all(3 <= len(top) <= 4 for top in told.top_logprobs[1:])
-    short: dict[str, Any] = {"model": "default_model", "prompt": "The quick brown fox", "echo": True, "logprobs": 1}
+    short: dict[str, Any] = {"model": "default_model", "prompt": "The quick black dog", "echo": True, "logprobs": 1}
     alone = create(**short, max_tokens=0)
-    assert alone.choices[0].text == "The quick brown fox" and alone.usage.completion_tokens == 0
+    assert alone.choices[0].text == "The quick black dog" and alone.usage.completion_tokens == 0
     assert alone.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected[:3], abs=1e-3)
     chunks = list(create(**short, n=2, max_tokens=3, stream=True))
     for index in range(2):
         told = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
-        assert "".join(each.text for each in told).startswith("The quick brown fox")
+        assert "".join(each.text for each in told).startswith("The quick black dog")
         assert sum(len(each.logprobs.tokens) for each in told) == 4 + 3
     bare = create(model="default_model", prompt="Hi", echo=True).choices[0]
     assert bare.text.startswith("Hi") and len(bare.text) > 2 and bare.logprobs is None
@@ -285,7 +286,7 @@ def test_tokens_of_texts_and_texts_of_tokens(server: ServerProcess, client: open
     for path, body, name in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": HI}, "prompt"),
-        ("/detokenize", {"tokens": [49152]}, "tokens"),
+        ("/detokenize", {"tokens": [VOCAB]}, "tokens"),
         ("/detokenize", {"tokens": []}, "tokens"),
     ):
         answer = server.post(path, body)

@@ -90,7 +90,7 @@ def test_an_empty_beginning_is_none(server: ServerProcess) -> None:
     plain = tokens()
     for content in ("", []):
         assert tokens({"role": "assistant", "content": content}) == plain
-    assert tokens({"role": "assistant", "content": "Once"}) == plain + 1
+    assert tokens({"role": "assistant", "content": "One"}) == plain + 1
     for messages in ([{"role": "user", "content": []}], [{"role": "assistant", "content": []}]):
         refused = server.post(MESSAGES, {"messages": messages, "max_tokens": 1})
         assert refused.status == 400 and "empty" in refused.json["error"]["message"], refused.body

@@ -21,6 +21,7 @@ from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.http import BodyBudget, Gate
 from mlx_paged.server.prompting import PromptMaker, fetch
 from mlx_paged.server.request import ChatInput
+from tests.support.models.tiny_model import VOCAB
 from tests.support.processes.server_process import ServerProcess
 
 FLAGS = ("--max-tokens", "3", "--kv-cache-memory", "8MB")
@@ -124,7 +125,7 @@ def test_lists_are_made_once_for_all_answers(server: ServerProcess) -> None:
     words = [chr(0x4E00 + n // 90) + chr(0x4E00 + n % 90) for n in range(4000)]
     answer = server.post(COMPLETIONS, {"prompt": [[1, 2], [4, 5]], "n": 64, "max_tokens": 1, "stop": words})
     assert answer.status == 200 and len(answer.json["choices"]) == 128
-    bias = {str(token): 0.5 for token in range(49152)}
+    bias = {str(token): 0.5 for token in range(VOCAB)}
     answer = server.post(COMPLETIONS, {"prompt": "a", "n": 16, "max_tokens": 1, "logit_bias": bias})
     assert answer.status == 200 and len(answer.json["choices"]) == 16
 
@@ -210,8 +211,9 @@ def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
         threading.Thread(target=host.serve_forever, daemon=True).start()
         here = f"http://127.0.0.1:{host.server_port}"
         assert take(f"{here}/small") == "data:image/png;base64,eHh4"
-        monkeypatch.setattr(prompting, "IMAGE_SECONDS", 0.1)
         for path, words in (("/elsewhere", "fetched"), ("/large", "more than 1,000 bytes"), ("/slow", "fetched")):
+            if path == "/slow":
+                monkeypatch.setattr(prompting, "IMAGE_SECONDS", 0.1)
             with pytest.raises(RequestRefused, match=words):
                 take(here + path)
         for url in (f"http://localhost:{host.server_port}/small", "http://["):

@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from scripts.demo_model import default_cache_dir, ensure_demo_model
+from tests.support.models.tiny_model import copy_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "server" / "templates"
 # Their licences are not ones to pass on here; the wheel has them as they were published.
@@ -55,10 +56,14 @@ def _download(place: Path) -> None:
 @functools.cache
 def family_tokenizer(family: str) -> Any:
     """Return mlx-lm's tokenizer with a family's template: the demo model's tokens, and the template's own markers."""
-    inner: Any = AutoTokenizer.from_pretrained(ensure_demo_model())
-    inner.chat_template = chat_template(family)
-    markers = dict.fromkeys(MARKER.findall(inner.chat_template))
-    inner.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in markers])
     with TemporaryDirectory() as folder:
+        copy_tokenizer(_demo_model(), Path(folder))
+        inner: Any = AutoTokenizer.from_pretrained(folder)
+        inner.chat_template = chat_template(family)
+        markers = dict.fromkeys(MARKER.findall(inner.chat_template))
+        inner.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in markers])
         inner.save_pretrained(folder)
         return mlx_lm.utils.load_tokenizer(Path(folder))
+
+
+_demo_model = functools.cache(ensure_demo_model)  # which reads all files

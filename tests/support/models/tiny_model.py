@@ -1,5 +1,6 @@
-"""A model folder as mlx-lm's server loads it: random weights, tiny, with the demo model's tokenizer."""
+"""A model folder as mlx-lm's server loads it: random weights, tiny, with the first tokens of the demo model's tokenizer."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, llama, mamba
 
-VOCAB = 49152
+VOCAB = 4096  # of 49,152: servers load it, and compute as many logits, in a fraction of the time
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -53,7 +54,7 @@ MODULES: dict[str, Any] = {"llama": llama, "llama of wide heads": llama, "gemma3
 
 
 def make_tiny_model(folder: Path, tokenizer: Path, kind: str = "llama", seed: int = 0) -> Path:
-    """Write the model into ``folder``, with the tokenizer of the folder ``tokenizer``. Weights depend on the seed."""
+    """Write the model into ``folder``, with tokens of the folder ``tokenizer``. Weights depend on the seed."""
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIGS[kind]
     module = MODULES[kind]
@@ -65,9 +66,24 @@ def make_tiny_model(folder: Path, tokenizer: Path, kind: str = "llama", seed: in
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     eos = json.loads((tokenizer / "config.json").read_text())["eos_token_id"]
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / name, folder / name)
+    copy_tokenizer(tokenizer, folder)
     return folder
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copy the tokenizer of the folder ``tokenizer`` into another, with its first ``VOCAB`` tokens only."""
+    (folder / "tokenizer.json").write_text(_first_tokens(tokenizer))
+    shutil.copy(tokenizer / "tokenizer_config.json", folder)
+
+
+@functools.cache
+def _first_tokens(tokenizer: Path) -> str:
+    """Return the file of a BPE tokenizer without the tokens from ``VOCAB`` on, which its last merges make."""
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    bpe = content["model"]
+    bpe["vocab"] = {token: number for token, number in bpe["vocab"].items() if number < VOCAB}
+    bpe["merges"] = [pair for pair in bpe["merges"] if "".join(pair) in bpe["vocab"]]
+    return json.dumps(content)
 
 
 # Tokens of the demo model's tokenizer that nothing needs, and what they are here.
