@@ -79,9 +79,9 @@ def self_check(variant: Variant) -> SelfCheck:
 
 
 def decode_difference(variant: Variant) -> float:
-    """RMS between a decode variant and float32 attention, of the worst query of three seeded cases or of those up to the
-    first that fails, with the slot writes, gathers and copies of blocks it depends on: a pool cannot do without these,
-    so all their texts run here.
+    """RMS between a decode variant and float32 attention, of the worst query of three seeded cases, up to the first
+    that fails, with the slot writes, gathers and copies of blocks it depends on: a pool cannot do without these, so all
+    their texts run here.
 
     Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN, and on
     Metal every output NaN before the launch. With the newest tokens in the pool, then given to the call, then with

@@ -1,4 +1,4 @@
-"""A model folder as mlx-lm's server loads it: random weights, tiny, with the first tokens of the demo model's tokenizer."""
+"""A model folder as mlx-lm's server loads it: random weights, tiny, with first tokens of the demo model's tokenizer."""
 
 import functools
 import json
