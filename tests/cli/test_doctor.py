@@ -116,6 +116,17 @@ def test_a_failing_variant_is_named_and_fails_the_run(
     assert all("12 us    15 us" in line for line in lines if " gqa " in line and line not in failed)
 
 
+def test_rows_of_decode_say_what_decode_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Variant("paged_decode", "cuda", mx.bfloat16, 64, 64, 4, 32)
+    monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: None)
+    monkeypatch.setattr(ShapeJob, "prefill_variants", lambda job: (decode._replace(body="paged_prefill"),))
+    monkeypatch.setattr(ShapeJob, "variants", lambda job: (decode,))
+    monkeypatch.setattr(doctor_jobs, "self_check", lambda v: SelfCheck(v, True, 1e-4, 0.5, ""))
+    job = next(job for job in doctor.jobs(32, everything=False) if isinstance(job, ShapeJob))
+    prompts, tokens = (checked.row for checked in job.run(PagedConfig(kernel=False)))
+    assert prompts.use == "prompts in packs" and tokens.use.startswith("gather: ")
+
+
 def test_the_prefill_kernel_is_run_for_the_shapes_it_covers(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill_variants_of.cache_clear()
     monkeypatch.setattr("mlx_paged.kernels.prefill.backend", lambda: "cuda")

@@ -244,10 +244,10 @@ class ShapeJob(NamedTuple):
             yield Checked(Row(passed, str(shape), "-", "-", error, None, None, use))
             return
         for variant in self.prefill_variants():
-            result, use = self_check(variant), "prompts in packs"
+            result, of_prompts = self_check(variant), "prompts in packs"
             if result.ok and variant.backend == "metal":
-                use += f", {paths_of(variant)}"
-            yield _checked(True, str(shape), variant.body, result, use, partial(prefill_seconds, variant))
+                of_prompts += f", {paths_of(variant)}"
+            yield _checked(True, str(shape), variant.body, result, of_prompts, partial(prefill_seconds, variant))
         for variant in self.variants():
             result = self_check(variant)
             times = partial(launch_seconds, variant), partial(dense_seconds, variant)
