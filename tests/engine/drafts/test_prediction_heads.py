@@ -25,15 +25,15 @@ QUICK = ("qwen3_next", "mimo")
 
 
 @functools.cache
-def model_of(name: str, scale: float) -> Any:
-    return prediction_heads.model_of(name, scale)
+def model_of(name: str, scale: float, *, is_wide: bool = False) -> Any:
+    return prediction_heads.model_of(name, scale, is_wide=is_wide)
 
 
 @functools.cache
-def solos(name: str, scale: float) -> list[tuple[list[int], list[int]]]:
+def solos(name: str, scale: float, *, is_wide: bool = False) -> list[tuple[list[int], list[int]]]:
     """Prompts, and what stock mlx-lm says behind them."""
     assert not mlx_paged.patches.is_applied()
-    model = model_of(name, scale)
+    model = model_of(name, scale, is_wide=is_wide)
     return [(p, greedy(model, mx.array(p, mx.uint32), TOKENS)[0]) for p in prompts_of(f"{name}-of-mlx-lm", LENGTHS)]
 
 
@@ -130,8 +130,8 @@ def test_a_prefix_that_is_found_again_has_drafts_behind_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_pools_in_place(name: str, kernels: Any) -> None:
-    expected = solos(name, 0.05)
-    model = model_of(name, 0.05)
+    expected = solos(name, 0.05, is_wide=True)
+    model = model_of(name, 0.05, is_wide=True)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
     outcomes, _ = drafted(model, head_of(name, model, 0.05), [p for p, _ in expected], [TOKENS] * 3)
     assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens in expected]
@@ -149,7 +149,7 @@ def test_decode_steps_in_place_run_compiled(kernels: Any, monkeypatch: pytest.Mo
         return logits
 
     monkeypatch.setattr(CompiledStep, "_compiled", count)
-    model = model_of("mimo", 0.05)
+    model = model_of("mimo", 0.05, is_wide=True)
     prompts = prompts_of("mimo-of-mlx-lm", LENGTHS)
     expected = [greedy(model, mx.array(prompt, mx.uint32), 60)[0] for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))

@@ -11,6 +11,7 @@ import pytest
 import mlx_paged
 from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
 from mlx_paged.attention import dispatch, latent_prompts
+from mlx_paged.kernels.launch_shape import HEAD_DIMS
 from scripts import model_matrix
 from scripts.model_matrix import alone, batched
 from scripts.support import model_configs
@@ -72,6 +73,7 @@ def test_tokens_are_stocks_alone_and_in_a_batch(
     for got, wanted in zip(batched(model, TOKENS)[0], rows, strict=True):
         assert_alike(got, wanted)
     assert KERNEL in dispatch_counts()
+    assert name in LATENTS or all(group.geometry.k_head_dim in HEAD_DIMS for group in pool.groups)  # as a GPU has it
     assert all(group.in_place and group.spec.latent == (name in LATENTS) for group in pool.groups)
     if kernels is not None:
         assert kernels.calls["append"] > 0

@@ -45,7 +45,8 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 def wide(name: str) -> Any:
     """A model of one of mlx-lm's modules with heads that the kernels take."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "query_pre_attn_scalar": 64}
+    sizes = {"hidden_size": 256, "hidden_dim": 256, "intermediate_size": 256, "head_dim": 64}
+    sizes |= {"hidden_size_per_head": 64, "query_pre_attn_scalar": 64}
     own = model_configs.OVERRIDES.get(name, {})
     inner = own.get("text_config", {})
     sizes = {key: value for key, value in sizes.items() if key not in own}

@@ -9,15 +9,16 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlx_paged.patches.models import mtp
 from scripts.support import model_configs
+from tests.support.models.builders import wide
 
 FAMILIES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo"]
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 
 
-def model_of(name: str, scale: float = 1.0) -> Any:
-    """A model of the family. With a small ``scale`` of what layers add, the next token depends on the last one almost
-    alone."""
-    model = model_configs.build(name)
+def model_of(name: str, scale: float = 1.0, *, is_wide: bool = False) -> Any:
+    """A model of the family, with heads that the kernels take if it is wide. With a small ``scale`` of what layers add,
+    the next token depends on the last one almost alone."""
+    model = wide(name) if is_wide else model_configs.build(name)
     _quieten(model, scale)
     return model
 
