@@ -313,6 +313,8 @@ MOST_FAILURES = 3
 # Steps of the same shapes that run uncompiled first, in a row or not: a trace takes as long as some steps save, and
 # while prompts join or requests finish, many shapes come that are not seen again.
 PATIENCE = 4
+PATIENCE_PADDED = 32  # where a step of larger shapes serves meanwhile
+ANY_ROWS = 32  # a step may be padded to so many rows, or to twice as many as it has
 MOST_TRACES = 256  # kept, the latest used ones; of as many other shapes steps are counted, then counts begin anew
 compile_function: Callable[[Any], Any] = mx.compile
 
@@ -348,6 +350,16 @@ class StepShapes(NamedTuple):
         padded: that would copy the states."""
         sizes = tuple(group.allocator.num_blocks for group in pool.groups)
         return cls(num_rows if has_states else padded_rows(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
+
+    def can_hold(self, other: StepShapes) -> bool:
+        """Return whether a step of the other's shapes can be padded to these. One row alone never is, and no step whose
+        rows read blocks together."""
+        return (
+            1 < other.num_rows <= self.num_rows <= max(ANY_ROWS, 2 * other.num_rows)
+            and (self.sizes, self.is_pack) == (other.sizes, other.is_pack)
+            and not (self.items or other.items)
+            and all(mine >= theirs for mine, theirs in zip(self.widths, other.widths, strict=True))
+        )
 
 
 def padded_rows(num_rows: int) -> int:
@@ -448,17 +460,15 @@ class CompiledStep:
             ]
             if any(items):
                 shapes = shapes._replace(items=tuple(len(own[0]) if own else 0 for own in items))
-            function = self._function_for(shapes)
-            if function is None:
+            found = self._shapes_for(shapes, may_pad=not states)
+            weights = None if found is None else self._weights_of(model)
+            if found is None or weights is None:
                 rows.give_up()
                 return None
-            weights = self._weights_of(model)
-            if weights is None:
-                rows.give_up()
-                return None
+            shapes, function = found, self._functions[found]
             for group, own, width, read in zip(pool.groups, tables, shapes.widths, items, strict=True):
-                found = rows.arrays(pool.layer(group.spec.layers[0]), own, (shapes.num_rows, width))
-                arrays.append(found._replace(items=read))
+                of_group = rows.arrays(pool.layer(group.spec.layers[0]), own, (shapes.num_rows, width))
+                arrays.append(of_group._replace(items=read))
             missing = shapes.num_rows - len(rows)
             if missing:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
@@ -501,22 +511,25 @@ class CompiledStep:
             self._uncompiled.clear()
         return weights
 
-    def _function_for(self, shapes: StepShapes) -> Callable[..., Any] | None:
-        """Return the compiled step of these shapes; None while they are new."""
-        function = self._functions.get(shapes)
-        if function is not None:
-            self._functions.move_to_end(shapes)
-            return function
-        if len(self._uncompiled) >= MOST_TRACES and shapes not in self._uncompiled:
+    def _shapes_for(self, own: StepShapes, *, may_pad: bool) -> StepShapes | None:
+        """Return the shapes of the compiled step to take: these, or larger ones if the step may be padded; None as long
+        as there is none."""
+        if own in self._functions:
+            self._functions.move_to_end(own)
+            return own
+        larger = min((shapes for shapes in self._functions if shapes.can_hold(own)), default=None) if may_pad else None
+        if len(self._uncompiled) >= MOST_TRACES and own not in self._uncompiled:
             self._uncompiled.clear()
-        self._uncompiled[shapes] += 1
-        if self._uncompiled[shapes] <= PATIENCE:
-            return None
+        self._uncompiled[own] += 1
+        if self._uncompiled[own] <= (PATIENCE if larger is None else PATIENCE_PADDED):
+            if larger is not None:
+                self._functions.move_to_end(larger)
+            return larger
         if len(self._functions) == MOST_TRACES:
             self._functions.popitem(last=False)
         trace = weakref.WeakMethod(self._trace)  # what is compiled is kept here, and must not keep this in turn
-        function = self._functions[shapes] = compile_function(lambda *inputs: cast(Any, trace())(*inputs))
-        return function
+        self._functions[own] = compile_function(lambda *inputs: cast(Any, trace())(*inputs))
+        return own
 
     def _trace(
         self,

@@ -148,14 +148,40 @@ def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     pool, step = step_of_a_pool()
 
     def find(size: int) -> Any:
-        return step._function_for(compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size]))
+        shapes = compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size])
+        found = step._shapes_for(shapes, may_pad=True)
+        return found and found.num_rows
 
+    monkeypatch.setattr(compiled_step, "ANY_ROWS", 0)
     for _ in range(3):
         assert find(4) is None and find(16) is None
-    few, many = find(4), find(16)
-    assert few is not None is not many and find(4) is few
-    assert [find(40) for _ in range(3)] == [None] * 3 and find(40) is not None
-    assert len(step._functions) == 2 and find(4) is few  # 16 was used the longest ago
+    assert find(4) == 4 and find(16) == 16 and find(4) == 4
+    assert [find(40) for _ in range(4)] == [None] * 3 + [40]
+    assert len(step._functions) == 2 and find(4) == 4  # 16 was used the longest ago
+
+
+@pytest.mark.usefixtures("kernels")
+def test_larger_steps_serve_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "PATIENCE", 2)
+    monkeypatch.setattr(compiled_step, "PATIENCE_PADDED", 3)
+    pool, step = step_of_a_pool()
+    long = pool.new_table()
+    pool.append_tokens(long, 17 * 16)
+
+    def find(size: int, table: Any = None, **changes: Any) -> Any:
+        shapes = compiled_step.StepShapes.of(size, pool, [[table or pool.new_table()] * size])
+        found = step._shapes_for(shapes._replace(**changes), may_pad=True)
+        return found and (found.num_rows, found.widths)
+
+    assert [find(24, long) for _ in range(3)] == [None, None, (24, (32,))]
+    assert [find(8) for _ in range(4)] == [(24, (32,))] * 3 + [(8, (0,))]
+    assert find(5) == (8, (0,)) and find(4) == (8, (0,)) and find(12) == (24, (32,))
+    assert find(1) is None and find(28) is None  # alone: stock's own steps; 28: too many
+    assert find(12, is_pack=True) is None and find(12, items=(3,)) is None
+    shapes = compiled_step.StepShapes.of(16, pool, [[pool.new_table()] * 16])
+    assert step._shapes_for(shapes, may_pad=False) is None  # rows with states
+    pool.append_tokens(long, 16 * pool.groups[0].allocator.num_blocks)
+    assert find(8) is None  # the pool has grown
 
 
 @pytest.mark.usefixtures("kernels")
@@ -163,7 +189,8 @@ def test_steps_are_counted_of_so_many_shapes(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compiled_step, "MOST_TRACES", 3)
     pool, step = step_of_a_pool()
     for size in (4, 8, 12, 16):
-        assert step._function_for(compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size])) is None
+        shapes = compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size])
+        assert step._shapes_for(shapes, may_pad=True) is None
     assert [(shapes.num_rows, count) for shapes, count in step._uncompiled.items()] == [(16, 1)]
 
 
