@@ -32,7 +32,7 @@ def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def words(name: str, number: int) -> str:
     """A prompt of its own, of some more tokens than ``number``."""
-    return f"{name} the river bank was cold. " * (number // 7)
+    return f"{name} the long land was cold. " * (number // 7)
 
 
 def long_bodies(number: int) -> dict[str, Any]:
