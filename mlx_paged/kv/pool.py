@@ -70,7 +70,7 @@ class BlockPool:
         # Whether an idle pool lets go of its tensors by itself. Over ranks the engines agree on when to.
         self.drops_when_idle = True
         # Counted by the scheduler of the pool's sequences.
-        self.preemptions = self.drafted = self.accepted = self.draft_steps = self.draft_depth = 0
+        self.preemptions = self.drafted = self.accepted = self.draft_steps = self.draft_depth = self.draft_ms_saved = 0
 
     @property
     def memory_budget(self) -> int:
@@ -418,7 +418,7 @@ class BlockPool:
         def read(is_exact: bool) -> PagedCacheStats:
             if is_exact:
                 self.collect()
-            drafts = self.drafted, self.accepted, self.draft_steps, self.draft_depth
+            drafts = self.drafted, self.accepted, self.draft_steps, self.draft_depth, self.draft_ms_saved
             of_batches = self.preemptions, self.memory.shrinks, drafts
             holders = self.holders()
             states = self.memory.states.nbytes, sum(holder.state_nbytes for holder in holders)

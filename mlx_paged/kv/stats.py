@@ -44,6 +44,8 @@ class PagedCacheStats:
         accepted_tokens: those of them that the model would have chosen.
         draft_steps: steps in which drafts were verified.
         draft_depth: most drafts of a request in the latest step; 0: it went without.
+        draft_ms_saved: milliseconds that a draft model or a prediction head has saved, as measured; below 0: that it
+            has cost.
         state_bytes: bytes of states beside keys and values that count in the budget: of checkpoints and of requests.
         checkpoint_bytes: those of them that a prefix cache holds.
     """
@@ -72,6 +74,7 @@ class PagedCacheStats:
     accepted_tokens: int = 0
     draft_steps: int = 0
     draft_depth: int = 0
+    draft_ms_saved: int = 0
     state_bytes: int = 0
     checkpoint_bytes: int = 0
 
@@ -101,7 +104,7 @@ def count(
     holders: Sequence[BlockHolder] = (),
     preemptions: int = 0,
     shrinks: int = 0,
-    drafts: tuple[int, int, int, int] = (0, 0, 0, 0),
+    drafts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
     states: tuple[int, int] = (0, 0),
 ) -> PagedCacheStats:
     """Return the statistics of a pool's groups."""
@@ -131,6 +134,7 @@ def count(
         accepted_tokens=drafts[1],
         draft_steps=drafts[2],
         draft_depth=drafts[3],
+        draft_ms_saved=drafts[4],
         state_bytes=states[0],
         checkpoint_bytes=states[1],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from ...engine.drafts.depth import Depth
+from ...engine.drafts.depth import CPU_PROMPT_PRICE, PROMPT_PRICE, Depth
 from ...engine.drafts.draft_model import DraftModel, is_paged
 from ...engine.drafts.hidden_states import HiddenStates
 from ...engine.drafts.prediction_head import PredictionHead
@@ -107,12 +107,14 @@ def drafting(
         raise ConfigError(why_not)
     factory = known_factory(draft_model)
     assert factory.pool is not None
+    in_place = all(group.in_place for group in factory.pool.groups)
+    depth = Depth(prompt_price=PROMPT_PRICE if in_place else CPU_PROMPT_PRICE)
     proposer: DraftModel
     if isinstance(draft_model, MTPHead):
-        proposer = PredictionHead(draft_model, factory, num_draft_tokens, Depth(), HiddenStates())
+        proposer = PredictionHead(draft_model, factory, num_draft_tokens, depth, HiddenStates())
     else:
         prefixes = prefixes or SharedPrefixes(RadixTree(factory.pool))
-        proposer = DraftModel(draft_model, factory, num_draft_tokens, Depth(), prefixes)
+        proposer = DraftModel(draft_model, factory, num_draft_tokens, depth, prefixes)
     if pool is not None:
         share_budget(pool, factory.pool)
     return proposer

@@ -5,18 +5,20 @@
 
 Sides:
 - *look-up N*: up to N tokens that stood before.
-- *made A*: the model's own next tokens, each wrong with a chance of 1 - A, ``--num-draft-tokens`` in every step. Tokens
-  a step of a row are to be 1 + A + ... + A^k.
-- *first N layers*: a draft model of the model's first layers; how many tokens are drafted follows from its figures.
-  *first N layers, always*: ``--num-draft-tokens`` in every step.
+- *made A*: the model's own next tokens, each wrong with a chance of 1 - A.
+- *first N layers*: a draft model of the model's first layers.
+
+How many of the last two are drafted follows from what they cost and how often they are right. With *always* it is
+``--num-draft-tokens`` in every step: tokens a step of a row are then to be 1 + A + ... + A^k.
 
 With a model that chats, *copy* asks for a text of the prompt to be repeated (greedy) and *prose* for a story (sampled).
 With random weights the model's next token depends on its last one: *copy* has prompts that hold the answer, *prose*
 chooses between a few words, so that what stood before is found again and again and rarely goes on as before.
 
 All sides run in turns in one process, each case after a warm-up. A rate is the tokens behind every row's first, by the
-seconds they took; the ratio is that of the medians. Host time is that of the thread that calls the generator. Writes
-drafts.json and drafts.png.
+seconds they took; the ratio is that of the medians. Host time is that of the thread that calls the generator. CPU time is
+the process's, from the first prompt to the last token: on a CPU that is what the answer takes. Writes drafts.json and
+drafts.png.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import numpy as np
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
 import mlx_paged
-from mlx_paged.engine.drafts.depth import Depth
+from mlx_paged.engine.drafts.depth import Acceptance, Candidate, Depth
 from mlx_paged.engine.drafts.proposal import NextTokens, Proposal, most_drafts, num_known
 from mlx_paged.engine.request import Request, RequestOptions
 
@@ -56,7 +58,7 @@ PANELS: tuple[Panel, ...] = (
     ("tokens/s", lambda r: r["tokens_per_s"]),
     ("drafts accepted, of those proposed", lambda r: r["accepted"] / max(1, r["drafted"])),
 )
-SHOWN = (("tokens_per_s", 1), ("ratio", 2), ("per_step", 2), ("host_ms", 3))
+SHOWN = (("tokens_per_s", 1), ("ratio", 2), ("cpu_ratio", 3), ("per_step", 2), ("host_ms", 3))
 WORDS = 200  # that a model of random weights says
 LIKELY = 4  # that may follow each of them in prose
 NAMES = ("Anna", "Bela", "Carl", "Dora", "Emil", "Fina", "Gert", "Hana")
@@ -106,8 +108,8 @@ class Side(NamedTuple):
 class EveryStep(Depth):
     """Drafts as many tokens as there may be, in every step."""
 
-    def choose(self, rows: Any, num_rows: int) -> list[int]:
-        return [most for _, most in rows]
+    def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
+        return [row.most for row in rows]
 
 
 class Made:
@@ -116,37 +118,56 @@ class Made:
     Args:
         answers: by prompt, and longer than they are going to be.
         chance: of a draft of being right.
-        num_drafts: in every step.
+        num_drafts: most of a row in a step.
         vocab: tokens that there are.
+        depth: decides how many.
     """
 
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], chance: float, num_drafts: int, vocab: int) -> None:
-        self.rows: set[Request] = set()
+    def __init__(
+        self, answers: dict[tuple[int, ...], list[int]], chance: float, num_drafts: int, vocab: int, depth: Depth
+    ) -> None:
+        self.rows: dict[Request, Acceptance] = {}
         self._answers, self._chance, self._num, self._vocab = answers, chance, num_drafts, vocab
+        self._depth = depth
         self._rng = np.random.default_rng(SEED)
+        self._last: list[Request] = []
+
+    @property
+    def seconds_saved(self) -> float:
+        return self._depth.seconds_saved
 
     def add(self, rows: Sequence[Request], choice: Any) -> None:
-        self.rows.update(rows)
+        self.rows.update((row, Acceptance()) for row in rows)
 
     def remove(self, rows: Collection[Request]) -> None:
-        self.rows.difference_update(rows)
+        for row in rows:
+            self.rows.pop(row, None)
 
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
+        self._depth.begin(len(rows), is_like_last=list(rows) == self._last)
+        self._last = list(rows) if is_alone else []
+        candidates = [Candidate(self.rows[row], min(self._num, most_drafts(row)), most_drafts(row)) for row in rows]
         tokens: list[int] = []
         counts = []
-        for row in rows:
+        for row, count in zip(rows, self._depth.choose(candidates, len(rows)), strict=True):
             answer, prompt = self._answers[tuple(row.source[: row.prompt_length])], row.prompt_length
             place = num_known(row) - prompt + 1
-            coming = answer[place : place + min(self._num, most_drafts(row))]
+            coming = answer[place : place + count]
             wrong = self._rng.random(len(coming)) >= self._chance
             tokens += [(token + bad) % self._vocab for token, bad in zip(coming, wrong.tolist(), strict=True)]
             counts.append(len(coming))
+        if not tokens:
+            return None
+        self._depth.note_proposed(max(counts))
         return Proposal(counts, tokens)
 
-    def note(self, rows: Any, drafted: Any, accepted: Any, following: Any) -> None:
-        """Nothing is learnt."""
+    def note(self, rows: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int], following: Any) -> None:
+        for row, tried, right in zip(rows, drafted, accepted, strict=True):
+            if tried:
+                self.rows[row].note(tried, right)
+        self._depth.note(len(rows), drafted, accepted)
 
 
 def successor_model(preset: str, dtype: str | None) -> Any:
@@ -221,6 +242,7 @@ class Run(NamedTuple):
     Attributes:
         rate: tokens a second.
         host: milliseconds of the thread that calls, for a token.
+        cpu: seconds of the process, for all of it.
         answers: by prompt.
         steps: of the engine.
         tokens: in them.
@@ -228,6 +250,7 @@ class Run(NamedTuple):
 
     rate: float
     host: float
+    cpu: float
     answers: dict[tuple[int, ...], list[int]]
     steps: int
     tokens: int
@@ -245,11 +268,14 @@ def rate_of(
         model, completion_batch_size=size, prefill_batch_size=min(8, size), **options
     )
     steps = generator._engine.drafts
-    if side.always:
+    if side.always and side.draft_model is not None:
         steps.proposer.depth = EveryStep()
     if side.made is not None:
-        steps.proposer = generator._engine.batch.proposer = Made(known, side.made, drafts, vocabulary_of(model))
+        depth = EveryStep() if side.always else Depth()
+        steps.proposer = Made(known, side.made, drafts, vocabulary_of(model), depth)
+        generator._engine.batch.proposer = steps.proposer
     mx.random.seed(SEED)
+    cpu = time.process_time()
     uids = generator.insert_segments(
         [[prompt] for prompt in prompts],
         [num_tokens] * size,
@@ -269,11 +295,11 @@ def rate_of(
         timed += len(generated) if is_timed else 0
         if not is_timed:
             begin, host, first = time.perf_counter(), time.thread_time(), generator.num_steps
-    seconds, host = time.perf_counter() - begin, time.thread_time() - host
+    seconds, host, cpu = time.perf_counter() - begin, time.thread_time() - host, time.process_time() - cpu
     ran = generator.num_steps - first
     generator.close()
     told = {tuple(prompt): answers[uid] for prompt, uid in zip(prompts, uids, strict=True)}
-    return Run(timed / seconds, 1000 * host / max(1, timed), told, ran, timed)
+    return Run(timed / seconds, 1000 * host / max(1, timed), cpu, told, ran, timed)
 
 
 def measure(
@@ -287,7 +313,7 @@ def measure(
     results: list[dict[str, Any]] = []
     for side in sides:
         rate_of(model, work, prompts, side, args.num_tokens, args.num_draft_tokens, known)
-        results.append({"side": side.name, "case": f"{work.name}, {batch}", "batch": batch, "rates": [], "host": []})
+        results.append({"side": side.name, "case": f"{work.name}, {batch}", "batch": batch, "rates": [], "host": [], "cpu": []})
         results[-1] |= {"made": side.made, "drafted": 0, "accepted": 0, "steps": 0, "tokens": 0, "same_tokens": True}
     for _ in range(args.repeats):
         for side, result in zip(sides, results, strict=True):
@@ -296,6 +322,7 @@ def measure(
             after = pool.stats()
             result["rates"].append(ran.rate)
             result["host"].append(ran.host)
+            result["cpu"].append(ran.cpu)
             result["drafted"] += after.drafted_tokens - before.drafted_tokens
             result["accepted"] += after.accepted_tokens - before.accepted_tokens
             result["steps"] += ran.steps
@@ -305,6 +332,7 @@ def measure(
     for result in results:
         result["tokens_per_s"] = statistics.median(result["rates"])
         result["host_ms"] = statistics.median(result["host"])
+        result["cpu_ratio"] = statistics.median(results[0]["cpu"]) / statistics.median(result["cpu"])
         result["ratio"] = result["tokens_per_s"] / results[0]["tokens_per_s"]
         result["per_step"] = result["tokens"] / max(1, result["steps"]) / batch
     return results
@@ -336,7 +364,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         model = chosen_model(args)
         works = text_work(load_tokenizer(Path(args.model)))
     sides = [Side("without"), *(Side(f"look-up {n}", lookup=n) for n in args.lookup)]
-    sides += [Side(f"made {chance:g}", made=chance) for chance in args.made]
+    for chance in args.made:
+        sides += [Side(f"made {chance:g}", made=chance), Side(f"made {chance:g}, always", made=chance, always=True)]
     for number in args.draft_layers:
         cut = first_layers(model, number)
         sides += [Side(f"first {number} layers", draft_model=cut)]
@@ -351,7 +380,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         [r["case"], r["side"], *(f"{r[name]:.{n}f}" for name, n in SHOWN), str(r["drafted"]), str(r["accepted"])]
         for r in results
     ]
-    header = ("case", "drafts", "tokens/s", "ratio", "a step", "host ms/token", "proposed", "accepted")
+    header = ("case", "drafts", "tokens/s", "ratio", "CPU ratio", "a step", "host ms/token", "proposed", "accepted")
     print(table(header, rows))
     names = list(dict.fromkeys(result["side"] for result in results))
     write_results(args.out, "drafts", argv, results, PANELS, "case", names, args.model or args.random or "tiny")

@@ -18,12 +18,12 @@ from ...prefix.store import SharedPrefixes
 from ...warn import warn_once
 from ..request import Request, sequence_of
 from ..sampling.token_choice import TokenChoice
-from .depth import Acceptance, Depth
+from .depth import Acceptance, Candidate, Depth
 from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 
-# Tokens of a row that its first draft step computes beside its next one: those that plain steps have brought since the
-# last. Of more, a prompt or what a preempted request had, chunks are computed before.
-MOST_BEHIND = 32
+# Tokens of a row that its first draft step computes beside its next one: those that it has got since the last. Of more,
+# a prompt or what plain steps have brought, chunks are computed before, and their time is known apart.
+MOST_BEHIND = 16
 CHUNK = 512  # tokens of prompts beside a decode step
 
 
@@ -69,8 +69,8 @@ class DraftModel:
     All rows take their draft steps together: the first computes what the rows have got since the last, as a pack; each
     other one a token of each row. A draft is the draft model's most likely token, whatever the row's sampler is.
 
-    Nothing is done for a draft that a request would miss: a row that finds no block in the draft model's pool goes on
-    without drafts.
+    Nothing is computed for a row, not even its prompt, before ``depth`` gives it drafts. Nothing is done for a draft that
+    a request would miss: a row that finds no block in the draft model's pool goes on without drafts.
 
     Args:
         model: whose forward pass takes ``cache``, a list.
@@ -163,11 +163,9 @@ class DraftModel:
         self._last = uids if is_alone else []
         able = [(i, row) for i, row in enumerate(rows) if row in self.rows and most_drafts(row) > 0 and self.knows(row)]
         share = (MOST_TOKENS - len(rows)) // max(1, len(able))
-        most = [(self.rows[row].acceptance, max(0, min(share, self._most(row), most_drafts(row)))) for _, row in able]
-        wanted = self.depth.choose(most, len(rows))
+        wanted = self.depth.choose([self._candidate(row, share) for _, row in able], len(rows))
         chosen = {index: count for (index, _), count in zip(able, wanted, strict=True) if count}
-        if chosen and self._catch_up([rows[index] for index in chosen]):
-            self._last = []  # this step's time says nothing of others
+        self._catch_up([rows[index] for index in chosen], inputs)
         chosen = {index: n for index, n in chosen.items() if self._is_ready(rows[index])}
         if not chosen:
             return None
@@ -179,6 +177,17 @@ class DraftModel:
             self._warn(error)
             self.remove([rows[index] for index in chosen])
             return None
+
+    @property
+    def seconds_saved(self) -> float:
+        """See :attr:`.proposal.Proposer.seconds_saved`."""
+        return self.depth.seconds_saved
+
+    def _candidate(self, row: Request, share: int) -> Candidate:
+        """Return what is known of a row that can have drafts, up to ``share`` of them in a step."""
+        own, left = self.rows[row], most_drafts(row)
+        missing = 0 if self._is_ready(row) else num_known(row) - own.length
+        return Candidate(own.acceptance, max(0, min(share, self._most(row), left)), left, missing)
 
     def knows(self, row: Request) -> bool:
         """Return whether everything is known that drafts of the row depend on."""
@@ -213,16 +222,20 @@ class DraftModel:
     def _is_ready(self, row: Request) -> bool:
         return row in self.rows and num_known(row) - self.rows[row].length <= MOST_BEHIND
 
-    def _catch_up(self, rows: Sequence[Request]) -> bool:
-        """Compute chunks of what the draft model lacks of rows, up to a number of tokens. Returns whether there was
-        anything."""
-        left = CHUNK
-        for row in rows:
-            if left <= 0 or self._is_ready(row):
-                continue
+    def _catch_up(self, rows: Sequence[Request], inputs: NextTokens) -> None:
+        """Compute chunks of what the draft model lacks of rows, up to a number of tokens, and note what they took."""
+        behind = [row for row in rows if not self._is_ready(row)]
+        if not behind:
+            return
+        mx.eval(inputs.array)  # the step under way is no part of that time
+        begin, left = self.depth.clock(), CHUNK
+        for row in behind:
+            if left <= 0:
+                break
             own = self.rows[row]
             count = min(left, num_known(row) - own.length)
             tokens = _tokens(row, own.length, own.length + count)
+            left -= count
             try:
                 self.forward(mx.array(tokens, mx.uint32)[None], own.caches, [Span(row, own.length, own.length + count)])
                 mx.eval([array for group in self.pool.groups for array in group.latest()])
@@ -232,12 +245,12 @@ class DraftModel:
                 self.remove([row])
                 continue
             own.length += count
-            left -= count
-        return left < CHUNK
+        self.depth.note_prompt(self.depth.clock() - begin, CHUNK - left)
 
     def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: NextTokens, vocab_size: int) -> Proposal:
         own = [self.rows[rows[index]] for index in chosen]
         indices, depth = list(chosen), max(chosen.values())
+        self.depth.note_proposed(depth)
         logits, before = self._first(rows, indices, inputs)
         sequences = [each.sequence for each in own]
         forks: list[SequenceTables] = []

@@ -46,6 +46,10 @@ class Proposer(Protocol):
     def rows(self) -> Collection[Request]:
         """Return the rows that may get drafts."""
 
+    @property
+    def seconds_saved(self) -> float:
+        """Return the seconds that drafts have saved, as far as that is measured; below 0: that they have cost."""
+
     def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
         """Note that rows have joined the batch. Those that want no drafts are ignored; ``choice`` samples tokens."""
 

@@ -10,6 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
+from mlx_paged.engine.drafts.depth import Depth
 from mlx_paged.engine.drafts.draft_model import DraftModel
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.prefix.radix import RadixTree
@@ -201,15 +202,13 @@ def test_prefixes_of_the_draft_model_are_found_again(monkeypatch: pytest.MonkeyP
     second = [*first, *tokens[:10], 5, 6]
     expected = greedy(model, mx.array(second, mx.uint32), 12)[0]
     computed: list[int] = []
-    original = DraftModel._catch_up
+    original = Depth.note_prompt
 
-    def count(self: DraftModel, rows: Any) -> bool:
-        before = [self.rows[row].length for row in rows if row in self.rows]
-        found = original(self, rows)
-        computed.append(sum(self.rows[row].length for row in rows if row in self.rows) - sum(before))
-        return found
+    def count(self: Depth, seconds: float, tokens: int) -> None:
+        computed.append(tokens)
+        original(self, seconds, tokens)
 
-    monkeypatch.setattr(DraftModel, "_catch_up", count)
+    monkeypatch.setattr(Depth, "note_prompt", count)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     prefixes = SharedPrefixes(RadixTree(mlx_paged.pool_of(model)))
     with in_every_step():

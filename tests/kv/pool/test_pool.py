@@ -327,6 +327,7 @@ def test_stats_count_blocks_and_bytes() -> None:
         "accepted_tokens": 0,
         "draft_steps": 0,
         "draft_depth": 0,
+        "draft_ms_saved": 0,
         "peak_bytes_in_use": 0,
         "shrinks": 0,
         "quantized_tokens": 0,
