@@ -160,7 +160,7 @@ class Made:
             counts.append(len(coming))
         if not tokens:
             return None
-        self._depth.note_proposed(max(counts))
+        self._depth.note_proposed(len(tokens))
         return Proposal(counts, tokens)
 
     def note(self, rows: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int], following: Any) -> None:
@@ -313,7 +313,9 @@ def measure(
     results: list[dict[str, Any]] = []
     for side in sides:
         rate_of(model, work, prompts, side, args.num_tokens, args.num_draft_tokens, known)
-        results.append({"side": side.name, "case": f"{work.name}, {batch}", "batch": batch, "rates": [], "host": [], "cpu": []})
+        results.append(
+            {"side": side.name, "case": f"{work.name}, {batch}", "batch": batch, "rates": [], "host": [], "cpu": []}
+        )
         results[-1] |= {"made": side.made, "drafted": 0, "accepted": 0, "steps": 0, "tokens": 0, "same_tokens": True}
     for _ in range(args.repeats):
         for side, result in zip(sides, results, strict=True):

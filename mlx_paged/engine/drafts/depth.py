@@ -14,7 +14,8 @@ EXPECTED = 0.7  # acceptance before anything is known
 SHARE, FIRST_STEPS = 0.0075, 800
 TRIAL = 1.25  # plain steps that a step with one draft is taken to cost beyond a plain one before any was measured
 # Plain steps that a token of a prompt is taken to cost a draft model: on a GPU, and on a CPU, where each takes its time.
-PROMPT_PRICE, CPU_PROMPT_PRICE = 1 / 128, 1 / 8
+PROMPT_PRICE, CPU_PROMPT_PRICE = 1 / 256, 1 / 8
+TRIAL_CONTEXT = 16  # tokens of a row, its last ones, that a trial goes by where more are missing
 
 
 class Acceptance:
@@ -122,28 +123,30 @@ class _Step:
     Attributes:
         began: when.
         num_rows: of the batch.
-        before: drafts of the step before it, if that was of the same rows and computed no prompt; None: it was not.
-        proposed: drafts of the row with most of them.
+        before: drafts verified in the step before it, if that was of the same rows and computed no prompt; None: it
+            was not.
+        proposed: drafts of a row, on average over the batch.
         accepted: tokens that rows got beyond their next ones, on average; None: no draft was verified.
         is_trial: drafts are not known to pay.
     """
 
-    def __init__(self, began: float, num_rows: int, before: int | None) -> None:
+    def __init__(self, began: float, num_rows: int, before: float | None) -> None:
         self.began, self.num_rows, self.before = began, num_rows, before
-        self.proposed = 0
+        self.proposed = 0.0
         self.accepted: float | None = None
         self.is_trial = False
 
 
 class Depth:
     """Decides how many drafts rows get in a step: the number ``k`` that makes the tokens of all rows,
-    ``1 + a + ... + a^k`` of a row with acceptance ``a``, most for ``1 + k * price``, the time of the step in plain ones.
+    ``1 + a + ... + a^k`` of a row with acceptance ``a``, most for ``1 + k * price``, the time of the step in plain ones
+    (where rows differ, ``k`` is the mean).
     In large batches each draft costs more of a step, so ``k`` falls. A row gets fewer where its drafts are not likely
     enough to be worth verifying.
 
-    Nothing is computed for drafts that could cost more than the account holds: 0.75% of the time of all steps, 1.5%
-    of that of the first 800, and what drafts have saved. Where drafts are not known to pay they are tried, one a row, when the
-    share of time that trials have allows it.
+    Nothing is computed for drafts that could cost more than the account holds: 0.75% of the time of all steps, 1.5% of
+    that of the first 800, and what drafts have saved. Where drafts are not known to pay they are tried, one a row, when
+    the share of time that trials have allows it; what a row misses is then computed of its last tokens alone.
 
     Args:
         clock: in seconds.
@@ -154,9 +157,7 @@ class Depth:
         acceptance: of all rows.
     """
 
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, prompt_price: float = CPU_PROMPT_PRICE
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, prompt_price: float = CPU_PROMPT_PRICE) -> None:
         self.acceptance = Acceptance(4 * MEMORY)
         self.steps: dict[int, int] = {}
         self.clock = clock
@@ -186,7 +187,7 @@ class Depth:
         before = None
         if last is not None:
             self._note_time(last, now - last.began, is_like_last)
-            before = (0 if last.accepted is None else last.proposed) if is_like_last else None
+            before = (0.0 if last.accepted is None else last.proposed) if is_like_last else None
         self._last = _Step(now, num_rows, before)
 
     def _note_time(self, step: _Step, seconds: float, is_complete: bool) -> None:
@@ -220,7 +221,7 @@ class Depth:
     def note_prompt(self, seconds: float, tokens: int) -> None:
         """Note what tokens of prompts took that were computed in the step that has begun, for drafts of the rows."""
         self._prompts = (self._prompts[0] * 0.75 + seconds, self._prompts[1] * 0.75 + tokens)
-        self._account.pay(seconds, is_trial=self._last is not None and self._last.is_trial)
+        self._account.pay(seconds, is_trial=self.is_trial)
         if self._last is not None:
             self._last.began += seconds  # it says nothing of the step
 
@@ -239,6 +240,11 @@ class Depth:
         return tokens * self._prompt_price * plain
 
     # Choosing -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_trial(self) -> bool:
+        """Return whether the drafts that were chosen last are not known to pay."""
+        return self._last is not None and self._last.is_trial
 
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
         """Return how many drafts each of these rows gets in the step that has begun. One that misses tokens gets some
@@ -276,27 +282,21 @@ class Depth:
                     started[index] = counts[index]
         if num_rows.bit_length() not in self._prices:
             most = min(most, 1)  # in a batch of this size the first one says what it costs
-        while most and not self._account.has(cost + most * price * plain):
-            most -= 1
-        ready = [row if not row.missing else row._replace(most=0) for row in rows]
+        ready = [row._replace(most=0) if row.missing else row for row in rows]
         counts, _ = self._best(ready, num_rows, price, most)
+        while not self._account.has(cost + plain * price * sum(counts) / num_rows) and any(counts):
+            counts = [min(count, max(counts) - 1) for count in counts]
         return [started.get(index, count) for index, count in enumerate(counts)]
 
     def _tried(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int]:
-        """Return a draft for each row that misses nothing, or for that which misses least, if a trial may be made."""
-        ready = [index for index, row in enumerate(rows) if row.most and not row.missing]
-        cost = plain * self._price(num_rows)
-        if not ready:
-            able = [index for index, row in enumerate(rows) if row.most]
-            if not able:
-                return [0] * len(rows)
-            ready = [min(able, key=lambda index: rows[index].missing)]
-            cost += self._prompt_seconds(rows[ready[0]].missing)
-        if not self._account.has(cost, for_trial=True):
+        """Return one draft for each row, if a trial may be made: of all rows, or it would not show what all cost."""
+        counts = [min(row.most, 1) for row in rows]
+        missing = sum(min(row.missing, TRIAL_CONTEXT) for row in rows if row.most)
+        cost = plain * self._price(num_rows) * sum(counts) / num_rows + self._prompt_seconds(missing)
+        if self._last is None or not any(counts) or not self._account.has(cost, for_trial=True):
             return [0] * len(rows)
-        if self._last is not None:
-            self._last.is_trial = True
-        return [int(index in ready) for index in range(len(rows))]
+        self._last.is_trial = True
+        return counts
 
     def _best(self, rows: Sequence[Candidate], num_rows: int, price: float, most: int) -> tuple[list[int], float]:
         """Return the rows' numbers of drafts where a draft costs ``price``, and the tokens of a row for a plain step's
@@ -305,18 +305,19 @@ class Depth:
         worth = [_worth(chance, price, min(row.most, most)) for chance, row in zip(chances, rows, strict=True)]
         best, best_rate = 0, 1.0
         for depth in range(1, max(worth, default=0) + 1):
-            own = (expected_tokens(chance, min(n, depth)) for chance, n in zip(chances, worth, strict=True))
-            rate = (num_rows - len(rows) + sum(own)) / num_rows / (1 + depth * price)
+            counts = [min(n, depth) for n in worth]
+            own = sum(map(expected_tokens, chances, counts))
+            rate = (num_rows - len(rows) + own) / (num_rows + price * sum(counts))
             if rate > best_rate:
                 best, best_rate = depth, rate
         return [min(n, best) for n in worth], best_rate
 
     # What came of it ------------------------------------------------------------------------------------------
 
-    def note_proposed(self, depth: int) -> None:
-        """Note that drafts are being computed in the step that has begun, so many of the row with most."""
+    def note_proposed(self, num_drafts: int) -> None:
+        """Note that drafts are being computed in the step that has begun, so many of all rows."""
         if self._last is not None:
-            self._last.proposed = depth
+            self._last.proposed = num_drafts / self._last.num_rows
 
     def note(self, num_rows: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Note what the step that has begun has verified of the rows with drafts, and what was accepted."""
@@ -325,5 +326,5 @@ class Depth:
         self._since_measured += 1
         self.acceptance.note(sum(drafted), sum(accepted))
         if self._last is not None:
-            self._last.proposed = depth
+            self._last.proposed = sum(drafted) / num_rows
             self._last.accepted = sum(accepted) / num_rows

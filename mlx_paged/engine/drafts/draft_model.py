@@ -18,7 +18,7 @@ from ...prefix.store import SharedPrefixes
 from ...warn import warn_once
 from ..request import Request, sequence_of
 from ..sampling.token_choice import TokenChoice
-from .depth import Acceptance, Candidate, Depth
+from .depth import TRIAL_CONTEXT, Acceptance, Candidate, Depth
 from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 
 # Tokens of a row that its first draft step computes beside its next one: those that it has got since the last. Of more,
@@ -233,6 +233,8 @@ class DraftModel:
             if left <= 0:
                 break
             own = self.rows[row]
+            if self.depth.is_trial:
+                own.length = max(own.length, num_known(row) - TRIAL_CONTEXT)
             count = min(left, num_known(row) - own.length)
             tokens = _tokens(row, own.length, own.length + count)
             left -= count
@@ -250,7 +252,7 @@ class DraftModel:
     def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: NextTokens, vocab_size: int) -> Proposal:
         own = [self.rows[rows[index]] for index in chosen]
         indices, depth = list(chosen), max(chosen.values())
-        self.depth.note_proposed(depth)
+        self.depth.note_proposed(sum(chosen.values()))
         logits, before = self._first(rows, indices, inputs)
         sequences = [each.sequence for each in own]
         forks: list[SequenceTables] = []
