@@ -17,6 +17,7 @@ from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess
 
 BODIES = [{"prompt": "w1 w2 w3", "temperature": 0}, {"prompt": "w9 w4", "temperature": 1.0, "seed": 5}]
+LONG = {"prompt": "w5 w6", "temperature": 0, "max_tokens": 500}  # pays for a trial, which few tokens do not
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_file_has_the_same_texts_with_the_head(checkpoint: Path) -> None:
-    lines = "\n".join(map(json.dumps, BODIES))
+    lines = "\n".join(map(json.dumps, [*BODIES, LONG]))
 
     def results(*flags: str) -> tuple[list[str], str]:
         fixed = ("generate", "--model", str(checkpoint), "--max-tokens", "24", "--ignore-chat-template")
@@ -54,6 +55,7 @@ def test_a_server_gives_the_same_answers_with_the_head(checkpoint: Path, tmp_pat
 
     server = ServerProcess(checkpoint, tmp_path, "--mtp", "--kv-cache-memory", "64MB")
     found = answers(server)
+    long = server.post("/v1/completions", LONG).json["choices"][0]["text"]
     assert server.post("/v1/completions", {**BODIES[0], "num_draft_tokens": 1, "max_tokens": 9}).status == 200
     pool = server.stats()["pool"]
     assert pool["drafted_tokens"] > 0 and pool["draft_steps"] > 0 and pool["budget_bytes"] < 64_000_000
@@ -61,6 +63,7 @@ def test_a_server_gives_the_same_answers_with_the_head(checkpoint: Path, tmp_pat
     assert server.stop() == 0 and "Traceback" not in server.log, server.log
     plain = ServerProcess(checkpoint, tmp_path)
     assert answers(plain) == found
+    assert plain.post("/v1/completions", LONG).json["choices"][0]["text"] == long
     assert plain.stop() == 0
 
 

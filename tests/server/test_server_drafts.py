@@ -30,6 +30,8 @@ def ask_all(server: ServerProcess, **options: Any) -> list[str]:
 
 def test_requests_are_drafted_for_together(folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(folder, tmp_path, "--draft-model", str(folder), "--kv-cache-memory", "64MB")
+    long = {**LENGTH, **BODIES[0], "max_tokens": 500}  # pays for a trial, which few tokens do not
+    first = server.post(COMPLETIONS, long).json["choices"][0]["text"]
     found = ask_all(server)
     pool = server.stats()["pool"]
     assert 0 < pool["accepted_tokens"] <= pool["drafted_tokens"] and pool["draft_steps"] > 0
@@ -48,6 +50,7 @@ def test_requests_are_drafted_for_together(folder: Path, tmp_path: Path) -> None
     for body in BODIES:
         body.pop("num_draft_tokens", None)
     assert ask_all(plain) == found
+    assert plain.post(COMPLETIONS, long).json["choices"][0]["text"] == first
     assert plain.stop() == 0
 
 
