@@ -43,7 +43,7 @@ from .cache.pools import forget_pool, known_pool, pool_of, prefix_pool_of, probe
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .generate.drafting import check_same_tokens, known_factory, share_budget, why_not_drafted
 from .grammar.tokenizer_grammars import behind_reasoning, with_thinking_budget
-from .models.mtp import MTPHead, check_head, folder_of, load_head
+from .models.mtp import MTPHead, find_head, folder_of, load_head
 from .patch import fingerprint
 from .server_texts import LoadedTexts
 from .sharded import sharded_load
@@ -118,9 +118,7 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
             check_weight_files(Path(name) if Path(name).exists() else utils._download(name))
     if adapter is not None and not (Path(adapter) / "adapter_config.json").exists():
         raise ValueError(f"there is no adapter in {adapter}")
-    folder = folder_of(path) if cli_args.mtp and draft is None and path is not None else None
-    if folder is not None:
-        check_head(folder)
+    head = find_head(folder_of(path)) if cli_args.mtp and draft is None and path is not None else None
     tokenizer_config: dict[str, Any] = {"trust_remote_code": cli_args.trust_remote_code}
     if cli_args.chat_template:
         tokenizer_config["chat_template"] = cli_args.chat_template
@@ -138,8 +136,8 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
     if draft is not None:
         draft_model, draft_tokenizer = load(draft, lazy=True)
         check_same_tokens(tokenizer, draft_tokenizer)
-    elif folder is not None:
-        draft_model = load_head(model, folder)
+    elif head is not None:
+        draft_model = load_head(model, head)
     together = all(hasattr(c, "merge") for c in stock_cache.make_prompt_cache(model))
     if draft_model is not None and (why_not := why_not_drafted(model, draft_model)) is not None:
         logging.warning("requests run one at a time, as in mlx-lm: %s", why_not)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import mlx.core as mx
 
@@ -26,6 +26,9 @@ from ..server.stops import StopList, StopScanner
 from .answer_grammars import AnswerGrammars
 from .prompts_file import PROCESSING, Prompt, Results, read_prompts
 from .terminal import BatchProgress
+
+if TYPE_CHECKING:
+    from ..patches.models.mtp import HeadFiles
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -202,8 +205,9 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def _check_drafts(args: argparse.Namespace) -> None:
-    if args.mtp and args.draft_model is not None:
-        raise ConfigError("--draft-model and --mtp both propose tokens: choose one")
+    from ..patches.generate.drafting import check_one_proposer
+
+    check_one_proposer(args)
     if args.draft_model is None and not args.mtp:
         return
     flag = "--mtp" if args.mtp else "--draft-model"
@@ -216,7 +220,11 @@ def _check_drafts(args: argparse.Namespace) -> None:
 
 
 def run_prompts_file(
-    args: argparse.Namespace, load: Callable[..., Any], grammars: AnswerGrammars, ranks: Ranks | None = None
+    args: argparse.Namespace,
+    load: Callable[..., Any],
+    grammars: AnswerGrammars,
+    ranks: Ranks | None = None,
+    head: HeadFiles | None = None,
 ) -> tuple[Any, int]:
     """Generate for every prompt of the file.
 
@@ -225,6 +233,7 @@ def run_prompts_file(
         load: mlx-lm's ``load``.
         grammars: of the run.
         ranks: that compute it together. The first reads the prompts and writes the results.
+        head: of the model, with ``--mtp``.
 
     Returns:
         The model, and how many prompts failed.
@@ -264,7 +273,7 @@ def run_prompts_file(
         sampling = Sampling(args, tokenizer, vocab_size)
         generator = upstream.BatchGenerator(
             model,
-            **_draft_options(args, load, model, tokenizer),
+            **_draft_options(args, load, model, tokenizer, head),
             max_tokens=args.max_tokens,
             stop_tokens=[[token] for token in tokenizer.eos_token_ids],
             sampler=sampling.sampler({}),
@@ -289,17 +298,19 @@ def run_prompts_file(
         results.close()
 
 
-def _draft_options(args: argparse.Namespace, load: Callable[..., Any], model: Any, tokenizer: Any) -> dict[str, Any]:
+def _draft_options(
+    args: argparse.Namespace, load: Callable[..., Any], model: Any, tokenizer: Any, files: HeadFiles | None
+) -> dict[str, Any]:
     """Return options of the batch generator for the draft model, or the model's head, which is loaded. Raises
     ConfigError if a draft model's tokens are not the model's."""
     from ..patches.generate.drafting import check_draft_tokens, check_same_tokens
-    from ..patches.models.mtp import folder_of, load_head
+    from ..patches.models.mtp import load_head
 
-    if args.draft_model is None and not args.mtp:
+    if args.draft_model is None and files is None:
         return {}
     check_draft_tokens(args.num_draft_tokens)
-    if args.mtp:
-        head = load_head(model, folder_of(args.model))
+    if files is not None:
+        head = load_head(model, files)
         mx.eval(head.parameters())
         return {"draft_model": head, "num_draft_tokens": args.num_draft_tokens}
     draft_model, draft_tokenizer = load(args.draft_model)

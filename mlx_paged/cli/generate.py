@@ -7,7 +7,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -23,6 +23,9 @@ from ..warn import warn_once
 from . import answer_grammars, batch_run, over_ranks
 from .answer_grammars import AnswerGrammars
 from .terminal import add_version, orderly_end, prefill_progress, restrict, whole_number
+
+if TYPE_CHECKING:
+    from ..patches.models.mtp import HeadFiles
 
 CPU_CACHE_LIMIT = 1 << 30
 
@@ -87,11 +90,11 @@ def run(
     model_path = check_model_folder(args.model)
     for folder in (model_path, args.draft_model):
         check_model_folder(folder)
+    head: HeadFiles | None = None
     if args.mtp:
-        from ..patches.models.mtp import check_head, folder_of
+        from ..patches.models.mtp import find_head, folder_of
 
-        args.model = args.model or upstream.DEFAULT_MODEL
-        check_head(folder_of(args.model))
+        head = find_head(folder_of(args.model or upstream.DEFAULT_MODEL))
     if args.max_kv_size is not None and args.draft_model is not None:
         tell_unbounded("a draft model needs the whole cache")
     load = upstream.load if ranks is None else over_ranks.loading(ranks, pipeline=args.pipeline)
@@ -123,7 +126,7 @@ def run(
         patches.apply_patches(config if asked is None else asked.configured(config))
         raise_cpu_cache_limit()
     if args.prompts_file is not None:
-        model, failed = batch_run.run_prompts_file(args, names["load"], grammars, ranks)
+        model, failed = batch_run.run_prompts_file(args, names["load"], grammars, ranks, head)
         if args.cache_stats:
             _print_stats([model])
         if failed:

@@ -113,15 +113,15 @@ def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
 
 def configured(args: argparse.Namespace) -> PagedConfig:
     """Return the pages' configuration. Raises PagedCacheError: an option or a model folder cannot be used."""
+    from ..patches.generate.drafting import check_one_proposer
+    from ..patches.models.mtp import find_head, folder_of
+
     for folder in (*args.models, args.draft_model):
         check_model_folder(folder)
-    if args.mtp and args.draft_model is not None:
-        raise ConfigError("--draft-model and --mtp both propose tokens: choose one")
-    for model in args.models if args.mtp else ():
-        from ..patches.models.mtp import check_head, folder_of
-
-        check_head(folder_of(model))
+    check_one_proposer(args)
     for model in args.models[1:]:  # which are loaded when they are asked for
+        if args.mtp:
+            find_head(folder_of(model))
         if Path(model).is_dir():
             check_weight_files(Path(model))
     config = PagedConfig.from_env().with_arguments(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import weakref
 from typing import Any
 
@@ -49,6 +50,12 @@ def known_factory(draft_model: Any) -> CacheFactory:
     sequence = sequence_of(fresh)
     factory.settle_in(None if sequence is None else sequence.pool)
     return factory
+
+
+def check_one_proposer(args: argparse.Namespace) -> None:
+    """Raise ConfigError if the flags of a command name a draft model and ask for the model's own head, too."""
+    if args.mtp and args.draft_model is not None:
+        raise ConfigError("--draft-model and --mtp both propose tokens: choose one")
 
 
 def check_draft_tokens(num_draft_tokens: int) -> None:

@@ -152,23 +152,42 @@ class MTPHead(nn.Module):  # type: ignore[misc]
 # Loading ------------------------------------------------------------------------------------------------------------
 
 
-def why_no_head(folder: Path) -> str | None:
-    """Return why a model's folder gives no head, or None. Reads names of weights, and nothing else."""
+class HeadFiles(NamedTuple):
+    """The files of a head, all of whose weights are there.
+
+    Attributes:
+        folder: of the model.
+        layout: of its family.
+    """
+
+    folder: Path
+    layout: Layout
+
+
+def find_head(folder: Path) -> HeadFiles:
+    """Return the head of a model's folder. Reads names of weights, and nothing else.
+
+    Raises:
+        ConfigError: there is none.
+    """
     config = json.loads((folder / "config.json").read_text())
     kind = config.get("model_type")
     layout = LAYOUTS.get(kind)
     if layout is None:
-        return f"models of type {kind} have no multi-token prediction head known here: those of {', '.join(LAYOUTS)} do"
+        raise ConfigError(
+            f"mtp: models of type {kind} have no multi-token prediction head known here: those of "
+            f"{', '.join(LAYOUTS)} do"
+        )
     own, layer = layout.prefixes(config.get("text_config", config)["num_hidden_layers"])
     names = {name for file in sorted(folder.glob("*.safetensors")) for name in _names_in(file)}
     needed = [f"{own}{name}.weight" for name in layout.names] + [f"{layer}input_layernorm.weight"]
     missing = [name for name in needed if name not in names]
     if missing:
-        return (
-            f"the checkpoint {folder} has no {missing[0]}: converters often drop the weights of the multi-token "
+        raise ConfigError(
+            f"mtp: the checkpoint {folder} has no {missing[0]}: converters often drop the weights of the multi-token "
             "prediction head; use the published checkpoint"
         )
-    return None
+    return HeadFiles(folder, layout)
 
 
 def _names_in(file: Path) -> list[str]:
@@ -178,27 +197,19 @@ def _names_in(file: Path) -> list[str]:
         return [name for name in json.loads(opened.read(size)) if name != "__metadata__"]
 
 
-def check_head(folder: Path) -> None:
-    """Raise ConfigError if a model's folder gives no head (:func:`why_no_head`)."""
-    if (why_not := why_no_head(folder)) is not None:
-        raise ConfigError(f"mtp: {why_not}")
-
-
 def folder_of(name: str) -> Path:
     """Return the folder of a model, a folder or the name of a hub repository, which is fetched if it is not there."""
     folder = Path(name).expanduser()
     return folder if folder.exists() else Path(utils._download(name))
 
 
-def load_head(model: Any, folder: Path) -> MTPHead:
-    """Return the head of a model that was loaded from a folder, its weights not read yet.
+def load_head(model: Any, files: HeadFiles) -> MTPHead:
+    """Return the head of a model that was loaded from the same folder, its weights not read yet.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: its weights are not as they should be.
     """
-    check_head(folder)
-    config = json.loads((folder / "config.json").read_text())
-    layout = LAYOUTS[config["model_type"]]
+    folder, layout = files
     shell = _one_layer(model, layout)
     weights: dict[str, mx.array] = {}
     convolutions: dict[str, mx.array] = {}

@@ -16,9 +16,9 @@ With random weights the model's next token depends on its last one: *copy* has p
 chooses between a few words, so that what stood before is found again and again and rarely goes on as before.
 
 All sides run in turns in one process, each case after a warm-up. A rate is the tokens behind every row's first, by the
-seconds they took; the ratio is that of the medians. Host time is that of the thread that calls the generator. CPU time is
-the process's, from the first prompt to the last token: on a CPU that is what the answer takes. Writes drafts.json and
-drafts.png.
+seconds they took; the ratio is that of the medians. Host time is that of the thread that calls the generator. CPU time
+is the process's, from the first prompt to the last token: on a CPU that is what the answer takes. Writes drafts.json
+and drafts.png.
 """
 
 from __future__ import annotations

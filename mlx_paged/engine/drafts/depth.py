@@ -13,7 +13,7 @@ EXPECTED = 0.7  # acceptance before anything is known
 # What drafts may cost: a part of the time of all steps, and as much again of that of the first ones.
 SHARE, FIRST_STEPS = 0.0075, 800
 TRIAL = 1.25  # plain steps that a step with one draft is taken to cost beyond a plain one before any was measured
-# Plain steps that a token of a prompt is taken to cost a draft model: on a GPU, and on a CPU, where each takes its time.
+# Plain steps that a token of a prompt is taken to cost a draft model, before that is measured: on a GPU, and on a CPU.
 PROMPT_PRICE, CPU_PROMPT_PRICE = 1 / 256, 1 / 8
 TRIAL_CONTEXT = 16  # tokens of a row, its last ones, that a trial goes by where more are missing
 
@@ -106,8 +106,8 @@ class _Account:
         self._for_trials += 0.0 if has_drafts else share
 
     def pay(self, seconds: float, *, is_trial: bool) -> None:
-        """Take what drafts have cost; below 0: what they have saved. Trials are paid from the share of plain steps alone,
-        or all that was saved would be lost when drafts do not pay any more."""
+        """Take what drafts have cost; below 0: what they have saved. Trials are paid from the share of plain steps
+        alone, or all that was saved would be lost when drafts do not pay any more."""
         self.saved -= seconds
         if is_trial:
             self._for_trials -= max(0.0, seconds)
@@ -139,10 +139,9 @@ class _Step:
 
 class Depth:
     """Decides how many drafts rows get in a step: the number ``k`` that makes the tokens of all rows,
-    ``1 + a + ... + a^k`` of a row with acceptance ``a``, most for ``1 + k * price``, the time of the step in plain ones
-    (where rows differ, ``k`` is the mean).
-    In large batches each draft costs more of a step, so ``k`` falls. A row gets fewer where its drafts are not likely
-    enough to be worth verifying.
+    ``1 + a + ... + a^k`` of a row with acceptance ``a``, most for ``1 + k * price``, the time of the step in plain
+    ones. In large batches each draft costs more of a step, so ``k`` falls. A row gets fewer where its drafts are not
+    likely enough to be worth verifying; the price is that of the mean.
 
     Nothing is computed for drafts that could cost more than the account holds: 0.75% of the time of all steps, 1.5% of
     that of the first 800, and what drafts have saved. Where drafts are not known to pay they are tried, one a row, when

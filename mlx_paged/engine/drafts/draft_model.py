@@ -69,8 +69,8 @@ class DraftModel:
     All rows take their draft steps together: the first computes what the rows have got since the last, as a pack; each
     other one a token of each row. A draft is the draft model's most likely token, whatever the row's sampler is.
 
-    Nothing is computed for a row, not even its prompt, before ``depth`` gives it drafts. Nothing is done for a draft that
-    a request would miss: a row that finds no block in the draft model's pool goes on without drafts.
+    Nothing is computed for a row, not even its prompt, before ``depth`` gives it drafts. Nothing is done for a draft
+    that a request would miss: a row that finds no block in the draft model's pool goes on without drafts.
 
     Args:
         model: whose forward pass takes ``cache``, a list.

@@ -277,7 +277,7 @@ def test_steps_with_prompts_or_other_rows_say_nothing_of_time() -> None:
 
 
 def test_drafts_that_nobody_verifies_are_paid_for() -> None:
-    """As where no blocks are left for them: each step computes drafts, and then goes without."""
+    """Each step computes drafts and then goes without: no blocks are left for them."""
     machine = Machine(chance=1.0)
     machine.run(200)
     proposed = 0

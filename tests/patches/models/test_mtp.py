@@ -113,7 +113,7 @@ def test_a_head_computes_the_published_equations(name: str) -> None:
 def test_a_published_checkpoint_gives_model_and_head(name: str, tmp_path: Path) -> None:
     model, head = write_checkpoint(name, tmp_path / "made")
     loaded, _ = load_model(tmp_path / "made")
-    found = mtp.load_head(loaded, tmp_path / "made")
+    found = mtp.load_head(loaded, mtp.find_head(tmp_path / "made"))
     for mine, theirs in ((model, loaded), (head, found)):
         expected, got = (dict(tree_flatten(each.parameters())) for each in (mine, theirs))
         assert expected.keys() == got.keys()
@@ -129,7 +129,7 @@ def test_quantised_weights_of_a_head_are_loaded(tmp_path: Path) -> None:
     nn.quantize(head, 32, 8)
     mx.save_safetensors(str(tmp_path / "model-00002-of-00002.safetensors"), _published_quantised(head))
     loaded, _ = load_model(tmp_path)
-    found = mtp.load_head(loaded, tmp_path)
+    found = mtp.load_head(loaded, mtp.find_head(tmp_path))
     assert isinstance(found.projection, nn.QuantizedLinear) and isinstance(found.layer.mlp.up_proj, nn.QuantizedLinear)
     assert found.projection.bits == 8 and found.projection.group_size == 32
     tokens = mx.array([TOKENS], mx.uint32)
@@ -154,14 +154,14 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"mtp: the checkpoint .* has no model\.mtp_layers\.0\.token_layernorm\.weight"
     ):
-        mtp.load_head(model, tmp_path)
+        mtp.find_head(tmp_path)
     assert mlx_paged.by_model.kept_of(model) == before
 
 
 def test_models_of_other_types_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConfigError, match="models of type llama have no multi-token prediction head known here"):
-        mtp.check_head(tmp_path)
+        mtp.find_head(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["a shape", "a missing weight"])
@@ -175,7 +175,7 @@ def test_weights_that_are_not_a_heads_are_refused(change: str, tmp_path: Path) -
         del weights[key]
     mx.save_safetensors(str(tmp_path / "model-00002-of-00002.safetensors"), weights)
     with pytest.raises(ConfigError, match=r"the head's weights in .* are not as they should be: .*up_proj"):
-        mtp.load_head(model, tmp_path)
+        mtp.load_head(model, mtp.find_head(tmp_path))
 
 
 def test_a_head_has_no_weights_of_its_model() -> None:
