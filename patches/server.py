@@ -96,7 +96,7 @@ class Weights(NamedTuple):
 
     @property
     def separate_draft(self) -> nn.Module | None:
-        """Return the draft model; None if it is a head of the model, which is for batches and has no prefixes."""
+        """Return the draft model; None if it is a head of the model, which is for batches."""
         return None if isinstance(self.draft_model, MTPHead) else self.draft_model
 
 
@@ -479,7 +479,7 @@ class ServedBatch(PagedBatchGenerator):
         if weights.draft_model is not None:
             drafts = {"draft_model": weights.draft_model, "num_draft_tokens": args.num_draft_tokens}
             draft_pool = known_pool(weights.draft_model)
-            if isinstance(cache, PagedPromptCache) and draft_pool is not None and weights.separate_draft is not None:
+            if isinstance(cache, PagedPromptCache) and draft_pool is not None:
                 drafts["draft_prefixes"] = SharedPrefixes(cache.tree_of(draft_pool), (weights.key, 1))
         super().__init__(
             weights.model,

@@ -104,7 +104,7 @@ def drafting(
         draft_model: with the same tokens, or the model's own prediction head.
         num_draft_tokens: most drafts of a row in a step.
         pool: of the model.
-        prefixes: over the draft model's pool; None: new ones. A prediction head has none.
+        prefixes: over the draft model's pool; None: new ones.
 
     Raises:
         ConfigError: the models cannot be used so; nothing has changed.
@@ -117,10 +117,10 @@ def drafting(
     in_place = all(group.in_place for group in factory.pool.groups)
     depth = Depth(prompt_price=PROMPT_PRICE if in_place else CPU_PROMPT_PRICE)
     proposer: DraftModel
+    prefixes = prefixes or SharedPrefixes(RadixTree(factory.pool))
     if isinstance(draft_model, MTPHead):
-        proposer = PredictionHead(draft_model, factory, num_draft_tokens, depth, HiddenStates())
+        proposer = PredictionHead(draft_model, factory, num_draft_tokens, depth, prefixes, HiddenStates())
     else:
-        prefixes = prefixes or SharedPrefixes(RadixTree(factory.pool))
         proposer = DraftModel(draft_model, factory, num_draft_tokens, depth, prefixes)
     if pool is not None:
         share_budget(pool, factory.pool)

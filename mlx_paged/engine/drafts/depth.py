@@ -154,11 +154,13 @@ class Depth:
     Attributes:
         steps: number of steps by the drafts of the row with most of them.
         acceptance: of all rows.
+        pays: drafts were known to pay when they were chosen last.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, prompt_price: float = CPU_PROMPT_PRICE) -> None:
         self.acceptance = Acceptance(4 * MEMORY)
         self.steps: dict[int, int] = {}
+        self.pays = False
         self.clock = clock
         self._account = _Account()
         self._prompt_price = prompt_price
@@ -261,6 +263,7 @@ class Depth:
         if known is None or known.value is None or known.count < LEAST_KNOWN or not rows:
             return [0] * len(rows)
         counts = self._paying(rows, num_rows, known.value) if self._prices else None
+        self.pays = counts is not None
         return self._tried(rows, num_rows, known.value) if counts is None else counts
 
     def _paying(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int] | None:

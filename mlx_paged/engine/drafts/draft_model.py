@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -77,7 +77,7 @@ class DraftModel:
         factory: makes its prompt caches, all of them paged.
         num_draft_tokens: most drafts of a row in a step, where its request does not say.
         depth: decides how many drafts rows get.
-        prefixes: a prefix cache over the draft model's pool; None: prompts are computed.
+        prefixes: a prefix cache over the draft model's pool.
 
     Attributes:
         rows: that can have drafts, and what they hold.
@@ -87,6 +87,7 @@ class DraftModel:
     """
 
     keeps_accepted = True  # what is computed of a draft is right for good where the draft is
+    first = 0  # position of the first token that is in the caches
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class DraftModel:
         factory: Callable[[], list[Any]],
         num_draft_tokens: int,
         depth: Depth,
-        prefixes: SharedPrefixes | None = None,
+        prefixes: SharedPrefixes,
     ) -> None:
         fresh = factory()
         sequence = sequence_of(fresh)
@@ -118,11 +119,11 @@ class DraftModel:
         for row in rows:
             if self._most(row) and row.knows_history and choice.takes_drafts(row):
                 self.rows[row] = own = DraftRow(self._factory(), Acceptance(expected=self.depth.acceptance.chance))
-                if self.prefixes is not None:
-                    own.length, tables = self.prefixes.adopt([*row.history, *row.source], row.options.salt)
-                    if own.length:
-                        own.sequence.tables[:] = tables
-                        own.sequence.set_level()
+                length, tables = self.prefixes.adopt(*self._shared(row))
+                if length:
+                    own.length = self.first + length
+                    own.sequence.tables[:] = tables
+                    own.sequence.set_level()
 
     def remove(self, rows: Collection[Request]) -> None:
         """Release what the draft model holds of rows, and leave their prefixes to the prefix cache."""
@@ -131,10 +132,19 @@ class DraftModel:
             own = self.rows.pop(row, None)
             if own is None:
                 continue
-            tokens = [*row.history, *row.source][: own.length]
-            if self.prefixes is not None and tokens and own.sequence.length == len(tokens):
-                self.prefixes.donate(tokens, own.sequence.tables, row.options.salt)
+            tokens, salt = self._shared(row)
+            tokens = tokens[: max(0, own.length - self.first)]
+            try:
+                if tokens and own.sequence.length == len(tokens):  # nothing was skipped
+                    self.prefixes.donate(tokens, own.sequence.tables, salt)
+            except Exception as error:  # nobody misses a draft's prefix
+                self._warn(error)
             own.release()
+
+    def _shared(self, row: Request) -> tuple[list[int], Hashable]:
+        """Return the row's tokens from :attr:`first` on, and the salt by which others may have what is computed of
+        them."""
+        return [*row.history, *row.source], row.options.salt
 
     def _most(self, row: Request) -> int:
         most = row.options.num_draft_tokens

@@ -90,12 +90,14 @@ class HiddenStates:
         return spans[0].begin if spans and spans[0].begin < end <= spans[-1].end else None
 
     def of(self, sequence: SequenceTables, begin: int, end: int) -> list[mx.array]:
-        """Return those of some positions, all of which are kept, in parts."""
+        """Return those of some positions, the last of which are kept, in parts: zeros before them."""
         found: list[mx.array] = []
         for span in reversed(self._spans[sequence]):
             if span.end <= begin:
                 break
             if span.begin < end:
                 found.append(span.part(max(begin, span.begin), min(end, span.end)))
-        assert sum(map(len, found)) == end - begin
+        unknown = end - begin - sum(map(len, found))
+        if unknown:
+            found.append(mx.zeros((unknown, found[0].shape[1]), found[0].dtype))
         return found[::-1]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ...prefix.store import SharedPrefixes
 from ..request import Request
-from .depth import Depth
-from .draft_model import DraftModel, Span
+from .depth import TRIAL_CONTEXT, Depth
+from .draft_model import MOST_BEHIND, DraftModel, Span
 from .hidden_states import HiddenStates
 from .proposal import num_known
 
@@ -19,9 +20,9 @@ class PredictionHead(DraftModel):
     token before it. A :class:`.proposal.Proposer`.
 
     The head's keys and values are paged as those of a draft model are. Those of the row's tokens come from the model's
-    hidden states; those of a draft come from the head's own output, and are dropped when the draft is verified. A
-    prefix that was not computed for the row, or more than :data:`.hidden_states.MOST_KEPT` positions before its first
-    draft, is not part of what the head sees.
+    hidden states; those of a draft come from the head's own output, and are dropped when the draft is verified. Of a
+    prefix that was not computed for the row the head sees what it has computed for others. It does not see what is more
+    than :data:`.hidden_states.MOST_KEPT` positions before the row's first draft, or what comes before drafts pay.
 
     Args:
         head: called with tokens, ``hidden`` of the tokens before them and ``cache``, a list. Returns a hidden state of
@@ -29,10 +30,12 @@ class PredictionHead(DraftModel):
         factory: makes its prompt caches, all of them paged.
         num_draft_tokens: most drafts of a row in a step, where its request does not say.
         depth: decides how many drafts rows get.
+        prefixes: a prefix cache over the head's pool.
         hidden: of the model.
     """
 
     keeps_accepted = False
+    first = 1  # a row's first token has no hidden state before it
 
     def __init__(
         self,
@@ -40,19 +43,30 @@ class PredictionHead(DraftModel):
         factory: Callable[[], list[Any]],
         num_draft_tokens: int,
         depth: Depth,
+        prefixes: SharedPrefixes,
         hidden: HiddenStates,
     ) -> None:
-        super().__init__(head, factory, num_draft_tokens, depth)
+        super().__init__(head, factory, num_draft_tokens, depth, prefixes)
         self.hidden = hidden
 
+    def _shared(self, row: Request) -> tuple[list[int], Hashable]:
+        """Return the row's tokens but the first, and a salt that tells that one: hidden states depend on it."""
+        tokens, salt = super()._shared(row)
+        return tokens[1:], (salt, *tokens[:1])
+
     def knows(self, row: Request) -> bool:
-        """Return whether the hidden state before the row's next token is known. What the head lacks that is not known
-        any more is skipped."""
+        """Return whether the hidden state before the row's next token is known. What the head lacks without a known one
+        is skipped, but for few tokens between its prefix and the model's, so that positions stay right."""
         own, end = self.rows[row], num_known(row)
-        first = None if row.sequence is None else self.hidden.known(row.sequence, end)
+        if row.sequence is None:
+            return False
+        if not self.depth.pays:  # states that nobody reads would take memory
+            self.hidden.drop(row.sequence, end - TRIAL_CONTEXT)
+        first = self.hidden.known(row.sequence, end)
         if first is None:
             return False
-        own.length = max(own.length, first + 1)
+        if not own.length or first + 1 - own.length > MOST_BEHIND:
+            own.length = max(own.length, first + 1)
         return True
 
     def forward(

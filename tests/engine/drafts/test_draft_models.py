@@ -345,6 +345,21 @@ def test_a_draft_model_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     check_nothing_left(gen, model, draft)
 
 
+def test_prefixes_of_drafts_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = solos("llama")
+    model, draft = model_of("llama"), noisy("llama", 0.01)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+
+    def donate(*_: Any) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(SharedPrefixes, "donate", donate)
+    with pytest.warns(mlx_paged.NotPagedWarning, match="fails: ValueError: no room"):
+        outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3)
+    assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens, _ in expected]
+    check_nothing_left(gen, model, draft)
+
+
 def test_a_larger_vocabulary_of_the_draft_is_cut() -> None:
     expected = solos("llama")
     model, draft = model_of("llama"), build("llama", vocab_size=vocab_of("llama") + 64)

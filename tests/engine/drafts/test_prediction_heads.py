@@ -9,7 +9,9 @@ import pytest
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
 from mlx_paged.engine.compiled_step import CompiledStep
+from mlx_paged.engine.drafts.depth import TRIAL_CONTEXT
 from mlx_paged.engine.drafts.hidden_states import MOST_KEPT, HiddenStates
+from mlx_paged.engine.drafts.proposal import num_known
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.cases import quick
@@ -128,6 +130,33 @@ def test_a_prefix_that_is_found_again_has_drafts_behind_it(name: str) -> None:
     assert stats.accepted_tokens > before.accepted_tokens
 
 
+@pytest.mark.parametrize("is_same_beginning", [True, False])
+def test_the_heads_own_prefixes_are_found_again(is_same_beginning: bool) -> None:
+    """What the head computes depends on all tokens, the first of which it is not given, too."""
+    model = model_of("mimo", 0.05)
+    ((first, tokens), *_) = [solo for solo in solos("mimo", 0.05) if len(solo[0]) == 37]
+    second = [*first, *tokens[:10], 5, 6]
+    if not is_same_beginning:
+        second[0] += 1
+    expected = greedy(model, mx.array(second, mx.uint32), 12)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    head = head_of("mimo", model, 0.05)
+    prefixes = SharedPrefixes(RadixTree(mlx_paged.pool_of(model)))
+    with in_every_step():
+        gen = generator(model, draft_model=head, num_draft_tokens=DRAFTS, prefixes=prefixes)
+    run_all(gen, {uid: Outcome() for uid in gen.insert([first], [10])})
+    outcomes = {uid: Outcome() for uid in gen.insert([second], [12])}
+    run_all(gen, outcomes)
+    assert next(iter(outcomes.values())).tokens == expected
+    hit = mlx_paged.pool_of(head).stats().prefix_hit_tokens
+    assert hit > 30 if is_same_beginning else hit == 0
+    known = gen._engine.drafts.proposer.prefixes.held([*second, *expected][1:], (None, second[0]))
+    assert known > len(second), "no token was skipped: the next one finds this one's, too"
+    assert not gen._engine.drafts.proposer.rows
+    for each in (model, head):
+        mlx_paged.pool_of(each).check_integrity()
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_pools_in_place(name: str, kernels: Any) -> None:
     expected = solos(name, 0.05, is_wide=True)
@@ -156,6 +185,23 @@ def test_decode_steps_in_place_run_compiled(kernels: Any, monkeypatch: pytest.Mo
     outcomes, _ = drafted(model, head_of("mimo", model, 0.05), prompts, [60] * 3)
     assert [outcome.tokens for outcome in outcomes] == expected
     assert sum(compiled) > 2 and mlx_paged.pool_of(model).stats().accepted_tokens > 0
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_states_are_kept_for_drafts_that_pay_alone(pays: bool) -> None:
+    model = model_of("mimo", 0.05)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model, draft_model=head_of("mimo", model, 0.05), num_draft_tokens=DRAFTS)
+    outcomes = {uid: Outcome() for uid in gen.insert(prompts_of("mimo-of-mlx-lm", (200,)), [40])}
+    proposer = gen._engine.drafts.proposer
+    proposer.depth.choose = lambda rows, num_rows: [0] * len(rows)
+    proposer.depth.pays = pays
+    while not proposer.rows or len(next(iter(outcomes.values())).tokens) < 30:
+        collect(outcomes, *gen.next())
+    (row,) = proposer.rows
+    first, end = proposer.hidden.known(row.sequence, num_known(row)), num_known(row)
+    assert first == 0 if pays else end - first <= TRIAL_CONTEXT + 2
+    gen.close()
 
 
 def test_the_head_of_another_model_is_refused() -> None:
@@ -197,6 +243,11 @@ def test_what_lies_behind_a_gap_begins_anew() -> None:
     assert states.known(sequence, 9) == 7
     states.drop(sequence, 9)
     assert states.known(sequence, 9) is None and states.known(Sequence(), 1) is None
+
+
+def test_positions_before_those_kept_are_zeros() -> None:
+    states, sequence = states_of((5, 3))
+    assert values(states, sequence, 3, 7) == [[0, 0], [0, 0], [5, 0], [6, 0]]
 
 
 def test_few_positions_are_kept() -> None:

@@ -23,6 +23,7 @@ class EveryStep(Depth):
     """Drafts as many tokens as there may be, in every step."""
 
     def choose(self, rows: Any, num_rows: int) -> list[int]:
+        self.pays = True
         return [row.most for row in rows]
 
 
