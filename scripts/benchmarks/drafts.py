@@ -41,6 +41,7 @@ import mlx_paged
 from mlx_paged.engine.drafts.depth import Acceptance, Candidate, Depth
 from mlx_paged.engine.drafts.proposal import NextTokens, Proposal, most_drafts, num_known
 from mlx_paged.engine.request import Request, RequestOptions
+from mlx_paged.patches.generate.drafting import new_depth
 
 from .models import (
     PRESETS,
@@ -271,7 +272,7 @@ def rate_of(
     if side.always and side.draft_model is not None:
         steps.proposer.depth = EveryStep()
     if side.made is not None:
-        depth = EveryStep() if side.always else Depth()
+        depth = EveryStep() if side.always else new_depth()
         steps.proposer = Made(known, side.made, drafts, vocabulary_of(model), depth)
         generator._engine.batch.proposer = steps.proposer
     mx.random.seed(SEED)

@@ -148,7 +148,7 @@ class Depth:
     the share of time that trials have allows it; what a row misses is then computed of its last tokens alone.
 
     Args:
-        clock: in seconds.
+        clock: in seconds, of what steps take or cost.
         prompt_price: of a token of a prompt, in plain steps, before that is measured.
 
     Attributes:
