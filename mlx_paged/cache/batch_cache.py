@@ -17,7 +17,6 @@ from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..kv.turn import in_turn
-from .composites import each_leaf
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
 from .paged_kv_cache import PagedKVCache
 from .rows import NotPackableError, Rows
@@ -345,4 +344,10 @@ def first_paged(caches: Any) -> PagedKVCache | PagedBatchKVCache | None:
     call of a model, so it looks no further."""
     if not isinstance(caches, list | tuple):
         return None
-    return next((cache for cache in each_leaf(caches) if isinstance(cache, PagedKVCache | PagedBatchKVCache)), None)
+    for cache in caches:
+        if isinstance(cache, PagedKVCache | PagedBatchKVCache):
+            return cache
+        found = first_paged(getattr(cache, "caches", None))  # of a composite
+        if found is not None:
+            return found
+    return None

@@ -16,16 +16,13 @@ def is_composite(cache: Any) -> bool:
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
     """Return the caches, composite ones replaced by their parts."""
-    return list(each_leaf(caches))
-
-
-def each_leaf(caches: Sequence[Any]) -> Iterator[Any]:
-    """Iterate over :func:`leaves`."""
+    found: list[Any] = []
     for cache in caches:
         if is_composite(cache):
-            yield from each_leaf(cache.caches)
+            found += leaves(cache.caches)
         else:
-            yield cache
+            found.append(cache)
+    return found
 
 
 def with_leaves(caches: Sequence[Any], parts: Sequence[Any]) -> list[Any]:

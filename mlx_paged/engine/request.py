@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cache.composites import each_leaf
+from ..cache.batch_cache import first_paged
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import SequenceTables
 from ..kv.block_table import BlockTable
@@ -203,4 +203,5 @@ class Request:
 
 def sequence_of(caches: Sequence[Any]) -> SequenceTables | None:
     """Return the block tables behind a prompt cache, or None if no layer is paged."""
-    return next((cache.sequence for cache in each_leaf(caches) if isinstance(cache, PagedKVCache)), None)
+    first = first_paged(caches)
+    return first.sequence if isinstance(first, PagedKVCache) else None
