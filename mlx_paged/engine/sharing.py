@@ -241,10 +241,8 @@ class CheckpointSharing:
         if request.given is not None:
             return False
         expected = 0
-        for other in self.requests.values():
-            if other is request or other.caches is None or other.given is not None or other.is_prefilled:
-                continue
-            if other.options.salt != request.options.salt:
+        for other in self._alike(request, running=True):
+            if other.is_prefilled:
                 continue
             common = min(common_length(request.source, other.source), len(request.source) - 1)
             ends = [*other.boundaries, other.prefill_end]
@@ -279,16 +277,10 @@ class CheckpointSharing:
     def _add_ends(self, request: Request, length: int) -> None:
         """Let chunks end where checkpoints are to be kept."""
         ends = set(request.boundaries)
-        for other in self.requests.values():
-            if (
-                other is not request
-                and other.caches is None
-                and other.given is None
-                and other.options.salt == request.options.salt
-            ):
-                common = min(common_length(request.source, other.source), len(other.source) - 1)
-                if common - length >= LEAST_SHARED and common < request.prefill_end:
-                    ends.add(common)
+        for other in self._alike(request, running=False):
+            common = min(common_length(request.source, other.source), len(other.source) - 1)
+            if common - length >= LEAST_SHARED and common < request.prefill_end:
+                ends.add(common)
         if request.given is None:
             # Others began like this before: more are going to.
             known = self.prefixes.known_length(request.source, request.options.salt)
@@ -296,6 +288,20 @@ class CheckpointSharing:
                 ends.add(known)
         ends.update(self._interval_ends(request, length))
         request.boundaries = deque(sorted(ends))
+
+    def _alike(self, request: Request, *, running: bool) -> list[Request]:
+        """Return the other requests that run, or wait, and begin with the same tokens under the same salt. Thousands
+        may wait, and to find where two prompts part takes long."""
+        start, salt = request.source[:LEAST_SHARED], request.options.salt
+        return [
+            other
+            for other in self.requests.values()
+            if (other.caches is not None) == running
+            and other.source[:LEAST_SHARED] == start
+            and other is not request
+            and other.given is None
+            and other.options.salt == salt
+        ]
 
     def _interval_ends(self, request: Request, length: int) -> range:
         """Return the multiples of the interval in what is to be computed. Until it is known, only the first of the

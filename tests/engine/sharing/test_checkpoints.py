@@ -12,7 +12,8 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.sharing import LEAST_INTERVAL, MOST_INTERVAL, interval_of
+from mlx_paged.engine import sharing
+from mlx_paged.engine.sharing import LEAST_INTERVAL, LEAST_SHARED, MOST_INTERVAL, interval_of
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import prefix_pool_of
@@ -137,6 +138,18 @@ def test_twelve_turns_over_8k_tokens_compute_what_is_new_and_an_interval(monkeyp
             tokens += [*answer, *vocabulary_prompt(500, seed=2 + turn)]
     assert len(tokens) > 8000 and chats.pool.stats().checkpoint_bytes > 0
     assert answer == greedy_stock(chats, tokens, 4)
+
+
+@pytest.mark.parametrize(("shared", "is_compared"), ((0, False), (LEAST_SHARED - 1, False), (LEAST_SHARED, True)))
+def test_only_prompts_that_begin_alike_are_compared(
+    shared: int, is_compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats, compared = Chats(model_of("mamba")), []
+    common_length = sharing.common_length
+    monkeypatch.setattr(sharing, "common_length", lambda *given: compared.append(given) or common_length(*given))
+    start = vocabulary_prompt(shared, seed=99)
+    chats.ask(*([*start, 3 + n, *vocabulary_prompt(40, seed=n)] for n in range(6)))
+    assert bool(compared) == is_compared
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
