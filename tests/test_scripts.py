@@ -82,6 +82,22 @@ def test_servers_are_measured_in_turns(tmp_path: Path, demo_model_folder: Path) 
     assert bench("servers", "--random", "tiny", "--tokenizer", demo_model_folder).returncode == 1
 
 
+@CPU_ONLY
+@pytest.mark.slow
+def test_turns_of_a_chat_compute_what_is_new_and_an_interval(tmp_path: Path, demo_model_folder: Path) -> None:
+    results = results_of(
+        tmp_path, "servers", "--tokenizer", demo_model_folder, "--random", "qwen3.5-tiny", "--turns", 4, "--edited", 3,
+        "--words", 30, "--answer", 3,
+    )  # fmt: skip
+    for side in ("stock", "paged"):
+        turns = [r for r in results if r["side"] == side]
+        assert [r["turn"] for r in turns] == [1, 2, 3, 4]
+        assert all(r["computed_tokens"] >= r["new_tokens"] - 8 for r in turns)  # the answer's tokens may be others
+        if side == "paged":
+            assert all(r["computed_tokens"] <= r["new_tokens"] + 64 for r in turns)
+            assert all(r["checkpoint_bytes"] for r in turns)
+
+
 @pytest.mark.slow
 def test_a_steps_cost_grows_with_what_changes(tmp_path: Path) -> None:
     """Ratios, not times: of 256 rows to 32, of 10,000 nodes of the prefix tree to none, of 10,000 that wait to 256."""

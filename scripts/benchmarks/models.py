@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma3_text, llama, qwen3, qwen3_moe
+from mlx_lm.models import gemma3_text, llama, qwen3, qwen3_5, qwen3_moe
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SEED = 7
@@ -90,6 +90,18 @@ PRESETS = {
         | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
         | {"decoder_sparse_step": 1, "mlp_only_layers": []}
         | _shape(2048, 16, "32/4", 128, 6144, 151936),
+    ),
+    # Qwen3.5's kinds of layers, 1 of 4 with full attention, and next to no width.
+    "qwen3.5-tiny": Preset(
+        qwen3_5,
+        "float32",
+        {
+            "model_type": "qwen3_5",
+            "text_config": {"model_type": "qwen3_5_text", "tie_word_embeddings": True, "full_attention_interval": 4}
+            | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+            | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+            | _shape(64, 24, "4/2", 16, 128, 49152),
+        },
     ),
     "gemma3-4b": Preset(
         gemma3_text,

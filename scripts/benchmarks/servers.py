@@ -1,11 +1,15 @@
 """Both servers side by side: stock ``mlx_lm.server`` and ``mlx_paged.server``, the same model and chats.
 
     python scripts/bench.py servers --tokenizer "$(python scripts/demo_model.py)" --out out/servers
+    python scripts/bench.py servers --tokenizer "$(python scripts/demo_model.py)" --random qwen3.5-tiny --turns 12
 
 Each round starts both anew: the same products take up to an eighth more CPU time in one process than in another, for
 as long as both run. Chats go to one and then to the other, each case in turn: one chat alone, and several at once.
 Tokens per second are of a round's answers over its wall time, with prompts; milliseconds are of the server process's
 CPU time for a token. Prompts of a round are new to both, and answers are greedy and streamed.
+
+With ``--turns``, one chat of that many turns instead: how many tokens of each prompt are new, and how many each server
+computes. A client sends the messages again in each turn; in some it has changed one in the middle.
 """
 
 from __future__ import annotations
@@ -24,11 +28,14 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from transformers import AutoTokenizer
 
 from .models import PRESETS, SEED, BenchError, random_model
 from .report import add_out_argument, list_of, positive, table, write_results
@@ -45,13 +52,30 @@ def write_model(folder: Path, preset: str, tokenizer: Path) -> None:
         BenchError: the tokenizer knows more tokens than the model.
     """
     known = len(json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"])
-    if known > PRESETS[preset].args["vocab_size"]:
-        raise BenchError(f"{preset} knows {PRESETS[preset].args['vocab_size']:,} tokens, the tokenizer {known:,}")
+    args = PRESETS[preset].args
+    vocabulary = args.get("text_config", args)["vocab_size"]
+    if known > vocabulary:
+        raise BenchError(f"{preset} knows {vocabulary:,} tokens, the tokenizer {known:,}")
     model = random_model(preset, None)
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (folder / "config.json").write_text(json.dumps(PRESETS[preset].args))
+    (folder / "config.json").write_text(json.dumps(args))
     for path in tokenizer.glob("tokenizer*"):
         shutil.copy(path, folder)
+
+
+class Answer(NamedTuple):
+    """What a chat gave.
+
+    Attributes:
+        text: of the answer.
+        usage: as the server counts it.
+        first_s, seconds: to the first text, and to the end.
+    """
+
+    text: str
+    usage: dict[str, Any]
+    first_s: float
+    seconds: float
 
 
 class Server:
@@ -70,7 +94,7 @@ class Server:
         end = time.monotonic() + SECONDS
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(OSError, BenchError):
-                self.chat("hello", 2)
+                self.chat([{"role": "user", "content": "hello"}], 2)
                 return
             time.sleep(0.2)
         said = (self.folder / f"{self.side}.log").read_text()[-500:]
@@ -89,11 +113,17 @@ class Server:
         fields = stat.read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def chat(self, prompt: str, num_tokens: int) -> tuple[int, float, float]:
-        """Return the number of an answer's tokens, and the seconds to its first text and to its end."""
-        begin, first, count = time.perf_counter(), 0.0, 0
+    def checkpoint_bytes(self) -> int:
+        """Return the bytes of checkpoints that ``/metrics`` of mlx_paged's server tells."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as page:
+            lines = page.read().decode().splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("mlx_paged_pool_checkpoint_bytes"))
+
+    def chat(self, messages: Sequence[dict[str, str]], num_tokens: int) -> Answer:
+        """Return the answer to a chat."""
+        begin, first, usage, text = time.perf_counter(), 0.0, {}, ""
         body = {
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": list(messages),
             "max_tokens": num_tokens,
             "temperature": 0.0,
             "stream": True,
@@ -108,11 +138,13 @@ class Server:
             for line in response:
                 if line.startswith(b"data: {"):
                     first = first or time.perf_counter() - begin
-                    if (usage := json.loads(line[6:]).get("usage")) is not None:
-                        count = usage["completion_tokens"]
+                    event = json.loads(line[6:])
+                    usage = event.get("usage") or usage
+                    for choice in event["choices"]:
+                        text += choice["delta"].get("content") or ""
         finally:
             connection.close()
-        return count, first, time.perf_counter() - begin
+        return Answer(text, usage, first, time.perf_counter() - begin)
 
 
 def prompts_of(rng: random.Random, count: int, words: int) -> list[str]:
@@ -121,11 +153,12 @@ def prompts_of(rng: random.Random, count: int, words: int) -> list[str]:
 
 def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[str, float]:
     """Send chats together, and return a round's figures."""
-    found: list[tuple[int, float, float]] = []
-    threads = [
-        threading.Thread(target=lambda prompt=prompt: found.append(server.chat(prompt, num_tokens)))
-        for prompt in prompts
-    ]
+    found: list[Answer] = []
+
+    def ask(prompt: str) -> None:
+        found.append(server.chat([{"role": "user", "content": prompt}], num_tokens))
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
     used, begin = server.cpu_seconds(), time.perf_counter()
     for thread in threads:
         thread.start()
@@ -134,13 +167,72 @@ def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[st
     seconds, used = time.perf_counter() - begin, server.cpu_seconds() - used
     if len(found) < len(prompts):
         raise BenchError(f"the {server.side} server has failed {len(prompts) - len(found)} chat(s)")
-    total = sum(count for count, _, _ in found)
+    total = sum(answer.usage["completion_tokens"] for answer in found)
     return {
         "tokens_per_s": total / seconds,
         "cpu_ms_per_token": 1e3 * used / total,
-        "last_first_s": max(first for _, first, _ in found),
+        "last_first_s": max(answer.first_s for answer in found),
         "num_tokens": total,
     }
+
+
+def converse(server: Server, tokenizer: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Hold a chat, and return the figures of each turn. Its user is the same in each run; the answers are the server's.
+    Tokens are new behind what a prompt shares with an earlier one and its answer."""
+    rng, messages, figures = random.Random(SEED), [], []
+    known: list[list[int]] = []
+    for turn in range(1, args.turns + 1):
+        if turn in args.edited:  # a message in the middle
+            middle = len(messages) // 4 * 2
+            messages[middle]["content"] = f"{prompts_of(rng, 1, 3)[0]} {messages[middle]['content']}"
+        messages.append({"role": "user", "content": prompts_of(rng, 1, args.words * (5 if turn == 1 else 1))[0]})
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        shared = max((_in_common(tokens, each) for each in known), default=0)
+        used = server.cpu_seconds()
+        answer = server.chat(messages, args.answer)
+        used = server.cpu_seconds() - used
+        prompt_tokens = answer.usage["prompt_tokens"]
+        cached = (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        figures.append(
+            {
+                "side": server.side,
+                "turn": turn,
+                "prompt_tokens": prompt_tokens,
+                "new_tokens": len(tokens) - shared,
+                "computed_tokens": prompt_tokens - cached,
+                "first_s": answer.first_s,
+                "cpu_s": used,
+                "checkpoint_bytes": server.checkpoint_bytes() if server.side == "paged" else 0,
+            }
+        )
+        messages.append({"role": "assistant", "content": answer.text})
+        known.append(tokenizer.apply_chat_template(messages, return_dict=False))
+    return figures
+
+
+def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many first tokens two prompts share."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def run_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Hold the chat of ``--turns`` with each server. Prints the figures, and returns them."""
+    results: list[dict[str, Any]] = []
+    tokenizer = AutoTokenizer.from_pretrained(str(args.tokenizer))
+    with running(args) as servers:
+        for server in servers:
+            results += converse(server, tokenizer, args)
+    names = ("turn", "side", "prompt_tokens", "new_tokens", "computed_tokens", "first_s", "cpu_s", "checkpoint_bytes")
+    lines = [
+        [f"{each[name]:.2f}" if name.endswith("_s") else str(each[name]) for name in names]
+        for each in sorted(results, key=lambda each: each["turn"])
+    ]
+    print(table(names, lines))
+    for side in args.sides:
+        mine = [each for each in results if each["side"] == side]
+        sums = {name: sum(each[name] for each in mine) for name in names[3:7]}
+        print(f"{side}: " + ", ".join(f"{name} {value:,.1f}" for name, value in sums.items()))
+    return results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +242,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=4)
     parser.add_argument("--words", type=positive, default=40, help="of a prompt")
     parser.add_argument("--answer", type=positive, default=128, help="tokens")
+    parser.add_argument("--turns", type=positive, help="of one chat; its first message has five times --words")
+    parser.add_argument(
+        "--edited", type=list_of(positive), default=[], help="turns in which an old message has changed"
+    )
     parser.add_argument("--sides", type=list_of(str), default=list(SIDES), help="stock,paged")
     add_out_argument(parser)
 
@@ -169,6 +265,9 @@ def running(args: argparse.Namespace) -> Iterator[list[Server]]:
 
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> None:
+    if args.turns is not None:
+        write_results(args.out, "servers", given, run_turns(args))
+        return
     rng, results = random.Random(SEED), []
     for number in range(args.rounds):
         with running(args) as servers:
