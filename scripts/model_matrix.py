@@ -48,10 +48,11 @@ class Row(NamedTuple):
         attention: how paged layers attend: over blocks by an adapter or the seam, or over gathered arrays.
         batch: together, or one by one.
         packs: whether chunks of several prompts go through the model as one pack.
+        compiled: whether decode steps run as one compiled function where kernels attend.
         look_up: whether rows may propose tokens that they had before.
         single, batched, packed: RMS of the log-probabilities against stock's single run, alone, in a batch, and in one
             whose prompts are packed; None if tokens differ.
-        sharing: whether requests share prefixes: to the token, at checkpoints, or not.
+        sharing: whether requests share prefixes: to the token ("yes"), at checkpoints, or not.
         reasons: what is not paged and why.
     """
 
@@ -61,6 +62,7 @@ class Row(NamedTuple):
     attention: str = ""
     batch: str = ""
     packs: str = ""
+    compiled: str = ""
     look_up: str = ""
     single: float | None = None
     batched: float | None = None
@@ -182,8 +184,9 @@ def row_of(
     batch = "mlx-lm's" if engine is None else engine.batch.kind
     return Row(
         name, status, ", ".join(groups), attention_of(model), batch, "yes" if packs else "no",
+        "no" if status == "stock" or name in NOT_COMPILED else "yes",
         "yes" if packs and engine.drafts is not None else "no", *figures,
-        "no" if engine is None else "yes" if engine.all_paged else "at ends", "; ".join(dict.fromkeys(reasons)),
+        "no" if engine is None else "yes" if engine.all_paged else "checkpoints", "; ".join(dict.fromkeys(reasons)),
     )  # fmt: skip
 
 
@@ -224,13 +227,13 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
   Layers with states take the tokens of several sequences side by side ([ADR 0069](adr/0069-packs-with-states.md)).
 - **Look-up**: whether rows may propose tokens that they had before ([look-up](reference.md#look-up)).
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
-- **Compiled**: where all layers are paged and attend in the kernel, or keep states beside some that do, decode steps
-  run as one compiled function ([ADR 0005](adr/0005-compiled-decode-step.md)), but for {not_compiled}.
-- **States**: of layers that are not paged, checkpoints exist ([ADR 0053](adr/0053-checkpoints.md)). Linear
-  attention of Qwen3-Next, Qwen3.5 and OLMo hybrid takes prompts by chunks of tokens where mlx-lm has no kernel
-  ([ADR 0066](adr/0066-gated-delta-rule.md)).
-- **Prefixes**: whether requests share what they have in common: to the token, or with states, at
-  [checkpoints](reference.md#checkpoints).
+- **Compiled**: on a GPU, if all paged layers attend in the kernel, decode steps run as one compiled function, with the
+  states of the other layers as inputs ([ADR 0005](adr/0005-compiled-decode-step.md)). Not compiled: {not_compiled}.
+- **States** (SSM, convolutions, linear attention): where mlx-lm has no kernel, linear attention of Qwen3-Next, Qwen3.5
+  and OLMo hybrid takes prompts by chunks of tokens ([ADR 0066](adr/0066-gated-delta-rule.md)), and one token of Mamba
+  2's layers takes half of the operations ([ADR 0076](adr/0076-one-token-of-a-state-space.md)).
+- **Prefixes**: whether requests share what they have in common: "yes", to the token; "checkpoints", where the states of
+  layers that are not paged were kept ([checkpoints](reference.md#checkpoints), [ADR 0053](adr/0053-checkpoints.md)).
 
 With `kv_bits` ([ADR 0026](adr/0026-quantised-pages.md)), by kind of layer:
 
@@ -239,9 +242,11 @@ With `kv_bits` ([ADR 0026](adr/0026-quantised-pages.md)), by kind of layer:
 - latents (MLA), and whatever else a model computes with by itself ("gathered" above): stay as they are;
 - states (SSM, convolutions, linear attention), and layers that are not paged: mlx-lm's own caches, as without.
 
-| Module | Paged | Groups | Attention | Batch | Packs | Look-up | Alone | Batched | Packed | Prefixes | Why not |
-|---|---|---|---|---|---|---|---|---|---|---|---|
 """
+COLUMNS = (
+    "Module", "Paged", "Groups", "Attention", "Batch", "Packs", "Compiled", "Look-up", "Alone", "Batched", "Packed",
+    "Prefixes", "Why not",
+)  # fmt: skip
 
 
 def page_of(lines: dict[str, str], num_tokens: int = 64) -> str:
@@ -253,6 +258,7 @@ def page_of(lines: dict[str, str], num_tokens: int = 64) -> str:
         **counts, tokens=num_tokens, prompts=", ".join(map(str, PROMPTS)), window=model_configs.WINDOW,
         chunk=model_configs.CHUNK, block=BLOCK_SIZE, not_compiled=not_compiled,
     )  # fmt: skip
+    header += f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
     page = header + "".join(lines[name] + "\n" for name in sorted(lines))
     _, title, figures = PAGE.read_text().partition(FIGURES) if PAGE.exists() else ("", "", "")
     return page + title + figures
@@ -268,7 +274,7 @@ def lines_of_page() -> dict[str, str]:
 
 
 def line_of(row: Row) -> str:
-    cells = [row.module, row.status, row.groups, row.attention, row.batch, row.packs, row.look_up]
+    cells = [row.module, row.status, row.groups, row.attention, row.batch, row.packs, row.compiled, row.look_up]
     cells += [
         figure(row, row.single),
         figure(row, row.batched),

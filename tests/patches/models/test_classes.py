@@ -56,8 +56,8 @@ class Case(NamedTuple):
 
     @property
     def sharing(self) -> str:
-        """What docs/models.md says of its prefixes: "yes", or "at ends"."""
-        return lines_of_page()[MODELS[self.kind]].split(" | ")[10]
+        """What docs/models.md says of its prefixes: "yes", or "checkpoints"."""
+        return lines_of_page()[MODELS[self.kind]].split(" | ")[11]
 
     @property
     def has_windows(self) -> bool:
@@ -238,7 +238,7 @@ def test_prefixes_are_shared(case: Case) -> None:
     pool = mlx_paged.pool_of(case.model)
     tree = RadixTree(pool)
     gen = generator(case.model, max_tokens=new, prefill_step_size=CHUNK, prefixes=SharedPrefixes(tree))
-    assert ("yes" if gen._engine.all_paged else "at ends") == case.sharing
+    assert ("yes" if gen._engine.all_paged else "checkpoints") == case.sharing
 
     got, num_cached = answers_of(gen, prompts)
     assert got == expected
