@@ -168,6 +168,8 @@ def draw_varied(seed: int, families: tuple[str, ...] = HYBRIDS) -> Case:
             request.replace_prompt([*edited, 1, 2])
         if rng.random() < 0.3:
             request.seed, request.processors = rng.randrange(1 << 30), []
+    if rng.random() < 0.1:  # alone
+        del case.requests[1:]
     return case
 
 
