@@ -126,10 +126,13 @@ def attend(
     return _attend_pack(q, new, kv, tables, step, params, as_rows)
 
 
-def attend_over_arrays(q: mx.array, kv: PoolLayer, table: BlockTable, params: AttentionParams) -> mx.array:
-    """Attend from one new token of a sequence, which is written to functional storage: what :func:`attend` comes to."""
+def attend_over_arrays(
+    q: mx.array, seen: tuple[mx.array, mx.array], kv: PoolLayer, params: AttentionParams
+) -> mx.array:
+    """Attend from one new token of a sequence over what it sees, read from functional storage: what :func:`attend`
+    comes to."""
     record(Dispatch("gather", kv.group.storage_reason))
-    return gather.attend_alone(q, kv, table, params)
+    return gather.attend_alone(q, seen, kv, params)
 
 
 def _attend_one(

@@ -113,7 +113,7 @@ def gather_attention(
         ``[B, n_q_heads, q_len, v_head_dim]``.
     """
     if len(tables) == 1:
-        return attend_alone(q, kv, tables[0], params)
+        return attend_alone(q, kv.gather_visible(tables[0], copy=False), kv, params)
     parts = [RowsTogether([row], None) for row in range(len(tables))]
     is_plain = params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
     if is_plain and not step.is_pack:
@@ -138,9 +138,9 @@ def gather_attention(
     return output
 
 
-def attend_alone(q: mx.array, kv: PoolLayer, table: BlockTable, params: AttentionParams) -> mx.array:
-    """Attention of the last tokens of one sequence over all its visible tokens."""
-    output = attention(q, *kv.gather_visible(table, copy=False), params)
+def attend_alone(q: mx.array, seen: tuple[mx.array, mx.array], kv: PoolLayer, params: AttentionParams) -> mx.array:
+    """Attention of the last tokens of one sequence over all its visible tokens, read from a layer."""
+    output = attention(q, *seen, params)
     if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
         kv.note_read(output)
     return output

@@ -46,9 +46,12 @@ class LazyKV:
         rows, layer: where the keys and values lie, those of the step's tokens included.
         append: what the attention kernel itself may still write.
         fences: of in-place storage.
+        seen: the same keys and values as attention reads them, of functional storage: views of the blocks, which are
+            kept until attention takes them, or the layer's next tokens are written.
     """
 
     is_rewound = False  # whether in-place storage has forgotten the gather
+    seen: tuple[mx.array, mx.array] | None = None
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class LazyKV:
         layer: int,
         append: Append | None = None,
         fences: Fences | None = None,
+        seen: tuple[mx.array, mx.array] | None = None,
     ) -> None:
         pool = rows.pool
         self.layer = layer
@@ -63,6 +67,7 @@ class LazyKV:
         self._pool = weakref.ref(pool)
         self._append = append
         self._fences = fences
+        self.seen = seen
         self._batched = isinstance(rows, Rows)  # each is masked by its own length: a mask with a window says no more
         self._epoch = pool.layer(layer).group.epoch
         self.thread = get_ident()  # which alone can compute the arrays
@@ -81,7 +86,7 @@ class LazyKV:
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return whether :meth:`attend` gives what attention over the arrays would."""
         rows, shape = self._rows(), queries.shape
-        if rows is None or len(shape) != 4 or shape[0] != len(rows.tables_of(self.layer)):
+        if rows is None or len(shape) != 4 or shape[0] != (len(rows.tables_of(self.layer)) if self._batched else 1):
             return False
         if rows.pool.layer(self.layer).group.epoch != self._epoch:
             return False  # tokens were written or dropped since: the arrays are not what the blocks hold
@@ -106,10 +111,12 @@ class LazyKV:
             window = rows.window_of(params.mask)
             scale, mask, _, softcap, sinks, latent = params
             params = AttentionParams(scale, None if self._batched else mask, window, softcap, sinks, latent)
-        pool, tables, num_tokens = rows.pool, rows.tables_of(self.layer), queries.shape[2]
+        pool, num_tokens = rows.pool, queries.shape[2]
         kv = pool.layer(self.layer)
-        if num_tokens == 1 and not self._batched and not kv.in_place:
-            return dispatch.attend_over_arrays(queries, kv, tables[0], params)
+        seen, self.seen = self.seen, None
+        if seen is not None:
+            return dispatch.attend_over_arrays(queries, seen, kv, params)
+        tables = rows.tables_of(self.layer)
         if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
             keys, values, step = self._append
             if step.epoch != kv.group.epoch:
@@ -151,10 +158,13 @@ def hand_out(keys: Any, values: Any, fetched: LazyKV) -> None:
 
 def compute_rewound(pool: BlockPool, layer: int) -> None:
     """Compute, before a layer's next tokens, arrays that somebody still holds although attention took their blocks.
-    Outside the chain of fences their gather is not ordered before what is written next."""
+    Outside the chain of fences their gather is not ordered before what is written next. Views of the blocks go, too:
+    they would make the write copy them."""
     if not _handed_out:
         return
     for keys, values, fetched in list(_handed_out.values()):
+        if fetched.seen is not None and fetched.is_of(pool, layer):
+            fetched.seen = None
         if fetched.is_rewound and fetched.is_of(pool, layer) and fetched.thread == get_ident():
             mx.eval([array for array in (keys(), values()) if array is not None])
             fetched.is_rewound = False

@@ -75,15 +75,15 @@ class PagedKVCache:
         Raises:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
-        tables, step, keys, values = self._reserve(keys, values, None)
-        self._kv.write_step(tables, step, keys, values)
+        kv, tables, step, keys, values = self._reserve(keys, values, None)
+        kv.write_step(tables, step, keys, values)
 
     def _reserve(
         self, keys: mx.array, values: mx.array, heads: QueryHeads | None
-    ) -> tuple[list[BlockTable], Step, mx.array, mx.array]:
-        """Positions for the next tokens, and these in the pool's dtype; the first call of a group chooses its storage
-        by the queries' ``heads``."""
-        kv = self._kv
+    ) -> tuple[PoolLayer, list[BlockTable], Step, mx.array, mx.array]:
+        """Reserve positions for the next tokens. Returns where they go, and the tokens in the pool's dtype; the first
+        call of a group chooses its storage by the queries' ``heads``."""
+        kv = self.sequence.pool.layer(self.layer)
         try:
             kv.set_geometry(keys, values, batch=1, heads=heads)
         except GeometryError:
@@ -91,9 +91,8 @@ class PagedKVCache:
                 raise MovedError from None
             keys, values = kv.fitted(keys, values)
             kv.set_geometry(keys, values, batch=1, heads=heads)
-        num_tokens = keys.shape[2]
-        tables = [self.sequence.take_next(self.layer, num_tokens)]
-        return tables, kv.step(tables, num_tokens), keys, values
+        tables, step = self.sequence.begin_layer(self.layer, keys.shape[2])
+        return kv, tables, step, keys, values
 
     @in_turn
     def attend(
@@ -114,8 +113,7 @@ class PagedKVCache:
         Returns:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
-        tables, step, keys, values = self._reserve(keys, values, params.heads(queries.shape[1]))
-        kv = self.sequence.pool.layer(self.layer)
+        kv, tables, step, keys, values = self._reserve(keys, values, params.heads(queries.shape[1]))
         if params.mask is not None:
             params = params._replace(window=self.sequence.window_of(params.mask))
         return dispatch.attend(queries, (keys, values), kv, tables, step, params)
@@ -131,8 +129,7 @@ class PagedKVCache:
         """
         kv, count = self._kv, latent.shape[0]
         kv.set_geometry(latent, rotated, batch=count)
-        tables = [self.sequence.take_next(self.layer, count)]
-        step = kv.step(tables, count)
+        tables, step = self.sequence.begin_layer(self.layer, count)
         kv.write_step(tables, step, latent, rotated)
         return latent_prompts.attend(*queries, self.pool, self.layer, tables, step, heads, scale, expand)
 
@@ -143,15 +140,21 @@ class PagedKVCache:
         Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
         gathered. A copy even where the blocks are consecutive: who reads it is not known here.
         """
-        compute_rewound(self.pool, self.layer)
-        tables, step, keys, values = self._reserve(keys, values, None)
-        kv, table = self._kv, tables[0]
-        before = kv.storage.fence() if kv.in_place else None
+        sequence, layer = self.sequence, self.layer
+        compute_rewound(sequence.pool, layer)
+        kv, tables, step, keys, values = self._reserve(keys, values, None)
+        table, in_place = tables[0], kv.group.in_place
+        before = kv.storage.fence() if in_place else None
         kv.write_step(tables, step, keys, values)
         if table.num_visible == step.num_tokens and not kv.is_quantized:
-            hand_out(keys, values, LazyKV(self.sequence, self.layer))
+            hand_out(keys, values, LazyKV(sequence, layer))
             return keys, values
-        return self._fetch(kv, table, Append(keys, values, step) if step.num_tokens == 1 else None, before)
+        if step.num_tokens > 1 or in_place:
+            return self._fetch(kv, table, Append(keys, values, step) if step.num_tokens == 1 else None, before)
+        seen, copies = kv.read_for_attention(table)
+        copies = kv.watch_read(*copies)
+        hand_out(*copies, LazyKV(sequence, layer, seen=seen))
+        return copies
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -164,9 +167,7 @@ class PagedKVCache:
     ) -> tuple[mx.array, mx.array]:
         if not kv.in_place:
             keys, values = kv.gather_visible(table)
-            if append is not None:
-                keys, values = kv.watch_read(keys, values)
-            hand_out(keys, values, LazyKV(self.sequence, self.layer, append))
+            hand_out(keys, values, LazyKV(self.sequence, self.layer))
             return keys, values
         storage = kv.storage
         written = storage.fence()

@@ -45,6 +45,7 @@ class Ledger:
         self.set_level()
         # The latest mask made for each group, with its window: a mask that comes back can then be told to a kernel.
         self.masks: dict[int, tuple[mx.array, Window]] = {}
+        self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)  # the latest of each
 
     @property
     def num_layers(self) -> int:
@@ -151,8 +152,9 @@ class SequenceTables(Ledger):
 
     def offset(self, layer: int) -> int:
         """Tokens that the layer has seen."""
-        length = self.table(layer).length
-        return length - self._counts[self._place[layer]] if self.is_behind(layer) else length
+        group = self._place[layer]
+        length = self.tables[group].length
+        return length - self._counts[group] if layer in self._behind[group] else length
 
     def take_next(self, layer: int, num_tokens: int) -> BlockTable:
         """Take positions for the layer's next tokens; the first layer of a group to come by in a step reserves them.
@@ -176,6 +178,18 @@ class SequenceTables(Ledger):
             )
         self.take(layer)
         return table
+
+    def begin_layer(self, layer: int, num_tokens: int) -> tuple[list[BlockTable], Step]:
+        """:meth:`take_next`. Returns the layer's table, as that of a batch of one, and the positions: made and checked
+        once for all layers of a group."""
+        tables = [self.take_next(layer, num_tokens)]
+        kv = self.pool.layer(layer)
+        known = self._steps[kv.group_index]
+        step = None if known is None else known()
+        if step is None or step.epoch != kv.group.epoch or step.num_tokens != num_tokens:
+            step = kv.step(tables, num_tokens)
+            self._steps[kv.group_index] = weakref.ref(step)
+        return tables, step
 
     def reserve(self, num_tokens: int) -> None:
         """Reserve positions for the next tokens in all groups, for :meth:`take_next` to find.
@@ -308,7 +322,6 @@ class Rows(Ledger):
         self.tables: list[list[BlockTable]] = [[each.tables[g] for each in sequences] for g in range(len(pool.groups))]
         self.is_reserved = False
         self._attended: set[int] = set()
-        self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)
         self._offsets: dict[bool, mx.array] = {}
         self._columns: dict[int, LeftPadding] = {}
         self._narrow_masks: dict[int, mx.array] = {}

@@ -216,6 +216,15 @@ class PoolLayer:
         with self.turn:
             return self.storage.read_visible(table, copy=copy)
 
+    def read_for_attention(self, table: BlockTable) -> tuple[tuple[mx.array, mx.array], tuple[mx.array, mx.array]]:
+        """Return :meth:`gather_visible` of functional blocks that were just written, without and with ``copy``: for the
+        attention function, and for whatever else may compute with them. What is not used is not computed."""
+        storage = self.storage
+        seen = storage.read_visible(table, copy=False)
+        if storage.geometry.num_kv_heads == 1:  # its view is contiguous already, and would stay a view
+            return seen, storage.read_visible(table)
+        return seen, (mx.contiguous(seen[0]), mx.contiguous(seen[1]))
+
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         """Return what the blocks hold of positions ``logical_start .. length - 1``, as they hold it, for
         :meth:`write_stored` (lazy copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32), else

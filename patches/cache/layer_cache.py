@@ -206,7 +206,7 @@ class SeamLayerCache(PagedLayerCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the layer's new keys and values. Returns all of them, gathered only if something reads them."""
-        if self.takes(keys.shape[0]):
+        if keys.shape[0] == 1 or self.takes(keys.shape[0]):
             return super().update_and_fetch(keys, values)
         fetched: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)  # mlx-lm's own by now
         return fetched

@@ -1,4 +1,4 @@
-"""Layers with states in packs; gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid); n-grams (LongCat)."""
+"""Layers with states in packs; gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid); Mamba 2; n-grams (LongCat)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base
+from mlx_lm.models import base, ssm
 
 from ...cache.packed_states import PackedStates
 from ...kernels import delta_rule
@@ -43,10 +43,10 @@ def adapt_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make a replacement that takes the tokens of a pack sequence by sequence, or several sequences side by side."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        states = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, PackedStates)), None)
-        if states is None:
-            return original(self, *args, **kwargs)
-        return states.run(original, self, *args, **kwargs)
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, PackedStates):
+                return given.run(original, self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return __call__
 
@@ -108,6 +108,51 @@ def adapt_gated_delta(original: delta_rule.DeltaRule) -> delta_rule.DeltaRule:
         return delta_rule.chunked(q, k, v, g, beta, state, mask)
 
     return gated_delta_ops
+
+
+@replaces("mlx_lm.models.ssm:ssm_attn", "1667919b35dc6e1e")
+def adapt_ssm(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
+    """Make the replacement of mlx-lm's state-space layer (Falcon-H1, Granite hybrid, Nemotron-H, Mamba 2, PLaMo 2)
+    where it has no kernel: one token of each sequence is 35 nodes of MLX's graph, not 69. On Metal mlx-lm calls a
+    kernel of its own instead."""
+
+    def ssm_attn(
+        x: mx.array,
+        A_log: mx.array,
+        B: mx.array,
+        C: mx.array,
+        D: mx.array,
+        dt: mx.array,
+        dt_bias: mx.array,
+        state: mx.array | None = None,
+        time_step_limit: tuple[float, float] = (0.001, 100.0),
+        mask: mx.array | None = None,
+        lengths: mx.array | None = None,
+        step: int = 256,
+    ) -> tuple[mx.array, mx.array]:
+        if x.shape[1] > 1 or state is None or mask is not None or lengths is not None:
+            return original(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths, step)
+        return _one_token(x, A_log, B, C, D, ssm.compute_dt(dt, dt_bias, time_step_limit), state)
+
+    return ssm_attn
+
+
+def _one_token(
+    x: mx.array, A_log: mx.array, B: mx.array, C: mx.array, D: mx.array, dt: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return what ``ssm_attn`` returns for one token ``[batch, 1, heads, size]`` of each sequence, bit for bit: its
+    products and sums without those by one, and those over one token."""
+    batch, _, num_heads, size = x.shape
+    groups, state_size = B.shape[2:]
+    by_group = batch, groups, num_heads // groups
+    decay = mx.exp(dt * -mx.exp(A_log).astype(dt.dtype)).reshape(*by_group, 1, 1)
+    written = (dt[..., None] * x).reshape(*by_group, size, 1)
+    of_group = batch, groups, 1, 1, state_size
+    B, C = B.reshape(of_group), C.reshape(of_group).swapaxes(3, 4)
+    grouped = state.reshape(*by_group, size, state_size)
+    read = (B @ C) * written + decay * (grouped @ C)
+    y = read.reshape(x.shape).astype(x.dtype) + x * D[:, None]
+    return y, (written * B + decay * grouped).reshape(state.shape)
 
 
 @replaces("mlx_lm.models.longcat_flash_ngram:NgramEmbedding.__call__", "062dbfc9a30b941b")

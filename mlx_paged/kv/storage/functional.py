@@ -68,7 +68,10 @@ class FunctionalStorage(GatheredStorage):
         return self._keys.shape[1]
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        if len(tables) > 1 and not step.is_pack:
+        if step.num_tokens == 1:
+            self.write_segments(tables[0].tail_segments(1), k, v)
+            return
+        if not step.is_pack:
             self.write_rows(*step.rows(tables), k, v)
             return
         for table, count, part_k, part_v in zip(tables, step.counts, step.split(k), step.split(v), strict=True):

@@ -1,4 +1,4 @@
-"""Layers with states: prompts of gated delta nets by chunks, as mlx-lm's loop over tokens; n-grams of short prompts."""
+"""Layers with states: prompts of gated delta nets by chunks, one token as mlx-lm has it; n-grams of short prompts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import gated_delta
+from mlx_lm.models import gated_delta, ssm
 
 import mlx_paged
 from mlx_paged.kernels import delta_rule
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.patches.models import states
 from mlx_paged.warn import NotPagedWarning
 from scripts.support import model_configs
 from tests.support.models.batch_runs import model_of
@@ -97,6 +98,64 @@ def test_arguments_without_a_chunked_form_go_to_the_loop(case: str) -> None:
 
     assert delta_rule.unsupported_reason(q, v, g, loop) == case
     assert not calls
+
+
+def assert_equal(given: Arrays, wanted: Arrays) -> None:
+    for a, b in zip(given, wanted, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape) and mx.array_equal(a, b).item()
+
+
+def state_space(batch: int, tokens: int, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> list[mx.array]:
+    heads, groups, size, state_size = shape
+    mx.random.seed(batch)
+    shapes = (
+        (batch, tokens, heads, size), (heads,), (batch, tokens, groups, state_size),
+        (batch, tokens, groups, state_size), (heads,), (batch, tokens, heads), (heads,),
+        (batch, heads, size, state_size),
+    )  # fmt: skip
+    return [mx.random.normal(each).astype(dtype) for each in shapes]
+
+
+@pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.bfloat16))
+@pytest.mark.parametrize("shape", ((4, 1, 16, 8), (4, 2, 16, 8), (24, 1, 64, 128), (6, 3, 64, 64), (5, 5, 8, 4)))
+@pytest.mark.parametrize("batch", (1, 3))
+def test_one_token_of_a_state_space_has_upstreams_bits(
+    batch: int, shape: tuple[int, int, int, int], dtype: mx.Dtype
+) -> None:
+    given = state_space(batch, 1, shape, dtype)
+    wanted = ssm.ssm_attn(*given), ssm.ssm_attn(*given[:7], given[7].astype(mx.float32), (0.0, float("inf")))
+    mlx_paged.apply_patches()
+    assert_equal(ssm.ssm_attn(*given), wanted[0])
+    assert_equal(ssm.ssm_attn(*given[:7], given[7].astype(mx.float32), (0.0, float("inf"))), wanted[1])
+
+
+@pytest.mark.parametrize("case", ("several tokens", "no state", "a mask", "lengths"))
+def test_a_state_space_without_a_short_form_is_upstreams(case: str) -> None:
+    given = state_space(2, 3 if case == "several tokens" else 1, (4, 2, 16, 8), mx.float32)
+    options: dict[str, Any] = {"mask": mx.ones((2, 1))} if case == "a mask" else {}
+    if case == "lengths":
+        options = {"lengths": mx.array([1, 0])}
+    if case == "no state":
+        del given[7]
+    wanted = ssm.ssm_attn(*given, **options)
+    mlx_paged.apply_patches()
+    assert_equal(ssm.ssm_attn(*given, **options), wanted)
+
+
+def test_decode_steps_take_one_token_by_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, calls = states._one_token, []
+
+    def counted(*given: Any) -> Any:
+        calls.append(given[0].shape[1])
+        return short(*given)
+
+    model = model_of("falcon_h1")
+    expected, logprobs = greedy(model, prompt_of(20, seed=1), 6)
+    monkeypatch.setattr(states, "_one_token", counted)
+    mlx_paged.apply_patches()
+    tokens, given = greedy(model, prompt_of(20, seed=1), 6)
+    assert tokens == expected and np.abs(given - logprobs).max() < 1e-4
+    assert calls and set(calls) == {1}
 
 
 def test_a_form_that_fails_its_check_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
