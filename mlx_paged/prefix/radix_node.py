@@ -418,8 +418,8 @@ def _check_node(node: RadixNode, block_size: int) -> None:
             raise BlockStateError(f"{node} does not hold its blocks from {valid_from} on")
 
 
-# Most of a pool's budget that checkpoints take: keys and values without a checkpoint behind them are useless, and
-# neither do checkpoints without keys and values.
+# Most of a pool's budget that checkpoints take. Keys and values without a checkpoint behind them are useless, and so
+# are checkpoints without keys and values.
 MOST_SHARE = 1 / 4
 # Most of it that prefixes take which requests ask to keep: others have room, whoever asks.
 MOST_KEPT = 1 / 2

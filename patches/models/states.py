@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base, ssm
+from mlx_lm.models import base
 
 from ...cache.packed_states import PackedStates
 from ...kernels import delta_rule
@@ -115,6 +115,7 @@ def adapt_ssm(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..
     """Make the replacement of mlx-lm's state-space layer (Falcon-H1, Granite hybrid, Nemotron-H, Mamba 2, PLaMo 2)
     where it has no kernel: one token of each sequence is 35 nodes of MLX's graph, not 69. On Metal mlx-lm calls a
     kernel of its own instead."""
+    from mlx_lm.models import ssm  # with the first model that has such layers, and not before
 
     def ssm_attn(
         x: mx.array,
