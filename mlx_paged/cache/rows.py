@@ -47,6 +47,16 @@ class Ledger:
         self.masks: dict[int, tuple[mx.array, Window]] = {}
         self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)  # the latest of each
 
+    def _step_of(self, layer: int, tables: Sequence[BlockTable], counts: Sequence[int] | int) -> Step:
+        """Return the last positions of the tables of a layer's group, made and checked once for all its layers."""
+        group = self._place[layer]
+        known = self._steps[group]
+        step = None if known is None else known()
+        if step is None or not self.pool.groups[group].is_current(step):
+            step = self.pool.layer(layer).step(tables, counts)
+            self._steps[group] = weakref.ref(step)
+        return step
+
     @property
     def num_layers(self) -> int:
         """Number of layers of all groups."""
@@ -183,13 +193,7 @@ class SequenceTables(Ledger):
         """:meth:`take_next`. Returns the layer's table, as that of a batch of one, and the positions: made and checked
         once for all layers of a group."""
         tables = [self.take_next(layer, num_tokens)]
-        kv = self.pool.layer(layer)
-        known = self._steps[kv.group_index]
-        step = None if known is None else known()
-        if step is None or step.epoch != kv.group.epoch or step.num_tokens != num_tokens:
-            step = kv.step(tables, num_tokens)
-            self._steps[kv.group_index] = weakref.ref(step)
-        return tables, step
+        return tables, self._step_of(layer, tables, num_tokens)
 
     def reserve(self, num_tokens: int) -> None:
         """Reserve positions for the next tokens in all groups, for :meth:`take_next` to find.
@@ -336,13 +340,7 @@ class Rows(Ledger):
 
     def step(self, layer: int) -> Step:
         """Return the positions in the layer's group, made and checked once for all its layers."""
-        group = self._place[layer]
-        known = self._steps[group]
-        step = None if known is None else known()
-        if step is None or not self.pool.groups[group].is_current(step):
-            step = self.pool.layer(layer).step(self.tables[group], self.counts)
-            self._steps[group] = weakref.ref(step)
-        return step
+        return self._step_of(layer, self.tables[self._place[layer]], self.counts)
 
     # Reserving ------------------------------------------------------------------------------------------------
 
