@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from ...attention import gather
 from ...by_model import ByModel
@@ -169,7 +169,8 @@ class PagedLayout(NamedTuple):
             in which the parts of composite ones count by themselves.
         geometries: of each group, with the queries that attend over it; empty where an adapter determines it.
         adapted: attention goes through adapters, not through the seam.
-        reasons: why other layers keep mlx-lm's own caches, one per kind.
+        reasons: why other layers keep mlx-lm's own caches, one per kind. States have none: what blocks do for keys and
+            values (budget, shared prefixes, files, batches) slots and checkpoints do for them.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -338,7 +339,7 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
 def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
     kinds: dict[str, None] = {}
     for cache in stock:
-        if not _seam_can_page(cache):
+        if not _seam_can_page(cache) and not isinstance(cache, ArraysCache):
             name = type(cache).__name__
             kinds[name + (" that keeps a sequence's first tokens (max_kv_size)" if pinned_in(cache) else "")] = None
     return tuple(f"cache type {kind}" for kind in kinds)

@@ -120,6 +120,7 @@ def test_models_behind_the_seam_pack_too(name: str, calls: list[list[int]]) -> N
     assert mlx_paged.pool_of(run_in_packs(name, calls)) is not None
 
 
+@pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("name", quick(HYBRIDS, "qwen3_next", "falcon_h1", "recurrent_gemma", "rwkv7", "baichuan_m1"))
 def test_models_with_states_pack_too(name: str, calls: list[list[int]]) -> None:
     run_in_packs(name, calls)

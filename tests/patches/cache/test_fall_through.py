@@ -11,10 +11,13 @@ from mlx_lm.models import qwen2
 import mlx_paged
 from mlx_paged import GeometryError, PagedConfig, PoolExhaustedError
 from mlx_paged.patches.cache.layout import layout_of, why_one_by_one
+from mlx_paged.patches.cache.pools import prefix_pool_of
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
-from tests.support.models.batch_runs import fall_throughs
+from tests.fuzz.cases import HYBRIDS
+from tests.support.models.batch_runs import answers, fall_throughs, generator
 from tests.support.models.builders import COMMON, assert_same, build, greedy, prompt_of
-from tests.support.models.recurrent import build_recurrent
 
 
 def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:
@@ -28,13 +31,31 @@ def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
 
 
-def test_ssm_layers_use_mlx_lms_cache() -> None:
-    model = build_recurrent("mamba")
-    expected = greedy(model, prompt_of(20), 10)[0]
-    mlx_paged.apply_patches()
-    got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10)[0])
-    assert got == expected
-    assert len(messages) == 1 and "ArraysCache" in messages[0]
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_are_served_without_a_warning(name: str) -> None:
+    """Alone, in a batch, and from checkpoints that count in the pool's budget."""
+    model = model_configs.build(name)
+    prompts = [(prompt_of(length, seed=length) % model_configs.VOCAB).tolist() for length in (9, 17)]
+    expected = [greedy(model, mx.array(prompt), 3)[0] for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8, state_interval=32))
+
+    def run() -> tuple[list[list[int]], RadixTree]:
+        alone = [greedy(model, mx.array(prompt), 3)[0] for prompt in prompts]
+        assert alone == expected
+        tree = RadixTree(prefix_pool_of(model))
+        gen = generator(model, prefixes=SharedPrefixes(tree))
+        return answers(gen, prompts, [3, 3]), tree
+
+    (got, tree), messages = fall_throughs(run)
+    assert messages == [] and got == expected
+    assert tree.pool.stats().checkpoint_bytes > 0
+
+
+def test_a_cache_that_is_neither_states_nor_blocks_is_warned_of() -> None:
+    model = model_configs.build("deepseek_v41")
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    _, messages = fall_throughs(lambda: upstream.make_prompt_cache(model))
+    assert len(messages) == 1 and "cache type LayerCache" in messages[0]
 
 
 def test_attention_that_reaches_into_its_cache_keeps_mlx_lms() -> None:

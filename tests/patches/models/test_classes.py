@@ -75,10 +75,9 @@ def always(*kinds: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(params=MODELS)
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    """Nothing may fall through but a hybrid's states, which are not keys and values."""
+    """Nothing may fall through."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", mlx_paged.NotPagedWarning)
-        warnings.filterwarnings("ignore", ".*ArraysCache", mlx_paged.NotPagedWarning)
         yield Case(request.param, model_configs.build(MODELS[request.param]))
 
 
@@ -318,7 +317,7 @@ def test_the_server(case: Case, demo_model_folder: Path, tmp_path: Path) -> None
     assert ask(chats[0]) == (expected[0], len(prompts[0]) - 1)
     check_figures(server, case, most_tokens=sum(map(len, prompts)) + 2 * TOKENS)
     assert "Traceback" not in server.log
-    assert ("NotPagedWarning" in server.log) == case.has_states
+    assert "NotPagedWarning" not in server.log
 
     if expected_drafted is None:
         refused = {"messages": chats[1], "max_tokens": TOKENS, "draft_model": str(folder)}
