@@ -234,7 +234,8 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 - **States** (SSM, convolutions, linear attention) lie in mlx-lm's own cache objects. Those of requests and of
   checkpoints count in the pool's budget, and checkpoints go to disk with the blocks. Where mlx-lm has no kernel, linear
   attention of Qwen3-Next, Qwen3.5 and OLMo hybrid takes prompts by chunks of tokens
-  ([ADR 0066](adr/0066-gated-delta-rule.md)), and one token of Mamba 2's layers takes half of the operations ([ADR 0076](adr/0076-one-token-of-a-state-space.md)).
+  ([ADR 0066](adr/0066-gated-delta-rule.md)), and one token of Mamba 2's layers takes half of the
+  operations ([ADR 0076](adr/0076-one-token-of-a-state-space.md)).
 - **Prefixes**: whether requests share what they have in common: "yes", to the token; "checkpoints", where the states of
   layers that are not paged were kept ([checkpoints](reference.md#checkpoints), [ADR 0053](adr/0053-checkpoints.md)).
 
