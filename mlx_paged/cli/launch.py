@@ -26,7 +26,7 @@ from .terminal import add_version, orderly_end
 KEY_VARIABLE = "MLX_PAGED_API_KEY"
 LOOK_SECONDS = 0.2
 END_SECONDS = 45.0  # the server drains for 30 of them
-# Claude Code and Codex take 300 s of a long prompt for a lost connection: comments in the stream do not count.
+# Claude Code, Codex and OpenCode give up after 300 s without an event, which a long prompt may take.
 IDLE_MILLISECONDS = 3_600_000
 
 
@@ -88,7 +88,9 @@ def _codex(access: Access) -> list[str]:
 
 
 def _opencode(access: Access) -> dict[str, str]:
-    options = {"baseURL": f"{access.url}/v1", "apiKey": access.key}
+    options: dict[str, Any] = {"baseURL": f"{access.url}/v1", "apiKey": access.key}
+    # Of a request, until its headers are there, and between two parts of its stream.
+    options |= dict.fromkeys(("timeout", "headerTimeout", "chunkTimeout"), IDLE_MILLISECONDS)
     provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {access.model: {}}}
     config = {"provider": {"mlx_paged": provider}, "model": f"mlx_paged/{access.model}"}
     return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}

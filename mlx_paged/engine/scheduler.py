@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # of a request, only lengths are read and written here
 
 Growth = Sequence[tuple["Request", int]]
 MOST_HELD = 3  # steps in a row in which rows wait for another client's first token: it takes as many
+# Least prompt tokens of a step for each row of a client that another one's first token is awaited beside. On a CPU a
+# row takes the time of 1 to 2 prompt tokens, so that the prompt has at least half of the time.
+TOKENS_PER_ROW = 2
 
 
 class Memory(Protocol):
@@ -152,7 +155,7 @@ class Scheduler:
 
     Args:
         memory: holds the tokens.
-        token_budget: tokens of prompts to compute in a step. Requests that decode take one each besides.
+        token_budget: most tokens of prompts to compute in a step. Requests that decode take one each besides.
         max_running: most requests that run at a time.
         max_prefilling: most of them whose prompt is being computed.
         grid: cut prompts at multiples of so many tokens.
@@ -162,6 +165,7 @@ class Scheduler:
             admitted is not preempted again at once.
 
     Attributes:
+        token_budget: of the next step, where fewer tokens are better; see :meth:`_least_budget`.
         yields: where prompts take long, chunks of a client wait while another one's first token is awaited, see
             :meth:`_must_yield`.
         holds: where rows take long, those of a client wait, too, while another one's first token is computed, see
@@ -180,7 +184,7 @@ class Scheduler:
         headroom: int = 1,
     ) -> None:
         self.memory = memory
-        self.token_budget = token_budget
+        self.token_budget = self.most_tokens = token_budget
         self.max_running = max_running
         self.max_prefilling = max_prefilling
         self.chunk = chunk
@@ -312,7 +316,8 @@ class Scheduler:
         failed.append((request, error))
 
     def _plan_chunks(self, decode: Growth, failed: list[tuple[Request, Exception]]) -> list[Chunk]:
-        budget = self.token_budget
+        budget = max(self.token_budget, self._least_budget(decode))
+        used = 0
         planned = list(decode)
         num_blocks = len(planned) * self.memory.most_blocks(1)
         chunks: list[Chunk] = []
@@ -320,7 +325,7 @@ class Scheduler:
         if len(decode) < len(self.running):
             queue.extend(sorted((request for request in self.running if not request.is_prefilled), key=self._turn))
         admits = True
-        while budget > 0:
+        while used < budget:
             while queue and queue[0] in self._preempted:
                 queue.popleft()
             first = self.waiting.next(self._num_running) if admits else None
@@ -328,6 +333,7 @@ class Scheduler:
                 admits = not self._must_yield(first, self._awaited) and self._admit(first, failed)
                 if admits and self.yields and not first.num_generated:
                     self._awaited.add(_group(first))
+                    budget = max(budget, self._least_budget(decode))
                 if not admits or first.is_prefilled:
                     continue  # decodes from the next step on
                 request = first
@@ -337,18 +343,25 @@ class Scheduler:
                     continue
             else:
                 break
-            num_tokens = self._chunk_length(request, budget)
-            if chunks and num_tokens > budget:
+            num_tokens = self._chunk_length(request, budget - used)
+            if chunks and num_tokens > budget - used:
                 break
             num_blocks += self.memory.most_blocks(num_tokens)
             # Mostly there is plenty: no table is looked at.
             if not self.memory.has_blocks(num_blocks) and not self._fits_chunk(planned, request, num_tokens, failed):
                 admits, queue = False, deque(each for each in queue if _rank(each) < _rank(request))
                 continue  # older ones go on, and will finish
-            budget -= num_tokens
+            used += num_tokens
             planned.append((request, num_tokens))
             chunks.append(Chunk(request, num_tokens))
         return chunks
+
+    def _least_budget(self, decode: Growth) -> int:
+        """Return the least prompt tokens of a step with these rows: enough that most of its time is not that of rows
+        beside which another client's first token is awaited."""
+        if not self._awaited:
+            return 0
+        return min(self.most_tokens, TOKENS_PER_ROW * sum(self._must_yield(row, self._awaited) for row, _ in decode))
 
     def _must_yield(self, request: Request, awaited: Collection[tuple[int, Hashable]]) -> bool:
         """Return whether a request waits, so that steps are short until somebody else has a first token: a more urgent

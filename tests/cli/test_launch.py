@@ -100,3 +100,6 @@ def test_clients_that_give_silent_streams_up_wait_for_long_prompts() -> None:
     claude = CLIENTS["claude"].environment(access)
     assert {claude[name] for name in ("CLAUDE_STREAM_IDLE_TIMEOUT_MS", "API_TIMEOUT_MS")} == {str(IDLE_MILLISECONDS)}
     assert f"stream_idle_timeout_ms = {IDLE_MILLISECONDS}" in " ".join(CLIENTS["codex"].arguments(access))
+    config = json.loads(CLIENTS["opencode"].environment(access)["OPENCODE_CONFIG_CONTENT"])
+    options = config["provider"]["mlx_paged"]["options"]
+    assert {options[name] for name in ("timeout", "headerTimeout", "chunkTimeout")} == {IDLE_MILLISECONDS}

@@ -82,6 +82,28 @@ def test_a_first_token_beside_a_flood_is_computed_alone() -> None:
     assert engine.pool.stats().live_blocks == 0
 
 
+def test_a_long_prompt_has_most_of_the_tokens_beside_a_flood() -> None:
+    """The rows of a flood take at most one token for two of a prompt that is computed in chunks."""
+    engine = ToyEngine(make_pool(), prefill_step_size=2048, completion_batch_size=64, prefill_batch_size=64)
+    pace = engine.engine._pace
+    assert pace is not None
+    pace.note = lambda *_: None  # type: ignore[method-assign]  # no step says how fast it was
+    pace.latency = pace.seconds_per_token = 1.0
+    flood = {engine.add(prompt := prompt_of(2, seed), max_tokens=20, client="a"): prompt for seed in range(40)}
+    while engine.engine.scheduler.has_prompts:
+        engine.step()
+    prompt = prompt_of(300, seed=1)
+    uid = engine.add(prompt, max_tokens=3, client="b")
+    before = sum(len(engine.tokens(each)) for each in flood)
+    while not engine.responses[uid]:
+        engine.step()
+    assert 0 < sum(len(engine.tokens(each)) for each in flood) - before <= 150
+    engine.run()
+    assert_answered(engine, uid, prompt, 3)
+    for each, prompt in flood.items():
+        assert_answered(engine, each, prompt, 20)
+
+
 @pytest.mark.parametrize("ending", ["cancelled", "preempted", "forked"])
 def test_rows_that_are_held_can_be_cancelled_preempted_and_forked(ending: str) -> None:
     engine = ToyEngine(make_pool(), prefill_step_size=64)

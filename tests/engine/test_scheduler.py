@@ -295,6 +295,40 @@ def test_prompts_of_others_wait_for_a_first_token(client: str, priority: int, ho
     assert {each.uid for each in flood} <= set(driver.finished)
 
 
+@pytest.mark.parametrize(("client", "priority"), [("a", 9), ("b", 0)], ids=["batch job", "another client"])
+@pytest.mark.parametrize("num_rows", [8, 24, 64])
+def test_a_prompt_has_most_of_the_tokens_beside_a_flood(num_rows: int, client: str, priority: int) -> None:
+    """The rows of a flood take at most one token for two of the prompt, where steps are short."""
+    driver = Driver(4000, token_budget=2048, max_running=80, max_prefilling=80)
+    driver.scheduler.yields = driver.scheduler.holds = True
+    driver.scheduler.token_budget = 16  # as where more would take too long
+    for _ in range(num_rows):
+        driver.insert(prompt=2, extra=400, client=client, priority=priority)
+    while driver.scheduler.has_prompts:
+        driver.step()
+    request = driver.insert(prompt=501, extra=2, client="a" if client == "b" else "b")
+    num_row_tokens, chunks = 0, []
+    while not request.num_generated:
+        plan = driver.step()
+        num_row_tokens += sum(row is not request for row in plan.decode)
+        chunks += [chunk.num_tokens for chunk in plan.chunks]
+    assert set(chunks[:-1]) == {2 * num_rows} and sum(chunks) == 500
+    assert 0 < num_row_tokens < 500 / 2
+    request = driver.insert(prompt=501, extra=2, client=client, priority=priority)
+    assert [driver.step().chunks for _ in range(3)] == [[(request, 16)]] * 3, "of the flood's own, as many as ever"
+
+
+def test_a_chosen_step_size_bounds_prompts_beside_a_flood() -> None:
+    driver = Driver(1000, token_budget=24, max_running=40, max_prefilling=40)
+    driver.scheduler.yields = True
+    driver.scheduler.token_budget = 8
+    for _ in range(30):
+        driver.insert(prompt=1, extra=400, client="a")
+    driver.step()
+    driver.insert(prompt=61, extra=2, client="b")
+    assert [sum(chunk.num_tokens for chunk in driver.step().chunks) for _ in range(3)] == [24, 24, 12]
+
+
 @pytest.mark.parametrize("holds", [False, True])
 def test_nobody_waits_for_ever_for_the_first_tokens_of_others(holds: bool) -> None:
     driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
