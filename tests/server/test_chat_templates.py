@@ -138,7 +138,9 @@ def test_a_turn_begins_with_the_turn_before(family: str, forgets: bool) -> None:
             same = shared(prompts[number - 1], prompts[number])
             kept = kept_of(family, turns[number - 1], turns[number])
             moved = family in MOVES_TOOLS and turns[number][-1]["role"] == "user"
-            front = maker.made(ChatInput(turns[number][:kept], None if moved else TOOLS), texts).tokens
+            front = prompts[number - 1]
+            if moved or kept < len(turns[number - 1]):
+                front = maker.made(ChatInput(turns[number][:kept], None if moved else TOOLS), texts).tokens
             assert same >= len(front) - TAIL, (seed, number)
             earlier, found = earlier + len(prompts[number - 1]), found + same
     assert found / earlier >= LEAST_FOUND[family][forgets]
