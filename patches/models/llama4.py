@@ -10,7 +10,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from ...kv.storage.attention_params import AttentionParams
 from ..patch import replaces
-from .attention import AttentionCall, heads_last, project_llama, takes
+from .attention import AttentionCall, heads_last, project_llama, rotated, takes
 
 
 @replaces("mlx_lm.models.llama4:Attention.__call__", "ec00d284640b9a07", adapts_attention=True)
@@ -23,7 +23,7 @@ def adapt(original: AttentionCall) -> AttentionCall:
         queries, keys, values = project_llama(self, x)
         offset = cache.offset  # of a batch: an array, one offset per row
         if self.use_rope:
-            queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
+            queries, keys = rotated(self.rope, queries, keys, offset)
         if self.use_qk_norm:
             queries, keys = (mx.fast.rms_norm(heads, weight=None, eps=1e-6) for heads in (queries, keys))
         if self.attn_temperature_tuning and not self.use_rope:

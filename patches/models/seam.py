@@ -16,7 +16,7 @@ from ...engine.compiled_step import StepLayer
 from ...kv.storage.attention_params import AttentionParams
 from ..cache.layout import ProbeLayer
 from ..patch import replaces
-from .attention import AttentionCall, heads_last
+from .attention import AttentionCall, heads_last, rotated
 
 
 @replaces("mlx_lm.models.base:scaled_dot_product_attention", "a13838be6e6c5293")
@@ -213,8 +213,7 @@ def _rotated_attention(
     mask: mx.array | str | None,
 ) -> mx.array:
     """Return what all models do next that have nothing else in mind."""
-    offset = cache.offset
-    queries, keys = rope(queries, offset=offset), rope(keys, offset=offset)
+    queries, keys = rotated(rope, queries, keys, cache.offset)
     keys, values = cache.update_and_fetch(keys, values)
     attend = base.scaled_dot_product_attention  # by name: it is replaced
     out: mx.array = attend(queries, keys, values, cache=cache, scale=scale, mask=mask)

@@ -11,7 +11,7 @@ from mlx_lm.models import base
 from ...cache.packed_states import PackedStates
 from ...kernels import delta_rule
 from ..patch import replaces
-from .attention import heads_last
+from .attention import heads_last, rotated
 
 # The classes whose calls read and write a layer's state, and the fingerprints of these calls.
 MIXERS = {
@@ -68,8 +68,7 @@ def adapt_baichuan(original: Callable[..., mx.array]) -> Callable[..., mx.array]
         queries, keys, values = (part.reshape(*part.shape[:2], -1, self.head_dim) for part in parts)
         keys, values = states.run(_convolved, self, keys, values, states)
         queries, keys, values = (each.swapaxes(1, 2) for each in (queries, keys, values))
-        offset = blocks.offset
-        queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
+        queries, keys = rotated(self.rope, queries, keys, blocks.offset)
         keys, values = blocks.update_and_fetch(keys, values)
         attend = base.scaled_dot_product_attention  # by name: it is replaced
         out = attend(queries, keys, values, cache=blocks, scale=self.scale, mask=mask)
