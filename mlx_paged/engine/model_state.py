@@ -27,7 +27,7 @@ class StateNotKnown(Exception):
 
 
 class Member(NamedTuple):
-    """A value in a model: ``holder[key]``. BlockOwners are modules, dicts and lists."""
+    """A value in a model: ``holder[key]``. Holders are modules, dicts and lists."""
 
     holder: Any
     key: Any

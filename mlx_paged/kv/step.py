@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.availability import on_metal
-from ..kernels.build import rows_array
+from ..kernels.build import RowsArray
 from ..kernels.latent.prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
@@ -32,9 +33,14 @@ class DeviceTables:
 
     Kept from step to step: only rows that changed are written again, and nothing is sent if none did. Holds no
     reference to a table.
+
+    Attributes:
+        positions, ends, first_seen: of the rows' tokens, and by window where what they see begins.
     """
 
     def __init__(self) -> None:
+        self.positions, self.ends = RowsArray(), RowsArray()
+        self.first_seen: defaultdict[Window, RowsArray] = defaultdict(RowsArray)
         self._uids: list[int] = []
         self._versions: list[int] = []
         self._host = np.zeros((0, 0), np.int32)
@@ -93,7 +99,7 @@ class DeviceTables:
     def starts(self, shape: tuple[int, ...]) -> mx.array:
         """Return starts without a window: zeros, int32."""
         if self._starts is None or self._starts.shape != shape:
-            self._starts = rows_array(np.zeros(shape, np.int32))
+            self._starts = RowsArray().of(np.zeros(shape, np.int32))
             mx.async_eval(self._starts)  # another thread's steps may read it
         return self._starts
 
@@ -239,7 +245,7 @@ class Step:
 
     def offsets(self, num_rows: int | None = None) -> mx.array:
         """Position of each token, int32 ``[T]``; up to ``num_rows``, rows at position 0."""
-        return rows_array(padded(self._positions(), num_rows))
+        return self._device_tables.positions.of(padded(self._positions(), num_rows))
 
     def visible(
         self,
@@ -268,12 +274,15 @@ class Step:
         else:
             ends = self._lengths[:, None] + np.arange(1 - self.counts[0], 1, dtype=np.int32)
         ends = padded(ends, None if shape is None else shape[0])
-        starts = own.starts(ends.shape) if window is None else rows_array(window.first_seen_by(ends - 1))
+        if window is None:
+            starts = own.starts(ends.shape)
+        else:
+            starts = own.first_seen[window].of(window.first_seen_by(ends - 1))
         if num_rows == len(tables):
             each = tables
         else:
             each = [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
-        found = (own.of(each, shape), rows_array(ends), starts)
+        found = (own.of(each, shape), own.ends.of(ends), starts)
         self._visible[window, num_rows, shape] = found
         return found
 

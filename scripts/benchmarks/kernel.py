@@ -25,7 +25,7 @@ import numpy as np
 
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.build import rows_array
+from mlx_paged.kernels.build import RowsArray
 from mlx_paged.kernels.cuda.device import cuda_limits
 from mlx_paged.kernels.launch_shape import LaunchShape, shape_for
 from mlx_paged.kernels.prefill import prepare_prefill
@@ -110,7 +110,7 @@ def shuffled_tables(batch: int, length: int) -> mx.array:
 
 def rows_of(batch: int, position: int) -> mx.array:
     """Return the same position for each row, as a step has it."""
-    return rows_array(np.full((batch, 1), position, np.int32))
+    return RowsArray().of(np.full((batch, 1), position, np.int32))
 
 
 class Cell:

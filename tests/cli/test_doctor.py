@@ -76,9 +76,10 @@ def test_on_a_gpu_every_variant_passes() -> None:
     run = subprocess.run([sys.executable, "-m", "mlx_paged", "doctor"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [line for line in run.stdout.splitlines() if " gqa " in line]
-    assert len(rows) >= len(POPULAR) + len(DTYPES) - 1
     assert all(re.search(r" \d+ us ", row) for row in rows)
-    assert all("kernel: one new token per sequence" in row for row in rows)
+    decode = [row for row in rows if "prompts in packs" not in row]
+    assert len(decode) >= len(POPULAR) + len(DTYPES) - 1
+    assert all("kernel: one new token per sequence" in row for row in decode)
 
 
 def test_a_failing_variant_is_named_and_fails_the_run(

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -73,17 +74,64 @@ def test_runs_leave_two_thread_groups_per_core_or_many():
     assert [run_length(2560, 132, together) for together in (2, 3, 4)] == [4, 2, 2]
 
 
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Sizes in bytes of the arrays that the host sends, as if on CUDA."""
+    sizes, make = [], mx.array
+    monkeypatch.setattr(kernel_build, "backend", lambda: "cuda")
+    monkeypatch.setattr(kernel_build.mx, "array", lambda rows: sizes.append(rows.nbytes) or make(rows))
+    yield sizes
+
+
 @pytest.mark.parametrize("shape", [(0, 1), (1,), (1, 1), (2, 1), (1, 2), (3, 1), (1, 8), (40, 1)])
 @pytest.mark.parametrize("dialect", [None, "metal", "cuda"])
-def test_rows_of_a_step_are_small_arrays_nowhere_on_cuda(shape, dialect, monkeypatch):
+def test_rows_of_a_step_are_small_arrays_nowhere_on_cuda(shape, dialect, uploads, monkeypatch):
     monkeypatch.setattr(kernel_build, "backend", lambda: dialect)
-    made, make = [], mx.array
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel_build.mx, "array", lambda rows: made.append(rows.nbytes) or make(rows))
-        rows = np.arange(7, 7 + int(np.prod(shape)), dtype=np.int32).reshape(shape)
-        found = kernel_build.rows_array(rows)
+    rows = np.arange(7, 7 + int(np.prod(shape)), dtype=np.int32).reshape(shape)
+    found = kernel_build.RowsArray().of(rows)
     assert found.dtype == mx.int32 and np.array_equal(np.array(found), rows)
-    assert made == [16 if dialect == "cuda" and 0 < rows.nbytes <= 8 else rows.nbytes]
+    assert uploads == [16 if dialect == "cuda" and 0 < rows.nbytes <= 8 else rows.nbytes]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3,), (40, 1)])
+def test_rows_that_gain_a_token_are_counted_on_the_device(shape, uploads):
+    array, rows = kernel_build.RowsArray(), np.full(shape, 5, np.int32)
+    grows = np.ones(shape, np.int32)
+    grows[-1] = len(shape) == 2  # of the others, the last row is padding
+    for _ in range(40):
+        assert np.array_equal(np.array(array.of(rows)), rows)
+        rows = rows + grows
+    assert len(uploads) == 2  # the rows, and what a step adds
+    array.of(rows - grows)  # the same step again
+    assert len(uploads) == 2
+
+
+def test_rows_of_any_steps_are_what_the_host_says(uploads):
+    rng, array = np.random.default_rng(0), kernel_build.RowsArray()
+    rows = rng.integers(0, 99, 2, dtype=np.int32)
+    for _ in range(400):
+        change = rng.integers(0, 6)
+        if change == 0:
+            rows = rng.integers(0, 99, rng.integers(1, 5), dtype=np.int32)
+        elif change < 5:
+            rows = rows + rng.integers(0, 2 if change < 4 else 4, rows.shape, dtype=np.int32)
+        assert np.array_equal(np.array(array.of(rows)), rows)
+    assert len(uploads) > 10
+
+
+def test_counted_rows_that_nobody_reads_end_in_time(uploads):
+    array, rows = kernel_build.RowsArray(), np.ones((2, 1), np.int32)
+    for step in range(2 * kernel_build.MOST_COUNTED + 2):
+        found = array.of(rows + step)
+    assert len(uploads) == 3 and found.tolist() == [[step + 1]] * 2
+
+
+def test_rows_are_not_counted_from_what_another_thread_has_not_computed(uploads):
+    array, rows = kernel_build.RowsArray(), np.ones((3, 1), np.int32)
+    other = threading.Thread(target=lambda: array.of(rows))
+    other.start()
+    other.join()
+    assert array.of(rows + 1).tolist() == [[2]] * 3 and len(uploads) == 2
 
 
 def test_starts_are_kept_for_the_steps_of_other_threads(monkeypatch):
