@@ -163,8 +163,7 @@ def _apply(patches: Sequence[Patch], unusable: Mapping[str, str], *, strict: boo
         raise PatchError("; ".join(f"{target}: {reason}" for target, reason in report.skipped.items()))
     for target, reason in report.skipped.items():
         warnings.warn(f"mlx_paged: {target} is not patched: {reason}; mlx-lm's own code runs", stacklevel=3)
-    for patch, (original, replacement) in found.items():
-        _install(patch, original, replacement)
+    _install(found)
     return report
 
 
@@ -196,12 +195,7 @@ def remove_patches() -> None:
     """
     with _lock:
         _call_if_loaded("models.model_calls", "unguard")
-        for patch, original in _originals.items():
-            owner, attribute = _owner(patch)
-            if isinstance(owner, type):
-                setattr(owner, attribute, original)
-            else:
-                _rebind(attribute, _replacements[patch], original)
+        _replace({patch: (_replacements[patch], original) for patch, original in _originals.items()})
         _originals.clear()
         _replacements.clear()
         _waiting.clear()
@@ -249,24 +243,35 @@ def _replacement_of(patch: Patch, original: Any) -> Any:
     return patch.adapt(original)
 
 
-def _install(patch: Patch, original: Any, replacement: Any) -> None:
-    owner, attribute = _owner(patch)
-    if isinstance(owner, type):
-        setattr(owner, attribute, replacement)
-        if patch.adapts_attention:
+def _install(found: Mapping[Patch, tuple[Any, Any]]) -> None:
+    """Put replacements in the place of originals, given for each patch in this order."""
+    _replace(found)
+    for patch, (original, replacement) in found.items():
+        owner, _ = _owner(patch)
+        if patch.adapts_attention and isinstance(owner, type):
             _adapted.add(owner)
-    else:
-        _rebind(attribute, original, replacement)
-    _originals[patch] = original
-    _replacements[patch] = replacement
+        _originals[patch] = original
+        _replacements[patch] = replacement
 
 
-def _rebind(name: str, old: Any, new: Any) -> None:
-    """Replace ``old`` under its name in every module that imported it, the caller's script included."""
-    for module in list(sys.modules.values()):
+def _replace(values: Mapping[Patch, tuple[Any, Any]]) -> None:
+    """Replace the old value of each symbol by the new one: in its class, or in every module that imported it, the
+    caller's script included, of which a process has thousands: all symbols in one pass."""
+    imported: list[tuple[str, Any, Any]] = []
+    for patch, (old, new) in values.items():
+        owner, attribute = _owner(patch)
+        if isinstance(owner, type):
+            setattr(owner, attribute, new)
+        else:
+            imported.append((attribute, old, new))
+    names = {name for name, _, _ in imported}
+    for module in list(sys.modules.values()) if names else ():
         namespace = getattr(module, "__dict__", None)
-        if isinstance(namespace, dict) and namespace.get(name) is old:
-            namespace[name] = new
+        if not isinstance(namespace, dict) or namespace.keys().isdisjoint(names):
+            continue
+        for name, old, new in imported:
+            if namespace.get(name) is old:
+                namespace[name] = new
 
 
 # What a new mlx-lm needs ---------------------------------------------------------------------------------------------
