@@ -138,6 +138,12 @@ def gather_attention(
     return output
 
 
+def reads_together(num_rows: int, keys: mx.array, values: mx.array) -> bool:
+    """Return whether :func:`gather_attention` reads rows of one length as these arrays hold them, all at once."""
+    nbytes = keys.nbytes + values.nbytes
+    return num_rows >= FEWEST_TOGETHER and nbytes <= min(num_rows * SHORT_BYTES, MOST_BYTES_TOGETHER)
+
+
 def attend_alone(q: mx.array, seen: tuple[mx.array, mx.array], kv: PoolLayer, params: AttentionParams) -> mx.array:
     """Attention of the last tokens of one sequence over all its visible tokens, read from a layer."""
     output = attention(q, *seen, params)

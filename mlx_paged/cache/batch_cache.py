@@ -169,7 +169,11 @@ class PagedBatchKVCache:
         rows, kv = self.rows, self._kv
         written = kv.storage.fence() if kv.in_place else None
         step = rows.step(self.layer) if append is None else append.step
-        fetched = rows.columns(self.layer).read(kv, rows.tables_of(self.layer), step)
+        columns = rows.columns(self.layer)
+        fetched = columns.read(kv, rows.tables_of(self.layer), step)
+        if columns.is_even and written is None and gather.reads_together(len(rows), *fetched):
+            record(Dispatch("gather", kv.group.storage_reason))
+            return kv.watch_read(*fetched)  # as attention over the blocks would read them
         fences = None
         if written is not None:
             fences = Fences(written if before is None else before, written, kv.storage.fence())

@@ -27,6 +27,7 @@ class LeftPadding:
         # Visible tokens of each row before the new one.
         self.before = [offset if window is None else offset - window.first_seen(offset) for offset in offsets]
         self.longest = max(self.before, default=0) + 1
+        self.is_even = min(self.before, default=0) + 1 == self.longest  # nothing is padded
 
     def _indices(self) -> mx.array:
         """Return each column's number among its row's visible tokens, int32 ``[B, longest]``; negative in padding."""
@@ -54,11 +55,14 @@ class LeftPadding:
         """
         known = step.columns.get(self.longest)
         if known is None:
-            positions = self._indices()
-            held = positions >= 0
+            positions = indices = self._indices()
             if self.window is not None:
                 positions = positions + mx.array([table.logical_start for table in tables], mx.int32)[:, None]
             block_ids = step.visible(tables, kv.sees)[0]
-            known = Columns(block_ids, mx.where(held, positions, 0), held[:, None, :, None])
+            if self.is_even:
+                known = Columns(block_ids, positions)
+            else:
+                held = indices >= 0
+                known = Columns(block_ids, mx.where(held, positions, 0), held[:, None, :, None])
             step.columns[self.longest] = known
         return kv.storage.read_rows(known)

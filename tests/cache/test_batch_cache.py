@@ -9,7 +9,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
+from mlx_paged.attention import gather
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
+from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.cache.rows import Rows
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kv import group, step
@@ -187,6 +189,29 @@ def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...]) -> None
                 own = caches[layer].make_mask(1, window_size=caches[layer].window)
                 expected = caches[layer].attend(*row, AttentionParams(SCALE, own))
                 assert mx.allclose(got[index : index + 1], expected, atol=1e-5)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("most", [1 << 17, 0])
+@pytest.mark.parametrize("lengths", [(9, 9, 9), (30, 30), (9, 9, 10), (9,)])
+def test_short_rows_of_one_length_are_read_once(
+    lengths: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "SHORT_BYTES", most)
+    pool = pool_of()
+    solo = [sequence(pool, n, seed=seed) for seed, n in enumerate(lengths)]
+    batch = merged(solo)
+    step = random_step(len(solo), 1, 0)
+    reserve(batch)
+    for layer, (cache, (q, k, v)) in enumerate(zip(batch, step, strict=True)):
+        keys, values = cache.update_and_fetch(k, v)
+        is_read = lazy_kv_of(keys, values) is None
+        assert is_read == (len(solo) > 1 and len(set(lengths)) == 1 and most > 0)
+        if is_read:
+            got = mx.fast.scaled_dot_product_attention(q, keys, values, scale=SCALE)
+            for index, caches in enumerate(solo):
+                row = tuple(x[index : index + 1] for x in (q, k, v))
+                assert mx.array_equal(got[index : index + 1], caches[layer].attend(*row, AttentionParams(SCALE)))
     pool.check_integrity()
 
 
