@@ -267,14 +267,8 @@ def read(path: Path) -> dict[str, Any]:
 @CPU_ONLY
 def test_on_a_cpu_the_report_is_whole_and_says_what_could_not_run(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "report.json"
-    env = {
-        **os.environ,
-        "MLX_PAGED_CACHE": str(tmp_path),
-        "MLX_MAX_OPS_PER_BUFFER": "30",
-        "MLX_PAGED_API_KEY": "sesame",
-    }
-    command = [sys.executable, "-m", "mlx_paged", "doctor", "--report", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=env)
+    env = {"MLX_PAGED_CACHE": str(tmp_path), "MLX_MAX_OPS_PER_BUFFER": "30", "MLX_PAGED_API_KEY": "sesame"}
+    run = commands.run("mlx_paged", "doctor", "--report", path, timeout=280, **env)
     assert run.returncode == 0, run.stdout + run.stderr
     data = read(path)
     assert data["finished"] and data["running"] is None and data["failed"] == 0
@@ -567,9 +561,16 @@ def test_dense_attention_is_timed_where_mlx_has_it(monkeypatch: pytest.MonkeyPat
 STEPS = 200
 
 
+def warm_program(module: str, *arguments: str, variables: dict[str, str]) -> Outcome:
+    """Like run_program(), without the imports."""
+    run = commands.run(module, *arguments, **variables)
+    return Outcome([json.loads(line) for line in run.stdout.splitlines()], run.stderr if run.returncode else None)
+
+
 def tokens_with(seed: int, steps: int, **variables: str) -> dict[str, list[int]]:
     """Return the outcome of mlx_paged/cli/doctor/ordering.py in a process of its own."""
-    outcome = doctor_ordering.tokens_with(seed, steps, **variables)
+    with mock.patch.object(doctor_ordering, "run_program", warm_program):
+        outcome = doctor_ordering.tokens_with(seed, steps, **variables)
     assert outcome.error is None, outcome.error
     tokens, paths = outcome.values
     kernels_run = kernel_build.backend() is not None and variables.get("MLX_PAGED_KERNEL") != "off"
@@ -588,7 +589,8 @@ def test_the_reference_does_not_run_the_kernels() -> None:
     """A demanded kernel is an error without a GPU: the program reads the variable."""
     if kernel_build.backend() is not None:
         pytest.skip("MLX has a GPU")
-    outcome = doctor_ordering.tokens_with(0, 5, MLX_PAGED_KERNEL="on")
+    with mock.patch.object(doctor_ordering, "run_program", warm_program):
+        outcome = doctor_ordering.tokens_with(0, 5, MLX_PAGED_KERNEL="on")
     assert outcome.values == [] and outcome.error is not None and "kernel=on" in outcome.error
 
 

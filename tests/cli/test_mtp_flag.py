@@ -29,23 +29,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_file_has_the_same_texts_with_the_head(checkpoint: Path) -> None:
+def results(checkpoint: Path, *flags: str) -> tuple[list[str], str]:
+    """Return the answers to all prompts as a file, and what is said beside."""
     lines = "\n".join(map(json.dumps, [*BODIES, LONG]))
+    fixed = ("generate", "--model", str(checkpoint), "--max-tokens", "24", "--ignore-chat-template")
+    done = commands.run("mlx_paged", *fixed, "--prompts-file", "-", *flags, input=lines)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line)["text"] for line in done.stdout.splitlines()], done.stderr
 
-    def results(*flags: str) -> tuple[list[str], str]:
-        fixed = ("generate", "--model", str(checkpoint), "--max-tokens", "24", "--ignore-chat-template")
-        done = commands.run("mlx_paged", *fixed, "--prompts-file", "-", *flags, input=lines)
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line)["text"] for line in done.stdout.splitlines()], done.stderr
 
-    plain, _ = results()
-    found, said = results("--mtp", "--num-draft-tokens", "2", "--cache-stats")
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> list[str]:
+    """The answers without the head."""
+    return results(checkpoint)[0]
+
+
+def test_a_file_has_the_same_texts_with_the_head(checkpoint: Path, plain: list[str]) -> None:
+    found, said = results(checkpoint, "--mtp", "--num-draft-tokens", "2", "--cache-stats")
     assert found == plain
     assert "draft(s) accepted" in said
 
 
-def test_a_server_gives_the_same_answers_with_the_head(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_server_gives_the_same_answers_with_the_head(checkpoint: Path, plain: list[str], tmp_path: Path) -> None:
     def answers(server: ServerProcess) -> list[str]:
         bodies: list[dict[str, Any]] = [{"max_tokens": 24, **body} for body in BODIES]
         with ThreadPoolExecutor(len(bodies)) as pool:
@@ -54,17 +59,13 @@ def test_a_server_gives_the_same_answers_with_the_head(checkpoint: Path, tmp_pat
         return [answer.json["choices"][0]["text"] for answer in found]
 
     server = ServerProcess(checkpoint, tmp_path, "--mtp", "--kv-cache-memory", "64MB")
-    found = answers(server)
-    long = server.post("/v1/completions", LONG).json["choices"][0]["text"]
+    assert answers(server) == plain[:2]
+    assert server.post("/v1/completions", LONG).json["choices"][0]["text"] == plain[2]
     assert server.post("/v1/completions", {**BODIES[0], "num_draft_tokens": 1, "max_tokens": 9}).status == 200
     pool = server.stats()["pool"]
     assert pool["drafted_tokens"] > 0 and pool["draft_steps"] > 0 and pool["budget_bytes"] < 64_000_000
-    assert answers(server) == found
+    assert answers(server) == plain[:2]
     assert server.stop() == 0 and "Traceback" not in server.log, server.log
-    plain = ServerProcess(checkpoint, tmp_path)
-    assert answers(plain) == found
-    assert plain.post("/v1/completions", LONG).json["choices"][0]["text"] == long
-    assert plain.stop() == 0
 
 
 @pytest.mark.parametrize("kind", ["generate", "server"])

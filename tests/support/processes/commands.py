@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any, Protocol
 
 import mlx.core as mx
@@ -37,11 +36,7 @@ class Process(Protocol):
 
 
 class WarmProcess:
-    """A command that a warm interpreter runs in a fork of itself. ``stdin`` and ``stdout`` are those of
-    :func:`on_pipes`."""
-
-    stdin: IO[bytes]
-    stdout: IO[bytes]
+    """A command that a warm interpreter runs in a fork of itself."""
 
     def __init__(self, pid: int, status: IO[bytes]) -> None:
         self.pid = pid
@@ -170,18 +165,3 @@ def run_script(command: list[str], **options: Any) -> subprocess.CompletedProces
     if command[0] == sys.executable and command[1].endswith(".py") and options.get("text"):
         return run(Path(command[1]), *command[2:])
     return _subprocess_run(command, **options)
-
-
-def on_pipes(command: list[str], *, stdin: int, stdout: int, env: dict[str, str]) -> Any:
-    """What ``subprocess.Popen`` gives for ``python -m module args`` on pipes."""
-    if not FORKS:
-        return subprocess.Popen(command, stdin=stdin, stdout=stdout, env=env)
-    (its_input, ours_in), (ours_out, its_output) = os.pipe(), os.pipe()
-    with open(its_input, "rb") as source, open(its_output, "wb") as answers:
-        process: Any = start(*command[2:], stdin=source, stdout=answers, stderr=sys.__stderr__, **env)
-    process.stdin, process.stdout = os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
-    return process
-
-
-# In the place of the module ``subprocess`` where a module of ours starts others.
-WARM = SimpleNamespace(Popen=on_pipes, PIPE=subprocess.PIPE)
