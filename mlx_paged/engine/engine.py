@@ -25,7 +25,7 @@ from ..prefix.store import SharedPrefixes
 from ..warn import warn_once
 from . import appends
 from .decode_batch import DecodeBatch, Delivery
-from .drafts.look_up import LookUp
+from .drafts.look_up import LookUp, depth_of
 from .drafts.proposal import Proposer
 from .drafts.steps import WHY_NOT, DraftSteps
 from .pace import LATENCY_MS, PrefillPace
@@ -136,7 +136,7 @@ class Engine:
         self.drafts: DraftSteps | None = None
         if self.can_pack and self.pool is not None and self.budget is not None:
             has_room = partial(appends.has_room, self.budget)
-            self.drafts = DraftSteps(batch, self.pool, has_room, proposer or LookUp(self.pool))
+            self.drafts = DraftSteps(batch, self.pool, has_room, proposer or LookUp(depth_of(self.pool, batch.ranks)))
         elif proposer is not None:
             raise ConfigError(f"no draft model can be used with {type(batch.model).__module__}: {WHY_NOT}")
         # Over ranks, whose clocks differ, and where chunks lie on a grid, the tokens of a step do not depend on time.

@@ -44,8 +44,7 @@ class PagedCacheStats:
         accepted_tokens: those of them that the model would have chosen.
         draft_steps: steps in which drafts were verified.
         draft_depth: most drafts of a request in the latest step; 0: it went without.
-        draft_ms_saved: milliseconds that a draft model or a prediction head has saved, as measured; below 0: that it
-            has cost.
+        draft_ms_saved: milliseconds that drafts have saved, as measured; below 0: that they have cost.
         state_bytes: bytes of states beside keys and values that count in the budget: of checkpoints and of requests.
         checkpoint_bytes: those of them that a prefix cache holds.
     """

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import time
 import weakref
 from typing import Any
 
-import mlx.core as mx
-
-from ...engine.drafts.depth import CPU_PROMPT_PRICE, PROMPT_PRICE, Depth
+from ...engine.drafts.depth import new_depth
 from ...engine.drafts.draft_model import DraftModel, is_paged
 from ...engine.drafts.hidden_states import HiddenStates
 from ...engine.drafts.prediction_head import PredictionHead
@@ -53,14 +50,6 @@ def known_factory(draft_model: Any) -> CacheFactory:
     sequence = sequence_of(fresh)
     factory.settle_in(None if sequence is None else sequence.pool)
     return factory
-
-
-def new_depth() -> Depth:
-    """Return what decides how many drafts rows get. On a CPU what steps cost is the process's own time, whatever else
-    runs beside it; on a GPU it is what the host waits for."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        return Depth(time.process_time, CPU_PROMPT_PRICE)
-    return Depth(time.perf_counter, PROMPT_PRICE)
 
 
 def check_one_proposer(args: argparse.Namespace) -> None:

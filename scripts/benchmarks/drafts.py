@@ -8,7 +8,7 @@ Sides:
 - *made A*: the model's own next tokens, each wrong with a chance of 1 - A.
 - *first N layers*: a draft model of the model's first layers.
 
-How many of the last two are drafted follows from what they cost and how often they are right. With *always* it is
+How many are drafted follows from what they cost and how often they are right. With *always* it is
 ``--num-draft-tokens`` in every step: tokens a step of a row are then to be 1 + A + ... + A^k.
 
 With a model that chats, *copy* asks for a text of the prompt to be repeated (greedy) and *prose* for a story (sampled).
@@ -38,10 +38,9 @@ import numpy as np
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
 import mlx_paged
-from mlx_paged.engine.drafts.depth import Acceptance, Candidate, Depth
+from mlx_paged.engine.drafts.depth import Acceptance, Candidate, Depth, new_depth
 from mlx_paged.engine.drafts.proposal import NextTokens, Proposal, most_drafts, num_known
 from mlx_paged.engine.request import Request, RequestOptions
-from mlx_paged.patches.generate.drafting import new_depth
 
 from .models import (
     PRESETS,
@@ -110,7 +109,7 @@ class EveryStep(Depth):
     """Drafts as many tokens as there may be, in every step."""
 
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
-        return [row.most for row in rows]
+        return [len(row.chances) for row in rows]
 
 
 class Made:
@@ -149,7 +148,9 @@ class Made:
     ) -> Proposal | None:
         self._depth.begin(len(rows), is_like_last=list(rows) == self._last)
         self._last = list(rows) if is_alone else []
-        candidates = [Candidate(self.rows[row], min(self._num, most_drafts(row)), most_drafts(row)) for row in rows]
+        candidates = [
+            Candidate(self.rows[row].chances(min(self._num, left)), left) for row in rows for left in [most_drafts(row)]
+        ]
         tokens: list[int] = []
         counts = []
         for row, count in zip(rows, self._depth.choose(candidates, len(rows)), strict=True):

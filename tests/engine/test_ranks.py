@@ -148,7 +148,7 @@ def test_scenarios_do_what_they_are_for() -> None:
     assert alone("preemption")["preemptions"] > 0
     assert alone(SAMPLE)["preemptions"] > 0
     assert alone("packs")["packs"]
-    assert alone("look_up")["drafted"] > 0
+    assert alone("look_up")["drafted"] > 0 and alone("timed_look_up")["has_drafted"]
     assert alone("failing_decode")["calls"] > 6
     assert alone("shared_prefixes")["computed"] < 3 * 40  # of 261
 

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 
-from mlx_paged.engine.drafts import look_up
 from tests.fuzz import batches, conversations, threads
 from tests.fuzz.cases import FAMILIES, HYBRIDS, INDEXED, Case, draw, draw_varied, vocabulary
 from tests.support.models.builders import KINDS
+from tests.support.models.drafting import in_every_step
 from tests.support.models.oracle import oracles
 
 REPEATING = (*KINDS, *KINDS, "qwen2", "phi3", "gpt_oss", "gemma2", "olmo3")
@@ -56,7 +55,7 @@ def draw_repeating(seed: int) -> Case:
 def run_look_up(case: Case) -> None:
     """Run a case that looks tokens up wherever there is something to look up."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(look_up, "LEAST_GAIN", 0.0))
+        stack.enter_context(in_every_step())
         if case.seed % 2:  # drafts that are often right
             oracle = stack.enter_context(oracles(vocabulary(case.family)))
             case.tell = lambda prompt, tokens: oracle.answers.update({tuple(prompt): tokens})

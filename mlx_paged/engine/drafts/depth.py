@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate, repeat
+from operator import mul
 from typing import NamedTuple
+
+import mlx.core as mx
 
 MEMORY = 16  # measurements that an estimate goes by, roughly
 LEAST_KNOWN = 2  # plain steps of a number of rows before drafts are tried with it
@@ -12,7 +16,9 @@ MEASURE_EVERY = 256  # steps with drafts; then plain ones are timed again
 EXPECTED = 0.7  # acceptance before anything is known
 # What drafts may cost: a part of the time of all steps, and as much again of that of the first ones.
 SHARE, FIRST_STEPS = 0.0075, 800
-TRIAL = 1.25  # plain steps that a step with one draft is taken to cost beyond a plain one before any was measured
+MOST_PATIENCE = 8  # times a trial's price that is put aside for one, after as many that were too dear
+LEAST_COST = 0.25  # plain steps; drafts that were known to cost less may have cost twice this
+WEIGHT = 0.25  # of what is assumed of the fixed part of a cost, in measurements
 # Plain steps that a token of a prompt is taken to cost a draft model, before that is measured: on a GPU, and on a CPU.
 PROMPT_PRICE, CPU_PROMPT_PRICE = 1 / 256, 1 / 8
 TRIAL_CONTEXT = 16  # tokens of a row, its last ones, that a trial goes by where more are missing
@@ -35,24 +41,51 @@ class Acceptance:
         """Return the estimate: the chance of a draft of being right."""
         return self._right / self._tried
 
+    def chances(self, most: int) -> list[float]:
+        """Return the chances of so many drafts of being accepted, each with all before it."""
+        return list(accumulate(repeat(self.chance, most), mul))
+
     def note(self, drafted: int, accepted: int) -> None:
         """Note a step: drafts behind one that was wrong say nothing."""
         self._right = self._right * self._keep + accepted
         self._tried = self._tried * self._keep + min(drafted, accepted + 1)
 
 
+class Assumed(NamedTuple):
+    """What a step with drafts is taken to cost beyond a plain one, in plain steps, before one is measured in batches
+    of its size.
+
+    Attributes:
+        draft: a draft of each row.
+        token: a draft of one row.
+        fixed: part of the cost of the first drafts that further ones do not add to. This is so when measured, too,
+            as long as all measured steps had the same number of drafts.
+    """
+
+    draft: float
+    token: float
+    fixed: float
+
+    def of(self, num_rows: int, drafts: float) -> float:
+        """Return the cost of a step with so many drafts of a row, on average."""
+        return (self.draft + self.token * num_rows) * (self.fixed + (1 - self.fixed) * drafts)
+
+
+COMPUTED = Assumed(1.25, 0.0, 0.0)  # drafts that a model computes
+# Drafts that are looked up: on a GPU, whose small steps read the weights once, and on a CPU.
+LOOKED_UP, CPU_LOOKED_UP = Assumed(0.25, 1 / 8, 0.5), Assumed(1.25, 0.0, 0.5)
+
+
 class Candidate(NamedTuple):
     """A row that can have drafts.
 
     Attributes:
-        acceptance: of its drafts.
-        most: drafts in this step.
+        chances: of each draft that it can have in this step, of being accepted; none is above the one before it.
         left: tokens that it can still get.
         missing: tokens that have to be computed for it, by the proposer, before its first draft.
     """
 
-    acceptance: Acceptance
-    most: int
+    chances: Sequence[float]
     left: int
     missing: int = 0
 
@@ -60,14 +93,6 @@ class Candidate(NamedTuple):
 def expected_tokens(chance: float, drafts: int) -> float:
     """Return the tokens that a row gets in a step with so many drafts, each right with this chance."""
     return 1.0 + sum(chance**n for n in range(1, drafts + 1))
-
-
-def _worth(chance: float, price: float, most: int) -> int:
-    """Return how many drafts are right with a chance of half their price or more, up to ``most``."""
-    found, right = 0, chance
-    while found < most and right >= price / 2:
-        found, right = found + 1, right * chance
-    return found
 
 
 class _Estimate:
@@ -84,6 +109,50 @@ class _Estimate:
             self.value = value
         else:
             self.value += (min(value, most) - self.value) * max(1 / self.count, 2 / MEMORY)
+
+
+class _Cost:
+    """What steps with drafts cost beyond plain ones, in plain steps: a fixed part and a price of a draft of each row,
+    by least squares of the latest measurements. One of less than half of what was known makes that forgotten.
+
+    Args:
+        assumed: part that is fixed; see :class:`Assumed`.
+
+    Attributes:
+        fixed: part.
+        price: of a draft of each row.
+    """
+
+    def __init__(self, assumed: float) -> None:
+        self.fixed = self.price = 0.0
+        self._assumed = assumed
+        self._ones = self._drafts = self._squares = self._costs = self._products = 0.0
+
+    def of(self, drafts: float) -> float:
+        """Return the cost of a step with so many drafts of a row, on average."""
+        return self.fixed + self.price * drafts
+
+    def note(self, drafts: float, cost: float) -> None:
+        """Note a measurement."""
+        keep = 1 - 1 / MEMORY
+        if cost < self.of(drafts) / 2:
+            keep = 1 / MEMORY
+        self._ones = self._ones * keep + 1.0
+        self._drafts = self._drafts * keep + drafts
+        self._squares = self._squares * keep + drafts * drafts
+        self._costs = self._costs * keep + cost
+        self._products = self._products * keep + cost * drafts
+        part, rest = self._assumed, 1 - self._assumed
+        ones, squares = self._ones + WEIGHT * rest * rest, self._squares + WEIGHT * part * part
+        both = self._drafts - WEIGHT * part * rest
+        determinant = ones * squares - both * both
+        fixed = (self._costs * squares - self._products * both) / determinant
+        price = (self._products * ones - self._costs * both) / determinant
+        if price < 0:
+            fixed, price = self._costs / self._ones, 0.0
+        elif fixed < 0:
+            fixed, price = 0.0, self._products / self._squares
+        self.fixed, self.price = max(0.0, fixed), max(0.0, price)
 
 
 class _Account:
@@ -105,16 +174,19 @@ class _Account:
         self._allowed += share
         self._for_trials += 0.0 if has_drafts else share
 
-    def pay(self, seconds: float, *, is_trial: bool) -> None:
+    def pay(self, seconds: float, patience: int = 0) -> None:
         """Take what drafts have cost; below 0: what they have saved. Trials are paid from the share of plain steps
-        alone, or all that was saved would be lost when drafts do not pay any more."""
+        alone, or all that was saved would be lost when drafts do not pay any more: ``patience`` times, 0 for others."""
         self.saved -= seconds
-        if is_trial:
-            self._for_trials -= max(0.0, seconds)
+        self._for_trials -= max(0.0, seconds) * patience
 
-    def has(self, seconds: float, *, for_trial: bool = False) -> bool:
+    def has(self, seconds: float) -> bool:
         """Return whether so much may be spent."""
-        return self._allowed + self.saved >= seconds and (not for_trial or self._for_trials >= seconds)
+        return self._allowed + self.saved >= seconds
+
+    def has_for_trial(self, seconds: float, patience: int) -> bool:
+        """Return whether so much may be spent for a trial that is paid ``patience`` times."""
+        return self.has(seconds) and self._for_trials >= seconds * patience
 
 
 class _Step:
@@ -127,47 +199,73 @@ class _Step:
             was not.
         proposed: drafts of a row, on average over the batch.
         accepted: tokens that rows got beyond their next ones, on average; None: no draft was verified.
-        is_trial: drafts are not known to pay.
+        patience: how many times its price is paid if it is a trial, as drafts are not known to pay; 0: they are.
     """
 
     def __init__(self, began: float, num_rows: int, before: float | None) -> None:
         self.began, self.num_rows, self.before = began, num_rows, before
         self.proposed = 0.0
         self.accepted: float | None = None
-        self.is_trial = False
+        self.patience = 0
+
+
+class _First(NamedTuple):
+    """A step with drafts behind a plain one, until a plain step shows how long it waited for the one before it.
+
+    Attributes:
+        step: the step.
+        seconds: that passed while it was computed.
+        waited: part of a plain step that it was taken to wait for.
+    """
+
+    step: _Step
+    seconds: float
+    waited: float
 
 
 class Depth:
-    """Decides how many drafts rows get in a step: the number ``k`` that makes the tokens of all rows,
-    ``1 + a + ... + a^k`` of a row with acceptance ``a``, most for ``1 + k * price``, the time of the step in plain
-    ones. In large batches each draft costs more of a step, so ``k`` falls. A row gets fewer where its drafts are not
-    likely enough to be worth verifying; the price is that of the mean.
+    """Decides how many drafts rows get in a step, whoever proposes them: the number that makes the tokens of all rows,
+    one of each and the chances of their drafts, most for the time of the step. In large batches each draft costs more
+    of a step, so it falls. A row gets fewer where its drafts are not likely enough to be worth verifying.
 
     Nothing is computed for drafts that could cost more than the account holds: 0.75% of the time of all steps, 1.5% of
     that of the first 800, and what drafts have saved. Where drafts are not known to pay they are tried, one a row, when
-    the share of time that trials have allows it; what a row misses is then computed of its last tokens alone.
+    the share of time that trials have allows it; what a row misses is then computed of its last tokens alone. Trials
+    that change nothing become rarer.
 
     Args:
         clock: in seconds, of what steps take or cost.
         prompt_price: of a token of a prompt, in plain steps, before that is measured.
+        assumed: cost of drafts before that is measured.
 
     Attributes:
         steps: number of steps by the drafts of the row with most of them.
         acceptance: of all rows.
         pays: drafts were known to pay when they were chosen last.
+        caller: ``id`` of the proposer that has begun the last step, where several share this.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, prompt_price: float = CPU_PROMPT_PRICE) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        prompt_price: float = CPU_PROMPT_PRICE,
+        assumed: Assumed = COMPUTED,
+    ) -> None:
         self.acceptance = Acceptance(4 * MEMORY)
         self.steps: dict[int, int] = {}
         self.pays = False
+        self.caller = 0
         self.clock = clock
         self._account = _Account()
-        self._prompt_price = prompt_price
+        self._prompt_price, self._assumed = prompt_price, assumed
         self._prompts: tuple[float, float] = (0.0, 0.0)  # seconds and tokens of prompts, the latest ones most
         self._plain: dict[int, _Estimate] = {}  # seconds of a plain step, by number of rows
-        self._prices: dict[int, _Estimate] = {}  # plain steps that a draft of each row costs, by size of batch
+        self._costs: dict[int, _Cost] = {}  # of steps with drafts, by size of batch
+        self._in_vain: dict[int, int] = {}  # latest trials too dear for right drafts, by size of batch
         self._last: _Step | None = None
+        self._first: _First | None = None
+        # Part of a plain step that the next one waits for: all of it, unless the host takes longer than the device.
+        self._waited = _Estimate()
         self._since_measured = 0
 
     @property
@@ -193,45 +291,88 @@ class Depth:
 
     def _note_time(self, step: _Step, seconds: float, is_complete: bool) -> None:
         """Note what a step took. A plain step ends with the one before it, whose tokens it waits for; one with drafts
-        waits for its own, too."""
+        waits for its own, too. So the plain step behind it has nothing to wait for, and is shorter by what it was
+        longer."""
         known = self._plain.setdefault(step.num_rows, _Estimate())
         plain = known.value
         is_measured = is_complete and step.before is not None
+        if not is_measured:
+            self._end_first(None)
         if step.proposed:
-            if plain is not None:
+            if plain:
                 self._note_drafts(step, plain, seconds if is_measured else None)
             return
         if is_measured and step.before == 0:
             known.note(seconds, 2 * (plain or seconds))
+        elif is_measured and plain:
+            self._end_first(max(0.0, 1 - seconds / plain))
         self._account.note_step(seconds if is_measured else min(seconds, plain or 0.0), has_drafts=False)
 
     def _note_drafts(self, step: _Step, plain: float, seconds: float | None) -> None:
         """Note what a step with drafts took, None: not known, and what they have saved."""
         is_verified, gained = step.accepted is not None, 1 + (step.accepted or 0.0)
         if seconds is None:
-            took = plain * (is_verified + step.proposed * self._price(step.num_rows))
+            took = plain * (is_verified + self._cost(step.num_rows, step.proposed))
         else:
-            took = max(0.0, seconds - (plain if step.before == 0 else 0.0))
-            took = min(took, 4 * plain * (1 + step.proposed))
-            if is_verified:
-                price = max(0.0, took / plain - 1) / step.proposed
-                self._prices.setdefault(step.num_rows.bit_length(), _Estimate()).note(price, 4.0)
+            waited = 0.0 if step.before else 1.0
+            if is_verified and waited and self._waited.value is not None:
+                waited = self._waited.value
+            took = self._took(step, seconds - waited * plain, plain)
+            if is_verified and step.before:
+                self._note_cost(step, took / plain - 1)
+            elif is_verified:
+                self._first = _First(step, seconds, waited)
         self._account.note_step(took, has_drafts=True)
-        self._account.pay(took - plain * gained * is_verified, is_trial=step.is_trial)
+        self._account.pay(took - plain * gained * is_verified, step.patience)
+        if step.patience:
+            size, is_dear = step.num_rows.bit_length(), took > plain * (1 + step.proposed)
+            self._in_vain[size] = self._in_vain.get(size, 0) + 1 if is_dear else 0
+
+    def _end_first(self, waited: float | None) -> None:
+        """Note what the first of some steps with drafts cost, when it is known how much of a plain step it waited for;
+        None: it is not going to be known."""
+        first, self._first = self._first, None
+        if first is None:
+            return
+        plain = self._plain[first.step.num_rows].value
+        assert plain
+        if waited is None:
+            waited = first.waited
+        else:
+            self._waited.note(waited, 1.0)
+            self._account.pay((first.waited - waited) * plain)
+        self._note_cost(first.step, self._took(first.step, first.seconds - waited * plain, plain) / plain - 1)
+
+    def _took(self, step: _Step, seconds: float, plain: float) -> float:
+        """Return what a step counts for, by what passed: of a pause, as where a kernel is compiled, twice what drafts
+        were known to cost."""
+        return max(0.0, min(seconds, plain * (1 + 2 * max(LEAST_COST, self._cost(step.num_rows, step.proposed)))))
+
+    def _note_cost(self, step: _Step, cost: float) -> None:
+        known = self._costs.setdefault(step.num_rows.bit_length(), _Cost(self._assumed.fixed))
+        known.note(step.proposed, cost)
 
     def note_prompt(self, seconds: float, tokens: int) -> None:
         """Note what tokens of prompts took that were computed in the step that has begun, for drafts of the rows."""
         self._prompts = (self._prompts[0] * 0.75 + seconds, self._prompts[1] * 0.75 + tokens)
-        self._account.pay(seconds, is_trial=self.is_trial)
+        self._account.pay(seconds, 0 if self._last is None else self._last.patience)
         if self._last is not None:
             self._last.began += seconds  # it says nothing of the step
 
-    def _price(self, num_rows: int) -> float:
-        """Return the price of a draft in a batch: as measured, if need be with fewer or more rows."""
+    def _measured(self, num_rows: int) -> _Cost | None:
+        """Return what is known of batches like this, or else of those with fewer or more rows."""
         size = num_rows.bit_length()
-        nearest = min(self._prices, key=lambda known: (abs(known - size), -known), default=None)
-        price = None if nearest is None else self._prices[nearest].value
-        return TRIAL if price is None else price
+        nearest = min(self._costs, key=lambda known: (abs(known - size), -known), default=None)
+        return None if nearest is None else self._costs[nearest]
+
+    def _cost(self, num_rows: int, drafts: float) -> float:
+        """Return what drafts cost a batch, in plain steps: as measured; until then as assumed, if that is more than
+        with fewer or more rows."""
+        known = self._costs.get(num_rows.bit_length())
+        if known is not None:
+            return known.of(drafts)
+        nearest = self._measured(num_rows)
+        return max(self._assumed.of(num_rows, drafts), 0.0 if nearest is None else nearest.of(drafts))
 
     def _prompt_seconds(self, tokens: int) -> float:
         seconds, counted = self._prompts
@@ -245,7 +386,22 @@ class Depth:
     @property
     def is_trial(self) -> bool:
         """Return whether the drafts that were chosen last are not known to pay."""
-        return self._last is not None and self._last.is_trial
+        return self._last is not None and self._last.patience > 0
+
+    def _plain_seconds(self, num_rows: int) -> float | None:
+        """Return what a plain step takes, None where that has to be measured first."""
+        known = self._plain.get(num_rows)
+        if known is None or known.count < LEAST_KNOWN:
+            return None
+        return known.value
+
+    def may_choose(self, num_rows: int, most: int) -> bool:
+        """Return whether rows could get drafts in the step that has begun: whether they pay if all ``most`` of each
+        are right, or are tried."""
+        plain, known = self._plain_seconds(num_rows), self._measured(num_rows)
+        if plain is None:
+            return False
+        return (known is not None and most > known.of(most)) or self._has_for_trial(plain, num_rows, 1.0, 0.0)
 
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
         """Return how many drafts each of these rows gets in the step that has begun. One that misses tokens gets some
@@ -255,24 +411,26 @@ class Depth:
             rows: those that can have drafts.
             num_rows: of the batch, others included.
         """
-        known = self._plain.get(num_rows)
-        if self._since_measured >= MEASURE_EVERY:
+        if self._since_measured >= MEASURE_EVERY and num_rows in self._plain:
             self._since_measured = 0
-            if known is not None:
-                known.count = 0
-        if known is None or known.value is None or known.count < LEAST_KNOWN or not rows:
+            self._plain[num_rows].count = 0
+        plain = self._plain_seconds(num_rows)
+        if plain is None or not rows:
             return [0] * len(rows)
-        counts = self._paying(rows, num_rows, known.value) if self._prices else None
+        counts = self._paying(rows, num_rows, plain)
         self.pays = counts is not None
-        return self._tried(rows, num_rows, known.value) if counts is None else counts
+        return self._tried(rows, num_rows, plain) if counts is None else counts
 
     def _paying(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int] | None:
         """Return the numbers of drafts that pay, 0 where the account does not hold their price; None: drafts do not
         pay."""
-        price, most = self._price(num_rows), max(row.most for row in rows)
-        counts, rate = self._best(rows, num_rows, price, most)
+        known = self._measured(num_rows)
+        if known is None:
+            return None
+        counts, rate = _best(rows, num_rows, known)
         if not any(counts):
             return None
+        self._in_vain[num_rows.bit_length()] = 0
         started: dict[int, int] = {}
         cost = 0.0
         for index, row in enumerate(rows):
@@ -282,37 +440,33 @@ class Depth:
                 if seconds < gain and self._account.has(cost + seconds):
                     cost += seconds
                     started[index] = counts[index]
-        if num_rows.bit_length() not in self._prices:
-            most = min(most, 1)  # in a batch of this size the first one says what it costs
-        ready = [row._replace(most=0) if row.missing else row for row in rows]
-        counts, _ = self._best(ready, num_rows, price, most)
-        while not self._account.has(cost + plain * price * sum(counts) / num_rows) and any(counts):
+        # In a batch of this size the first draft says what it costs.
+        most = None if num_rows.bit_length() in self._costs else 1
+        ready = [row._replace(chances=() if row.missing else row.chances[:most]) for row in rows]
+        counts, _ = _best(ready, num_rows, known)
+        while any(counts) and not self._account.has(cost + plain * self._cost(num_rows, sum(counts) / num_rows)):
             counts = [min(count, max(counts) - 1) for count in counts]
         return [started.get(index, count) for index, count in enumerate(counts)]
 
     def _tried(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int]:
         """Return one draft for each row, if a trial may be made: of all rows, or it would not show what all cost."""
-        counts = [min(row.most, 1) for row in rows]
-        missing = sum(min(row.missing, TRIAL_CONTEXT) for row in rows if row.most)
-        cost = plain * self._price(num_rows) * sum(counts) / num_rows + self._prompt_seconds(missing)
-        if self._last is None or not any(counts) or not self._account.has(cost, for_trial=True):
+        counts = [min(len(row.chances), 1) for row in rows]
+        missing = sum(min(row.missing, TRIAL_CONTEXT) for row in rows if row.chances)
+        prompts = self._prompt_seconds(missing)
+        if self._last is None or not any(counts):
             return [0] * len(rows)
-        self._last.is_trial = True
+        if not self._has_for_trial(plain, num_rows, sum(counts) / num_rows, prompts):
+            return [0] * len(rows)
+        self._last.patience = self._patience(num_rows)
         return counts
 
-    def _best(self, rows: Sequence[Candidate], num_rows: int, price: float, most: int) -> tuple[list[int], float]:
-        """Return the rows' numbers of drafts where a draft costs ``price``, and the tokens of a row for a plain step's
-        time."""
-        chances = [row.acceptance.chance for row in rows]
-        worth = [_worth(chance, price, min(row.most, most)) for chance, row in zip(chances, rows, strict=True)]
-        best, best_rate = 0, 1.0
-        for depth in range(1, max(worth, default=0) + 1):
-            counts = [min(n, depth) for n in worth]
-            own = sum(map(expected_tokens, chances, counts))
-            rate = (num_rows - len(rows) + own) / (num_rows + price * sum(counts))
-            if rate > best_rate:
-                best, best_rate = depth, rate
-        return [min(n, best) for n in worth], best_rate
+    def _has_for_trial(self, plain: float, num_rows: int, drafts: float, seconds: float) -> bool:
+        """Return whether a trial of drafts may be made now that takes so many seconds beside them."""
+        cost = plain * self._cost(num_rows, drafts) + seconds
+        return self._account.has_for_trial(cost, self._patience(num_rows))
+
+    def _patience(self, num_rows: int) -> int:
+        return min(1 + self._in_vain.get(num_rows.bit_length(), 0), MOST_PATIENCE)
 
     # What came of it ------------------------------------------------------------------------------------------
 
@@ -330,3 +484,25 @@ class Depth:
         if self._last is not None:
             self._last.proposed = sum(drafted) / num_rows
             self._last.accepted = sum(accepted) / num_rows
+
+
+def _best(rows: Sequence[Candidate], num_rows: int, cost: _Cost) -> tuple[list[int], float]:
+    """Return the rows' numbers of drafts that bring most tokens for the time, and how many that are of a row for a
+    plain step's time. All rows get as many, but for drafts less likely than half their price."""
+    worth = [sum(chance >= cost.price / 2 for chance in row.chances) for row in rows]
+    best, best_rate, drafts, tokens = 0, 1.0, 0, float(num_rows)
+    for depth in range(1, max(worth, default=0) + 1):
+        more = [row.chances[depth - 1] for row, most in zip(rows, worth, strict=True) if most >= depth]
+        drafts, tokens = drafts + len(more), tokens + sum(more)
+        rate = tokens / num_rows / (1 + cost.of(drafts / num_rows))
+        if rate > best_rate:
+            best, best_rate = depth, rate
+    return [min(most, best) for most in worth], best_rate
+
+
+def new_depth(assumed: Assumed = COMPUTED, on_cpu: Assumed = COMPUTED) -> Depth:
+    """Return what decides how many drafts rows get, and what is assumed of their cost. On a CPU what steps cost is the
+    process's own time, whatever else runs beside it; on a GPU it is what the host waits for."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return Depth(time.process_time, CPU_PROMPT_PRICE, on_cpu)
+    return Depth(time.perf_counter, PROMPT_PRICE, assumed)

@@ -197,7 +197,7 @@ class DraftModel:
         """Return what is known of a row that can have drafts, up to ``share`` of them in a step."""
         own, left = self.rows[row], most_drafts(row)
         missing = 0 if self._is_ready(row) else num_known(row) - own.length
-        return Candidate(own.acceptance, max(0, min(share, self._most(row), left)), left, missing)
+        return Candidate(own.acceptance.chances(max(0, min(share, self._most(row), left))), left, missing)
 
     def knows(self, row: Request) -> bool:
         """Return whether everything is known that drafts of the row depend on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,11 +23,11 @@ class _Runs(NamedTuple):
 
     Attributes:
         keys: int64, ascending, each once.
-        ends: int32, the position behind the last run with that key.
+        ends: int64, the position behind the last run with that key.
     """
 
-    keys: np.ndarray
-    ends: np.ndarray
+    keys: array[int]
+    ends: array[int]
 
     @classmethod
     def of(cls, tokens: np.ndarray, size: int, first: int) -> _Runs:
@@ -35,14 +37,14 @@ class _Runs(NamedTuple):
         for place in range(size):
             keys = keys << TOKEN_BITS | tokens[place : place + count]
         latest, places = np.unique(keys[::-1], return_index=True)  # the first of the reversed ones is the last
-        return cls(latest, (first + size + count - 1 - places).astype(np.int32))
+        return cls(array("q", latest.tobytes()), array("q", (first + size + count - 1 - places).tobytes()))
 
     def end_of(self, run: tuple[int, ...]) -> int | None:
         key = 0
         for token in run:
             key = key << TOKEN_BITS | token
-        place = int(np.searchsorted(self.keys, key))
-        return int(self.ends[place]) if place < len(self.keys) and self.keys[place] == key else None
+        place = bisect_left(self.keys, key)
+        return self.ends[place] if place < len(self.keys) and self.keys[place] == key else None
 
 
 class NgramIndex:
@@ -72,6 +74,22 @@ class NgramIndex:
         tokens.append(token)
         self._latest = [(*long[-2:], token), (*short[-1:], token)]
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take the row's next tokens."""
+        first = len(self.tokens)
+        self.tokens += tokens
+        for size, later in zip(SIZES, self._later, strict=True):
+            begin = max(first, size)
+            last = self.tokens[begin - size : -1]
+            later.update(
+                zip(
+                    zip(*(last[place:] for place in range(size)), strict=False),
+                    range(begin, len(self.tokens)),
+                    strict=True,
+                )
+            )
+        self._latest = [tuple(self.tokens[-size:]) for size in SIZES]
+
     def find(self) -> tuple[int, int] | None:
         """Find where the last tokens have stood before: the position behind them, and how many tokens are the same, up
         to 8."""
@@ -99,9 +117,8 @@ def _common_end(tokens: Sequence[int], a: int, b: int) -> int:
     return length
 
 
-# What it costs to verify a draft, in tokens of a step without: on a GPU, and on a CPU, where each takes its time.
-PRICE, CPU_PRICE = 1 / 8, 1 / 2
 MEMORY = 8  # predictions that an estimate goes by, roughly
+LEAST_CHANCE = 1 / 16  # of a draft of being accepted; less likely ones are not worth anything
 
 
 class Drafts(NamedTuple):
@@ -109,11 +126,11 @@ class Drafts(NamedTuple):
 
     Attributes:
         tokens: in order.
-        gain: how many of them are expected to be accepted, less what they cost.
+        chances: of each, of being accepted.
     """
 
     tokens: list[int]
-    gain: float
+    chances: list[float]
 
 
 class Predictor:
@@ -151,9 +168,14 @@ class Predictor:
         self._next, self._matched = self._index.find() or (0, 0)
 
     def follow(self, row: Request) -> None:
-        """Those of the row's tokens that are not known here yet."""
-        for place in range(self.num_tokens - len(row.history), len(row.source)):
-            self.add(row.source[place])
+        """Take those of the row's tokens that are not known here yet. What was predicted long ago is not followed."""
+        tokens = row.source[max(0, self.num_tokens - len(row.history)) :]
+        if self._matched and len(tokens) <= self.most + 1:
+            for token in tokens:
+                self.add(token)
+        elif tokens:
+            self._index.extend(tokens)
+            self._look()
 
     def add(self, token: int) -> None:
         """Take the row's next token, delivered or about to be."""
@@ -169,24 +191,23 @@ class Predictor:
             self._index.add(token)
         self._look()
 
-    def drafts(self, skipped: int, most: int, price: float = PRICE) -> Drafts | None:
-        """Return what is expected next, as far as it is worth its price; None: nothing.
+    def drafts(self, skipped: int, most: int) -> Drafts | None:
+        """Return what is expected next, as far as it is likely; None: nothing.
 
         Args:
             skipped: so many tokens are being computed already; the drafts come behind them.
             most: drafts, if that is less than always.
-            price: of each, in tokens.
         """
         if not self._matched:
             return None
         tokens, most = self._index.tokens, min(self.most, most)
         period = len(tokens) - self._next  # a row that has come to its own end goes on with what it is repeating
-        chance, gain, drafts = 1.0, 0.0, []
+        chance, drafts, chances = 1.0, [], []
         for step in range(skipped + most):
             chance *= self._chances[min(self._matched + step, MOST_COMPARED)]
-            if chance <= price:
+            if chance < LEAST_CHANCE:
                 break
             if step >= skipped:
-                gain += chance - price
                 drafts.append(tokens[self._next + step % period])
-        return Drafts(drafts, gain) if drafts else None
+                chances.append(chance)
+        return Drafts(drafts, chances) if drafts else None

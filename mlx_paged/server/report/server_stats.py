@@ -34,7 +34,7 @@ _GAUGES = {
     "quantized_layers": "Layers whose pages hold quantised keys and values",
     "dense_layers": "Layers whose pages hold keys and values as they are",
     "draft_depth": "Most drafts of a request in the latest step",
-    "draft_ms_saved": "Milliseconds that a draft model or a prediction head has saved; below 0: that it has cost",
+    "draft_ms_saved": "Milliseconds that drafts have saved; below 0: that they have cost",
 }
 _COUNTERS = {
     "cow_forks": "Blocks copied because a sequence wrote to a shared one",

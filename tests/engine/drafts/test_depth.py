@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from mlx_paged.engine.drafts.depth import (
+    COMPUTED,
     CPU_PROMPT_PRICE,
     FIRST_STEPS,
     LEAST_KNOWN,
+    LOOKED_UP,
     MEASURE_EVERY,
     PROMPT_PRICE,
     SHARE,
-    TRIAL,
     TRIAL_CONTEXT,
     Acceptance,
     Candidate,
@@ -22,7 +23,7 @@ from mlx_paged.engine.drafts.depth import (
 from mlx_paged.engine.drafts.draft_model import MOST_BEHIND
 from tests.support.cases import quick
 
-FIRST_TRIAL = TRIAL / (2 * SHARE)  # plain steps before the account holds its price
+FIRST_TRIAL = COMPUTED.of(1, 1) / (2 * SHARE)  # plain steps before the account holds its price
 
 
 def flat(tokens: float, rows: int) -> float:
@@ -62,6 +63,8 @@ class Machine:
     ) -> None:
         self.rows, self.chance, self.draft, self.verify, self.most = rows, chance, draft, verify, most
         self.prompt_price = prompt_price
+        self.idle = 0.0
+        self.host, self.device = 0.0, 1.0  # what a plain step takes of each
         self.now = self.ends = 0.0  # of the host; when the step that it has not waited for ends
         self.depth = depth or Depth(prompt_price=PROMPT_PRICE if verify is flat else CPU_PROMPT_PRICE)
         self.depth.clock = lambda: self.now
@@ -78,9 +81,9 @@ class Machine:
     def step(self, *, is_like_last: bool = True, left: int = 10_000) -> int:
         """Take a step; return its depth."""
         self.depth.begin(self.rows, is_like_last=is_like_last)
+        self.now += self.host
         missing = [behind if behind > MOST_BEHIND else 0 for behind in self.behind]
-        parts = zip(self.acceptances, missing, strict=True)
-        counts = self.depth.choose([Candidate(own, self.most, left, miss) for own, miss in parts], self.rows)
+        counts = self.choose(left, missing)
         for index, (count, lacks) in enumerate(zip(counts, missing, strict=True)):
             if count and lacks:
                 counts[index] = count * self._catch_up(index)
@@ -89,7 +92,7 @@ class Machine:
         if deepest:
             accepted = self._verify(counts, deepest)
         else:
-            before, self.ends = self.ends, max(self.now, self.ends) + 1.0
+            before, self.ends = self.ends, max(self.now, self.ends) + self.device
             self.now = max(self.now, before)
         self.behind = [0 if count else behind + 1 for count, behind in zip(counts, self.behind, strict=True)]
         self.tokens += self.rows + accepted
@@ -97,6 +100,11 @@ class Machine:
         if self.num_steps > 8:
             self.worst = min(self.worst, self.rate)
         return deepest
+
+    def choose(self, left: int, missing: list[int]) -> list[int]:
+        """Return how many drafts each row gets."""
+        parts = zip(self.acceptances, missing, strict=True)
+        return self.depth.choose([Candidate(own.chances(self.most), left, miss) for own, miss in parts], self.rows)
 
     def _catch_up(self, index: int) -> bool:
         """Compute what the draft model lacks of a row; return whether it then has all."""
@@ -127,7 +135,69 @@ class Machine:
     @property
     def rate(self) -> float:
         """Tokens of a row in the time of a plain step."""
-        return self.tokens / self.rows / max(self.now, self.ends)
+        return self.tokens / self.rows / self.passed
+
+    @property
+    def passed(self) -> float:
+        """Time that the steps have taken."""
+        return max(self.now, self.ends) - self.idle
+
+
+class LookUpMachine(Machine):
+    """Rows that look tokens up. Which are likely is known, and nothing has to be computed for them.
+
+    Args:
+        rows: in each step.
+        chance: of a draft of being right.
+        verify: time of a step with so many tokens, and so many rows.
+        repeats: chance of a row of having drafts in a step.
+        host: part of a plain step that the host takes; what the device takes overlaps it.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        chance: float,
+        verify: Callable[[float, int], float],
+        repeats: float = 1.0,
+        host: float = 0.0,
+        depth: Depth | None = None,
+    ) -> None:
+        super().__init__(
+            rows, chance, 0.0, verify, 8, depth=depth or Depth(prompt_price=PROMPT_PRICE, assumed=LOOKED_UP)
+        )
+        self.repeats = repeats
+        self.host, self.device = host, 1.0 if host < 1 else 0.6
+        self.looked = 0  # steps in which rows were looked at
+
+    def choose(self, left: int, missing: list[int]) -> list[int]:
+        if not self.depth.may_choose(self.rows, self.most):
+            return [0] * self.rows
+        self.looked += 1
+        able = [self.rng.random() < self.repeats for _ in range(self.rows)]
+        chances = [self.chance**n for n in range(1, min(self.most, left) + 1)]
+        found = iter(self.depth.choose([Candidate(chances, left) for each in able if each], self.rows))
+        return [next(found) if each else 0 for each in able]
+
+    @property
+    def passed(self) -> float:
+        return self.now - self.idle if self.host else super().passed
+
+    def go_on_from(self, other: Machine) -> None:
+        """Begin when another machine has ended; the time until then counts for nobody."""
+        self.idle += max(other.now, other.ends) - max(self.now, self.ends)
+        self.now = self.ends = max(other.now, other.ends)
+
+    def answers(self, count: int, length: int) -> None:
+        """Have the rows give answers, one after the other."""
+        self.depth.clock = lambda: self.now
+        for _ in range(count):
+            left, is_first = length, True
+            while left > 0:
+                before = self.tokens
+                self.step(is_like_last=not is_first, left=left)
+                left -= max(1, (self.tokens - before) // self.rows)
+                is_first = False
 
 
 def best_rate(machine: Machine) -> float:
@@ -260,9 +330,9 @@ def test_a_row_that_is_seldom_right_gets_fewer_drafts() -> None:
     for _ in range(60):
         often.note(4, 4)
         seldom.note(4, 0)
-    first, second = machine.depth.choose([Candidate(often, 8, 100), Candidate(seldom, 8, 100)], 2)
+    first, second = machine.depth.choose([Candidate(often.chances(8), 100), Candidate(seldom.chances(8), 100)], 2)
     assert first >= 6 and second == 0
-    chosen = machine.depth.choose([Candidate(often, 3, 3), Candidate(seldom, 8, 100)], 2)
+    chosen = machine.depth.choose([Candidate(often.chances(3), 3), Candidate(seldom.chances(8), 100)], 2)
     assert chosen == [3, 0], "an answer that ends gets no more than it can use"
 
 
@@ -283,7 +353,7 @@ def test_drafts_that_nobody_verifies_are_paid_for() -> None:
     proposed = 0
     for _ in range(2000):
         machine.depth.begin(1, is_like_last=True)
-        (count,) = machine.depth.choose([Candidate(machine.acceptances[0], 4, 100)], 1)
+        (count,) = machine.depth.choose([Candidate(machine.acceptances[0].chances(4), 100)], 1)
         if count:
             machine.depth.note_proposed(count)
             proposed += 1
@@ -295,3 +365,83 @@ def test_plain_steps_are_timed_again_now_and_then() -> None:
     depths = Machine(1, 1.0, 0.01).run(3 * MEASURE_EVERY)
     plain = [place for place, depth in enumerate(depths) if depth == 0]
     assert plain[-1] > MEASURE_EVERY and len([place for place in plain if place > 200]) < 16
+
+
+# Look-up ------------------------------------------------------------------------------------------------------------
+
+# What a step with drafts costs beyond a plain one, in plain steps: a part that is fixed, and one by drafts of each row.
+# The first are near what an H100 took with a model of 1B; with the second even 32 rows are nearly free.
+COSTS = {
+    "measured": {1: (0.3, 0.04), 8: (0.5, 0.2), 32: (1.0, 1.3)},
+    "flat": {1: (0.05, 0.0), 8: (0.2, 0.0), 32: (0.6, 0.0)},
+}
+
+
+def verification(costs: str, host: float = 0.0) -> Callable[[float, int], float]:
+    """Return what the device takes for a step of so many tokens and rows that costs this."""
+
+    def verify(tokens: float, rows: int) -> float:
+        fixed, price = COSTS[costs][rows]
+        return 1 + fixed + price * (tokens - rows) / rows - host
+
+    return verify
+
+
+def best_of_look_up(machine: LookUpMachine) -> float:
+    """Return the tokens of a row for a plain step's time where all rows have drafts in every step."""
+    rows = machine.rows
+    times = [machine.host + machine.verify(rows * (1 + n), rows) for n in range(1, machine.most + 1)]
+    return max(1.0, *(expected_tokens(machine.chance, n) / times[n - 1] for n in range(1, machine.most + 1)))
+
+
+@pytest.mark.parametrize("host", [0.0, 1.0], ids=["device", "host"])
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_look_up_is_used_where_it_pays(rows: int, costs: str, host: float) -> None:
+    """Whether the device or the host bounds a plain step: in one case alone the first step with drafts behind a plain
+    one waits for that."""
+    for chance in (0.1, 0.9):
+        for repeats in (1.0, 0.3):
+            machine = LookUpMachine(rows, chance, verification(costs, host), repeats, host)
+            machine.run(2000)
+            assert machine.worst > 0.98, f"after any number of steps: {chance}, {repeats}"
+            if repeats == 1:
+                assert machine.rate > 0.88 * best_of_look_up(machine), chance
+            assert machine.depth.seconds_saved == pytest.approx(machine.tokens / rows - machine.passed, abs=12.0)
+
+
+@pytest.mark.parametrize("host", [0.0, 1.0], ids=["device", "host"])
+@pytest.mark.parametrize("length", [32, 256])
+def test_short_answers_look_up_where_it_pays(length: int, host: float) -> None:
+    """What is known of a batch of one row, and what was saved, does not hurt one of 32."""
+    alone = LookUpMachine(1, 0.9, verification("measured", host), 1.0, host)
+    many = LookUpMachine(32, 0.9, verification("measured", host), 1.0, host, alone.depth)
+    alone.answers(1, length)
+    assert alone.rate > (1.0 if length == 32 else 2.2), "the first answer"
+    alone.answers(2048 // length, length)
+    assert alone.worst > 0.98 and alone.rate > (0.5 if length == 32 else 0.75) * best_of_look_up(alone)
+    for _ in range(4):
+        many.go_on_from(alone)
+        many.answers(max(1, 512 // length), length)
+        alone.go_on_from(many)
+        alone.answers(1, length)
+    assert many.rate > 0.98 and many.looked < 0.1 * many.num_steps
+    new = LookUpMachine(32, 0.9, verification("measured", host), 1.0, host)
+    new.answers(4096 // length, length)
+    assert new.worst > 0.98
+
+
+def test_a_first_draft_that_was_dear_by_chance_is_forgotten() -> None:
+    """The first one had a kernel compiled."""
+    machine = LookUpMachine(1, 0.9, verification("measured"))
+    slow = iter([30.0])
+    verify = machine.verify
+    machine.verify = lambda tokens, rows: next(slow, 0.0) + verify(tokens, rows)
+    machine.run(1500)
+    assert machine.rate > 0.5 * best_of_look_up(machine)
+
+
+def test_trials_that_are_too_dear_become_rare() -> None:
+    machine = LookUpMachine(32, 0.9, verification("measured"))
+    trials = [sum(depth > 0 for depth in machine.run(4000)) for _ in range(4)]
+    assert trials[0] <= 8 and 0 < sum(trials[1:]) <= 9 and machine.rate > 0.995

@@ -9,6 +9,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged.cache.rows import NotPackableError, Rows
+from mlx_paged.engine import engine
 from mlx_paged.engine.drafts import look_up, ngrams
 from mlx_paged.engine.drafts.steps import DraftSteps
 from mlx_paged.engine.request import RequestOptions
@@ -16,6 +17,7 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.cases import crossed, quick
+from tests.support.models.drafting import EveryStep
 from tests.support.models.oracle import Oracle, oracles
 from tests.support.models.toy_engine import VOCAB, ToyEngine, answer, greedy, make_pool, prompt_of
 
@@ -247,7 +249,7 @@ def test_a_draft_that_cannot_be_computed_is_nobodys_fault(
     monkeypatch.setattr(
         oracle,
         "drafts",
-        lambda self, skipped, most, price: None if most < 2 else ngrams.Drafts([expected[0], never], 2),
+        lambda self, skipped, most: None if most < 2 else ngrams.Drafts([expected[0], never], [1.0, 1.0]),
     )
     toy.model.poison = never
     toy.run()
@@ -310,13 +312,42 @@ def test_a_sampler_that_raises_fails_its_row_alone(oracle: type[Oracle]) -> None
     check_left(pool, toy)
 
 
-def test_nothing_is_proposed_where_it_is_not_expected_to_pay(oracle: type[Oracle], monkeypatch: Any) -> None:
-    monkeypatch.setattr(look_up, "LEAST_GAIN", MOST + 1.0)
+def test_rows_are_not_looked_at_where_drafts_cannot_pay(oracle: type[Oracle], monkeypatch: Any) -> None:
+    monkeypatch.setattr(EveryStep, "may_choose", lambda self, num_rows, most: False)
+    monkeypatch.setattr(oracle, "follow", lambda self, row: pytest.fail("looked at"))
     pool = make_pool()
     toy = Engine(pool)
     toy.ask(PROMPTS[0], 12)
     toy.run()
     assert pool.stats().drafted_tokens == 0 and toy.tokens(0) == answer(PROMPTS[0], 12)
+
+
+def test_what_drafts_cost_is_known_to_the_next_batch_over_the_pool() -> None:
+    pool = make_pool()
+    first, second = (ToyEngine(pool).engine.drafts.proposer for _ in range(2))
+    assert first.depth is second.depth is not ToyEngine(make_pool()).engine.drafts.proposer.depth
+
+
+def test_times_of_several_batches_are_told_apart(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines take steps in turns: what passes between those of one is no step's time."""
+    begun: list[bool] = []
+    depth = EveryStep()
+    original = depth.begin
+    monkeypatch.setattr(engine, "depth_of", lambda pool, ranks: depth)
+    monkeypatch.setattr(
+        depth, "begin", lambda num_rows, *, is_like_last: begun.append(is_like_last) or original(1, is_like_last=False)
+    )
+    pool = make_pool()
+    engines = [Engine(pool), Engine(pool)]
+    for toy in engines:
+        toy.ask(PROMPTS[1], 40)
+    for _ in range(4):
+        for toy in engines:
+            toy.step()
+    assert len(begun) > 4 and not any(begun)
+    for _ in range(3):
+        engines[0].step()
+    assert begun[-2:] == [True, True]
 
 
 @pytest.mark.parametrize("limit", ["MOST_TOKENS", "MOST_READS"])

@@ -24,6 +24,7 @@ from tests.support.cases import quick, slow
 from tests.support.kernels.fake_kernels import FakeKernels
 from tests.support.models.batch_runs import Outcome, collect, generator, run_all
 from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
+from tests.support.models.drafting import in_every_step
 from tests.support.models.oracle import Oracle, oracles
 from tests.support.models.recurrent import build_recurrent
 
@@ -240,9 +241,9 @@ class Guess(Oracle):
 
     words: tuple[int, ...] = ()
 
-    def drafts(self, skipped: int, most: int, price: float = 0.0) -> Any:
+    def drafts(self, skipped: int, most: int) -> Any:
         found = self.words[: min(self.most, most)]
-        return None if not found else Drafts(list(found), float(len(found)))
+        return None if not found else Drafts(list(found), [1.0] * len(found))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,8 @@ def test_samples_are_distributed_as_without(options: dict[str, Any], monkeypatch
     monkeypatch.setattr(Guess, "words", guess)
     monkeypatch.setattr(ngrams, "Predictor", Guess)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = generator(model, completion_batch_size=100)
+    with in_every_step():
+        gen = generator(model, completion_batch_size=100)
     outcomes: dict[int, Outcome] = {}
     for _ in range(DRAWN // 100):
         batch = insert(gen, [prompt] * 100, POSITIONS, samplers=[sampler] * 100)

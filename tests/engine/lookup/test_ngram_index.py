@@ -1,7 +1,7 @@
 """NgramIndex: where the latest tokens have stood before."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.engine.drafts import ngrams as ngram_index
@@ -30,6 +30,16 @@ def test_the_last_place_of_the_longest_run_is_found(prompt: list[int], rest: lis
         index.add(token)
         assert index.find() == by_hand(prompt + rest[:count])
     assert index.tokens == prompt + rest
+
+
+@settings(deadline=None)
+@given(prompt=FEW, rest=st.lists(FEW, max_size=5))
+def test_tokens_that_come_together_are_indexed_as_one_by_one(prompt: list[int], rest: list[list[int]]) -> None:
+    index, tokens = NgramIndex(prompt), list(prompt)
+    for more in rest:
+        index.extend(more)
+        tokens += more
+        assert index.tokens == tokens and index.find() == by_hand(tokens)
 
 
 def test_a_single_token_is_no_match() -> None:

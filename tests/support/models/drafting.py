@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 import mlx_paged
+from mlx_paged.engine import engine
 from mlx_paged.engine.drafts.depth import Depth
 from mlx_paged.patches.generate import drafting
 from scripts.support import model_configs
@@ -24,13 +25,19 @@ class EveryStep(Depth):
 
     def choose(self, rows: Any, num_rows: int) -> list[int]:
         self.pays = True
-        return [row.most for row in rows]
+        return [len(row.chances) for row in rows]
+
+    def may_choose(self, num_rows: int, most: int) -> bool:
+        return True
 
 
 @contextmanager
 def in_every_step() -> Iterator[None]:
     """Generators that are made here draft in every step."""
-    with mock.patch.object(drafting, "Depth", EveryStep):
+    with (
+        mock.patch.object(drafting, "new_depth", EveryStep),
+        mock.patch.object(engine, "depth_of", lambda pool, ranks: EveryStep()),
+    ):
         yield
 
 

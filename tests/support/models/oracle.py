@@ -6,6 +6,7 @@ from unittest import mock
 
 from mlx_paged.engine.drafts import ngrams
 from mlx_paged.engine.drafts.ngrams import Drafts, Predictor
+from tests.support.models.drafting import in_every_step
 
 
 class Oracle(Predictor):
@@ -23,7 +24,7 @@ class Oracle(Predictor):
     right: Callable[[int], int] = staticmethod(lambda place: place % 6)
     vocab = 24
 
-    def drafts(self, skipped: int, most: int, price: float = 0.0) -> Drafts | None:
+    def drafts(self, skipped: int, most: int) -> Drafts | None:
         tokens = self._index.tokens
         prompt = max((p for p in self.answers if tuple(tokens[: len(p)]) == p), key=len, default=None)
         if prompt is None:
@@ -32,12 +33,12 @@ class Oracle(Predictor):
         coming = self.answers[prompt][place : place + min(self.most, most)]
         right = type(self).right(place)
         drafts = [token if i < right else (token + 1) % self.vocab for i, token in enumerate(coming)]
-        return Drafts(drafts, float(len(drafts))) if drafts else None
+        return Drafts(drafts, [1.0] * len(drafts)) if drafts else None
 
 
 @contextmanager
 def oracles(vocab: int) -> Iterator[type[Oracle]]:
-    """Rows that look tokens up ask an oracle, whose answers are to be filled in."""
+    """Rows that look tokens up ask an oracle, whose answers are to be filled in, in every step."""
     fresh = type("FreshOracle", (Oracle,), {"answers": {}, "vocab": vocab})
-    with mock.patch.object(ngrams, "Predictor", fresh):
+    with in_every_step(), mock.patch.object(ngrams, "Predictor", fresh):
         yield fresh

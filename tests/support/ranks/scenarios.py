@@ -4,6 +4,7 @@ import importlib
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 from mlx_lm.models import llama
@@ -11,12 +12,14 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine.drafts import depth
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches import registry
 from mlx_paged.patches.sharded import shard_head
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.models.drafting import in_every_step
 
 VOCAB, BLOCK, LAYERS, KV_HEADS, HEAD_DIM = 128, 8, 2, 4, 16
 generate = importlib.import_module("mlx_lm.generate")
@@ -186,10 +189,21 @@ def unseeded() -> dict[str, Any]:
 
 def look_up() -> dict[str, Any]:
     world = World(config={"prompt_lookup": 6})
-    gen = world.generator(completion_batch_size=3)
+    with in_every_step():
+        gen = world.generator(completion_batch_size=3)
     gen.insert([prompt(6, n) * 5 for n in (1, 2)], [40, 40])
     world.run(gen)
     return world.outcome(gen, drafted=world.pool.stats().drafted_tokens)
+
+
+def timed_look_up() -> dict[str, Any]:
+    """How many tokens are looked up depends on rank 0's clock; trials cost nothing."""
+    world = World(config={"prompt_lookup": 6})
+    with mock.patch.object(depth, "SHARE", 100.0):
+        gen = world.generator(completion_batch_size=3)
+        gen.insert([prompt(6, n) * 5 for n in (1, 2)], [40, 40])
+        world.run(gen)
+    return world.outcome(gen, has_drafted=world.pool.stats().drafted_tokens > 0)
 
 
 def failing_call() -> dict[str, Any]:
@@ -278,7 +292,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         ragged, packs, shared_prefixes, preemption, windows, quantized, cancels, sampling, unseeded, look_up,
-        failing_call, failing_decode, schedule,
+        timed_look_up, failing_call, failing_decode, schedule,
     )
 }  # fmt: skip
 
