@@ -118,19 +118,19 @@ def gather_attention(
     is_plain = params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
     if is_plain and not step.is_pack:
         parts = _together(kv, tables, step)
-    outputs = []
-    apart = _attend_apart(q, kv, tables, params, step, parts) if is_plain else {}
+    outputs: list[mx.array] = []
+    order = _attend_apart(outputs, q, kv, tables, params, step, parts) if is_plain else []
+    done = set(order)
     for rows, columns in parts:
-        if rows[0] in apart:
-            outputs.append(apart[rows[0]])
+        if rows[0] in done:
             continue
         if columns is not None:
             k, v = kv.storage.read_rows(columns)
         else:
             k, v = kv.gather_visible(tables[rows[0]], copy=False)
         outputs.append(attention(_rows_of(q, rows), k, v, params))
+        order += rows
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    order = [row for rows, _ in parts for row in rows]
     if order != sorted(order):
         output = output[mx.array(np.argsort(order))]
     if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
@@ -153,18 +153,19 @@ def attend_alone(q: mx.array, seen: tuple[mx.array, mx.array], kv: PoolLayer, pa
 
 
 def _attend_apart(
+    outputs: list[mx.array],
     q: mx.array,
     kv: PoolLayer,
     tables: Sequence[BlockTable],
     params: AttentionParams,
     step: Step,
     parts: Sequence[RowsTogether],
-) -> dict[int, mx.array]:
-    """Attention of rows with one new token that share no operations with rows of their length, by row; not of all,
-    and of none where MLX's attention function is more than these operations.
+) -> list[int]:
+    """Attention of rows with one new token that share no operations with rows of their length, appended to the outputs;
+    not of all, and of none where MLX's attention function is more than these operations. Returns which rows.
 
     On a CPU that function is them, and the bits are the same. An operation costs as much as the products of a short
-    row. Here rows share those before and after, and one gather, and 7 are left of 20 or more for each.
+    row. Here rows share those before and after, and one gather, and 3 are left of 20 or more for each.
     """
     storage = kv.storage
     rows = [part.rows[0] for part in parts if part.columns is None]
@@ -176,21 +177,23 @@ def _attend_apart(
         or params.sinks is not None
         or not isinstance(storage, FunctionalStorage)
     ):
-        return {}
+        return []
     if step.apart is None or step.apart.num_blocks != storage.num_blocks:
         step.apart = _places(storage, tables, rows)
-    places, index, _ = step.apart
-    in_pool = storage.for_single_queries()
-    gathered = in_pool if index is None else storage.for_single_queries(index)
     batch, num_heads = q.shape[:2]
-    scaled = (q * mx.array(params.scale, q.dtype)).reshape(batch, in_pool[0].shape[1], -1, 1, q.shape[3])
+    scaled = (q * mx.array(params.scale, q.dtype)).reshape(batch, storage.geometry.num_kv_heads, -1, 1, q.shape[3])
     queries = mx.split(scaled, batch)
-    outputs = {}
-    for row, (is_gathered, start, end) in places.items():
-        keys, values = gathered if is_gathered else in_pool
-        weights = mx.softmax(queries[row] @ keys[..., start:end], axis=-1, precise=True)
-        outputs[row] = (weights @ values[..., start:end, :]).reshape(1, num_heads, 1, -1)
-    return outputs
+    found: dict[int, mx.array] = {}
+    for rows, edges, index in step.apart.sources:
+        keys, values = storage.for_single_queries(index)
+        own = zip(rows, mx.split(keys, edges, axis=-1)[1::2], mx.split(values, edges, axis=-2)[1::2], strict=True)
+        for row, k, v in own:
+            found[row] = mx.softmax(queries[row] @ k, axis=-1, precise=True) @ v
+    if not found:
+        return []
+    done = sorted(found)
+    outputs.append(mx.concatenate([found[row] for row in done]).reshape(len(done), num_heads, 1, -1))
+    return done
 
 
 def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], rows: Sequence[int]) -> RowsApart:
@@ -198,20 +201,25 @@ def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], rows: Sequ
     as many rows as may be gathered at a time."""
     geometry, size = storage.geometry, storage.block_size
     block_bytes = size * geometry.num_kv_heads * (geometry.k_head_dim + geometry.v_head_dim) * geometry.dtype.size
-    places: dict[int, tuple[bool, int, int]] = {}
-    blocks: list[int] = []
+    places = sorted((place, row) for row in rows if (place := storage.place_of(tables[row])) is not None)
+    in_pool, pool_edges = list[int](), [0]
+    gathered, edges, blocks = list[int](), list[int](), list[int]()
+    for (start, end), row in places:
+        if start >= pool_edges[-1]:  # always, but for blocks that rows share to the last
+            in_pool.append(row)
+            pool_edges += start, end
     for row in rows:
         table = tables[row]
-        place = storage.place_of(table)
-        if place is not None:
-            places[row] = (False, *place)
-            continue
         first, last = table.logical_start // size, -(-table.length // size)
-        if (len(blocks) + last - first) * block_bytes <= MOST_BYTES_TOGETHER:
+        if row not in in_pool and (len(blocks) + last - first) * block_bytes <= MOST_BYTES_TOGETHER:
             start = len(blocks) * size + table.logical_start % size
-            places[row] = True, start, start + table.num_visible
+            gathered.append(row)
+            edges += start, start + table.num_visible
             blocks += table.block_ids[first:last]
-    return RowsApart(places, storage.block_index(blocks) if blocks else None, storage.num_blocks)
+    sources: list[tuple[list[int], list[int], mx.array | None]] = [(in_pool, pool_edges[1:], None)]
+    if gathered:
+        sources.append((gathered, edges, storage.block_index(blocks)))
+    return RowsApart([source for source in sources if source[0]], storage.num_blocks)
 
 
 def _together(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[RowsTogether]:

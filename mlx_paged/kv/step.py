@@ -143,14 +143,12 @@ class RowsApart(NamedTuple):
     """Rows of functional storage with one new token each, whose attention is computed row by row.
 
     Attributes:
-        places: of each row, whether it is read from the gathered blocks, and where its tokens begin and end there or in
-            the pool.
-        gathered: index of the gathered blocks, or None.
-        num_blocks: of the pool, for which the index holds.
+        sources: what rows are read from: which rows, where the tokens of each begin and end in it, ascending, and the
+            index of the blocks that are gathered for them; None: the pool.
+        num_blocks: of the pool, for which the indices hold.
     """
 
-    places: dict[int, tuple[bool, int, int]]
-    gathered: mx.array | None
+    sources: list[tuple[list[int], list[int], mx.array | None]]
     num_blocks: int
 
 
