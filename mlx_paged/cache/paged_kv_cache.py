@@ -113,7 +113,8 @@ class PagedKVCache:
         Returns:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
-        kv, tables, step, keys, values = self._reserve(keys, values, params.heads(queries.shape[1]))
+        heads = None if self._kv.group.geometry is not None else params.heads(queries.shape[1])
+        kv, tables, step, keys, values = self._reserve(keys, values, heads)
         if params.mask is not None:
             params = params._replace(window=self.sequence.window_of(params.mask))
         return dispatch.attend(queries, (keys, values), kv, tables, step, params)

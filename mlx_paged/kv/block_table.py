@@ -11,14 +11,10 @@ _uids = count()
 
 
 class Segment(NamedTuple):
-    """A run of tokens to write: ``num_tokens`` from token ``source`` of the new keys into consecutive blocks.
+    """A run of tokens to write: ``num_tokens`` from token ``source`` of the new keys into consecutive slots from
+    ``slot`` on, those of block after block."""
 
-    Either ``num_blocks`` whole blocks (offset 0), or one block in part (``num_blocks`` is 1).
-    """
-
-    block_id: int
-    num_blocks: int
-    offset: int
+    slot: int
     num_tokens: int
     source: int
 
@@ -89,8 +85,7 @@ class BlockTable:
         return slice(first, max(first, start // self.block_size))
 
     def tail_segments(self, num_tokens: int) -> list[Segment]:
-        """Return how the last ``num_tokens`` positions lie in blocks: partial first, runs of whole blocks, partial
-        last."""
+        """Return how the last ``num_tokens`` positions lie in blocks: a run for blocks that follow one another."""
         cached = self._segments.get((self.length, num_tokens))
         if cached is not None:
             return cached
@@ -101,18 +96,12 @@ class BlockTable:
         while position < end:
             index, offset = divmod(position, size)
             count = min(size - offset, end - position)
-            block_id = self.block_ids[index]
+            slot = self.block_ids[index] * size + offset
             last = segments[-1] if segments else None
-            whole = offset == 0 and count == size
-            if (
-                whole
-                and last is not None
-                and last.num_tokens == last.num_blocks * size
-                and last.block_id + last.num_blocks == block_id
-            ):
-                segments[-1] = last._replace(num_blocks=last.num_blocks + 1, num_tokens=last.num_tokens + size)
+            if last is not None and last.slot + last.num_tokens == slot:
+                segments[-1] = last._replace(num_tokens=last.num_tokens + count)
             else:
-                segments.append(Segment(block_id, 1, offset, count, position - start))
+                segments.append(Segment(slot, count, position - start))
             position += count
         self._segments[self.length, num_tokens] = segments
         return segments

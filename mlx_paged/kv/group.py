@@ -355,15 +355,15 @@ class BlockGroup:
             if layer_position >= LAYERS_AHEAD:
                 mx.eval(self.storages[layer_position - LAYERS_AHEAD].fence())
 
-    def note_read(self, layer_position: int, *results: mx.array) -> None:
+    def note_read(self, *results: mx.array) -> None:
         """Remember arrays computed from the last layer's blocks, for :meth:`wait_for_reads`; they replace others."""
-        if not self.in_place and layer_position == len(self.storages) - 1:
+        if not self.in_place:
             self._last_read, self._reader = results, get_ident()
 
-    def watch_read(self, layer_position: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the same lazy keys and values, gathered from a layer's blocks for others to compute with;
+    def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the same lazy keys and values, gathered from the last layer's blocks for others to compute with;
         :meth:`wait_for_reads` waits until they are there, and keeps neither."""
-        if self.in_place or layer_position != len(self.storages) - 1:
+        if self.in_place:
             return keys, values
         # Outputs of one operation are computed together: the third says when the others are, and has one element.
         keys, values, ready = mx.depends([keys, values, mx.zeros(())], [])
@@ -376,13 +376,13 @@ class BlockGroup:
         if self._last_read is not None and self._reader == get_ident():  # another thread may have come since
             mx.async_eval(self._last_read)
 
-    def wait_for_reads(self, layer_position: int) -> None:
+    def wait_for_reads(self) -> None:
         """At the last layer's write to functional storage: block until the step before has read its blocks.
 
         mlx-lm evaluates one step ahead: without this the writes of step t+1 are scheduled while step t still
         reads, and the whole pool is copied (hundreds of milliseconds for 1 GB). By the last layer the step's graph
         is nearly built, so little of the overlap is lost.
         """
-        if layer_position == len(self.storages) - 1 and self._last_read is not None:
+        if self._last_read is not None:
             mx.eval(self._last_read)
             self._last_read = None

@@ -14,6 +14,7 @@ from .memory import PoolMemory
 from .step import Step
 from .storage.attention_params import QueryHeads
 from .storage.base import Storage
+from .storage.functional import FunctionalStorage
 
 
 class PoolLayer:
@@ -27,13 +28,26 @@ class PoolLayer:
         memory: of the pool.
     """
 
-    __slots__ = ("group", "group_index", "memory", "number", "owners", "position", "sees", "spec", "turn", "window")
+    __slots__ = (
+        "group",
+        "group_index",
+        "is_last",
+        "memory",
+        "number",
+        "owners",
+        "position",
+        "sees",
+        "spec",
+        "turn",
+        "window",
+    )
 
     def __init__(self, number: int, group: BlockGroup, group_index: int, position: int, memory: PoolMemory) -> None:
         self.number = number
         self.group = group
         self.group_index = group_index
         self.position = position
+        self.is_last = position == len(group.spec.layers) - 1
         self.memory = memory
         self.owners, self.turn = memory.owners, memory.turn
         self.spec, self.window, self.sees = group.spec, group.spec.window, group.spec.sees
@@ -180,6 +194,15 @@ class PoolLayer:
         self.group.storages[self.position].write(tables, step, k, v)
         self._pace(step)
 
+    def append(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """:meth:`write_step` of one token of one table, and :meth:`gather_visible` without a copy."""
+        self._before_write(k, v)
+        storage = self.group.storages[self.position]
+        if isinstance(storage, FunctionalStorage):
+            return storage.append(tables[0], step, k, v)
+        storage.write(tables, step, k, v)
+        return storage.read_visible(tables[0], copy=False)
+
     def _pace(self, step: Step) -> None:
         if step.is_pack:
             self.group.pace(self.position, step.num_tokens)
@@ -188,8 +211,8 @@ class PoolLayer:
         if self.turn.is_newcomer:  # what it cannot compute, such as lazy weights of another thread, is not let in
             mx.eval(k, v)
         self.turn.is_dirty = True
-        if not self.group.in_place:
-            self.group.wait_for_reads(self.position)
+        if self.is_last and not self.group.in_place:
+            self.group.wait_for_reads()
 
     # Reading --------------------------------------------------------------------------------------------------
 
@@ -250,9 +273,10 @@ class PoolLayer:
 
     def note_read(self, *results: mx.array) -> None:
         """Note what was computed from the layer's blocks in this step (see BlockGroup.wait_for_reads)."""
-        self.group.note_read(self.position, *results)
+        if self.is_last:
+            self.group.note_read(*results)
 
     def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the same keys and values, read from the layer's blocks in this step, for whatever computes with them;
         what is remembered of them does not keep them (see BlockGroup.wait_for_reads)."""
-        return self.group.watch_read(self.position, keys, values)
+        return self.group.watch_read(keys, values) if self.is_last else (keys, values)

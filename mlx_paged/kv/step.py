@@ -166,6 +166,8 @@ class Step:
         is_pack: some table has several.
         write_launch, decode_launches, prefill_launches, prompt_launches: kernel launches prepared for this step, for
             all layers; of attention by what the layers ask for.
+        place: of one token of one table, where the table's visible tokens lie among functional storage's slots; None:
+            not known, or not one after the other.
         columns: what all layers read of rows padded to a length, by that length.
         together: how attention without a kernel takes the rows, in all layers; None: not asked for yet.
         apart: where those of them are read that are computed one by one; the same.
@@ -189,6 +191,7 @@ class Step:
         self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
         self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
         self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
+        self.place: tuple[int, int] | None = None
         self.columns: dict[int, Columns] = {}
         self.together: list[RowsTogether] | None = None
         self.apart: RowsApart | None = None
@@ -196,7 +199,6 @@ class Step:
         self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
-        self._rows: tuple[mx.array, mx.array] | None = None
         self._slots: dict[int | None, mx.array] = {}  # by the number of rows
         self._visible: dict[tuple[Window | None, int, tuple[int, int] | None], ThreeArrays] = {}
         self._items: dict[tuple[SharedCut, tuple[int, int] | None], mx.array | None] = {}
@@ -209,13 +211,6 @@ class Step:
         """Return where each table's tokens are among the T."""
         ends = np.cumsum(self.counts).tolist()
         return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
-
-    def rows(self, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
-        """Block id and offset in the block, int32 ``[B]`` each, of the newest token of each table."""
-        if self._rows is None:
-            ids = [table.block_ids[-1] for table in tables]
-            self._rows = (mx.array(ids, mx.int32), mx.array((self._lengths - 1) % tables[0].block_size))
-        return self._rows
 
     def slots(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
         """``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Up to

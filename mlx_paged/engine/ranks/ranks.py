@@ -41,7 +41,7 @@ def checkpoint(pool: BlockPool) -> Callable[[], None]:
             for group, checkpoints in states:
                 for storage, each in zip(group.storages, checkpoints, strict=False):
                     storage.go_back(each)
-                group.note_read(len(group.storages) - 1)  # nothing: its reads are not going to be computed
+                group.note_read()  # nothing: its reads are not going to be computed
 
     return go_back
 

@@ -42,10 +42,11 @@ class GatheredStorage:
 
 
 class FunctionalStorage(GatheredStorage):
-    """K ``[n_kv_heads, num_blocks, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer.
+    """K ``[1, n_kv_heads, num_blocks * block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer: the slots of
+    all blocks, one block's after the other's.
 
-    Heads come before blocks so that blocks with consecutive ids, which a sequence alone in the pool has, are read in
-    place: attention takes a view of them, and nothing is gathered (docs/adr/0002).
+    As in mlx-lm's own cache, so that blocks with consecutive ids, which a sequence alone in the pool has, are written
+    and read by one slice: attention takes a view of them, and nothing is gathered (docs/adr/0002).
 
     MLX arrays are values: an update happens in place only if no other handle, view or unfinished read keeps the old
     buffer when the update is evaluated. So each write replaces the only handle, no view outlives the step that made
@@ -60,19 +61,19 @@ class FunctionalStorage(GatheredStorage):
         self.block_size = block_size
         heads = geometry.num_kv_heads
         # Zeros, not uninitialised memory: a masked product with NaN would still be NaN.
-        self._keys = mx.zeros((heads, num_blocks, block_size, geometry.k_head_dim), geometry.dtype)
-        self._values = mx.zeros((heads, num_blocks, block_size, geometry.v_head_dim), geometry.dtype)
+        self._keys = mx.zeros((1, heads, num_blocks * block_size, geometry.k_head_dim), geometry.dtype)
+        self._values = mx.zeros((1, heads, num_blocks * block_size, geometry.v_head_dim), geometry.dtype)
 
     @property
     def num_blocks(self) -> int:
-        return self._keys.shape[1]
+        return self._keys.shape[2] // self.block_size
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         if step.num_tokens == 1:
             self.write_segments(tables[0].tail_segments(1), k, v)
             return
         if not step.is_pack:
-            self.write_rows(*step.rows(tables), k, v)
+            self.write_rows(step.slots(tables), k, v)
             return
         for table, count, part_k, part_v in zip(tables, step.counts, step.split(k), step.split(v), strict=True):
             self.write_segments(table.tail_segments(count), part_k, part_v)
@@ -86,18 +87,14 @@ class FunctionalStorage(GatheredStorage):
         Slices, not a scatter: on the CPU a scatter goes element by element and is 4-7 times slower here.
         """
         for pool, x in ((self._keys, k), (self._values, v)):
-            for block_id, num_blocks, offset, num_tokens, source in segments:
+            for slot, num_tokens, source in segments:
                 part = x[:, :, source : source + num_tokens] if len(segments) > 1 else x
-                if num_tokens == num_blocks * self.block_size:
-                    part = part.reshape(x.shape[1], num_blocks, self.block_size, x.shape[3])
-                    pool[:, block_id : block_id + num_blocks] = part
-                else:  # x[0] would be a gather, element by element
-                    pool[:, block_id : block_id + 1, offset : offset + num_tokens] = part.swapaxes(0, 1)
+                pool[:, :, slot : slot + num_tokens] = part
 
-    def write_rows(self, block_ids: mx.array, offsets: mx.array, k: mx.array, v: mx.array) -> None:
-        """Write k, v ``[B, n_kv_heads, 1, head_dim]``: row i goes to block ``block_ids[i]``, slot ``offsets[i]``."""
-        self._keys[:, block_ids, offsets] = k[:, :, 0].transpose(1, 0, 2)
-        self._values[:, block_ids, offsets] = v[:, :, 0].transpose(1, 0, 2)
+    def write_rows(self, slots: mx.array, k: mx.array, v: mx.array) -> None:
+        """Write k, v ``[B, n_kv_heads, 1, head_dim]``: row i goes to slot ``slots[i]``."""
+        self._keys[:, :, slots] = k.swapaxes(0, 2)
+        self._values[:, :, slots] = v.swapaxes(0, 2)
 
     def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
         """Read in place where the blocks are consecutive and a view will do, else gathered; the table keeps the device
@@ -127,6 +124,19 @@ class FunctionalStorage(GatheredStorage):
         before = (table.block_ids[first] - first) * size
         return before + start, before + end
 
+    def append(self, table: BlockTable, step: Step, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Write one token of one table, and return what :meth:`read_visible` does without a copy."""
+        place = step.place
+        if place is None:  # in a step's first layer, or where the blocks are not consecutive
+            place = step.place = self.place_of(table)
+        if place is None:
+            self.write_segments(table.tail_segments(1), k, v)
+            return self.read_visible(table, copy=False)
+        start, end = place
+        self._keys[:, :, end - 1 : end] = k
+        self._values[:, :, end - 1 : end] = v
+        return self._keys[:, :, start:end], self._values[:, :, start:end]
+
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         return self.read_visible(table)
 
@@ -146,17 +156,14 @@ class FunctionalStorage(GatheredStorage):
 
         The views keep the pool's buffer; drop them before the next write is evaluated.
         """
-        k, v = (
-            pool.reshape(1, pool.shape[0], -1, pool.shape[3])[:, :, start:end] for pool in (self._keys, self._values)
-        )
-        return k, v
+        return self._keys[:, :, start:end], self._values[:, :, start:end]
 
     def for_single_queries(self, index: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Return all tokens of the pool, or of some blocks, as products with one token's queries take them: K
         ``[1, n_kv_heads, 1, k_head_dim, n]``, and V ``[1, n_kv_heads, 1, n, v_head_dim]``. Without an index as
         :meth:`view_tokens`."""
         of = (self._keys, self._values) if index is None else self.gather_blocks(index)
-        k, v = (x.reshape(1, self._keys.shape[0], 1, -1, x.shape[3]) for x in of)
+        k, v = (mx.expand_dims(x, 2) for x in of)
         return k.swapaxes(3, 4), v
 
     def block_index(self, block_ids: Sequence[int]) -> mx.array:
@@ -176,33 +183,34 @@ class FunctionalStorage(GatheredStorage):
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Evaluate the sources first: reading and writing a pool in one graph copies the pool. By runs of
         consecutive blocks, since a scatter is slow on the CPU."""
-        runs = _runs(sources, targets)
+        size = self.block_size
+        runs = [tuple(size * number for number in run) for run in _runs(sources, targets)]
         for pool in (self._keys, self._values):
-            copies = [mx.contiguous(pool[:, source : source + count]) for source, _, count in runs]
+            copies = [mx.contiguous(pool[:, :, source : source + count]) for source, _, count in runs]
             if self.geometry.num_kv_heads == 1:  # a contiguous slice is a view, which would keep the pool
                 copies = [copy + 0 for copy in copies]
             mx.eval(copies)
             for (_, target, count), copy in zip(runs, copies, strict=True):
-                pool[:, target : target + count] = copy
+                pool[:, :, target : target + count] = copy
 
     def resize(self, num_blocks: int) -> None:
         try:
             for name in ("_keys", "_values"):
                 old: mx.array = getattr(self, name)
-                heads, before, *rest = old.shape
-                if num_blocks == before:
+                missing = num_blocks * self.block_size - old.shape[2]
+                if missing == 0:
                     continue
-                if num_blocks > before:
-                    new = mx.concatenate([old, mx.zeros((heads, num_blocks - before, *rest), old.dtype)], axis=1)
+                if missing > 0:
+                    new = mx.concatenate([old, mx.zeros((*old.shape[:2], missing, old.shape[3]), old.dtype)], axis=2)
                 else:
-                    new = mx.contiguous(old[:, :num_blocks])
+                    new = mx.contiguous(old[:, :, :missing])
                 mx.eval(new)
                 setattr(self, name, new)
                 del old, new
                 mx.clear_cache()
         except Exception:
-            fewest = min(self._keys.shape[1], self._values.shape[1])  # both must have as many
-            self._keys, self._values = self._keys[:, :fewest], self._values[:, :fewest]
+            fewest = min(self._keys.shape[2], self._values.shape[2])  # both must have as many
+            self._keys, self._values = self._keys[:, :, :fewest], self._values[:, :, :fewest]
             raise
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:

@@ -385,7 +385,7 @@ def test_a_watched_read_is_there_after_the_wait(pool: BlockPool) -> None:
     before = mx.get_active_memory()
     keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
     assert mx.get_active_memory() - before < SLACK  # nothing is computed for being watched
-    pool.groups[0].wait_for_reads(1)
+    pool.groups[0].wait_for_reads()
     assert mx.get_active_memory() - before >= keys.nbytes + values.nbytes
     assert keys.tolist() == mx.ones((1, HEADS, LENGTH, DIM)).tolist()
 
