@@ -15,7 +15,7 @@ from mlx_paged.engine.drafts.draft_model import DraftModel
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
-from tests.support.cases import quick, slow
+from tests.support.cases import crossed, quick, slow
 from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, run_all
 from tests.support.models.builders import build, greedy
 from tests.support.models.drafting import (
@@ -239,18 +239,21 @@ def test_models_with_states_verify_drafts(name: str) -> None:
 # Samples ----------------------------------------------------------------------------------------------------------
 
 
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "plain": {"temp": 1.0},
+    "top_p": {"temp": 0.8, "top_p": 0.9},
+    "min_p": {"temp": 1.2, "min_p": 0.05, "top_k": 20},
+    "xtc": {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"temp": 1.0},
-        {"temp": 0.8, "top_p": 0.9},
-        {"temp": 1.2, "min_p": 0.05, "top_k": 20},
-        {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
-    ],
-    ids=["plain", "top_p", "min_p", "xtc"],
+    ("sampler", "penalised"),
+    quick(crossed(list(SAMPLERS), [False, True]), ("plain", True), ("top_p", False), ("min_p", True), ("xtc", False)),
 )
-@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}], ids=["", "all"])
-def test_seeds_give_the_tokens_that_they_give_without(options: dict[str, Any], penalties: dict[str, Any]) -> None:
+def test_seeds_give_the_tokens_that_they_give_without(sampler: str, penalised: bool) -> None:
+    options = SAMPLERS[sampler]
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4} if penalised else {}
     model, draft = model_of("llama"), noisy("llama", 0.03)
     prompts = prompts_of("llama", LENGTHS)
     processors = make_logits_processors({7: 2.0, 9: -3.0} if penalties else None, **penalties)

@@ -158,18 +158,25 @@ def test_models_behind_the_seam(name: str) -> None:
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
+@functools.cache
+def hybrid_solos(name: str) -> tuple[Any, list[list[int]], list[tuple[list[int], np.ndarray]]]:
+    """A model with states, prompts, and what stock mlx-lm says behind them."""
+    assert not mlx_paged.patches.is_applied()
+    model, vocab = model_configs.build(name), model_configs.VOCAB
+    prompts = [(prompt_of(length, seed=length) % vocab).tolist() for length in LENGTHS]
+    return model, prompts, [greedy(model, mx.array(prompt, mx.uint32), TOKENS + MOST) for prompt in prompts]
+
+
 @pytest.mark.parametrize("stops", (False, True))
 @pytest.mark.parametrize("name", quick(PAGED_HYBRIDS, "qwen3_next", "falcon_h1", "baichuan_m1"))
 def test_states_follow_the_drafts_that_are_kept(name: str, stops: bool) -> None:
     """An answer that a stop token ends leaves the state behind that token, though drafts after it were right."""
-    model, vocab = model_configs.build(name), model_configs.VOCAB
-    prompts = [(prompt_of(length, seed=length) % vocab).tolist() for length in LENGTHS]
-    expected = [greedy(model, mx.array(prompt, mx.uint32), TOKENS + MOST) for prompt in prompts]
+    model, prompts, expected = hybrid_solos(name)
     ends = [tokens.index(tokens[11]) + 1 if stops else TOKENS for tokens, _ in expected]
     continued = [p + tokens[:end] + [3, 1] for p, (tokens, _), end in zip(prompts, expected, ends, strict=True)]
     later = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in continued]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    with oracles(vocab) as oracle:
+    with oracles(model_configs.VOCAB) as oracle:
         oracle.answers.update({tuple(prompt): tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)})
         gen = generator(model)
         options = {"stop_sequences": [StopSequences([[tokens[11]]]) for tokens, _ in expected]} if stops else {}

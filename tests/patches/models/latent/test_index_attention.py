@@ -1,6 +1,7 @@
 """Attention to the tokens that an indexer chooses, over pages of latents and index keys, against stock's runs."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def expected_of(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> li
     return [greedy(model, mx.array(prompt, mx.uint32), num_tokens) for prompt in prompts]
 
 
+@functools.cache
+def solo(length: int) -> tuple[list[int], np.ndarray]:
+    """20 tokens of DeepSeek V3.2 behind the prompt of this length of :func:`prompts_for`, by stock mlx-lm."""
+    assert not mlx_paged.patches.is_applied()
+    (found,) = expected_of(model_configs.build("deepseek_v32"), prompts_for(VOCAB, [length]), 20)
+    return found
+
+
 def page_config(**options: Any) -> PagedConfig:
     return PagedConfig(block_size=8, **options)
 
@@ -83,7 +92,7 @@ def test_nothing_is_chosen_from_contexts_up_to_index_topk() -> None:
 )
 def test_rows_of_a_ragged_batch_get_their_solo_tokens(rows: int, packs: bool) -> None:
     model, prompts = model_configs.build("deepseek_v32"), prompts_for(VOCAB, LENGTHS[:rows])
-    expected = expected_of(model, prompts, 20)
+    expected = [solo(length) for length in LENGTHS[:rows]]
     mlx_paged.apply_patches(page_config())
     gen = packing(model, 64) if packs else generator(model, prefill_step_size=16)
     outcomes = insert(gen, prompts, 20)
