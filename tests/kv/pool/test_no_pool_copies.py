@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import pytest
 
+from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.rows import Rows, SequenceTables
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.attention_params import AttentionParams
 from tests.support.pools import kv, noise, pool_of
@@ -122,3 +123,40 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
     del held
     assert extra_peak(decode) < FEW_MB
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+@pytest.mark.parametrize("lengths", [(5, 9, 17), (40, 70, 100)])
+def test_rows_cut_from_the_pool_or_gathered_never_copy_it(
+    lengths: tuple[int, ...], is_apart: bool, big_pool: BlockPool
+) -> None:
+    """A step is built, and its write started, while the step before may still read."""
+    pool, num_rows = big_pool, len(lengths)
+    shape = {"heads": 8, "kd": 128, "vd": 128, "dtype": mx.float16}
+    sequences = [SequenceTables(pool) for _ in lengths]
+    for seed, (sequence, n) in enumerate(zip(sequences, lengths, strict=True)):
+        PagedKVCache(sequence, 0).update(*kv(seed, n if is_apart else lengths[0], **shape))
+    mx.eval(pool.fence(0))
+    cache = PagedBatchKVCache(Rows(pool, sequences), 0)
+
+    def pipelined() -> None:
+        x, pending = noise(5, num_rows, 16, 1, 128, dtype=mx.float16), None
+        for _ in range(12):
+            assert cache.rows.reserve() is None
+            slow = mx.ones((256, 256)) * x[0, 0, 0, 0].astype(mx.float32)
+            for _ in range(3):
+                slow = mx.tanh(slow @ slow)
+            token = mx.broadcast_to(x[:, :8] + 0 * slow[0, 0].astype(x.dtype), (num_rows, 8, 1, 128))
+            if is_apart:
+                out = cache.attend(x, token, token * 0.5, AttentionParams(0.1))
+            else:
+                out = mx.fast.scaled_dot_product_attention(x, *cache.update_and_fetch(token, token * 0.5), scale=0.1)
+            x = mx.tanh(out)
+            mx.async_eval(x)
+            if pending is not None:
+                assert mx.all(mx.isfinite(pending)).item()
+            pending = x
+        mx.eval(x)
+
+    assert extra_peak(pipelined) < 2 * FEW_MB
+    assert (cache.rows.step(0).apart is not None) == is_apart
