@@ -12,11 +12,12 @@ from ..errors import GeometryError
 from ..kernels.availability import on_metal, prepares_plans
 from ..kernels.build import KernelUnavailable
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
+from ..kernels.ops import DecodeLaunch
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.step import Step
+from ..kv.step import DecodeKey, Step
 from ..kv.storage.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.storage.choice import kernel_unsupported_reason, prefill_path, prefill_unsupported_reason
 from . import gather
@@ -181,28 +182,38 @@ def _attend_rows(
     """Attend from the same number of tokens of each sequence by the kernel of decode steps, or over gathered arrays;
     ``append``: keys and values of the step that are not written yet; ``unsupported``: why no kernel serves, if that is
     known."""
-    group, shape = kv.group, q.shape
-    q_len = shape[2]
-    asked = shape, q.dtype, params.softcap is None, params.sinks is None, params.latent
-    if unsupported is None and (params.mask is not None or asked not in step.served):
-        longest = max(table.length for table in tables) if q_len > MAX_QUERY_LENGTH else 0
+    group, (scale, mask, window, softcap, sinks, latent) = kv.group, params
+    key = q.shape, q.dtype, scale, window, softcap, sinks is None, latent, append is None
+    launch = None
+    if unsupported is None and (mask is None or not _has_other_mask(params)):
+        launch = step.decode_launches.get(key)
+    if launch is None and unsupported is None:
+        longest = max(table.length for table in tables) if q.shape[2] > MAX_QUERY_LENGTH else 0
         unsupported = _unsupported_reason(q, group, longest, params)
-        if unsupported is None and params.mask is None:
-            step.served.add(asked)
     if unsupported is None:
-        window = _seen(kv, params)
-        seen = params if window is params.window else params._replace(window=window)
         try:
-            out = kv.storage.decode(q, tables, step, seen, append=append)
-            record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
+            if launch is None:
+                launch = _prepare_decode(key, q, kv, tables, step, params)
+            out = kv.storage.decode(launch, q, sinks, append)
+            record(_KERNEL_ONE if q.shape[2] == 1 else _KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything of the layer was launched
             unsupported = _note_unsupported(group, q, params, error)
-            step.served.clear()
+            step.decode_launches.clear()
     if append is not None:
         kv.write_step(tables, step, *append)
     record(Dispatch("gather", unsupported))
     return gather.gather_attention(q, kv, tables, params, step)
+
+
+def _prepare_decode(
+    key: DecodeKey, q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], step: Step, params: AttentionParams
+) -> DecodeLaunch:
+    """Prepare the kernel of decode steps for all layers that attend like this one."""
+    seen = params._replace(window=_seen(kv, params))
+    *_, is_written = key
+    launch = step.decode_launches[key] = kv.storage.prepare_decode(q, tables, step, seen, appends=not is_written)
+    return launch
 
 
 def _attend_pack(
@@ -219,7 +230,10 @@ def _attend_pack(
     params = params._replace(window=_seen(kv, params))
     if as_rows and _unsupported_reason(q, kv.group, 0, params) is None:
         try:
-            out = kv.storage.decode(q, tables, step, params)
+            scale, _, window, softcap, sinks, latent = params
+            key = q.shape, q.dtype, scale, window, softcap, sinks is None, latent, True
+            launch = step.decode_launches.get(key) or _prepare_decode(key, q, kv, tables, step, params)
+            out = kv.storage.decode(launch, q, sinks)
             record(_KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything was launched

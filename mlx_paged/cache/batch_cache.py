@@ -88,11 +88,8 @@ class PagedBatchKVCache:
             else:
                 params = params._replace(mask=None)
         keys, values = self._accepted(keys, values, params, shape[1])
-        step = rows.step(layer)
-        rows.take(layer)
-        if rows.is_pack:  # nothing else is asked whether it was attended to
-            rows.attended(layer)
-        tables, few = rows.tables_of(layer), as_rows or rows.as_rows
+        tables, step = rows.begin_layer(layer)
+        few = as_rows or rows.as_rows
         return dispatch.attend(queries, (keys, values), self._kv, tables, step, params, as_rows=few)
 
     def _accepted(
@@ -122,10 +119,7 @@ class PagedBatchKVCache:
         """
         rows, layer = self.rows, self.layer
         keys, values = self._accepted(keys, values)
-        step, tables = rows.step(layer), rows.tables_of(layer)
-        rows.take(layer)
-        if rows.is_pack:
-            rows.attended(layer)
+        tables, step = rows.begin_layer(layer)
         self._kv.write_step(tables, step, keys, values)
 
     @in_turn
@@ -206,9 +200,7 @@ class PagedBatchKVCache:
         if queries[0].shape[0] != len(rows) or queries[0].shape[2] != 1:
             raise GeometryError(f"queries {queries[0].shape} for {len(rows)} row(s) of one token")
         latent, rotated = self._accepted(latent, rotated)
-        tables, step = rows.tables_of(layer), rows.step(layer)
-        rows.take(layer)
-        rows.attended(layer)
+        tables, step = rows.begin_layer(layer)
         self._kv.write_step(tables, step, latent, rotated)
         return latent_prompts.attend(*queries, rows.pool, layer, tables, step, heads, scale, expand)
 

@@ -348,6 +348,16 @@ class Rows(Ledger):
         """Return the positions in the layer's group, made and checked once for all its layers."""
         return self._step_of(layer, self.tables[self._place[layer]], self.counts)
 
+    def begin_layer(self, layer: int) -> tuple[list[BlockTable], Step]:
+        """:meth:`take` for a layer that attends to what it writes. Returns :meth:`tables_of` and :meth:`step`."""
+        group = self._place[layer]
+        tables = self.tables[group]
+        step = self._step_of(layer, tables, self.counts)
+        self.take(layer)
+        if self.is_pack:  # nothing else is asked whether it was attended to
+            self._attended.add(layer)
+        return tables, step
+
     # Reserving ------------------------------------------------------------------------------------------------
 
     def reserve(self) -> FailedRow | None:

@@ -19,8 +19,9 @@ from ..kernels.shared_runs import SharedCut, SharedRows, items_for, partition_si
 from .block_table import BlockTable
 from .storage.attention_params import LatentHeads, Window
 
-# Rows, query heads, scale, window, softcap, whether there are no sinks, nothing is appended, it is over latents.
-DecodeKey = tuple[int, int, float, Window | None, float | None, bool, bool, bool]
+# What a decode launch is prepared for: shape and dtype of queries, scale, window, softcap, whether there are no sinks,
+# it is over latents, nothing is appended.
+DecodeKey = tuple[tuple[int, ...], mx.Dtype, float, Window | None, float | None, bool, bool, bool]
 # Number of query heads, scale, window, softcap, whether there are sinks.
 PrefillKey = tuple[int, float, Window | None, float | None, bool]
 ThreeArrays = tuple[mx.array, mx.array, mx.array]
@@ -171,7 +172,6 @@ class Step:
         columns: what all layers read of rows padded to a length, by that length.
         together: how attention without a kernel takes the rows, in all layers; None: not asked for yet.
         apart: where those of them are read that are computed one by one; the same.
-        served: what the kernel of decode steps is known to serve: shape and dtype of queries, and how they attend.
     """
 
     def __init__(
@@ -195,7 +195,6 @@ class Step:
         self.columns: dict[int, Columns] = {}
         self.together: list[RowsTogether] | None = None
         self.apart: RowsApart | None = None
-        self.served: set[tuple[Any, ...]] = set()
         self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)

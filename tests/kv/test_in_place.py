@@ -256,6 +256,6 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     assert names == {
         "after_writes", "checkpoint", "copy_blocks", "decode", "fence", "forget_failed_writes", "go_back", "in_place",
         "latest", "num_blocks",
-        "prefill", "read_packed", "read_rows", "read_stored", "read_visible", "resize", "rewind", "run", "write",
-        "write_stored",
+        "prefill", "prepare_decode", "read_packed", "read_rows", "read_stored", "read_visible", "resize", "rewind",
+        "run", "write", "write_stored",
     }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from ...errors import ConfigError
+from ...kernels.ops import DecodeLaunch
 from ...kernels.quantized import BITS, GROUP_SIZES, QuantizedRows
 from ..block_table import BlockTable
 from ..step import Columns, Step
@@ -155,30 +156,40 @@ class Storage(Protocol):
         """K ``[B, n_kv_heads, n, k_head_dim]`` and V of the columns' positions (lazy copies), zeros where a row has
         nothing: not merely masked later, as a stale NaN times a weight of zero is NaN."""
 
-    def decode(
-        self,
-        q: mx.array,
-        tables: Sequence[BlockTable],
-        step: Step,
-        params: AttentionParams,
-        *,
-        append: tuple[mx.array, mx.array] | None = None,
-    ) -> mx.array:
-        """Return the fused kernel over this layer's blocks.
+    def prepare_decode(
+        self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams, *, appends: bool
+    ) -> DecodeLaunch:
+        """Return the launches of a decode step, for :meth:`decode` of this layer and of all that attend like it.
 
         Args:
             q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions; or ``[T, n_q_heads, 1, head_dim]``, if they
                 are written.
             tables, step: of the B sequences.
             params: no query sees more tokens than its window; there is no mask.
-            append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
-
-        Returns:
-            ``[B, n_q_heads, q_len, v_head_dim]``.
+            appends: the same kernel is to write the step's positions first (q_len 1).
 
         Raises:
             KernelUnavailable: no kernel works for these shapes, or blocks of this form. Nothing has been launched, and
                 :meth:`write` and :meth:`read_visible` go on from here.
+        """
+
+    def decode(
+        self,
+        launch: DecodeLaunch,
+        q: mx.array,
+        sinks: mx.array | None = None,
+        append: tuple[mx.array, mx.array] | None = None,
+    ) -> mx.array:
+        """Return the fused kernel over this layer's blocks: ``[B, n_q_heads, q_len, v_head_dim]``.
+
+        Args:
+            launch: of :meth:`prepare_decode`, for queries of this shape.
+            q: queries.
+            sinks: as the launch was prepared for.
+            append: keys and values of the step's positions, if it writes them.
+
+        Raises:
+            KernelUnavailable: as :meth:`prepare_decode`.
         """
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:

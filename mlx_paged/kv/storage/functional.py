@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...kernels.build import KernelUnavailable
+from ...kernels.ops import DecodeLaunch
 from ..block_table import BlockTable, Segment
 from ..step import Columns, Step
 from .attention_params import AttentionParams
@@ -20,13 +21,16 @@ class GatheredStorage:
 
     in_place = decoded_by_kernel = False
 
+    def prepare_decode(
+        self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams, *, appends: bool
+    ) -> DecodeLaunch:
+        raise KernelUnavailable("the blocks are not written in place")
+
     def decode(
         self,
+        launch: DecodeLaunch,
         q: mx.array,
-        tables: Sequence[BlockTable],
-        step: Step,
-        params: AttentionParams,
-        *,
+        sinks: mx.array | None = None,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
         raise KernelUnavailable("the blocks are not written in place")

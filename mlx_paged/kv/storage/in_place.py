@@ -136,31 +136,31 @@ class InPlaceStorage:
                 self.__keys, self.__values, self.__fence, k, v, step.slots(tables), self.pages
             )
 
+    def prepare_decode(
+        self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams, *, appends: bool
+    ) -> kernels.DecodeLaunch:
+        q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], params
+        visible = step.visible(tables, window, q.shape[0])
+        shared: dict[str, Any] = {}
+        if q_len == 1 and window is None and not latent:
+            self.shared_cut = self._shared_cut_for(params.heads(q.shape[1]))
+            items = step.items(tables, self.shared_cut)
+            shared = {} if items is None else {"items": items}
+        self.decoded_by_kernel = False  # until one that works is known
+        return kernels.prepare_decode(
+            self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
+            n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None,
+            max_visible=_size_of(window), append=appends, pages=self.pages, latent=latent, **shared,
+        )  # fmt: skip
+
     def decode(
         self,
+        launch: kernels.DecodeLaunch,
         q: mx.array,
-        tables: Sequence[BlockTable],
-        step: Step,
-        params: AttentionParams,
-        *,
+        sinks: mx.array | None = None,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], params
-        key = (q.shape[0], q.shape[1], scale, window, softcap, sinks is None, append is None, latent)
-        launch = step.decode_launches.get(key)
-        if launch is None:
-            visible = step.visible(tables, window, q.shape[0])
-            shared: dict[str, Any] = {}
-            if q_len == 1 and window is None and not latent:
-                self.shared_cut = self._shared_cut_for(params.heads(q.shape[1]))
-                items = step.items(tables, self.shared_cut)
-                shared = {} if items is None else {"items": items}
-            self.decoded_by_kernel = False  # until one that works is known
-            launch = step.decode_launches[key] = kernels.prepare_decode(
-                self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
-                n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None,
-                max_visible=_size_of(window), append=append is not None, pages=self.pages, latent=latent, **shared,
-            )  # fmt: skip
+        q_len = q.shape[2]
         if append is not None and self.pages is not None:
             self._count(q.shape[0])
         if self.rotates:
