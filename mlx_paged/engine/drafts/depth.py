@@ -71,7 +71,8 @@ class Assumed(NamedTuple):
         return (self.draft + self.token * num_rows) * (self.fixed + (1 - self.fixed) * drafts)
 
 
-COMPUTED = Assumed(1.25, 0.0, 0.0)  # drafts that a model computes
+# Drafts that a model computes: on a GPU, where a step with drafts waits for its own tokens, and on a CPU.
+COMPUTED, CPU_COMPUTED = Assumed(1.25, 0.0, 0.5), Assumed(1.25, 0.0, 0.0)
 # Drafts that are looked up: on a GPU, whose small steps read the weights once, and on a CPU.
 LOOKED_UP, CPU_LOOKED_UP = Assumed(0.25, 1 / 8, 0.5), Assumed(1.25, 0.0, 0.5)
 
@@ -500,7 +501,7 @@ def _best(rows: Sequence[Candidate], num_rows: int, cost: _Cost) -> tuple[list[i
     return [min(most, best) for most in worth], best_rate
 
 
-def new_depth(assumed: Assumed = COMPUTED, on_cpu: Assumed = COMPUTED) -> Depth:
+def new_depth(assumed: Assumed = COMPUTED, on_cpu: Assumed = CPU_COMPUTED) -> Depth:
     """Return what decides how many drafts rows get, and what is assumed of their cost. On a CPU what steps cost is the
     process's own time, whatever else runs beside it; on a GPU it is what the host waits for."""
     if mx.default_device() == mx.Device(mx.cpu):
