@@ -19,6 +19,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.launch_shape import DTYPES
 from tests.support.cases import slow
+from tests.support.processes import commands
 
 checker: Any = pytest.importorskip("tests.support.msl.checker")
 
@@ -42,8 +43,8 @@ compile_metal = _load("support/compile_metal")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the script writes for the shapes of popular models."""
     folder = tmp_path_factory.mktemp("metal")
-    command = [sys.executable, str(SCRIPTS / "dump_kernels.py"), str(folder)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    ended = commands.run(SCRIPTS / "dump_kernels.py", folder)
+    assert ended.returncode == 0, ended.stderr
     return folder
 
 

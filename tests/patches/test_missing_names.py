@@ -1,14 +1,13 @@
 """An mlx-lm that lacks a name an adapter imports: that adapter's patch is left out, and the others are applied."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.models.missing_names import upstream_names
+from tests.support.processes import commands
 
 NAMES = upstream_names()
 SAMPLE = NAMES[::4]
@@ -16,9 +15,7 @@ SAMPLE = NAMES[::4]
 
 def outcomes(names: list[str]) -> dict[str, Any]:
     """By missing name; see missing_names.py."""
-    command = [sys.executable, "-m", "tests.support.models.missing_names", *names]
-    root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=500)
+    ended = commands.run("tests.support.models.missing_names", *names, cwd=commands.ROOT, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
