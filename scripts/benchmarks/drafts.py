@@ -8,8 +8,8 @@ Sides:
 - *made A*: the model's own next tokens, each wrong with a chance of 1 - A.
 - *first N layers*: a draft model of the model's first layers.
 
-How many are drafted follows from what they cost and how often they are right. With *always* it is
-``--num-draft-tokens`` in every step: tokens a step of a row are then to be 1 + A + ... + A^k.
+How many are drafted follows from what they cost and how often they are right. With *always* it is all that are looked
+up, or ``--num-draft-tokens`` in every step: tokens a step of a row are then to be 1 + A + ... + A^k.
 
 With a model that chats, *copy* asks for a text of the prompt to be repeated (greedy) and *prose* for a story (sampled).
 With random weights the model's next token depends on its last one: *copy* has prompts that hold the answer, *prose*
@@ -110,6 +110,9 @@ class EveryStep(Depth):
 
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
         return [len(row.chances) for row in rows]
+
+    def may_choose(self, num_rows: int, most: int) -> bool:
+        return True
 
 
 class Made:
@@ -270,7 +273,7 @@ def rate_of(
         model, completion_batch_size=size, prefill_batch_size=min(8, size), **options
     )
     steps = generator._engine.drafts
-    if side.always and side.draft_model is not None:
+    if side.always and side.made is None:
         steps.proposer.depth = EveryStep()
     if side.made is not None:
         depth = EveryStep() if side.always else new_depth()
@@ -367,7 +370,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
         model = chosen_model(args)
         works = text_work(load_tokenizer(Path(args.model)))
-    sides = [Side("without"), *(Side(f"look-up {n}", lookup=n) for n in args.lookup)]
+    sides = [Side("without")]
+    for most in args.lookup:
+        sides += [Side(f"look-up {most}", lookup=most), Side(f"look-up {most}, always", lookup=most, always=True)]
     for chance in args.made:
         sides += [Side(f"made {chance:g}", made=chance), Side(f"made {chance:g}, always", made=chance, always=True)]
     for number in args.draft_layers:

@@ -146,7 +146,7 @@ def test_a_stop_string_ends_an_answer_among_the_tokens_of_one_step() -> None:
 
 def test_a_file_has_the_same_texts_with_look_up(folder: Path) -> None:
     def results(*flags: object) -> tuple[list[Any], str]:
-        fixed = ("generate", "--model", folder, "--max-tokens", 120, "--ignore-chat-template", "--prompts-file", "-")
+        fixed = ("generate", "--model", folder, "--max-tokens", 240, "--ignore-chat-template", "--prompts-file", "-")
         done = commands.run("mlx_paged", *map(str, (*fixed, *flags)), input=text)
         assert done.returncode == 0, done.stderr
         return [json.loads(line)["text"] for line in done.stdout.splitlines()], done.stderr
