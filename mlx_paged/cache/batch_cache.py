@@ -102,7 +102,10 @@ class PagedBatchKVCache:
         is_first = kv.group.geometry is None
         heads = params.heads(num_q_heads) if is_first and params is not None else None
         try:
-            kv.set_geometry(keys, values, batch=count, heads=heads)
+            if is_first:
+                kv.set_geometry(keys, values, batch=count, heads=heads)
+            else:
+                kv.group.validate(keys, values, count)
         except GeometryError:
             if self.rows.is_pack:  # they may have to go to another pool: each sequence finds out alone
                 raise

@@ -321,7 +321,7 @@ class Rows(Ledger):
         for sequence in sequences:
             if sequence.pool is not pool:
                 raise BlockStateError("a sequence of another pool cannot join others")
-            if not sequence.is_level():
+            if any(sequence._behind):  # one that is not level
                 raise BlockStateError("a sequence whose layers are at different offsets cannot join others")
         super().__init__(pool)
         self.sequences = tuple(sequences)
@@ -351,9 +351,11 @@ class Rows(Ledger):
     def begin_layer(self, layer: int) -> tuple[list[BlockTable], Step]:
         """:meth:`take` for a layer that attends to what it writes. Returns :meth:`tables_of` and :meth:`step`."""
         group = self._place[layer]
-        tables = self.tables[group]
+        tables, behind = self.tables[group], self._behind[group]
         step = self._step_of(layer, tables, self.counts)
-        self.take(layer)
+        if layer not in behind:
+            raise self._not_reserved(layer)
+        behind.remove(layer)
         if self.is_pack:  # nothing else is asked whether it was attended to
             self._attended.add(layer)
         return tables, step

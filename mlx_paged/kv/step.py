@@ -266,7 +266,7 @@ class Step:
         else:
             ends = self._lengths[:, None] + np.arange(1 - self.counts[0], 1, dtype=np.int32)
         ends = padded(ends, None if shape is None else shape[0])
-        if window is None:
+        if window is None or ends.max(initial=0) <= window.size:  # it hides nothing
             starts = own.starts(ends.shape)
         else:
             starts = own.first_seen[window].of(window.first_seen_by(ends - 1))

@@ -329,6 +329,7 @@ class BatchSampler:
         self._num_steps = 0
         self._penalties = Penalties()
         self._penalised: list[int] = []  # rows, in the order of the penalties
+        self._is_settled = True
         self._draws = False  # whether some row does
         # The last step's positions: whose they are, which step that was, and the array.
         self._counted: tuple[tuple[int, ...], int, mx.array] | None = None
@@ -346,7 +347,7 @@ class BatchSampler:
         self._penalised += [first + i for i, row in enumerate(rows) if row.params.has_penalties]
         self.rows = [*self.rows, *(row.params for row in rows)]
         self._positions += [row.position - self._num_steps for row in rows]
-        self._settle()
+        self._is_settled = False
 
     def keep(self, indices: Sequence[int]) -> None:
         """All rows leave but these, ascending."""
@@ -355,9 +356,11 @@ class BatchSampler:
         self._penalised = [place[index] for index in self._penalised if index in place]
         self.rows = [self.rows[index] for index in indices]
         self._positions = [self._positions[index] for index in indices]
-        self._settle()
+        self._is_settled = False
 
     def _settle(self) -> None:
+        """Find out what steps need, once after the rows have changed."""
+        self._is_settled = True
         self._parameters.clear()
         self._draws = any(row.draws for row in self.rows)
         self._counted = None
@@ -375,6 +378,8 @@ class BatchSampler:
     @property
     def only_compares(self) -> bool:
         """Return whether tokens are chosen from the logits as they are, by comparing them."""
+        if not self._is_settled:
+            self._settle()
         return not (self._draws or self._penalised or self._biased)
 
     # Steps ----------------------------------------------------------------------------------------------------
@@ -388,6 +393,8 @@ class BatchSampler:
             rows: which row each of the logits is of, where rows have several, in order, or other ones none: behind
                 tokens that the row may not take, see :meth:`skip`. None: one of each row.
         """
+        if not self._is_settled:
+            self._settle()
         self._num_steps += 1
         if self._bias is not None:
             tokens, values = self._bias
@@ -434,6 +441,8 @@ class BatchSampler:
             rows: which row each is of; a row may have several, or none. None: one of each row.
             ahead: how many tokens behind the row's next one each stands, ``[T]``; None: 0.
         """
+        if not self._is_settled:
+            self._settle()
         if not self._draws:
             return greedy(logits)
         of = tuple(range(len(self.rows))) if rows is None else tuple(rows)

@@ -68,7 +68,7 @@ class TokenChoice:
         self.upstream = upstream
         self.sampler = BatchSampler()
         self._rows: list[_Row] = []
-        self._all_together = True  # no row has a sampler or processors of its own
+        self._is_together: bool | None = True  # no row has a sampler or processors of its own; None: not known yet
         self.vocab_size: int | None = None
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -84,7 +84,7 @@ class TokenChoice:
             sampled.append(SampledRow(params, history, position))
         self.sampler.add(sampled)
         self._rows = [*self._rows, *rows]
-        self._settle()
+        self._is_together = None
 
     def _known(self, request: Request) -> tuple[_Row, SamplingParams]:
         if (own := request.options.sampling) is not None:
@@ -112,16 +112,19 @@ class TokenChoice:
         """All rows leave but these, ascending."""
         self._rows = [self._rows[index] for index in indices]
         self.sampler.keep(indices)
-        self._settle()
+        self._is_together = None
 
     def clear(self) -> None:
         """Remove all rows."""
         self._rows = []
         self.sampler = BatchSampler()
-        self._settle()
+        self._is_together = True
 
-    def _settle(self) -> None:
-        self._all_together = not any(row.sampler is not None or row.processors for row in self._rows)
+    @property
+    def _all_together(self) -> bool:
+        if self._is_together is None:
+            self._is_together = not any(row.sampler is not None or row.processors for row in self._rows)
+        return self._is_together
 
     def takes_drafts(self, request: Request) -> bool:
         """Return whether the request's next token depends on nothing but the tokens before it and on chance: nothing of
