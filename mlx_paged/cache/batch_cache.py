@@ -222,8 +222,9 @@ class PagedBatchKVCache:
 
         Returns:
             None: each row is masked by its own length and window. In a pack, for a window narrower than the layer's, an
-            array that stands for it. In a decode step that is read by :meth:`update_and_fetch`, on request, and for a
-            window other than the layer's: a boolean array ``[B, 1, 1, longest]`` over what that returns.
+            array that stands for it. In a decode step of rows of several lengths that is read by
+            :meth:`update_and_fetch`, on request, and for a window other than the layer's: a boolean array
+            ``[B, 1, 1, longest]`` over what that returns.
 
         Raises:
             GeometryError: several tokens of each row.
@@ -234,7 +235,7 @@ class PagedBatchKVCache:
         if N != 1:
             message = f"a mask for {N} tokens of each row"
             raise NotPackableError(message) if rows.is_pack else GeometryError(message)
-        if window_size in (None, window) and (rows.is_pack or not (return_array or self.row_type.masks_rows)):
+        if window_size in (None, window) and (rows.is_pack or not (return_array or self._masks_rows())):
             return None
         if not rows.is_pack:
             seen = window_under(self._kv.spec, window_size and min(window_size, window or window_size))
@@ -247,6 +248,10 @@ class PagedBatchKVCache:
             raise NotPackableError(f"a mask of {window_size} tokens over a window of {window}")
         window_under(self._kv.spec, window_size)  # raises if there is no such mask
         return rows.narrow_mask(window_size)
+
+    def _masks_rows(self) -> bool:
+        """Return whether attention over fetched arrays needs a mask: rows are padded."""
+        return self.row_type.masks_rows and not self.rows.columns(self.layer).is_even
 
     def size(self) -> int:
         """Visible tokens of the longest sequence."""

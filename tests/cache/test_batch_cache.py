@@ -215,6 +215,23 @@ def test_short_rows_of_one_length_are_read_once(
     pool.check_integrity()
 
 
+class Masking(PagedKVCache):
+    """A cache of a layer whose attention reads arrays."""
+
+    masks_rows = True
+
+
+@pytest.mark.parametrize(("lengths", "is_masked"), [((9, 9), False), ((30,), False), ((9, 10), True)])
+def test_rows_of_one_length_need_no_mask(lengths: tuple[int, ...], is_masked: bool) -> None:
+    pool = pool_of()
+    tables = merged([sequence(pool, n) for n in lengths])[0].rows
+    cache = PagedBatchKVCache(tables, 0, Masking)
+    reserve([cache])
+    assert (cache.make_mask(1) is not None) == is_masked
+    assert cache.make_mask(1, return_array=True).shape[0] == len(lengths)
+    assert cache.make_mask(1, window_size=4).shape[0] == len(lengths)
+
+
 def test_a_narrower_window_than_the_layers() -> None:
     """A model may mask a global layer by a window: rows are then attended to over gathered arrays."""
     pool = pool_of()
