@@ -169,6 +169,7 @@ class Step:
             all layers; of attention by what the layers ask for.
         place: of one token of one table, where the table's visible tokens lie among functional storage's slots; None:
             not known, or not one after the other.
+        by_head: where functional storage of so many blocks writes the rows' tokens, by head; None: not asked for yet.
         columns: what all layers read of rows padded to a length, by that length.
         together: how attention without a kernel takes the rows, in all layers; None: not asked for yet.
         apart: where those of them are read that are computed one by one; the same.
@@ -192,6 +193,7 @@ class Step:
         self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
         self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
         self.place: tuple[int, int] | None = None
+        self.by_head: tuple[int, mx.array] | None = None
         self.columns: dict[int, Columns] = {}
         self.together: list[RowsTogether] | None = None
         self.apart: RowsApart | None = None

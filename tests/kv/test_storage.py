@@ -67,7 +67,7 @@ def test_rows_go_to_their_own_block_and_slot(dtype: mx.Dtype) -> None:
     storage = storage_of(6, dtype)
     k, v = noise(1, 3, HEADS, 1, KD, dtype=dtype), noise(2, 3, HEADS, 1, VD, dtype=dtype)
     places = [(5, 3), (2, 0), (2, 1)]
-    storage.write_rows(mx.array([23, 8, 9]), k, v)
+    storage.write_rows(storage.by_head(mx.array([[23], [8], [9]])), k, v)
     got_k, got_v = slots(storage, places)
     np.testing.assert_array_equal(bits(got_k[0]), bits(k[:, :, 0]).transpose(1, 0, 2))
     np.testing.assert_array_equal(bits(got_v[0]), bits(v[:, :, 0]).transpose(1, 0, 2))
