@@ -26,7 +26,7 @@ from .terminal import add_version, orderly_end
 KEY_VARIABLE = "MLX_PAGED_API_KEY"
 LOOK_SECONDS = 0.2
 END_SECONDS = 45.0  # the server drains for 30 of them
-# Claude Code, Codex and OpenCode give up after 300 s without an event, which a long prompt may take.
+# Claude Code, Codex and OpenCode give up after 300 s without an event, which a long prompt may take, aider after 600 s.
 IDLE_MILLISECONDS = 3_600_000
 
 
@@ -102,7 +102,11 @@ CLIENTS = {
     "opencode": Client("npm install -g opencode-ai", _opencode),
     "aider": Client(
         "pip install aider-chat",
-        lambda access: {"OPENAI_API_BASE": f"{access.url}/v1", "OPENAI_API_KEY": access.key},
+        lambda access: {
+            "OPENAI_API_BASE": f"{access.url}/v1",
+            "OPENAI_API_KEY": access.key,
+            "AIDER_TIMEOUT": str(IDLE_MILLISECONDS // 1000),
+        },
         lambda access: ["--model", f"openai/{access.model}"],
     ),
 }

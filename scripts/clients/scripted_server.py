@@ -2,8 +2,9 @@
 
 python scripts/clients/scripted_server.py MODEL PORT [TURNS] [FLAGS OF THE SERVER]
 
-Only the tokens are chosen by the script, as a grammar that allows one text; server, HTTP, tokenizer, chat template,
-engine and prefix cache are the real ones. For trying coding agents, whose tools an untrained model would never call.
+MODEL needs a chat template with tools, such as make_tools_model of tests/support/models/tiny_model.py writes. Only the
+tokens are chosen by the script, as a grammar that allows one text; server, HTTP, tokenizer, chat template, engine and
+prefix cache are the real ones. For trying coding agents, whose tools an untrained model would never call.
 The log says of each request how many tokens at its beginning are those of an earlier one: what a cache can find.
 """
 

@@ -103,3 +103,4 @@ def test_clients_that_give_silent_streams_up_wait_for_long_prompts() -> None:
     config = json.loads(CLIENTS["opencode"].environment(access)["OPENCODE_CONFIG_CONTENT"])
     options = config["provider"]["mlx_paged"]["options"]
     assert {options[name] for name in ("timeout", "headerTimeout", "chunkTimeout")} == {IDLE_MILLISECONDS}
+    assert int(CLIENTS["aider"].environment(access)["AIDER_TIMEOUT"]) * 1000 == IDLE_MILLISECONDS
