@@ -108,7 +108,7 @@ def _flags(checked):
         ["-O1", "-g1", "-fsanitize=thread"]
         + (["--param", "tsan-instrument-func-entry-exit=0"] if "clang" not in CXX else [])
         if checked
-        else ["-O2"]
+        else ["-O1"]  # -O2 compiles 30 % longer, and the programs take the same time
     )
 
 
