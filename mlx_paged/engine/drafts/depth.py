@@ -17,6 +17,7 @@ EXPECTED = 0.7  # acceptance before anything is known
 # What drafts may cost: a part of the time of all steps, and as much again of that of the first ones.
 SHARE, FIRST_STEPS = 0.0075, 800
 MOST_PATIENCE = 8  # times a trial's price that is put aside for one, after as many that were too dear
+MOST_TRIED = 4  # drafts of a row in a trial
 LEAST_COST = 0.25  # plain steps; drafts that were known to cost less may have cost twice this
 WEIGHT = 0.25  # of what is assumed of the fixed part of a cost, in measurements
 # Plain steps that a token of a prompt is taken to cost a draft model, before that is measured: on a GPU, and on a CPU.
@@ -263,6 +264,7 @@ class Depth:
         self._plain: dict[int, _Estimate] = {}  # seconds of a plain step, by number of rows
         self._costs: dict[int, _Cost] = {}  # of steps with drafts, by size of batch
         self._in_vain: dict[int, int] = {}  # latest trials too dear for right drafts, by size of batch
+        self._deeper: dict[int, int] = {}  # those since whose drafts would have paid, had all been right
         self._last: _Step | None = None
         self._first: _First | None = None
         # Part of a plain step that the next one waits for: all of it, unless the host takes longer than the device.
@@ -328,6 +330,8 @@ class Depth:
         if step.patience:
             size, is_dear = step.num_rows.bit_length(), took > plain * (1 + step.proposed)
             self._in_vain[size] = self._in_vain.get(size, 0) + 1 if is_dear else 0
+            if is_dear or took > plain * (1 + self.acceptance.chance):  # else one draft pays
+                self._deeper[size] = 0 if is_dear else self._deeper.get(size, 0) + 1
 
     def _end_first(self, waited: float | None) -> None:
         """Note what the first of some steps with drafts cost, when it is known how much of a plain step it waited for;
@@ -402,7 +406,8 @@ class Depth:
         plain, known = self._plain_seconds(num_rows), self._measured(num_rows)
         if plain is None:
             return False
-        return (known is not None and most > known.of(most)) or self._has_for_trial(plain, num_rows, 1.0, 0.0)
+        drafts = min(most, self._drafts_of_trial(num_rows))
+        return (known is not None and most > known.of(most)) or self._has_for_trial(plain, num_rows, drafts, 0.0)
 
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
         """Return how many drafts each of these rows gets in the step that has begun. One that misses tokens gets some
@@ -450,8 +455,8 @@ class Depth:
         return [started.get(index, count) for index, count in enumerate(counts)]
 
     def _tried(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int]:
-        """Return one draft for each row, if a trial may be made: of all rows, or it would not show what all cost."""
-        counts = [min(len(row.chances), 1) for row in rows]
+        """Return the drafts of a trial, if one may be made: of all rows, or it would not show what all cost."""
+        counts = [min(len(row.chances), self._drafts_of_trial(num_rows)) for row in rows]
         missing = sum(min(row.missing, TRIAL_CONTEXT) for row in rows if row.chances)
         prompts = self._prompt_seconds(missing)
         if self._last is None or not any(counts):
@@ -465,6 +470,9 @@ class Depth:
         """Return whether a trial of drafts may be made now that takes so many seconds beside them."""
         cost = plain * self._cost(num_rows, drafts) + seconds
         return self._account.has_for_trial(cost, self._patience(num_rows))
+
+    def _drafts_of_trial(self, num_rows: int) -> int:
+        return 1 + self._deeper.get(num_rows.bit_length(), 0) % MOST_TRIED
 
     def _patience(self, num_rows: int) -> int:
         return min(1 + self._in_vain.get(num_rows.bit_length(), 0), MOST_PATIENCE)
