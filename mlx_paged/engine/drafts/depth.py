@@ -18,6 +18,7 @@ EXPECTED = 0.7  # acceptance before anything is known
 SHARE, FIRST_STEPS = 0.0075, 800
 MOST_PATIENCE = 8  # times a trial's price that is put aside for one, after as many that were too dear
 MOST_TRIED = 4  # drafts of a row in a trial
+NEW = 8  # measured steps with drafts in which kernels may be compiled
 LEAST_COST = 0.25  # plain steps; drafts that were known to cost less may have cost twice this
 WEIGHT = 0.25  # of what is assumed of the fixed part of a cost, in measurements
 # Plain steps that a token of a prompt is taken to cost a draft model, before that is measured: on a GPU, and on a CPU.
@@ -123,10 +124,12 @@ class _Cost:
     Attributes:
         fixed: part.
         price: of a draft of each row.
+        count: measurements.
     """
 
     def __init__(self, assumed: float) -> None:
         self.fixed = self.price = 0.0
+        self.count = 0
         self._assumed = assumed
         self._ones = self._drafts = self._squares = self._costs = self._products = 0.0
 
@@ -136,6 +139,7 @@ class _Cost:
 
     def note(self, drafts: float, cost: float) -> None:
         """Note a measurement."""
+        self.count += 1
         keep = 1 - 1 / MEMORY
         if cost < self.of(drafts) / 2:
             keep = 1 / MEMORY
@@ -349,9 +353,14 @@ class Depth:
         self._note_cost(first.step, self._took(first.step, first.seconds - waited * plain, plain) / plain - 1)
 
     def _took(self, step: _Step, seconds: float, plain: float) -> float:
-        """Return what a step counts for, by what passed: of a pause, as where a kernel is compiled, twice what drafts
-        were known to cost."""
-        return max(0.0, min(seconds, plain * (1 + 2 * max(LEAST_COST, self._cost(step.num_rows, step.proposed)))))
+        """Return what a step counts for, by what passed. In the first steps with drafts, where kernels are compiled, a
+        pause counts as twice what drafts were known to cost."""
+        known = self._costs.get(step.num_rows.bit_length())
+        if known is None or known.count < NEW:
+            most = plain * (1 + 2 * max(LEAST_COST, self._cost(step.num_rows, step.proposed)))
+        else:
+            most = 4 * plain * (1 + step.proposed)
+        return max(0.0, min(seconds, most))
 
     def _note_cost(self, step: _Step, cost: float) -> None:
         known = self._costs.setdefault(step.num_rows.bit_length(), _Cost(self._assumed.fixed))

@@ -7,6 +7,7 @@ import pytest
 
 from mlx_paged.engine.drafts.depth import (
     COMPUTED,
+    CPU_LOOKED_UP,
     CPU_PROMPT_PRICE,
     FIRST_STEPS,
     LEAST_KNOWN,
@@ -449,6 +450,17 @@ def test_a_first_draft_that_was_dear_by_chance_is_forgotten() -> None:
     machine.verify = lambda tokens, rows: next(slow, 0.0) + verify(tokens, rows)
     machine.run(1500)
     assert machine.rate > 0.5 * best_of_look_up(machine)
+
+
+def test_times_that_vary_do_not_make_drafts_look_cheap() -> None:
+    """On a busy CPU drafts that hardly pay have steps that take by chance half or twice as long."""
+    machine = LookUpMachine(1, 0.85, each, depth=Depth(assumed=CPU_LOOKED_UP))
+    noise = np.random.default_rng(1)
+    machine.verify = lambda tokens, rows: (0.1 + 0.9 * tokens) * float(noise.lognormal(0, 0.3))
+    for _ in range(2000):
+        machine.device = float(noise.lognormal(0, 0.3))
+        machine.step()
+    assert machine.rate * np.exp(0.3**2 / 2) > 0.98
 
 
 def test_trials_that_are_too_dear_become_rare() -> None:
