@@ -236,8 +236,9 @@ class Depth:
 
     Nothing is computed for drafts that could cost more than the account holds: 0.75% of the time of all steps, 1.5% of
     that of the first 800, and what drafts have saved. Where drafts are not known to pay they are tried, one a row, when
-    the share of time that trials have allows it; what a row misses is then computed of its last tokens alone. Trials
-    that change nothing become rarer.
+    the share of time that trials have allows it; what a row misses is then computed of its last tokens alone. Where
+    right drafts would have paid for a trial, but one as likely as drafts are would not, the next has one more of a row,
+    up to four; trials too dear for right drafts become rarer.
 
     Args:
         clock: in seconds, of what steps take or cost.
@@ -268,7 +269,7 @@ class Depth:
         self._plain: dict[int, _Estimate] = {}  # seconds of a plain step, by number of rows
         self._costs: dict[int, _Cost] = {}  # of steps with drafts, by size of batch
         self._in_vain: dict[int, int] = {}  # latest trials too dear for right drafts, by size of batch
-        self._deeper: dict[int, int] = {}  # those since whose drafts would have paid, had all been right
+        self._deeper: dict[int, int] = {}  # those since that right drafts would have paid for, and likely ones not
         self._last: _Step | None = None
         self._first: _First | None = None
         # Part of a plain step that the next one waits for: all of it, unless the host takes longer than the device.

@@ -45,6 +45,23 @@ def extra_peak(action: Callable[[], None]) -> int:
     return mx.get_peak_memory() - before
 
 
+def one_step_ahead(x: mx.array, attend: Callable[[mx.array, mx.array], mx.array]) -> None:
+    """Take steps of queries ``[B, 16, 1, 128]`` and a new token's keys. Step t + 1 is built, on what step t gives, and
+    started before the result of step t is looked at."""
+    pending = None
+    for _ in range(12):
+        slow = mx.ones((256, 256)) * x[0, 0, 0, 0].astype(mx.float32)
+        for _ in range(3):  # keeps the read of this step unfinished while the next one is built
+            slow = mx.tanh(slow @ slow)
+        token = mx.broadcast_to(x[:, :8] + 0 * slow[0, 0].astype(x.dtype), (len(x), 8, 1, 128))
+        x = mx.tanh(attend(x, token))
+        mx.async_eval(x)
+        if pending is not None:
+            assert mx.all(mx.isfinite(pending)).item()
+        pending = x
+    mx.eval(x)
+
+
 def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
     pool = big_pool
     shape = {"heads": 8, "kd": 128, "vd": 128, "dtype": mx.float16}
@@ -79,20 +96,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
         mx.eval(cache.attend(query(40), k, v, AttentionParams(0.1, "causal")))
 
     def pipelined() -> None:
-        # Step t + 1 is built, on what step t gives, and started before the result of step t is looked at.
-        x, pending = query(), None
-        for _ in range(12):
-            slow = mx.ones((256, 256)) * x[0, 0, 0, 0].astype(mx.float32)
-            for _ in range(3):  # keeps the read of this step unfinished while the next one is built
-                slow = mx.tanh(slow @ slow)
-            token = mx.broadcast_to(x[:, :8] + 0 * slow[0, 0].astype(x.dtype), (1, 8, 1, 128))
-            out = cache.attend(x, token, token * 0.5, AttentionParams(0.1))
-            x = mx.tanh(out)
-            mx.async_eval(x)
-            if pending is not None:
-                assert mx.all(mx.isfinite(pending)).item()
-            pending = x
-        mx.eval(x)
+        one_step_ahead(query(), lambda x, token: cache.attend(x, token, token * 0.5, AttentionParams(0.1)))
 
     def fetch_and_keep() -> None:  # by whoever does not attend over them
         kept = []
@@ -139,24 +143,14 @@ def test_rows_cut_from_the_pool_or_gathered_never_copy_it(
     mx.eval(pool.fence(0))
     cache = PagedBatchKVCache(Rows(pool, sequences), 0)
 
+    def attend(x: mx.array, token: mx.array) -> mx.array:
+        assert cache.rows.reserve() is None
+        if is_apart:
+            return cache.attend(x, token, token * 0.5, AttentionParams(0.1))
+        return mx.fast.scaled_dot_product_attention(x, *cache.update_and_fetch(token, token * 0.5), scale=0.1)
+
     def pipelined() -> None:
-        x, pending = noise(5, num_rows, 16, 1, 128, dtype=mx.float16), None
-        for _ in range(12):
-            assert cache.rows.reserve() is None
-            slow = mx.ones((256, 256)) * x[0, 0, 0, 0].astype(mx.float32)
-            for _ in range(3):
-                slow = mx.tanh(slow @ slow)
-            token = mx.broadcast_to(x[:, :8] + 0 * slow[0, 0].astype(x.dtype), (num_rows, 8, 1, 128))
-            if is_apart:
-                out = cache.attend(x, token, token * 0.5, AttentionParams(0.1))
-            else:
-                out = mx.fast.scaled_dot_product_attention(x, *cache.update_and_fetch(token, token * 0.5), scale=0.1)
-            x = mx.tanh(out)
-            mx.async_eval(x)
-            if pending is not None:
-                assert mx.all(mx.isfinite(pending)).item()
-            pending = x
-        mx.eval(x)
+        one_step_ahead(noise(5, num_rows, 16, 1, 128, dtype=mx.float16), attend)
 
     assert extra_peak(pipelined) < 2 * FEW_MB
     assert (cache.rows.step(0).apart is not None) == is_apart
