@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
+from tests.support.processes.page_document import NEEDS_NODE, page_of
 from tests.support.processes.server_process import Answer, ServerProcess
 
 pytestmark = pytest.mark.demo_model
@@ -121,6 +123,36 @@ def test_a_keys_limit_is_told_with_the_time_to_wait(server: ServerProcess) -> No
     metrics = server.get("/metrics", **KEY).body.decode()
     assert re.search(r'mlx_paged_client_cached_tokens_total\{client="batch"\} [1-9]', metrics)
     assert "client='key 1'" in server.log and "three" not in server.log
+
+
+@NEEDS_NODE
+def test_each_keys_cached_share_is_among_the_metrics_and_on_the_page(server: ServerProcess, tmp_path: Path) -> None:
+    names = {"key 1": KEY, "key 2": OTHER}
+    before, page = figures_of_clients(server, tmp_path)
+    used = {name: before.get(name, Counter()).copy() for name in names}
+    for name, headers in [*names.items(), *names.items(), ("key 2", OTHER)]:
+        usage = server.post(CHAT, chat(f"{SECRET} of {name}"), **headers).json["usage"]
+        used[name]["prompt_tokens"] += usage["prompt_tokens"]
+        used[name]["cached_tokens"] += usage["prompt_tokens_details"]["cached_tokens"]
+    after, page = figures_of_clients(server, tmp_path)
+    shares = {}
+    for name, counted in used.items():
+        assert after[name] == counted and counted["cached_tokens"] > before.get(name, Counter())["cached_tokens"]
+        shares[name] = f"{100 * counted['cached_tokens'] / counted['prompt_tokens']:.1f} %"
+        assert page[f"cached, {name}"] == f"{shares[name]} of {counted['prompt_tokens']:,}"
+    assert len(set(shares.values())) == 2
+
+
+def figures_of_clients(server: ServerProcess, folder: Path) -> tuple[dict[str, Counter[str]], dict[str, str]]:
+    """Return the tokens of each client, as the metrics say, and the figures of the page."""
+    text = server.get("/metrics", **KEY).body.decode()
+    counted: dict[str, Counter[str]] = {}
+    for figure in ("prompt_tokens", "cached_tokens"):
+        for name, value in re.findall(rf'mlx_paged_client_{figure}_total\{{client="(.*?)"\}} (\S+)', text):
+            counted.setdefault(name, Counter())[figure] = int(float(value))
+    report = server.get("/v1/cache/stats?blocks=1", **KEY).json
+    (said,), _ = page_of(server.get("/cache").body, [report], folder)
+    return counted, said["figures"]
 
 
 def test_a_priority_may_come_in_a_header(server: ServerProcess) -> None:

@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.server.report import cache_page
 from mlx_paged.server.report.server_report import STATES, block_map
 from tests.support.processes.browser import CHROMIUM, Browser
+from tests.support.processes.page_document import NEEDS_NODE, page_of
 from tests.support.processes.server_process import ServerProcess
 
 FAMILY, FLAGS = "gemma3", ("--prefill-step-size", "512")
@@ -80,7 +79,7 @@ def test_every_colour_is_explained_and_every_rate_is_there_once() -> None:
         assert len(re.findall(rf"\b(?:generated_)?{rate}\b", text)) == 1, rate
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js")
+@NEEDS_NODE
 def test_what_the_page_says_of_load(tmp_path: Path) -> None:
     """Its functions, on a document of few elements."""
     waiting: dict[str, Any] = {
@@ -101,11 +100,7 @@ def test_what_the_page_says_of_load(tmp_path: Path) -> None:
     }
     few |= {"running": {"running": 0, "waiting": 2}, "sequences": [{**waiting, "number": n} for n in (1, 2)]}
     many = {**few, "running": {"running": 0, "waiting": 9}, "sequences": [{**waiting, "number": n} for n in range(9)]}
-    (tmp_path / "page.html").write_bytes(cache_page.html())
-    command = ["node", str(Path(__file__).parent / "page_document.mjs"), str(tmp_path / "page.html")]
-    done = subprocess.run(command, input=json.dumps([few, many]), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    first, second, state = json.loads(done.stdout)
+    (first, second), state = page_of(cache_page.html(), [few, many], tmp_path)
     assert first["headline"] == "2 requests are being answered" and len(first["rows"]) == 2
     assert first["rows"][0][-1] == "9 prompt tokens, cached ones not counted yet"
     assert second["rows"] == [] and second["none"] == "9 wait, the first for 3.0 s"
