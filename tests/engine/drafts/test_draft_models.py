@@ -10,9 +10,11 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
+from mlx_paged.engine import compiled_step
 from mlx_paged.engine.drafts.depth import Depth
 from mlx_paged.engine.drafts.draft_model import DraftModel
 from mlx_paged.engine.request import RequestOptions
+from mlx_paged.patches.generate import drafting
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.cases import crossed, quick, slow
@@ -80,6 +82,43 @@ def test_a_draft_that_is_always_right_fills_every_step(name: str) -> None:
 def test_pools_in_place(name: str, kernels: Any) -> None:
     stats = run_alike(f"wide {name}", PagedConfig(block_size=8, kernel="on"), 0.1)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_rows_with_varying_numbers_of_drafts_come_back_to_few_shapes(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verification is traced by its number of tokens, which is rounded up, not by the drafts of each row."""
+    rng = np.random.default_rng(0)
+    packs: list[tuple[tuple[int, ...], bool]] = []  # tokens of each row, and whether the step was compiled
+    shapes: set[compiled_step.StepShapes] = set()
+    original = compiled_step.CompiledStep._compiled
+
+    class Varying(Depth):
+        def choose(self, rows: Any, num_rows: int) -> list[int]:
+            return [min(len(row.chances), int(rng.integers(0, 1 + DRAFTS))) for row in rows]
+
+    def count(self: Any, rows: Any, *rest: Any) -> Any:
+        logits = original(self, rows, *rest)
+        if rows.is_pack and rows.pool is mlx_paged.pool_of(model):
+            packs.append((tuple(rows.counts), logits is not None))
+            shapes.update(known for known in self._functions if known.is_pack)
+        return logits
+
+    monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)
+    monkeypatch.setattr(drafting, "new_depth", Varying)
+    model, draft, prompts = model_of("wide llama"), noisy("wide llama", 1.0), prompts_of("wide llama", range(4, 12))
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
+    answers = []
+    for options in ({}, {"draft_model": draft, "num_draft_tokens": DRAFTS}):
+        gen = generator(model, completion_batch_size=8, **options)
+        outcomes = {uid: Outcome() for uid in gen.insert_segments([[prompt] for prompt in prompts], [60] * 8)}
+        run_all(gen, outcomes)
+        answers.append([outcome.tokens for outcome in outcomes.values()])
+    assert answers[0] == answers[1]
+    packs = [(counts, is_compiled) for counts, is_compiled in packs if len(counts) == 8]
+    combinations, numbers = {counts for counts, _ in packs}, {sum(counts) for counts, _ in packs}
+    assert len(packs) >= 50 and len(combinations) > 0.9 * len(packs) and len(numbers) > 10
+    assert len(shapes) <= 4 and sum(is_compiled for _, is_compiled in packs) > 0.7 * len(packs)
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 9))
