@@ -30,6 +30,7 @@ ADAPTERS = (
     "models.llama4",
     "models.transformer_block",
     "nn",
+    "rope",
     "cache.prompt_cache",
     "generate.batch_generator",
     "generate.steps",

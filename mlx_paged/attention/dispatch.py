@@ -82,6 +82,11 @@ def record_compiled(num_layers: int) -> None:
     record(_KERNEL_ONE, num_layers)
 
 
+def record_gather(kv: PoolLayer) -> None:
+    """Count attention over arrays that were read from a layer, whoever attends."""
+    record(Dispatch("gather", kv.group.storage_reason))
+
+
 def attend(
     q: mx.array,
     new: tuple[mx.array, mx.array] | None,
@@ -138,7 +143,7 @@ def attend_over_arrays(
 ) -> mx.array:
     """Attend from one new token of a sequence over what it sees, read from functional storage: what :func:`attend`
     comes to."""
-    record(Dispatch("gather", kv.group.storage_reason))
+    record_gather(kv)
     return gather.attend_alone(q, seen, kv, params)
 
 

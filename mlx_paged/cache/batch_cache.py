@@ -13,11 +13,14 @@ from ..attention.dispatch import Dispatch, record
 from ..attention.gather import causal_mask, window_under
 from ..attention.latent_prompts import Expand
 from ..errors import GeometryError, PromptCacheError
+from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
+from ..kv.step import Step
 from ..kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..kv.turn import in_turn
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
+from .left_padding import LeftPadding
 from .paged_kv_cache import PagedKVCache
 from .rows import NotPackableError, Rows
 
@@ -130,9 +133,9 @@ class PagedBatchKVCache:
         """Write the tokens' keys and values and return what the rows see.
 
         In a decode step these are the rows' visible keys and values, padded on the left to the longest, as in mlx-lm's
-        batch caches; zeros there. Lazy, and recognised as in :meth:`PagedKVCache.update_and_fetch`. In a pack they are
-        good for the attention function that replaces mlx-lm's only, where they stand for all that the tokens see;
-        :meth:`Rows.commit` raises if they are not used there.
+        batch caches. Lazy, and unless they are short recognised as in :meth:`PagedKVCache.update_and_fetch`. In a pack
+        they are good for the attention function that replaces mlx-lm's only, where they stand for all that the tokens
+        see; :meth:`Rows.commit` raises if they are not used there.
         """
         rows, kv, layer = self.rows, self._kv, self.layer
         compute_rewound(rows.pool, layer)
@@ -145,7 +148,7 @@ class PagedBatchKVCache:
         if columns is None:
             hand_out(keys, values, PackedKV(rows, layer, is_new=True))
             return keys, values
-        return self._fetch(Append(keys, values, step), before)
+        return self._fetch(tables, step, columns, Append(keys, values, step), before)
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -155,22 +158,24 @@ class PagedBatchKVCache:
         if rows.is_behind(self.layer) or geometry is None:
             raise PromptCacheError(f"layer {self.layer} has written nothing yet")
         if not rows.is_pack:
-            return self._fetch(None, None)
+            layer = self.layer
+            return self._fetch(rows.tables_of(layer), rows.step(layer), rows.columns(layer), None, None)
         heads, k_dim, v_dim, dtype, _ = geometry
         nothing = mx.zeros((), dtype)
         keys, values = (mx.broadcast_to(nothing, (len(rows), heads, 1, dim)) for dim in (k_dim, v_dim))
         hand_out(keys, values, PackedKV(rows, self.layer, is_new=False))
         return keys, values
 
-    def _fetch(self, append: Append | None, before: mx.array | None) -> tuple[mx.array, mx.array]:
+    def _fetch(
+        self, tables: list[BlockTable], step: Step, columns: LeftPadding, append: Append | None, before: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
         rows, kv = self.rows, self._kv
         written = kv.storage.fence() if kv.in_place else None
-        step = rows.step(self.layer) if append is None else append.step
-        columns = rows.columns(self.layer)
-        fetched = columns.read(kv, rows.tables_of(self.layer), step)
-        if columns.is_even and written is None and gather.reads_together(len(rows), *fetched):
-            record(Dispatch("gather", kv.group.storage_reason))
-            return kv.watch_read(*fetched)  # as attention over the blocks would read them
+        fetched = columns.read(kv, tables, step)
+        is_hidden = columns.is_even or (columns.is_masked and self.row_type.masks_rows)  # what is padded
+        if is_hidden and written is None and gather.reads_together(len(rows), *fetched):
+            dispatch.record_gather(kv)
+            return kv.watch_read(*fetched)
         fences = None
         if written is not None:
             fences = Fences(written if before is None else before, written, kv.storage.fence())

@@ -28,6 +28,7 @@ class LeftPadding:
         self.before = [offset if window is None else offset - window.first_seen(offset) for offset in offsets]
         self.longest = max(self.before, default=0) + 1
         self.is_even = min(self.before, default=0) + 1 == self.longest  # nothing is padded
+        self.is_masked = False  # whether a mask was made, without which padding would be attended to
 
     def _indices(self) -> mx.array:
         """Return each column's number among its row's visible tokens, int32 ``[B, longest]``; negative in padding."""
@@ -40,6 +41,7 @@ class LeftPadding:
         Args:
             window: of the mask, at most that of the layer.
         """
+        self.is_masked = True
         if not (window and any(map(window.first_seen, self.before))):
             pads = np.array([self.longest - 1 - before for before in self.before], np.int32)
             return mx.arange(self.longest, dtype=mx.int32) >= mx.array(pads[:, None, None, None])
@@ -47,7 +49,8 @@ class LeftPadding:
         return self._indices()[:, None, None] >= mx.array(first)
 
     def read(self, kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
-        """Keys ``[B, n_kv_heads, longest, k_head_dim]`` and values of a layer, with zeros where a row has nothing.
+        """Keys ``[B, n_kv_heads, longest, k_head_dim]`` and values of a layer. Padding repeats a row's first visible
+        token: a mask hides it, and it is a number if the row's own are.
 
         Args:
             kv: the layer.
@@ -55,14 +58,8 @@ class LeftPadding:
         """
         known = step.columns.get(self.longest)
         if known is None:
-            positions = indices = self._indices()
+            positions = mx.maximum(self._indices(), 0)
             if self.window is not None:
                 positions = positions + mx.array([table.logical_start for table in tables], mx.int32)[:, None]
-            block_ids = step.visible(tables, kv.sees)[0]
-            if self.is_even:
-                known = Columns(block_ids, positions)
-            else:
-                held = indices >= 0
-                known = Columns(block_ids, mx.where(held, positions, 0), held[:, None, :, None])
-            step.columns[self.longest] = known
+            known = step.columns[self.longest] = Columns(step.block_tables(tables), positions)
         return kv.storage.read_rows(known)

@@ -139,23 +139,27 @@ class PagedKVCache:
         """Write the next tokens and return all visible keys and values, gathered lazily, by position.
 
         Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
-        gathered. A copy even where the blocks are consecutive: who reads it is not known here.
+        gathered. Of one new token they are views of functional blocks, as mlx-lm's cache gives them; of a group's last
+        layer copies, as it is not known who reads them and when, and the next step's writes wait for that.
         """
         sequence, layer = self.sequence, self.layer
         compute_rewound(sequence.pool, layer)
         kv, tables, step, keys, values = self._reserve(keys, values, None)
         table, in_place = tables[0], kv.group.in_place
+        if step.num_tokens == 1 and not in_place:
+            seen = kv.append(tables, step, keys, values)
+            if not kv.is_last:
+                dispatch.record_gather(kv)
+                return seen
+            copies = kv.watch_read(*kv.copied(seen))
+            hand_out(*copies, LazyKV(sequence, layer, seen=seen))
+            return copies
         before = kv.storage.fence() if in_place else None
         kv.write_step(tables, step, keys, values)
         if table.num_visible == step.num_tokens and not kv.is_quantized:
             hand_out(keys, values, LazyKV(sequence, layer))
             return keys, values
-        if step.num_tokens > 1 or in_place:
-            return self._fetch(kv, table, Append(keys, values, step) if step.num_tokens == 1 else None, before)
-        seen, copies = kv.read_for_attention(table)
-        copies = kv.watch_read(*copies)
-        hand_out(*copies, LazyKV(sequence, layer, seen=seen))
-        return copies
+        return self._fetch(kv, table, Append(keys, values, step) if step.num_tokens == 1 else None, before)
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

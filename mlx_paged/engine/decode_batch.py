@@ -66,7 +66,7 @@ class DecodeBatch:
         self._tables: Rows | None = None
         # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
         self._caches: list[Any] = []
-        self._parts: tuple[list[Any], list[Any], list[Any]] = ([], [], [])  # see _composed
+        self._parts: tuple[list[Any], list[Any], list[Any], list[Any]] = ([], [], [], [])  # see _composed
         self._has_grammars = False
         self._changed = True
         self._told: deque[list[weakref.ref[TokenLogits]]] = deque()  # of the last steps
@@ -188,7 +188,7 @@ class DecodeBatch:
         if self.proposer is not None:
             self.proposer.remove(rows)
         self._tables, self._changed, self._has_grammars = None, True, False
-        self._parts = ([], [], [])
+        self._parts = ([], [], [], [])
 
     def settle_tables(self) -> None:
         """Take back what no layer has written, to use the rows by themselves."""
@@ -200,7 +200,7 @@ class DecodeBatch:
             self.settle_tables()
             self._tables = None
             self._caches = [None if _is_paged(cache) else cache for cache in self._caches]
-        self._parts = ([], [], [])
+        self._parts = ([], [], [], [])
         self._changed = True
 
     def _extract_states(self, index: int, row: Request) -> None:
@@ -252,13 +252,19 @@ class DecodeBatch:
         """Return the layers' batch caches as the model expects them; found once for the members."""
         if self._parts[0] is not self._caches:
             states = [cache for cache in self._caches if not (cache is None or _is_paged(cache))]
-            self._parts = self._caches, with_leaves(self.rows[0].caches or [], self._caches), states
+            of_arrays = [cache for cache in states if isinstance(cache, self.upstream.state_cache)]
+            self._parts = self._caches, with_leaves(self.rows[0].caches or [], self._caches), states, of_arrays
         return self._parts[1]
 
     def _states(self) -> list[Any]:
         """Return the caches of layers without blocks."""
         self._composed()
         return self._parts[2]
+
+    def _state_caches(self) -> list[Any]:
+        """Return those of :meth:`_states` that hold arrays by rows, which can be cut and put back."""
+        self._composed()
+        return self._parts[3]
 
     def step(self) -> list[Delivery]:
         """Dispatch the next token of every row, then return the ones computed by the step before.
@@ -331,7 +337,7 @@ class DecodeBatch:
     def _forward(self) -> mx.array | None:
         """Logits ``[B, vocab]`` of the rows that could be computed; the others have left."""
         assert self._inputs is not None
-        states = [cache for cache in self._caches if isinstance(cache, self.upstream.state_cache)]
+        states = self._state_caches()
         before = [list(cache.cache) for cache in states]
         try:
             logits: mx.array = self.call(self._inputs[:, None], cache=self._composed())[:, -1, :]
@@ -345,9 +351,9 @@ class DecodeBatch:
                 cache.cache = arrays
             found = self._forward_parts(list(range(len(self.rows))), error)
         else:
-            for leaf in leaves(self._states()):
-                if isinstance(leaf, self.upstream.state_cache) and leaf.left_padding is not None:
-                    leaf.finalize()  # nothing is padded; the counter would become a chain of one node a step
+            for cache in states:
+                if cache.left_padding is not None:
+                    cache.finalize()  # nothing is padded; the counter would become a chain of one node a step
             return logits
         broken = [(self.rows[index], part) for index, part in found.items() if isinstance(part, Exception)]
         self.failed += broken

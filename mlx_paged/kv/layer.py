@@ -239,14 +239,11 @@ class PoolLayer:
         with self.turn:
             return self.storage.read_visible(table, copy=copy)
 
-    def read_for_attention(self, table: BlockTable) -> tuple[tuple[mx.array, mx.array], tuple[mx.array, mx.array]]:
-        """Return :meth:`gather_visible` of functional blocks that were just written, without and with ``copy``: for the
-        attention function, and for whatever else may compute with them. What is not used is not computed."""
-        storage = self.storage
-        seen = storage.read_visible(table, copy=False)
-        if storage.geometry.num_kv_heads == 1:  # its view is contiguous already, and would stay a view
-            return seen, storage.read_visible(table)
-        return seen, (mx.contiguous(seen[0]), mx.contiguous(seen[1]))
+    def copied(self, seen: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+        """Return copies of what :meth:`append` returned, for whoever may keep them."""
+        if seen[0].shape[1] == 1:  # the view of one head is contiguous already, and would stay a view
+            return seen[0] + 0, seen[1] + 0
+        return mx.contiguous(seen[0]), mx.contiguous(seen[1])
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         """Return what the blocks hold of positions ``logical_start .. length - 1``, as they hold it, for

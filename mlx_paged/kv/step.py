@@ -111,21 +111,14 @@ class Columns:
     Attributes:
         block_ids: int32 ``[B, max_blocks]``, by absolute position.
         positions: int32 ``[B, n]``; all lie in these blocks.
-        held: boolean ``[B, 1, n, 1]``: where a row has something. None: everywhere.
         prepared: what a storage has made of them, for all layers.
     """
 
-    __slots__ = ("block_ids", "held", "positions", "prepared")
+    __slots__ = ("block_ids", "positions", "prepared")
 
-    def __init__(self, block_ids: mx.array, positions: mx.array, held: mx.array | None = None) -> None:
-        self.block_ids, self.positions, self.held = block_ids, positions, held
+    def __init__(self, block_ids: mx.array, positions: mx.array) -> None:
+        self.block_ids, self.positions = block_ids, positions
         self.prepared: Any = None
-
-    def masked(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values ``[B, n_kv_heads, n, head_dim]``, zeros where a row has nothing."""
-        if self.held is None:
-            return k, v
-        return mx.where(self.held, k, 0), mx.where(self.held, v, 0)
 
 
 class RowsTogether(NamedTuple):

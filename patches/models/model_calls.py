@@ -63,7 +63,8 @@ def in_turns(call: ModelCall) -> ModelCall:
         pool = first.pool
         # Before the first write, too: what MLX would compile for the first prompt takes seconds.
         is_functional = any(group.geometry is not None and not group.in_place for group in pool.groups)
-        with pool.turn, Inference(allowed=not is_functional):
+        on_cpu = is_functional and mx.default_device().type == mx.DeviceType.cpu
+        with pool.turn, Inference(allowed=not is_functional, shares_angles=on_cpu):
             if not args or args[0].shape[1] == 1 or (sequence := _keeping(first)) is None:
                 return call(self, *args, **kwargs)
             states = [cache for cache in leaves(caches) if not isinstance(cache, _PAGED)]

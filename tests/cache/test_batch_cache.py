@@ -221,6 +221,35 @@ class Masking(PagedKVCache):
     masks_rows = True
 
 
+@pytest.mark.parametrize(("lengths", "most", "makes_mask"), [
+    ((9, 10, 30), 1 << 17, True), ((9, 10, 30), 0, True), ((9, 10, 30), 1 << 17, False),
+])  # fmt: skip
+def test_short_rows_of_several_lengths_are_read_once_under_a_mask(
+    lengths: tuple[int, ...], most: int, makes_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "SHORT_BYTES", most)
+    pool = pool_of()
+    solo = [sequence(pool, n, seed=seed) for seed, n in enumerate(lengths)]
+    rows = merged(solo)[0].rows
+    batch = [PagedBatchKVCache(rows, layer, Masking) for layer in range(LAYERS)]
+    step = random_step(len(solo), 1, 0)
+    reserve(batch)
+    for layer, (cache, (q, k, v)) in enumerate(zip(batch, step, strict=True)):
+        mask = cache.make_mask(1) if makes_mask else None
+        keys, values = cache.update_and_fetch(k, v)
+        lazy = lazy_kv_of(keys, values)
+        assert (lazy is None) == (makes_mask and most > 0)
+        if lazy is None:
+            got = mx.fast.scaled_dot_product_attention(q, keys, values, scale=SCALE, mask=mask)
+        else:
+            got = lazy.attend(q, keys, values, AttentionParams(SCALE, mask))
+        for index, caches in enumerate(solo):
+            row = tuple(x[index : index + 1] for x in (q, k, v))
+            own = AttentionParams(SCALE, caches[layer].make_mask(1, window_size=caches[layer].window))
+            assert mx.allclose(got[index : index + 1], caches[layer].attend(*row, own), atol=1e-5)
+    pool.check_integrity()
+
+
 @pytest.mark.parametrize(("lengths", "is_masked"), [((9, 9), False), ((30,), False), ((9, 10), True)])
 def test_rows_of_one_length_need_no_mask(lengths: tuple[int, ...], is_masked: bool) -> None:
     pool = pool_of()

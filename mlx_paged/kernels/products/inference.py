@@ -1,8 +1,9 @@
-"""Inference: a section in which kernels of this package may stand in for layers of a model."""
+"""Inference: a section in which kernels of this package may stand in for layers of a model, and layers share angles."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import mlx.core as mx
 
@@ -53,10 +54,12 @@ class Inference:
     Args:
         allowed: False for a section in which neither is done.
         dequantizes: False for one in which no weight is.
+        shares_angles: rotary positions are computed once for all layers.
     """
 
-    def __init__(self, *, allowed: bool = True, dequantizes: bool = True) -> None:
+    def __init__(self, *, allowed: bool = True, dequantizes: bool = True, shares_angles: bool = False) -> None:
         self.allowed = allowed
+        self.angles: dict[Any, tuple[Any, mx.array, mx.array]] | None = {} if shares_angles else None
         self.pace = Pace() if allowed and dequantizes else None
 
     def __enter__(self) -> None:
@@ -74,3 +77,8 @@ def is_inference() -> bool:
 def pace() -> Pace | None:
     """Return what bounds dequantised weights here; None where none may be dequantised."""
     return None if _thread.inference is None else _thread.inference.pace
+
+
+def angles() -> dict[Any, tuple[Any, mx.array, mx.array]] | None:
+    """Return what layers of this section have computed of rotary positions; None where they share nothing."""
+    return None if _thread.inference is None else _thread.inference.angles

@@ -165,8 +165,8 @@ class FunctionalStorage(GatheredStorage):
             slots = mx.take_along_axis(columns.block_ids, positions // size, axis=1) * size + positions % size
             index = self.by_head(slots)
             columns.prepared = self.num_blocks, index
-        k, v = (pool.reshape(-1, pool.shape[3])[index] for pool in (self._keys, self._values))
-        return columns.masked(k, v)
+        keys, values = self._keys, self._values
+        return keys.reshape(-1, keys.shape[3])[index], values.reshape(-1, values.shape[3])[index]
 
     def view_tokens(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Tokens of consecutive blocks without a copy: K ``[1, n_kv_heads, end - start, k_head_dim]`` and V likewise.

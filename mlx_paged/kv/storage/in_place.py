@@ -259,15 +259,9 @@ class InPlaceStorage:
             first = mx.arange(0, num_slots, length, dtype=mx.int32)[:, None, None]
             heads = mx.arange(0, self.geometry.num_kv_heads * num_slots, num_slots, dtype=mx.int32)[:, None]
             index = columns.positions[:, None] + first + heads
-            if columns.held is not None:
-                index = mx.where(columns.held[..., 0], index, self.geometry.num_kv_heads * num_slots)
-            _, k_dim, v_dim, dtype, _ = self.geometry
-            columns.prepared = launch, index, mx.zeros((1, k_dim), dtype), mx.zeros((1, v_dim), dtype)
-        launch, index, *nothing = columns.prepared
-        k, v = (
-            mx.take(mx.concatenate([x.reshape(-1, zeros.shape[1]), zeros]), index, 0)
-            for x, zeros in zip(self._gathered(launch), nothing, strict=True)
-        )
+            columns.prepared = launch, index
+        launch, index = columns.prepared
+        k, v = (mx.take(x.reshape(-1, x.shape[-1]), index, 0) for x in self._gathered(launch))
         return k, v
 
     def _gathered(self, launch: Callable[..., tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array]:

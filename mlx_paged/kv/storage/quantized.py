@@ -59,7 +59,7 @@ class QuantizedStorage(GatheredStorage):
         return self._dequantized(*self._rows.read_visible(table, copy=copy))
 
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
-        return columns.masked(*self._dequantized(*self._rows.read_rows(columns)))
+        return self._dequantized(*self._rows.read_rows(columns))
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         return self._rows.read_stored(table)

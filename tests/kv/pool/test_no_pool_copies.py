@@ -129,6 +129,31 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
     pool.check_integrity()
 
 
+def test_views_of_a_layer_that_is_not_the_last_never_have_it_copied() -> None:
+    """Attention over what a cache hands out reads the blocks themselves, and the next step is built meanwhile."""
+    shape = {"heads": 8, "kd": 128, "vd": 128, "dtype": mx.float16}
+    pool = pool_of(layers=2, block_size=32)
+    table = pool.new_table()
+    pool.append_tokens(table, 20_000)
+    for layer in range(2):
+        pool.layer(layer).write([table], *kv(0, 1, **shape))
+    mx.eval(pool.fence(0), pool.fence(1))
+    pool.release_table(table)
+    sequence = SequenceTables(pool)
+    caches = [PagedKVCache(sequence, layer) for layer in range(2)]
+    for cache in caches:
+        cache.update(*kv(1, 40, **shape))
+    mx.eval(pool.fence(0), pool.fence(1))
+
+    def attend(x: mx.array, token: mx.array) -> mx.array:
+        views = caches[0].update_and_fetch(token, token * 0.5)
+        x = mx.fast.scaled_dot_product_attention(x, *views, scale=0.1)
+        return caches[1].attend(x, token, token * 0.5, AttentionParams(0.1))
+
+    assert pool.stats().bytes_reserved > 150_000_000
+    assert extra_peak(lambda: one_step_ahead(noise(5, 1, 16, 1, 128, dtype=mx.float16), attend)) < FEW_MB
+
+
 @pytest.mark.parametrize("is_apart", [True, False])
 @pytest.mark.parametrize("lengths", [(5, 9, 17), (40, 70, 100)])
 def test_rows_cut_from_the_pool_or_gathered_never_copy_it(

@@ -1,0 +1,78 @@
+"""Rotary positions of a decode step on a CPU: computed once for all layers, with MLX's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+import mlx_paged
+from mlx_paged.kernels.products.inference import Inference
+from mlx_paged.patches import rope
+from scripts.support import model_configs
+from tests.support.models.builders import greedy, prompt_of
+
+plain = nn.RoPE.__call__
+shared = rope.adapt(plain)
+
+
+def bits(x: mx.array) -> np.ndarray:
+    return np.array(x.view(mx.uint32 if x.dtype == mx.float32 else mx.uint16))
+
+
+@pytest.mark.parametrize("offset", [0, 5, 77_777, [3, 700, 65_000]])
+@pytest.mark.parametrize(("head_dim", "dims"), [(16, 16), (64, 16), (128, 128), (80, 20)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_one_token_is_rotated_with_the_same_bits(
+    dtype: mx.Dtype, head_dim: int, dims: int, offset: int | list[int]
+) -> None:
+    mx.random.seed(head_dim)
+    x = mx.random.normal((3, 4, 1, head_dim)).astype(dtype)
+    where = mx.array(offset) if isinstance(offset, list) else offset
+    for module in (nn.RoPE(dims), nn.RoPE(dims, base=1e6, scale=0.25), nn.RoPE(dims, traditional=True)):
+        with Inference(allowed=False, shares_angles=True):
+            got = shared(module, x, offset=where)
+        expected = plain(module, x, offset=where)
+        assert got.dtype == dtype and np.array_equal(bits(got), bits(expected))
+
+
+def test_angles_are_computed_once_for_each_kind_of_rotation_and_offset() -> None:
+    calls: list[Any] = []
+
+    def counting(self: nn.RoPE, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        calls.append(x.shape)
+        return plain(self, x, offset)
+
+    rotate, x = rope.adapt(counting), mx.ones((2, 4, 1, 16))
+    same, other = mx.array([3, 4]), mx.array([3, 5])
+    with Inference(allowed=False, shares_angles=True):
+        for module in (nn.RoPE(16), nn.RoPE(16), nn.RoPE(16, base=10.0)):
+            for offset in (3, 4, same, same, other):
+                assert mx.array_equal(rotate(module, x, offset), plain(module, x, offset))
+        assert len(calls) == 2 * 4  # bases, offsets
+        rotate(nn.RoPE(16), mx.ones((1, 4, 2, 16)), 3)  # several tokens
+        assert calls.pop() == (1, 4, 2, 16)
+    for _ in range(2):  # outside such a section
+        rotate(nn.RoPE(16), x, 3)
+    assert calls[8:] == [x.shape] * 2
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_models_rotate_a_step_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_configs.build(name)
+    prompt = prompt_of(20, 0) % model_configs.VOCAB
+    expected = greedy(model, prompt, 8)
+    mlx_paged.apply_patches(mlx_paged.PagedConfig(block_size=8))
+    made: list[int] = []
+    turned = rope._turned
+
+    def counted(*args: Any) -> tuple[mx.array, mx.array]:
+        made.append(1)
+        return turned(*args)
+
+    monkeypatch.setattr(rope, "_turned", counted)
+    assert greedy(model, prompt, 8)[0] == expected[0]
+    assert 7 <= len(made) <= 9  # steps, with the one ahead
