@@ -121,12 +121,15 @@ def attend(
     shape = q.shape
     if len(shape) != 4 or shape[0] * shape[2] != step.num_tokens or shape[0] not in (len(tables), step.num_tokens):
         raise GeometryError(f"queries {shape} for {step.num_tokens} new tokens of {len(tables)} sequence(s)")
-    if step.num_tokens == 1 and not kv.group.in_place:
-        if new is None or is_written:
-            seen = kv.gather_visible(tables[0], copy=False)
-        else:
-            seen = kv.append(tables, step, *new)
-        return attend_over_arrays(q, seen, kv, params)
+    if not (step.is_pack or kv.group.in_place):
+        new = None if is_written else new
+        if len(tables) == 1:
+            seen = kv.gather_visible(tables[0], copy=False) if new is None else kv.append(tables, step, *new)
+            return attend_over_arrays(q, seen, kv, params)
+        if new is not None:
+            kv.write_step(tables, step, *new)
+        record(Dispatch("gather", kv.group.storage_reason))
+        return gather.gather_attention(q, kv, tables, params, step)
     if not step.is_pack:
         return _attend_rows(q, None if is_written else new, kv, tables, step, params)
     if new is not None and not is_written:

@@ -11,7 +11,7 @@ from ..errors import GeometryError
 from ..kv.block_table import BlockTable
 from ..kv.group import LayerGroup
 from ..kv.layer import PoolLayer
-from ..kv.step import Columns, RowsApart, RowsTogether, Step
+from ..kv.step import Columns, RowsInParts, Step
 from ..kv.storage.attention_params import AttentionParams, Window
 from ..kv.storage.functional import FunctionalStorage
 
@@ -114,28 +114,39 @@ def gather_attention(
     """
     if len(tables) == 1:
         return attend_alone(q, kv.gather_visible(tables[0], copy=False), kv, params)
-    parts = [RowsTogether([row], None) for row in range(len(tables))]
-    is_plain = params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
-    if is_plain and not step.is_pack:
-        parts = _together(kv, tables, step)
-    outputs: list[mx.array] = []
-    order = _attend_apart(outputs, q, kv, tables, params, step, parts) if is_plain else []
-    done = set(order)
-    for rows, columns in parts:
-        if rows[0] in done:
-            continue
-        if columns is not None:
-            k, v = kv.storage.read_rows(columns)
-        else:
-            k, v = kv.gather_visible(tables[rows[0]], copy=False)
-        outputs.append(attention(_rows_of(q, rows), k, v, params))
-        order += rows
-    output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    if order != sorted(order):
-        output = output[mx.array(np.argsort(order))]
+    is_plain = (
+        not step.is_pack and params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
+    )
+    in_parts = _in_parts(kv, tables, step) if is_plain and params.sinks is None else None
+    if in_parts is not None:
+        output = _attend_in_parts(q, kv, params, in_parts)
+    else:
+        parts = _parts(kv, tables, step) if is_plain else [[row] for row in range(len(tables))]
+        output = _attend_by_function(q, kv, tables, params, step, parts)
     if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
         kv.note_read(output)
     return output
+
+
+def _attend_by_function(
+    q: mx.array,
+    kv: PoolLayer,
+    tables: Sequence[BlockTable],
+    params: AttentionParams,
+    step: Step,
+    parts: Sequence[list[int]],
+) -> mx.array:
+    """Attention by one call of MLX's function for each part of the rows."""
+    outputs: list[mx.array] = []
+    for rows in parts:
+        if len(rows) > 1:
+            k, v = kv.storage.read_rows(_columns(tables, rows, step))
+        else:
+            k, v = kv.gather_visible(tables[rows[0]], copy=False)
+        outputs.append(attention(_rows_of(q, rows), k, v, params))
+    output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    order = [row for rows in parts for row in rows]
+    return output if order == sorted(order) else output[mx.array(np.argsort(order))]
 
 
 def reads_together(num_rows: int, keys: mx.array, values: mx.array) -> bool:
@@ -152,105 +163,129 @@ def attend_alone(q: mx.array, seen: tuple[mx.array, mx.array], kv: PoolLayer, pa
     return output
 
 
-def _attend_apart(
-    outputs: list[mx.array],
-    q: mx.array,
-    kv: PoolLayer,
-    tables: Sequence[BlockTable],
-    params: AttentionParams,
-    step: Step,
-    parts: Sequence[RowsTogether],
-) -> list[int]:
-    """Attention of rows with one new token that share no operations with rows of their length, appended to the outputs;
-    not of all, and of none where MLX's attention function is more than these operations. Returns which rows.
+def _attend_in_parts(q: mx.array, kv: PoolLayer, params: AttentionParams, parts: RowsInParts) -> mx.array:
+    """Attention of rows with one new token each, by the operations that MLX's attention function is on a CPU: the bits
+    are the same.
 
-    On a CPU that function is them, and the bits are the same. An operation costs as much as the products of a short
-    row. Here rows share those before and after, and one gather, and 3 are left of 20 or more for each.
+    An operation costs as much as the products of a short row. Here parts share those before and after, and most of
+    the reads, and 3 are left of 20 or more for each.
     """
     storage = kv.storage
-    rows = [part.rows[0] for part in parts if part.columns is None]
-    is_on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    if (
-        len(rows) < FEWEST_TOGETHER
-        or not is_on_cpu
-        or q.shape[2] != 1
-        or params.sinks is not None
-        or not isinstance(storage, FunctionalStorage)
-    ):
-        return []
-    if step.apart is None or step.apart.num_blocks != storage.num_blocks:
-        step.apart = _places(storage, tables, rows)
-    batch, num_heads = q.shape[:2]
-    scaled = (q * mx.array(params.scale, q.dtype)).reshape(batch, storage.geometry.num_kv_heads, -1, 1, q.shape[3])
-    queries = mx.split(scaled, batch)
-    found: dict[int, mx.array] = {}
-    for rows, edges, index in step.apart.sources:
-        keys, values = storage.for_single_queries(index)
-        own = zip(rows, mx.split(keys, edges, axis=-1)[1::2], mx.split(values, edges, axis=-2)[1::2], strict=True)
-        for row, k, v in own:
-            found[row] = mx.softmax(queries[row] @ k, axis=-1, precise=True) @ v
-    if not found:
-        return []
-    done = sorted(found)
-    outputs.append(mx.concatenate([found[row] for row in done]).reshape(len(done), num_heads, 1, -1))
-    return done
+    assert isinstance(storage, FunctionalStorage)
+    batch, num_heads, _, head_dim = q.shape
+    num_kv_heads = storage.geometry.num_kv_heads
+    keys, values = list[mx.array](), list[mx.array]()
+    for edges, blocks in parts.views:
+        k, v = storage.for_single_queries(num_heads // num_kv_heads, blocks)
+        keys += mx.split(k, edges, axis=-1)[1::2]
+        values += mx.split(v, edges, axis=-2)[1::2]
+    for index in parts.gathers:
+        k, v = storage.read_tokens(index)
+        keys.append(k.swapaxes(-1, -2))
+        values.append(v)
+    scaled = (q * mx.array(params.scale, q.dtype)).reshape(batch, num_kv_heads, -1, 1, head_dim)
+    if parts.order is not None:
+        scaled = scaled[parts.order[0]]
+    queries = zip(mx.split(scaled, parts.ends), parts.places, strict=True)
+    found = [mx.softmax(own @ keys[place], axis=-1, precise=True) @ values[place] for own, place in queries]
+    output = mx.concatenate(found).reshape(batch, num_heads, 1, -1)
+    return output if parts.order is None else output[parts.order[1]]
 
 
-def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], rows: Sequence[int]) -> RowsApart:
-    """Return where rows are read: in the pool if their blocks follow each other, else in one array of the blocks of
-    as many rows as may be gathered at a time."""
+def _in_parts(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> RowsInParts | None:
+    """Return how rows with one new token are read in parts, found once for all layers of a group; None where all are of
+    one length, or MLX's attention function is more than operations on them."""
+    storage = kv.storage
+    if step.in_parts is not None and step.in_parts.num_blocks == storage.num_blocks:
+        return step.in_parts
+    if not isinstance(storage, FunctionalStorage) or mx.default_device().type != mx.DeviceType.cpu:
+        return None
+    parts = _parts(kv, tables, step)
+    if len(parts) == 1:
+        return None
+    step.in_parts = _places(storage, tables, parts)
+    return step.in_parts
+
+
+def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], parts: Sequence[list[int]]) -> RowsInParts:
+    """Return where the parts are read: a row alone in the pool if its blocks follow each other, else in an array of the
+    blocks of as many rows as may be gathered at a time."""
     geometry, size = storage.geometry, storage.block_size
     block_bytes = size * geometry.num_kv_heads * (geometry.k_head_dim + geometry.v_head_dim) * geometry.dtype.size
-    places = sorted((place, row) for row in rows if (place := storage.place_of(tables[row])) is not None)
-    in_pool, pool_edges = list[int](), [0]
-    gathered, edges, blocks = list[int](), list[int](), list[int]()
+    views: list[tuple[list[int], list[int], list[int]]] = []  # rows, edges, blocks (none: the pool)
+    alone = [rows[0] for rows in parts if len(rows) == 1]
+    places = sorted((place, row) for row in alone if (place := storage.place_of(tables[row])) is not None)
     for (start, end), row in places:
-        if start >= pool_edges[-1]:  # always, but for blocks that rows share to the last
-            in_pool.append(row)
-            pool_edges += start, end
-    for row in rows:
+        if not views or start < views[-1][1][-1]:  # of blocks that rows share to the last
+            views.append(([], [], []))
+        views[-1][0].append(row)
+        views[-1][1].extend((start, end))
+    for row in sorted(set(alone).difference(row for _, row in places)):
         table = tables[row]
-        first, last = table.logical_start // size, -(-table.length // size)
-        if row not in in_pool and (len(blocks) + last - first) * block_bytes <= MOST_BYTES_TOGETHER:
-            start = len(blocks) * size + table.logical_start % size
-            gathered.append(row)
-            edges += start, start + table.num_visible
-            blocks += table.block_ids[first:last]
-    sources: list[tuple[list[int], list[int], mx.array | None]] = [(in_pool, pool_edges[1:], None)]
-    if gathered:
-        sources.append((gathered, edges, storage.block_index(blocks)))
-    return RowsApart([source for source in sources if source[0]], storage.num_blocks)
+        blocks = table.block_ids[table.logical_start // size : -(-table.length // size)]
+        num_blocks = len(views[-1][2]) if views else 0
+        if not num_blocks or (num_blocks + len(blocks)) * block_bytes > MOST_BYTES_TOGETHER:
+            views.append(([], [], []))
+            num_blocks = 0
+        start = num_blocks * size + table.logical_start % size
+        views[-1][0].append(row)
+        views[-1][1].extend((start, start + table.num_visible))
+        views[-1][2].extend(blocks)
+    several = [rows for rows in parts if len(rows) > 1]
+    read = [[row] for rows, _, _ in views for row in rows] + several
+    by_row = sorted(range(len(read)), key=lambda place: read[place][0])
+    order = [row for place in by_row for row in read[place]]
+    return RowsInParts(
+        [(edges, storage.block_index(blocks) if blocks else None) for _, edges, blocks in views],
+        [storage.host_by_head(_slots(tables, rows))[:, :, None] for rows in several],
+        by_row,
+        np.cumsum([len(read[place]) for place in by_row])[:-1].tolist(),
+        None if order == sorted(order) else (mx.array(order), mx.array(np.argsort(order))),
+        storage.num_blocks,
+    )
 
 
-def _together(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[RowsTogether]:
+def _parts(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[list[int]]:
     """Return which rows of a decode step share operations; found once for all layers of a group."""
-    if step.together is not None:
-        return step.together
+    if step.parts is not None:
+        return step.parts
+    if kv.in_place:
+        step.parts = [[row] for row in range(len(tables))]
+        return step.parts
     geometry = kv.group.geometry
     assert geometry is not None
     token_bytes = geometry.num_kv_heads * (geometry.k_head_dim + geometry.v_head_dim) * geometry.dtype.size
-    alone: list[int] = []
-    together: list[RowsTogether] = []
     by_extent: dict[tuple[int, int], list[int]] = {}
     for row, table in enumerate(tables):
-        if kv.in_place:
-            alone.append(row)
-        else:
-            by_extent.setdefault((table.logical_start, table.length), []).append(row)
+        by_extent.setdefault((table.logical_start, table.length), []).append(row)
+    step.parts = []
     for (start, end), rows in by_extent.items():
         row_bytes = (end - start) * token_bytes
         most = MOST_BYTES_TOGETHER // row_bytes if row_bytes <= SHORT_BYTES else 1
-        for index in range(0, len(rows), most):
-            some = rows[index : index + most]
-            if len(some) < FEWEST_TOGETHER:
-                alone.extend(some)
-                continue
-            num_blocks = -(-end // tables[some[0]].block_size)
-            block_ids = np.array([tables[row].block_ids[:num_blocks] for row in some], np.int32)
-            positions = np.broadcast_to(np.arange(start, end, dtype=np.int32), (len(some), end - start))
-            together.append(RowsTogether(some, Columns(mx.array(block_ids), mx.array(positions))))
-    step.together = [*(RowsTogether([row], None) for row in sorted(alone)), *together]
-    return step.together
+        step.parts += [rows[index : index + most] for index in range(0, len(rows), most)]
+    return step.parts
+
+
+def _columns(tables: Sequence[BlockTable], rows: Sequence[int], step: Step) -> Columns:
+    """Return what is read of some rows of one length; made once for all layers of a group."""
+    key = tuple(rows)
+    columns = step.columns.get(key)
+    if columns is None:
+        start, end = tables[rows[0]].logical_start, tables[rows[0]].length
+        num_blocks = -(-end // tables[rows[0]].block_size)
+        block_ids = np.array([tables[row].block_ids[:num_blocks] for row in rows], np.int32)
+        positions = np.broadcast_to(np.arange(start, end, dtype=np.int32), (len(rows), end - start))
+        columns = step.columns[key] = Columns(mx.array(block_ids), mx.array(positions))
+    return columns
+
+
+def _slots(tables: Sequence[BlockTable], rows: Sequence[int]) -> np.ndarray:
+    """Slots of the visible tokens of rows of one length, int64 ``[len(rows), n]``."""
+    first = tables[rows[0]]
+    positions = np.arange(first.logical_start, first.length)
+    block_ids = np.array([tables[row].block_ids[: -(-first.length // first.block_size)] for row in rows])
+    slots: np.ndarray = block_ids[:, positions // first.block_size] * first.block_size + positions % first.block_size
+    return slots
 
 
 def _rows_of(q: mx.array, rows: list[int]) -> mx.array:

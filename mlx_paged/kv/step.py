@@ -26,7 +26,7 @@ DecodeKey = tuple[tuple[int, ...], mx.Dtype, float, Window | None, float | None,
 PrefillKey = tuple[int, float, Window | None, float | None, bool]
 ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
-_MAX_INT32 = (1 << 31) - 1
+MAX_INT32 = (1 << 31) - 1
 
 
 class DeviceTables:
@@ -121,28 +121,25 @@ class Columns:
         self.prepared: Any = None
 
 
-class RowsTogether(NamedTuple):
-    """Rows that attention without a kernel computes together.
+class RowsInParts(NamedTuple):
+    """How attention without a kernel reads functional storage for rows of one new token each: in parts, each of one row
+    or of several rows of one length.
 
     Attributes:
-        rows: their places in the step.
-        columns: what their layers read; None: a row alone, which is read by its table.
-    """
-
-    rows: list[int]
-    columns: Columns | None
-
-
-class RowsApart(NamedTuple):
-    """Rows of functional storage with one new token each, whose attention is computed row by row.
-
-    Attributes:
-        sources: what rows are read from: which rows, where the tokens of each begin and end in it, ascending, and the
-            index of the blocks that are gathered for them; None: the pool.
+        views: arrays that rows are cut from: where the tokens of each row begin and end in it, ascending, and the index
+            of the blocks that are gathered for it; None: the pool.
+        gathers: index of the tokens of rows of one length, for :meth:`FunctionalStorage.read_tokens`.
+        places: of each part among what views and gathers give.
+        ends: where each part but the last ends among the queries.
+        order: index of the queries in order of the parts, and of the results in order of the rows; None: they are.
         num_blocks: of the pool, for which the indices hold.
     """
 
-    sources: list[tuple[list[int], list[int], mx.array | None]]
+    views: list[tuple[list[int], mx.array | None]]
+    gathers: list[mx.array]
+    places: list[int]
+    ends: list[int]
+    order: tuple[mx.array, mx.array] | None
     num_blocks: int
 
 
@@ -163,9 +160,9 @@ class Step:
         place: of one token of one table, where the table's visible tokens lie among functional storage's slots; None:
             not known, or not one after the other.
         by_head: where functional storage of so many blocks writes the rows' tokens, by head; None: not asked for yet.
-        columns: what all layers read of rows padded to a length, by that length.
-        together: how attention without a kernel takes the rows, in all layers; None: not asked for yet.
-        apart: where those of them are read that are computed one by one; the same.
+        columns: what all layers read of rows padded to a length, by that length; of some rows of one length, by these.
+        parts: rows that share operations of attention without a kernel, in all layers; None: not asked for yet.
+        in_parts: how they are read if it takes several parts; the same.
     """
 
     def __init__(
@@ -187,9 +184,9 @@ class Step:
         self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
         self.place: tuple[int, int] | None = None
         self.by_head: tuple[int, mx.array] | None = None
-        self.columns: dict[int, Columns] = {}
-        self.together: list[RowsTogether] | None = None
-        self.apart: RowsApart | None = None
+        self.columns: dict[int | tuple[int, ...], Columns] = {}
+        self.parts: list[list[int]] | None = None
+        self.in_parts: RowsInParts | None = None
         self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
@@ -211,17 +208,21 @@ class Step:
         ``num_rows``, -1, which is not written."""
         found = self._slots.get(num_rows)
         if found is None:
-            size = tables[0].block_size
-            if self.is_pack:
-                slots = np.concatenate([tail_slots(table, n) for table, n in zip(tables, self.counts, strict=True)])
-            else:
-                slots = np.array([table.block_ids[-1] for table in tables], np.int64) * size
-                slots += (self._lengths - 1) % size
+            slots = self.host_slots(tables)
             if num_rows is not None:
                 slots = np.concatenate([slots, np.full(num_rows - len(slots), -1, slots.dtype)])
-            wide = self._num_blocks * size > _MAX_INT32
+            wide = self._num_blocks * tables[0].block_size > MAX_INT32
             found = self._slots[num_rows] = mx.array(slots if wide else slots.astype(np.int32))
         return found
+
+    def host_slots(self, tables: Sequence[BlockTable]) -> np.ndarray:
+        """Return what :meth:`slots` does, int64, on the host."""
+        if self.is_pack:
+            return np.concatenate([tail_slots(table, n) for table, n in zip(tables, self.counts, strict=True)])
+        size = tables[0].block_size
+        slots = np.array([table.block_ids[-1] for table in tables], np.int64) * size
+        slots += (self._lengths - 1) % size
+        return slots
 
     def _positions(self) -> np.ndarray:
         """Position of each token, int32 ``[T]``."""

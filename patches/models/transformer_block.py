@@ -46,9 +46,11 @@ def adapt(original: ModuleCall) -> ModuleCall:
     traced and if attention and MLP are the adapted ones."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
+        if not isinstance(cache, StepLayer):
+            return original(self, x, mask, cache)
         attention, mlp = self.self_attn, self.mlp
         attended, activated = _before_output(attention), _before_output(mlp)
-        if not isinstance(cache, StepLayer) or attended is None or activated is None:
+        if attended is None or activated is None:
             return original(self, x, mask, cache)
         h = added(attention.o_proj, attended(attention, self.input_layernorm(x), mask, cache), x)
         return added(mlp.down_proj, activated(mlp, self.post_attention_layernorm(h)), h)

@@ -239,9 +239,7 @@ def test_an_additive_mask_over_latents_is_added(q_len: int) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("window", [None, 6])
-def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
-    window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(window: int | None, dtype: mx.Dtype) -> None:
     lengths = [9, 5, 9, 3, 9, 5, 9, 5, 5, 9]
     pool = BlockPool([LayerGroup((0,), window)], block_size=4)
     tables = [pool.new_table() for _ in lengths]
@@ -251,16 +249,10 @@ def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
             pool.append_tokens(table, 1)
             pool.layer(0).write([table], k[:, :, i : i + 1], v[:, :, i : i + 1])
     q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
-    calls = []
-
-    def counted(q: mx.array, *args: object) -> mx.array:
-        calls.append(q.shape[0])
-        return attention(q, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(gather, "attention", counted)
     step = pool.layer(0).step(tables, 1)
     got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
-    assert calls == [1, 5, 4]
+    assert step.parts == [[0, 2, 4, 6, 9], [1, 5, 7, 8], [3]]
+    assert step.in_parts is not None and [index.shape[0] for index in step.in_parts.gathers] == [5, 4]
     for row, table in enumerate(tables):
         alone = gather_attention(
             q[row : row + 1], pool.layer(0), [table], AttentionParams(SCALE), step.part(tables, row)
@@ -276,7 +268,7 @@ def test_rows_of_many_lengths_share_operations_with_the_same_bits(
 ) -> None:
     """Rows whose blocks lie one after the other, and rows whose blocks are scattered, of which not all may be gathered
     at a time."""
-    lengths, follow = [9, 5, 14, 3, 22], [2, 4]
+    lengths, follow = [9, 5, 14, 7, 22], [2, 4]
     pool = BlockPool([LayerGroup((0,), window)], block_size=4)
     tables = [pool.new_table() for _ in lengths]
     keys = [kv(seed, n, dtype) for seed, n in enumerate(lengths)]
@@ -294,7 +286,8 @@ def test_rows_of_many_lengths_share_operations_with_the_same_bits(
     monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", int(most_blocks * 4 * HEADS * (DIM + VDIM) * dtype.size))
     step = pool.layer(0).step(tables, 1)
     got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
-    assert step.apart is not None and [index is None for _, _, index in step.apart.sources] == [True, False]
+    assert step.in_parts is not None
+    assert [blocks is None for _, blocks in step.in_parts.views] == [True] + [False] * (1 if most_blocks > 10 else 2)
     for row, (k, v) in enumerate(keys):
         seen = slice(-(window or lengths[row]), None)
         alone = mx.fast.scaled_dot_product_attention(q[row : row + 1], k[:, :, seen], v[:, :, seen], scale=SCALE)
@@ -324,10 +317,10 @@ def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: 
     assert parts(AttentionParams(SCALE, mask=mx.ones((1, 7), mx.bool_))) == [1] * 5
     assert parts(AttentionParams(SCALE, softcap=20.0)) == [1] * 5
     monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", 4 * 7 * HEADS * (DIM + VDIM) * 4)
-    assert parts() == [1, 4]
-    monkeypatch.setattr(gather, "SHORT_BYTES", 100)
-    assert parts() == []  # a row at a time, but for the operations around the products
+    assert parts() == []  # by the operations of MLX's function, which share those around the products
     sinks = mx.zeros((Q_HEADS,))
+    assert parts(AttentionParams(SCALE, sinks=sinks)) == [4, 1]
+    monkeypatch.setattr(gather, "SHORT_BYTES", 100)
     assert parts(AttentionParams(SCALE, sinks=sinks)) == [1] * 5
 
 

@@ -7,11 +7,12 @@ from copy import copy as handle_of
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ...kernels.build import KernelUnavailable
 from ...kernels.ops import DecodeLaunch
 from ..block_table import BlockTable, Segment
-from ..step import Columns, Step
+from ..step import MAX_INT32, Columns, Step
 from .attention_params import AttentionParams
 from .base import Geometry
 
@@ -78,7 +79,7 @@ class FunctionalStorage(GatheredStorage):
             return
         if not step.is_pack:
             if step.by_head is None or step.by_head[0] != self.num_blocks:
-                step.by_head = self.num_blocks, self.by_head(step.slots(tables)[:, None])
+                step.by_head = self.num_blocks, self.host_by_head(step.host_slots(tables)[:, None])
             self.write_rows(step.by_head[1], k, v)
             return
         for table, count, part_k, part_v in zip(tables, step.counts, step.split(k), step.split(v), strict=True):
@@ -113,6 +114,12 @@ class FunctionalStorage(GatheredStorage):
         """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` among all heads'; until the pool grows."""
         heads = mx.arange(self.geometry.num_kv_heads, dtype=slots.dtype)[:, None] * (self.num_blocks * self.block_size)
         return heads + slots[:, None]
+
+    def host_by_head(self, slots: np.ndarray) -> mx.array:
+        """Like :meth:`by_head`, for slots that are known on the host: one array in place of four operations."""
+        width, heads = self.num_blocks * self.block_size, self.geometry.num_kv_heads
+        index = slots[:, None] + np.arange(0, heads * width, width)[:, None]
+        return mx.array(index if heads * width > MAX_INT32 else index.astype(np.int32))
 
     def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
         """Read in place where the blocks are consecutive and a view will do, else gathered; the table keeps the device
@@ -159,12 +166,14 @@ class FunctionalStorage(GatheredStorage):
         return self.read_visible(table)
 
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
-        key, index = columns.prepared or (None, None)
-        if key != self.num_blocks:
+        if columns.prepared is None or columns.prepared[0] != self.num_blocks:
             size, positions = self.block_size, columns.positions
             slots = mx.take_along_axis(columns.block_ids, positions // size, axis=1) * size + positions % size
-            index = self.by_head(slots)
-            columns.prepared = self.num_blocks, index
+            columns.prepared = self.num_blocks, self.by_head(slots)
+        return self.read_tokens(columns.prepared[1])
+
+    def read_tokens(self, index: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys and values of tokens, by an index of :meth:`by_head`: of its shape and one axis more."""
         keys, values = self._keys, self._values
         return keys.reshape(-1, keys.shape[3])[index], values.reshape(-1, values.shape[3])[index]
 
@@ -175,12 +184,13 @@ class FunctionalStorage(GatheredStorage):
         """
         return self._keys[:, :, start:end], self._values[:, :, start:end]
 
-    def for_single_queries(self, index: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    def for_single_queries(self, groups: int, index: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Return all tokens of the pool, or of some blocks, as products with one token's queries take them: K
-        ``[1, n_kv_heads, 1, k_head_dim, n]``, and V ``[1, n_kv_heads, 1, n, v_head_dim]``. Without an index as
-        :meth:`view_tokens`."""
+        ``[1, n_kv_heads, groups, k_head_dim, n]``, and V ``[1, n_kv_heads, groups, n, v_head_dim]``, for so many query
+        heads of a KV head. Without an index as :meth:`view_tokens`."""
         of = (self._keys, self._values) if index is None else self.gather_blocks(index)
-        k, v = (mx.expand_dims(x, 2) for x in of)
+        # What is cut from it is then taken as it is: else each product broadcasts its own part.
+        k, v = (mx.broadcast_to(mx.expand_dims(x, 2), (*x.shape[:2], groups, *x.shape[2:])) for x in of)
         return k.swapaxes(3, 4), v
 
     def block_index(self, block_ids: Sequence[int]) -> mx.array:

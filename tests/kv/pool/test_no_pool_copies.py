@@ -178,4 +178,4 @@ def test_rows_cut_from_the_pool_or_gathered_never_copy_it(
         one_step_ahead(noise(5, num_rows, 16, 1, 128, dtype=mx.float16), attend)
 
     assert extra_peak(pipelined) < 2 * FEW_MB
-    assert (cache.rows.step(0).apart is not None) == is_apart
+    assert (cache.rows.step(0).in_parts is not None) == is_apart
