@@ -62,7 +62,7 @@ help:
 	@echo "make demo       generate text with the demo model through the paged cache"
 	@echo "make test       run the tests except the exhaustive ones"
 	@echo "make test-quick  run those of blocks, prefixes and scheduling, a minute, or of TESTS=tests/..."
-	@echo "make test-slow  run the exhaustive ones (80 minutes on 2 cores)"
+	@echo "make test-slow  run the exhaustive ones (85 minutes on 2 cores)"
 	@echo "make test-models  every model module of mlx-lm against docs/models.md"
 	@echo "make check-gpu  on a machine with a GPU: doctor, its tests, kernels and a model against references"
 	@echo "make compile-metal  on a Mac with Xcode: the kernels' texts with Apple's compiler"

@@ -47,6 +47,7 @@ follow_imports_for_stubs = True
 
 
 @pytest.mark.parametrize("config", [SKIPPED, pytest.param("[mypy]", marks=pytest.mark.slow)], ids=["ours", "all"])
+@pytest.mark.slow
 def test_a_users_file_is_checked_against_real_types(tmp_path: Path, config: str) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "mypy.ini").write_text(config)

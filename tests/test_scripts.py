@@ -24,7 +24,7 @@ CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="
 TINY = ("--random", "tiny")
 ONCE = ("--lookup", 6, "--prompt", 48, "--repeats", 1)
 RUNS = [
-    ("generate", *TINY, "--contexts", "40,150", "--block-sizes", "16", "--decode-tokens", 4, "--repeats", 1),
+    ("generate", *TINY, "--contexts", "150", "--block-sizes", "16", "--decode-tokens", 4, "--repeats", 1),
     *slow(("generate", *TINY, "--synthetic-context", "--contexts", 100, "--repeats", 1), single=True),
     ("batch", *TINY, "--cases", "3xragged64", "--decode-tokens", 12),
     *slow(("batch", *TINY, "--cases", "1x9", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4), single=True),
@@ -206,6 +206,7 @@ def test_weights_and_tokens_are_the_gguf_files(tiny: Tiny, tiny_folder: Path) ->
     assert ids == [1, tokenizer.encode("hello")[0], 2]
 
 
+@pytest.mark.slow
 @pytest.mark.demo_model
 def test_the_real_model_answers_and_stops(demo_model_folder: Path) -> None:
     model, tokenizer = load(str(demo_model_folder))
@@ -235,6 +236,7 @@ def test_the_gather_path_is_stock_to_the_bit() -> None:
     assert all(row[1] in ("gather", "kernel") and row[3] == "6/6" and row[-1] == "ok" for row in rows)
 
 
+@pytest.mark.slow
 def test_a_wrong_paged_path_is_seen(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(f"""

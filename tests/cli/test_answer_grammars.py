@@ -55,7 +55,7 @@ def test_an_answer_is_of_the_schema(folder: Path, schema: Path, flags: tuple[str
 
 
 @pytest.mark.demo_model
-@pytest.mark.parametrize("flags", [(), ("--no-paged",)])
+@pytest.mark.parametrize("flags", [(), *slow(("--no-paged",), single=True)])
 def test_lines_say_what_their_answers_are(folder: Path, schema: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     source = tmp_path / "prompts.jsonl"
     lines: list[dict[str, Any]] = [

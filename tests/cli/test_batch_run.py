@@ -84,7 +84,7 @@ def test_an_unknown_batch_generator_is_one_line(folder: Path, monkeypatch: pytes
             main(arguments(folder, "--prompts-file", "-", *flags)[1:])
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-paged",)])
+@pytest.mark.parametrize("flags", [(), *slow(("--no-paged",), single=True)])
 def test_the_summary_counts_what_the_results_hold(folder: Path, expected: list[str], flags: tuple[str, ...]) -> None:
     ending = expected[0].split()[5]
     done = run(folder, "--prompts-file", "-", "--extra-eos-token", ending, *flags, stdin="\n".join(TEXTS))
@@ -113,7 +113,7 @@ def strict_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return strict
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-paged",)])
+@pytest.mark.parametrize("flags", [(), *slow(("--no-paged",), single=True)])
 def test_every_line_has_its_own_outcome(strict_folder: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     parts = [{"type": "text", "text": "w5 "}, {"type": "text", "text": "w6 w7"}]
@@ -238,11 +238,11 @@ def test_a_step_that_fails_ends_the_prompts_in_it_and_no_others() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_the_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
-    source.write_text(words(2000, 1))
+    source.write_text(words(600, 1))
     options = ("--prompts-file", source, "--prefill-step-size", 16, "--max-tokens", 1)
     shown = on_a_terminal("mlx_paged", *arguments(folder, *options))
     counted = [int(each.replace(b",", b"")) for each in re.findall(rb"0/1 prompts, ([\d,]+) prompt tokens", shown)]
-    assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 2000
+    assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 600
 
 
 def test_json_lines_with_chats_ids_and_a_prompt_too_large(folder: Path, expected: list[str], tmp_path: Path) -> None:

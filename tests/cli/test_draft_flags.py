@@ -17,6 +17,7 @@ from tests.cli.test_page_flags import Prompt, run
 from tests.support.processes import commands
 
 
+@pytest.mark.slow  # the file of a head, and the server of a draft model, go this way in every run
 def test_a_file_has_the_same_texts_with_a_draft_model(folder: Path) -> None:
     def results(*flags: object) -> tuple[list[dict[str, Any]], str]:
         fixed = ("generate", "--model", folder, "--max-tokens", 40, "--ignore-chat-template", "--prompts-file", "-")

@@ -50,6 +50,7 @@ def test_a_file_has_the_same_texts_with_the_head(checkpoint: Path, plain: list[s
     assert "draft(s) accepted" in said
 
 
+@pytest.mark.slow
 def test_a_server_gives_the_same_answers_with_the_head(checkpoint: Path, plain: list[str], tmp_path: Path) -> None:
     def answers(server: ServerProcess) -> list[str]:
         bodies: list[dict[str, Any]] = [{"max_tokens": 24, **body} for body in BODIES]

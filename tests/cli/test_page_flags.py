@@ -144,6 +144,7 @@ def test_a_stop_string_ends_an_answer_among_the_tokens_of_one_step() -> None:
     assert "--no-paged does without" in records[0]["error"]
 
 
+@pytest.mark.slow
 def test_a_file_has_the_same_texts_with_look_up(folder: Path) -> None:
     def results(*flags: object) -> tuple[list[Any], str]:
         fixed = ("generate", "--model", folder, "--max-tokens", 240, "--ignore-chat-template", "--prompts-file", "-")

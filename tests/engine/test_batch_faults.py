@@ -185,7 +185,7 @@ def random_steps(num_blocks: int, num_steps: int, packs: int = 0, seed: int = 0,
     return driver
 
 
-@pytest.mark.parametrize("num_steps", [250, pytest.param(1000, marks=SLOW)])
+@pytest.mark.parametrize("num_steps", [120, pytest.param(1000, marks=SLOW)])
 @pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, *slow(24, 80)])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_random_steps(num_blocks: int, num_steps: int, in_place: bool) -> None:

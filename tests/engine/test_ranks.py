@@ -61,6 +61,7 @@ def _signalled(sig: int) -> Callable[[launch.Launch], None]:
     return send
 
 
+@pytest.mark.slow  # of a server, always: tests/cli/test_over_ranks.py
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     started = _started(tmp_path, "none")
     _signalled(signal.SIGKILL)(started)
@@ -83,8 +84,8 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("hang", "has been in step"), ("raise_late", "injected: out of memory"),
-    *slow(("raise", "ValueError: injected: the script"))]
+    ("name", "reason"), [("hang", "has been in step"), *slow(("raise_late", "injected: out of memory"),
+    ("raise", "ValueError: injected: the script"))]
 )  # fmt: skip
 def test_what_goes_wrong_on_one_rank(name: str, reason: str, tmp_path: Path) -> None:
     for ended in _started(tmp_path, name).ended(MOST_SECONDS):
@@ -109,7 +110,7 @@ def test_a_report_of_both(tmp_path: Path) -> None:
 
 
 NAMES = [name for name in scenarios.SCENARIOS if name not in ("unseeded", "failing_call", "schedule")]
-SAMPLE = "schedule:60"
+SAMPLE = "schedule:40"
 WITH_FOUR = ["ragged"]  # waiting ranks turn: on few cores the others are slow
 BOTH = ["unseeded", "failing_call"]  # of which one process says something else
 

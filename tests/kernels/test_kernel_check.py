@@ -25,7 +25,7 @@ from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.functional import FunctionalStorage
 from mlx_paged.kv.storage.in_place import InPlaceStorage
-from tests.support.cases import crossed, quick
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.broken_texts import Launched
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.kernels.pool_texts import pool_texts
@@ -59,7 +59,7 @@ def plant() -> Iterator[Callable[[Callable[[Launch], Launch]], None]]:
 PAGES = page_shape(64, (8, 4), 32)
 
 
-@pytest.mark.parametrize("extras", [{}, {"softcap": True, "sinks": True}, {"pages": PAGES}])
+@pytest.mark.parametrize("extras", [*slow({}, {"pages": PAGES}), {"softcap": True, "sinks": True}])
 def test_right_kernels_pass(plant: object, extras: dict[str, Any]) -> None:
     result = self_check(VARIANT._replace(**extras))
     assert result.ok and result.rms < 1e-5, result.reason

@@ -72,7 +72,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("name", quick(list(CLASSES), "dense", "bf16", "four groups of 64", "gqa 7"))
+@pytest.mark.parametrize("name", quick(list(CLASSES), "four groups of 64"))
 def test_matches_reference(name):
     check(case_of(RAGGED, **CLASSES[name]))
 
@@ -102,7 +102,7 @@ def test_rows_that_see_nothing_are_zero(sinks):
     assert not check(case)[0].any()
 
 
-@pytest.mark.parametrize("bits", [None, (4, 4), *slow((8, 4), single=True)])
+@pytest.mark.parametrize("bits", [(4, 4), *slow(None), *slow((8, 4), single=True)])
 def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
     case = case_of([100, 700], bits, starts=[0, 3], sinks=True)
     expected, _ = run(case, checked=False, orders=(0,), run=1)
@@ -156,9 +156,7 @@ def scaled(case, by):
 SIZES = [{"v": 2.0**-20}, {"v": 2.0**30}, {"q": 2.0**-30, "k": 2.0**30}, {"q": 2.0**40, "k": 2.0**-40}]
 
 
-@pytest.mark.parametrize(
-    ("bits", "by"), quick(crossed([(8, 8), (4, 4)], SIZES), ((8, 8), SIZES[0]), ((4, 4), SIZES[2])), ids=str
-)
+@pytest.mark.parametrize(("bits", "by"), quick(crossed([(8, 8), (4, 4)], SIZES), ((4, 4), SIZES[2])), ids=str)
 def test_sizes_that_float16_does_not_have(bits, by):
     case = scaled(case_of([40, 150], bits, dtype=mx.bfloat16), by)
     out, _ = run(case, orders=(0,))

@@ -64,7 +64,7 @@ def run_tensor(case, append=None, edit=(), orders=(0, 2), checked=True, **shape)
     return out, fake
 
 
-@pytest.mark.parametrize("name", quick(list(TENSOR_CLASSES), "few heads", "three queries"))
+@pytest.mark.parametrize("name", quick(list(TENSOR_CLASSES), "few heads"))
 def test_the_body_for_tensor_cores_matches_reference(name):
     options = {"contexts": [1, 17, 64, 150], "dtype": mx.bfloat16, **TENSOR_CLASSES[name]}
     case = LatentCase(**options)
@@ -89,7 +89,7 @@ def test_partitions_of_the_body_for_tensor_cores_are_joined():
 
 @pytest.mark.parametrize(
     ("body", "dtype"), quick([(PORTABLE, mx.float32), (PORTABLE, mx.bfloat16), (TENSOR, mx.bfloat16)],
-    ("latent_decode", mx.float32), ("latent_decode_tensor", mx.bfloat16))
+    ("latent_decode_tensor", mx.bfloat16))
 )  # fmt: skip
 def test_append_writes_the_newest_token_and_attends_to_it(body, dtype):
     # Its slot holds NaN: reading it from the pool would be seen. 300 tokens: several partitions.
@@ -180,7 +180,7 @@ def test_the_body_for_tensor_cores_does_not_spill(single):
 
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize(
-    ("dtype", "gqa"), quick(crossed([mx.bfloat16, mx.float32], [16, 10, 7, 1]), (mx.bfloat16, 16), (mx.float32, 7))
+    ("dtype", "gqa"), quick(crossed([mx.bfloat16, mx.float32], [16, 10, 7, 1]), (mx.float32, 7))
 )  # fmt: skip
 def test_plans_of_the_portable_body_do_not_spill(gqa, dtype):
     variant = Variant(PORTABLE, "metal", dtype, 576, 512, gqa, 32)
@@ -281,8 +281,8 @@ OF_PARTITIONS = ("partition of another size", "statistics in another base", "sta
 
 
 @pytest.mark.parametrize(
-    "name", quick(list(TENSOR_DEFECTS), "tiles are not waited for", "dead tokens are seen", "eighths not swizzled",
-    "partition of another size", "dead tokens at the beginning of a box")
+    "name", quick(list(TENSOR_DEFECTS), "tiles are not waited for", "eighths not swizzled",
+    "dead tokens at the beginning of a box")
 )  # fmt: skip
 def test_planted_defects_of_the_body_for_tensor_cores_are_caught(name):
     contexts, starts = ([300, 7], [0, 0]) if name in OF_PARTITIONS else ([250, 7, 128], [37, 0, 0])

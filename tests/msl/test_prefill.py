@@ -52,7 +52,7 @@ CLASSES = {
     "8/4 block 8": {"bits": (8, 4), "block_size": 8, "dtype": mx.float16},
     "4/8 block 128": {"bits": (4, 8), "block_size": 128, "head_dim": 128, "dtype": mx.float16},
 }  # fmt: skip
-QUICK = ("bf16", "chunks", "gqa 7", "8/4 extras", "4/8 value_dim")
+QUICK = ("bf16", "chunks", "8/4 extras")
 
 
 def pack_of(counts, prefixes, bits=None, group_size=64, *, head_dim=64, value_dim=0, dtype=mx.bfloat16, **options):

@@ -57,7 +57,7 @@ def spilled_by_quantized(
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), *slow((128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8)))]
+    ("head_dim", "gqa", "bits"), slow((64, 4, (8, 8)), (128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8)))
 )  # fmt: skip
 def test_plans_over_quantized_pages_do_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
     found = spilled_by_quantized(head_dim, gqa, bits)
@@ -87,6 +87,7 @@ def test_no_plan_spills(head_dim: int, gqa: int, dtype: mx.Dtype) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_layout_that_is_too_large_does() -> None:
     variant = Variant("paged_decode", "metal", mx.bfloat16, 128, 128, 8, 32)
     launch_shape = shape_for(variant)._replace(lanes=8, unroll=4)
@@ -110,8 +111,8 @@ def spill_limit(head_dim: int) -> int:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("head_dim", "gqa", "options"), [(64, 4, {}),
-    *slow((64, 7, {"dtype": mx.float16, "sinks": True}), (80, 1, {}), (128, 4, {}), (256, 2, {"softcap": True}))]
+    ("head_dim", "gqa", "options"), slow((64, 4, {}), (64, 7, {"dtype": mx.float16, "sinks": True}), (80, 1, {}),
+    (128, 4, {}), (256, 2, {"softcap": True}))
 )  # fmt: skip
 def test_prefill_does_not_spill(head_dim: int, gqa: int, options: dict[str, object]) -> None:
     found = spilled_by_prefill(head_dim, gqa, **options)
@@ -130,7 +131,7 @@ def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: boo
 
 
 @needs_compiler
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), *slow((256, 256), (128, 128))])
+@pytest.mark.parametrize(("head_dim", "value_dim"), slow((192, 128), (256, 256), (128, 128)))
 def test_prompts_over_latents_do_not_spill(head_dim: int, value_dim: int) -> None:
     variant = Variant(prompts.BODY, "cuda", mx.bfloat16, head_dim, value_dim, 1, 32)
     constants = prompts.prompt_constants_of(variant, prompts.prompt_shape_for(head_dim, value_dim))
@@ -153,7 +154,7 @@ def quantized_registers(
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), *slow((128, 4, (8, 8)), (128, 8, (4, 4)), (256, 2, (8, 8)))]
+    ("head_dim", "gqa", "bits"), slow((64, 4, (8, 8)), (128, 4, (8, 8)), (128, 8, (4, 4)), (256, 2, (8, 8)))
 )  # fmt: skip
 def test_decoding_quantised_pages_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
     found = quantized_registers("quantized_decode_tensor", head_dim, gqa, bits)
@@ -162,7 +163,7 @@ def test_decoding_quantised_pages_does_not_spill(head_dim: int, gqa: int, bits: 
 
 
 @needs_compiler
-@pytest.mark.parametrize(("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), *slow((128, 4, (4, 4)), (256, 2, (8, 8)))])
+@pytest.mark.parametrize(("head_dim", "gqa", "bits"), slow((64, 4, (8, 8)), (128, 4, (4, 4)), (256, 2, (8, 8))))
 def test_quantised_prefill_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
     found = quantized_registers(QUANTIZED_BODY, head_dim, gqa, bits)
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found

@@ -52,10 +52,8 @@ def outcome(variant: Variant, cores: int, edit: Any = None) -> SelfCheck:
         return self_check(variant)
 
 
-@pytest.mark.parametrize(
-    ("name", "cores"), quick(crossed(list(VARIANTS), CORES), ("extras", 10),
-    ("matrices over codes", 30))
-)  # fmt: skip
+@pytest.mark.slow  # a dense one passes in every run: test_it_launches_every_text_for_few_rows_and_many
+@pytest.mark.parametrize(("name", "cores"), crossed(list(VARIANTS), CORES))
 def test_it_passes(name: str, cores: int) -> None:
     result = outcome(VARIANTS[name], cores)
     assert result.ok, result.reason
@@ -75,7 +73,7 @@ PLANTED: dict[str, dict[str, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", quick(PLANTED, "a window's first token", "a query's position in the merge", "a single partition's denominator")
+    "name", quick(PLANTED, "a query's position in the merge")
 )  # fmt: skip
 def test_planted_defects_are_found(name: str) -> None:
     result = outcome(DENSE, LARGE, PLANTED[name])
@@ -104,7 +102,7 @@ _FEW_GROUPS = page_shape(64, (4, 4), 32, mx.float16)
 
 @pytest.mark.parametrize(
     "name",
-    quick(MATRIX_PLANTED, "the newest token is not stored", "one scale for all groups"),
+    quick(MATRIX_PLANTED, "the newest token is not stored"),
 )  # fmt: skip
 def test_planted_defects_of_matrices_are_found(name: str) -> None:
     variant, old, new = MATRIX_PLANTED[name]
@@ -139,7 +137,7 @@ def test_the_one_over_latents_passes(cores: int) -> None:
     assert result.ok, result.reason
 
 
-@pytest.mark.parametrize("name", list(LATENT_PLANTED))
+@pytest.mark.parametrize("name", quick(LATENT_PLANTED, "every query is a row's first"))
 def test_planted_defects_over_latents_are_found(name: str) -> None:
     with gpu(LARGE, LATENT_PLANTED[name]):
         result = self_check(LATENT)
@@ -203,8 +201,7 @@ def test_it_launches_every_text_for_few_rows_and_many(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"), quick([(name, text) for name in TEXTS for text in TEXTS[name]],
-    ("dense", ("paged_decode", False, False)), ("dense", ("copy_blocks", None, False)),
-    ("quantised", ("copy_blocks", None, False)))
+    ("dense", ("paged_decode", False, False)), ("dense", ("copy_blocks", None, False)))
 )  # fmt: skip
 def test_values_of_every_text_are_compared(name: str, text: Seen) -> None:
     result, _ = texts_of_check(VARIANTS[name], text)

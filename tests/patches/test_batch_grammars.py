@@ -298,7 +298,7 @@ def test_a_batch_that_is_mlx_lms_own() -> None:
         run.check(uid, SCHEMAS[seed])
 
 
-@pytest.mark.parametrize("num_drafts", [1, 7, *slow(3)])
+@pytest.mark.parametrize("num_drafts", [7, *slow(1, 3)])
 def test_a_draft_models_tokens_may_be_refused(num_drafts: int) -> None:
     model, draft = build("llama"), perturbed("llama", 0.2)
     for index in (0, 2):
@@ -397,7 +397,7 @@ def parsed(answer: list[int]) -> list[dict[str, Any]]:
     return [json_tools.parse_tool_call(text) for name, text in segments if name == "tool" and text]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", quick(range(6), 0, 1))
 def test_a_call_that_is_required_is_made(seed: int) -> None:
     grammar = compiled({"tools": [WEATHER, CLOCK], "tool_choice": "required"})
     assert grammar is not None
@@ -411,7 +411,7 @@ def test_a_call_that_is_required_is_made(seed: int) -> None:
         jsonschema.validate(call["arguments"], schemas[call["name"]])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick(range(3), 0))
 def test_a_call_that_is_named_is_made_once(seed: int) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     grammar = compiled({"tools": [CLOCK, WEATHER], "tool_choice": choice})

@@ -152,7 +152,10 @@ CASES.remove(("harmony", False))  # is known by its tokens
 
 @pytest.mark.parametrize(
     ("name", "is_special", "is_required"),
-    quick([(*case, required) for case in CASES for required in (True, False)], *((*case, case[1]) for case in CASES)),
+    quick(
+        [(*case, required) for case in CASES for required in (True, False)],
+        *((*case, case[1]) for i, case in enumerate(CASES) if i % 4 in (0, 3)),  # each form once
+    ),
 )
 def test_random_calls_are_parsed_and_match_their_schema(name: str, is_special: bool, is_required: bool) -> None:
     tokenizer = tokenizer_of(name, is_special=is_special)

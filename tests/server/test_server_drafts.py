@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import slow
 from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess
 
@@ -69,7 +70,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(folder: Path, tmp_path:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("length", [1, 7])
+@pytest.mark.parametrize("length", [*slow(1), 7])
 def test_an_answer_has_the_length_that_was_asked_for(length: int, folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(folder, tmp_path, "--draft-model", str(folder), "--num-draft-tokens", "5")
     answer = server.post(COMPLETIONS, {**BODIES[0], **LENGTH, "max_tokens": length})

@@ -485,7 +485,7 @@ def test_steps_are_those_of_the_gather_path(kind: str, rotate: bool, monkeypatch
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("kind", quick(["llama", "llama-sliding"], "llama"))
 def test_steps_are_compiled_with_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """Rows that share a prefix: layers without a window are given what is read together, and tokens are the same."""
     variant = Variant(SHARED_BODY, "cuda", mx.float32, 64, 64, 2, 16)

@@ -71,7 +71,7 @@ def batch(model: Any, num_rows: int) -> list[list[int]]:
     return [tokens[uid] for uid in uids]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", quick(["llama", "qwen3"], "qwen3"))
 def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[tuple[str, int]], kernels: Any) -> None:
     model = model_of(kind, mx.bfloat16)
     got = batch(model, 5)
@@ -87,7 +87,7 @@ def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[
         assert got == plain
 
 
-@pytest.mark.parametrize(("bits", "kind"), quick(crossed([4, 8], ["llama", "qwen3"]), (4, "llama"), (8, "qwen3")))
+@pytest.mark.parametrize(("bits", "kind"), quick(crossed([4, 8], ["llama", "qwen3"]), (4, "llama")))
 def test_every_product_with_quantised_weights_is_a_launch(
     kind: str, bits: int, products: list[tuple[str, int]], kernels: Any
 ) -> None:

@@ -120,10 +120,7 @@ def check_traced(name: str, taken: Counter[str]) -> None:
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", quick(SAMPLE, "qwen2", "qwen3_moe", "gpt_oss", "afm7", "nemotron-nas", "gpt_bigcode", "cohere2", "phixtral",
-    "longcat_flash", "falcon_h1", "qwen3_next")
-)  # fmt: skip
+@pytest.mark.parametrize("name", quick(SAMPLE, "qwen2", "qwen3_moe", "gpt_oss", "cohere2", "qwen3_next"))
 def test_a_step_is_compiled_and_gives_stocks_logits(name: str, taken: Counter[str]) -> None:
     check_traced(name, taken)
 
@@ -209,7 +206,7 @@ def test_tokens_on_a_gpu(name: str, taken: Counter[str], monkeypatch: pytest.Mon
     mlx_paged.pool_of(model).check_integrity()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", *slow("olmo3", "gpt_oss")])
+@pytest.mark.parametrize("name", ["qwen3_moe", *slow("qwen2", "olmo3", "gpt_oss")])
 def test_packs_of_look_up(name: str, kernels: Any, taken: Counter[str]) -> None:
     model, most = wide(name), 4
     prompts = [(prompt_of(length, seed=length) % model_configs.VOCAB).tolist() for length in (3, 37, 12)]
@@ -230,7 +227,7 @@ def test_packs_of_look_up(name: str, kernels: Any, taken: Counter[str]) -> None:
     mlx_paged.pool_of(model).check_integrity()
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gpt_oss"])
+@pytest.mark.parametrize("name", [*slow("gemma3n"), "gpt_oss"])
 def test_quantised_pages(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of layers that attend to what another has written."""
     model, prompt = wide(name), prompt_of(30) % model_configs.VOCAB

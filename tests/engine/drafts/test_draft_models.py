@@ -66,19 +66,19 @@ def run_alike(name: str, config: PagedConfig, scale: float = 0.03, **options: An
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", quick(FAMILIES, "llama", "llama-sliding", "gemma3", "gpt_oss", "deepseek_v3"))
+@pytest.mark.parametrize("name", quick(FAMILIES, "gemma3", "gpt_oss", "deepseek_v3"))
 def test_tokens_of_every_family_are_those_without(name: str) -> None:
     stats = run_alike(name, PagedConfig(block_size=8), SCALES.get(name, 0.03))
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("name", ["llama", *slow("llama-sliding")])
 def test_a_draft_that_is_always_right_fills_every_step(name: str) -> None:
     stats = run_alike(name, PagedConfig(block_size=8), 0.0)
     assert stats.accepted_tokens == stats.drafted_tokens >= 3 * (TOKENS - 1) * DRAFTS // (1 + DRAFTS)
 
 
-@pytest.mark.parametrize("name", quick(["llama", "llama-sliding", "qwen3", "gemma3"], "llama", "llama-sliding"))
+@pytest.mark.parametrize("name", quick(["llama", "llama-sliding", "qwen3", "gemma3"], "llama-sliding"))
 def test_pools_in_place(name: str, kernels: Any) -> None:
     stats = run_alike(f"wide {name}", PagedConfig(block_size=8, kernel="on"), 0.1)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
@@ -121,7 +121,7 @@ def test_rows_with_varying_numbers_of_drafts_come_back_to_few_shapes(
     assert len(shapes) <= 4 and sum(is_compiled for _, is_compiled in packs) > 0.7 * len(packs)
 
 
-@pytest.mark.parametrize("num_tokens", range(1, 9))
+@pytest.mark.parametrize("num_tokens", quick(range(1, 9), 1, DRAFTS, DRAFTS + 1))
 def test_an_answer_ends_at_its_most_tokens(num_tokens: int) -> None:
     expected = solos("llama")
     model, draft = model_of("llama"), noisy("llama", 0.01)
@@ -133,7 +133,7 @@ def test_an_answer_ends_at_its_most_tokens(num_tokens: int) -> None:
     check_nothing_left(gen, model, draft)
 
 
-@pytest.mark.parametrize("place", range(0, 12, 2))
+@pytest.mark.parametrize("place", quick(range(0, 12, 2), 0, 4, 6))
 def test_a_stop_among_accepted_tokens_ends_the_answer_there(place: int) -> None:
     (prompt, tokens, _), *_ = solos("llama")
     stop = tokens[place]
@@ -150,7 +150,7 @@ def test_a_stop_among_accepted_tokens_ends_the_answer_there(place: int) -> None:
     check_nothing_left(gen, model, draft)
 
 
-@pytest.mark.parametrize("kv_bits", [8, (8, 4)])
+@pytest.mark.parametrize("kv_bits", [*slow(8), (8, 4)])
 def test_quantised_pages(kv_bits: Any) -> None:
     """Compared with the same batch without drafts: what pages hold depends on nothing but the token."""
     prompts = prompts_of("llama", LENGTHS)
@@ -288,7 +288,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("sampler", "penalised"),
-    quick(crossed(list(SAMPLERS), [False, True]), ("plain", True), ("top_p", False), ("min_p", True), ("xtc", False)),
+    quick(crossed(list(SAMPLERS), [False, True]), ("min_p", True), ("xtc", False)),
 )
 def test_seeds_give_the_tokens_that_they_give_without(sampler: str, penalised: bool) -> None:
     options = SAMPLERS[sampler]
@@ -322,11 +322,11 @@ def test_greedy_rows_with_penalties_are_those_without() -> None:
         make_logits_processors({3: 4.0, 8: 4.0}),
     ]
     expected = [
-        greedy(model, mx.array(p, mx.uint32), 100, logits_processors=each)[0]
+        greedy(model, mx.array(p, mx.uint32), TOKENS, logits_processors=each)[0]
         for p, each in zip(prompts, processors, strict=True)
     ]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    outcomes, _ = drafted(model, draft, prompts, [100] * 3, logits_processors=processors)
+    outcomes, _ = drafted(model, draft, prompts, [TOKENS] * 3, logits_processors=processors)
     assert [outcome.tokens for outcome in outcomes] == expected
     stats = mlx_paged.pool_of(model).stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens

@@ -20,7 +20,7 @@ from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling.params import SamplingParams
 from scripts.support import model_configs
 from tests.fuzz.cases import HYBRIDS
-from tests.support.cases import quick, slow
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import FakeKernels
 from tests.support.models.batch_runs import Outcome, collect, generator, run_all
 from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
@@ -79,7 +79,7 @@ def run_alike(kind: str, config: PagedConfig, oracle: type[Oracle]) -> Any:
 
 
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("kind", quick(KINDS, "llama", "qwen3"))
+@pytest.mark.parametrize("kind", quick(KINDS, "qwen3"))
 def test_functional_pools(kind: str, oracle: type[Oracle]) -> None:
     solos(kind)
     run_alike(kind, PagedConfig(block_size=8), oracle)
@@ -141,7 +141,7 @@ def fake() -> Iterator[FakeKernels]:
         yield kernels
 
 
-@pytest.mark.parametrize("name", ["phi3", "gemma2", *slow("gpt_oss")])
+@pytest.mark.parametrize("name", ["gemma2", *slow("phi3", "gpt_oss")])
 def test_models_behind_the_seam(name: str) -> None:
     model = model_configs.build(name)
     vocab = model_configs.VOCAB
@@ -167,8 +167,9 @@ def hybrid_solos(name: str) -> tuple[Any, list[list[int]], list[tuple[list[int],
     return model, prompts, [greedy(model, mx.array(prompt, mx.uint32), TOKENS + MOST) for prompt in prompts]
 
 
-@pytest.mark.parametrize("stops", (False, True))
-@pytest.mark.parametrize("name", quick(PAGED_HYBRIDS, "qwen3_next", "falcon_h1", "baichuan_m1"))
+@pytest.mark.parametrize(
+    ("name", "stops"), quick(crossed(PAGED_HYBRIDS, [False, True]), ("qwen3_next", True), ("baichuan_m1", False))
+)
 def test_states_follow_the_drafts_that_are_kept(name: str, stops: bool) -> None:
     """An answer that a stop token ends leaves the state behind that token, though drafts after it were right."""
     model, prompts, expected = hybrid_solos(name)

@@ -61,7 +61,7 @@ params_of = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(params_of, min_size=1, max_size=5),
     st.sampled_from(DTYPES),
@@ -90,8 +90,8 @@ def test_every_row_keeps_the_words_of_its_own_parameters(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "top_p"), quick(crossed([mx.float32, mx.bfloat16], [0.1, 0.5, 0.9, 0.99]), (mx.float32, 0.1),
-    (mx.bfloat16, 0.5), (mx.float32, 0.9), (mx.float32, 0.99))
+    ("dtype", "top_p"), quick(crossed([mx.float32, mx.bfloat16], [0.1, 0.5, 0.9, 0.99]), (mx.bfloat16, 0.5),
+    (mx.float32, 0.99))
 )  # fmt: skip
 def test_top_p_keeps_what_mlx_lms_keeps(dtype: mx.Dtype, top_p: float) -> None:
     """Ties at the border included: they stay together."""

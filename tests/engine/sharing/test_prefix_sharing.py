@@ -65,7 +65,7 @@ def burst(prompts: list[list[int]], kind: str, *, new: int, block_size: int, **o
     return gen, pool
 
 
-@pytest.mark.parametrize("length, requests", [(500, 8), pytest.param(2000, 32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length, requests", [(200, 4), pytest.param(2000, 32, marks=pytest.mark.slow)])
 def test_a_burst_computes_and_stores_its_system_prompt_once(length: int, requests: int) -> None:
     """On a small random model: the demo model takes hours for 32 requests over 2,000 tokens."""
     system = prompt_of(length, seed=1).tolist()

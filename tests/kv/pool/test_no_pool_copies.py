@@ -154,8 +154,7 @@ def test_views_of_a_layer_that_is_not_the_last_never_have_it_copied() -> None:
     assert extra_peak(lambda: one_step_ahead(noise(5, 1, 16, 1, 128, dtype=mx.float16), attend)) < FEW_MB
 
 
-@pytest.mark.parametrize("is_apart", [True, False])
-@pytest.mark.parametrize("lengths", [(5, 9, 17), (40, 70, 100)])
+@pytest.mark.parametrize(("lengths", "is_apart"), [((5, 9, 17), True), ((40, 70, 100), False)])
 def test_rows_cut_from_the_pool_or_gathered_never_copy_it(
     lengths: tuple[int, ...], is_apart: bool, big_pool: BlockPool
 ) -> None:

@@ -141,7 +141,7 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
-@pytest.mark.parametrize("dialect", ["cuda", *slow("metal")], ids=["NVIDIA", "Apple"])
+@pytest.mark.parametrize("dialect", slow("cuda", "metal"), ids=["NVIDIA", "Apple"])
 def test_a_thread_keeps_what_it_holds_in_its_registers(dialect: str) -> None:
     text = text_of(mx.bfloat16)
     found = registers.registers_of(text.body, text.constants, None if dialect == "cuda" else registers.REGISTERS)

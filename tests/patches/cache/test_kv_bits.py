@@ -14,7 +14,7 @@ import mlx_paged
 from mlx_paged import ConfigError, PagedConfig, PagedKVCache, PromptCacheError
 from mlx_paged.config import QUANTIZED_KV_START
 from mlx_paged.kv.storage.base import PageFormat
-from tests.support.cases import crossed, quick
+from tests.support.cases import crossed, quick, slow
 from tests.support.models.batch_runs import assert_released, fall_throughs
 from tests.support.models.builders import KINDS, assert_same, build, greedy, perturbed, prompt_of, rms
 from tests.support.models.tokenizers import plain_tokenizer
@@ -45,7 +45,7 @@ def test_logits_equal_those_of_mlx_lms_quantized_cache(kind: str, bits: int, gro
     assert {choice.path for choice in mlx_paged.dispatch_counts()} == {"gather"}  # no chunk by its own keys
 
 
-@pytest.mark.parametrize("start", [None, 0, DEFAULT_QUANTIZED_KV_START])
+@pytest.mark.parametrize("start", [*slow(None), 0, DEFAULT_QUANTIZED_KV_START])
 def test_a_calls_kv_bits_make_pages(start: int | None) -> None:
     model = wide("llama")
     options = {"kv_bits": 8, **({} if start is None else {"quantized_kv_start": start})}
@@ -94,16 +94,14 @@ def test_a_speculating_model_and_its_draft_are_quantised() -> None:
     assert [mlx_paged.pool_of(each).page_format for each in (model, draft)] == [PageFormat(8, 8, 64)] * 2
 
 
-RAGGED = [("llama", 5, 8, False), ("qwen3", 1, 4, False), ("gemma3", 5, 8, True)]
-SLOW_RAGGED = [
+RAGGED = [
     (kind, count, 8 if (count == 5) == rotate else 4, rotate)
     for rotate in (False, True) for count in (1, 5, 17) for kind in KINDS
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "bits", "rotate"),
-    [*RAGGED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_RAGGED)],
+    ("kind", "count", "bits", "rotate"), quick(RAGGED, ("qwen3", 5, 4, False), ("gemma3", 5, 8, True))
 )
 def test_ragged_batches_equal_their_solo_runs(kind: str, count: int, bits: int, rotate: bool) -> None:
     model = build(kind)

@@ -16,6 +16,7 @@ from mlx_paged import NotPagedWarning, PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import greedy, prompt_of, rms
 from tests.support.processes.bounded import KINDS, SIZE, STEP, conversation, model_of, solo
@@ -30,8 +31,7 @@ def fall_throughs(run: Any) -> tuple[Any, list[str]]:
     return result, [str(each.message) for each in caught if each.category is NotPagedWarning]
 
 
-@pytest.mark.parametrize("size", [5, SIZE])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "size"), quick(crossed(KINDS, [5, SIZE]), (KINDS[1], 5), (KINDS[0], SIZE)))
 def test_alone_it_gives_stocks_tokens_and_one_warning(kind: str, size: int) -> None:
     expected = [solo(kind, length, 24, size, 7) for length in LENGTHS]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -47,7 +47,7 @@ def test_alone_it_gives_stocks_tokens_and_one_warning(kind: str, size: int) -> N
     assert len(messages) == 1 and "max_kv_size" in messages[0] and "keeps a sequence's first tokens" in messages[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, KINDS[0]))
 def test_rows_of_a_batch_equal_stocks_single_runs(kind: str) -> None:
     """mlx-lm's own batches forget which tokens to keep, and their rows are other than single runs."""
     counts = dict(zip(LENGTHS, (60, 50, 20, 40, 30), strict=True))

@@ -105,7 +105,7 @@ def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
         budget = PoolBudget(run.pool, chunk=CHUNK)
         longest = max(n for n in range(1, 2000, 7) if budget.holds(n + 4))
         for seed in range(12):
-            run.insert(30, 8, seed)
+            run.insert(30, 4, seed)
         run.finish()
         if rounds:
             assert run.pool.groups[0].bytes_reserved > run.pool.memory_budget // 3
@@ -113,13 +113,13 @@ def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
             run.insert(longest, 4, seed)
             run.finish()
         for seed in range(12):
-            run.insert(30, 8, seed)
+            run.insert(30, 2, seed)
         run.finish()
 
 
 @pytest.mark.parametrize(
     ("kind", "cached", "layer_blocks"), quick(crossed(["gemma3", "llama-sliding"], [False, True], [40, 61, 90]),
-    ("gemma3", False, 40), ("llama-sliding", False, 61))
+    ("gemma3", False, 40))
 )  # fmt: skip
 def test_the_longest_prompt_that_is_accepted_runs(kind: str, cached: bool, layer_blocks: int) -> None:
     """In a fresh pool and at once again: with the prefix cache its own prefix takes memory of both groups."""
@@ -200,8 +200,9 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
 
 # Always a history with a prefix cache, by one storage on disk, too (4), and one without, for each kind and storage.
 @pytest.mark.parametrize(
-    ("kind", "in_place", "seeds"), [("gemma3", False, (4, 6)),
-    *slow(("llama-sliding", False, (1, 6)), ("gemma3", True, (1, 2)), ("llama-sliding", True, (4, 2)))]
+    ("kind", "in_place", "seeds"), [("gemma3", False, (4,)),
+    *slow(("gemma3", False, (6,)), ("gemma3", True, (1, 2)), ("llama-sliding", False, (1, 6)),
+    ("llama-sliding", True, (4, 2)))]
 )  # fmt: skip
 def test_random_histories_run_and_equal_solo_runs(
     kind: str, in_place: bool, seeds: tuple[int, ...], tmp_path: Any

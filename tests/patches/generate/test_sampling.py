@@ -17,6 +17,7 @@ from mlx_paged.engine.sampling import token_choice
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.generate.upstream import KNOWN, known_processors, known_sampler
 from mlx_paged.patches.registry import fingerprint
+from tests.support.cases import slow
 from tests.support.models.batch_runs import generator, model_of
 from tests.support.models.builders import prompt_of
 
@@ -120,7 +121,7 @@ def seeded(count: int) -> dict[str, Any]:
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch() -> None:
     model, prompts, options = model_of("llama"), prompts_of(32), seeded(32)
     whole = answers(generator(model), prompts, **options)
-    for size, firsts in ((1, (0, 1, 2, 3, 31)), (2, (0, 10, 20, 30)), (8, (0, 16))):
+    for size, firsts in ((1, (0, 2, 31)), (2, (10, 30)), (8, (16,))):
         for first in firsts:
             part = slice(first, first + size)
             mx.random.seed(first)  # plays no part
@@ -143,7 +144,7 @@ def test_a_seed_gives_the_same_tokens_after_making_room() -> None:
     assert gen.preemptions >= 3
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("kind", [*slow("llama"), "qwen3_next"])
 def test_a_seed_gives_the_same_tokens_where_rows_wait_for_another_client(kind: str) -> None:
     """Rows leave the batch while the first token of another client is computed, and join again with the token that they
     had chosen, and with the states of layers without blocks."""

@@ -107,7 +107,7 @@ def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, ki
         assert all(outcome.reason == "length" for outcome in outcomes.values())
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, "llama", "gemma3"))
+@pytest.mark.parametrize("kind", slow(*KINDS))
 def test_a_few_tokens_of_several_rows_go_on(kind: str) -> None:
     """Rows with drafts get different numbers of tokens in one launch; its text is the first that does not compile."""
     model = MODELS[kind]

@@ -123,7 +123,7 @@ def assert_speculated_alike(got: Any, expected: Any) -> None:
     assert got[1] == expected[1] if isinstance(expected[1], str) else rms(got[1], expected[1]) <= 1e-6
 
 
-@always("global", "hybrid")
+@always("hybrid")
 def test_speculative_decoding(case: Case) -> None:
     """Within a window, across its edge, and beyond it, where mlx-lm takes nothing back."""
     draft = draft_of(case)
@@ -165,7 +165,7 @@ def test_speculative_decoding_on_a_prompt_cache(case: Case) -> None:
 # Prompt caches ----------------------------------------------------------------------------------------------------
 
 
-@always("sliding", "hybrid in turn")
+@always("sliding")
 def test_a_prompt_cache_over_turns_saved_and_loaded(case: Case, tmp_path: Path) -> None:
     files = {by: str(tmp_path / f"{by}.safetensors") for by in ("stock", "paged")}
 
@@ -223,7 +223,7 @@ def answers_of(gen: Any, requests: list[list[int]]) -> tuple[list[list[int]], li
     return list(tokens.values()), [cached[uid] for uid in tokens]
 
 
-@always("sliding", "hybrid in turn")
+@always("hybrid in turn")
 def test_prefixes_are_shared(case: Case) -> None:
     """By the requests of a burst, by the first one again, and by the chat that goes on from it."""
     system, new = prompt_of(3 * WINDOW + 9, seed=1).tolist(), 12
@@ -283,7 +283,8 @@ def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
 
 
 @pytest.mark.demo_model
-@always("sinks")
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MODELS, indirect=True)
 def test_the_server(case: Case, demo_model_folder: Path, tmp_path: Path) -> None:
     """Two chats at a time that share a system prompt, the first again, one with a draft model, and the first again."""
     mlx_lm = importlib.import_module("mlx_lm")

@@ -66,7 +66,7 @@ def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) 
         mlx_paged.remove_patches()
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("dtype", [*slow(mx.float32), mx.bfloat16])
 def test_greedy_rows_beside_sampled_ones_choose_alike(dtype: mx.Dtype) -> None:
     model = build("llama", vocab_size=8000)
     model.set_dtype(dtype)

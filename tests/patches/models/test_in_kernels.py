@@ -18,7 +18,7 @@ from scripts.support import model_configs
 from tests.support.kernels.fake_kernels import FakeKernels
 from tests.support.models.builders import KINDS, build, build_latent, greedy, prompt_of, rms, wide
 
-TOLERANCE, TOKENS = 5e-3, 10
+TOLERANCE, TOKENS = 5e-3, 6
 KERNEL = ("kernel", "one new token per sequence")
 FRESH = ("prefill", "no prefix: the new keys are all there is")
 # Global, sliding windows, sinks, shared keys, soft caps, loops over layers, attention beside states, replacements.
@@ -33,7 +33,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     **{name: partial(wide, name) for name in ["gemma2", *SEAM]},
     **{name: partial(build_latent, name) for name in LATENTS},
 }
-ALWAYS = ("gemma3", "gpt_oss", "plamo2", "deepseek_v3")  # of the adapters, the one with windows beside global layers
+ALWAYS = ("gemma3", "plamo2", "deepseek_v3")  # of the adapters, the one with windows beside global layers
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -43,7 +43,7 @@ def test_tokens_are_stocks_alone_and_in_a_batch(
 ) -> None:
     # More than a few tokens go to MLX's attention here, on every device; see test_prefill.py for the other choice.
     monkeypatch.setattr(dispatch, "prepares_plans", lambda: False)
-    lengths = (30, 5, 45, 8) if "ngram" in name else (1, 30, 45, 8, 17, 2)  # mlx-lm's needs 3 tokens in a batch
+    lengths = (30, 5, 45, 8) if "ngram" in name else (1, 30, 45, 8)  # mlx-lm's needs 3 tokens in a batch
     monkeypatch.setattr(model_matrix, "PROMPTS", lengths)
     model = MODELS[name]()
     sizes = ((1, 2048), (7, 2048), (60, 16), (130, 50), (130, 2048))  # prompt, and tokens of a chunk

@@ -39,9 +39,9 @@ def paths() -> dict[str, int]:
 @pytest.mark.parametrize("kind", ["llama", *slow("qwen3")])
 def test_speculative_verification_runs_in_the_kernel(kind: str, kernels: object) -> None:
     model, draft, prompt = MODELS[kind], perturbed(kind, 0.02), prompt_of(100)
-    stock = [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=4, max_tokens=30)]
+    stock = [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=4, max_tokens=15)]
     mlx_paged.apply_patches(PagedConfig(block_size=16))
-    paged = [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=4, max_tokens=30)]
+    paged = [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=4, max_tokens=15)]
     assert paged == stock
     few = [c for c in mlx_paged.dispatch_counts() if c.path == "kernel" and c.reason.startswith("a few")]
     assert few

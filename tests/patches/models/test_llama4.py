@@ -51,8 +51,7 @@ def run(gen: Any, prompts: list[list[int]], num_tokens: list[int]) -> list[Outco
 
 
 @pytest.mark.parametrize(
-    ("step", "length", "chunk"), quick(crossed([16, 512], [1, 23, 53], CHUNKS), (16, 1, 24), (16, 53, 24),
-    (512, 23, 20))
+    ("step", "length", "chunk"), quick(crossed([16, 512], [1, 23, 53], CHUNKS), (16, 53, 24), (512, 23, 20))
 )  # fmt: skip
 def test_alone_it_gives_what_the_dense_reference_does(chunk: int, length: int, step: int) -> None:
     model, prompt = model_of(chunk), prompt_of(length)
@@ -67,7 +66,7 @@ def test_alone_it_gives_what_the_dense_reference_does(chunk: int, length: int, s
     assert pool.stats().live_blocks == 0
 
 
-@pytest.mark.parametrize(("packs", "chunk"), quick(crossed([False, True], CHUNKS), (False, 24), (True, 20)))
+@pytest.mark.parametrize(("packs", "chunk"), quick(crossed([False, True], CHUNKS), (True, 20)))
 def test_ragged_batches_decode_together_in_the_kernel(chunk: int, packs: bool, kernels: Any) -> None:
     model = model_of(chunk)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
@@ -98,7 +97,7 @@ def test_decode_steps_are_compiled(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "chunk"), quick(crossed([600, pytest.param(5_000, marks=pytest.mark.slow)], CHUNKS), (600, 24))
+    ("num_tokens", "chunk"), quick(crossed([200, pytest.param(5_000, marks=pytest.mark.slow)], CHUNKS), (200, 24))
 )  # fmt: skip
 def test_a_chunk_and_a_step_are_all_that_is_held(chunk: int, num_tokens: int) -> None:
     step, model = 32, llama4.build(chunk, num_hidden_layers=4, hidden_size=16, head_dim=16)
@@ -180,7 +179,7 @@ def test_drafts_do_not_change_a_token(has_cache: bool, kernels: Any) -> None:
         cache = [*upstream.make_prompt_cache(model), *upstream.make_prompt_cache(draft)] if has_cache else None
         found = list(
             mlx_lm_generate.speculative_generate_step(
-                mx.array(prompt), model, draft, num_draft_tokens=3, max_tokens=26, prompt_cache=cache
+                mx.array(prompt), model, draft, num_draft_tokens=3, max_tokens=12, prompt_cache=cache
             )
         )
         llama4.check(model, prompt, [int(token) for token, *_ in found], np.stack([np.array(p) for _, p, _ in found]))
@@ -192,7 +191,7 @@ def test_drafts_do_not_change_a_token(has_cache: bool, kernels: Any) -> None:
 # To and from mlx-lm's caches ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [13, 40, *slow(20, 33, 41)])
+@pytest.mark.parametrize("length", [40, *slow(13, 20, 33, 41)])
 def test_a_file_goes_on_in_stock_and_comes_back(length: int, tmp_path: Any) -> None:
     model, prompt = model_of(20), prompt_of(length)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))

@@ -58,8 +58,7 @@ def check(name: str, num_tokens: int) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", quick(SAMPLE, "llama", "smollm3", "gpt_oss", "iquestloopcoder", "openelm", "qwen3_next", "plamo2",
-    "deepseek_v41")
+    "name", quick(SAMPLE, "iquestloopcoder", "openelm", "qwen3_next")
 )  # fmt: skip
 def test_a_model_runs_as_the_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Always the prompt that leaves a window while it decodes, and the one that is longer than windows and chunks.
@@ -92,7 +91,7 @@ def prompt(length: int, seed: int = 0) -> mx.array:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", quick(CLASSES.values(), "qwen2", "qwen3_moe", "gemma2"))
+@pytest.mark.parametrize("name", quick(CLASSES.values(), "qwen2"))
 def test_speculative_decoding(name: str) -> None:
     """With a draft that is right now and then: tokens are kept and trimmed. Both refuse it where a window is full."""
     model, draft = model_configs.build(name), model_configs.build(name)
@@ -113,7 +112,7 @@ def test_speculative_decoding(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", quick(CLASSES.values(), "qwen2", "qwen3_moe", "gemma2"))
+@pytest.mark.parametrize("name", quick(CLASSES.values(), "gemma2"))
 def test_prefixes_are_shared(name: str) -> None:
     """A second request with the same first tokens takes their blocks and gives the tokens it would have given."""
     model = model_configs.build(name)

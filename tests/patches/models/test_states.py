@@ -16,6 +16,7 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.patches.models import states
 from mlx_paged.warn import NotPagedWarning
 from scripts.support import model_configs
+from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import model_of
 from tests.support.models.builders import greedy, prompt_of
 
@@ -47,9 +48,14 @@ def assert_close(given: Arrays, wanted: Arrays, live: mx.array | None = None) ->
         assert a.shape == b.shape and np.abs(a - b).max() < 1e-4 * max(1.0, np.abs(b).max())
 
 
-@pytest.mark.parametrize("size", (16, 64))
-@pytest.mark.parametrize("tokens", (1, 15, 16, 17, 64, 65, 130))
-@pytest.mark.parametrize("shape", ((2, 2, 32, 16), (2, 4, 32, 32), (1, 3, 48, 64)))
+@pytest.mark.parametrize(
+    ("shape", "tokens", "size"),
+    quick(
+        crossed([(2, 2, 32, 16), (2, 4, 32, 32), (1, 3, 48, 64)], (1, 15, 16, 17, 64, 65, 130), (16, 64)),
+        *[((2, 2, 32, 16), 130, 16), ((2, 4, 32, 32), 17, 16), ((1, 3, 48, 64), 1, 64), ((2, 2, 32, 16), 65, 64)],
+        *[((2, 4, 32, 32), 15, 64), ((1, 3, 48, 64), 64, 16), ((1, 3, 48, 64), 16, 16)],
+    ),
+)
 def test_chunks_give_what_the_loop_gives(
     shape: tuple[int, int, int, int], tokens: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,7 @@ def test_official_clients_read_through_signs_of_life(server: ServerProcess) -> N
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
     claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
-    bodies = long_bodies(7 * CHUNK)
+    bodies = long_bodies(3 * CHUNK)
 
     def chat() -> str:
         chunks = client.chat.completions.create(model="default_model", **bodies["/v1/chat/completions"], stream=True)

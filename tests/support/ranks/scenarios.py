@@ -124,7 +124,7 @@ def shared_prefixes() -> dict[str, Any]:
 def preemption() -> dict[str, Any]:
     world = World(num_blocks=14)
     gen = world.generator(completion_batch_size=4, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (20, 18, 25, 22)], [40, 40, 30, 30])
+    gen.insert([prompt(n, n) for n in (20, 18, 25, 22)], [20, 20, 15, 15])
     world.run(gen)
     return world.outcome(gen)
 
@@ -132,7 +132,7 @@ def preemption() -> dict[str, Any]:
 def windows() -> dict[str, Any]:
     world = World(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
     gen = world.generator(completion_batch_size=3, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (30, 5, 22)], [20, 20, 20])
+    gen.insert([prompt(n, n) for n in (30, 5, 22)], [13, 13, 13])
     world.run(gen)
     return world.outcome(gen)
 
@@ -168,7 +168,7 @@ def sampling() -> dict[str, Any]:
     options = [RequestOptions(seed=seed) for seed in (None, 3, 4, 5, 2**63)]
     gen.insert_segments(
         [[prompt(n, n)] for n in (12, 5, 22, 9, 3)],
-        [20] * 5,
+        [11] * 5,
         samplers=[each or (lambda x: mx.argmax(x, axis=-1)) for each in samplers],
         logits_processors=[[], penalties, [], penalties, []],
         options=options,
@@ -182,7 +182,7 @@ def unseeded() -> dict[str, Any]:
     world = World()
     mx.random.seed(100 + world.group.rank())
     gen = world.generator(completion_batch_size=3)
-    gen.insert([prompt(n, n) for n in (12, 5)], [30, 30], samplers=[make_sampler(1.0)] * 2)
+    gen.insert([prompt(n, n) for n in (12, 5)], [12, 12], samplers=[make_sampler(1.0)] * 2)
     world.run(gen)
     return world.outcome(gen)
 
@@ -191,7 +191,7 @@ def look_up() -> dict[str, Any]:
     world = World(config={"prompt_lookup": 6})
     with in_every_step():
         gen = world.generator(completion_batch_size=3)
-    gen.insert([prompt(6, n) * 5 for n in (1, 2)], [40, 40])
+    gen.insert([prompt(6, n) * 5 for n in (1, 2)], [20, 20])
     world.run(gen)
     return world.outcome(gen, drafted=world.pool.stats().drafted_tokens)
 
@@ -201,7 +201,7 @@ def timed_look_up() -> dict[str, Any]:
     world = World(config={"prompt_lookup": 6})
     with mock.patch.object(depth, "SHARE", 100.0):
         gen = world.generator(completion_batch_size=3)
-        gen.insert([prompt(6, n) * 5 for n in (1, 2)], [40, 40])
+        gen.insert([prompt(6, n) * 5 for n in (1, 2)], [20, 20])
         world.run(gen)
     return world.outcome(gen, has_drafted=world.pool.stats().drafted_tokens > 0)
 

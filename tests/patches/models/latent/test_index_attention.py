@@ -64,7 +64,7 @@ def page_config(**options: Any) -> PagedConfig:
 
 @pytest.mark.parametrize(
     ("name", "length", "step"), quick(crossed(NAMES, [1, TOPK - 1, TOPK, TOPK + 1, 61], [2048, 16, 7]),
-    ("deepseek_v32", TOPK - 1, 2048), ("deepseek_v32", 61, 7), ("glm_moe_dsa", 61, 16))
+    ("deepseek_v32", 61, 7), ("glm_moe_dsa", TOPK - 1, 16))
 )  # fmt: skip
 def test_alone_every_number_is_that_of_stock(name: str, length: int, step: int) -> None:
     model, prompt = model_configs.build(name), mx.array(tokens_of(length), mx.uint32)
@@ -87,9 +87,7 @@ def test_nothing_is_chosen_from_contexts_up_to_index_topk() -> None:
     assert CHOSEN not in dispatch_counts()
 
 
-@pytest.mark.parametrize(
-    ("rows", "packs"), quick(crossed(range(1, 10), [False, True]), (2, True), (3, False), (9, False), (9, True))
-)
+@pytest.mark.parametrize(("rows", "packs"), quick(crossed(range(1, 10), [False, True]), (3, False), (5, True)))
 def test_rows_of_a_ragged_batch_get_their_solo_tokens(rows: int, packs: bool) -> None:
     model, prompts = model_configs.build("deepseek_v32"), prompts_for(VOCAB, LENGTHS[:rows])
     expected = [solo(length) for length in LENGTHS[:rows]]
@@ -104,7 +102,7 @@ def test_rows_of_a_ragged_batch_get_their_solo_tokens(rows: int, packs: bool) ->
     assert_nothing_is_left(model)
 
 
-@pytest.mark.parametrize("at", quick([1, 7, 8, TOPK - 1, TOPK, TOPK + 1, 33, 40], 7, TOPK + 1))
+@pytest.mark.parametrize("at", quick([1, 7, 8, TOPK - 1, TOPK, TOPK + 1, 33, 40], TOPK + 1))
 def test_forks_at_any_token_go_on_as_stocks_do(at: int) -> None:
     model, tokens = model_configs.build("glm_moe_dsa"), tokens_of(45)
 
@@ -320,7 +318,7 @@ def test_what_a_pack_of_index_keys_cannot_take_is_refused() -> None:
 # Over blocks in place -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("packs", quick([False, True], True))
 def test_up_to_index_topk_kernels_attend_and_beyond_it_is_gathered(packs: bool) -> None:
     model, prompts = build_latent("deepseek_v32"), prompts_for(VOCAB, (2, TOPK - 4, 5))
     beyond = prompts_for(VOCAB, (40, 3, 25))
