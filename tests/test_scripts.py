@@ -29,7 +29,9 @@ RUNS = [
     ("batch", *TINY, "--cases", "3xragged64", "--decode-tokens", 12),
     *slow(("batch", *TINY, "--cases", "1x9", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4), single=True),
     ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
-    ("drafts", *TINY, "--batches", 1, "--made", "1", "--draft-layers", 1, "--num-tokens", 40, *ONCE),
+    *slow(
+        ("drafts", *TINY, "--batches", 1, "--made", "1", "--draft-layers", 1, "--num-tokens", 40, *ONCE), single=True
+    ),
     ("engine", "--rows", "1,2", "--nodes", "20,0", "--waiting", 300),
     pytest.param(
         ("ranks", *TINY, "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1), marks=[CPU_ONLY, pytest.mark.slow]

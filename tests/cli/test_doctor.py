@@ -667,6 +667,7 @@ def test_rows_come_in_the_order_of_the_jobs() -> None:
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
+@pytest.mark.slow
 @CPU_ONLY
 def test_the_jobs_of_a_process_that_dies_have_failed_and_the_others_go_on(tmp_path: Path) -> None:
     config: Any = Deadly(PagedConfig(), tmp_path / "flag")

@@ -44,6 +44,7 @@ def plain(checkpoint: Path) -> list[str]:
     return results(checkpoint)[0]
 
 
+@pytest.mark.slow
 def test_a_file_has_the_same_texts_with_the_head(checkpoint: Path, plain: list[str]) -> None:
     found, said = results(checkpoint, "--mtp", "--num-draft-tokens", "2", "--cache-stats")
     assert found == plain

@@ -105,6 +105,7 @@ def test_ranks_with_other_model_files_end(what: str, model: Path, demo_model_fol
         assert "2 ranks (ring)" in ended.stderr or "rank 1 of 2" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_before_it_has_come_ends_the_others(model: Path, tmp_path: Path) -> None:
     args = ["--model", model, "--prompt", "one", "--rank-timeout", 1]
     launch = Launch(2, "mlx_paged.generate", args, tmp_path, cold=True)

@@ -183,6 +183,7 @@ def test_large_grammars_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < sum(sizes) <= 40 << 20 and min(sizes) > 1 << 20
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "TRIAL_SECONDS", 60.0)  # it takes 2 s, and more on a busy machine
     with pytest.raises(GrammarError, match="MB when it is compiled, of at most 64"):

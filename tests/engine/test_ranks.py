@@ -71,6 +71,7 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     assert "rank 1 has died" in first.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     started = _started(tmp_path, "none")
     try:

@@ -76,13 +76,13 @@ RUNS = {
     # 50037: the least budget was refused, as all layers were taken to have as many heads as the first.
     "batches": Kind(lambda seed, _: run_batch(seed), (0, 336, 50037), 2_000),
     "chunks": Kind(lambda seed, _: run_batch(seed, ("llama4",)), (0,), 200),
-    "hybrids": Kind(lambda seed, _: run_look_up(draw_varied(seed)), (0, 1), 2_000),
+    "hybrids": Kind(lambda seed, _: run_look_up(draw_varied(seed)), (0,), 2_000),
     "index keys": Kind(lambda seed, _: run_look_up(draw_varied(seed, INDEXED)), (0, 1), 1_000),
     "conversations": Kind(run_conversation, (0, 4), 500),
     "hybrid conversations": Kind(lambda seed, folder: run_conversation(seed, folder, HYBRIDS), (0,), 500),
     "index conversations": Kind(lambda seed, folder: run_conversation(seed, folder, INDEXED), (0,), 300),
     "look-up": Kind(lambda seed, _: run_look_up(draw_repeating(seed)), (0,), 1_000),
-    "threads": Kind(lambda seed, _: threads.run(seed), (0, 2), 66, 1),
+    "threads": Kind(lambda seed, _: threads.run(seed), (2,), 66, 1),
 }
 
 

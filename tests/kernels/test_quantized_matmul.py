@@ -191,6 +191,7 @@ def test_a_weight_larger_than_the_bound_waits_for_nothing(monkeypatch: pytest.Mo
     assert not begin.called
 
 
+@pytest.mark.slow
 def test_a_traced_function_takes_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "BYTES_AHEAD", 1)
     layer, x = linear("affine", 32, 4, mx.float16), rows(DEQUANTIZED_ROWS, 1, dtype=mx.float16)

@@ -18,6 +18,7 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.turn import Stepwise
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.server.report.server_report import block_map
+from tests.support.cases import slow
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 from tests.support.prefixes import add, make_tree
@@ -54,7 +55,7 @@ def patched() -> Iterator[None]:
     mlx_paged.remove_patches()
 
 
-@pytest.mark.parametrize("way", ["batch", "single", "generator dropped"])
+@pytest.mark.parametrize("way", ["batch", *slow("single"), "generator dropped"])
 def test_tensors_go_when_the_last_user_has_gone(soon: None, patched: None, way: str) -> None:
     model, prompts = build("llama"), [prompt_of(60, seed).tolist() for seed in range(6)]
 

@@ -116,7 +116,7 @@ def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
 
 
 @pytest.mark.parametrize(
-    "shape", [{"unroll": 2}, *slow({"unroll": 4, "simdgroups": 8, "head_round": 1}, {"partition": 64, "span": 1})],
+    "shape", slow({"unroll": 2}, {"unroll": 4, "simdgroups": 8, "head_round": 1}, {"partition": 64, "span": 1}),
     ids=str
 )  # fmt: skip
 def test_every_cut(shape):

@@ -17,7 +17,7 @@ from mlx_paged.kernels.launch_shape import MATRIX_BODIES, LaunchShape, Variant
 from mlx_paged.kernels.quantized import QuantizedRows
 from mlx_paged.kernels.trial import MANY
 from tests.msl.test_windows import CORES
-from tests.support.cases import crossed, quick
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape, quantized
 from tests.support.msl.harness import Emulated, emulated, to_float
 
@@ -130,7 +130,7 @@ LATENT_PLANTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("cores", quick([20, 32, LARGE], LARGE))
+@pytest.mark.parametrize("cores", slow(20, 32, LARGE))
 def test_the_one_over_latents_passes(cores: int) -> None:
     with gpu(cores):
         result = self_check(LATENT)

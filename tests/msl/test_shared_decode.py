@@ -9,7 +9,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import shared_items, shared_rows
-from tests.support.cases import crossed, quick
+from tests.support.cases import crossed, quick, slow
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated
 
@@ -91,9 +91,7 @@ def checked(variant, edit=()):
         return self_check(variant)
 
 
-@pytest.mark.parametrize(
-    "options", quick([{}, {"head_dim": 128, "sinks": True}, {"softcap": True, "gqa": 1}], {}), ids=str
-)
+@pytest.mark.parametrize("options", slow({}, {"head_dim": 128, "sinks": True}, {"softcap": True, "gqa": 1}), ids=str)
 def test_self_check_passes(options):
     result = checked(variant_of(**options))
     assert result.ok, result.reason

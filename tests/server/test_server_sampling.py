@@ -33,6 +33,7 @@ def text(server: ServerProcess, index: int) -> str:
     return str(answer["choices"][0]["message"].get("content"))
 
 
+@pytest.mark.slow
 def test_seeds_give_the_same_answers_alone_and_at_once(server: ServerProcess) -> None:
     alone = [text(server, index) for index in range(12)]
     assert len(set(alone)) == 12

@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn) -> tuple[str, list[str]]:
     return text, stops
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases(), borders)
 @example(("abcde", ["bcde", "cd"]), [4])
 @example(("abcdx", ["bcde", "cd"]), [4])

@@ -160,7 +160,8 @@ def test_the_heads_own_prefixes_are_found_again(is_same_beginning: bool) -> None
         mlx_paged.pool_of(each).check_integrity()
 
 
-@pytest.mark.parametrize("name", quick(QUICK, "mimo"))
+@pytest.mark.slow  # in compiled steps, always: the next test
+@pytest.mark.parametrize("name", QUICK)
 def test_pools_in_place(name: str, kernels: Any) -> None:
     expected = solos(name, 0.05, is_wide=True)
     model = model_of(name, 0.05, is_wide=True)

@@ -255,7 +255,7 @@ class Guess(Oracle):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temp": 1.0}, *slow({"temp": 0.7, "top_p": 0.9, "top_k": 5})], ids=["plain", "filters"]
+    "options", slow({"temp": 1.0}, {"temp": 0.7, "top_p": 0.9, "top_k": 5}), ids=["plain", "filters"]
 )  # fmt: skip
 def test_samples_are_distributed_as_without(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tokens of many answers to one prompt, against what the sampler gives of the model's probabilities."""

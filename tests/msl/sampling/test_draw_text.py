@@ -108,6 +108,7 @@ def check_kept(vocab: int = 24, count: int = 180) -> None:
             assert set(words) == set(np.flatnonzero(left))
 
 
+@pytest.mark.slow
 def test_words_that_are_left_are_drawn_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     use_emulator(monkeypatch, GROUPS)
     check_kept()

@@ -86,7 +86,7 @@ def test_a_generation_whose_table_grows_goes_on(
         assert solo(model, prompt, 40) == stock
 
 
-@pytest.mark.parametrize(("kind", "patience"), [("llama", 0), *slow(("llama-sliding", 10**6), ("gemma3", 10**6))])
+@pytest.mark.parametrize(("kind", "patience"), slow(("llama", 0), ("llama-sliding", 10**6), ("gemma3", 10**6)))
 def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, kind: str, patience: int) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", patience)
     model = MODELS[kind]

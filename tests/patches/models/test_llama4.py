@@ -207,7 +207,7 @@ def test_a_file_goes_on_in_stock_and_comes_back(length: int, tmp_path: Any) -> N
 
 def test_stock_caches_of_any_age_are_adopted() -> None:
     model = model_of(20)
-    for length in (5, 20, 27, 47):
+    for length in (5, 20, 47):
         prompt, cache = prompt_of(length), upstream.make_prompt_cache(model)
         for token in prompt:
             model(mx.array([[token]]), cache=cache)
@@ -216,7 +216,7 @@ def test_stock_caches_of_any_age_are_adopted() -> None:
         assert isinstance(adopted[0], upstream.ChunkedKVCache) and isinstance(adopted[3], upstream.KVCache)
         assert adopted[0].chunk_size == 20 and adopted[0].start_position == length // 20 * 20
         assert not hasattr(adopted[0], "max_size") and not hasattr(adopted[3], "chunk_size")
-        tokens, logprobs = greedy(model, mx.array(prompt[:1]), 25, prompt_cache=adopted)
+        tokens, logprobs = greedy(model, mx.array(prompt[:1]), 15, prompt_cache=adopted)
         llama4.check(model, [*prompt, prompt[0]], tokens, logprobs)
         mlx_paged.remove_patches()
 

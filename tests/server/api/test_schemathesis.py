@@ -45,7 +45,3 @@ def test_whatever_the_description_allows_is_answered(demo_model_folder: Path, tm
     assert requests["ok"] > 100 and requests["failed"] == 0, requests
     assert server.get("/health").json["status"] == "ok" and server.get("/health").json["restarts"] == 0
     assert server.stop() == 0 and "Traceback" not in server.log, server.log[-5000:]
-
-
-def test_some_of_what_the_description_allows_is_answered(server: ServerProcess, tmp_path: Path) -> None:
-    assert fuzz(server, tmp_path, "--phases", "fuzzing", "--max-examples", "2", seconds=60) > 15

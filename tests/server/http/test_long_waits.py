@@ -69,6 +69,7 @@ def test_long_prompts_show_that_they_live(server: ServerProcess) -> None:
     assert num_beats >= 2, streams
 
 
+@pytest.mark.slow
 @pytest.mark.demo_model
 def test_official_clients_read_through_signs_of_life(server: ServerProcess) -> None:
     import anthropic  # here: the two take seconds, and each process that runs tests imports this file
