@@ -54,7 +54,7 @@ def test_a_client_has_a_server_that_ends_with_it(demo_model_folder: Path, tmp_pa
 
 
 @pytest.mark.demo_model
-@pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGHUP)])
+@pytest.mark.parametrize("number", slow(signal.SIGTERM, signal.SIGHUP))
 def test_a_launch_that_is_ended_takes_its_server_with_it(
     number: signal.Signals, demo_model_folder: Path, tmp_path: Path, path: str
 ) -> None:

@@ -85,8 +85,8 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("hang", "has been in step"), *slow(("raise_late", "injected: out of memory"),
-    ("raise", "ValueError: injected: the script"))]
+    ("name", "reason"), slow(("hang", "has been in step"), ("raise_late", "injected: out of memory"),
+    ("raise", "ValueError: injected: the script"))
 )  # fmt: skip
 def test_what_goes_wrong_on_one_rank(name: str, reason: str, tmp_path: Path) -> None:
     for ended in _started(tmp_path, name).ended(MOST_SECONDS):

@@ -78,6 +78,7 @@ def test_the_body_for_tensor_cores_needs_no_boxes():
     np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_partitions_of_the_body_for_tensor_cores_are_joined():
     case = LatentCase([700, 20, 513], heads=4, rank=256, dtype=mx.bfloat16, starts=[70, 0, 0])
     for run, parts in ((1, 3), (2, 2), (4, 1)):

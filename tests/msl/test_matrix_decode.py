@@ -140,6 +140,7 @@ def test_longer_contexts_are_merged() -> None:
     assert [name for name, _ in fake.calls] == ["matrix_decode", "merge_partitions"]
 
 
+@pytest.mark.slow
 def test_threadgroup_memory_is_what_the_text_declares() -> None:
     for head_dim, gqa, bits in ((64, 5, None), (128, 16, (4, 4)), (256, 8, (8, 8)), (256, 8, None), (128, 8, (8, 4))):
         case = case_of([9], bits, head_dim=head_dim, heads=(gqa, 1))

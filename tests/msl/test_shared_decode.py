@@ -69,7 +69,7 @@ CLASSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "shift"), quick(crossed(list(CLASSES), [0, 1]), ("a tree", 0), ("value_dim", 1)))
+@pytest.mark.parametrize(("name", "shift"), quick(crossed(list(CLASSES), [0, 1]), ("value_dim", 1)))
 def test_rows_have_the_bits_they_have_alone(name, shift):
     contexts, shared, options = CLASSES[name]
     case = case_of(contexts, shared, **options)

@@ -273,6 +273,7 @@ def test_the_fingerprint_of_what_does_not_exist_is_a_patch_error(name: str) -> N
         registry.main(["--fingerprint", name])
 
 
+@pytest.mark.slow
 def test_the_registry_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "mlx_paged.patches.registry", "--fingerprint"]
     name = "mlx_lm.models.llama.Attention.__call__"

@@ -160,6 +160,7 @@ def check_extremes(monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> 
 NUMBERS = (("2 * half_", "left"), ("2 * half_ + 1", "right"))
 
 
+@pytest.mark.slow
 def test_words_that_weigh_nothing_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     check_extremes(monkeypatch)
     # As if sums rounded to less than the last number's share of them.

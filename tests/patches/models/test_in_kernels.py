@@ -33,7 +33,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     **{name: partial(wide, name) for name in ["gemma2", *SEAM]},
     **{name: partial(build_latent, name) for name in LATENTS},
 }
-ALWAYS = ("gemma3", "plamo2", "deepseek_v3")  # of the adapters, the one with windows beside global layers
+ALWAYS = ("gemma3", "deepseek_v3")  # of the adapters, the one with windows beside global layers
 
 
 @pytest.mark.filterwarnings("ignore")

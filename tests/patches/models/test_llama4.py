@@ -207,7 +207,7 @@ def test_a_file_goes_on_in_stock_and_comes_back(length: int, tmp_path: Any) -> N
 
 def test_stock_caches_of_any_age_are_adopted() -> None:
     model = model_of(20)
-    for length in (5, 20, 47):
+    for length in (5, 47):
         prompt, cache = prompt_of(length), upstream.make_prompt_cache(model)
         for token in prompt:
             model(mx.array([[token]]), cache=cache)
