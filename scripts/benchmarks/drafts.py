@@ -111,7 +111,7 @@ class EveryStep(Depth):
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
         return [len(row.chances) for row in rows]
 
-    def may_choose(self, num_rows: int, most: int) -> bool:
+    def may_choose(self, num_rows: int) -> bool:
         return True
 
 
@@ -151,15 +151,19 @@ class Made:
     ) -> Proposal | None:
         self._depth.begin(len(rows), is_like_last=list(rows) == self._last)
         self._last = list(rows) if is_alone else []
+        if not self._depth.may_choose(len(rows)):
+            return None
         candidates = [
             Candidate(self.rows[row].chances(min(self._num, left)), left) for row in rows for left in [most_drafts(row)]
         ]
         tokens: list[int] = []
         counts = []
         for row, count in zip(rows, self._depth.choose(candidates, len(rows)), strict=True):
-            answer, prompt = self._answers[tuple(row.source[: row.prompt_length])], row.prompt_length
-            place = num_known(row) - prompt + 1
-            coming = answer[place : place + count]
+            coming: list[int] = []
+            if count:
+                answer, prompt = self._answers[tuple(row.source[: row.prompt_length])], row.prompt_length
+                place = num_known(row) - prompt + 1
+                coming = answer[place : place + count]
             wrong = self._rng.random(len(coming)) >= self._chance
             tokens += [(token + bad) % self._vocab for token, bad in zip(coming, wrong.tolist(), strict=True)]
             counts.append(len(coming))

@@ -58,25 +58,25 @@ class Assumed(NamedTuple):
     of its size.
 
     Attributes:
+        fixed: whatever the number of drafts. When measured, too, the fixed part is this much of a step with one draft
+            of each row, as long as all measured steps had the same number.
         draft: a draft of each row.
         token: a draft of one row.
-        fixed: part of the cost of the first drafts that further ones do not add to. This is so when measured, too,
-            as long as all measured steps had the same number of drafts.
     """
 
-    draft: float
-    token: float
     fixed: float
+    draft: float
+    token: float = 0.0
 
-    def of(self, num_rows: int, drafts: float) -> float:
-        """Return the cost of a step with so many drafts of a row, on average."""
-        return (self.draft + self.token * num_rows) * (self.fixed + (1 - self.fixed) * drafts)
+    def of(self, num_rows: int) -> tuple[float, float]:
+        """Return the fixed part and the price of a draft of each row."""
+        return self.fixed, self.draft + self.token * num_rows
 
 
 # Drafts that a model computes: on a GPU, where a step with drafts waits for its own tokens, and on a CPU.
-COMPUTED, CPU_COMPUTED = Assumed(1.25, 0.0, 0.5), Assumed(1.25, 0.0, 0.0)
+COMPUTED, CPU_COMPUTED = Assumed(0.75, 0.25), Assumed(0.0, 1.25)
 # Drafts that are looked up: on a GPU, whose small steps read the weights once, and on a CPU.
-LOOKED_UP, CPU_LOOKED_UP = Assumed(0.25, 1 / 8, 0.5), Assumed(1.25, 0.0, 0.5)
+LOOKED_UP, CPU_LOOKED_UP = Assumed(1.0, 0.0, 1 / 32), Assumed(0.625, 0.625)
 
 
 class Candidate(NamedTuple):
@@ -119,7 +119,8 @@ class _Cost:
     by least squares of the latest measurements. One of less than half of what was known makes that forgotten.
 
     Args:
-        assumed: part that is fixed; see :class:`Assumed`.
+        fixed: part, before anything is measured.
+        price: of a draft of each row, likewise.
 
     Attributes:
         fixed: part.
@@ -127,10 +128,10 @@ class _Cost:
         count: measurements.
     """
 
-    def __init__(self, assumed: float) -> None:
-        self.fixed = self.price = 0.0
+    def __init__(self, fixed: float, price: float) -> None:
+        self.fixed, self.price = fixed, price
         self.count = 0
-        self._assumed = assumed
+        self._assumed = fixed / (fixed + price)
         self._ones = self._drafts = self._squares = self._costs = self._products = 0.0
 
     def of(self, drafts: float) -> float:
@@ -235,10 +236,9 @@ class Depth:
     of a step, so it falls. A row gets fewer where its drafts are not likely enough to be worth verifying.
 
     Nothing is computed for drafts that could cost more than the account holds: 0.75% of the time of all steps, 1.5% of
-    that of the first 800, and what drafts have saved. Where drafts are not known to pay they are tried, one a row, when
-    the share of time that trials have allows it; what a row misses is then computed of its last tokens alone. Where
-    right drafts would have paid for a trial, but one as likely as drafts are would not, the next has one more of a row,
-    up to four; trials too dear for right drafts become rarer.
+    that of the first 800, and what drafts have saved. Where drafts are not known to pay they are tried, up to four of a
+    row, when the share of time that trials have allows it; what a row misses is then computed of its last tokens alone.
+    Trials too dear for right drafts become rarer.
 
     Args:
         clock: in seconds, of what steps take or cost.
@@ -269,7 +269,8 @@ class Depth:
         self._plain: dict[int, _Estimate] = {}  # seconds of a plain step, by number of rows
         self._costs: dict[int, _Cost] = {}  # of steps with drafts, by size of batch
         self._in_vain: dict[int, int] = {}  # latest trials too dear for right drafts, by size of batch
-        self._deeper: dict[int, int] = {}  # those since that right drafts would have paid for, and likely ones not
+        # Seconds that the account lacked when rows were looked at last, and whether for a trial, by size of batch.
+        self._lacked: dict[int, tuple[float, bool]] = {}
         self._last: _Step | None = None
         self._first: _First | None = None
         # Part of a plain step that the next one waits for: all of it, unless the host takes longer than the device.
@@ -335,8 +336,6 @@ class Depth:
         if step.patience:
             size, is_dear = step.num_rows.bit_length(), took > plain * (1 + step.proposed)
             self._in_vain[size] = self._in_vain.get(size, 0) + 1 if is_dear else 0
-            if is_dear or took > plain * (1 + self.acceptance.chance):  # else one draft pays
-                self._deeper[size] = 0 if is_dear else self._deeper.get(size, 0) + 1
 
     def _end_first(self, waited: float | None) -> None:
         """Note what the first of some steps with drafts cost, when it is known how much of a plain step it waited for;
@@ -364,7 +363,7 @@ class Depth:
         return max(0.0, min(seconds, most))
 
     def _note_cost(self, step: _Step, cost: float) -> None:
-        known = self._costs.setdefault(step.num_rows.bit_length(), _Cost(self._assumed.fixed))
+        known = self._costs.setdefault(step.num_rows.bit_length(), _Cost(*self._assumed.of(step.num_rows)))
         known.note(step.proposed, cost)
 
     def note_prompt(self, seconds: float, tokens: int) -> None:
@@ -387,7 +386,8 @@ class Depth:
         if known is not None:
             return known.of(drafts)
         nearest = self._measured(num_rows)
-        return max(self._assumed.of(num_rows, drafts), 0.0 if nearest is None else nearest.of(drafts))
+        assumed = _Cost(*self._assumed.of(num_rows)).of(drafts)
+        return assumed if nearest is None else max(assumed, nearest.of(drafts))
 
     def _prompt_seconds(self, tokens: int) -> float:
         seconds, counted = self._prompts
@@ -410,14 +410,19 @@ class Depth:
             return None
         return known.value
 
-    def may_choose(self, num_rows: int, most: int) -> bool:
-        """Return whether rows could get drafts in the step that has begun: whether they pay if all ``most`` of each
-        are right, or are tried."""
-        plain, known = self._plain_seconds(num_rows), self._measured(num_rows)
+    def may_choose(self, num_rows: int) -> bool:
+        """Return whether rows could get drafts in the step that has begun: whether the account holds what it did not
+        when they were looked at last. Until then nobody has to look at them, which would be in no account."""
+        plain = self._plain_seconds(num_rows)
         if plain is None:
             return False
-        drafts = min(most, self._drafts_of_trial(num_rows))
-        return (known is not None and most > known.of(most)) or self._has_for_trial(plain, num_rows, drafts, 0.0)
+        size = num_rows.bit_length()
+        if size not in self._lacked:
+            self._lacked[size] = plain * self._cost(num_rows, 1.0), True
+        seconds, is_trial = self._lacked[size]
+        if is_trial:
+            return self._account.has_for_trial(seconds, self._patience(num_rows))
+        return self._account.has(seconds)
 
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
         """Return how many drafts each of these rows gets in the step that has begun. One that misses tokens gets some
@@ -443,46 +448,51 @@ class Depth:
         known = self._measured(num_rows)
         if known is None:
             return None
-        counts, rate = _best(rows, num_rows, known)
-        if not any(counts):
+        best = _best(rows, num_rows, known)
+        if not any(best.counts):
             return None
-        self._in_vain[num_rows.bit_length()] = 0
+        size = num_rows.bit_length()
+        self._in_vain[size] = 0
         started: dict[int, int] = {}
-        cost = 0.0
+        cost, lacked = 0.0, []
         for index, row in enumerate(rows):
-            if row.missing and counts[index]:
+            if row.missing and best.counts[index]:
                 seconds = self._prompt_seconds(row.missing)
-                gain = row.left * plain * (1 - 1 / rate) / num_rows
+                gain = row.left * plain * (1 - 1 / best.rate) / num_rows
                 if seconds < gain and self._account.has(cost + seconds):
                     cost += seconds
-                    started[index] = counts[index]
+                    started[index] = best.counts[index]
+                elif seconds < gain:
+                    lacked.append(seconds)
         # In a batch of this size the first draft says what it costs.
-        most = None if num_rows.bit_length() in self._costs else 1
+        most = None if size in self._costs else 1
         ready = [row._replace(chances=() if row.missing else row.chances[:most]) for row in rows]
-        counts, _ = _best(ready, num_rows, known)
-        while any(counts) and not self._account.has(cost + plain * self._cost(num_rows, sum(counts) / num_rows)):
-            counts = [min(count, max(counts) - 1) for count in counts]
-        return [started.get(index, count) for index, count in enumerate(counts)]
+
+        def price(drafts: float) -> float:
+            return plain * self._cost(num_rows, drafts)
+
+        best = _best(ready, num_rows, known, lambda drafts: self._account.has(cost + price(drafts)))
+        if best.least is not None:
+            lacked.append(price(best.least))
+        self._lacked[size] = 0.0 if started or any(best.counts) else min(lacked, default=0.0), False
+        return [started.get(index, count) for index, count in enumerate(best.counts)]
 
     def _tried(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int]:
-        """Return the drafts of a trial, if one may be made: of all rows, or it would not show what all cost."""
-        counts = [min(len(row.chances), self._drafts_of_trial(num_rows)) for row in rows]
+        """Return the drafts of a trial, if one may be made: as many of each row as seem to come nearest to paying."""
+        none = [0] * len(rows)
+        known = self._measured(num_rows) or _Cost(*self._assumed.of(num_rows))
+        depth = _most_promising(rows, num_rows, known)
+        if self._last is None or self._first is not None or not depth:  # what the last one cost is not known yet
+            return none
+        counts = [min(len(row.chances), depth) for row in rows]
         missing = sum(min(row.missing, TRIAL_CONTEXT) for row in rows if row.chances)
-        prompts = self._prompt_seconds(missing)
-        if self._last is None or not any(counts):
-            return [0] * len(rows)
-        if not self._has_for_trial(plain, num_rows, sum(counts) / num_rows, prompts):
-            return [0] * len(rows)
-        self._last.patience = self._patience(num_rows)
+        seconds = plain * self._cost(num_rows, sum(counts) / num_rows) + self._prompt_seconds(missing)
+        self._lacked[num_rows.bit_length()] = seconds, True
+        patience = self._patience(num_rows)
+        if not self._account.has_for_trial(seconds, patience):
+            return none
+        self._last.patience = patience
         return counts
-
-    def _has_for_trial(self, plain: float, num_rows: int, drafts: float, seconds: float) -> bool:
-        """Return whether a trial of drafts may be made now that takes so many seconds beside them."""
-        cost = plain * self._cost(num_rows, drafts) + seconds
-        return self._account.has_for_trial(cost, self._patience(num_rows))
-
-    def _drafts_of_trial(self, num_rows: int) -> int:
-        return 1 + self._deeper.get(num_rows.bit_length(), 0) % MOST_TRIED
 
     def _patience(self, num_rows: int) -> int:
         return min(1 + self._in_vain.get(num_rows.bit_length(), 0), MOST_PATIENCE)
@@ -505,18 +515,50 @@ class Depth:
             self._last.accepted = sum(accepted) / num_rows
 
 
-def _best(rows: Sequence[Candidate], num_rows: int, cost: _Cost) -> tuple[list[int], float]:
-    """Return the rows' numbers of drafts that bring most tokens for the time, and how many that are of a row for a
-    plain step's time. All rows get as many, but for drafts less likely than half their price."""
+class _Best(NamedTuple):
+    """Numbers of drafts that bring most tokens for the time.
+
+    Attributes:
+        counts: of each row.
+        rate: tokens of a row for a plain step's time.
+        least: drafts of a row, on average, from which on they pay; None: they do not.
+    """
+
+    counts: list[int]
+    rate: float
+    least: float | None
+
+
+def _best(
+    rows: Sequence[Candidate], num_rows: int, cost: _Cost, may: Callable[[float], bool] = lambda drafts: True
+) -> _Best:
+    """Return the best numbers of drafts. All rows get as many, but for drafts less likely than half their price.
+
+    Args:
+        may: whether a step may have so many drafts of a row, on average.
+    """
     worth = [sum(chance >= cost.price / 2 for chance in row.chances) for row in rows]
-    best, best_rate, drafts, tokens = 0, 1.0, 0, float(num_rows)
+    best, best_rate, drafts, tokens, least = 0, 1.0, 0, float(num_rows), None
     for depth in range(1, max(worth, default=0) + 1):
         more = [row.chances[depth - 1] for row, most in zip(rows, worth, strict=True) if most >= depth]
         drafts, tokens = drafts + len(more), tokens + sum(more)
         rate = tokens / num_rows / (1 + cost.of(drafts / num_rows))
-        if rate > best_rate:
+        if rate > 1.0 and least is None:
+            least = drafts / num_rows
+        if rate > best_rate and may(drafts / num_rows):
             best, best_rate = depth, rate
-    return [min(most, best) for most in worth], best_rate
+    return _Best([min(most, best) for most in worth], best_rate, least)
+
+
+def _most_promising(rows: Sequence[Candidate], num_rows: int, cost: _Cost) -> int:
+    """Return the number of drafts of a trial, at most MOST_TRIED, that brings most tokens for the time; 0: there are
+    none."""
+
+    def rate(depth: int) -> float:
+        chances = [chance for row in rows for chance in row.chances[:depth]]
+        return (num_rows + sum(chances)) / (1 + cost.of(len(chances) / num_rows))
+
+    return max(range(1, 1 + min(MOST_TRIED, max(len(row.chances) for row in rows))), key=rate, default=0)
 
 
 def new_depth(assumed: Assumed = COMPUTED, on_cpu: Assumed = CPU_COMPUTED) -> Depth:

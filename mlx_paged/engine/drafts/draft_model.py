@@ -171,6 +171,8 @@ class DraftModel:
         uids = [row.uid for row in rows]
         self.depth.begin(len(rows), is_like_last=uids == self._last)
         self._last = uids if is_alone else []
+        if not self.depth.may_choose(len(rows)):
+            return None
         able = [(i, row) for i, row in enumerate(rows) if row in self.rows and most_drafts(row) > 0 and self.knows(row)]
         share = (MOST_TOKENS - len(rows)) // max(1, len(able))
         wanted = self.depth.choose([self._candidate(row, share) for _, row in able], len(rows))

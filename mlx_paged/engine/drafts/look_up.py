@@ -78,7 +78,7 @@ class LookUp:
         share = (MOST_TOKENS - len(rows)) // len(self.rows)
         share = min(share, MOST_READS // max(1, sum(each.length for each in self.rows)))
         share = min(share, max(predictor.most for predictor in self.rows.values()))
-        if not self.depth.may_choose(len(rows), share):
+        if not self.depth.may_choose(len(rows)):
             return None
         every = min(WATCH_EVERY, len(rows) // 4)
         drafts: dict[Request, Drafts] = {}

@@ -1,5 +1,6 @@
 """Depth: how many drafts a step is worth, by a clock of the test's own."""
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -7,12 +8,14 @@ import pytest
 
 from mlx_paged.engine.drafts.depth import (
     COMPUTED,
+    CPU_COMPUTED,
     CPU_LOOKED_UP,
     CPU_PROMPT_PRICE,
     FIRST_STEPS,
     LEAST_KNOWN,
     LOOKED_UP,
     MEASURE_EVERY,
+    MOST_TRIED,
     PROMPT_PRICE,
     SHARE,
     TRIAL_CONTEXT,
@@ -24,7 +27,7 @@ from mlx_paged.engine.drafts.depth import (
 from mlx_paged.engine.drafts.draft_model import MOST_BEHIND
 from tests.support.cases import crossed, quick
 
-FIRST_TRIAL = COMPUTED.of(1, 1) / (2 * SHARE)  # plain steps before the account holds its price
+FIRST_TRIAL = (COMPUTED.fixed + 3 * COMPUTED.draft) / (2 * SHARE)  # plain steps before the account holds its price
 
 
 def flat(tokens: float, rows: int) -> float:
@@ -67,7 +70,8 @@ class Machine:
         self.idle = 0.0
         self.host, self.device = 0.0, 1.0  # what a plain step takes of each
         self.now = self.ends = 0.0  # of the host; when the step that it has not waited for ends
-        self.depth = depth or Depth(prompt_price=PROMPT_PRICE if verify is flat else CPU_PROMPT_PRICE)
+        of_device = (CPU_PROMPT_PRICE, CPU_COMPUTED) if verify is each else (PROMPT_PRICE, COMPUTED)
+        self.depth = depth or Depth(time.perf_counter, *of_device)
         self.depth.clock = lambda: self.now
         self.rng = np.random.default_rng(0)
         self.tokens = self.num_steps = self.prompts = 0
@@ -172,7 +176,7 @@ class LookUpMachine(Machine):
         self.looked = 0  # steps in which rows were looked at
 
     def choose(self, left: int, missing: list[int]) -> list[int]:
-        if not self.depth.may_choose(self.rows, self.most):
+        if not self.depth.may_choose(self.rows):
             return [0] * self.rows
         self.looked += 1
         able = [self.rng.random() < self.repeats for _ in range(self.rows)]
@@ -234,9 +238,9 @@ def test_the_rate_is_near_the_best_and_never_below_098(
 @pytest.mark.parametrize("rows", [1, 8])
 def test_good_drafts_are_found_within_some_tens_of_steps(rows: int) -> None:
     machine = Machine(rows, chance=0.8, prompt=200, prompt_price=0.003)
-    depths = machine.run(140)
+    depths = machine.run(200)
     first = next(place for place, depth in enumerate(depths) if depth)
-    assert first < FIRST_TRIAL + rows * TRIAL_CONTEXT * PROMPT_PRICE / (2 * SHARE) + LEAST_KNOWN + 2 < 125
+    assert first < FIRST_TRIAL + rows * TRIAL_CONTEXT * PROMPT_PRICE / (2 * SHARE) + LEAST_KNOWN + 2 < 145
     assert np.mean([depth > 0 for depth in depths[first:]]) > 0.9 and machine.rate > 1.0
 
 
@@ -277,7 +281,7 @@ def test_a_trial_computes_the_last_tokens_of_a_prompt(verify: Callable[[float, i
     machine = Machine(chance=0.0, verify=verify, prompt=3000, prompt_price=0.07)
     depths = machine.run(2000)
     tries = sum(depth > 0 for depth in depths)
-    assert 0 < tries < 100 and 0 < machine.prompts <= tries * TRIAL_CONTEXT and machine.worst > 0.98
+    assert 0 < tries < 200 and 0 < machine.prompts <= tries * TRIAL_CONTEXT and machine.worst > 0.98
 
 
 def test_prompts_are_computed_where_drafts_are_known_to_pay() -> None:
@@ -298,7 +302,7 @@ def test_dear_drafts_stop_and_are_tried_again_now_and_then() -> None:
     machine = Machine(8, 0.5, 2.0)
     depths = machine.run(4000)
     tries = [depth for depth in depths if depth]
-    assert 0 < len(tries) < 40 and set(tries) == {1} and machine.rate > 1 - 2 * SHARE
+    assert 0 < len(tries) < 40 and max(tries) <= MOST_TRIED and machine.rate > 1 - 2 * SHARE
     machine.draft = 0.05  # as when others leave the device
     later = machine.run(4000)
     assert np.mean([depth > 0 for depth in later[-500:]]) > 0.9
@@ -324,7 +328,7 @@ def test_large_batches_have_no_drafts() -> None:
     large.now = large.ends = machine.now
     large.step(is_like_last=False)
     depths = large.run(1000)
-    assert sum(depth > 0 for depth in depths) < 60 and set(depths) == {0, 1}
+    assert sum(depth > 0 for depth in depths) < 60 and max(depths) <= MOST_TRIED
     assert large.tokens / 64 / (large.now - machine.now) > 0.985
 
 
@@ -384,9 +388,11 @@ def test_plain_steps_are_timed_again_now_and_then() -> None:
 # Look-up ------------------------------------------------------------------------------------------------------------
 
 # What a step with drafts costs beyond a plain one, in plain steps: a part that is fixed, and one by drafts of each row.
-# The first are near what an H100 took with a model of 1B; with the second even 32 rows are nearly free.
+# The first are near what an H100 took with a model of 1B; with the second 32 rows never pay, with the third even they
+# are nearly free.
 COSTS = {
-    "measured": {1: (0.3, 0.04), 8: (0.5, 0.2), 32: (1.0, 1.3)},
+    "measured": {1: (1.1, 0.01), 8: (1.1, 0.07), 32: (1.1, 0.3)},
+    "dear": {1: (0.3, 0.04), 8: (0.5, 0.2), 32: (1.0, 1.3)},
     "flat": {1: (0.05, 0.0), 8: (0.2, 0.0), 32: (0.6, 0.0)},
 }
 
@@ -429,10 +435,10 @@ def test_look_up_is_used_where_it_pays(rows: int, costs: str, host: float) -> No
 @pytest.mark.parametrize("length", [32, 256])
 def test_short_answers_look_up_where_it_pays(length: int, host: float) -> None:
     """What is known of a batch of one row, and what was saved, does not hurt one of 32."""
-    alone = LookUpMachine(1, 0.9, verification("measured", host), 1.0, host)
-    many = LookUpMachine(32, 0.9, verification("measured", host), 1.0, host, alone.depth)
+    alone = LookUpMachine(1, 0.9, verification("dear", host), 1.0, host)
+    many = LookUpMachine(32, 0.9, verification("dear", host), 1.0, host, alone.depth)
     alone.answers(1, length)
-    assert alone.rate > (1.0 if length == 32 else 2.2), "the first answer"
+    assert alone.rate >= (1.0 if length == 32 else 1.5), "the first answer"
     alone.answers(2048 // length, length)
     assert alone.worst > 0.98 and alone.rate > (0.5 if length == 32 else 0.75) * best_of_look_up(alone)
     for _ in range(4):
@@ -441,7 +447,7 @@ def test_short_answers_look_up_where_it_pays(length: int, host: float) -> None:
         alone.go_on_from(many)
         alone.answers(1, length)
     assert many.rate > 0.98 and many.looked < 0.1 * many.num_steps
-    new = LookUpMachine(32, 0.9, verification("measured", host), 1.0, host)
+    new = LookUpMachine(32, 0.9, verification("dear", host), 1.0, host)
     new.answers(4096 // length, length)
     assert new.worst > 0.98
 
@@ -452,7 +458,7 @@ def test_a_first_draft_that_was_dear_by_chance_is_forgotten() -> None:
     slow = iter([30.0])
     verify = machine.verify
     machine.verify = lambda tokens, rows: next(slow, 0.0) + verify(tokens, rows)
-    machine.run(1500)
+    machine.run(3000)
     assert machine.rate > 0.5 * best_of_look_up(machine)
 
 
@@ -468,6 +474,17 @@ def test_times_that_vary_do_not_make_drafts_look_cheap() -> None:
 
 
 def test_trials_that_are_too_dear_become_rare() -> None:
-    machine = LookUpMachine(32, 0.9, verification("measured"))
+    machine = LookUpMachine(32, 0.9, verification("dear"))
     trials = [sum(depth > 0 for depth in machine.run(4000)) for _ in range(4)]
     assert trials[0] <= 8 and 0 < sum(trials[1:]) <= 9 and machine.rate > 0.995
+
+
+def test_what_the_account_cannot_pay_is_not_cut_to_what_does_not_pay() -> None:
+    """One draft of a row does not pay here, so none is verified for want of more; nor are rows looked at until then."""
+    machine = LookUpMachine(8, 1.0, lambda tokens, rows: 1.5 + 0.5 * (tokens - rows) / rows, host=1.0)
+    depths = machine.run(1000)
+    first = next(step for step, depth in enumerate(depths) if depth > 2)
+    assert machine.looked < sum(map(bool, depths)) + 120, "the time of looking is in no account"
+    assert first < 400 and sum(map(bool, depths)) > 500
+    assert all(depth > 1 for depth in depths[first:] if depth)
+    assert machine.worst > 0.98 and machine.rate > 1.15

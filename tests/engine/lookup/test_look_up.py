@@ -313,7 +313,7 @@ def test_a_sampler_that_raises_fails_its_row_alone(oracle: type[Oracle]) -> None
 
 
 def test_rows_are_not_looked_at_where_drafts_cannot_pay(oracle: type[Oracle], monkeypatch: Any) -> None:
-    monkeypatch.setattr(EveryStep, "may_choose", lambda self, num_rows, most: False)
+    monkeypatch.setattr(EveryStep, "may_choose", lambda self, num_rows: False)
     monkeypatch.setattr(oracle, "follow", lambda self, row: pytest.fail("looked at"))
     pool = make_pool()
     toy = Engine(pool)

@@ -27,7 +27,7 @@ class EveryStep(Depth):
         self.pays = True
         return [len(row.chances) for row in rows]
 
-    def may_choose(self, num_rows: int, most: int) -> bool:
+    def may_choose(self, num_rows: int) -> bool:
         return True
 
 
