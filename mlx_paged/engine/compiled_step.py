@@ -311,7 +311,8 @@ Forward = Callable[..., mx.array]
 
 MOST_FAILURES = 3
 # Steps of the same shapes that run uncompiled first, in a row or not: a trace takes as long as some steps save, and
-# while prompts join or requests finish, many shapes come that are not seen again.
+# while prompts join or requests finish, many shapes come that are not seen again. Packs, which are verifications of
+# drafts, do not: whether drafts pay is judged by what they take.
 PATIENCE = 4
 PATIENCE_PADDED = 32  # where a step of larger shapes serves meanwhile
 ANY_ROWS = 32  # a step may be padded to so many rows, or to twice as many as it has
@@ -398,6 +399,7 @@ class CompiledStep:
         self._caches: Sequence[Any] = ()  # how the model expects them composed
         self._state: ModelState | None = None  # what all traces have read
         self._failures = 0  # in a row
+        self._traces = 0  # made
         # By the shapes of a step, latest used last. One function each: MLX compares a call with every trace of its own.
         self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
         self._uncompiled: Counter[StepShapes] = Counter()
@@ -473,12 +475,13 @@ class CompiledStep:
             if missing:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
             self._model, self._caches = model, caches
-            own_storages = cast(list[InPlaceStorage], storages)
+            own_storages, traces = cast(list[InPlaceStorage], storages), self._traces
             self._pages = [(storage.pages, storage.rotates) for storage in own_storages]
             before = [cache.cache for cache in states]
             logits, after = InPlaceStorage.run(
                 function, own_storages, weights, tokens, arrays, before, appended=len(rows)
             )
+            pool.traces += self._traces - traces
             for cache, own in zip(states, after, strict=True):
                 cache.cache = list(own)
         except Exception as error:
@@ -521,7 +524,8 @@ class CompiledStep:
         if len(self._uncompiled) >= MOST_TRACES and own not in self._uncompiled:
             self._uncompiled.clear()
         self._uncompiled[own] += 1
-        if self._uncompiled[own] <= (PATIENCE if larger is None else PATIENCE_PADDED):
+        patience = PATIENCE_PADDED if larger is not None else 0 if own.is_pack else PATIENCE
+        if self._uncompiled[own] <= patience:
             if larger is not None:
                 self._functions.move_to_end(larger)
             return larger
@@ -539,6 +543,7 @@ class CompiledStep:
         arrays: Sequence[Sequence[Any]],
         states: Sequence[Sequence[mx.array]],
     ) -> tuple[tuple[mx.array, list[list[mx.array]]], list[mx.array]]:
+        self._traces += 1
         groups = [GroupArrays(tuple(visible), offsets, *map(tuple, others)) for visible, offsets, *others in arrays]
         blocks = [TracedBlocks(tuple(own), *pages) for own, pages in zip(tensors, self._pages, strict=True)]
         layers = [

@@ -69,6 +69,7 @@ class BlockPool:
         self._cow_forks = 0
         # Whether an idle pool lets go of its tensors by itself. Over ranks the engines agree on when to.
         self.drops_when_idle = True
+        self.traces = 0  # compiled steps made, each of which took its step longer
         # Counted by the scheduler of the pool's sequences.
         self.preemptions = self.drafted = self.accepted = self.draft_steps = self.draft_depth = self.draft_ms_saved = 0
 

@@ -172,11 +172,13 @@ class Made:
         self._depth.note_proposed(len(tokens))
         return Proposal(counts, tokens)
 
-    def note(self, rows: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int], following: Any) -> None:
+    def note(
+        self, rows: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int], following: Any, *, is_new: bool
+    ) -> None:
         for row, tried, right in zip(rows, drafted, accepted, strict=True):
             if tried:
                 self.rows[row].note(tried, right)
-        self._depth.note(len(rows), drafted, accepted)
+        self._depth.note(len(rows), drafted, accepted, is_new=is_new)
 
 
 def successor_model(preset: str, dtype: str | None) -> Any:

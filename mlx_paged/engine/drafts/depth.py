@@ -207,6 +207,7 @@ class _Step:
         proposed: drafts of a row, on average over the batch.
         accepted: tokens that rows got beyond their next ones, on average; None: no draft was verified.
         patience: how many times its price is paid if it is a trial, as drafts are not known to pay; 0: they are.
+        is_new: a step was compiled in it.
     """
 
     def __init__(self, began: float, num_rows: int, before: float | None) -> None:
@@ -214,6 +215,7 @@ class _Step:
         self.proposed = 0.0
         self.accepted: float | None = None
         self.patience = 0
+        self.is_new = False
 
 
 class _First(NamedTuple):
@@ -309,7 +311,7 @@ class Depth:
             self._end_first(None)
         if step.proposed:
             if plain:
-                self._note_drafts(step, plain, seconds if is_measured else None)
+                self._note_drafts(step, plain, seconds if is_measured and not step.is_new else None)
             return
         if is_measured and step.before == 0:
             known.note(seconds, 2 * (plain or seconds))
@@ -504,8 +506,9 @@ class Depth:
         if self._last is not None:
             self._last.proposed = num_drafts / self._last.num_rows
 
-    def note(self, num_rows: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Note what the step that has begun has verified of the rows with drafts, and what was accepted."""
+    def note(self, num_rows: int, drafted: Sequence[int], accepted: Sequence[int], *, is_new: bool = False) -> None:
+        """Note what the step that has begun has verified of the rows with drafts, and what was accepted; ``is_new``: a
+        step was compiled in it, so its time counts as what was assumed or known."""
         depth = max(drafted)
         self.steps[depth] = self.steps.get(depth, 0) + 1
         self._since_measured += 1
@@ -513,6 +516,7 @@ class Depth:
         if self._last is not None:
             self._last.proposed = sum(drafted) / num_rows
             self._last.accepted = sum(accepted) / num_rows
+            self._last.is_new = is_new
 
 
 class _Best(NamedTuple):

@@ -339,7 +339,13 @@ class DraftModel:
         return with_leaves(own.caches, [PagedBatchKVCache(tables, c.layer, type(c)) for c in leaves(own.caches)])
 
     def note(
-        self, rows: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int], following: list[int]
+        self,
+        rows: Sequence[Request],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        following: list[int],
+        *,
+        is_new: bool,
     ) -> None:
         """Take back what the draft model has computed behind a draft that was wrong."""
         able = []
@@ -351,7 +357,7 @@ class DraftModel:
             able.append((tried, right))
             self._take_back(row, right if self.keeps_accepted else 0)
         if able:
-            self.depth.note(len(rows), [tried for tried, _ in able], [right for _, right in able])
+            self.depth.note(len(rows), [tried for tried, _ in able], [right for _, right in able], is_new=is_new)
 
 
 def _tokens(row: Request, begin: int, end: int) -> list[int]:

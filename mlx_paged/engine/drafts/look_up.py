@@ -75,11 +75,11 @@ class LookUp:
         uids = [row.uid for row in rows]
         self.depth.begin(len(rows), is_like_last=uids == self._last and self.depth.caller == id(self))
         self._last, self.depth.caller = uids if is_alone else [], id(self)
+        if not self.depth.may_choose(len(rows)):
+            return None
         share = (MOST_TOKENS - len(rows)) // len(self.rows)
         share = min(share, MOST_READS // max(1, sum(each.length for each in self.rows)))
         share = min(share, max(predictor.most for predictor in self.rows.values()))
-        if not self.depth.may_choose(len(rows)):
-            return None
         every = min(WATCH_EVERY, len(rows) // 4)
         drafts: dict[Request, Drafts] = {}
         for row, predictor in self.rows.items():
@@ -98,10 +98,16 @@ class LookUp:
         return Proposal([len(each) for each in tokens], [token for each in tokens for token in each])
 
     def note(
-        self, rows: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int], following: list[int]
+        self,
+        rows: Sequence[Request],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        following: list[int],
+        *,
+        is_new: bool,
     ) -> None:
         """Follow the rows up to their next tokens, which the next drafts come behind."""
-        self.depth.note(len(rows), drafted, accepted)
+        self.depth.note(len(rows), drafted, accepted, is_new=is_new)
         for row, count, token in zip(rows, drafted, following, strict=True):
             predictor = self.rows.get(row)
             if predictor is not None and count:

@@ -69,7 +69,13 @@ class Proposer(Protocol):
         """
 
     def note(
-        self, rows: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int], following: list[int]
+        self,
+        rows: Sequence[Request],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        following: list[int],
+        *,
+        is_new: bool,
     ) -> None:
         """Note what a verification has accepted of each row's drafts. What was accepted is part of ``row.source`` now.
 
@@ -78,6 +84,7 @@ class Proposer(Protocol):
             drafted: drafts of each.
             accepted: how many of them were right, from the first on.
             following: the next token of each.
+            is_new: a step of this shape was compiled in it, so its time says nothing of others.
         """
 
 

@@ -53,6 +53,7 @@ class DraftSteps:
         # States of the step's rows by layer, and how many of its tokens each row has kept, until :meth:`finish`.
         self._states: dict[int, PackedStates] = {}
         self._kept: list[int] = []
+        self._is_new = False  # a step was compiled for the latest call
 
     def step(self, others: Growth) -> list[Delivery] | None:
         """Return a step of the batch with drafts, in the place of :meth:`DecodeBatch.reserve` and
@@ -118,7 +119,9 @@ class DraftSteps:
                     layers.append(PagedBatchKVCache(rows, cache.layer, type(cache)))
                 else:
                     layers.append(PackedStates.over(batch.state(place), counts))
+            traces = self.pool.traces
             logits: mx.array = batch.call(inputs[:, None], cache=with_leaves(caches, layers))[:, -1, :]
+            self._is_new = self.pool.traces > traces
             rows.commit()
             self._states = {place: each for place, each in enumerate(layers) if isinstance(each, PackedStates)}
         except Exception as error:  # a step without drafts says whose fault it is
@@ -183,7 +186,7 @@ class DraftSteps:
         self.pool.accepted += sum(taken)
         self.pool.draft_steps += 1
         self.pool.draft_depth = max(drafted)
-        self.proposer.note(rows, drafted, taken, following)
+        self.proposer.note(rows, drafted, taken, following, is_new=self._is_new)
         batch.choice.sampler.skip(taken)
         # An error behind a draft that was refused is nobody's.
         ends = [place + count for place, count in zip(_starts(counts), taken, strict=True)]

@@ -177,7 +177,8 @@ def test_larger_steps_serve_until_there_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert [find(8) for _ in range(4)] == [(24, (32,))] * 3 + [(8, (0,))]
     assert find(5) == (8, (0,)) and find(4) == (8, (0,)) and find(12) == (24, (32,))
     assert find(1) is None and find(28) is None  # alone: stock's own steps; 28: too many
-    assert find(12, is_pack=True) is None and find(12, items=(3,)) is None
+    assert find(12, is_pack=True) == (12, (0,)), "its own, at once: others serve decode steps"
+    assert find(12, items=(3,)) is None
     shapes = compiled_step.StepShapes.of(16, pool, [[pool.new_table()] * 16])
     assert step._shapes_for(shapes, may_pad=False) is None  # rows with states
     pool.append_tokens(long, 16 * pool.groups[0].allocator.num_blocks)

@@ -94,6 +94,9 @@ def test_rows_with_varying_numbers_of_drafts_come_back_to_few_shapes(
     original = compiled_step.CompiledStep._compiled
 
     class Varying(Depth):
+        def may_choose(self, num_rows: int) -> bool:
+            return True
+
         def choose(self, rows: Any, num_rows: int) -> list[int]:
             return [min(len(row.chances), int(rng.integers(0, 1 + DRAFTS))) for row in rows]
 
@@ -118,7 +121,7 @@ def test_rows_with_varying_numbers_of_drafts_come_back_to_few_shapes(
     packs = [(counts, is_compiled) for counts, is_compiled in packs if len(counts) == 8]
     combinations, numbers = {counts for counts, _ in packs}, {sum(counts) for counts, _ in packs}
     assert len(packs) >= 50 and len(combinations) > 0.9 * len(packs) and len(numbers) > 10
-    assert len(shapes) <= 4 and sum(is_compiled for _, is_compiled in packs) > 0.7 * len(packs)
+    assert len(shapes) <= 8 and all(is_compiled for _, is_compiled in packs)
 
 
 @pytest.mark.parametrize("num_tokens", quick(range(1, 9), 1, DRAFTS, DRAFTS + 1))
