@@ -37,11 +37,15 @@ class Span(NamedTuple):
 
 class HiddenStates:
     """Keeps the last hidden states of sequences as long as these are there: of each, those of the calls with its last
-    :data:`MOST_KEPT` positions. Positions that are computed again, because drafts there were refused, replace what was
-    kept of them.
+    :attr:`kept` positions. Positions that are computed again, because drafts there were refused, replace what was kept
+    of them.
+
+    Attributes:
+        kept: positions, :data:`MOST_KEPT` at most.
     """
 
     def __init__(self) -> None:
+        self.kept = MOST_KEPT
         # Of each sequence, consecutive ones: each begins where the one before it ends.
         self._spans: weakref.WeakKeyDictionary[SequenceTables, deque[Span]] = weakref.WeakKeyDictionary()
 
@@ -75,7 +79,7 @@ class HiddenStates:
                 span = Span(span.end - MOST_KEPT, span.end, hidden, row + count - MOST_KEPT)
                 spans.clear()
             spans.append(span)
-            self.drop(sequence, span.end - MOST_KEPT)
+            self.drop(sequence, span.end - self.kept)
             row += count
 
     def drop(self, sequence: SequenceTables, begin: int) -> None:

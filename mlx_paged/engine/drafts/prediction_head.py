@@ -11,8 +11,8 @@ from ...prefix.store import SharedPrefixes
 from ..request import Request
 from .depth import TRIAL_CONTEXT, Depth
 from .draft_model import MOST_BEHIND, DraftModel, Span
-from .hidden_states import HiddenStates
-from .proposal import num_known
+from .hidden_states import MOST_KEPT, HiddenStates
+from .proposal import NextTokens, Proposal, num_known
 
 
 class PredictionHead(DraftModel):
@@ -54,14 +54,19 @@ class PredictionHead(DraftModel):
         tokens, salt = super()._shared(row)
         return tokens[1:], (salt, *tokens[:1])
 
+    def propose(
+        self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
+    ) -> Proposal | None:
+        """See :meth:`.proposal.Proposer.propose`."""
+        self.hidden.kept = MOST_KEPT if self.depth.pays else TRIAL_CONTEXT  # those that nobody reads take memory
+        return super().propose(rows, inputs, vocab_size, is_alone=is_alone)
+
     def knows(self, row: Request) -> bool:
         """Return whether the hidden state before the row's next token is known. What the head lacks without a known one
         is skipped, but for few tokens between its prefix and the model's, so that positions stay right."""
         own, end = self.rows[row], num_known(row)
         if row.sequence is None:
             return False
-        if not self.depth.pays:  # states that nobody reads would take memory
-            self.hidden.drop(row.sequence, end - TRIAL_CONTEXT)
         first = self.hidden.known(row.sequence, end)
         if first is None:
             return False
