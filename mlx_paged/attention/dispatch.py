@@ -128,7 +128,7 @@ def attend(
             return attend_over_arrays(q, seen, kv, params)
         if new is not None:
             kv.write_step(tables, step, *new)
-        record(Dispatch("gather", kv.group.storage_reason))
+        record_gather(kv)
         return gather.gather_attention(q, kv, tables, params, step)
     if not step.is_pack:
         return _attend_rows(q, None if is_written else new, kv, tables, step, params)

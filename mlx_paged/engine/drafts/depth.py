@@ -68,9 +68,9 @@ class Assumed(NamedTuple):
     draft: float
     token: float = 0.0
 
-    def of(self, num_rows: int) -> tuple[float, float]:
-        """Return the fixed part and the price of a draft of each row."""
-        return self.fixed, self.draft + self.token * num_rows
+    def of(self, num_rows: int) -> _Cost:
+        """Return the cost in batches of so many rows, of which nothing is measured."""
+        return _Cost(self.fixed, self.draft + self.token * num_rows)
 
 
 # Drafts that a model computes: on a GPU, where a step with drafts waits for its own tokens, and on a CPU.
@@ -365,7 +365,7 @@ class Depth:
         return max(0.0, min(seconds, most))
 
     def _note_cost(self, step: _Step, cost: float) -> None:
-        known = self._costs.setdefault(step.num_rows.bit_length(), _Cost(*self._assumed.of(step.num_rows)))
+        known = self._costs.setdefault(step.num_rows.bit_length(), self._assumed.of(step.num_rows))
         known.note(step.proposed, cost)
 
     def note_prompt(self, seconds: float, tokens: int) -> None:
@@ -388,7 +388,7 @@ class Depth:
         if known is not None:
             return known.of(drafts)
         nearest = self._measured(num_rows)
-        assumed = _Cost(*self._assumed.of(num_rows)).of(drafts)
+        assumed = self._assumed.of(num_rows).of(drafts)
         return assumed if nearest is None else max(assumed, nearest.of(drafts))
 
     def _prompt_seconds(self, tokens: int) -> float:
@@ -482,7 +482,7 @@ class Depth:
     def _tried(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int]:
         """Return the drafts of a trial, if one may be made: as many of each row as seem to come nearest to paying."""
         none = [0] * len(rows)
-        known = self._measured(num_rows) or _Cost(*self._assumed.of(num_rows))
+        known = self._measured(num_rows) or self._assumed.of(num_rows)
         depth = _most_promising(rows, num_rows, known)
         if self._last is None or self._first is not None or not depth:  # what the last one cost is not known yet
             return none
