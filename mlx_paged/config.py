@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import mlx.core as mx
 
-from .engine.pace import LATENCY_MS
+from .engine.prefill import LATENCY_MS
 from .errors import ConfigError, KernelUnavailableError
 from .kernels.availability import device_unsupported_reason
 from .kernels.quantized import GROUP_SIZES

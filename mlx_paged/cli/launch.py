@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..errors import ConfigError
-from ..server.api_keys import read_keys
+from ..server.clients import read_keys
 from .terminal import add_version, orderly_end
 
 KEY_VARIABLE = "MLX_PAGED_API_KEY"

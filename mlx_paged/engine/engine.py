@@ -28,12 +28,13 @@ from .decode_batch import DecodeBatch, Delivery
 from .drafts.look_up import LookUp, depth_of
 from .drafts.proposal import Proposer
 from .drafts.steps import WHY_NOT, DraftSteps
-from .pace import LATENCY_MS, PrefillPace
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
+    LATENCY_MS,
     UPSTREAM_PREFILLING,
     UPSTREAM_STEP_TOKENS,
     Prefill,
+    PrefillPace,
     can_pack,
     grid_tokens,
     most_step_tokens,

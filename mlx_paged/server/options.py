@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import parse_memory
 from ..errors import ConfigError
-from .api_keys import VARIABLE, ApiKeys
+from .clients import VARIABLE, ApiKeys
 from .memory import WATERMARK
 
 DISK_CAP = 10 << 30

@@ -41,7 +41,7 @@ from .ranked_loop import RankedLoop, ranked_memory_watch
 from .report.server_report import server_report
 from .report.server_stats import ServerStats
 from .request import ModelKey, ServerRequest
-from .requests.kept import MAX_KEPT_BYTES, KeptResponses
+from .requests.responses import MAX_KEPT_BYTES, KeptResponses
 
 if TYPE_CHECKING:
     from .backend import Models

@@ -8,8 +8,7 @@ from typing import Any
 
 from ...engine.drafts.depth import new_depth
 from ...engine.drafts.draft_model import DraftModel, is_paged
-from ...engine.drafts.hidden_states import HiddenStates
-from ...engine.drafts.prediction_head import PredictionHead
+from ...engine.drafts.prediction_head import HiddenStates, PredictionHead
 from ...engine.drafts.steps import WHY_NOT
 from ...engine.prefill import can_pack
 from ...engine.ranks.world import ranks_of

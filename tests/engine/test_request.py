@@ -9,8 +9,8 @@ import pytest
 
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.engine import engine as engine_module
-from mlx_paged.engine import pace
-from mlx_paged.engine.pace import ALONE_SECONDS, GRID, LATENCY_MS, LEAST_TOKENS, PrefillPace
+from mlx_paged.engine import prefill
+from mlx_paged.engine.prefill import ALONE_SECONDS, GRID, LATENCY_MS, LEAST_TOKENS, PrefillPace
 from mlx_paged.engine.request import Request, sequence_of
 from mlx_paged.engine.step_logits import StepLogits, TokenLogits
 from mlx_paged.kv.pool import BlockPool
@@ -130,7 +130,7 @@ def test_the_first_estimate_follows_the_models_size() -> None:
     assert PrefillPace(SimpleNamespace()).most_tokens(False) is None
     small, large = PrefillPace(model_of(1000)), PrefillPace(model_of(100_000_000))
     assert (small.most_tokens(False) or 0) > 1 << 20
-    assert large.most_tokens(False) == int(LATENCY_MS / 1000 * pace.ASSUMED_SPEED / 2e8) // GRID * GRID
+    assert large.most_tokens(False) == int(LATENCY_MS / 1000 * prefill.ASSUMED_SPEED / 2e8) // GRID * GRID
     quantized = SimpleNamespace(parameters=lambda: {"w": mx.zeros((100_000_000 // 8,), mx.uint32)})
     assert PrefillPace(quantized).most_tokens(False) == LEAST_TOKENS  # they take a CPU much longer
 
@@ -153,9 +153,9 @@ def test_a_latency_is_kept_beside_others_and_attention_fused_alone(monkeypatch: 
     for _ in range(20):
         slow.note(1024, 0.512)
     assert (slow.most_tokens(True), slow.most_tokens(False)) == (9984, 192)
-    monkeypatch.setattr(pace, "on_metal", lambda: True)
+    monkeypatch.setattr(prefill, "on_metal", lambda: True)
     quantized = SimpleNamespace(parameters=lambda: {"w": mx.zeros((1_000_000,), mx.uint32)})
-    assert PrefillPace(quantized).seconds_per_token == 2 * 8e6 / pace.ASSUMED_METAL_SPEED
+    assert PrefillPace(quantized).seconds_per_token == 2 * 8e6 / prefill.ASSUMED_METAL_SPEED
 
 
 class Clock:
@@ -180,9 +180,9 @@ def lengths_of_chunks(engine: ToyEngine, uid: int) -> list[int]:
 
 
 def test_a_slow_prompt_lets_others_decode_between_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "LEAST_TOKENS", 8)
-    monkeypatch.setattr(pace, "GRID", 4)
-    monkeypatch.setattr(pace, "ALONE_SECONDS", 40.0)
+    monkeypatch.setattr(prefill, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(prefill, "GRID", 4)
+    monkeypatch.setattr(prefill, "ALONE_SECONDS", 40.0)
     engine = ToyEngine(make_pool(), prefill_step_size=200)
     assert engine.engine._pace is not None
     engine.engine._pace.seconds_per_token, engine.engine._pace.latency = 1.0, 10.0

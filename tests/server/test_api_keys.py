@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_paged.errors import ConfigError
-from mlx_paged.server.api_keys import ApiKeys
+from mlx_paged.server.clients import ApiKeys
 
 
 def bearer(key: str) -> str:

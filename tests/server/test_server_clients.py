@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_paged.errors import ConfigError
-from mlx_paged.server.api_keys import ApiKeys
-from mlx_paged.server.clients import MAX_NAMES, MAX_OPEN, OTHER, Clients, Turns
+from mlx_paged.server.clients import MAX_NAMES, MAX_OPEN, OTHER, ApiKeys, Clients, Turns
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.http import RequestLog
 

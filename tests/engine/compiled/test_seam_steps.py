@@ -19,7 +19,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.composites import leaves
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.drafts import ngrams
+from mlx_paged.engine.drafts import look_up
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.models import model_calls
 from scripts import model_matrix
@@ -213,7 +213,7 @@ def test_packs_of_look_up(name: str, kernels: Any, taken: Counter[str]) -> None:
     solos = [greedy(model, mx.array(prompt, mx.uint32), TOKENS + most) for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
     with oracles(model_configs.VOCAB) as oracle:
-        assert ngrams.Predictor is oracle
+        assert look_up.Predictor is oracle
         oracle.answers.update({tuple(prompt): tokens for prompt, (tokens, _) in zip(prompts, solos, strict=True)})
         gen = generator(model)
         asked = [RequestOptions(prompt_lookup=most)] * len(prompts)

@@ -11,7 +11,7 @@ from mlx_paged import ConfigError, PagedConfig
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import CompiledStep
 from mlx_paged.engine.drafts.depth import TRIAL_CONTEXT
-from mlx_paged.engine.drafts.hidden_states import MOST_KEPT, HiddenStates
+from mlx_paged.engine.drafts.prediction_head import MOST_KEPT, HiddenStates
 from mlx_paged.engine.drafts.proposal import num_known
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes

@@ -10,7 +10,7 @@ import pytest
 import mlx_paged
 from mlx_paged.cache.rows import NotPackableError, Rows
 from mlx_paged.engine import engine
-from mlx_paged.engine.drafts import look_up, ngrams
+from mlx_paged.engine.drafts import look_up
 from mlx_paged.engine.drafts.steps import DraftSteps
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
@@ -35,7 +35,7 @@ class Engine(ToyEngine):
     """Whose requests look up what the oracle says."""
 
     def ask(self, prompt: Sequence[int], num_tokens: int, *, lookup: int = MOST, **options: Any) -> int:
-        ngrams.Predictor.answers[tuple(prompt)] = answer(prompt, num_tokens + MOST + 2)  # type: ignore[attr-defined]
+        look_up.Predictor.answers[tuple(prompt)] = answer(prompt, num_tokens + MOST + 2)  # type: ignore[attr-defined]
         uid = self.add(prompt, max_tokens=num_tokens, **options)
         self.engine.requests[uid].options = RequestOptions(prompt_lookup=lookup)
         return uid
@@ -249,7 +249,7 @@ def test_a_draft_that_cannot_be_computed_is_nobodys_fault(
     monkeypatch.setattr(
         oracle,
         "drafts",
-        lambda self, skipped, most: None if most < 2 else ngrams.Drafts([expected[0], never], [1.0, 1.0]),
+        lambda self, skipped, most: None if most < 2 else look_up.Drafts([expected[0], never], [1.0, 1.0]),
     )
     toy.model.poison = never
     toy.run()

@@ -14,8 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.drafts import ngrams
-from mlx_paged.engine.drafts.ngrams import Drafts
+from mlx_paged.engine.drafts import look_up
+from mlx_paged.engine.drafts.look_up import Drafts
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling.params import SamplingParams
 from scripts.support import model_configs
@@ -275,7 +275,7 @@ def test_samples_are_distributed_as_without(options: dict[str, Any], monkeypatch
         chances = longer
     guess = max(chances, key=lambda tokens: chances[tokens])
     monkeypatch.setattr(Guess, "words", guess)
-    monkeypatch.setattr(ngrams, "Predictor", Guess)
+    monkeypatch.setattr(look_up, "Predictor", Guess)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     with in_every_step():
         gen = generator(model, completion_batch_size=100)

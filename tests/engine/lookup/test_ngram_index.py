@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.engine.drafts import ngrams as ngram_index
-from mlx_paged.engine.drafts.ngrams import MOST_COMPARED, SIZES, NgramIndex
+from mlx_paged.engine.drafts import look_up
+from mlx_paged.engine.drafts.look_up import MOST_COMPARED, SIZES, NgramIndex
 
 FEW = st.lists(st.integers(0, 3), max_size=40)
 
@@ -48,6 +48,6 @@ def test_a_single_token_is_no_match() -> None:
 
 
 def test_of_a_very_long_prompt_the_end_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_index, "MOST_AT_ONCE", 6)
+    monkeypatch.setattr(look_up, "MOST_AT_ONCE", 6)
     assert NgramIndex([1, 2, 3, 4, 5, 6, 7, 8, 1, 2]).find() is None
     assert NgramIndex([7, 7, 7, 7, 1, 2, 9, 9, 1, 2]).find() == (6, 2)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mlx_paged.engine.drafts.ngrams import LEAST_CHANCE, Predictor
+from mlx_paged.engine.drafts.look_up import LEAST_CHANCE, Predictor
 
 ANY = 64
 

@@ -18,8 +18,7 @@ from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.request import ChatInput, ServerRequest
 from mlx_paged.server.requests.agents import ToolOrders, steady_messages
 from mlx_paged.server.requests.chat import ChatBody, chat_request
-from mlx_paged.server.requests.kept import KeptResponses
-from mlx_paged.server.requests.responses import ResponseBody
+from mlx_paged.server.requests.responses import KeptResponses, ResponseBody
 from scripts.clients.session_share import shares
 from tests.server.api.samples import HI, OF_CHAT, SCHEMA, WHITE
 from tests.support.processes.server_process import Answer, ServerProcess

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mlx_paged.server import batches as module
-from mlx_paged.server.api_keys import ApiKeys
 from mlx_paged.server.batches import NUM_AT_ONCE, Batches
+from mlx_paged.server.clients import ApiKeys
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests.fields import MAX_PRIORITY
 from tests.server.api.samples import HI

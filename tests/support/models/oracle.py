@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from mlx_paged.engine.drafts import ngrams
-from mlx_paged.engine.drafts.ngrams import Drafts, Predictor
+from mlx_paged.engine.drafts import look_up
+from mlx_paged.engine.drafts.look_up import Drafts, Predictor
 from tests.support.models.drafting import in_every_step
 
 
@@ -40,5 +40,5 @@ class Oracle(Predictor):
 def oracles(vocab: int) -> Iterator[type[Oracle]]:
     """Rows that look tokens up ask an oracle, whose answers are to be filled in, in every step."""
     fresh = type("FreshOracle", (Oracle,), {"answers": {}, "vocab": vocab})
-    with in_every_step(), mock.patch.object(ngrams, "Predictor", fresh):
+    with in_every_step(), mock.patch.object(look_up, "Predictor", fresh):
         yield fresh
