@@ -20,8 +20,7 @@ from mlx_paged import Dispatch, PagedConfig
 from mlx_paged.cli.doctor import checks as doctor_checks
 from mlx_paged.cli.doctor import doctor
 from mlx_paged.cli.doctor import jobs as doctor_jobs
-from mlx_paged.cli.doctor import ordering as doctor_ordering
-from mlx_paged.cli.doctor import threads as doctor_threads
+from mlx_paged.cli.doctor.checks import DEMO_FOLDER, demo_folder, difference, ordering_stress
 from mlx_paged.cli.doctor.jobs import (
     POOL_KERNELS,
     POPULAR,
@@ -34,9 +33,7 @@ from mlx_paged.cli.doctor.jobs import (
     rows_of_workers,
     shares_of,
 )
-from mlx_paged.cli.doctor.ordering import difference, ordering_stress
 from mlx_paged.cli.doctor.report import Outcome, Report, Row, run_program
-from mlx_paged.cli.doctor.speed import DEMO_FOLDER, demo_folder
 from mlx_paged.cli.terminal import Bar
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels import build as kernel_build
@@ -459,8 +456,8 @@ MLX_SAYS = "Thread group size (2048) is greater than  the maximum allowed thread
 
 
 def test_the_limit_is_read_from_the_text_of_mlx_and_from_no_other() -> None:
-    assert doctor_threads.allowed_threads(MLX_SAYS) == 896
-    assert doctor_threads.allowed_threads("[metal::Device] Unable to build metal library from source") is None
+    assert doctor_checks.allowed_threads(MLX_SAYS) == 896
+    assert doctor_checks.allowed_threads("[metal::Device] Unable to build metal library from source") is None
 
 
 @pytest.fixture
@@ -493,7 +490,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 def test_each_popular_shape_is_launched_with_too_many_threads(
     metal: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    doctor_threads.main(32)
+    doctor_checks.print_threads(32)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [value["shape"] for value in found] == [str(shape) for shape in popular_shapes(32)]
     assert all(value["allowed"] == 896 and value["needed"] == 128 and "message" not in value for value in found)
@@ -501,7 +498,7 @@ def test_each_popular_shape_is_launched_with_too_many_threads(
 
 def test_another_error_is_told_and_names_no_limit(metal: dict[str, str]) -> None:
     metal["says"] = "Unable to build metal library from source"
-    found = doctor_threads.probe(Shape(mx.float16, 64, 8, 32, sinks=True))
+    found = doctor_checks.probe(Shape(mx.float16, 64, 8, 32, sinks=True))
     assert found["allowed"] is None and found["message"] == metal["says"]
 
 
@@ -511,7 +508,7 @@ def test_a_kernel_that_does_not_compile_is_told_and_the_others_go_on(
     bad = "paged_decode: RuntimeError: it does not compile"
     monkeypatch.setattr(kernels, "failure_of", lambda text, build: bad if dict(text.constants).get("D") == 80 else None)
     with mock.patch.dict(kernels._switched_off, clear=True), pytest.warns(UserWarning, match="does not compile"):
-        doctor_threads.main(32)
+        doctor_checks.print_threads(32)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [value for value in found if value["allowed"] is None] == [
         {"shape": next(str(s) for s in popular_shapes(32) if s.head_dim == 80), "needed": None, "allowed": None}
@@ -536,12 +533,14 @@ def test_the_other_checks_run_with_the_configuration(monkeypatch: pytest.MonkeyP
     asked: list[Any] = []
 
     def run(module: str, *arguments: str, **options: Any) -> Outcome:
-        asked.append((module, options["variables"]))
+        asked.append((module, *arguments, options["variables"]))
         return Outcome([{"stock": 1.0}], None)
 
     monkeypatch.setattr(doctor_checks, "run_program", run)
     assert doctor_checks.speed(PagedConfig(block_size=16, kernel="off")) == (True, {"stock": 1.0})
-    assert asked == [("mlx_paged.cli.doctor.speed", {"MLX_PAGED_KERNEL": "off", "MLX_PAGED_BLOCK_SIZE": "16"})]
+    assert asked == [
+        ("mlx_paged.cli.doctor.checks", "speed", {"MLX_PAGED_KERNEL": "off", "MLX_PAGED_BLOCK_SIZE": "16"})
+    ]
     monkeypatch.setattr(doctor_checks, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(doctor_checks, "ordering_stress", lambda: {"1": "same", "1000": "tokens differ"})
     assert doctor_checks.ordering(PagedConfig())[0] is False
@@ -568,9 +567,9 @@ def warm_program(module: str, *arguments: str, variables: dict[str, str]) -> Out
 
 
 def tokens_with(seed: int, steps: int, **variables: str) -> dict[str, list[int]]:
-    """Return the outcome of mlx_paged/cli/doctor/ordering.py in a process of its own."""
-    with mock.patch.object(doctor_ordering, "run_program", warm_program):
-        outcome = doctor_ordering.tokens_with(seed, steps, **variables)
+    """Return the outcome of mlx_paged/cli/doctor/checks.py in a process of its own."""
+    with mock.patch.object(doctor_checks, "run_program", warm_program):
+        outcome = doctor_checks.tokens_with(seed, steps, **variables)
     assert outcome.error is None, outcome.error
     tokens, paths = outcome.values
     kernels_run = kernel_build.backend() is not None and variables.get("MLX_PAGED_KERNEL") != "off"
@@ -589,8 +588,8 @@ def test_the_reference_does_not_run_the_kernels() -> None:
     """A demanded kernel is an error without a GPU: the program reads the variable."""
     if kernel_build.backend() is not None:
         pytest.skip("MLX has a GPU")
-    with mock.patch.object(doctor_ordering, "run_program", warm_program):
-        outcome = doctor_ordering.tokens_with(0, 5, MLX_PAGED_KERNEL="on")
+    with mock.patch.object(doctor_checks, "run_program", warm_program):
+        outcome = doctor_checks.tokens_with(0, 5, MLX_PAGED_KERNEL="on")
     assert outcome.values == [] and outcome.error is not None and "kernel=on" in outcome.error
 
 
@@ -600,7 +599,7 @@ def test_what_the_stress_says_of_equal_other_and_no_tokens(monkeypatch: pytest.M
             return reference
         return others[variables["MLX_MAX_OPS_PER_BUFFER"]]
 
-    monkeypatch.setattr(doctor_ordering, "tokens_with", run)
+    monkeypatch.setattr(doctor_checks, "tokens_with", run)
     paths = {"kernel": 9}
     reference = Outcome([{"0": [1, 2], "1": [3, 4, 5]}, {"gather": 9}], None)
     others: dict[str, Any] = {

@@ -1,16 +1,328 @@
-"""What the doctor runs besides single kernels, for its report: each in a process of its own."""
+"""What the doctor runs besides single kernels, for its report: programs, each in a process of its own.
+
+    python -m mlx_paged.cli.doctor.checks PROGRAM [ARGUMENTS]
+
+``threads BLOCK_SIZE`` prints how many threads Metal allows in a group of each decode kernel, which hints at the
+registers it takes: an Apple GPU shares them among the threads of a group, and allows a kernel that needs more of them
+fewer than 1,024 threads. MLX does not give this number away, except in the error for a group that is too large ("Thread
+group size (2048) is greater than the maximum allowed threads per threadgroup (896)."), so each kernel is launched with
+2,048 threads on purpose, and never runs. A line of JSON for each shape of popular models.
+
+``speed`` prints tokens per second of a small model, by stock mlx-lm and on the paged cache, as JSON. The model is the
+demo model where it is in the cache, or else a Llama with random weights.
+
+``ordering SEED STEPS`` prints greedy tokens of requests that come and go in two generators over one pool, on two
+streams, as JSON, and how often attention took which path. Run with other limits on MLX's command buffers
+(MLX_MAX_OPS_PER_BUFFER), the kernels are cut into other buffers and the tokens must be the same: only the chain of
+fences orders them.
+
+The variables of the paged cache (``MLX_PAGED_KERNEL``, ...) hold for all.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import random
+import re
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import mlx.core as mx
+from mlx_lm.models import llama
+
+from ...by_model import kept_of
 from ...config import PagedConfig
+from ...kernels import ops as kernels
 from ...kernels.availability import device_unsupported_reason
-from ...kernels.build import backend
-from .ordering import ordering_stress
-from .report import Report, run_program
-from .threads import HOW
+from ...kernels.build import KernelUnavailable, backend, prepared
+from ..generate import raise_cpu_cache_limit
+from .jobs import Shape, popular_shapes
+from .report import Outcome, Report, run_program
+
+PROGRAM = "mlx_paged.cli.doctor.checks"
+TOO_MANY = 2048  # no Metal GPU allows more than 1,024
+HOW = (
+    "each decode kernel was launched with 2,048 threads in a group, which is an error; MLX's text names how many "
+    "Metal allows. 1,024: registers are no limit; less: the kernel needs more of them"
+)
+_KV_HEADS = 2
+_ROWS, _WIDTH = 9, 16
+
+
+def allowed_threads(message: str) -> int | None:
+    """Return the limit that MLX's error for a thread group that is too large names, or None in another text."""
+    found = re.search(r"maximum allowed threads per threadgroup \((\d+)\)", message)
+    return int(found[1]) if found else None
+
+
+def probe(shape: Shape) -> dict[str, Any]:
+    """Launch the decode kernel of a shape with too many threads.
+
+    Returns:
+        ``shape``, ``needed`` (threads of the group that is used otherwise) and ``allowed`` as named in the error; None
+        where it names none, and then ``message`` has its text.
+    """
+    pools = [mx.zeros((_WIDTH + 1, _KV_HEADS, shape.block_size, shape.head_dim), shape.dtype) for _ in "kv"]
+    heads = _KV_HEADS * shape.gqa
+    visible = (
+        mx.zeros((_ROWS, _WIDTH), mx.int32),
+        mx.ones((_ROWS, 1), mx.int32),
+        mx.zeros((_ROWS, 1), mx.int32),
+    )
+    try:
+        launch = kernels.prepare_decode(
+            pools[0],
+            pools[1],
+            visible,
+            n_q_heads=heads,
+            scale=1.0,
+            softcap=10.0 if shape.softcap else None,
+            sinks=shape.sinks,
+        )
+    except KernelUnavailable as error:
+        return {"shape": str(shape), "needed": None, "allowed": None, "message": str(error)[:500]}
+    needed = launch.options["threadgroup"][0]
+    decode = prepared(launch.kernel, {**launch.options, "threadgroup": (TOO_MANY, 1, 1)})
+    q = mx.zeros((_ROWS, heads, 1, shape.head_dim), shape.dtype)
+    message = "no error: it ran"
+    try:
+        mx.eval(
+            launch._replace(decode=decode, merge=None)(
+                q, pools[0], pools[1], kernels.new_fence(), mx.zeros((heads,)) if shape.sinks else None
+            )
+        )
+    except (RuntimeError, ValueError) as error:
+        message = str(error)
+    allowed = allowed_threads(message)
+    found: dict[str, Any] = {"shape": str(shape), "needed": needed, "allowed": allowed}
+    return found if allowed is not None else {**found, "message": message[:500]}
+
+
+def print_threads(block_size: int) -> None:
+    """Print a line for each popular shape."""
+    if backend() != "metal":
+        sys.exit("MLX sees no Metal GPU")
+    for shape in popular_shapes(block_size):
+        print(json.dumps(probe(shape)), flush=True)
+
+
+DEMO_FOLDER = "SmolLM2-135M-Instruct-Q4_1"
+VOCAB = 320
+
+
+def demo_folder() -> Path | None:
+    """Return where ``scripts/demo_model.py`` puts the demo model, or None if it is not there."""
+    if own := os.environ.get("MLX_PAGED_CACHE"):
+        cache = Path(own)
+    elif xdg := os.environ.get("XDG_CACHE_HOME"):
+        cache = Path(xdg) / "mlx_paged"
+    else:
+        cache = Path("~/Library/Caches/mlx_paged" if sys.platform == "darwin" else "~/.cache/mlx_paged")
+    try:
+        folder = cache.expanduser() / DEMO_FOLDER
+    except RuntimeError:  # no home directory
+        return None
+    return folder if (folder / "manifest.json").is_file() else None
+
+
+def random_llama(dtype: mx.Dtype = mx.float32, **changes: Any) -> Any:
+    """Return a Llama with random weights, the same each time; ``changes`` are fields of mlx-lm's ``ModelArgs``."""
+    mx.random.seed(0)
+    shape: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+    }
+    model = llama.Model(llama.ModelArgs(**{**shape, **changes}))
+    model.set_dtype(dtype)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+class Work(NamedTuple):
+    """How much is measured: tokens of the prompt, tokens generated, and how often."""
+
+    prompt: int
+    tokens: int
+    repeats: int
+
+
+GPU_WORK, CPU_WORK = Work(256, 128, 2), Work(8, 6, 1)  # on a CPU to see that it works
+RANDOM: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 8,
+    "vocab_size": 8192,
+}
+
+
+def load_model() -> tuple[Any, int, str]:
+    """Return the model, the size of its vocabulary, and what it is, for people."""
+    folder = demo_folder()
+    if folder is not None:
+        from mlx_lm.utils import load_model as load
+
+        model, config = load(folder)
+        return model, config["vocab_size"], "the demo model, SmolLM2-135M-Instruct"
+    dtype = mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
+    shape = f"{RANDOM['num_hidden_layers']} layers of {RANDOM['hidden_size']}"
+    name = str(dtype).removeprefix("mlx.core.")
+    return random_llama(dtype, **RANDOM), RANDOM["vocab_size"], f"a Llama with random weights, {shape}, {name}"
+
+
+def tokens_per_second(model: Any, prompt: mx.array, count: int) -> tuple[float, list[int]]:
+    """Return the rate of greedy decoding after a prompt, without the first token; and the tokens."""
+    step = importlib.import_module("mlx_lm.generate").generate_step  # looked up now: patches replace it
+    tokens: list[int] = []
+    begin = 0.0
+    for token, _ in step(prompt, model, max_tokens=count):
+        if not tokens:
+            begin = time.perf_counter()
+        tokens.append(int(token))
+    return (len(tokens) - 1) / (time.perf_counter() - begin), tokens
+
+
+def measure() -> dict[str, Any]:
+    """Both, the better of some repeats, after one that is not counted.
+
+    Returns:
+        ``model``, ``prompt`` and ``tokens`` (counts), ``stock`` and ``paged`` (tokens per second), ``path`` that the
+        paged cache's attention took last, and ``same_tokens``, how many of the tokens agree before the first that
+        does not (with weights in 16 bits they may part), and ``kept``, what is kept of the model.
+    """
+    from ... import patches
+    from ...attention.dispatch import last_dispatch
+
+    raise_cpu_cache_limit()
+    model, vocab, name = load_model()
+    work = CPU_WORK if mx.default_device() == mx.Device(mx.cpu) else GPU_WORK
+    prompt = mx.random.randint(0, vocab, (work.prompt,), key=mx.random.key(1))
+    speeds: dict[str, float] = {}
+    tokens: dict[str, list[int]] = {}
+    for which in ("stock", "paged"):
+        if which == "paged":
+            patches.apply_patches(PagedConfig.from_env())
+        runs = [tokens_per_second(model, prompt, work.tokens) for _ in range(1 + work.repeats)]
+        speeds[which] = round(max(speed for speed, _ in runs[1:]), 1)
+        tokens[which] = runs[-1][1]
+    path, kept = last_dispatch(), sorted(kept_of(model))
+    patches.remove_patches()
+    pairs = zip(tokens["stock"], tokens["paged"], strict=True)
+    return {
+        "model": name,
+        "prompt": work.prompt,
+        "tokens": work.tokens,
+        **speeds,
+        "path": None if path is None else f"{path.path}: {path.reason}",
+        "same_tokens": next((i for i, (a, b) in enumerate(pairs) if a != b), work.tokens),
+        "kept": kept,
+    }
+
+
+PROMPTS = (1, 7, 33, 64, 150, 300)
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+WINDOW = 40
+# Tokens of the gathered blocks are what all others are compared with.
+REFERENCE = {"MLX_PAGED_KERNEL": "off"}
+VARIANTS = {
+    "1 operation in a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
+    "1000 operations in a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1000"},
+}
+
+
+def tokens_of(seed: int, steps: int) -> dict[int, list[int]]:
+    """Tokens by request; requests come at random while there are ``steps`` steps to take, so that the pool grows and
+    blocks are used again. Whether the kernels run, the variable ``MLX_PAGED_KERNEL`` says."""
+    from ... import patches
+
+    upstream = importlib.import_module("mlx_lm.generate")
+    rng = random.Random(seed)
+    model = random_llama(layer_types=LAYERS, sliding_window=WINDOW)
+    patches.apply_patches(replace(PagedConfig.from_env(), block_size=8, kv_cache_memory=1 << 28))
+    device = mx.default_device()
+    generators = [upstream.BatchGenerator(model, stream=mx.new_stream(device), prefill_step_size=64) for _ in range(2)]
+    requests: dict[tuple[int, int], int] = {}
+    tokens: dict[int, list[int]] = {}
+    for step in range(steps):
+        which = rng.randrange(2)
+        if step % 5 == 0:
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.choice(PROMPTS))]
+            (uid,) = generators[which].insert([prompt], [rng.randint(1, 40)])
+            requests[which, uid] = len(tokens)
+            tokens[len(tokens)] = []
+        for response in generators[which].next()[1]:
+            tokens[requests[which, response.uid]].append(response.token)
+    for which, generator in enumerate(generators):
+        while generated := generator.next_generated():
+            for response in generated:
+                tokens[requests[which, response.uid]].append(response.token)
+        generator.close()
+    return tokens
+
+
+def tokens_with(seed: int, steps: int, **variables: str) -> Outcome:
+    """:func:`tokens_of` in a process of its own, with these variables: tokens by request, and calls by path."""
+    return run_program(PROGRAM, "ordering", str(seed), str(steps), variables=variables)
+
+
+def ordering_stress(seed: int = 0, steps: int = 100) -> dict[str, str]:
+    """Compare tokens under several limits on command buffers with those of gathered blocks.
+
+    Returns:
+        What came out of each: ``same``, or how it differs or failed.
+    """
+    reference = tokens_with(seed, steps, **REFERENCE)
+    if reference.error is not None or not reference.values:
+        return {"gathered blocks": reference.error or "said nothing"}
+    expected: dict[str, list[int]] = reference.values[0]
+    outcome = {}
+    for name, variables in VARIANTS.items():
+        got = tokens_with(seed, steps, **variables)
+        if got.error is not None or not got.values:
+            outcome[name] = got.error or "said nothing"
+        else:
+            outcome[name] = difference(expected, got.values[0]) or "same"
+            if not got.values[-1].get("kernel"):
+                outcome[name] += ", but the kernels did not run"
+    return outcome
+
+
+def difference(expected: dict[str, list[int]], got: dict[str, list[int]]) -> str | None:
+    """Return where tokens by request differ first, and in how many requests; None if they do not."""
+    wrong = [request for request, tokens in expected.items() if got.get(request) != tokens]
+    if not wrong:
+        return None
+    first = wrong[0]
+    pairs = zip(expected[first], got.get(first, []), strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected[first]), len(got.get(first, []))))
+    return f"tokens differ in {len(wrong)} of {len(expected)} requests, first in request {first} at token {at}"
+
+
+def print_ordering(seed: int, steps: int) -> None:
+    """Print the tokens, and the calls by path."""
+    from ...attention.dispatch import dispatch_counts
+
+    print(json.dumps(tokens_of(seed, steps)))
+    paths: Counter[str] = Counter()
+    for choice, calls in dispatch_counts().items():
+        paths[choice.path] += calls
+    print(json.dumps(paths))
+
 
 KERNEL = {None: "auto", True: "on", False: "off"}
 Finding = tuple[bool, Any]  # whether it passed or could not be run, and what the report says of it
@@ -20,7 +332,7 @@ def threads(config: PagedConfig) -> Finding:
     """Return how many threads Metal allows in a group of each kernel; fails where it allows fewer than a kernel has."""
     if backend() != "metal":
         return True, {"not run": "only Metal has such a limit, and only MLX's errors there name it"}
-    outcome = run_program("mlx_paged.cli.doctor.threads", str(config.block_size))
+    outcome = run_program(PROGRAM, "threads", str(config.block_size))
     found: dict[str, Any] = {"how": HOW, "shapes": outcome.values}
     if outcome.error is not None:
         found["error"] = outcome.error
@@ -42,7 +354,7 @@ def ordering(config: PagedConfig) -> Finding:
 def speed(config: PagedConfig) -> Finding:
     """Tokens per second of a small model, stock and paged."""
     variables = {"MLX_PAGED_KERNEL": KERNEL[config.kernel], "MLX_PAGED_BLOCK_SIZE": str(config.block_size)}
-    outcome = run_program("mlx_paged.cli.doctor.speed", variables=variables)
+    outcome = run_program(PROGRAM, "speed", variables=variables)
     if outcome.error is not None or not outcome.values:
         return False, {"error": outcome.error or "said nothing"}
     return True, outcome.values[-1]
@@ -66,3 +378,12 @@ def run_checks(report: Report, config: PagedConfig) -> int:
         report.add(section, found)
         print(f"{what}: {found.get('not run') or ('passed' if passed else f'FAILED: {found}')}", flush=True)
     return failed
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "threads":
+        print_threads(int(sys.argv[2]))
+    elif sys.argv[1] == "ordering":
+        print_ordering(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        print(json.dumps(measure()))
