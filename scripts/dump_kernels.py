@@ -30,7 +30,6 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.decode_spec import spec_of
-from mlx_paged.kernels.latent import variants as latent_variants
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks
 from mlx_paged.kernels.trial import MANY, launch_alone
@@ -116,7 +115,7 @@ def recorded() -> Iterator[Recorder]:
             kernel_build.build_kernel,
             kernels.variants_of,
             prefill.prefill_variants_of,
-            latent_variants.latent_variants_of,
+            kernels.latent_variants_of,
             bodies.kernel_text,
         ):
             function.cache_clear()
@@ -127,7 +126,6 @@ def recorded() -> Iterator[Recorder]:
             mock.patch.object(kernel_build, "backend", lambda: "metal"),
             mock.patch.object(kernels, "backend", lambda: "metal"),
             mock.patch.object(prefill, "backend", lambda: "metal"),
-            mock.patch.object(latent_variants, "backend", lambda: "metal"),
             mock.patch.object(prefill, "failure_of", lambda text, build: None),
             mock.patch.object(mx.fast, "metal_kernel", recorder),
         ):
@@ -233,7 +231,7 @@ def launch_others(cores: int | None) -> None:
     """Launch the kernels over latents, and those that sample."""
     for dtype in DTYPES:
         for rank, rope, heads in ((512, 64, 16), (256, 64, 8)):
-            for variant in latent_variants.latent_variants_of(dtype, rank, rope, heads, 1, 32):
+            for variant in kernels.latent_variants_of(dtype, rank, rope, heads, 1, 32):
                 launch_variant(variant, heads, cores)
         draw, penalise = draw_rows.text_of(dtype, "metal"), penalise_rows.text_of(dtype)
         for text in (draw, draw._replace(few=("positions",)), penalise, penalise._replace(few=("tokens",))):

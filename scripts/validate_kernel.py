@@ -23,8 +23,8 @@ from support.decode_run import LATENTS, HeadRun, LatentRun, Run, SharedRun
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import MAX_RMS, SelfCheck, self_check
-from mlx_paged.kernels.latent.variants import latent_variants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS
+from mlx_paged.kernels.ops import latent_variants_of
 from mlx_paged.kernels.quantized import PageShape
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}

@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from mlx_paged.kernels import decode_spec, ops, prefill
 from mlx_paged.kernels.decode_spec import spec_of
-from mlx_paged.kernels.latent import variants as latent
 from mlx_paged.kernels.launch_shape import count_partitions, shape_for
 from mlx_paged.kernels.quantized import PageShape
 
@@ -37,7 +36,7 @@ def decode_of(backend: str, shape: tuple[str, mx.Dtype, int, int, int, int]) -> 
     name, dtype, dim, n_q, n_kv, bits = shape
     pages = PageShape.of(dim, (bits, bits), 64, dtype) if bits else None
     if name.startswith("latents"):
-        variant = latent.latent_variants_of(dtype, dim, 64, n_q, n_kv, 32)[0]
+        variant = ops.latent_variants_of(dtype, dim, 64, n_q, n_kv, 32)[0]
     else:
         variant = ops.variants_of(dtype, dim, dim, n_q, n_kv, 32, False, False, pages)[0]
     own = shape_for(variant, CORES if backend == "metal" else None)
@@ -61,14 +60,13 @@ def prompts_of(shape: tuple[str, mx.Dtype, int, int, int, int]) -> str:
 def table() -> str:
     rows = {shape[0]: [shape[0]] for shape in SHAPES}
     limits: Any = SimpleNamespace(multiprocessors=132, groups_together=lambda size: 2)
-    caches = ops.variants_of, prefill.prefill_variants_of, latent.latent_variants_of, spec_of
+    caches = ops.variants_of, prefill.prefill_variants_of, ops.latent_variants_of, spec_of
     for backend in ("metal", "cuda"):
         for cached in caches:
             cached.cache_clear()
         with (
-            mock.patch.multiple(ops, backend=lambda b=backend: b),
             mock.patch.multiple(prefill, backend=lambda b=backend: b, cuda_limits=lambda: limits),
-            mock.patch.multiple(latent, backend=lambda b=backend: b, cuda_limits=lambda: limits),
+            mock.patch.multiple(ops, backend=lambda b=backend: b, cuda_limits=lambda: limits),
             mock.patch.multiple(decode_spec, cuda_limits=lambda: limits),
         ):
             for shape in SHAPES:

@@ -20,9 +20,8 @@ from ..kv.step import Step
 from ..kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..kv.turn import in_turn
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
-from .left_padding import LeftPadding
 from .paged_kv_cache import PagedKVCache
-from .rows import NotPackableError, Rows
+from .rows import LeftPadding, NotPackableError, Rows
 
 
 class PagedBatchKVCache:

@@ -15,7 +15,7 @@ from .block_table import BlockTable
 from .step import DeviceTables, Step, step_key
 from .storage.attention_params import LatentHeads, QueryHeads, Window
 from .storage.base import ChooseStorage, Geometry, PageFormat, Storage
-from .storage.quantized import functional_storage
+from .storage.functional import functional_storage
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.

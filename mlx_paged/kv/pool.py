@@ -19,7 +19,7 @@ from .owners import BlockHolder, BlockOwners
 from .stats import PagedCacheStats, check_group, count
 from .storage.attention_params import QueryHeads
 from .storage.base import ChooseStorage, PageFormat
-from .storage.quantized import functional_storage
+from .storage.functional import functional_storage
 from .turn import Turn
 
 UNLIMITED = 1 << 62

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ...engine.grammar.compiler import GrammarCompiler, GrammarSource
+from ...engine.grammar.compiler import GrammarCompiler, GrammarSource, IsCancelled
 from ...engine.grammar.grammar import CompiledGrammar, ThinkingBudget
-from ...engine.grammar.trial import IsCancelled
 from ...errors import GrammarAbandoned, GrammarError
 from ...server.constraint import Constraint, Tool, Tools
 from ...server.errors import RequestRefused, invalid

@@ -16,12 +16,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.engine.grammar import check, trial
+from mlx_paged.engine.grammar import check
 from mlx_paged.engine.grammar import compiler as module
 from mlx_paged.engine.grammar.check import is_long, numbers
-from mlx_paged.engine.grammar.compiler import MAX_KEPT, MAX_VERDICTS, GrammarCompiler, GrammarSource, json_in_lark
+from mlx_paged.engine.grammar.compiler import (
+    MAX_KEPT,
+    MAX_VERDICTS,
+    GrammarCompiler,
+    GrammarSource,
+    TrialProcess,
+    Verdict,
+    json_in_lark,
+)
 from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part, ThinkingBudget, masked
-from mlx_paged.engine.grammar.trial import TrialProcess, Verdict
 from mlx_paged.errors import GrammarAbandoned, GrammarError
 from tests.support.cases import quick
 from tests.support.models.tokenizers import CALL, EOS, EOT, THINK_END, byte_tokenizer
@@ -640,4 +647,4 @@ def test_a_lexer_that_was_used_up_is_made_anew(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_bound_of_time_is_of_the_processs_own() -> None:
-    assert trial.WALL_FACTOR * check.TRIAL_SECONDS >= 30, "a busy machine does not make grammars fail"
+    assert module.WALL_FACTOR * check.TRIAL_SECONDS >= 30, "a busy machine does not make grammars fail"

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import prefill
+from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.cuda import device
 from mlx_paged.kernels.cuda.device import HOPPER, CudaLimits, cuda_limits
 from mlx_paged.kernels.decode_spec import spec_of
-from mlx_paged.kernels.latent import prompts, variants
+from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, latent_run, run_length, shape_for
 
 # Multiprocessors, and opt-in shared memory a group and a multiprocessor, from NVIDIA's tables of compute capabilities.
@@ -19,14 +19,14 @@ CACHED = (
     cuda_limits,
     prefill.prefill_variants_of,
     prompts.prompt_variant_of,
-    variants.latent_variants_of,
+    ops.latent_variants_of,
     spec_of,
 )
 
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for module in (prefill, prompts, variants):
+    for module in (prefill, prompts, ops):
         monkeypatch.setattr(module, "backend", lambda: "cuda")
     for function in CACHED:
         function.cache_clear()
@@ -52,7 +52,7 @@ def test_latents_on_smaller_gpus_take_the_portable_kernel(
     on_cuda: pytest.MonkeyPatch, limits: CudaLimits, bodies: tuple[str, ...]
 ) -> None:
     use(on_cuda, limits)
-    found = variants.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)
+    found = ops.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)
     assert tuple(variant.body for variant in found) == bodies
 
 
@@ -87,7 +87,7 @@ def test_runs_follow_multiprocessors(on_cuda: pytest.MonkeyPatch) -> None:
     assert run_length(512, 132, 3) == 2 and run_length(512, 72, 3) == 4
     assert latent_run(64, 64, 132) == 32 and latent_run(64, 64, 72) == 64
     use(on_cuda, HOPPER)
-    (tensor, _) = variants.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)
+    (tensor, _) = ops.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)
     wide = spec_of(tensor, shape_for(tensor), 32, 128, 1, 64)
     use(on_cuda, HOPPER._replace(multiprocessors=72))
     assert spec_of(tensor, shape_for(tensor), 32, 128, 1, 64).run == 2 * wide.run

@@ -11,8 +11,8 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.latent.variants import latent_variants_of
 from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
+from mlx_paged.kernels.ops import latent_variants_of
 from mlx_paged.kv.step import DeviceTables
 
 HAS_GPU = kernel_build.backend() is not None

@@ -24,8 +24,8 @@ from mlx_paged.kv.storage import choice
 from mlx_paged.kv.storage.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.storage.base import Geometry, PageFormat
 from mlx_paged.kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason, storage_choice
+from mlx_paged.kv.storage.functional import QuantizedStorage
 from mlx_paged.kv.storage.in_place import InPlaceStorage
-from mlx_paged.kv.storage.quantized import QuantizedStorage
 from mlx_paged.warn import NotPagedWarning
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels

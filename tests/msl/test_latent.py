@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels.decode_spec import decode_constants_of, spec_of
-from mlx_paged.kernels.latent.variants import latent_variants_of, unsupported_latent
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, MAX_THREADGROUP_BYTES, Variant, latent_run, shape_for
+from mlx_paged.kernels.ops import latent_variants_of, unsupported_latent
 from mlx_paged.kernels.trial import launch_alone
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.latent_cases import LatentCase

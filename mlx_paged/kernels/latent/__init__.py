@@ -1,1 +1,1 @@
-"""Attention over pages of latents (MLA): variants of its kernels, how they are cut, and their self-check."""
+"""Attention over pages of latents (MLA): prompts."""

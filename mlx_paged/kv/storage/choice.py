@@ -11,13 +11,13 @@ from ...kernels import ops as kernels
 from ...kernels.check import checked
 from ...kernels.fused_attention import PromptPath, prompt_path
 from ...kernels.latent.prompts import prompt_variant_of, unsupported_prompts
-from ...kernels.latent.variants import latent_variants_of, unsupported_latent
 from ...kernels.launch_shape import Variant, unsupported
+from ...kernels.ops import latent_variants_of, unsupported_latent
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from .attention_params import LatentHeads, QueryHeads
 from .base import ChooseStorage, Geometry, StorageChoice
+from .functional import functional_form
 from .in_place import InPlaceStorage, pages_of
-from .quantized import functional_form
 
 
 def kernel_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.latent.variants import latent_variants_of
+from mlx_paged.kernels.ops import latent_variants_of
 from tests.support.msl.harness import Case, to_float
 
 

@@ -10,7 +10,6 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.bodies import BODIES, kernel_text, part_of
-from mlx_paged.kernels.latent import variants as latent_variants
 from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES, SHARED_BODY
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
@@ -88,20 +87,19 @@ def emulated(backend="metal", exact=True, **options):
     """Inside, kernels.* run on the emulator as if on `backend`, without trials. Yields the Emulated. `exact`: whether
     they quantise and dequantise to MLX's bits there."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact, latent_variants.backend
+    real = kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact
     kernels.variants_of.cache_clear()
-    latent_variants.latent_variants_of.cache_clear()
+    kernels.latent_variants_of.cache_clear()
     kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda text, build: None
-    latent_variants.backend = kernels.backend
     # MLX quantises otherwise on the CPU.
     moves.build_kernel, moves.exact = fake, lambda pages, block_size: moves.Exact(exact, exact)
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact, latent_variants.backend = real
+        kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact = real
         moves.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
-        latent_variants.latent_variants_of.cache_clear()
+        kernels.latent_variants_of.cache_clear()
 
 
 # CUDA's words in the bodies for tensor cores, in the emulator's.
