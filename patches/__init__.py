@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ..warn import NotPagedWarning
 
 if TYPE_CHECKING:
-    from .cache.adoption import adopt_prompt_cache
     from .cache.layer_cache import PagedLayerCache
     from .cache.pools import pool_of
+    from .cache.prompt_cache import adopt_prompt_cache
     from .registry import PatchReport, apply_patches, is_applied, remove_patches
 
 # Imported when they are asked for: a version of mlx-lm may lack a name they need, and apply_patches() works without.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "PagedLayerCache": "cache.layer_cache",
     "PatchReport": "registry",
-    "adopt_prompt_cache": "cache.adoption",
+    "adopt_prompt_cache": "cache.prompt_cache",
     "apply_patches": "registry",
     "is_applied": "registry",
     "pool_of": "cache.pools",

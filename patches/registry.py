@@ -27,7 +27,6 @@ ADAPTERS = (
     "models.attention",
     "models.latent",
     "models.index_attention",
-    "models.llama4",
     "models.transformer_block",
     "nn",
     "rope",

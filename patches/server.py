@@ -42,7 +42,7 @@ from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from .cache.pools import forget_pool, known_pool, pool_of, prefix_pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .generate.drafting import check_same_tokens, known_factory, share_budget, why_not_drafted
-from .grammar.tokenizer_grammars import behind_reasoning, with_thinking_budget
+from .grammar import behind_reasoning, with_thinking_budget
 from .models.mtp import MTPHead, find_head, folder_of, load_head
 from .patch import fingerprint
 from .server_texts import LoadedTexts

@@ -28,8 +28,7 @@ from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid
 from ..server.request import ChatInput, Input, Prompt, ServerRequest
 from ..server.requests.fitted import Refusals, fitted, refusals_of
-from .grammar.call_forms import tool_format
-from .grammar.tokenizer_grammars import TokenizerGrammars, inner_of
+from .grammar import TokenizerGrammars, inner_of, tool_format
 from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
 
 TEMPLATE = "<template>"  # what Jinja calls the code of a template

@@ -17,7 +17,7 @@ from .prompts_file import load_object
 if TYPE_CHECKING:
     from ..engine.grammar.grammar import CompiledGrammar
     from ..engine.ranks.ranks import Ranks
-    from ..patches.grammar.tokenizer_grammars import TokenizerGrammars
+    from ..patches.grammar import TokenizerGrammars
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ class AnswerGrammars:
 
     def learn(self, tokenizer: Any) -> None:
         """Take the model's tokenizer, mlx-lm's wrapper of it."""
-        from ..patches.grammar.tokenizer_grammars import TokenizerGrammars
+        from ..patches.grammar import TokenizerGrammars
 
         self._tokenizer, self._grammars = tokenizer, TokenizerGrammars(tokenizer)
 
@@ -71,7 +71,7 @@ class AnswerGrammars:
         Raises:
             RequestRefused: it cannot be used.
         """
-        from ..patches.grammar.tokenizer_grammars import behind_reasoning, reasons_first
+        from ..patches.grammar import behind_reasoning, reasons_first
 
         constraint = constraint_of(options, chat=False) or self._default
         if constraint is None:

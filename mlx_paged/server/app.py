@@ -14,13 +14,11 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
-from .answer_response import AnswerResponse, Client
-from .answers import Answers
+from .answers import AnswerResponse, Answers, Client
 from .engine_loop import Work
 from .errors import RequestRefused, invalid, not_found
 from .http import Gate, RequestLog, body_of, json_response
-from .report import cache_page
-from .report.server_stats import CONTENT_TYPE
+from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, cache_page
 from .request import ServerRequest
 from .requests.endpoints import COUNT_TOKENS, DETOKENIZE, ENDPOINTS, RESPONSES, TOKENIZE, Endpoint, description
 from .requests.fields import MAX_PRIORITY, parsed
@@ -151,7 +149,7 @@ class App:
         return RedirectResponse("/cache", 307)
 
     async def cache(self, http: Request) -> Response:  # has no figures in it; it asks for them, and for the key
-        return Response(cache_page.html(), 200, cache_page.HEADERS, "text/html")
+        return Response(cache_page(), 200, CACHE_PAGE_HEADERS, "text/html")
 
     async def health(self, http: Request) -> Response:
         health = self._service.health()

@@ -26,7 +26,7 @@ from .stops import StopScanner
 if TYPE_CHECKING:
     from .backend import Models
     from .memory import MemoryWatch
-    from .report.server_stats import ServerStats
+    from .report import ServerStats
 
 IDLE_SECONDS = 0.1
 TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1

@@ -23,7 +23,7 @@ from .request import ModelKey
 
 if TYPE_CHECKING:
     from .backend import Models, ModelTexts
-    from .report.server_stats import ServerStats
+    from .report import ServerStats
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: a service manager starts the server again
 LAST_SECONDS = 1.5  # for answers to clients when the process has to end

@@ -38,8 +38,7 @@ from .model_names import ModelNames
 from .options import ServerConfig
 from .prompting import PromptMaker, parts_of
 from .ranked_loop import RankedLoop, ranked_memory_watch
-from .report.server_report import server_report
-from .report.server_stats import ServerStats
+from .report import ServerStats, server_report
 from .request import ModelKey, ServerRequest
 from .requests.responses import MAX_KEPT_BYTES, KeptResponses
 

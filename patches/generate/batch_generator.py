@@ -22,17 +22,15 @@ from ...errors import ConfigError
 from ...kv.turn import Stepwise
 from ...prefix.store import SharedPrefixes
 from ...warn import warn_once
-from ..cache.adoption import check_given
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.pools import probe_geometry
-from ..cache.prompt_cache import factory_of
+from ..cache.prompt_cache import check_given, factory_of
 from ..models.mtp import HiddenCall
 from ..patch import replaces
 from . import upstream as known_samplers
 from .drafting import NUM_DRAFT_TOKENS, drafting
-from .response import Response, request_progress
-from .upstream import UPSTREAM
+from .upstream import UPSTREAM, Response, request_progress
 
 
 class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]

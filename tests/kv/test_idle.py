@@ -17,7 +17,7 @@ from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.turn import Stepwise
 from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.server.report.server_report import block_map
+from mlx_paged.server.report import block_map
 from tests.support.cases import slow
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of

@@ -28,8 +28,7 @@ from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarPr
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.patches.generate.upstream import UPSTREAM
-from mlx_paged.patches.grammar.call_forms import FORMS, tool_format
-from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars, behind_reasoning, inner_of, reasons_first
+from mlx_paged.patches.grammar import FORMS, TokenizerGrammars, behind_reasoning, inner_of, reasons_first, tool_format
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
 from tests.support.cases import quick, slow

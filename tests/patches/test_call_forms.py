@@ -16,8 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
 from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, Part
-from mlx_paged.patches.grammar.call_forms import FORMS
-from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars
+from mlx_paged.patches.grammar import FORMS, TokenizerGrammars
 from mlx_paged.patches.harmony import HARMONY_TOKENS, HarmonyParts, harmony_call
 from mlx_paged.patches.server_texts import LoadedParts
 from mlx_paged.server.calls import loose_calls, names_of, openai_call, with_types

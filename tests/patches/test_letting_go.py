@@ -20,7 +20,7 @@ from mlx_paged.patches.server import ServedBatch
 from mlx_paged.server.answer_stream import Outbox
 from mlx_paged.server.engine_loop import EngineLoop, Row, Work
 from mlx_paged.server.memory import MemoryWatch
-from mlx_paged.server.report.server_stats import ServerStats
+from mlx_paged.server.report import ServerStats
 from mlx_paged.server.request import ModelKey, Prompt, ServerRequest
 from tests.support.caches import batch_over
 from tests.support.models.batch_runs import generator, kv_budget

@@ -26,7 +26,7 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.server.engine_loop import EngineLoop
 from mlx_paged.server.memory import MemoryWatch
-from mlx_paged.server.report.server_stats import ServerStats
+from mlx_paged.server.report import ServerStats
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of

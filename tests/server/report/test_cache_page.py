@@ -16,8 +16,7 @@ import pytest
 
 from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.server.report import cache_page
-from mlx_paged.server.report.server_report import STATES, block_map
+from mlx_paged.server.report import CACHE_PAGE_HEADERS, STATES, block_map, cache_page
 from tests.support.processes.browser import CHROMIUM, Browser
 from tests.support.processes.page_document import NEEDS_NODE, page_of
 from tests.support.processes.server_process import ServerProcess
@@ -29,14 +28,14 @@ PHONE, DESKTOP = (390, 844), (1280, 900)
 
 
 def test_the_page_needs_nothing_else() -> None:
-    page = cache_page.html().decode()
+    page = cache_page().decode()
     assert len(page) < 24_000
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://", page)
     assert 'name="viewport"' in page and all(name in page for name in STATES.values())
 
 
 def test_nothing_else_may_run_in_it() -> None:
-    page, policy = cache_page.html().decode(), cache_page.HEADERS["Content-Security-Policy"]
+    page, policy = cache_page().decode(), CACHE_PAGE_HEADERS["Content-Security-Policy"]
     assert "unsafe" not in policy and policy.startswith("default-src 'none'; connect-src 'self'; ")
     for tag in ("script", "style"):
         (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -52,7 +51,7 @@ def test_what_the_page_reads_is_in_the_report(server: ServerProcess) -> None:
     server.wait_until(lambda: server.stats()["running"]["running"] == 1)
     report = server.stats()
     client.close()
-    script = re.findall("<script>(.*?)</script>", cache_page.html().decode(), re.DOTALL)[0]
+    script = re.findall("<script>(.*?)</script>", cache_page().decode(), re.DOTALL)[0]
     of = {name: report[name] for name in ("server", "running", "pool", "prefix_cache", "health", "history")}
     of |= {"request": report["sequences"][0], "group": report["blocks"][0], "page": report["pages"][0]}
     of |= {"path": report["dispatch"][0], "report": report}
@@ -65,11 +64,11 @@ def test_what_the_page_reads_is_in_the_report(server: ServerProcess) -> None:
     for field in re.findall(r'^  \["(\w+)", ', script, re.MULTILINE):
         assert field in report["history"]
     for tag in re.findall(r'\$\("([\w-]+)"\)', script):
-        assert f'id="{tag}"' in cache_page.html().decode()
+        assert f'id="{tag}"' in cache_page().decode()
 
 
 def test_every_colour_is_explained_and_every_rate_is_there_once() -> None:
-    text = cache_page.html().decode()
+    text = cache_page().decode()
     coloured = set(re.findall(r"\.(\w+) \{ background", text))
     assert coloured == {*STATES.values(), "computing", "generated", "never"}
     legend = re.search(r"const NAMES = \{(.*?)\}", text), re.search(r"const OF_REQUESTS = \{(.*?)\}", text)
@@ -100,7 +99,7 @@ def test_what_the_page_says_of_load(tmp_path: Path) -> None:
     }
     few |= {"running": {"running": 0, "waiting": 2}, "sequences": [{**waiting, "number": n} for n in (1, 2)]}
     many = {**few, "running": {"running": 0, "waiting": 9}, "sequences": [{**waiting, "number": n} for n in range(9)]}
-    (first, second), state = page_of(cache_page.html(), [few, many], tmp_path)
+    (first, second), state = page_of(cache_page(), [few, many], tmp_path)
     assert first["headline"] == "2 requests are being answered" and len(first["rows"]) == 2
     assert first["rows"][0][-1] == "9 prompt tokens, cached ones not counted yet"
     assert second["rows"] == [] and second["none"] == "9 wait, the first for 3.0 s"

@@ -14,7 +14,7 @@ from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.cli.server import parse as parse_arguments
 from mlx_paged.errors import ConfigError
 from mlx_paged.server.options import ServerConfig
-from mlx_paged.server.report.server_stats import NUM_INTERVALS, ServerStats
+from mlx_paged.server.report import NUM_INTERVALS, ServerStats
 
 NOT_ALIVE = [("--memory-watermark", "101"), ("--watchdog-timeout", "-1"), ("--drain-timeout", "inf")]
 

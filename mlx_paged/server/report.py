@@ -1,17 +1,27 @@
-"""ServerStats: what a server has done, counted by the threads that do it, and told in Prometheus's format."""
+"""The server's figures, its metrics, what ``/v1/cache/stats`` says, and the page ``/cache``."""
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
+import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from itertools import chain, groupby
 from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ..attention.dispatch import dispatch_counts
+from ..kv.allocator import NULL_BLOCK
+from ..kv.group import BlockGroup
+from ..kv.pool import BlockPool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 INTERVAL = 2  # seconds
@@ -191,3 +201,112 @@ def _families(stats: dict[str, Any]) -> Iterator[Any]:
     for choice in stats["dispatch"]:
         paths.add_metric([choice["path"], choice["reason"]], choice["count"])
     yield paths
+
+
+@functools.cache
+def cache_page() -> bytes:
+    """Return the page: one HTML file that asks ``/v1/cache/stats`` again and again."""
+    return (resources.files(__package__) / "cache_page.html").read_bytes()
+
+
+def _hash_of(tag: str) -> str:
+    """Return what a policy calls the one element of its kind, so that the browser runs no other."""
+    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), cache_page(), re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
+
+
+CACHE_PAGE_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; connect-src 'self'; script-src {_hash_of('script')}; "
+    f"style-src {_hash_of('style')}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+# free; live: one sequence holds it; shared: several, or a sequence and a prefix cache; cached: a prefix cache alone.
+STATES = {"f": "free", "l": "live", "s": "shared", "c": "cached"}
+
+
+def block_map(pool: BlockPool) -> list[list[tuple[str, int]]]:
+    """Return, per group, runs of blocks in the same state: ``[("l", 12), ("f", 3), ...]``, in order of their ids."""
+    return pool.turn.glance(lambda _: [_runs(pool, index) for index in range(len(pool.groups))])
+
+
+def _runs(pool: BlockPool, index: int) -> list[tuple[str, int]]:
+    allocator = pool.groups[index].allocator
+    held: Counter[int] = Counter()
+    for holder in pool.holders():
+        for block_ids in holder.held(index):
+            held.update(block_ids)
+
+    def state(block_id: int) -> str:
+        references = allocator.refcount(block_id)
+        if not references:
+            return "f"
+        if held[block_id] == references:
+            return "c"
+        return "s" if references > 1 else "l"
+
+    states = (state(block_id) for block_id in range(NULL_BLOCK + 1, allocator.num_blocks))
+    return [(name, sum(1 for _ in run)) for name, run in groupby(states)]
+
+
+def server_report(
+    stats: ServerStats,
+    pool: BlockPool | None,
+    requests: Sequence[dict[str, Any]],
+    num_waiting: int,
+    prefix_cache: dict[str, Any] | None,
+    *,
+    model: str | None = None,
+    health: dict[str, Any] | None = None,
+    clients: Sequence[dict[str, Any]] = (),
+    with_blocks: bool = False,
+) -> dict[str, Any]:
+    """Figures of the server, its pool and its prefix cache. May be called by any thread, and waits for none.
+
+    Args:
+        stats: of the server.
+        pool: of the present model.
+        requests: how far each is.
+        num_waiting: requests that have not started.
+        prefix_cache: figures of it.
+        model: the present one's name.
+        health: what ``/health`` says.
+        clients: figures of each.
+        with_blocks: also the state of every block, the requests, and the last minutes.
+    """
+    report: dict[str, Any] = {
+        "model": model,
+        "health": health,
+        "server": stats.as_dict(),
+        "clients": list(clients),
+        "running": {"running": sum(not each["waiting"] for each in requests), "waiting": num_waiting},
+        "pool": None if pool is None else pool.stats().as_dict(),
+        "pages": [] if pool is None else [_pages_of(group) for group in pool.groups],
+        "prefix_cache": prefix_cache,
+        "dispatch": [
+            {"path": choice.path, "reason": choice.reason, "count": count}
+            for choice, count in dispatch_counts().items()
+        ],
+    }
+    if with_blocks:
+        runs = [] if pool is None else zip(pool.groups, block_map(pool), strict=True)
+        report |= {"history": stats.history(), "sequences": requests}
+        report["blocks"] = [
+            {"group": group.spec.name, "bytes_per_block": group.bytes_per_block, "runs": of_group}
+            for group, of_group in runs
+        ]
+    return report
+
+
+def _pages_of(group: BlockGroup) -> dict[str, Any]:
+    """Return how a group's pages hold keys and values; where that is not what was asked for, why."""
+    geometry = group.geometry
+    return {
+        "group": group.spec.name,
+        "layers": len(group.spec.layers),
+        "format": None if geometry is None else str(geometry.format or geometry.dtype),
+        "bytes_per_token": group.bytes_per_block // group.block_size,
+        "reason": group.dense_reason,
+    }

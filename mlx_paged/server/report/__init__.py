@@ -1,1 +1,0 @@
-"""What a server says of itself: figures, blocks, metrics and the cache page."""

@@ -1,1 +1,0 @@
-"""Grammars for mlx-lm's tokenizers."""
