@@ -36,6 +36,25 @@ class Delivery(NamedTuple):
     logits: TokenLogits
 
 
+class _Parts(NamedTuple):
+    """The batch's caches for some members.
+
+    Attributes:
+        caches: one per layer, parts of composite ones by themselves.
+        composed: as the model expects them.
+        states: those of layers without blocks.
+        of_arrays: of these, those that hold arrays by rows.
+    """
+
+    caches: list[Any]
+    composed: list[Any]
+    states: list[Any]
+    of_arrays: list[Any]
+
+
+_NOT_FOUND = _Parts([], [], [], [])
+
+
 class DecodeBatch:
     """Rows in the order they joined, one step ahead of what was delivered, as in mlx-lm: while the caller looks at a
     token, the next one is being computed.
@@ -66,7 +85,7 @@ class DecodeBatch:
         self._tables: Rows | None = None
         # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
         self._caches: list[Any] = []
-        self._parts: tuple[list[Any], list[Any], list[Any], list[Any]] = ([], [], [], [])  # see _composed
+        self._parts = _NOT_FOUND
         self._has_grammars = False
         self._changed = True
         self._told: deque[list[weakref.ref[TokenLogits]]] = deque()  # of the last steps
@@ -188,7 +207,7 @@ class DecodeBatch:
         if self.proposer is not None:
             self.proposer.remove(rows)
         self._tables, self._changed, self._has_grammars = None, True, False
-        self._parts = ([], [], [], [])
+        self._parts = _NOT_FOUND
 
     def settle_tables(self) -> None:
         """Take back what no layer has written, to use the rows by themselves."""
@@ -200,7 +219,7 @@ class DecodeBatch:
             self.settle_tables()
             self._tables = None
             self._caches = [None if _is_paged(cache) else cache for cache in self._caches]
-        self._parts = ([], [], [], [])
+        self._parts = _NOT_FOUND
         self._changed = True
 
     def _extract_states(self, index: int, row: Request) -> None:
@@ -250,21 +269,22 @@ class DecodeBatch:
 
     def _composed(self) -> list[Any]:
         """Return the layers' batch caches as the model expects them; found once for the members."""
-        if self._parts[0] is not self._caches:
+        if self._parts.caches is not self._caches:
             states = [cache for cache in self._caches if not (cache is None or _is_paged(cache))]
             of_arrays = [cache for cache in states if isinstance(cache, self.upstream.state_cache)]
-            self._parts = self._caches, with_leaves(self.rows[0].caches or [], self._caches), states, of_arrays
-        return self._parts[1]
+            composed = with_leaves(self.rows[0].caches or [], self._caches)
+            self._parts = _Parts(self._caches, composed, states, of_arrays)
+        return self._parts.composed
 
     def _states(self) -> list[Any]:
         """Return the caches of layers without blocks."""
         self._composed()
-        return self._parts[2]
+        return self._parts.states
 
     def _state_caches(self) -> list[Any]:
         """Return those of :meth:`_states` that hold arrays by rows, which can be cut and put back."""
         self._composed()
-        return self._parts[3]
+        return self._parts.of_arrays
 
     def step(self) -> list[Delivery]:
         """Dispatch the next token of every row, then return the ones computed by the step before.

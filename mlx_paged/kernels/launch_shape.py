@@ -194,15 +194,6 @@ class LaunchShape(NamedTuple):
         heads = -(-gqa // self.head_split)
         return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
 
-    def matrix_bytes(self, variant: Variant) -> int:
-        """Threadgroup memory in bytes of a group of a body by matrices: queries, scores, weights, diagonals, largest
-        scores and sums; values at a block's edge, or what is dequantised."""
-        tiles, size = -(-variant.gqa // 8), variant.dtype.size
-        widest = max(variant.head_dim, variant.value_dim)
-        staged = 64 if variant.pages is None else self.keys * widest
-        simdgroup = 8 * tiles * self.keys * (4 + size) + 256 * tiles + 64 * tiles + size * staged
-        return 8 * tiles * variant.head_dim * size + self.simdgroups * simdgroup
-
     def latent_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes of a group of latent_decode_tensor: queries, keys twice, scores and sums, flags."""
         heads = LATENT_TENSOR_HEADS

@@ -93,11 +93,6 @@ class Candidate(NamedTuple):
     missing: int = 0
 
 
-def expected_tokens(chance: float, drafts: int) -> float:
-    """Return the tokens that a row gets in a step with so many drafts, each right with this chance."""
-    return 1.0 + sum(chance**n for n in range(1, drafts + 1))
-
-
 class _Estimate:
     """A mean of the latest measurements."""
 

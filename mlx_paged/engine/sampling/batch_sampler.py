@@ -434,15 +434,13 @@ class BatchSampler:
     def sample(
         self, logits: mx.array, rows: Sequence[int] | None = None, ahead: Sequence[int] | None = None
     ) -> mx.array:
-        """Return the tokens of the step, ``[T]`` uint32.
+        """Return the tokens of the step that :meth:`penalised` has begun, ``[T]`` uint32.
 
         Args:
             logits: ``[T, vocab]``, with the penalties.
             rows: which row each is of; a row may have several, or none. None: one of each row.
             ahead: how many tokens behind the row's next one each stands, ``[T]``; None: 0.
         """
-        if not self._is_settled:
-            self._settle()
         if not self._draws:
             return greedy(logits)
         of = tuple(range(len(self.rows))) if rows is None else tuple(rows)

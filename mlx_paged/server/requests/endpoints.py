@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 from ..request import ServerRequest
 from .chat import ChatBody, ChatForm, chat_request
 from .completions import CompletionBody, CompletionForm, completion_request
-from .fields import REFUSED, SUPPORT, Body
+from .fields import SUPPORT, Body
 from .messages import CountBody, MessageBody, MessageForm, message_request
 from .pieces import Form, Head
 from .responses import ResponseBody, ResponseForm, response_request
@@ -97,10 +97,6 @@ def support_of(body: type[Body], name: str) -> str:
     """Return what becomes of a parameter: ``supported``, ``no effect`` or ``refused``."""
     extra = body.model_fields[name].json_schema_extra
     return str(extra[SUPPORT]) if isinstance(extra, dict) and SUPPORT in extra else "supported"
-
-
-def is_refused(body: type[Body], name: str) -> bool:
-    return support_of(body, name) == REFUSED
 
 
 def description(version: str, *, has_keys: bool = False) -> dict[str, Any]:

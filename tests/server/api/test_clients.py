@@ -13,7 +13,8 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from mlx_paged.server.requests.endpoints import ENDPOINTS, is_refused
+from mlx_paged.server.requests.endpoints import ENDPOINTS, support_of
+from mlx_paged.server.requests.fields import REFUSED
 from tests.server.api.samples import HI, OF_CHAT, OF_MESSAGE, WHITE
 from tests.support.models.tiny_model import VOCAB
 from tests.support.processes.server_process import ServerProcess
@@ -122,7 +123,7 @@ def test_every_parameter_is_taken_or_refused_by_name(
 
     table = ENDPOINTS[path].body.model_fields
     assert official(path) - {"stream"} <= set(table)
-    refused = {name for name in table if is_refused(ENDPOINTS[path].body, name)}
+    refused = {name for name in table if support_of(ENDPOINTS[path].body, name) == REFUSED}
     assert set(USED[path]) == set(table) - refused - TESTED_ELSEWHERE
 
     def used(name: str) -> Any:
