@@ -3,7 +3,7 @@
     python scripts/bench.py COMMAND --help
 
 Models are random weights of a known shape (``--random``) or a folder (``--model``). With ``--out`` the results are
-written as JSON, with the machine and the arguments beside them, and as a figure if matplotlib is installed.
+written as JSON, with the machine and the arguments beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path[:0] = [folder for folder in map(str, Path(__file__).resolve().parents[:
 
 COMMANDS = {
     "generate": "one sequence: prefill, decode and memory by context",
-    "batch": "batches and bursts: throughput, latency, first tokens and memory",
+    "batch": "batches: throughput, latency, first tokens and memory",
     "prefix": "requests that share a prefix, against the stock server's prompt cache",
     "drafts": "several tokens a step: looked up, from a draft model, and with a made acceptance",
     "kernel": "the kernels by themselves, on a GPU",

@@ -1,13 +1,15 @@
 """What runs paged: builds a tiny random model of every module of mlx-lm, generates with it on stock mlx-lm and under
-apply_patches(), alone and in a batch, compares, and writes docs/models.md."""
+apply_patches(), alone and in a batch, compares, and writes the table of docs/models.md."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,17 +27,13 @@ from mlx_paged import PagedConfig, PagedKVCache, warn  # noqa: E402
 from scripts.support import model_configs  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-FIGURES = "\n## On a GPU\n"  # what follows is measured by hand, and kept
+TABLE = f"{'|---' * 13}|\n"  # under the names of its columns
+FIGURES = "\n## On a GPU\n"  # behind it
 BLOCK_SIZE = 8
 PROMPTS = (5, 30, 45)  # within a window, across windows and chunks of either kind
 LIMIT = 1e-5
 # Of modules whose layers are all paged, those whose decode steps are never compiled.
-NOT_COMPILED = {
-    "dbrx": "chooses experts on the host",
-    "deepseek_v32": "chooses tokens in long contexts only",
-    "glm_moe_dsa": "the same",
-    "phi3small": "attends over gathered arrays",
-}
+NOT_COMPILED = ("dbrx", "deepseek_v32", "glm_moe_dsa", "phi3small")  # the page says why
 
 
 class Row(NamedTuple):
@@ -206,75 +204,26 @@ def attention_of(model: Any) -> str:
     return "blocks" if all(seam) else "blocks, some gathered" if any(seam) else "gathered"
 
 
-HEADER = """# Models
-
-Every model module of mlx-lm 0.32 (`mlx_lm.models`): {paged} paged, {partly} partly paged, {stock} on mlx-lm's own
-caches, {not_built} that could not be built here. Written by `scripts/model_matrix.py`, which builds the smallest
-configuration of each (`scripts/support/model_configs.py`) with random f32 weights and compares {tokens} greedy tokens
-after prompts of {prompts} tokens with stock mlx-lm's, each prompt alone: windows and chunks of {window} tokens, prefill
-in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
-
-- **Paged**: all layers, some (the others hold states that are not keys and values), or none (there are states alone, or
-  what the last column says).
-- **Groups**: paged layers by window and geometry (KV heads x head size; keys/values where they differ).
-- **Attention**: over the blocks, which is the kernel on a GPU if it has the head size and MLX's attention elsewhere; or
-  over arrays gathered from them, where the model computes with keys and values itself. Over latents (MLA): decode steps
-  over the blocks, prompts over keys and values made of them, where there are kernels
-  ([ADR 0033](adr/0033-latent-pages.md)); else over gathered arrays. "Chosen": a second group of pages holds the keys of
-  an indexer. Up to `index_topk` tokens of context, attention is as over any latents; beyond, index keys and latents are
-  gathered and mlx-lm's own code chooses, on any device ([ADR 0072](adr/0072-index-keys.md)).
-- **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
-- **Packs**: on a GPU, chunks of several prompts go through the model in one call, as rows of one token; else alone.
-  Layers with states take the tokens of several sequences side by side ([ADR 0069](adr/0069-packs-with-states.md)).
-- **Look-up**: whether rows may propose tokens that they had before ([look-up](reference.md#look-up)).
-- **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
-- **Compiled**: on a GPU, if all paged layers attend in the kernel, decode steps run as one compiled function, with the
-  states of the other layers as inputs ([ADR 0005](adr/0005-compiled-decode-step.md)). Not compiled:
-  models without a paged layer, {not_compiled}.
-- **States** (SSM, convolutions, linear attention) lie in mlx-lm's own cache objects. Those of requests and of
-  checkpoints count in the pool's budget, and checkpoints go to disk with the blocks. Where mlx-lm has no kernel, linear
-  attention of Qwen3-Next, Qwen3.5 and OLMo hybrid takes prompts by chunks of tokens
-  ([ADR 0066](adr/0066-gated-delta-rule.md)), and one token of Mamba 2's layers takes half of the
-  operations ([ADR 0076](adr/0076-one-token-of-a-state-space.md)).
-- **Prefixes**: whether requests share what they have in common: "yes", to the token; "checkpoints", where the states of
-  layers that are not paged were kept ([checkpoints](reference.md#checkpoints), [ADR 0053](adr/0053-checkpoints.md)).
-
-With `kv_bits` ([ADR 0026](adr/0026-quantised-pages.md)), by kind of layer:
-
-- global layers, sliding windows, layers with sinks or soft caps, layers that attend to another one's keys, keys and
-  values beside states in a hybrid or a composite: quantised, if key and value are multiples of `kv_group_size` long;
-- latents (MLA), and whatever else a model computes with by itself ("gathered" above): stay as they are;
-- states (SSM, convolutions, linear attention), and layers that are not paged: mlx-lm's own caches, as without.
-
-"""
-COLUMNS = (
-    "Module", "Paged", "Groups", "Attention", "Batch", "Packs", "Compiled", "Look-up", "Alone", "Batched", "Packed",
-    "Prefixes", "Why not",
-)  # fmt: skip
+STATUSES = ("paged", "partly", "stock", "not built")
+COUNTS = "{paged} paged, {partly} partly paged, {stock} on mlx-lm's own caches, {not_built} that could not be built"
 
 
-def page_of(lines: dict[str, str], num_tokens: int = 64) -> str:
-    """The Markdown page of these lines (see :func:`line_of`), by module."""
-    statuses = [line.split(" | ")[1] for line in lines.values()]
-    counts = {kind.replace(" ", "_"): statuses.count(kind) for kind in ("paged", "partly", "stock", "not built")}
-    not_compiled = ", ".join(f"{name} ({why})" for name, why in NOT_COMPILED.items())
-    header = HEADER.format(
-        **counts, tokens=num_tokens, prompts=", ".join(map(str, PROMPTS)), window=model_configs.WINDOW,
-        chunk=model_configs.CHUNK, block=BLOCK_SIZE, not_compiled=not_compiled,
-    )  # fmt: skip
-    header += f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
-    page = header + "".join(lines[name] + "\n" for name in sorted(lines))
-    _, title, figures = PAGE.read_text().partition(FIGURES) if PAGE.exists() else ("", "", "")
-    return page + title + figures
+def page_of(lines: dict[str, str]) -> str:
+    """Return the page with these lines (see :func:`line_of`), by module, in its table."""
+    statuses = Counter(line.split(" | ")[1] for line in lines.values())
+    counts = COUNTS.format(
+        **{kind.replace(" ", "_"): statuses[kind] for kind in ("paged", "partly", "stock", "not built")}
+    )
+    before, head, rest = PAGE.read_text().partition(TABLE)
+    table = "".join(lines[name] + "\n" for name in sorted(lines))
+    before = re.sub(re.sub(r"\{\w+\}", r"\\d+", COUNTS), counts, before)
+    return before + head + table + "".join(rest.partition(FIGURES)[1:])
 
 
 def lines_of_page() -> dict[str, str]:
-    """The page's lines by module, as they are at present."""
-    if not PAGE.exists():
-        return {}
-    page = PAGE.read_text().partition(FIGURES)[0]
-    lines = [line for line in page.splitlines() if line.startswith("| ")][1:]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    """The lines of the page's table by module, as they are at present."""
+    table = PAGE.read_text().partition(TABLE)[2].partition(FIGURES)[0]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
 
 
 def line_of(row: Row) -> str:

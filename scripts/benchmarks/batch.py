@@ -1,12 +1,11 @@
-"""Batches and bursts, stock mlx-lm against mlx_paged: throughput, latency, first tokens and memory.
+"""Batches, stock mlx-lm against mlx_paged: throughput, latency, first tokens and memory.
 
     python scripts/bench.py batch --random llama-1b --cases 8x2048,16x4096,32xragged1024 --out out/batch
     python scripts/bench.py batch --random llama-1b --cases 32x1024,64xmixed200-3000 --repeats 3
-    python scripts/bench.py batch --random tiny --arrivals 20 --requests 64
 
 A case is ``BATCHxPROMPT``, ``BATCHxraggedMOST`` (lengths from a sixteenth of MOST to MOST) or ``BATCHxmixedLEAST-MOST``
-(random lengths, run once in a fresh process, so that no length was seen before). ``--arrivals`` adds a trace: requests
-that come over time, with lengths drawn from ``--trace-lengths``. Each side and case runs in a process of its own.
+(random lengths, run once in a fresh process, so that no length was seen before). All requests come at once. Each side
+and case runs in a process of its own.
 
 A warm-up of the same shape comes first, of ``mixed`` cases a short one of other lengths: on a GPU with whole prompts,
 because kernels and plans are made for each length; the paged side then starts with a new pool, so that growth counts.
@@ -15,7 +14,7 @@ the step in between that may still compute a prompt. Latencies are as the caller
 when the last row has its first token.
 
 With ``--repeats`` the best decode throughput and the earliest last first token count, on both sides, and everything
-else is the fastest run's. Writes batch.json, which has all runs, and batch.png.
+else is the fastest run's. Writes batch.json, which has all runs.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ import mlx.core as mx
 
 import mlx_paged
 
-from .models import SEED, add_model_arguments, chosen_model, model_name, on_gpu, vocabulary_of
+from .models import SEED, add_model_arguments, chosen_model, on_gpu, vocabulary_of
 from .report import (
-    Panel,
     add_pool_arguments,
     dispatch_counts,
     list_of,
@@ -46,35 +44,24 @@ from .report import (
     write_results,
 )
 
-PANELS: tuple[Panel, ...] = (
-    ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or r["tokens_per_s"]),
-    ("time to first token, p50, s", lambda r: r["ttft_s"]["p50"]),
-    ("last first token, s", lambda r: r["last_first_s"]),
-    ("between tokens, p95, ms", lambda r: 1e3 * r["inter_token_s"].get("p95", 0.0)),
-    ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
-)
 CPU_WARMUP_PROMPT, CPU_WARMUP_TOKENS = 64, 4
 WARM_UNSEEN = 700  # tokens of prompts before a case of lengths that must be new
 PERCENTILES = (50, 95, 99)
-TRACE_LENGTHS = (32, 64, 128, 256, 512, 1024)
 SIDES = ("stock", "paged")
 
 
 class Request(NamedTuple):
-    """A request of a trace: when it comes, in seconds, and its tokens."""
+    """A prompt, and how many tokens its answer has."""
 
-    at: float
     prompt: list[int]
     num_tokens: int
 
 
 class Case(NamedTuple):
-    """What is run. ``arrivals`` is None, or requests per second."""
+    """What is run."""
 
     name: str
-    batch: int
     lengths: tuple[int, ...]
-    arrivals: float | None = None
 
     @property
     def is_unseen(self) -> bool:
@@ -104,19 +91,13 @@ def parse_case(text: str) -> Case:
         ) from None
     if batch < 1 or min(lengths) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: batch and prompt must be positive")
-    return Case(text, batch, tuple(lengths))
+    return Case(text, tuple(lengths))
 
 
 def requests_of(case: Case, args: argparse.Namespace, vocabulary: int) -> list[Request]:
     """The case's requests, the same in every process."""
     rng = random.Random(SEED)
-    at, made = 0.0, []
-    for length in case.lengths:
-        if case.arrivals is not None:
-            at += rng.expovariate(case.arrivals)
-        num_tokens = args.decode_tokens if case.arrivals is None else rng.randint(1, 2 * args.decode_tokens)
-        made.append(Request(at, [rng.randrange(vocabulary) for _ in range(length)], num_tokens))
-    return made
+    return [Request([rng.randrange(vocabulary) for _ in range(n)], args.decode_tokens) for n in case.lengths]
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
@@ -129,7 +110,7 @@ class Run:
     """One side's run of one case, with what its caller sees of each request.
 
     Attributes:
-        first: per request, seconds from its arrival to its first token.
+        first: per request, seconds to its first token.
         gaps: seconds between tokens of one request.
         steps: (time, rows that gave a token) of each call that gave any.
     """
@@ -142,26 +123,20 @@ class Run:
         self.steps: list[tuple[float, int]] = []
         self.tokens: dict[int, list[int]] = {}
         self._last: dict[int, float] = {}
-        self._due: dict[int, float] = {}
         self.first_finish: float | None = None
         self.last_first = 0.0
 
     def go(self) -> float:
         """Run to the end. Returns the seconds it took."""
         begin = time.perf_counter()
-        waiting = list(self.requests)
+        uids = self.generator.insert(
+            [each.prompt for each in self.requests], [each.num_tokens for each in self.requests]
+        )
+        self.tokens = {uid: [] for uid in uids}
         finished = 0
         while finished < len(self.requests):
-            now = time.perf_counter() - begin
-            while waiting and waiting[0].at <= now:
-                request = waiting.pop(0)
-                (uid,) = self.generator.insert([request.prompt], [request.num_tokens])
-                self._due[uid], self.tokens[uid] = request.at, []
-            prompts, generated = self.generator.next()
-            now = time.perf_counter() - begin
-            finished += self._take(generated, now)
-            if not prompts and not generated and waiting:
-                time.sleep(max(0.0, min(waiting[0].at - now, 0.01)))
+            _, generated = self.generator.next()
+            finished += self._take(generated, time.perf_counter() - begin)
         return time.perf_counter() - begin
 
     def _take(self, generated: Sequence[Any], now: float) -> int:
@@ -172,7 +147,7 @@ class Run:
             if uid in self._last:
                 self.gaps.append(now - self._last[uid])
             else:
-                self.first.append(now - self._due[uid])
+                self.first.append(now)
                 self.last_first = now
             self._last[uid] = now
             if response.finish_reason is not None:
@@ -200,19 +175,20 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
     upstream = importlib.import_module("mlx_lm.generate")
 
     def generator() -> Any:
-        options = {"completion_batch_size": case.batch, "prefill_batch_size": min(case.batch, args.prefill_batch_size)}
+        batch = len(case.lengths)
+        options = {"completion_batch_size": batch, "prefill_batch_size": min(batch, args.prefill_batch_size)}
         return upstream.BatchGenerator(model, sampler=None, prefill_step_size=args.prefill_step_size, **options)
 
     vocabulary = vocabulary_of(model)
     requests = requests_of(case, args, vocabulary)
     if case.is_unseen:
-        warm = [Request(0.0, request.prompt[:1] * WARM_UNSEEN, 8) for request in requests[:4]]
+        warm = [Request(request.prompt[:1] * WARM_UNSEEN, 8) for request in requests[:4]]
     else:
-        longest = args.warmup_prompt or (max(case.lengths) if on_gpu() else CPU_WARMUP_PROMPT)
+        longest = max(case.lengths) if on_gpu() else CPU_WARMUP_PROMPT
         # On a GPU as many tokens as in the run: steps are compiled when a shape has lasted for some, which the last
         # one, with all rows, does only then; the first compilation on a machine takes seconds.
         num_tokens = None if on_gpu() else CPU_WARMUP_TOKENS
-        warm = [Request(0.0, r.prompt[:longest], num_tokens or r.num_tokens) for r in requests[: case.batch]]
+        warm = [Request(r.prompt[:longest], num_tokens or r.num_tokens) for r in requests]
     Run(generator(), warm).go()
     if side == "paged":
         patch_anew(args)
@@ -235,8 +211,7 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
     return {
         "side": side,
         "case": case.name,
-        "batch": case.batch,
-        "requests": len(requests),
+        "batch": len(requests),
         "prompt_tokens": sum(case.lengths),
         "generated_tokens": num_tokens,
         "seconds": seconds,
@@ -302,7 +277,7 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
             shown = ", ".join(
                 f"{name} {'-' if value is None else f'{value:.2f}x'}" for name, value in r["ratios"].items()
             )
-            print(f"{r['case']}: paged against stock: {shown}; {r['rows_with_same_tokens']}/{r['requests']} rows same")
+            print(f"{r['case']}: paged against stock: {shown}; {r['rows_with_same_tokens']}/{r['batch']} rows same")
     paths = sorted({path for r in results for path in r.get("dispatch", {})})
     print("Paged attention ran through:", "; ".join(paths) or "-")
 
@@ -324,40 +299,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_arguments(parser)
     add("--cases", type=list_of(parse_case), default="4x64,8xragged256")
-    add("--decode-tokens", type=positive, default=64, help="tokens of each request (trace: 1 to twice it)")
-    add("--arrivals", type=float, default=None, metavar="RATE", help="add a trace, requests per second")
-    add("--requests", type=positive, default=32, help="requests of the trace")
-    add("--trace-lengths", type=list_of(positive), default=list(TRACE_LENGTHS))
+    add("--decode-tokens", type=positive, default=64, help="tokens of each request")
     add("--only", choices=SIDES, default=None, help="skip the other side")
     add("--repeats", type=positive, default=1, help="runs of a case in its process")
     add("--prefill-step-size", type=positive, default=2048)
     add("--prefill-batch-size", type=positive, default=8)
-    add("--warmup-prompt", type=positive, default=None, help="most prompt tokens in the warm-up")
     add_pool_arguments(parser)
-
-
-def cases_of(args: argparse.Namespace) -> list[Case]:
-    cases: list[Case] = list(args.cases)
-    if args.arrivals is not None:
-        rng = random.Random(SEED)
-        lengths = tuple(rng.choice(args.trace_lengths) for _ in range(args.requests))
-        name = f"{args.requests} at {args.arrivals:g}/s"
-        cases.append(Case(name, cases[-1].batch, lengths, args.arrivals))
-    return cases
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure each side of each case in a process of its own, or, as such a process, one of them."""
     if args.child is not None:
-        side, name, batch, lengths, arrivals = json.loads(args.child)
-        print(json.dumps(measure(args, Case(name, batch, tuple(lengths), arrivals), side)))
+        side, name, lengths = json.loads(args.child)
+        print(json.dumps(measure(args, Case(name, tuple(lengths)), side)))
         return 0
     results = []
-    for case in cases_of(args):
+    for case in args.cases:
         for side in SIDES if args.only is None else (args.only,):
             results.append(measure_apart("batch", argv, [side, *case], side=side, case=case.name))
             print(f"{case.name}, {side}: {summary(results[-1])}", file=sys.stderr, flush=True)
     compare(results)
     print_results(results)
-    write_results(args.out, "batch", argv, results, PANELS, "case", SIDES, model_name(args))
+    write_results(args.out, "batch", argv, results)
     return int(any("error" in result for result in results))

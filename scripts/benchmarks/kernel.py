@@ -7,8 +7,7 @@
     python scripts/bench.py kernel --what prefill          # TFLOP/s of the prefill kernel, warm (CUDA)
 
 Queries are in bf16, of one position per sequence in decode. Launches are chained (a launch's output is the next one's
-query), many to an eval, and inputs rotate among sets that together exceed the L2 cache. Writes kernel.json and, of
-decode, kernel.png.
+query), many to an eval, and inputs rotate among sets that together exceed the L2 cache. Writes kernel.json.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kernels.shared_runs import SharedCut, items_for, shared_items, shared_rows
 
-from .report import Panel, add_out_argument, write_results
+from .report import add_out_argument, write_results
 
 Chain = Callable[[int], mx.array]  # builds n dependent launches
 SHAPES = {"32/8x128": (32, 8, 128), "32/8x64": (32, 8, 64), "8/4x256": (8, 4, 256), "64/8x128": (64, 8, 128)}
@@ -49,7 +48,6 @@ KV_GROUP_SIZE = 64
 ROTATE_BYTES = 256 << 20
 MOST_GATHERED = 32 * 16384  # tokens; more take too long
 DTYPE = mx.bfloat16
-PANELS: tuple[Panel, ...] = (("dense time / paged time", lambda r: r["dense_over_paged"]),)
 
 
 def seconds_per_launch(chain: Chain, launches: int, repeats: int = 5) -> float:
@@ -363,7 +361,5 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for row in measured:
         rows.append(row)
         print(told(row), flush=True)
-    panels = PANELS if args.what == "decode" else ()
-    sides = list(dict.fromkeys(row["side"] for row in rows))
-    write_results(args.out, "kernel", argv, rows, panels, "case", sides, "decode kernel", copy_bytes_per_s=copy)
+    write_results(args.out, "kernel", argv, rows, copy_bytes_per_s=copy)
     return 0

@@ -64,12 +64,6 @@ PRESETS = {
     "llama-22m": Preset(llama, "float32", {"model_type": "llama"} | _shape(256, 8, "8/4", 32, 1024, 49152)),
     "llama-135m": Preset(llama, "float32", {"model_type": "llama"} | _shape(576, 30, "9/3", 64, 1536, 49152)),
     "llama-1b": Preset(llama, "bfloat16", {"model_type": "llama"} | _shape(2048, 16, "32/8", 64, 8192, 128256)),
-    "qwen3-small": Preset(
-        qwen3,
-        "bfloat16",
-        {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6}
-        | _shape(1024, 28, "16/8", 128, 3072, 151936),
-    ),
     "llama-8b": Preset(
         llama,
         "bfloat16",
@@ -109,12 +103,6 @@ PRESETS = {
         {"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 6}
         | _shape(2560, 34, "8/4", 256, 10240, 262208),
         tied=True,
-    ),
-    "gemma3-small": Preset(
-        gemma3_text,
-        "bfloat16",
-        {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6}
-        | _shape(640, 18, "4/1", 256, 2048, 262144),
     ),
 }
 

@@ -42,7 +42,7 @@ def measured(model: Any, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     for answer in (min(args.answer, WARM), args.answer):
         mx.clear_cache()
         mx.reset_peak_memory()
-        requests = [Request(0.0, [rng.randrange(vocabulary) for _ in range(args.prompt)], answer) for _ in range(rows)]
+        requests = [Request([rng.randrange(vocabulary) for _ in range(args.prompt)], answer) for _ in range(rows)]
         generator = importlib.import_module("mlx_lm.generate").BatchGenerator(model, completion_batch_size=rows)
         run = Run(generator, requests)
         run.go()

@@ -1,4 +1,4 @@
-"""What benchmarks share: sides in processes of their own, statistics, tables, files and bars."""
+"""What benchmarks share: sides in processes of their own, statistics, tables and files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from mlx_paged import PagedConfig
 from mlx_paged.config import parse_block_size, parse_kernel, parse_kv_bits, parse_kv_group_size, parse_memory
 
 SCRIPT = Path(__file__).parents[1] / "bench.py"
-# A panel of a figure: its title, and the height of a result's bar in it.
-Panel = tuple[str, Callable[[dict[str, Any]], float]]
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +37,7 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_out_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--out``."""
-    parser.add_argument(
-        "--out", type=Path, default=None, help="folder for the results as JSON and, with matplotlib, PNG"
-    )
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results as JSON")
 
 
 def positive(text: str) -> int:
@@ -142,10 +138,9 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(
-    out: Path | None, name: str, argv: Sequence[str], results: Sequence[dict[str, Any]],
-    panels: Sequence[Panel] = (), by: str = "", sides: Sequence[str] = (), title: str = "", **more: Any,
-) -> None:  # fmt: skip
-    """Write ``NAME.json`` (without the tokens) and, if there are panels and matplotlib is installed, ``NAME.png``."""
+    out: Path | None, name: str, argv: Sequence[str], results: Sequence[dict[str, Any]], **more: Any
+) -> None:
+    """Write ``NAME.json``, without the tokens."""
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -153,36 +148,3 @@ def write_results(
         result.pop("tokens", None)
     facts = {"machine": machine(), "arguments": list(argv), "results": results, **more}
     (out / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    if panels:
-        _plot_bars(results, out / f"{name}.png", f"{title}, {facts['machine']['device']}", panels, by, sides)
-
-
-def _plot_bars(
-    results: Sequence[dict[str, Any]], path: Path, title: str, panels: Sequence[Panel], by: str, sides: Sequence[str]
-) -> None:
-    """Draw a bar for each side at each value of the field ``by``, in one panel after the other."""
-    try:
-        import matplotlib
-    except ImportError:
-        print(f"no {path.name}: matplotlib is not installed", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    good = [r for r in results if "error" not in r]
-    places = list(dict.fromkeys(r[by] for r in good))
-    sides = [side for side in sides if any(r["side"] == side for r in good)]
-    spacing = 0.8 / max(1, len(sides))
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4), layout="constrained", squeeze=False)
-    for axis, (label, value) in zip(axes[0], panels, strict=True):
-        for number, side in enumerate(sides):
-            mine = {r[by]: value(r) for r in good if r["side"] == side}
-            left = [i + (number - (len(sides) - 1) / 2) * spacing for i, place in enumerate(places) if place in mine]
-            axis.bar(left, [mine[place] for place in places if place in mine], 0.95 * spacing, label=side)
-        axis.set_xticks(range(len(places)), places, rotation=30, ha="right", fontsize=8)
-        axis.set_title(label, fontsize=10)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0][0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

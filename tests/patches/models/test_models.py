@@ -78,6 +78,7 @@ def test_every_model_runs_as_the_page_says(name: str) -> None:
 def test_the_page_lists_every_module() -> None:
     assert sorted(lines_of_page()) == model_configs.modules()
     assert set(SAMPLE) <= set(lines_of_page()) and len(SAMPLE) >= 25
+    assert model_matrix.page_of(lines_of_page()) == model_matrix.PAGE.read_text()
 
 
 def test_a_row_that_differs_does_not_agree() -> None:
