@@ -23,20 +23,22 @@ import argparse
 import json
 import random
 import re
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.support.processes.server_process import ServerProcess
+
 FLAT = 0.02
 SAMPLE_SECONDS = 2.0
 REST_SECONDS = 10.0  # without work: the server gives memory back after 5
@@ -44,43 +46,11 @@ KINDS = ["whole", "stream", "cancel", "seed", "stop"]
 WORDS = ["the", "river", "bank", "was", "cold", "and", "nobody", "who", "had", "seen", "it", "before", "a", "lamp"]
 
 
-class Server:
-    """A server process on a free port of the loopback interface."""
-
-    def __init__(self, model: str, *flags: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.log = tempfile.NamedTemporaryFile("w+", prefix="soak", suffix=".log")  # noqa: SIM115
-        command = [sys.executable, "-m", "mlx_paged", "server", "--model", model, "--port", str(self.port), *flags]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=self.log)
-        deadline = time.monotonic() + 300
-        while not self.is_up:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"the server did not start:\n{Path(self.log.name).read_text()[-3000:]}")
-            time.sleep(0.2)
-
-    @property
-    def is_up(self) -> bool:
-        try:
-            return bool(self.get("/health")["status"] == "ok")
-        except (OSError, HTTPException, ValueError):
-            return False
-
-    def get(self, path: str) -> Any:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request("GET", path)
-            return json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
-
-    @property
-    def resident_bytes(self) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        match = re.search(r"VmRSS:\s+(\d+) kB", status)
-        assert match is not None
-        return int(match[1]) << 10
+def resident_bytes(server: ServerProcess) -> int:
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    match = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert match is not None
+    return int(match[1]) << 10
 
 
 class Clients:
@@ -92,7 +62,7 @@ class Clients:
         seed: of what they say.
     """
 
-    def __init__(self, server: Server, tokens: int, seed: int) -> None:
+    def __init__(self, server: ServerProcess, tokens: int, seed: int) -> None:
         self.server, self.tokens = server, tokens
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
@@ -170,14 +140,14 @@ def growth(values: list[int]) -> float:
     return values[-1] / values[0] - 1
 
 
-def run_round(server: Server, clients: Clients, num_clients: int, seconds: float) -> Round | None:
+def run_round(server: ServerProcess, clients: Clients, num_clients: int, seconds: float) -> Round | None:
     """Clients for so long, and the rest after that. None: the server has ended."""
     deadline = time.monotonic() + seconds
     samples = []
     with ThreadPoolExecutor(num_clients) as pool:
         running = [pool.submit(clients.run, deadline) for _ in range(num_clients)]
         while not all(each.done() for each in running) and server.process.poll() is None:
-            samples.append(server.resident_bytes)
+            samples.append(resident_bytes(server))
             time.sleep(SAMPLE_SECONDS)
         for each in running:
             each.result()
@@ -186,16 +156,19 @@ def run_round(server: Server, clients: Clients, num_clients: int, seconds: float
         if server.process.poll() is not None:
             return None
         # What was cancelled last is noticed a little later; what never ends is a fault that is found at the end.
-        if any((report := server.get("/v1/cache/stats"))["running"].values()) and time.monotonic() < deadline + 300:
+        report = server.get("/v1/cache/stats").json
+        if any(report["running"].values()) and time.monotonic() < deadline + 300:
             idle_since = time.monotonic()
         time.sleep(0.5)
     has_all = all(clients.counts[f"{kind} 200"] for kind in KINDS)
     counts = report["pool"]
     warms = has_all and counts["preemptions"] > 0 and counts["evictions"] > 0
-    return Round(int(statistics.median(samples)), server.resident_bytes, warms)
+    return Round(int(statistics.median(samples)), resident_bytes(server), warms)
 
 
-def soak(server: Server, minutes: float, rounds: int, num_clients: int, tokens: int, seed: int) -> dict[str, Any]:
+def soak(
+    server: ServerProcess, minutes: float, rounds: int, num_clients: int, tokens: int, seed: int
+) -> dict[str, Any]:
     """The figures, and under ``faults`` what is not as it should be."""
     begin = time.monotonic()
     clients = Clients(server, tokens, seed)
@@ -207,7 +180,7 @@ def soak(server: Server, minutes: float, rounds: int, num_clients: int, tokens: 
             return {"faults": [*faults, f"the server has ended with {server.process.poll()}"]}
         done.append(each)
         print(f"round {number + 1}: {each}, {sum(clients.counts.values())} requests", file=sys.stderr, flush=True)
-    report, health = server.get("/v1/cache/stats?blocks=1"), server.get("/health")
+    report, health = server.stats(), server.get("/health").json
     pool_figures = report["pool"]
     states: Counter[str] = Counter()
     for group in report["blocks"]:
@@ -257,22 +230,22 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    first = Server(args.model, "--kv-cache-memory", "100MB", "--log-level", "ERROR")
-    per_token = first.get("/v1/cache/stats")["pool"]["bytes_per_token"]
-    first.process.terminate()
-    first.process.wait(60)
-    budget = per_token * args.tokens
-    server = Server(args.model, "--kv-cache-memory", str(budget), "--log-level", "WARNING", "--max-tokens", "64")
+    folder = tempfile.TemporaryDirectory(prefix="soak")
+    start = partial(ServerProcess, args.model, Path(folder.name), cold=True)
+    first = start("--kv-cache-memory", "100MB", "--log-level", "ERROR")
+    per_token = first.stats()["pool"]["bytes_per_token"]
+    first.stop()
+    server = start("--kv-cache-memory", str(per_token * args.tokens), "--log-level", "WARNING", "--max-tokens", "64")
     # A prompt has two thirds of this on average, and an answer half; together they want twice the budget.
     each = int(2 * args.tokens / args.clients / 1.1)
     try:
         figures = soak(server, args.minutes, args.rounds, args.clients, each, args.seed)
     finally:
-        server.process.terminate()
-    if (code := server.process.wait(120)) != 0:
+        code = server.stop()
+    if code != 0:
         figures["faults"].append(f"the server ended with {code}")
     if figures["faults"]:
-        figures["log"] = Path(server.log.name).read_text()[-3000:]
+        figures["log"] = server.log[-3000:]
     print(json.dumps(figures, indent=1))
     sys.exit(1 if figures["faults"] else 0)
 
