@@ -20,15 +20,14 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.models import cache as stock_cache
 
 import mlx_paged
-from mlx_paged import PagedConfig, PagedKVCache
+from mlx_paged import PagedConfig
 from mlx_paged.config import parse_block_size, parse_kernel
 
 from .models import SEED, BenchError, add_model_arguments, chosen_model, model_name, vocabulary_of
@@ -46,21 +45,10 @@ from .report import (
 
 SKIPPED_STEPS = 2
 FILL_CHUNK = 2048
+Side = int | None  # mlx_paged with blocks of this size, or stock mlx-lm
 
 
-@dataclass(frozen=True)
-class Side:
-    """Stock mlx-lm (no block size) or mlx_paged with a block size."""
-
-    block_size: int | None
-
-    @property
-    def name(self) -> str:
-        return "stock" if self.block_size is None else f"paged-{self.block_size}"
-
-
-@dataclass
-class Sample:
+class Sample(NamedTuple):
     """One generation by one side."""
 
     prefill_s: float | None
@@ -75,13 +63,12 @@ class Generation:
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
         self.model, self.args = model, args
-        self.sides = [Side(None), *(Side(size) for size in args.block_sizes)]
-        self.vocab = vocabulary_of(model)
+        self.sides: list[Side] = [None, *args.block_sizes]
 
     def measure(self, context: int) -> list[dict[str, Any]]:
         """Results of every side, stock first."""
         mx.random.seed(SEED + context)
-        prompt = mx.random.randint(0, self.vocab, (context,), dtype=mx.int32)
+        prompt = mx.random.randint(0, vocabulary_of(self.model), (context,), dtype=mx.int32)
         template = self._random_cache(context) if self.args.synthetic_context else None
         if template is not None:
             prompt = prompt[-1:]
@@ -92,10 +79,7 @@ class Generation:
         for repeat in range(self.args.repeats):
             for side in self.sides if repeat % 2 == 0 else self.sides[::-1]:
                 samples[side].append(self._sample(side, prompt, template, self.args.decode_tokens))
-        stock = samples[self.sides[0]]
-        return [self._result(context, side, samples[side], stock) for side in self.sides]
-
-    # Starting points ------------------------------------------------------------------------------------------
+        return [result_of(context, side, samples[side], samples[None]) for side in self.sides]
 
     def _random_cache(self, context: int) -> list[Any]:
         """mlx-lm's own caches, filled with random keys and values of the shapes the model makes."""
@@ -105,15 +89,13 @@ class Generation:
         for begin in range(0, context, FILL_CHUNK):
             count = min(FILL_CHUNK, context - begin)
             for shape, layer in zip(probe, cache, strict=True):
-                pair = [
+                keys, values = (
                     mx.random.normal((1, x.shape[1], count, x.shape[3])).astype(x.dtype)
                     for x in (shape.keys, shape.values)
-                ]
-                layer.update_and_fetch(*pair)
+                )
+                layer.update_and_fetch(keys, values)
             mx.eval([layer.state for layer in cache])
         return cache
-
-    # One sample -----------------------------------------------------------------------------------------------
 
     def _sample(self, side: Side, prompt: mx.array, template: list[Any] | None, decode_tokens: int) -> Sample:
         gc.collect()
@@ -121,31 +103,21 @@ class Generation:
         mlx_paged.reset_dispatch_counts()
         baseline = mx.get_active_memory()
         mx.reset_peak_memory()
-        if side.block_size is not None:
-            mlx_paged.apply_patches(PagedConfig(block_size=side.block_size, kernel=self.args.kernel), strict=True)
+        if side is not None:
+            mlx_paged.apply_patches(PagedConfig(block_size=side, kernel=self.args.kernel), strict=True)
         try:
             with wired_limit(self.model, [generation_stream]):
                 sample = self._generate(side, self._start(side, template), prompt, template is None, decode_tokens)
         finally:
             mx.synchronize(generation_stream)
             mlx_paged.remove_patches()
-        sample.peak_bytes -= baseline
-        return sample
+        return sample._replace(peak_bytes=sample.peak_bytes - baseline)
 
     def _start(self, side: Side, template: list[Any] | None) -> list[Any]:
         if template is None:
-            cache = stock_cache.make_prompt_cache(self.model)
-        elif side.block_size is None:
-            cache = copy.deepcopy(template)
-        else:
-            cache = mlx_paged.adopt_prompt_cache(self.model, template)
-        paged = [isinstance(layer, PagedKVCache) for layer in cache]
-        if side.block_size is not None and not all(paged):
-            raise BenchError(f"the paged path did not run: mlx_paged does not page this model's caches ({cache[0]!r})")
-        if side.block_size is None and any(paged):
-            raise BenchError("the stock side was given paged caches")
-        if template is not None:
-            mx.eval([layer.state for layer in cache])
+            return stock_cache.make_prompt_cache(self.model)
+        cache = copy.deepcopy(template) if side is None else mlx_paged.adopt_prompt_cache(self.model, template)
+        mx.eval([layer.state for layer in cache])
         return cache
 
     def _generate(
@@ -167,56 +139,42 @@ class Generation:
                 prefill_dispatch = dispatch_counts()
                 mlx_paged.reset_dispatch_counts()
         mx.synchronize(generation_stream)
-        first, last = times[SKIPPED_STEPS - 1], times[-1]
         return Sample(
             prefill_s=times[0] - begin if with_prefill else None,
-            decode_ms=1e3 * (last - first) / decode_tokens,
+            decode_ms=1e3 * (times[-1] - times[SKIPPED_STEPS - 1]) / decode_tokens,
             peak_bytes=mx.get_peak_memory(),
             tokens=tokens,
             dispatch=_check_dispatch(side, len(cache) * decode_tokens, prefill_dispatch or {}),
         )
 
-    # Results --------------------------------------------------------------------------------------------------
 
-    def _result(self, context: int, side: Side, samples: list[Sample], stock: list[Sample]) -> dict[str, Any]:
-        decode, stock_decode = [s.decode_ms for s in samples], [s.decode_ms for s in stock]
-        prefill = [s.prefill_s for s in samples if s.prefill_s is not None]
-        stock_prefill = [s.prefill_s for s in stock if s.prefill_s is not None]
-        paged = side.block_size is not None
-        different = _first_difference(samples, stock[0])
-        return {
-            "context": context,
-            "side": side.name,
-            "block_size": side.block_size,
-            "prefill_s": spread(prefill) if prefill else None,
-            "prefill_tokens_per_s": spread([context / s for s in prefill]) if prefill else None,
-            "prefill_ratio": ratios(prefill, stock_prefill) if paged and prefill else None,
-            "decode_ms_per_token": spread(decode),
-            "decode_ratio": ratios(decode, stock_decode) if paged else None,
-            "peak_bytes": max(s.peak_bytes for s in samples),
-            "same_tokens": different is None,
-            "first_different_token": different,
-            "distinct_tokens": len(set(samples[0].tokens)),
-            "dispatch": samples[-1].dispatch,
-        }
+def result_of(context: int, side: Side, samples: list[Sample], stock: list[Sample]) -> dict[str, Any]:
+    decode, stock_decode = ([s.decode_ms for s in each] for each in (samples, stock))
+    prefill, stock_prefill = ([s.prefill_s for s in each if s.prefill_s is not None] for each in (samples, stock))
+    return {
+        "context": context,
+        "side": "stock" if side is None else f"paged-{side}",
+        "block_size": side,
+        "prefill_tokens_per_s": spread([context / s for s in prefill]) if prefill else None,
+        "prefill_ratio": ratios(prefill, stock_prefill) if side is not None and prefill else None,
+        "decode_ms_per_token": spread(decode),
+        "decode_ratio": None if side is None else ratios(decode, stock_decode),
+        "peak_bytes": max(s.peak_bytes for s in samples),
+        "same_tokens": all(sample.tokens == stock[0].tokens for sample in samples),
+        "dispatch": samples[-1].dispatch,
+    }
 
 
 def _check_dispatch(side: Side, least: int, prefill: dict[str, int]) -> dict[str, Any] | None:
     """What the paged side ran, or None for stock. Raises BenchError if a side ran what it should not."""
     counts, last = dispatch_counts(), mlx_paged.last_dispatch()
-    if side.block_size is None:
+    if side is None:
         if counts or prefill:
             raise BenchError(f"the stock side ran through mlx_paged: {counts or prefill}")
         return None
     if last is None or sum(counts.values()) < least:
         raise BenchError(f"the paged path did not run: {counts} in {least} or more decode attention calls")
     return {"last": {"path": last.path, "reason": last.reason}, "first_token": prefill, "decode": counts}
-
-
-def _first_difference(samples: Sequence[Sample], reference: Sample) -> int | None:
-    """Return the index of the first token that differs in any sample."""
-    pairs = (enumerate(zip(sample.tokens, reference.tokens, strict=True)) for sample in samples)
-    return min((i for each in pairs for i, (a, b) in each if a != b), default=None)
 
 
 def print_results(results: Sequence[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """The kernels by themselves, on the GPU that MLX sees.
 
-    python scripts/bench.py kernel                         # decode against dense attention, and gather-then-attend
+    python scripts/bench.py kernel                         # decode against dense attention
     python scripts/bench.py kernel --kv-bits 8 4 8,4       # also over quantised pages, in the same run
     python scripts/bench.py kernel --what latents          # decode over latents (MLA, 512 + 64) against a gather
     python scripts/bench.py kernel --what shared           # rows with a prefix in common: read once, or by each (CUDA)
@@ -46,7 +46,6 @@ SHARED = tuple(
 BLOCK_SIZE = 32
 KV_GROUP_SIZE = 64
 ROTATE_BYTES = 256 << 20
-MOST_GATHERED = 32 * 16384  # tokens; more take too long
 DTYPE = mx.bfloat16
 
 
@@ -163,21 +162,6 @@ class Cell:
 
         return chain
 
-    def gathered(self) -> Chain:
-        """Gather the blocks with stock MLX, then attend."""
-        shape = (self.tables.size + 1, self.n_kv, BLOCK_SIZE, self.head_dim)
-        pools = [noise(*shape) for _ in "kv"]
-        mx.eval(pools, self.tables)
-
-        def chain(n: int) -> mx.array:
-            q, whole = self.q, (self.batch, self.n_kv, -1, self.head_dim)
-            for _ in range(n):
-                k, v = (p[self.tables].swapaxes(1, 2).reshape(whole)[:, :, : self.context] for p in pools)
-                q = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale)
-            return q
-
-        return chain
-
 
 def measure_decode(batch: int, context: int, name: str, copy: float, args: argparse.Namespace) -> dict[str, Any]:
     """Return seconds of each side, bytes per second and shares."""
@@ -189,8 +173,6 @@ def measure_decode(batch: int, context: int, name: str, copy: float, args: argpa
         pages = PageShape.of(cell.head_dim, (k_bits, v_bits), KV_GROUP_SIZE, DTYPE)
         row[f"paged_{k_bits}_{v_bits}_s"] = seconds_per_launch(cell.paged(pages), cell.launches)
     row["dense_s"] = seconds_per_launch(cell.dense(), cell.launches)
-    if not args.no_gather and batch * context <= MOST_GATHERED:
-        row["gather_s"] = seconds_per_launch(cell.gathered(), 2, repeats=3)
     row["share_of_copy"] = cell.kv_bytes / row["paged_s"] / copy
     row["dense_over_paged"] = row["dense_s"] / row["paged_s"]
     return row
@@ -330,7 +312,6 @@ def told(row: dict[str, Any]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what", choices=("decode", "latents", "prefill", "shared"), default="decode")
-    parser.add_argument("--no-gather", action="store_true", help="leave the gather side out")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--kv-bits", type=parse_kv_bits, nargs="*", default=[], help="quantised pages: 8, 4 or 8,4")
