@@ -22,7 +22,7 @@ from ..startup import raise_at_interrupt
 from ..warn import warn_once
 from . import answer_grammars, batch_run, over_ranks
 from .answer_grammars import AnswerGrammars
-from .terminal import add_version, orderly_end, prefill_progress, restrict, whole_number
+from .terminal import PrefillProgress, add_version, orderly_end, restrict, whole_number
 
 if TYPE_CHECKING:
     from ..patches.models.mtp import HeadFiles
@@ -197,14 +197,10 @@ def _generate_step(
             kw["prompt_cache"] = patches.adopt_prompt_cache(model, cache)
     if kw.get("max_kv_size") is not None:
         tell_if_unbounded(model, has_cache=cache is not None)
-    bar = prefill_progress() if len(models) == 1 and kw.get("prompt_progress_callback") is None else None
-    if bar is not None:
-        kw["prompt_progress_callback"] = bar
-    try:
+    with PrefillProgress() as bar:
+        if len(models) == 1 and kw.get("prompt_progress_callback") is None:
+            kw["prompt_progress_callback"] = bar
         yield from original(prompt, model, *rest, **kw)
-    finally:
-        if bar is not None:
-            bar.clear()
 
 
 def _print_stats(models: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from ..errors import PagedCacheError
 from ..kv.stats import PagedCacheStats
@@ -161,57 +161,73 @@ def _let_go_of_unwritable(stdout: TextIO) -> None:
 
 
 WIDTH = 30
-ERASE_LINE = "\x1b[K"
+ERASE_LINE = "\r\x1b[K"
 SHOW_EVERY_SECONDS = 0.2
 # Shorter prefills finish before a bar says anything.
 SHOW_AFTER_SECONDS = 0.5
 
 
-class PrefillProgress:
-    """A ``prompt_progress_callback`` that draws a bar.
+class Bar:
+    """A bar, drawn anew as work goes on; silent where the stream is no terminal. A ``with`` block takes it away.
 
     Args:
-        out: the terminal.
+        stream: where it is drawn.
+        what: is being done.
     """
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._started = time.monotonic()
+    def __init__(self, stream: TextIO, what: str) -> None:
+        self._out = stream if stream.isatty() else None
+        self._what = what
+        self._begin = time.monotonic()
         self._drawn = False
 
-    def __call__(self, processed: int, total: int) -> None:
-        """Draw the bar, once prefill has taken a while; clear it at the end."""
-        seconds = time.monotonic() - self._started
-        if processed >= total:
-            self.clear()
-        elif processed and (self._drawn or seconds > SHOW_AFTER_SECONDS):
-            filled = WIDTH * processed // total
-            self._out.write(
-                f"\r{ERASE_LINE}prefill [{'#' * filled}{'.' * (WIDTH - filled)}] {processed}/{total} tokens, "
-                f"{processed / seconds:.0f} tokens/s"
-            )
+    @property
+    def seconds(self) -> float:
+        """Return how long the work has taken."""
+        return time.monotonic() - self._begin
+
+    def draw(self, share: float, text: str) -> None:
+        """Draw it: this share is done."""
+        if self._out is not None:
+            filled = int(WIDTH * share)
+            self._out.write(f"{ERASE_LINE}{self._what}[{'#' * filled}{'.' * (WIDTH - filled)}] {text}")
             self._out.flush()
             self._drawn = True
 
     def clear(self) -> None:
         """Take the bar away, if there is one."""
-        if self._drawn:
-            self._out.write(f"\r{ERASE_LINE}")
+        if self._out is not None and self._drawn:
+            self._out.write(ERASE_LINE)
             self._out.flush()
         self._drawn = False
 
+    def __enter__(self) -> Self:
+        return self
 
-def prefill_progress(stream: TextIO | None = None) -> PrefillProgress | None:
-    """Return the bar of a long prefill on stderr, or None where stderr is no terminal."""
-    out = sys.stderr if stream is None else stream
-    return PrefillProgress(out) if out.isatty() else None
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
 
-class BatchProgress:
-    """A bar on stderr for a run over many prompts; silent where stderr is no terminal."""
+class PrefillProgress(Bar):
+    """A ``prompt_progress_callback`` that draws a bar on stderr, once prefill has taken a while."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr, "prefill ")
+
+    def __call__(self, processed: int, total: int) -> None:
+        """Draw the bar; clear it at the end."""
+        seconds = self.seconds
+        if processed >= total:
+            self.clear()
+        elif processed and (self._drawn or seconds > SHOW_AFTER_SECONDS):
+            self.draw(processed / total, f"{processed}/{total} tokens, {processed / seconds:.0f} tokens/s")
+
+
+class BatchProgress(Bar):
+    """A bar for a run over many prompts."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._out = stream if stream.isatty() else None
+        super().__init__(stream, "")
         self._shown_at = -SHOW_EVERY_SECONDS
 
     def show(
@@ -237,53 +253,10 @@ class BatchProgress:
         if self._out is None or seconds - self._shown_at < SHOW_EVERY_SECONDS:
             return
         self._shown_at = seconds
-        filled = int(WIDTH * min(counts.done + underway, counts.total) / max(counts.total, 1))
-        text = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {counts.done}/{counts.total} prompts"
+        text = f"{counts.done}/{counts.total} prompts"
         text += f", {counts.failed} failed" if counts.failed else ""
         text += f", {num_prompt_tokens:,} prompt tokens" if num_prompt_tokens else ""
         text += f", {num_tokens / max(seconds, 1e-9):.0f} tokens/s"
         if stats is not None and stats.budget_bytes:
             text += f", pool {100 * stats.bytes_in_use / stats.budget_bytes:.0f} % in use ({stats.live_blocks} blocks)"
-        self._out.write(f"\r\x1b[K{text}")
-        self._out.flush()
-
-    def clear(self) -> None:
-        """Erase the line."""
-        if self._out is not None:
-            self._out.write("\r\x1b[K")
-            self._out.flush()
-
-
-class Bar:
-    """A bar for things that are done elsewhere; silent where the stream is no terminal. To be used in a ``with`` block,
-    which takes it away.
-
-    Args:
-        stream: where it is drawn.
-        what: is being done.
-        total: how many things.
-    """
-
-    SECONDS = SHOW_EVERY_SECONDS
-
-    def __init__(self, stream: TextIO, what: str, total: int) -> None:
-        self._out = stream if stream.isatty() else None
-        self._what = what
-        self._total = total
-        self._begin = time.monotonic()
-
-    def show(self, done: int) -> None:
-        """Draw it: so many are done."""
-        if self._out is not None:
-            filled = WIDTH * done // self._total
-            text = f"{self._what} [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{self._total}"
-            self._out.write(f"\r{ERASE_LINE}{text}, {time.monotonic() - self._begin:.0f} s")
-            self._out.flush()
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._out is not None:
-            self._out.write(f"\r{ERASE_LINE}")
-            self._out.flush()
+        self.draw(min(counts.done + underway, counts.total) / max(counts.total, 1), text)

@@ -701,6 +701,6 @@ def test_options_go_to_other_processes() -> None:
 def test_a_bar_is_drawn_on_a_terminal_only() -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        with Bar(stream, "compiling", 2) as bar:
-            bar.show(1)
+        with Bar(stream, "compiling ") as bar:
+            bar.draw(1 / 2, "1/2")
     assert f"compiling [{15 * '#'}{15 * '.'}] 1/2" in terminal.getvalue() and file.getvalue() == ""

@@ -36,7 +36,7 @@ from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
 from ...kv.storage.attention_params import AttentionParams, QueryHeads
 from ...kv.storage.choice import storage_choice
-from ..terminal import Bar
+from ..terminal import SHOW_EVERY_SECONDS, Bar
 from .report import Row
 
 
@@ -448,11 +448,12 @@ def rows_of_workers(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx_paged_kernels_"))
             workers.append(Worker(share, folder, (block_size, everything, config)))
             stack.callback(workers[-1].close)
-        with Bar(stream, "compiling", len(part)) as bar:
+        with Bar(stream, "compiling ") as bar:
             while running := {worker.connection: worker for worker in workers if worker.is_checking}:
-                for connection in wait(list(running), timeout=bar.SECONDS):
+                for connection in wait(list(running), timeout=SHOW_EVERY_SECONDS):
                     running[connection].receive_checked()  # type: ignore[index]
-                bar.show(sum(worker.num_checked for worker in workers))
+                num_checked = sum(worker.num_checked for worker in workers)
+                bar.draw(num_checked / len(part), f"{num_checked}/{len(part)}, {bar.seconds:.0f} s")
         rows: dict[int, list[Row]] = {}
         for worker in workers:
             rows |= worker.rows()
