@@ -308,7 +308,7 @@ class Engine:
                 return
             request = self.batch.rows[failed.row]
             if isinstance(failed.error, PoolExhaustedError) and (
-                self._evict_idle() or self.scheduler.preempt_for(self._oldest())
+                self._drop_finished() or self.scheduler.preempt_for(self._oldest())
             ):
                 continue
             self._fail(request, failed.error)
@@ -454,7 +454,7 @@ class Engine:
     def fits(self, growth: Growth) -> bool:
         """Return whether the growth fits; evicts prefixes for it."""
         try:
-            return self.budget is None or appends.fits(self.budget, growth, self.sharing, self._evict_idle)
+            return self.budget is None or appends.fits(self.budget, growth, self.sharing, self._drop_finished)
         except Exception as error:  # on behalf of the last one, which fails before anything is appended
             self._note(growth[-1][0], error)
             return True
@@ -470,12 +470,9 @@ class Engine:
         except Exception:  # :meth:`fits` knows whose fault it is to be
             return False
 
-    def _evict_idle(self) -> bool:
-        """Free something unused. Returns whether there was anything."""
-        return self._drop_finished() or (self.sharing is not None and self.sharing.evict())
-
     def _drop_finished(self) -> bool:
-        """Release a finished request's cache that came with its last response and was not read."""
+        """Release a finished request's cache that came with its last response and was not read. Returns whether there
+        was one."""
         while (uid := next(iter(self._finished), None)) is not None:
             response = self._finished.pop(uid, None)
             if response is not None and response.drop_cache():

@@ -112,7 +112,7 @@ class PrefixSharing:
         siblings = self._siblings.get(self._start(request), {})
         return [other for other in siblings.values() if other is not request and other.caches]
 
-    def _leaves(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:
         """Note that the request gives its blocks back."""
         start = self._starts.pop(request.uid, None)
         if start is not None:
@@ -141,24 +141,16 @@ class PrefixSharing:
 
     def insert_delivered(self, request: Request) -> None:
         """Keep whole blocks of what was delivered: the request gives its blocks back before it has finished."""
-        self._leaves(request)
+        self.forget(request)
         if request.caches is not None:
             tokens = request.cached_tokens()
             self._insert(tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_all(self, request: Request, tokens: Sequence[int]) -> None:
         """Take what a finished request leaves; ``tokens`` are in its cache."""
-        self._leaves(request)
+        self.forget(request)
         if len(tokens) == request.length:
             self._insert(tokens, request)
-
-    def forget(self, request: Request) -> None:
-        """Forget a failed request; nothing is kept of it."""
-        self._leaves(request)
-
-    def evict(self) -> bool:
-        """Nothing is held here: the pool itself asks the cache for blocks."""
-        return False
 
     def _insert(self, tokens: Sequence[int], request: Request) -> None:
         # Without the tokens of a cache that came with it, positions and tokens do not agree.
@@ -333,10 +325,6 @@ class CheckpointSharing:
         """Take what a finished request leaves; ``tokens`` are in its caches."""
         if request.caches is not None and request.knows_history and len(tokens) == request.length:
             self._keep(tokens, request)
-
-    def evict(self) -> bool:
-        """Nothing is held here: the pool itself asks the prefix cache for blocks and states."""
-        return False
 
     def _choose_interval(self, request: Request) -> None:
         """Choose the interval once a state was computed and its size is known."""

@@ -16,7 +16,7 @@ from .idle import IdleWatch
 from .layer import PoolLayer
 from .memory import PoolMemory
 from .owners import BlockHolder, BlockOwners
-from .stats import PagedCacheStats, check_group, count
+from .stats import PagedCacheStats, check_group
 from .storage.attention_params import QueryHeads
 from .storage.base import ChooseStorage, PageFormat
 from .storage.functional import functional_storage
@@ -66,7 +66,7 @@ class BlockPool:
             for index, group in enumerate(self.groups)
             for position, layer in enumerate(group.spec.layers)
         }
-        self._cow_forks = 0
+        self.cow_forks = 0
         # Whether an idle pool lets go of its tensors by itself. Over ranks the engines agree on when to.
         self.drops_when_idle = True
         self.traces = 0  # compiled steps made, each of which took its step longer
@@ -345,7 +345,7 @@ class BlockPool:
                 table.block_ids[index] = own
                 table.forget_indices()
                 group.touch()
-                self._cow_forks += 1
+                self.cow_forks += 1
             except Exception:
                 if target is None and own not in table.block_ids:
                     self.release(table.group, [own])
@@ -419,13 +419,7 @@ class BlockPool:
         def read(is_exact: bool) -> PagedCacheStats:
             if is_exact:
                 self.collect()
-            drafts = self.drafted, self.accepted, self.draft_steps, self.draft_depth, self.draft_ms_saved
-            of_batches = self.preemptions, self.memory.shrinks, drafts
-            holders = self.holders()
-            states = self.memory.states.nbytes, sum(holder.state_nbytes for holder in holders)
-            return count(
-                self.groups, self.block_size, self.memory_budget, self._cow_forks, holders, *of_batches, states
-            )
+            return PagedCacheStats.of(self)
 
         return self.turn.glance(read)
 

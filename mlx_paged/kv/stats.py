@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import BlockStateError
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .group import BlockGroup
 from .owners import BlockHolder
+
+if TYPE_CHECKING:
+    from .pool import BlockPool
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,41 @@ class PagedCacheStats:
     state_bytes: int = 0
     checkpoint_bytes: int = 0
 
+    @classmethod
+    def of(cls, pool: BlockPool) -> PagedCacheStats:
+        """Count what a pool holds."""
+        groups, holders = pool.groups, pool.holders()
+        allocators = [group.allocator for group in groups]
+        return cls(
+            block_size=pool.block_size,
+            total_blocks=sum(a.num_blocks - 1 for a in allocators),
+            live_blocks=sum(a.num_live for a in allocators),
+            peak_live_blocks=sum(a.peak_live for a in allocators),
+            free_blocks=sum(a.num_free for a in allocators),
+            shared_blocks=sum(a.num_shared for a in allocators),
+            bytes_reserved=sum(g.bytes_reserved for g in groups),
+            bytes_in_use=sum(g.bytes_per_block * g.allocator.num_live for g in groups),
+            budget_bytes=pool.memory_budget,
+            cow_forks=pool.cow_forks,
+            cached_blocks=sum(_num_cached(group.allocator, index, holders) for index, group in enumerate(groups)),
+            evictions=sum(holder.evictions for holder in holders),
+            prefix_hit_tokens=sum(holder.hit_tokens for holder in holders),
+            preemptions=pool.preemptions,
+            shrinks=pool.memory.shrinks,
+            peak_bytes_in_use=sum(g.bytes_per_block * g.allocator.peak_live for g in groups),
+            quantized_tokens=max((storage.num_quantized for g in groups for storage in g.storages), default=0),
+            quantized_layers=sum(len(g.spec.layers) for g in groups if g.is_quantized),
+            dense_layers=sum(len(g.spec.layers) for g in groups if g.geometry is not None and not g.is_quantized),
+            bytes_per_token=sum(g.bytes_per_block for g in groups) // pool.block_size,
+            drafted_tokens=pool.drafted,
+            accepted_tokens=pool.accepted,
+            draft_steps=pool.draft_steps,
+            draft_depth=pool.draft_depth,
+            draft_ms_saved=pool.draft_ms_saved,
+            state_bytes=pool.memory.states.nbytes,
+            checkpoint_bytes=sum(holder.state_nbytes for holder in holders),
+        )
+
     def as_dict(self) -> dict[str, int]:
         """Return the figures by name."""
         return asdict(self)
@@ -93,50 +132,6 @@ class PagedCacheStats:
             + (f", not in {self.dense_layers}" if self.quantized_layers and self.dense_layers else "")
             + (f"; {self.accepted_tokens} of {self.drafted_tokens} draft(s) accepted" if self.drafted_tokens else "")
         )
-
-
-def count(
-    groups: Sequence[BlockGroup],
-    block_size: int,
-    budget_bytes: int,
-    cow_forks: int,
-    holders: Sequence[BlockHolder] = (),
-    preemptions: int = 0,
-    shrinks: int = 0,
-    drafts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
-    states: tuple[int, int] = (0, 0),
-) -> PagedCacheStats:
-    """Return the statistics of a pool's groups."""
-    allocators = [group.allocator for group in groups]
-    return PagedCacheStats(
-        block_size=block_size,
-        total_blocks=sum(a.num_blocks - 1 for a in allocators),
-        live_blocks=sum(a.num_live for a in allocators),
-        peak_live_blocks=sum(a.peak_live for a in allocators),
-        free_blocks=sum(a.num_free for a in allocators),
-        shared_blocks=sum(a.num_shared for a in allocators),
-        bytes_reserved=sum(g.bytes_reserved for g in groups),
-        bytes_in_use=sum(g.bytes_per_block * g.allocator.num_live for g in groups),
-        budget_bytes=budget_bytes,
-        cow_forks=cow_forks,
-        cached_blocks=sum(_num_cached(group.allocator, index, holders) for index, group in enumerate(groups)),
-        evictions=sum(holder.evictions for holder in holders),
-        prefix_hit_tokens=sum(holder.hit_tokens for holder in holders),
-        preemptions=preemptions,
-        shrinks=shrinks,
-        peak_bytes_in_use=sum(g.bytes_per_block * g.allocator.peak_live for g in groups),
-        quantized_tokens=max((storage.num_quantized for g in groups for storage in g.storages), default=0),
-        quantized_layers=sum(len(g.spec.layers) for g in groups if g.is_quantized),
-        dense_layers=sum(len(g.spec.layers) for g in groups if g.geometry is not None and not g.is_quantized),
-        bytes_per_token=sum(g.bytes_per_block for g in groups) // block_size,
-        drafted_tokens=drafts[0],
-        accepted_tokens=drafts[1],
-        draft_steps=drafts[2],
-        draft_depth=drafts[3],
-        draft_ms_saved=drafts[4],
-        state_bytes=states[0],
-        checkpoint_bytes=states[1],
-    )
 
 
 def _num_cached(allocator: BlockAllocator, group: int, holders: Sequence[BlockHolder]) -> int:

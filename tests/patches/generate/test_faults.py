@@ -182,12 +182,6 @@ class Scene:
             held = sum(table.num_blocks for table in sequence.tables)
         if self.tree is not None:
             self.tree.check_integrity()
-        snapshots = engine.sharing if self.tree is None else None
-        if snapshots is not None:
-            assert not snapshots._latest
-            while snapshots.evict():
-                pass
-            self.pool.collect()
         stats = self.pool.stats()
         assert stats.live_blocks == stats.cached_blocks + held, stats
 
