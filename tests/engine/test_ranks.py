@@ -122,28 +122,30 @@ def alone(name: str) -> dict[str, Any]:
     return json.loads(json.dumps(scenarios.play([name])[name]))
 
 
-# Four on few cores take minutes: MLX's ring waits by spinning.
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the outcomes of each rank: all scenarios in one launch."""
-    names = [*NAMES, SAMPLE] if request.param == 2 else WITH_FOUR
-    return _outcomes(request.param, tmp_path_factory.mktemp("ranks"), *names, *BOTH)
-
-
 def _outcomes(size: int, folder: Path, *names: str, seconds: float = 200) -> list[dict[str, Any]]:
+    """Return the outcomes of each rank: all scenarios in one launch."""
     for ended in launch.worker(size, folder, *names).ended(seconds):
         assert ended.status == 0, ended.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-@pytest.mark.parametrize("name", [*NAMES, SAMPLE])
-def test_ranks_deliver_the_tokens_of_one_process(name: str, outcomes: list[dict[str, Any]]) -> None:
-    expected = alone(name)
-    assert expected["tokens"]
-    if name not in outcomes[0]:
-        pytest.skip("played by two ranks only")
-    for outcome in outcomes:
-        assert outcome[name] == expected
+# One test, as a launch takes 10 s of CPU. Four on few cores take minutes: MLX's ring waits by spinning.
+@pytest.mark.parametrize("size", [2, *slow(4)])
+def test_ranks_deliver_the_tokens_of_one_process(size: int, tmp_path: Path) -> None:
+    names = [*NAMES, SAMPLE] if size == 2 else WITH_FOUR
+    outcomes = _outcomes(size, tmp_path, *names, *BOTH)
+    for rank, outcome in enumerate(outcomes):
+        for name in names:
+            assert outcome[name] == alone(name), name
+            assert outcome[name]["tokens"]
+        assert outcome["record"] == outcomes[0]["record"], "all have decided alike"
+        assert outcome["unseeded"] == outcomes[0]["unseeded"], "draws without seeds are those of rank 0"
+        # A call that fails on one rank fails its request on all.
+        prefix = "" if rank == size - 1 else f"rank {size - 1}: ValueError: "
+        failed = {"0": f"{prefix}on one rank", "1": "on all ranks", "2": f"{prefix}before anything is built"}
+        assert outcome["failing_call"]["failures"] == failed
+        assert set(outcome["failing_call"]["reasons"]) == {"3", "4"}
+    assert outcomes[0]["record"][0] > 50
 
 
 def test_scenarios_do_what_they_are_for() -> None:
@@ -153,30 +155,6 @@ def test_scenarios_do_what_they_are_for() -> None:
     assert alone("look_up")["drafted"] > 0 and alone("timed_look_up")["has_drafted"]
     assert alone("failing_decode")["calls"] > 6
     assert alone("shared_prefixes")["computed"] < 3 * 40  # of 261
-
-
-def test_all_ranks_have_decided_alike(outcomes: list[dict[str, Any]]) -> None:
-    assert outcomes[0]["record"][0] > 50
-    for outcome in outcomes:
-        assert outcome["record"] == outcomes[0]["record"]
-
-
-def test_draws_without_seeds_are_those_of_rank_0(outcomes: list[dict[str, Any]]) -> None:
-    for outcome in outcomes:
-        assert outcome["unseeded"] == outcomes[0]["unseeded"]
-
-
-def test_a_call_that_fails_on_one_rank_fails_its_request_on_all(outcomes: list[dict[str, Any]]) -> None:
-    last = len(outcomes) - 1
-    for rank, outcome in enumerate(outcomes):
-        failures = outcome["failing_call"]["failures"]
-        prefix = "" if rank == last else f"rank {last}: ValueError: "
-        assert failures == {
-            "0": f"{prefix}on one rank",
-            "1": "on all ranks",
-            "2": f"{prefix}before anything is built",
-        }
-        assert set(outcome["failing_call"]["reasons"]) == {"3", "4"}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.drafts import depth
+from mlx_paged.engine.ranks import peers
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches import registry
@@ -225,12 +226,9 @@ def failing_call() -> dict[str, Any]:
         return result
 
     gen = world.generator(completion_batch_size=4, prefill_step_size=16)
-    kind.__call__ = raising
-    try:
+    with mock.patch.object(peers, "GRACE_SECONDS", 0.2), mock.patch.object(kind, "__call__", raising):
         gen.insert([*([first, *prompt(8, first)] for first in (101, 102, 103)), prompt(9, 3), prompt(5, 4)], [6] * 5)
         world.run(gen)
-    finally:
-        kind.__call__ = plain
     return world.outcome(gen)
 
 
@@ -250,12 +248,9 @@ def failing_decode() -> dict[str, Any]:
         return result
 
     gen = world.generator(completion_batch_size=4)
-    kind.__call__ = raising
-    try:
+    with mock.patch.object(kind, "__call__", raising):
         gen.insert([prompt(9, 3), prompt(5, 4)], [12] * 2)
         world.run(gen)
-    finally:
-        kind.__call__ = plain
     return world.outcome(gen, calls=calls[0])
 
 
