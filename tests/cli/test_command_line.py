@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_model(path: Path, **changes: int) -> Path:
     path.mkdir(exist_ok=True)
+    changes = {"hidden_size": 96, **changes}  # transformers wants a multiple of the number of heads
     model = build("llama", **changes)
     config = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False, **changes}
     (path / "config.json").write_text(json.dumps(config))

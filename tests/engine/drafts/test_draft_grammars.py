@@ -19,7 +19,7 @@ from mlx_paged.errors import GrammarError
 from tests.support.cases import slow
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.drafting import DRAFTS, in_every_step, model_of, noisy, prompts_of
-from tests.support.models.tokenizers import EOS, byte_tokenizer
+from tests.support.models.tokenizers import byte_tokenizer
 
 SCHEMAS: list[dict[str, Any]] = [
     {"type": "object", "properties": {"s": {"type": "string", "maxLength": 40}, "n": {"type": "integer"}}}
@@ -40,7 +40,7 @@ def run(draft: Any, temperature: float) -> tuple[list[Outcome], Any]:
     model = model_of("llama")
     with in_every_step():
         options = {} if draft is None else {"draft_model": draft, "num_draft_tokens": DRAFTS}
-        gen = generator(model, stop_tokens=[[EOS]], **options)
+        gen = generator(model, stop_tokens=[[token] for token in byte_tokenizer().eos_token_ids], **options)
     grammars = [compiled(0), compiled(1), None]
     uids = gen.insert_segments(
         [[prompt] for prompt in prompts_of("llama", (3, 37, 12))],

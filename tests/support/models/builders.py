@@ -13,7 +13,7 @@ from scripts.support import model_configs
 
 VOCAB = 320
 WINDOW = 40
-COMMON = {"hidden_size": 96, "intermediate_size": 160, "rms_norm_eps": 1e-5, "vocab_size": VOCAB}
+COMMON = {"hidden_size": 64, "intermediate_size": 96, "rms_norm_eps": 1e-5, "vocab_size": VOCAB}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 
 LATENT_SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 64, "index_head_dim": 128}  # that the kernels take
