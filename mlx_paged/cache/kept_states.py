@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..kv.memory import StateSlot
+from ..kv.owners import BlockHolder
 from ..kv.pool import BlockPool
 
 MOST_KEPT = 8
@@ -17,7 +18,7 @@ MOST_KEPT = 8
 MOST_SHARE = 1 / 4
 
 
-class KeptStates:
+class KeptStates(BlockHolder):
     """Copies of a sequence's states, by the number of tokens that made them.
 
     A state cannot be cut, so a prompt cache with states can only go back to where a copy was made: where a prompt began
@@ -71,21 +72,6 @@ class KeptStates:
             self._slots[length] = pool.memory.states.take(*copied(states))
 
     # What a pool asks of who holds its blocks -----------------------------------------------------------------
-
-    def held(self, group: int) -> Iterable[Sequence[int]]:
-        """No blocks."""
-        return ()
-
-    def reclaimable(self, group: int, enough: int | None = None) -> int:
-        """No blocks."""
-        return 0
-
-    def evict(self, group: int, num_blocks: int) -> int:
-        """No blocks."""
-        return 0
-
-    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """No blocks."""
 
     @property
     def state_nbytes(self) -> int:

@@ -15,7 +15,8 @@ from .idle import IdleWatch
 
 
 class BlockHolder(Protocol):
-    """What a pool asks of a cache over its blocks (see BlockPool.add_holder). Called under the pool's lock.
+    """What a pool asks of a cache that counts in its budget (see BlockPool.add_holder), by default one without blocks.
+    Called under the pool's lock.
 
     Attributes:
         evictions: blocks this holder has freed so far, to make room, by age or by a limit.
@@ -27,15 +28,15 @@ class BlockHolder(Protocol):
 
     def held(self, group: int) -> Iterable[Sequence[int]]:
         """Return the group's blocks it holds, each as often as it holds a reference to it."""
-        ...
+        return ()
 
     def reclaimable(self, group: int, enough: int | None = None) -> int:
         """Return how many blocks of the group :meth:`evict` could free now; counting may stop at ``enough``."""
-        ...
+        return 0
 
     def evict(self, group: int, num_blocks: int) -> int:
         """Drop references so that ``num_blocks`` blocks of the group become free. Returns how many did."""
-        ...
+        return 0
 
     @property
     def state_nbytes(self) -> int:
@@ -48,7 +49,7 @@ class BlockHolder(Protocol):
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
         """Blocks of the group have other ids now; the references to them stay the same."""
-        ...
+        return None
 
 
 class BlockOwners:
