@@ -97,7 +97,7 @@ def test_decode_steps_are_compiled(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "chunk"), quick(crossed([200, pytest.param(5_000, marks=pytest.mark.slow)], CHUNKS), (200, 24))
+    ("num_tokens", "chunk"), quick(crossed([200, 5_000], CHUNKS), (200, 24))
 )  # fmt: skip
 def test_a_chunk_and_a_step_are_all_that_is_held(chunk: int, num_tokens: int) -> None:
     step, model = 32, llama4.build(chunk, num_hidden_layers=4, hidden_size=16, head_dim=16)
