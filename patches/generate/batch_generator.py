@@ -327,11 +327,6 @@ def is_batched_here(fresh: Sequence[Any]) -> bool:
     return not all(type(cache) is KVCache for cache in fresh)
 
 
-def seeds_rows(model: Any) -> bool:
-    """Return whether requests in batches of the model can have seeds of their own (``RequestOptions.seed``)."""
-    return known_samplers.is_known() and is_batched_here(factory_of(model, None)())
-
-
 def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
     """Return a batch for rows of the model: in one call where its attention allows it, else one row after the other."""
     kept = next((cache for cache in leaves(fresh) if not isinstance(cache, PagedKVCache) and pinned_in(cache)), None)
