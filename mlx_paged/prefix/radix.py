@@ -48,20 +48,6 @@ class MatchResult(NamedTuple):
     block_ids: tuple[list[int], ...]
 
 
-class InsertResult(NamedTuple):
-    """What an insertion changed.
-
-    Attributes:
-        new_tokens: tokens the tree did not hold before.
-        new_blocks: references it took on the tables' blocks.
-        node: the node the prefix ends in.
-    """
-
-    new_tokens: int
-    new_blocks: int
-    node: RadixNode
-
-
 class RadixTree:
     """Finished prefixes of the sequences of one pool.
 
@@ -222,8 +208,9 @@ class RadixTree:
         *,
         label: Hashable = None,
         keep: int = 0,
-    ) -> InsertResult:
-        """Remember that the tables hold the keys and values of ``tokens``, written in every layer.
+    ) -> RadixNode:
+        """Remember that the tables hold the keys and values of ``tokens``, written in every layer. Returns the node
+        that the prefix ends in.
 
         Takes references on the blocks the tree does not have yet; the tables stay the caller's, which may go on
         writing: a partially filled block is shared from now on, and is copied first.
@@ -244,12 +231,12 @@ class RadixTree:
         with self._changing():
             self.expire()
             node = self._roots[salt] = self._root(salt)
-            position = new_tokens = new_blocks = 0
+            position = 0
             while position < len(run):
                 child = node.children.get(run[position])
                 if child is None:
-                    new_blocks += replace_tail(held, node, tables) + add_leaf(held, node, run, tables)
-                    new_tokens = len(run) - position
+                    replace_tail(held, node, tables)
+                    add_leaf(held, node, run, tables)
                     child, position = node.children[run[position]], len(run)
                 else:
                     common = child.common_length(run, position, len(run))
@@ -257,14 +244,14 @@ class RadixTree:
                     if common < len(child.tokens) and (position < len(run) or improves(held, child, tables, position)):
                         child = self._split(child, common)
                     if child.end == position:
-                        new_blocks += refill(held, child, tables)
+                        refill(held, child, tables)
                 self._touch(child)
                 node = child
             if label is not None and node.end == len(run):
                 node.label = label
             if keep:
                 self._keep(node, keep)
-            return InsertResult(new_tokens, new_blocks, node)
+            return node
 
     def insert_checkpoint(
         self,
@@ -298,7 +285,7 @@ class RadixTree:
             if self.checkpoints.nbytes + nbytes > most or not memory.make_room_for_state(nbytes):
                 self.checkpoints.dropped += 1
                 return False
-            node = self.insert(run, tables, salt).node
+            node = self.insert(run, tables, salt)
             if node.end > len(run):
                 node = self._split(node, len(run) - node.start)
                 self._touch(node)

@@ -260,30 +260,26 @@ def part_nodes(roots: Mapping[Hashable, RadixNode]) -> None:
 # How nodes take the blocks that they do not have yet -----------------------------------------------------------
 
 
-def add_leaf(held: HeldBlocks, parent: RadixNode, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> int:
-    """Hang a leaf with the tokens behind the parent's on it. Returns the blocks taken, as the others here."""
+def add_leaf(held: HeldBlocks, parent: RadixNode, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> None:
+    """Hang a leaf with the tokens behind the parent's on it."""
     start, size = parent.end, held.block_size
     first, last = start // size, -(-len(tokens) // size)
     leaf = RadixNode(tokens[start:], start, parent, [], [])
-    taken = 0
     for table in tables:
         valid_from = min(max(table.logical_start, first * size), len(tokens))
         ids = table.block_ids[valid_from // size : last] if valid_from < len(tokens) else []
         held.hold(table.group, ids)
         leaf.blocks.append([NULL_BLOCK] * (last - first - len(ids)) + ids)
         leaf.valid_from.append(valid_from)
-        taken += len(ids)
     parent.children[tokens[start]] = leaf
-    return taken
 
 
-def replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> int:
+def replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> None:
     """If the node alone holds its partial tail block, hold the longer one of the tables in its place: one block
     then serves both this prefix and the one about to go on from it."""
     index, offset = divmod(node.end, held.block_size)
     if not offset:
-        return 0
-    taken = 0
+        return
     for table in tables:
         group = table.group
         valid_from = max(node.valid_from[group], index * held.block_size)
@@ -296,8 +292,6 @@ def replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]
         held.hold(group, [new])
         node.blocks[group][-1] = new
         held.drop(group, [old])
-        taken += 1
-    return taken
 
 
 def improves(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable], end: int) -> bool:
@@ -307,9 +301,9 @@ def improves(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable], en
     return any(max(t.logical_start, floor) < min(node.valid_from[t.group], end) for t in tables)
 
 
-def refill(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> int:
+def refill(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> None:
     """Take the blocks of a window group that were evicted from the node and that the tables hold."""
-    size, taken = held.block_size, 0
+    size = held.block_size
     first = node.start // size
     for table in tables:
         group, old_start = table.group, node.valid_from[table.group]
@@ -322,8 +316,6 @@ def refill(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> i
         old, node.blocks[group][replaced] = node.blocks[group][replaced], new
         node.valid_from[group] = new_start
         held.drop(group, old)
-        taken += len(new)
-    return taken
 
 
 # Paths and whole trees ------------------------------------------------------------------------------------------

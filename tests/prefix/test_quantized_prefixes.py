@@ -58,7 +58,7 @@ def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, 
     sequence, pool = cold[0].sequence, cold[0].pool
     tokens = PREFIX.tolist()
     parked, tree = copy.deepcopy(sequence), RadixTree(pool)
-    node = tree.insert(tokens, sequence.tables).node
+    node = tree.insert(tokens, sequence.tables)
     assert all(group.geometry.format.rotate == rotate for group in pool.groups)
     assert SpillStore(tmp_path / "prefixes").save(pool, node, "weights") == 8
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cold)
@@ -99,7 +99,7 @@ def test_pages_of_another_format_are_never_served(tmp_path: Path) -> None:
         tree, store = RadixTree(pool), SpillStore(tmp_path)
         assert store.restore(tree, [*tokens, 1], None, "weights") == 0
         model(PREFIX[None], cache=cache)
-        assert store.save(pool, tree.insert(tokens, cache[0].sequence.tables).node, "weights") == 8
+        assert store.save(pool, tree.insert(tokens, cache[0].sequence.tables), "weights") == 8
         assert store.restore(RadixTree(pool), [*tokens, 1], None, "weights") == 64
         mlx_paged.remove_patches()
 
@@ -113,7 +113,7 @@ def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
     model(prompt[None], cache=cache)
     pool = cache[0].pool
     store = SpillStore(tmp_path)
-    assert store.save(pool, RadixTree(pool).insert(prompt.tolist(), cache[0].sequence.tables).node, "weights") == 2
+    assert store.save(pool, RadixTree(pool).insert(prompt.tolist(), cache[0].sequence.tables), "weights") == 2
     pages = 2 * pool.groups[0].bytes_per_block
     assert pages <= store.nbytes <= 1.05 * pages
 

@@ -59,13 +59,16 @@ class TreeMachine(RuleBasedStateMachine):
         self.asked.append(tokens)
         return tokens[:60]
 
+    def num_tokens(self) -> int:
+        return sum(len(node.tokens) for node in self.tree.nodes())
+
     def insert(self, salt: str, tokens: Tokens, tables: list[BlockTable]) -> None:
-        result = self.tree.insert(tokens, tables, salt)
-        assert result.node.start < len(tokens) <= result.node.end and result.node.prefix()[: len(tokens)] == tokens
+        before = self.num_tokens()
+        node = self.tree.insert(tokens, tables, salt)
+        assert node.start < len(tokens) <= node.end and node.prefix()[: len(tokens)] == tokens
         known = max((common(tokens, other) for other, _ in self.inserted[salt]), default=0)
-        assert result.new_tokens >= len(tokens) - known
         if self.complete:
-            assert result.new_tokens == len(tokens) - known
+            assert self.num_tokens() - before == len(tokens) - known
         self.inserted[salt].append((tokens, [table.logical_start for table in tables]))
 
     def check_match(self, salt: str, tokens: Tokens, length: int) -> None:

@@ -337,7 +337,7 @@ def test_half_precision_keeps_its_bits(dtype: mx.Dtype, tmp_path: Path) -> None:
     k, v = (mx.random.normal((1, 2, 9, size)).astype(dtype) for size in (4, 3))
     pool.append_tokens(tables[0], 9)
     pool.write_prefill(tables[0], 0, k, v)
-    node = tree.insert(range(9), tables).node
+    node = tree.insert(range(9), tables)
     assert SpillStore(tmp_path).save(pool, node, "weights") == 3
     pool, tree, _ = filled()
     assert SpillStore(tmp_path).restore(tree, range(10), None, "weights") == 9
@@ -410,7 +410,7 @@ def test_in_place_pools_spill_restore_and_share_too(tmp_path: Path) -> None:
         tables = new_tables(pool)
         written(pool, tables, 45)
         tree, store = RadixTree(pool), SpillStore(tmp_path)
-        node = tree.insert(range(45), tables).node
+        node = tree.insert(range(45), tables)
         expected = contents(pool, tables)
         mx.eval(expected)
         _, shared = tree.adopt(range(46))

@@ -71,7 +71,7 @@ def release(pool: BlockPool, tables: Sequence[BlockTable]) -> None:
 
 
 def add(tree: RadixTree, tokens: Sequence[int], salt: Any = None, chunks: Sequence[int] = (), **options: Any) -> Any:
-    """Serve a request for ``tokens`` and leave all of it in the tree, nothing else. Returns the last InsertResult."""
+    """Serve a request for ``tokens`` and leave all of it in the tree, nothing else. Returns the node it ends in."""
     _, tables = tree.adopt([*tokens, -1], salt)
     for end in (*chunks, len(tokens)):
         compute(tree.pool, tables, tokens[:end], salt)
