@@ -349,7 +349,7 @@ class PagedConfig:
         if start is not None:
             start.help = QUANTIZED_KV_START_HELP
         for option in cls.options():
-            convert = _argument_type(option.argument)
+            convert = argument_type(option.argument)
             known = parser._option_string_actions.get(option.flag)
             if known is not None:
                 known.type, known.metavar, known.help = convert, option.metavar, option.help
@@ -445,7 +445,9 @@ def warn_of_misspelt(env: Mapping[str, str]) -> None:
         warn_once(f"nothing reads the environment variable {name}; the nearest one is {close}", UserWarning)
 
 
-def _argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:
+def argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:
+    """Return a type of argparse that parses as this does."""
+
     def convert(text: str) -> Any:
         try:
             return parse(text)

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..config import argument_type
 from ..engine.ranks.peers import EXIT_STATUS
 from ..engine.ranks.ranks import Ranks
 from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, check_same, connect, parse_timeout, versions
@@ -33,19 +34,12 @@ MLX_VARIABLES = {"MLX_JACCL_COORDINATOR": "jaccl", "NCCL_HOST_IP": "nccl", "MLX_
 START_FACTOR = 4  # times the rank timeout: processes may start at different times
 
 
-def _timeout(text: str) -> float:
-    try:
-        return parse_timeout(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags for several ranks."""
     group = parser.add_argument_group("several ranks (mlx.launch)")
     group.add_argument(
         "--rank-timeout",
-        type=_timeout,
+        type=argument_type(parse_timeout),
         metavar="SECONDS",
         help="How long no sign of another rank may come until this one ends with an error "
         f"(default: {RANK_TIMEOUT:.0f}); also {VARIABLE}",

@@ -9,7 +9,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..config import parse_memory
+from ..config import argument_type, parse_memory
 from ..errors import ConfigError
 from .clients import VARIABLE, ApiKeys
 from .memory import WATERMARK
@@ -44,10 +44,7 @@ def _percent(text: str) -> float:
 
 
 def _size(text: str) -> int:
-    try:
-        value = parse_memory(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    value: int | None = argument_type(parse_memory)(text)
     if value is None:
         raise argparse.ArgumentTypeError("must be a size such as 10GB")
     return value
