@@ -357,6 +357,9 @@ class _Rows:
                 raise RuntimeError("copies of blocks differ")
 
 
+# Latents ------------------------------------------------------------------------------------------------------------
+
+
 def latent_difference(variant: Variant) -> float:
     """RMS between a decode variant and float32 attention, of the worst row of two seeded cases (2 rows and 9), with the
     newest tokens in the pool, then with them given to the call, and then with rows of padding.

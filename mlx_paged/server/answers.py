@@ -289,6 +289,8 @@ class Answers:
         return Echo(text, [token(first, None), *(token(*each) for each in scored)])
 
 
+# The response -------------------------------------------------------------------------------------------------------
+
 BEAT_SECONDS = 1.0  # without anything written, after which a comment is
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 

@@ -19,6 +19,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 from .errors import RequestRefused
 
+if TYPE_CHECKING:
+    from .http import RequestLog
+
+# Keys ---------------------------------------------------------------------------------------------------------------
+
 VARIABLE = "MLX_PAGED_API_KEY"
 
 
@@ -162,8 +167,7 @@ def unknown(values: dict[str, Any]) -> bool:
     )
 
 
-if TYPE_CHECKING:
-    from .http import RequestLog
+# Who asks, and how much ---------------------------------------------------------------------------------------------
 
 MAX_NAMES = 64  # of clients that are told apart; further ones are OTHER
 MAX_OPEN = 256  # requests of one of several keys at a time

@@ -203,6 +203,9 @@ def _families(stats: dict[str, Any]) -> Iterator[Any]:
     yield paths
 
 
+# The page -----------------------------------------------------------------------------------------------------------
+
+
 @functools.cache
 def cache_page() -> bytes:
     """Return the page: one HTML file that asks ``/v1/cache/stats`` again and again."""
@@ -222,6 +225,8 @@ CACHE_PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+
+# What the page asks for ---------------------------------------------------------------------------------------------
 
 # free; live: one sequence holds it; shared: several, or a sequence and a prefix cache; cached: a prefix cache alone.
 STATES = {"f": "free", "l": "live", "s": "shared", "c": "cached"}

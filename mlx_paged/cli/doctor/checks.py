@@ -47,6 +47,8 @@ from .jobs import Shape, popular_shapes
 from .report import Outcome, Report, run_program
 
 PROGRAM = "mlx_paged.cli.doctor.checks"
+# Threads ------------------------------------------------------------------------------------------------------------
+
 TOO_MANY = 2048  # no Metal GPU allows more than 1,024
 HOW = (
     "each decode kernel was launched with 2,048 threads in a group, which is an error; MLX's text names how many "
@@ -112,6 +114,8 @@ def print_threads(block_size: int) -> None:
     for shape in popular_shapes(block_size):
         print(json.dumps(probe(shape)), flush=True)
 
+
+# Speed --------------------------------------------------------------------------------------------------------------
 
 DEMO_FOLDER = "SmolLM2-135M-Instruct-Q4_1"
 VOCAB = 320
@@ -234,6 +238,8 @@ def measure() -> dict[str, Any]:
     }
 
 
+# Ordering -----------------------------------------------------------------------------------------------------------
+
 PROMPTS = (1, 7, 33, 64, 150, 300)
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 WINDOW = 40
@@ -323,6 +329,8 @@ def print_ordering(seed: int, steps: int) -> None:
         paths[choice.path] += calls
     print(json.dumps(paths))
 
+
+# For the report -----------------------------------------------------------------------------------------------------
 
 KERNEL = {None: "auto", True: "on", False: "off"}
 Finding = tuple[bool, Any]  # whether it passed or could not be run, and what the report says of it

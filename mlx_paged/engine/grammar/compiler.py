@@ -30,6 +30,8 @@ from . import check
 from .check import COMPILE_STACK, JSON_OPTIONS, Checker, fault_of_size, on_stack
 from .grammar import CompiledGrammar
 
+# Trials -------------------------------------------------------------------------------------------------------------
+
 NUM_PROCESSES = 2
 AFRESH_BYTES = 8 << 20
 POLL_SECONDS = 0.1
@@ -173,6 +175,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             with suppress(OSError):  # what was not sent
                 pipe.close()
 
+
+# Compiling ----------------------------------------------------------------------------------------------------------
 
 ANY_OBJECT = {"type": "object"}
 MAX_KEPT = 64

@@ -21,6 +21,8 @@ import mlx.core as mx
 
 from .launch import CompiledKernel, Source
 
+# The compiler -------------------------------------------------------------------------------------------------------
+
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--disable-warnings")
 
@@ -85,6 +87,8 @@ def nvrtc() -> Nvrtc | None:
                 continue
     return None
 
+
+# What MLX takes -----------------------------------------------------------------------------------------------------
 
 _MAGIC, _VERSION = 0xBA55ED50, 1
 _HEADER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIHHIIIQQQ")

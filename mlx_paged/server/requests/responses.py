@@ -467,6 +467,8 @@ def _logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
     return told
 
 
+# What is kept -------------------------------------------------------------------------------------------------------
+
 MAX_KEPT_BYTES = 64 << 20  # of JSON, a conversation's earlier items counted again with each of its responses
 
 
