@@ -8,10 +8,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.rope_utils import initialize_rope
 
 import mlx_paged
 from mlx_paged.kernels.products.inference import Inference
 from mlx_paged.patches import rope
+from mlx_paged.patches.models.attention import rotated
 from scripts.support import model_configs
 from tests.support.models.builders import greedy, prompt_of
 
@@ -76,3 +78,39 @@ def test_models_rotate_a_step_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rope, "_turned", counted)
     assert greedy(model, prompt, 8)[0] == expected[0]
     assert 7 <= len(made) <= 9  # steps, with the one ahead
+
+
+HEADS, KV_HEADS, DIM = 6, 2, 32
+SCALINGS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"type": "linear", "factor": 2.0},
+    {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: "plain" if scaling is None else scaling["type"])
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (3, 1), (1, 5)])
+def test_bits_are_those_of_rotating_apart(
+    scaling: dict[str, Any] | None, traditional: bool, dtype: mx.Dtype, rows: int, length: int
+) -> None:
+    rope = initialize_rope(DIM, 10_000.0, traditional, scaling, 1024)
+    mx.random.seed(0)
+    queries, keys = (mx.random.normal((rows, heads, length, DIM)).astype(dtype) for heads in (HEADS, KV_HEADS))
+    offset = 77 if rows == 1 else mx.array([5, 900, 0])
+    apart = rope(queries, offset=offset), rope(keys, offset=offset)
+    calls = []
+
+    def counted(x: mx.array, *, offset: int | mx.array) -> mx.array:
+        calls.append(x.shape)
+        return rope(x, offset=offset)
+
+    for expected, found in zip(apart, rotated(counted, queries, keys, offset), strict=True):
+        assert found.shape == expected.shape and found.dtype == dtype
+        assert mx.array_equal(found, expected)
+    if length == 1 and mx.default_device().type == mx.DeviceType.cpu:
+        assert calls == [(rows, HEADS + KV_HEADS, 1, DIM)]
+    else:
+        assert len(calls) == 2
