@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -11,8 +12,9 @@ from ..errors import GeometryError
 from ..kv.block_table import BlockTable
 from ..kv.group import LayerGroup
 from ..kv.layer import PoolLayer
-from ..kv.step import Columns, RowsInParts, Step
+from ..kv.step import Columns, RowsInParts, RowsTogether, Step, padded_slots
 from ..kv.storage.attention_params import AttentionParams, Window
+from ..kv.storage.base import Geometry
 from ..kv.storage.functional import FunctionalStorage
 
 
@@ -43,6 +45,8 @@ def window_under(group: LayerGroup, size: int | None) -> Window | None:
 # Keys and values of a row of up to so many bytes are copied faster than a row's operations are launched. Then the
 # fewest rows for which that pays, and how many bytes are gathered at a time.
 SHORT_BYTES, FEWEST_TOGETHER, MOST_BYTES_TOGETHER = 1 << 17, 2, 1 << 24
+# Rows of several lengths: what finding a key and a value takes, and what a part's operations do, in bytes copied.
+PAIR_BYTES, PART_BYTES = 1 << 8, 3 << 16
 
 
 def attention(
@@ -100,8 +104,8 @@ def gather_attention(
     params: AttentionParams,
     step: Step,
 ) -> mx.array:
-    """Attention of the last tokens of each sequence over all its visible tokens: one SDPA call per sequence, or for
-    short ones of one length together, which gives the same bits.
+    """Attention of the last tokens of each sequence over all its visible tokens: one SDPA call per sequence, or
+    operations for short ones together, which give the same bits.
 
     Args:
         q: ``[B, n_q_heads, q_len, head_dim]``; the queries are the last ``q_len`` tokens of each sequence.
@@ -117,9 +121,11 @@ def gather_attention(
     is_plain = (
         not step.is_pack and params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
     )
-    in_parts = _in_parts(kv, tables, step) if is_plain and params.sinks is None else None
-    if in_parts is not None:
-        output = _attend_in_parts(q, kv, params, in_parts)
+    reading = _reading(q, kv, tables, step) if is_plain and params.sinks is None else None
+    if isinstance(reading, RowsTogether):
+        output = _attend_together(q, kv, params, reading)
+    elif reading is not None:
+        output = _attend_in_parts(q, kv, params, reading)
     else:
         parts = _parts(kv, tables, step) if is_plain else [[row] for row in range(len(tables))]
         output = _attend_by_function(q, kv, tables, params, step, parts)
@@ -192,19 +198,84 @@ def _attend_in_parts(q: mx.array, kv: PoolLayer, params: AttentionParams, parts:
     return output if parts.order is None else output[parts.order[1]]
 
 
-def _in_parts(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> RowsInParts | None:
-    """Return how rows with one new token are read in parts, found once for all layers of a group; None where all are of
-    one length, or MLX's attention function is more than operations on them."""
-    storage = kv.storage
-    if step.in_parts is not None and step.in_parts.num_blocks == storage.num_blocks:
-        return step.in_parts
+def _attend_together(q: mx.array, kv: PoolLayer, params: AttentionParams, rows: RowsTogether) -> mx.array:
+    """Attention of rows with one new token each, of a KV head's queries by one product. Call it only where
+    :func:`_is_exact_together` has found the bits to be those of MLX's attention function."""
+    assert isinstance(kv.storage, FunctionalStorage)
+    return _attend_padded(q, *kv.storage.read_tokens(rows.tokens), params.scale, rows.mask)
+
+
+def _attend_padded(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None) -> mx.array:
+    batch, num_heads, _, head_dim = q.shape
+    scores = (q * scale).reshape(batch, k.shape[1], -1, head_dim) @ k.swapaxes(-1, -2)
+    if mask is not None:
+        scores = scores + mask
+    return (mx.softmax(scores, axis=-1, precise=True) @ v).reshape(batch, num_heads, 1, -1)
+
+
+@functools.cache
+def _is_exact(dtype: mx.Dtype, groups: int, k_dim: int, v_dim: int) -> bool:
+    """Return whether rows that are padded and attend together get the bits that each gets alone. They do where sums are
+    made one after the other, as on x86: weights of zero change none. Other builds of MLX add several at a time."""
+    lengths, noise = (1, 6, 37, 64, 171), np.random.default_rng(0)
+    longest, num_kv_heads = max(lengths), 2
+
+    def draw(*shape: int) -> mx.array:
+        return mx.array(noise.standard_normal(shape, np.float32)).astype(dtype)
+
+    q = draw(len(lengths), num_kv_heads * groups, 1, k_dim)
+    k, v = (draw(len(lengths), num_kv_heads, longest, dim) for dim in (k_dim, v_dim))
+    scale = k_dim**-0.5
+    got = _attend_padded(q, k, v, scale, _padding_mask(lengths, (num_kv_heads, groups), dtype))
+    alone = [
+        mx.fast.scaled_dot_product_attention(
+            *(x[row : row + 1, :, start:] for x, start in ((q, 0), (k, longest - n), (v, longest - n))), scale=scale
+        )
+        for row, n in enumerate(lengths)
+    ]
+    return bool(mx.array_equal(got, mx.concatenate(alone)).item())
+
+
+def _padding_mask(lengths: Sequence[int], heads: tuple[int, int], dtype: mx.Dtype) -> mx.array:
+    """Return what hides the padding of rows, to be added to scores ``[B, n_kv_heads, groups, n]``."""
+    columns = np.arange(max(lengths))
+    pads = max(lengths) - np.array(lengths)
+    mask = mx.array(np.where(columns >= pads[:, None], np.float32(0), np.float32(-np.inf))).astype(dtype)
+    return mx.broadcast_to(mask[:, None, None], (len(lengths), *heads, len(columns)))
+
+
+def _reading(q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> RowsTogether | RowsInParts | None:
+    """Return how rows with one new token each are read, found once for all layers of a group; None where MLX's
+    attention function is more than operations on them, or is called once."""
+    storage, known = kv.storage, step.reading
+    if known is not None and known.num_blocks == storage.num_blocks:
+        return known
     if not isinstance(storage, FunctionalStorage) or mx.default_device().type != mx.DeviceType.cpu:
         return None
     parts = _parts(kv, tables, step)
+    if _pays_together(storage.geometry, tables, parts) and _is_exact_together(q, storage.geometry):
+        heads = storage.geometry.num_kv_heads
+        lengths = [table.num_visible for table in tables]
+        mask = None if len(set(lengths)) == 1 else _padding_mask(lengths, (heads, q.shape[1] // heads), q.dtype)
+        step.reading = RowsTogether(storage.host_by_head(padded_slots(tables)), mask, storage.num_blocks)
+    elif len(parts) > 1:
+        step.reading = _places(storage, tables, parts)
+    return step.reading
+
+
+def _pays_together(geometry: Geometry, tables: Sequence[BlockTable], parts: Sequence[list[int]]) -> bool:
+    """Return whether copies of all rows, padded to the longest, take less than the operations of parts."""
     if len(parts) == 1:
-        return None
-    step.in_parts = _places(storage, tables, parts)
-    return step.in_parts
+        return True
+    heads, k_dim, v_dim, dtype, _ = geometry
+    num_pairs = heads * len(tables) * max([table.num_visible for table in tables])
+    nbytes = num_pairs * (k_dim + v_dim) * dtype.size
+    return nbytes <= MOST_BYTES_TOGETHER and nbytes + num_pairs * PAIR_BYTES <= len(parts) * PART_BYTES
+
+
+def _is_exact_together(q: mx.array, geometry: Geometry) -> bool:
+    heads, k_dim, v_dim, dtype, _ = geometry
+    return q.dtype == dtype and _is_exact(dtype, q.shape[1] // heads, k_dim, v_dim)
 
 
 def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], parts: Sequence[list[int]]) -> RowsInParts:
@@ -237,7 +308,7 @@ def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], parts: Seq
     order = [row for place in by_row for row in read[place]]
     return RowsInParts(
         [(edges, storage.block_index(blocks) if blocks else None) for _, edges, blocks in views],
-        [storage.host_by_head(_slots(tables, rows))[:, :, None] for rows in several],
+        [storage.host_by_head(padded_slots([tables[row] for row in rows]))[:, :, None] for rows in several],
         by_row,
         np.cumsum([len(read[place]) for place in by_row])[:-1].tolist(),
         None if order == sorted(order) else (mx.array(order), mx.array(np.argsort(order))),
@@ -271,21 +342,8 @@ def _columns(tables: Sequence[BlockTable], rows: Sequence[int], step: Step) -> C
     key = tuple(rows)
     columns = step.columns.get(key)
     if columns is None:
-        start, end = tables[rows[0]].logical_start, tables[rows[0]].length
-        num_blocks = -(-end // tables[rows[0]].block_size)
-        block_ids = np.array([tables[row].block_ids[:num_blocks] for row in rows], np.int32)
-        positions = np.broadcast_to(np.arange(start, end, dtype=np.int32), (len(rows), end - start))
-        columns = step.columns[key] = Columns(mx.array(block_ids), mx.array(positions))
+        columns = step.columns[key] = Columns.of_slots(padded_slots([tables[row] for row in rows]))
     return columns
-
-
-def _slots(tables: Sequence[BlockTable], rows: Sequence[int]) -> np.ndarray:
-    """Slots of the visible tokens of rows of one length, int64 ``[len(rows), n]``."""
-    first = tables[rows[0]]
-    positions = np.arange(first.logical_start, first.length)
-    block_ids = np.array([tables[row].block_ids[: -(-first.length // first.block_size)] for row in rows])
-    slots: np.ndarray = block_ids[:, positions // first.block_size] * first.block_size + positions % first.block_size
-    return slots
 
 
 def _rows_of(q: mx.array, rows: list[int]) -> mx.array:

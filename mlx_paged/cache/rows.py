@@ -15,7 +15,7 @@ from ..errors import BlockStateError, without_frames
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.step import Columns, Step
+from ..kv.step import Columns, Step, padded_slots
 from ..kv.storage.attention_params import Window
 from .kept_states import KeptStates
 
@@ -64,7 +64,9 @@ class LeftPadding:
             tables, step: of the rows, with the new token of each.
         """
         known = step.columns.get(self.longest)
-        if known is None:
+        if known is None and not kv.in_place:
+            known = step.columns[self.longest] = Columns.of_slots(padded_slots(tables))
+        elif known is None:
             positions = mx.maximum(self._indices(), 0)
             if self.window is not None:
                 positions = positions + mx.array([table.logical_start for table in tables], mx.int32)[:, None]

@@ -111,14 +111,23 @@ class Columns:
     Attributes:
         block_ids: int32 ``[B, max_blocks]``, by absolute position.
         positions: int32 ``[B, n]``; all lie in these blocks.
+        slots: in place of both, where they are known on the host: int64 ``[B, n]``.
         prepared: what a storage has made of them, for all layers.
     """
 
-    __slots__ = ("block_ids", "positions", "prepared")
+    __slots__ = ("block_ids", "positions", "prepared", "slots")
 
     def __init__(self, block_ids: mx.array, positions: mx.array) -> None:
         self.block_ids, self.positions = block_ids, positions
+        self.slots: np.ndarray | None = None
         self.prepared: Any = None
+
+    @classmethod
+    def of_slots(cls, slots: np.ndarray) -> Columns:
+        """Return what is read by slots; for storages in ordinary MLX arrays."""
+        columns = cls.__new__(cls)
+        columns.slots, columns.prepared = slots, None
+        return columns
 
 
 class RowsInParts(NamedTuple):
@@ -143,6 +152,21 @@ class RowsInParts(NamedTuple):
     num_blocks: int
 
 
+class RowsTogether(NamedTuple):
+    """How attention without a kernel reads functional storage for rows of one new token each: all at once, padded as by
+    :func:`padded_slots`.
+
+    Attributes:
+        tokens: index of them, for :meth:`FunctionalStorage.read_tokens`.
+        mask: added to scores, ``[B, n_kv_heads, groups, n]``; None: nothing is padded.
+        num_blocks: of the pool, for which the index holds.
+    """
+
+    tokens: mx.array
+    mask: mx.array | None
+    num_blocks: int
+
+
 class Step:
     """The last ``counts[b]`` reserved positions of each of B tables of one group: T tokens, table by table. A decode
     step is one of counts of 1, and a sequence alone one of a single table.
@@ -162,7 +186,7 @@ class Step:
         by_head: where functional storage of so many blocks writes the rows' tokens, by head; None: not asked for yet.
         columns: what all layers read of rows padded to a length, by that length; of some rows of one length, by these.
         parts: rows that share operations of attention without a kernel, in all layers; None: not asked for yet.
-        in_parts: how they are read if it takes several parts; the same.
+        reading: how they are read, together or in parts; None: by MLX's function, or not asked for yet.
     """
 
     def __init__(
@@ -186,7 +210,7 @@ class Step:
         self.by_head: tuple[int, mx.array] | None = None
         self.columns: dict[int | tuple[int, ...], Columns] = {}
         self.parts: list[list[int]] | None = None
-        self.in_parts: RowsInParts | None = None
+        self.reading: RowsTogether | RowsInParts | None = None
         self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
@@ -378,4 +402,19 @@ def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
     positions = np.arange(table.length - num_tokens, table.length)
     ids = np.array(table.block_ids[first:], np.int64)
     slots: np.ndarray = ids[positions // size - first] * size + positions % size
+    return slots
+
+
+def padded_slots(tables: Sequence[BlockTable]) -> np.ndarray:
+    """Return the slots of the visible tokens of rows, int64 ``[B, n]``, padded on the left to the longest. Padding
+    repeats a row's first visible token: a mask hides it, and it is a number if the row's own are."""
+    size, longest = tables[0].block_size, max([table.num_visible for table in tables])
+    slots = np.empty((len(tables), longest), np.int64)
+    for row, table in zip(slots, tables, strict=True):
+        first, pad = table.logical_start // size, longest - table.num_visible
+        blocks = np.array(table.block_ids[first : -(-table.length // size)])
+        held = (blocks[:, None] * size + np.arange(size)).reshape(-1)
+        start = table.logical_start - first * size
+        row[pad:] = held[start : start + table.num_visible]
+        row[:pad] = held[start]
     return slots

@@ -23,6 +23,7 @@ from mlx_paged.kernels.fused_attention import PromptPath
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.step import RowsInParts, RowsTogether
 from mlx_paged.kv.storage.attention_params import AttentionParams, Window
 from mlx_paged.kv.storage.choice import storage_choice
 from tests.support.kernels.fake_kernels import fake_kernels
@@ -239,7 +240,10 @@ def test_an_additive_mask_over_latents_is_added(q_len: int) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("window", [None, 6])
-def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(window: int | None, dtype: mx.Dtype) -> None:
+def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
+    window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "PART_BYTES", 0)
     lengths = [9, 5, 9, 3, 9, 5, 9, 5, 5, 9]
     pool = BlockPool([LayerGroup((0,), window)], block_size=4)
     tables = [pool.new_table() for _ in lengths]
@@ -252,7 +256,7 @@ def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(windo
     step = pool.layer(0).step(tables, 1)
     got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
     assert step.parts == [[0, 2, 4, 6, 9], [1, 5, 7, 8], [3]]
-    assert step.in_parts is not None and [index.shape[0] for index in step.in_parts.gathers] == [5, 4]
+    assert isinstance(step.reading, RowsInParts) and [index.shape[0] for index in step.reading.gathers] == [5, 4]
     for row, table in enumerate(tables):
         alone = gather_attention(
             q[row : row + 1], pool.layer(0), [table], AttentionParams(SCALE), step.part(tables, row)
@@ -283,18 +287,74 @@ def test_rows_of_many_lengths_share_operations_with_the_same_bits(
                 pool.append_tokens(table, 1)
                 pool.layer(0).write([table], *(x[:, :, i : i + 1] for x in keys[row]))
     q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
+    monkeypatch.setattr(gather, "PART_BYTES", 0)
     monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", int(most_blocks * 4 * HEADS * (DIM + VDIM) * dtype.size))
     step = pool.layer(0).step(tables, 1)
     got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
-    assert step.in_parts is not None
-    assert [blocks is None for _, blocks in step.in_parts.views] == [True] + [False] * (1 if most_blocks > 10 else 2)
+    assert isinstance(step.reading, RowsInParts)
+    assert [blocks is None for _, blocks in step.reading.views] == [True] + [False] * (1 if most_blocks > 10 else 2)
     for row, (k, v) in enumerate(keys):
         seen = slice(-(window or lengths[row]), None)
         alone = mx.fast.scaled_dot_product_attention(q[row : row + 1], k[:, :, seen], v[:, :, seen], scale=SCALE)
         assert_equal(got[row : row + 1], alone)
 
 
-def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("num_q_heads", [HEADS, Q_HEADS])
+def test_rows_of_many_lengths_together_multiply_nothing_stale(
+    num_q_heads: int, window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every slot that no row has written holds NaN, those behind a row's end in its last block included."""
+    lengths, pool = [9, 5, 1, 7, 22], BlockPool([LayerGroup((0,), window)], block_size=4)
+    filler = pool.new_table()
+    for _ in range(30):
+        pool.append_tokens(filler, 4)
+        nans = (mx.full((1, HEADS, 4, dim), float("nan"), dtype) for dim in (DIM, VDIM))
+        pool.layer(0).write([filler], *nans)
+    pool.release_table(filler)
+    tables = [pool.new_table() for _ in lengths]
+    keys = [kv(seed, n, dtype) for seed, n in enumerate(lengths)]
+    for i in range(max(lengths)):
+        for row, table in enumerate(tables):
+            if i < lengths[row]:
+                pool.append_tokens(table, 1)
+                pool.layer(0).write([table], *(x[:, :, i : i + 1] for x in keys[row]))
+    q = noise(99, len(lengths), num_q_heads, 1, DIM, dtype=dtype)
+    is_exact = gather._is_exact(dtype, num_q_heads // HEADS, DIM, VDIM)
+    monkeypatch.setattr(gather, "_is_exact", lambda *_: True)
+    step = pool.layer(0).step(tables, 1)
+    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
+    assert isinstance(step.reading, RowsTogether) and step.reading.mask is not None
+    for row, (k, v) in enumerate(keys):
+        seen = slice(-(window or lengths[row]), None)
+        alone = mx.fast.scaled_dot_product_attention(q[row : row + 1], k[:, :, seen], v[:, :, seen], scale=SCALE)
+        if is_exact:
+            assert_equal(got[row : row + 1], alone)
+        else:
+            assert mx.allclose(got[row : row + 1], alone, atol=1e-5 if dtype == mx.float32 else 1e-2)
+
+
+def test_padded_copies_take_less_than_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def are_together(lengths: list[int]) -> bool:
+        pool, tables, _ = pool_with(lengths)
+        step = pool.layer(0).step(tables, 1)
+        gather_attention(noise(99, len(lengths), Q_HEADS, 1, DIM), pool.layer(0), tables, AttentionParams(SCALE), step)
+        return isinstance(step.reading, RowsTogether)
+
+    monkeypatch.setattr(gather, "_is_exact", lambda *_: True)
+    most = gather.PART_BYTES // (HEADS * (4 * (DIM + VDIM) + gather.PAIR_BYTES))
+    assert are_together([most, most - 9]) and not are_together([most + 9, most])
+    assert not are_together([most + 9, 3, 4, 4])  # padding counts, and rows of one length are one part
+    monkeypatch.setattr(gather, "_is_exact", lambda *_: False)
+    assert not are_together([9, 5])
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(
+    is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "_is_exact", lambda *_: is_exact)
     pool, tables, _ = pool_with([7] * 5)
     q, plain = noise(99, 5, Q_HEADS, 1, DIM), AttentionParams(SCALE)
     calls = []
@@ -311,13 +371,13 @@ def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: 
         gather_attention(q[:rows], pool.layer(0), tables[:rows], params, pool.layer(0).step(tables[:rows], 1))
         return list(calls)
 
-    assert parts() == [5]
-    assert parts(rows=2) == [2]
+    assert parts() == ([] if is_exact else [5])  # none: by the operations of MLX's function, less some
+    assert parts(rows=2) == ([] if is_exact else [2])
     assert parts(rows=1) == [1]
     assert parts(AttentionParams(SCALE, mask=mx.ones((1, 7), mx.bool_))) == [1] * 5
     assert parts(AttentionParams(SCALE, softcap=20.0)) == [1] * 5
     monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", 4 * 7 * HEADS * (DIM + VDIM) * 4)
-    assert parts() == []  # by the operations of MLX's function, which share those around the products
+    assert parts() == []  # by operations, which parts share around the products
     sinks = mx.zeros((Q_HEADS,))
     assert parts(AttentionParams(SCALE, sinks=sinks)) == [4, 1]
     monkeypatch.setattr(gather, "SHORT_BYTES", 100)

@@ -75,6 +75,42 @@ def test_rows_go_to_their_own_block_and_slot(dtype: mx.Dtype) -> None:
     assert not bits(everywhere[0]).any() and not bits(everywhere[1]).any()
 
 
+@pytest.mark.parametrize("then", ["segments", "blocks", "view", "copy", "resize", "fence", "rows"])
+def test_what_rows_have_written_is_there_for_everything_else(then: str) -> None:
+    """Steps of rows leave the blocks in another shape."""
+    storage, index = storage_of(6), mx.array([[9], [22]])
+    expected_k, expected_v = (np.zeros((HEADS, 6 * SIZE, dim), np.float32) for dim in (KD, VD))
+    for seed in (1, 3):
+        k, v = noise(seed, 2, HEADS, 1, KD), noise(seed + 1, 2, HEADS, 1, VD)
+        storage.write_rows(storage.by_head(index), k, v)
+        for row, slot in enumerate((9, 22)):
+            expected_k[:, slot], expected_v[:, slot] = k[row, :, 0], v[row, :, 0]
+    before = storage.checkpoint()
+    if then == "segments":
+        k, v = noise(5, 1, HEADS, 2, KD), noise(6, 1, HEADS, 2, VD)
+        storage.write_segments([Segment(14, 2, 0)], k, v)
+        expected_k[:, 14:16], expected_v[:, 14:16] = k[0], v[0]
+    elif then == "copy":
+        storage.copy_blocks([2, 5], [0, 3])
+        for x in (expected_k, expected_v):
+            x[:, 0:4], x[:, 12:16] = x[:, 8:12].copy(), x[:, 20:24].copy()
+    elif then == "resize":
+        storage.resize(7)
+        expected_k, expected_v = (np.pad(x, ((0, 0), (0, SIZE), (0, 0))) for x in (expected_k, expected_v))
+    elif then == "fence":
+        mx.eval(storage.fence(), storage.latest())
+    elif then == "rows":
+        storage.write_rows(storage.by_head(index), noise(7, 2, HEADS, 1, KD), noise(8, 2, HEADS, 1, VD))
+        storage.go_back(before)
+    end = storage.num_blocks * SIZE
+    by_blocks = storage.gather_blocks(storage.block_index(range(storage.num_blocks)))
+    got_k, got_v = by_blocks if then == "blocks" else storage.view_tokens(0, end)
+    np.testing.assert_array_equal(np.array(got_k)[0], expected_k)
+    np.testing.assert_array_equal(np.array(got_v)[0], expected_v)
+    tokens = storage.read_tokens(storage.by_head(mx.array([[22, 9]])))
+    np.testing.assert_array_equal(np.array(tokens[0])[0], expected_k[:, [22, 9]])
+
+
 def test_gather_blocks_follows_the_order_of_ids() -> None:
     storage = storage_of(5)
     k, v = noise(1, 1, HEADS, 16, KD), noise(2, 1, HEADS, 16, VD)

@@ -54,7 +54,8 @@ class FunctionalStorage(GatheredStorage):
     all blocks, one block's after the other's.
 
     As in mlx-lm's own cache, so that blocks with consecutive ids, which a sequence alone in the pool has, are written
-    and read by one slice: attention takes a view of them, and nothing is gathered (docs/adr/0002).
+    and read by one slice: attention takes a view of them, and nothing is gathered (docs/adr/0002). Steps of several
+    rows leave them flat, ``[n_kv_heads * num_blocks * block_size, head_dim]``, as the next such step takes them.
 
     MLX arrays are values: an update happens in place only if no other handle, view or unfinished read keeps the old
     buffer when the update is evaluated. So each write replaces the only handle, no view outlives the step that made
@@ -74,7 +75,16 @@ class FunctionalStorage(GatheredStorage):
 
     @property
     def num_blocks(self) -> int:
-        return self._keys.shape[2] // self.block_size
+        geometry = self.geometry
+        return int(self._keys.size) // (geometry.num_kv_heads * geometry.k_head_dim * self.block_size)
+
+    def _by_head(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values ``[1, n_kv_heads, num_slots, head_dim]``, and have them so."""
+        if self._keys.ndim == 2:
+            self._keys, self._values = (
+                flat.reshape(1, self.geometry.num_kv_heads, -1, flat.shape[1]) for flat in (self._keys, self._values)
+            )
+        return self._keys, self._values
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         if step.num_tokens == 1:
@@ -96,7 +106,7 @@ class FunctionalStorage(GatheredStorage):
 
         Slices, not a scatter: on the CPU a scatter goes element by element and is 4-7 times slower here.
         """
-        for pool, x in ((self._keys, k), (self._values, v)):
+        for pool, x in zip(self._by_head(), (k, v), strict=True):
             for slot, num_tokens, source in segments:
                 part = x[:, :, source : source + num_tokens] if len(segments) > 1 else x
                 pool[:, :, slot : slot + num_tokens] = part
@@ -107,11 +117,10 @@ class FunctionalStorage(GatheredStorage):
         One index over one axis: of an index for each axis MLX makes arrays in each layer, which takes longer than the
         write (for 8 rows of 2 heads of 16 the CPU needs 28 us so, and 12 with one).
         """
-        for name, x in (("_keys", k), ("_values", v)):
-            pool: mx.array = getattr(self, name)
-            rows = pool.reshape(-1, pool.shape[3])
-            rows[index] = x
-            setattr(self, name, rows.reshape(pool.shape))
+        if self._keys.ndim == 4:
+            self._keys, self._values = (pool.reshape(-1, pool.shape[3]) for pool in (self._keys, self._values))
+        self._keys[index] = k
+        self._values[index] = v
 
     def by_head(self, slots: mx.array) -> mx.array:
         """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` among all heads'; until the pool grows."""
@@ -161,15 +170,19 @@ class FunctionalStorage(GatheredStorage):
             self.write_segments(table.tail_segments(1), k, v)
             return self.read_visible(table, copy=False)
         start, end = place
-        self._keys[:, :, end - 1 : end] = k
-        self._values[:, :, end - 1 : end] = v
-        return self._keys[:, :, start:end], self._values[:, :, start:end]
+        keys, values = self._by_head()
+        keys[:, :, end - 1 : end] = k
+        values[:, :, end - 1 : end] = v
+        return keys[:, :, start:end], values[:, :, start:end]
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         return self.read_visible(table)
 
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
         if columns.prepared is None or columns.prepared[0] != self.num_blocks:
+            if columns.slots is not None:
+                columns.prepared = self.num_blocks, self.host_by_head(columns.slots)
+                return self.read_tokens(columns.prepared[1])
             size, positions = self.block_size, columns.positions
             slots = mx.take_along_axis(columns.block_ids, positions // size, axis=1) * size + positions % size
             columns.prepared = self.num_blocks, self.by_head(slots)
@@ -178,20 +191,23 @@ class FunctionalStorage(GatheredStorage):
     def read_tokens(self, index: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys and values of tokens, by an index of :meth:`by_head`: of its shape and one axis more."""
         keys, values = self._keys, self._values
-        return keys.reshape(-1, keys.shape[3])[index], values.reshape(-1, values.shape[3])[index]
+        if keys.ndim == 4:
+            keys, values = keys.reshape(-1, keys.shape[3]), values.reshape(-1, values.shape[3])
+        return keys[index], values[index]
 
     def view_tokens(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Tokens of consecutive blocks without a copy: K ``[1, n_kv_heads, end - start, k_head_dim]`` and V likewise.
 
         The views keep the pool's buffer; drop them before the next write is evaluated.
         """
-        return self._keys[:, :, start:end], self._values[:, :, start:end]
+        keys, values = self._by_head()
+        return keys[:, :, start:end], values[:, :, start:end]
 
     def for_single_queries(self, groups: int, index: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Return all tokens of the pool, or of some blocks, as products with one token's queries take them: K
         ``[1, n_kv_heads, groups, k_head_dim, n]``, and V ``[1, n_kv_heads, groups, n, v_head_dim]``, for so many query
         heads of a KV head. Without an index as :meth:`view_tokens`."""
-        of = (self._keys, self._values) if index is None else self.gather_blocks(index)
+        of = self._by_head() if index is None else self.gather_blocks(index)
         # What is cut from it is then taken as it is: else each product broadcasts its own part.
         k, v = (mx.broadcast_to(mx.expand_dims(x, 2), (*x.shape[:2], groups, *x.shape[2:])) for x in of)
         return k.swapaxes(3, 4), v
@@ -205,7 +221,7 @@ class FunctionalStorage(GatheredStorage):
         """Any blocks, in one copy: K ``[1, n_kv_heads, n * block_size, k_head_dim]`` and V likewise."""
         tokens = index.shape[1] * self.block_size
         k, v = (
-            pool.reshape(-1, self.block_size * pool.shape[3])[index].reshape(1, -1, tokens, pool.shape[3])
+            pool.reshape(-1, self.block_size * pool.shape[-1])[index].reshape(1, -1, tokens, pool.shape[-1])
             for pool in (self._keys, self._values)
         )
         return k, v
@@ -215,7 +231,7 @@ class FunctionalStorage(GatheredStorage):
         consecutive blocks, since a scatter is slow on the CPU."""
         size = self.block_size
         runs = [tuple(size * number for number in run) for run in _runs(sources, targets)]
-        for pool in (self._keys, self._values):
+        for pool in self._by_head():
             copies = [mx.contiguous(pool[:, :, source : source + count]) for source, _, count in runs]
             if self.geometry.num_kv_heads == 1:  # a contiguous slice is a view, which would keep the pool
                 copies = [copy + 0 for copy in copies]
@@ -224,6 +240,7 @@ class FunctionalStorage(GatheredStorage):
                 pool[:, :, target : target + count] = copy
 
     def resize(self, num_blocks: int) -> None:
+        self._by_head()
         try:
             for name in ("_keys", "_values"):
                 old: mx.array = getattr(self, name)
@@ -249,7 +266,8 @@ class FunctionalStorage(GatheredStorage):
 
     def fence(self) -> mx.array:
         """Two elements that are ready when every write so far is; does not keep the pool's buffer."""
-        return mx.stack([self._keys[0, 0, 0, 0], self._values[0, 0, 0, 0]])
+        keys, values = self._by_head()
+        return mx.stack([keys[0, 0, 0, 0], values[0, 0, 0, 0]])
 
     def latest(self) -> list[mx.array]:
         return [self._keys, self._values]
@@ -263,7 +281,7 @@ class FunctionalStorage(GatheredStorage):
 
     def go_back(self, checkpoint: Any) -> None:
         keys, values = checkpoint
-        if keys.shape == self._keys.shape:
+        if keys.size == self._keys.size:
             self._keys, self._values = keys, values
 
 

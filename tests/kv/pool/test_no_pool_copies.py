@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import pytest
 
+from mlx_paged.attention import gather
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.rows import Rows, SequenceTables
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.step import RowsInParts, RowsTogether
 from mlx_paged.kv.storage.attention_params import AttentionParams
 from tests.support.pools import kv, noise, pool_of
 
@@ -154,22 +156,24 @@ def test_views_of_a_layer_that_is_not_the_last_never_have_it_copied() -> None:
     assert extra_peak(lambda: one_step_ahead(noise(5, 1, 16, 1, 128, dtype=mx.float16), attend)) < FEW_MB
 
 
-@pytest.mark.parametrize(("lengths", "is_apart"), [((5, 9, 17), True), ((40, 70, 100), False)])
+@pytest.mark.parametrize("how", [RowsInParts, RowsTogether, None])
 def test_rows_cut_from_the_pool_or_gathered_never_copy_it(
-    lengths: tuple[int, ...], is_apart: bool, big_pool: BlockPool
+    how: type | None, big_pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step is built, and its write started, while the step before may still read."""
+    monkeypatch.setattr(gather, "_is_exact", lambda *_: how is RowsTogether)
+    lengths = (40, 40, 40) if how is None else (5, 9, 17)
     pool, num_rows = big_pool, len(lengths)
     shape = {"heads": 8, "kd": 128, "vd": 128, "dtype": mx.float16}
     sequences = [SequenceTables(pool) for _ in lengths]
     for seed, (sequence, n) in enumerate(zip(sequences, lengths, strict=True)):
-        PagedKVCache(sequence, 0).update(*kv(seed, n if is_apart else lengths[0], **shape))
+        PagedKVCache(sequence, 0).update(*kv(seed, n, **shape))
     mx.eval(pool.fence(0))
     cache = PagedBatchKVCache(Rows(pool, sequences), 0)
 
     def attend(x: mx.array, token: mx.array) -> mx.array:
         assert cache.rows.reserve() is None
-        if is_apart:
+        if how is not None:
             return cache.attend(x, token, token * 0.5, AttentionParams(0.1))
         return mx.fast.scaled_dot_product_attention(x, *cache.update_and_fetch(token, token * 0.5), scale=0.1)
 
@@ -177,4 +181,4 @@ def test_rows_cut_from_the_pool_or_gathered_never_copy_it(
         one_step_ahead(noise(5, num_rows, 16, 1, 128, dtype=mx.float16), attend)
 
     assert extra_peak(pipelined) < 2 * FEW_MB
-    assert (cache.rows.step(0).in_parts is not None) == is_apart
+    assert isinstance(cache.rows.step(0).reading, how or type(None))
