@@ -141,6 +141,13 @@ class Ledger:
             raise self._not_reserved(layer)
         behind.remove(layer)
 
+    def _take_all(self) -> None:
+        """Note that every layer writes what is reserved for it. Raises like :meth:`take`; nothing is noted then."""
+        for group, behind in zip(self.pool.groups, self._behind, strict=True):
+            if len(behind) < len(group.spec.layers):
+                raise self._not_reserved(next(layer for layer in group.spec.layers if layer not in behind))
+        self.set_level()
+
     def _not_reserved(self, layer: int) -> Exception:
         return BlockStateError(f"layer {layer} takes what is not reserved for it")
 
@@ -244,6 +251,19 @@ class SequenceTables(Ledger):
             )
         self.take(layer)
         return table
+
+    def take_all(self) -> list[list[BlockTable]]:
+        """Reserve one position, unless it is, and have every layer take it. Returns the table of each group, as that of
+        a batch of one.
+
+        Raises:
+            BlockStateError: some layers of a group have taken theirs already, or other numbers.
+        """
+        self.begin(1)
+        if any(count != 1 for count in self._counts):
+            raise BlockStateError(f"a step of one token, while {max(self._counts)} are reserved")
+        self._take_all()
+        return [[table] for table in self.tables]
 
     def begin_layer(self, layer: int, num_tokens: int) -> tuple[list[BlockTable], Step]:
         """:meth:`take_next`. Returns the layer's table, as that of a batch of one, and the positions: made and checked
@@ -478,9 +498,8 @@ class Rows(Ledger):
 
     def take_all(self) -> list[list[BlockTable]]:
         """Every layer writes and attends to its tokens in one go. Returns the tables of each group."""
-        for layer in self._place:
-            self.take(layer)
-            self.attended(layer)
+        self._take_all()
+        self._attended.update(self._place)
         return self.tables
 
     def give_up(self) -> None:

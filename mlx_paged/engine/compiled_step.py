@@ -63,15 +63,9 @@ class StepRows:
         """Return whether several rows may be tokens of one sequence."""
         return self.num_tokens > len(self.counts)
 
-    def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
+    def take(self) -> list[list[BlockTable]]:
         """Return the tables of each group, every layer having taken its next tokens."""
-        rows = self.rows
-        if isinstance(rows, Rows):
-            return rows.take_all()
-        rows.begin(1)  # of all groups, or nothing is reserved
-        for cache in caches:
-            rows.take_next(cache.layer, 1)
-        return [[table] for table in rows.tables]
+        return self.rows.take_all()
 
     def give_up(self) -> None:
         """Have the layers take the positions again, which stay reserved."""
@@ -111,12 +105,12 @@ def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
     return paged, states
 
 
-def rows_of(caches: Sequence[Any]) -> StepRows | None:
+def rows_of(caches: Sequence[Any]) -> Rows | SequenceTables | None:
     """Return the rows these paged caches belong to, if they are the same for all, and cover the pool's layers."""
     rows = _rows_behind(caches[0]) if caches else None
     if rows is None or len(caches) != rows.num_layers or any(_rows_behind(cache) is not rows for cache in caches):
         return None
-    return StepRows(rows)
+    return rows
 
 
 def _rows_behind(cache: Any) -> Rows | SequenceTables | None:
@@ -395,6 +389,7 @@ class CompiledStep:
         self._windows = [pool.layer(layer).sees for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
         self._pages: list[tuple[PageShape | None, bool]] = []  # of each layer, and whether what they hold is rotated
+        self._paged: list[weakref.ref[Any]] = []  # caches of the last step, if all are paged
         self._model: Any = None
         self._caches: Sequence[Any] = ()  # how the model expects them composed
         self._state: ModelState | None = None  # what all traces have read
@@ -422,11 +417,11 @@ class CompiledStep:
         Raises:
             PoolExhaustedError: as the step itself would.
         """
-        parts = parts_of(caches)
-        if parts is None:
+        parts = self._parts_of(caches)
+        if self.failure is not None or parts is None:
             return None
-        rows = rows_of(parts[0])
-        if self.failure is not None or rows is None or len(rows) != tokens.shape[0]:
+        rows = StepRows(cast(Any, _rows_behind(parts[0][0])))
+        if len(rows) != tokens.shape[0]:
             return None
         pool = rows.pool
         storages = [pool.layer(cache.layer).storage for cache in parts[0]] if pool.groups[0].storages else []
@@ -438,6 +433,20 @@ class CompiledStep:
             with narrow_layers(model, tokens.shape[0]):
                 logits = self.forward(model, tokens, cache=caches)
         return logits
+
+    def _parts_of(self, caches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]] | None:
+        """Return :func:`parts_of` the caches, if the paged ones are of the same rows and cover the pool's layers.
+
+        A cache stays with its rows, so those of the last step need not be looked at again if all are paged.
+        """
+        if [cache() for cache in self._paged] == caches:
+            return caches, ()
+        parts = parts_of(caches)
+        if parts is None or rows_of(parts[0]) is None:
+            return None
+        if len(parts[0]) == len(caches):
+            self._paged = list(map(weakref.ref, caches))
+        return parts
 
     def _compiled(
         self,
@@ -453,7 +462,7 @@ class CompiledStep:
         ``states``."""
         pool = rows.pool
         arrays = []
-        tables = rows.take(paged)
+        tables = rows.take()
         try:
             shapes = StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack, has_states=bool(states))
             items = [

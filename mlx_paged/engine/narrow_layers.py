@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -112,7 +112,51 @@ def _summed(layer: nn.Module, product: mx.array) -> mx.array:
     return total + layer["bias"] if "bias" in layer else total
 
 
-def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | None = None) -> list[mx.array]:
+class Unnormed(NamedTuple):
+    """Rows that a norm has still to be applied to, by the kernel that multiplies them if it can.
+
+    Attributes:
+        x: ``[B, L, hidden]``.
+        norm: of them.
+    """
+
+    x: mx.array
+    norm: Callable[[mx.array], mx.array]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of x."""
+        return self.x.shape
+
+    @property
+    def fused(self) -> narrow_matmul.Norm | None:
+        """Return the norm as the kernel takes it; None if it is of another kind."""
+        norm: Any = self.norm
+        return narrow_matmul.Norm(norm["weight"], norm.eps) if type(norm) is nn.RMSNorm else None
+
+
+def is_narrow(layer: nn.Module) -> bool:
+    """Return whether a kernel may multiply a few rows with the layer, here and now."""
+    return type(layer) in _MULTIPLIED
+
+
+def normed(x: mx.array | Unnormed) -> mx.array:
+    """Return the rows with their norm applied."""
+    return x.norm(x.x) if isinstance(x, Unnormed) else x
+
+
+def _split(x: mx.array | Unnormed, covers: Callable[..., bool]) -> tuple[mx.array, narrow_matmul.Norm | None]:
+    """Return rows and the norm that is left to a kernel, which covers (rows, norm); None: it has been applied."""
+    if isinstance(x, Unnormed):
+        norm = x.fused
+        if norm is not None and covers(x.x, norm):
+            return x.x, norm
+    return normed(x), None
+
+
+def projected(
+    layers: Sequence[nn.Module], x: mx.array | Unnormed, heads: Sequence[int] | None = None
+) -> list[mx.array]:
     """``layer(x)`` of each layer, in one kernel launch if they are narrow ones.
 
     Args:
@@ -120,17 +164,41 @@ def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | N
         x: ``[B, L, hidden]``; L is 1 with ``heads``.
         heads: of each layer's result, which has the shape ``[B, n_heads, 1, head_dim]`` then.
     """
+    found = _products(layers, x, heads, None)
+    if found is not None:
+        return found
+    rows = normed(x)
+    results = [layer(rows) for layer in layers]
+    if heads is not None:
+        results = [y.reshape(rows.shape[0], n, 1, -1) for y, n in zip(results, heads, strict=True)]
+    return results
+
+
+def rotated_projections(
+    layers: Sequence[nn.Module], x: mx.array | Unnormed, heads: Sequence[int], turn: narrow_matmul.Turn
+) -> list[mx.array] | None:
+    """Like :func:`projected` for queries, keys and values, of which the first two are rotated, in one kernel launch;
+    None if these are not narrow layers."""
+    return _products(layers, x, heads, turn)
+
+
+def _products(
+    layers: Sequence[nn.Module],
+    x: mx.array | Unnormed,
+    heads: Sequence[int] | None,
+    turn: narrow_matmul.Turn | None,
+) -> list[mx.array] | None:
     weights = _weights_of(layers)
-    if weights is None or not narrow_matmul.covers(x, weights):
-        results = [layer(x) for layer in layers]
-        if heads is not None:
-            results = [y.reshape(x.shape[0], n, 1, -1) for y, n in zip(results, heads, strict=True)]
-        return results
+    if weights is None:
+        return None
+    rows, norm = _split(x, lambda rows, norm: narrow_matmul.covers(rows, weights, norm=norm, turn=turn))
+    if norm is None and not narrow_matmul.covers(rows, weights, turn=turn):
+        return None
     # Given their shapes at once: in a decode step each operation that only gives another one counts as well.
     shapes = None
     if heads is not None:
-        shapes = [(x.shape[0], n, 1, w.shape[0] // n) for w, n in zip(weights, heads, strict=True)]
-    return narrow_matmul.products(x, weights, shapes=shapes)
+        shapes = [(rows.shape[0], n, 1, w.shape[0] // n) for w, n in zip(weights, heads, strict=True)]
+    return narrow_matmul.products(rows, weights, shapes=shapes, norm=norm, turn=turn)
 
 
 def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
@@ -148,12 +216,16 @@ def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
     return residual + product
 
 
-def gated(gate: nn.Module, up: nn.Module, x: mx.array) -> mx.array | None:
+def gated(gate: nn.Module, up: nn.Module, x: mx.array | Unnormed) -> mx.array | None:
     """``silu(gate(x)) * up(x)`` in one kernel launch; None if these are not narrow layers."""
     weights = _weights_of([gate, up])
-    if weights is None or not narrow_matmul.covers_gated(x, *weights):
+    if weights is None:
         return None
-    return narrow_matmul.gated_product(x, *weights)
+    own = weights[0], weights[1]
+    rows, norm = _split(x, lambda rows, norm: narrow_matmul.covers_gated(rows, *own, norm))
+    if norm is None and not narrow_matmul.covers_gated(rows, *own):
+        return None
+    return narrow_matmul.gated_product(rows, *own, norm)
 
 
 def _weights_of(layers: Sequence[nn.Module]) -> list[narrow_matmul.Matrix] | None:
@@ -181,6 +253,9 @@ _NARROW: dict[type, type] = {
     ShardedToAllLinear: NarrowShardedToAllLinear,
     QuantizedShardedToAllLinear: NarrowQuantizedShardedToAllLinear,
 }
+
+
+_MULTIPLIED = frozenset(kind for plain, kind in _NARROW.items() if plain not in (nn.Embedding, nn.QuantizedEmbedding))
 
 
 def _gains(model: nn.Module, num_rows: int) -> bool:

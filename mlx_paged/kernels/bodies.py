@@ -102,19 +102,27 @@ def _products(kind: str) -> dict[str, Body]:
     def weights(number: str) -> tuple[str, ...]:
         return (f"w{number}",) if kind == "matmul" else tuple(name + number for name in ("words", "scales", "biases"))
 
+    def tile(begin: str, *, norm: bool = False, turn: bool = False) -> tuple[str, ...]:
+        rows = "rows_normalised" if norm else "rows_as_they_are"
+        columns = "columns_rotated" if turn else "columns"
+        return _parts("products", f"{begin} {columns} rows {rows} {kind}_tile sums")
+
+    def body(begin: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ("out",), **extra: bool) -> Body:
+        return Body(Family.PRODUCT, tile(begin, **extra), ("x", *inputs), outputs, cuda_only=True)
+
     bodies, name = {}, f"narrow_{kind}"
-    for extra, given in (("", ()), ("_bias", ("bias",)), ("_add", ("residual",)), ("_gate", weights("1"))):
-        begin = "pair" if extra == "_gate" and kind == "quantized" else "single"
-        text = f"{'silu_gate ' if extra == '_gate' else ''}{kind}_{begin} store{extra} {kind}_tile sums"
-        inputs = ("x", *weights(""), *given)
-        bodies[name + extra] = Body(Family.PRODUCT, _parts("products", text), inputs, ("out",), cuda_only=True)
-    bodies[f"{name}_group"] = Body(
-        Family.PRODUCT,
-        _parts("products", f"{kind}_group {kind}_tile sums"),
-        ("x", *weights(""), *weights("1"), *weights("2")),
-        ("out", "out1", "out2"),
-        cuda_only=True,
-    )
+    for extra, given in (("", ()), ("_bias", ("bias",)), ("_add", ("residual",))):
+        bodies[name + extra] = body(f"{kind}_single store{extra}", (*weights(""), *given))
+    pair = f"silu_gate {kind}_{'pair' if kind == 'quantized' else 'single'} store_gate"
+    three = (*weights(""), *weights("1"), *weights("2"))
+    for norm in (False, True):
+        given, suffix = (("gains",), "_norm") if norm else ((), "")
+        bodies[f"{name}_gate{suffix}"] = body(pair, (*weights(""), *weights("1"), *given), norm=norm)
+        for turn in (False, True):
+            turned, end = (("offsets", "frequencies"), "_turn") if turn else ((), "")
+            bodies[f"{name}_group{suffix}{end}"] = body(
+                f"{kind}_group", (*three, *given, *turned), ("out", "out1", "out2"), norm=norm, turn=turn
+            )
     return bodies
 
 

@@ -151,9 +151,20 @@ class RowsArray:
     def __init__(self) -> None:
         self._host = np.zeros(0, np.int32)
         self._device: mx.array | None = None
-        self._change: tuple[np.ndarray, mx.array] | None = None  # what the last step added, here and there
+        self._change: tuple[bytes, mx.array] | None = None  # what the last step added, here and there
         self._counted = 0
         self._thread = 0  # arrays that are not computed yet are its alone
+
+    def tokens(self, positions: np.ndarray, ends: np.ndarray) -> tuple[mx.array, mx.array]:
+        """Return positions ``[B]`` and ends ``[B, 1]``, which are counted together."""
+        rows = len(positions)
+        if backend() != "cuda" or rows == 0:
+            return mx.array(positions), mx.array(ends)
+        if rows > 1:
+            first, second = mx.split(self._next(np.concatenate([positions, ends[:, 0]])), 2)
+        else:
+            first, _, second, _ = mx.split(self._next(np.repeat([positions, ends[:, 0]], 2)), 4)
+        return first, second[:, None]
 
     def of(self, rows: np.ndarray) -> mx.array:
         """Return these rows."""
@@ -170,11 +181,13 @@ class RowsArray:
         before, self._host = self._host, rows
         if self._device is not None and self._thread == get_ident() and before.shape == rows.shape:
             change = rows - before
-            if not change.any():
-                return self._device
-            if change.min() >= 0 and change.max() == 1 and self._counted < MOST_COUNTED:
-                if self._change is None or not np.array_equal(self._change[0], change):
-                    self._change = change, mx.array(change)
+            key = change.tobytes()
+            if self._change is None or key != self._change[0]:
+                if not change.any():
+                    return self._device
+                # What a row gains is a token or none, or it is not counted.
+                self._change = (key, mx.array(change)) if change.min() >= 0 and change.max() == 1 else None
+            if self._change is not None and self._counted < MOST_COUNTED:
                 self._counted += 1
                 self._device = self._device + self._change[1]
                 return self._device

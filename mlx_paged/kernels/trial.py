@@ -213,7 +213,9 @@ def _product(known: _Known) -> Scratch:
     depth = 32 if bits else size
     x = mx.zeros((rows * depth,) if known["XD"] == 1 else (rows, *[1] * (known["XD"] - 2), depth), dtype)
     w, like = mx.zeros((size, depth), dtype), mx.zeros((rows, size), dtype)
-    given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like}
+    given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like, "gains": mx.zeros((depth,), dtype)}
+    half = known.constants.get("HALF", 8)
+    given |= {"offsets": mx.zeros((rows,), mx.int32), "frequencies": mx.ones((half,))}
     for number in ("", "1", "2"):
         given |= {f"w{number}": w, f"words{number}": mx.zeros((size, bits or 1), mx.uint32)}
         given |= {f"{name}{number}": mx.zeros((size, 1), dtype) for name in ("scales", "biases")}

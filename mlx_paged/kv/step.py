@@ -36,11 +36,12 @@ class DeviceTables:
     reference to a table.
 
     Attributes:
-        positions, ends, first_seen: of the rows' tokens, and by window where what they see begins.
+        tokens: positions of the rows' tokens, and the ends of what they see.
+        first_seen: by window, where what they see begins.
     """
 
     def __init__(self) -> None:
-        self.positions, self.ends = RowsArray(), RowsArray()
+        self.tokens, self.ends = RowsArray(), RowsArray()
         self.first_seen: defaultdict[Window, RowsArray] = defaultdict(RowsArray)
         self._uids: list[int] = []
         self._versions: list[int] = []
@@ -215,6 +216,7 @@ class Step:
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
         self._slots: dict[int | None, mx.array] = {}  # by the number of rows
+        self._of_tokens: dict[int, tuple[mx.array, mx.array]] = {}  # by the number of rows
         self._visible: dict[tuple[Window | None, int, tuple[int, int] | None], ThreeArrays] = {}
         self._items: dict[tuple[SharedCut, tuple[int, int] | None], mx.array | None] = {}
         self._parts: dict[int, Step] = {}
@@ -257,7 +259,16 @@ class Step:
 
     def offsets(self, num_rows: int | None = None) -> mx.array:
         """Position of each token, int32 ``[T]``; up to ``num_rows``, rows at position 0."""
-        return self._device_tables.positions.of(padded(self._positions(), num_rows))
+        return self._tokens(num_rows or self.num_tokens)[0]
+
+    def _tokens(self, num_rows: int) -> tuple[mx.array, mx.array]:
+        """Return the position of each token, int32 ``[num_rows]``, and the end of what it sees, ``[num_rows, 1]``."""
+        found = self._of_tokens.get(num_rows)
+        if found is None:
+            positions = self._positions()
+            ends = padded(positions[:, None] + 1, num_rows)
+            found = self._of_tokens[num_rows] = self._device_tables.tokens.tokens(padded(positions, num_rows), ends)
+        return found
 
     def visible(
         self,
@@ -286,6 +297,7 @@ class Step:
         else:
             ends = self._lengths[:, None] + np.arange(1 - self.counts[0], 1, dtype=np.int32)
         ends = padded(ends, None if shape is None else shape[0])
+        of_tokens = self._tokens(len(ends))[1] if num_rows == self.num_tokens else own.ends.of(ends)
         if window is None or ends.max(initial=0) <= window.size:  # it hides nothing
             starts = own.starts(ends.shape)
         else:
@@ -294,7 +306,7 @@ class Step:
             each = tables
         else:
             each = [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
-        found = (own.of(each, shape), own.ends.of(ends), starts)
+        found = (own.of(each, shape), of_tokens, starts)
         self._visible[window, num_rows, shape] = found
         return found
 

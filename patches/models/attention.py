@@ -11,7 +11,8 @@ from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.compiled_step import StepLayer
-from ...engine.narrow_layers import projected
+from ...engine.narrow_layers import Unnormed, is_narrow, normed, projected, rotated_projections
+from ...kernels.products.narrow_matmul import Turn
 from ...kv.storage.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
@@ -21,14 +22,14 @@ Norm = Callable[[mx.array], mx.array]
 
 
 def paged_call(
-    project: Callable[[Any, mx.array], list[mx.array]],
+    project: Callable[[Any, mx.array | Unnormed, int | mx.array], Sequence[mx.array]],
     softcap: Callable[[Any], float | None] = lambda module: None,
 ) -> Callable[..., AttentionCall]:
     """Make the adapter of an attention module whose projections are ``project``.
 
     Args:
-        project: from the module and x ``[B, L, hidden]`` to queries ``[B, n_q_heads, L, head_dim]``, keys and values
-            ``[B, n_kv_heads, L, head_dim]``, before rotation.
+        project: from the module, x ``[B, L, hidden]`` and the position of each row to queries
+            ``[B, n_q_heads, L, head_dim]``, keys and values ``[B, n_kv_heads, L, head_dim]``, rotated.
         softcap: from the module to its cap on the scores.
 
     Returns:
@@ -37,9 +38,8 @@ def paged_call(
         heads last.
     """
 
-    def attended(self: Any, x: mx.array, mask: mx.array | str | None, cache: Any) -> mx.array:
-        queries, keys, values = project(self, x)
-        queries, keys = rotated(self.rope, queries, keys, cache.offset)
+    def attended(self: Any, x: mx.array | Unnormed, mask: mx.array | str | None, cache: Any) -> mx.array:
+        queries, keys, values = project(self, x, cache.offset)
         return cache.attend(queries, keys, values, AttentionParams(self.scale, mask, softcap=softcap(self)))
 
     def adapt(original: AttentionCall) -> AttentionCall:
@@ -62,7 +62,10 @@ def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCac
 
 
 def project_heads(
-    x: mx.array, layers: Sequence[nn.Module], heads: Sequence[int], norms: Sequence[Norm | None] = (None,) * 3
+    x: mx.array | Unnormed,
+    layers: Sequence[nn.Module],
+    heads: Sequence[int],
+    norms: Sequence[Norm | None] = (None,) * 3,
 ) -> list[mx.array]:
     """Projections of x ``[B, L, hidden]`` by these layers, as ``[B, n_heads, L, head_dim]``, each head normalised.
 
@@ -72,9 +75,24 @@ def project_heads(
     if length == 1:
         parts = projected(layers, x, heads)
     else:
-        parts = [layer(x).reshape(batch, length, n, -1) for layer, n in zip(layers, heads, strict=True)]
+        rows = normed(x)
+        parts = [layer(rows).reshape(batch, length, n, -1) for layer, n in zip(layers, heads, strict=True)]
     parts = [part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True)]
     return parts if length == 1 else [part.transpose(0, 2, 1, 3) for part in parts]
+
+
+def turn_of(rope: Any, offset: mx.array, head_dim: int) -> Turn | None:
+    """Return a rotation of whole heads of one token each as a kernel does it with the product before; None if it is of
+    a kind that none does.
+
+    Args:
+        offset: position of each row, int32 ``[B]``.
+    """
+    if type(rope) is nn.RoPE and not rope.traditional and rope.dims == head_dim:
+        return Turn(head_dim // 2, offset, rope.scale, rope.base, None)
+    if type(rope).__name__ == "Llama3RoPE" and not rope.traditional and rope.dims == head_dim:
+        return Turn(head_dim // 2, offset, 1.0, None, rope._freqs)
+    return None
 
 
 def rotated(
@@ -104,32 +122,51 @@ def heads_last(x: mx.array) -> mx.array:
 # Llama (also Mistral and others that mlx-lm builds with its module), Qwen3, Gemma 2 and Gemma 3 -----------------------
 
 
-def project_llama(self: Any, x: mx.array) -> list[mx.array]:
+def project_llama(self: Any, x: mx.array | Unnormed) -> list[mx.array]:
     """Return Llama's queries, keys and values before rotation, heads first."""
-    heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-    return project_heads(x, (self.q_proj, self.k_proj, self.v_proj), heads)
+    return project_heads(x, _layers_of(self), _heads_of(self))
 
 
-def _project_qwen3(self: Any, x: mx.array) -> list[mx.array]:
-    """Like :func:`project_llama`, with queries and keys normalised per head."""
-    heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-    return project_heads(x, (self.q_proj, self.k_proj, self.v_proj), heads, (self.q_norm, self.k_norm, None))
+def _layers_of(self: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return self.q_proj, self.k_proj, self.v_proj
 
 
-def _project_gemma3(self: Any, x: mx.array) -> list[mx.array]:
-    """Like :func:`project_llama`, with queries and keys normalised after the heads are moved first."""
+def _heads_of(self: Any) -> tuple[int, int, int]:
+    return self.n_heads, self.n_kv_heads, self.n_kv_heads
+
+
+def _rotate_llama(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> Sequence[mx.array]:
+    """Return :func:`project_llama`'s, rotated; of one token in one launch where a kernel does all of it."""
+    if x.shape[1] == 1 and is_narrow(self.q_proj):
+        positions = offset if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
+        turn = turn_of(self.rope, positions, self.q_proj.weight.shape[0] // self.n_heads)
+        fused = None if turn is None else rotated_projections(_layers_of(self), x, _heads_of(self), turn)
+        if fused is not None:
+            return fused
     queries, keys, values = project_llama(self, x)
-    return [self.q_norm(queries), self.k_norm(keys), values]
+    return *rotated(self.rope, queries, keys, offset), values
+
+
+def _rotate_qwen3(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> Sequence[mx.array]:
+    """Like :func:`_rotate_llama`, with queries and keys normalised per head before they are rotated."""
+    queries, keys, values = project_heads(x, _layers_of(self), _heads_of(self), (self.q_norm, self.k_norm, None))
+    return *rotated(self.rope, queries, keys, offset), values
+
+
+def _rotate_gemma3(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> Sequence[mx.array]:
+    """Like :func:`_rotate_qwen3`, with queries and keys normalised after the heads are moved first."""
+    queries, keys, values = project_llama(self, x)
+    return *rotated(self.rope, self.q_norm(queries), self.k_norm(keys), offset), values
 
 
 def _register(model: str, fingerprint: str, adapt: Callable[[AttentionCall], AttentionCall]) -> None:
     replaces(f"mlx_lm.models.{model}:Attention.__call__", fingerprint, adapts_attention=True)(adapt)
 
 
-_register("llama", "75a76f7de7eb3586", paged_call(project_llama))
-_register("qwen3", "f4d9ba397a109135", paged_call(_project_qwen3))
-_register("gemma2", "4adbbc3cde1384bc", paged_call(project_llama, lambda module: float(module.attn_logit_softcapping)))
-_register("gemma3_text", "e9ebcce92c86c40c", paged_call(_project_gemma3))
+_register("llama", "75a76f7de7eb3586", paged_call(_rotate_llama))
+_register("qwen3", "f4d9ba397a109135", paged_call(_rotate_qwen3))
+_register("gemma2", "4adbbc3cde1384bc", paged_call(_rotate_llama, lambda module: float(module.attn_logit_softcapping)))
+_register("gemma3_text", "e9ebcce92c86c40c", paged_call(_rotate_gemma3))
 
 
 @replaces("mlx_lm.models.llama4:Attention.__call__", "ec00d284640b9a07", adapts_attention=True)

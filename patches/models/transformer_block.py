@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ...engine.compiled_step import StepLayer
-from ...engine.narrow_layers import added, gated, projected
+from ...engine.narrow_layers import Unnormed, added, gated, normed, projected
 from ...kernels.silu_product import silu_product
 from ..patch import replaces
 
@@ -24,11 +24,12 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
     """Make the replacement of upstream's ``MLP.__call__``; on it, ``before_output`` is what it does before
     ``down_proj``."""
 
-    def activated(self: Any, x: mx.array) -> mx.array:
+    def activated(self: Any, x: mx.array | Unnormed) -> mx.array:
         fused = gated(self.gate_proj, self.up_proj, x)
         if fused is not None:
             return fused
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        rows = normed(x)
+        gate, up = self.gate_proj(rows), self.up_proj(rows)
         product = silu_product(gate, up)
         return swiglu(gate, up) if product is None else product
 
@@ -42,8 +43,8 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
 @replaces("mlx_lm.models.llama:TransformerBlock.__call__", "4614a766e7f00ade")
 @replaces("mlx_lm.models.qwen3:TransformerBlock.__call__", "4614a766e7f00ade")
 def adapt(original: ModuleCall) -> ModuleCall:
-    """Replace upstream's ``TransformerBlock.__call__`` by one whose output layers add the residual, while a step is
-    traced and if attention and MLP are the adapted ones."""
+    """Replace upstream's ``TransformerBlock.__call__`` by one whose output layers add the residual and whose first
+    layers apply the norm, while a step is traced and if attention and MLP are the adapted ones."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
         if not isinstance(cache, StepLayer):
@@ -52,8 +53,8 @@ def adapt(original: ModuleCall) -> ModuleCall:
         attended, activated = _before_output(attention), _before_output(mlp)
         if attended is None or activated is None:
             return original(self, x, mask, cache)
-        h = added(attention.o_proj, attended(attention, self.input_layernorm(x), mask, cache), x)
-        return added(mlp.down_proj, activated(mlp, self.post_attention_layernorm(h)), h)
+        h = added(attention.o_proj, attended(attention, Unnormed(x, self.input_layernorm), mask, cache), x)
+        return added(mlp.down_proj, activated(mlp, Unnormed(h, self.post_attention_layernorm)), h)
 
     return __call__
 

@@ -103,8 +103,8 @@ QUANTIZED_PREFILL = (
 def texts() -> list[tuple[str, Constants]]:
     """One text of each body, at least."""
     products = [
-        narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits)
-        for body in narrow_matmul.BODIES
+        narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits, around)
+        for body, around in narrow_matmul.KERNELS
         for bits in (0, 4)
     ]
     layers = [draw_rows.text_of(mx.bfloat16, "cuda"), penalise_rows.text_of(mx.bfloat16)]

@@ -106,6 +106,21 @@ def test_rows_that_gain_a_token_are_counted_on_the_device(shape, uploads):
     assert len(uploads) == 2
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 40])
+def test_positions_and_ends_are_counted_together(rows, uploads):
+    array, positions, ends = (
+        kernel_build.RowsArray(),
+        np.arange(rows, dtype=np.int32),
+        np.arange(1, rows + 1, dtype=np.int32),
+    )
+    ends[-1] = rows == 1  # of several, the last row is padding
+    for _ in range(5):
+        first, second = array.tokens(positions, ends[:, None])
+        assert np.array_equal(np.array(first), positions) and np.array_equal(np.array(second), ends[:, None])
+        positions, ends = positions + 1, ends + (ends > 0).astype(np.int32)
+    assert len(uploads) == 2 and min(uploads) > 8
+
+
 def test_rows_of_any_steps_are_what_the_host_says(uploads):
     rng, array = np.random.default_rng(0), kernel_build.RowsArray()
     rows = rng.integers(0, 99, 2, dtype=np.int32)

@@ -23,11 +23,15 @@ from mlx_paged.kernels.products.narrow_matmul import (
     GROUPED,
     LARGE,
     MANY,
+    NOTHING,
     PLAIN,
     SMALL,
     TILES,
+    Around,
+    Norm,
     PackedWeight,
     Tile,
+    Turn,
     covers,
     covers_gated,
     covers_sum,
@@ -56,8 +60,8 @@ def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     x, (w,) = arrays(32, 5, 64)
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [w], bias) and covers(x, [w, w]) and covers(x, [w, w[:3], w])
-    bodies, dtypes, tiles, _, bits = zip(*asked, strict=True)
-    assert set(bits) == {0}
+    bodies, dtypes, tiles, _, bits, around = zip(*asked, strict=True)
+    assert set(bits) == {0} and set(around) == {NOTHING}
     asked.clear()
     residual = mx.zeros((32, 1, 5), mx.bfloat16)
     assert covers_sum(x, w, residual) and covers_gated(x, w, w)
@@ -74,6 +78,30 @@ def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not covers(x.astype(mx.float32), [w]) and not covers(x, [w[None]]) and not covers(x[..., :32], [w])
     assert not covers(x, [w, w.astype(mx.float16)]) and not covers(x, [w] * 4) and not covers(x, [w, w], bias)
     assert not covers(x, [w], bias[:4]) and not covers(x, [w], bias.astype(mx.float32))
+
+
+def test_which_norms_and_rotations_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(narrow_matmul, "works", lambda *choice: asked.append(choice[0] + choice[-1].suffix) or True)
+    covered = {(1, 512), (4, 2048), (1, 8192), (2, 2560)}
+    for num_rows, depth in (*covered, (5, 512), (3, 4096), (1, 768), (1, 4608)):
+        is_covered = (num_rows, depth) in covered
+        x, (w,) = arrays(num_rows, 64, depth)
+        norm = Norm(mx.ones((depth,), mx.bfloat16), 1e-5)
+        assert covers(x, [w, w, w], norm=norm) == covers_gated(x, w, w, norm) == is_covered
+    x, (w,) = arrays(2, 64, 1024)
+    turn = Turn(16, mx.zeros((2,), mx.int32), 1.0, 1e4, None)
+    norm = Norm(mx.ones((1024,), mx.bfloat16), 1e-5)
+    asked.clear()
+    assert covers(x, [w, w, w[:5]], norm=norm, turn=turn) and covers(x, [w, w, w], turn=turn)
+    assert covers(x, [w, w], norm=norm) and covers_gated(x, w, w, norm)
+    assert asked == [f"narrow_matmul_{name}" for name in ("group_norm_turn", "group_turn", "group_norm", "gate_norm")]
+    assert not covers(x, [w], norm=norm) and not covers(x, [w], turn=turn)
+    assert not covers(x, [w, w[:48]], turn=turn) and not covers(x, [w, w], turn=turn._replace(half=12))
+    assert not covers(x, [w, w], turn=turn._replace(offsets=turn.offsets[:1]))
+    assert not covers(x, [w, w], turn=turn._replace(offsets=turn.offsets.astype(mx.uint32)))
+    assert not covers(x, [w, w], norm=norm._replace(gains=norm.gains.astype(mx.float32)))
+    assert not covers(x, [w, w], norm=norm._replace(gains=norm.gains[:-1]))
 
 
 @pytest.mark.parametrize(("tile", "most"), [(SMALL, 4 * 132), (LARGE, 3 * 132)])
@@ -105,7 +133,13 @@ def test_which_quantised_matrices_are_covered(monkeypatch: pytest.MonkeyPatch) -
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [four]) and covers(x, [eight], bias) and covers(x, [four, packed(9, 64), four])
     assert covers_gated(x, eight, eight) and covers_sum(x, four, mx.zeros((3, 1, 5), mx.bfloat16))
-    assert [(body, bits) for body, *_, bits in asked] == [(PLAIN, 4), (BIASED, 8), (GROUPED, 4), (GATED, 8), (ADDED, 4)]
+    assert [(body, bits) for body, *_, bits, _ in asked] == [
+        (PLAIN, 4),
+        (BIASED, 8),
+        (GROUPED, 4),
+        (GATED, 8),
+        (ADDED, 4),
+    ]
     asked.clear()
     assert not covers(x, [four, eight]) and not covers(x, [four, wide]) and not covers_gated(x, four, eight)
     assert not covers(x, [four, mx.zeros((5, 64), mx.bfloat16)]) and not covers(x.astype(mx.float16), [four])
@@ -190,6 +224,29 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
     assert mx.array_equal(gated_product(x[5:7], w, up), gated[5:7]).item()
     (whole,), (alone,), (some,) = (products(rows, [w]) for rows in (x, x[5:7], x[:12]))
     assert mx.array_equal(alone, whole[5:7]).item() and mx.array_equal(some, whole[:12]).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
+@pytest.mark.parametrize("bits", [0, *BITS])
+@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
+def test_norms_and_rotations_on_a_gpu(dtype: mx.Dtype, bits: int) -> None:
+    for tile in TILES if bits else (*TILES, *FEW.values(), *MANY.values()):
+        for around in (Around(1e-6), Around(1e-5, 32, 1.0, 5e5), Around(1e-5, 64, 1.0), Around(None, 128, 0.125, 1e6)):
+            result = self_check(GROUPED, dtype, tile, bits, around)
+            assert result.ok, (around, result.reason)
+        if bits or tile in TILES:
+            result = self_check(GATED, dtype, tile, bits, Around(1e-5))
+            assert result.ok, result.reason
+    # A row's bits depend neither on how many there are nor on who normalises it.
+    w = [mx.random.normal((n, 2048), key=mx.random.key(n)).astype(dtype) for n in (256, 128, 128)]
+    x, gains = mx.random.normal((9, 1, 2048), key=mx.random.key(1)).astype(dtype), mx.ones((2048,), dtype)
+    offsets = mx.arange(9).astype(mx.int32) * 1000
+    whole = products(mx.fast.rms_norm(x, gains, 1e-5), w, turn=Turn(32, offsets, 1.0, 1e4, None))
+    for some in (slice(0, 1), slice(3, 7)):
+        assert covers(x[some], w, norm=Norm(gains, 1e-5), turn=Turn(32, offsets[some], 1.0, 1e4, None))
+        alone = products(x[some], w, norm=Norm(gains, 1e-5), turn=Turn(32, offsets[some], 1.0, 1e4, None))
+        assert all(mx.array_equal(a[some], b).item() for a, b in zip(whole, alone, strict=True))
 
 
 @pytest.mark.gpu

@@ -19,7 +19,9 @@ from mlx_paged.kernels.products.narrow_matmul import (
     MANY,
     PLAIN,
     TILES,
+    Norm,
     PackedWeight,
+    Turn,
 )
 from mlx_paged.kernels.trial import launch_alone
 from tests.support.cases import slow
@@ -136,10 +138,10 @@ def test_several_matrices(emulated, form, widths, tiles=TILES):
 @pytest.mark.parametrize("form", [None, (8, 32)])
 def test_values_at_any_address(emulated, form):
     if form is None:
-        emulated("is_aligned(x) && is_aligned(matrix) && is_aligned(partner)", "false")
+        emulated("is_aligned(rows_of_x) && is_aligned(matrix) && is_aligned(partner)", "false")
     else:
         emulated("is_aligned(matrix) && is_aligned(partner)", "false")
-        emulated("is_aligned(x)", "false")
+        emulated("is_aligned(rows_of_x)", "false")
     depth = 264 if form is None else 256
     check(rows(9, depth, mx.float16), weight(20, depth, form, mx.float16), None, TILES[0])
 
@@ -176,6 +178,85 @@ def test_a_gate_is_rounded_where_mlx_rounds(emulated, form, dtype, tiles=TILES):
             np.testing.assert_allclose(to_float(gate * sigmoid), silu, rtol=2e-2, atol=2e-2)
 
 
+# What is done around a product: the norm of the rows before it, rotation of what it makes. ---------------------------
+
+
+def mlx_norm(x, gains, eps):
+    """MLX's order of adding on CUDA, in float32: by thread, by warp in a butterfly, by warps."""
+    squares = np.square(to_float(x)).astype(np.float32)
+    depth = squares.shape[1]
+    threads = 128 if depth % 1024 == 0 else 64
+    own = np.zeros((len(squares), threads), np.float32)
+    for part in squares.reshape(len(squares), -1, threads, 8).swapaxes(0, 1):
+        for i in range(8):
+            own += part[:, :, i]
+    lanes = own.reshape(len(squares), -1, 32)
+    while lanes.shape[2] > 1:
+        half = lanes.shape[2] // 2
+        lanes = lanes[:, :, :half] + lanes[:, :, half:]
+    warps = lanes[:, :, 0]
+    while warps.shape[1] > 1:
+        half = warps.shape[1] // 2
+        warps = warps[:, :half] + warps[:, half:]
+    inverse = 1 / np.sqrt(warps / np.float32(depth) + np.float32(eps))
+    rounded = mx.array(to_float(x) * inverse.astype(np.float32)).astype(x.dtype)
+    return gains * rounded
+
+
+def turned(y, turn, head):
+    """Heads of [rows, width] rotated by NumPy, in float64 but for the angles."""
+    d = np.arange(turn.half, dtype=np.float32)
+    if turn.base is None:
+        frequency = 1 / to_float(turn.frequencies)
+    else:
+        frequency = np.exp2(-(d / np.float32(turn.half)) * np.log2(np.float32(turn.base)))
+    angle = (np.float32(turn.scale) * np.array(turn.offsets, np.float32))[:, None] * frequency
+    first, second = np.split(to_float(y).astype(np.float64).reshape(len(y), -1, head), 2, axis=2)
+    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    return np.concatenate([first * cosine - second * sine, first * sine + second * cosine], 2).reshape(y.shape)
+
+
+def check_norm(emulated, form, num_rows=3, depth=1536, body=GROUPED, dtype=mx.bfloat16, seed=1):
+    x, gains = noise((num_rows, depth), dtype, seed), noise((depth,), dtype, 5)
+    widths = (24, 24) if body == GATED else (24, 40, 16)
+    weights = [weight(width, depth, form, dtype, seed) for seed, width in enumerate(widths)]
+    shapes = [(num_rows, width) for width in widths[: 1 if body == GATED else 3]]
+    norm = Norm(gains, 1e-2)
+    got = narrow_matmul._launch(body, x[:, None], weights, None, TILES[0], shapes, norm)
+    want = narrow_matmul._launch(body, mlx_norm(x, gains, norm.eps)[:, None], weights, None, TILES[0], shapes)
+    for a, b in zip(got, want, strict=True):
+        assert np.array_equal(to_float(a), to_float(b))
+
+
+def check_turn(emulated, form, half=32, based=True, dtype=mx.bfloat16, norm=None):
+    depth, head = 512, 2 * half
+    x, widths = rows(3, depth, dtype), (3 * head, 2 * head, 24)
+    weights = [weight(width, depth, form, dtype, seed) for seed, width in enumerate(widths)]
+    frequencies = None if based else mx.array(1 + np.arange(half, dtype=np.float32) ** 2)
+    turn = Turn(half, mx.array([0, 5, 4097], mx.int32), 0.5, 1e4 if based else None, frequencies)
+    shapes = [(3, width) for width in widths]
+    got = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, norm, turn)
+    plain = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, norm)
+    precision = 2.0 ** -(8 if dtype == mx.bfloat16 else 11)
+    for a, b in zip(got[:2], plain[:2], strict=True):
+        np.testing.assert_allclose(to_float(a), turned(b, turn, head), rtol=2 * precision, atol=2 * precision)
+    assert np.array_equal(to_float(got[2]), to_float(plain[2]))
+
+
+@pytest.mark.parametrize("body", [GROUPED, GATED])
+@pytest.mark.parametrize("form", [None, (4, 64), pytest.param((8, 128), marks=SLOW)])
+def test_rows_are_normalised_in_the_order_of_mlx(emulated, form, body):
+    for num_rows, depth in ((1, 2048), (4, 512), (3, 1536)):
+        check_norm(emulated, form, num_rows, depth, body, mx.float16 if depth == 512 else mx.bfloat16)
+
+
+@pytest.mark.parametrize(("half", "based"), [(32, True), (64, False), *slow((8, False), (128, True))])
+@pytest.mark.parametrize("form", [None, (4, 64)])
+def test_queries_and_keys_are_rotated(emulated, form, half, based):
+    check_turn(emulated, form, half, based)
+    check_turn(emulated, form, half, based, mx.float16, Norm(noise((512,), mx.float16, 6), 1e-5))
+
+
 # Planted mutations: (old, new), and which check finds each. ---------------------------------------------------------
 
 
@@ -203,6 +284,12 @@ def check_residual(emulated, form):
     test_a_residual_is_added_to_the_rounded_product(emulated, form, mx.bfloat16, TILES[1:2])
 
 
+def check_order_of_squares(emulated, form):
+    # float16 shows more of the sums; another order is seen in one of some rows.
+    for seed in range(8):
+        check_norm(emulated, form, 4, 1536, GATED, mx.float16, seed)
+
+
 PACKED = (4, 64)
 MUTATIONS = {
     "a share twice": (None, check_product, "k += (SHARES * SG - 1) * SHARE", "k += (SG - 2) * SHARE"),
@@ -218,12 +305,27 @@ MUTATIONS = {
     "tiles of another matrix": (None, check_grouped, "which == 1 ? tiles0", "which == 1 ? tiles1"),
     "the gate for both": (None, check_gate, "i < HALVES ? matrix : partner", "matrix"),
     "rows of one half": (None, check_gate, "i % HALVES * 8", "i * 8"),
-    "sums of one half": (None, check_gate, "s / SG * COLUMNS", "0"),
+    "sums of one half": (None, check_gate, "(MATRICES - 1) * COLUMNS + e", "e"),
     "the other tail": (None, check_gate, "gate < 0.0f ? tail", "gate > 0.0f ? tail"),
     "not rounded": (None, check_gate, "rounded(gate * sigmoid)", "(gate * sigmoid)"),
     "residual left out": (None, check_residual, "before + ", ""),
     "residual of another column": (None, check_residual, "(row) * width + column]);", "(row) * width + row]);"),
     "product not rounded": (None, check_residual, "static_cast<float>(static_cast<T>(sum))", "sum"),
+    "norm: another number of threads": (None, check_order_of_squares, "depth % 1024 == 0 ? 128 : 64", "128"),
+    "norm: one warp left out": (None, check_norm, "lane < 4 ? squares", "lane < 1 ? squares"),
+    "norm: another row's": (None, check_norm, "lane < 4 ? squares[row][lane]", "lane < 4 ? squares[0][lane]"),
+    "norm: eps left out": (None, check_norm, " + float_of(EPS)", ""),
+    "norm: not rounded": (None, check_norm, "static_cast<float>(static_cast<T>(value(x + row * depth + at, i + j) * inverse))", "value(x + row * depth + at, i + j) * inverse"),
+    "norm: gains of the next": (None, check_norm, "gains[at + i + j]", "gains[at + i + 1 - j]"),
+    "norm: no barrier": (None, check_norm, "if (lane == 0 && warp < 4) squares[row][warp] = sum;\n  }\n  threadgroup_barrier(mem_flags::mem_threadgroup);", "if (lane == 0 && warp < 4) squares[row][warp] = sum;\n  }\n"),
+    "turn: the other way": (None, check_turn, "own * cosine - partner_value * sine", "own * cosine + partner_value * sine"),
+    "turn: another row's position": (None, check_turn, "offsets[row]", "offsets[0]"),
+    "turn: values, too": (None, check_turn, "if (which == 2) return static_cast<T>(sum);", ""),
+    "turn: halves of another head": (None, check_turn, "head * (2 * HALF) + e / 8 * HALF", "head * (2 * HALF) + e / 8 * 8"),
+    "turn: scale left out": (None, check_turn, "float_of(SCALE) * ", ""),
+    "turn: not with its partner": (None, check_turn, "e ^ 8", "e"),
+    "packed: norm of another row": (PACKED, check_norm, "normalised[(row * depth + at) / 8]", "normalised[at / 8]"),
+    "packed: halves of another head": (PACKED, check_turn, "tile % (HALF / 8) * 8 + e % 8", "e % 8"),
     "packed: a share twice": (PACKED, check_product, "u * SG * SHARE", "u * SHARE"),
     "packed: the next group's scale": (PACKED, check_product, "row * groups + (at >> shift)", "row * groups + (at >> shift) + 1"),
     "packed: another size of groups": (PACKED, check_product, "depth == groups * 64 ? 6 : 7", "depth == groups * 64 ? 7 : 6"),
@@ -240,7 +342,15 @@ MUTATIONS = {
     "packed: scales of another": (PACKED, check_grouped, "which == 0 ? scales : which == 1 ? scales1 : scales2", "which == 0 ? scales : scales1"),
     "packed: biases of another": (PACKED, check_grouped, "which == 0 ? biases : which == 1 ? biases1 : biases2", "which == 0 ? biases : biases1"),
 }  # fmt: skip
-QUICK = ("a share twice", "tiles of another matrix", "the gate for both", "residual left out", "packed: a share twice")
+QUICK = (
+    "a share twice",
+    "norm: not rounded",
+    "turn: the other way",
+    "tiles of another matrix",
+    "the gate for both",
+    "residual left out",
+    "packed: a share twice",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in MUTATIONS])

@@ -263,6 +263,7 @@ class ProductJob(NamedTuple):
     dtype: mx.Dtype
     tile: narrow_matmul.Tile
     bits: int = 0  # of quantised weights
+    around: narrow_matmul.Around = narrow_matmul.NOTHING
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("mlx.core.")
@@ -277,7 +278,7 @@ class ProductJob(NamedTuple):
         """Like :meth:`ShapeJob.run`."""
         result = narrow_matmul.self_check(*self)
         launch = partial(narrow_matmul.launch_seconds, *self)
-        yield _checked(True, str(self), self.body, result, "compiled decode steps", launch)
+        yield _checked(True, str(self), self.body + self.around.suffix, result, "compiled decode steps", launch)
 
 
 Job = ShapeJob | ProductJob
@@ -290,11 +291,11 @@ def jobs(block_size: int, *, everything: bool) -> list[Job]:
     shapes = dict.fromkeys([*popular_shapes(block_size), *(all_shapes(block_size) if everything else ())])
     dtypes = () if backend() != "cuda" else narrow_matmul.DTYPES if everything else (POPULAR_DTYPE,)
     products = [
-        ProductJob(body, dtype, tile, bits)
+        ProductJob(body, dtype, tile, bits, around)
         for bits in (0, *packed_weight.BITS)
         for dtype in dtypes
         for tile in narrow_matmul.TILES
-        for body in narrow_matmul.BODIES
+        for body, around in narrow_matmul.KERNELS
     ]
     return [*(ShapeJob(shape, everything) for shape in shapes), *products]
 

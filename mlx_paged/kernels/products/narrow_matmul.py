@@ -1,5 +1,5 @@
 """Products of a few rows with weight matrices, on CUDA: one kernel launch for up to three matrices, or for a product
-and what is made from it.
+and what is made from it, and the norm of the rows before.
 
 A decode step of a small batch is bound by the host, and there MLX's way to cuBLAS takes several times as long as a
 kernel launch (docs/adr/0011). The results have the precision of MLX's: 16-bit factors, sums in float32. Matrices may be
@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..build import backend, build_kernel, compile_ahead, warn_when_compiling
 from ..check import outcome_of
@@ -77,6 +78,9 @@ MAX_PACKED_ROWS = 256  # with quantised matrices, which cuBLAS does not take
 MAX_SIZE = 1 << 26
 MAX_PACKED_SIZE = 1 << 30  # of quantised ones: there MLX reads a matrix again for every few rows
 MAX_MATRICES = 3
+# Of rows that are normalised by each thread group anew: values and rows. For more, one launch of a norm is cheaper.
+MAX_NORMED = 1 << 13
+MAX_NORMED_ROWS = 4
 DTYPES = (mx.bfloat16, mx.float16)
 PLAIN, BIASED, ADDED, GATED, GROUPED = BODIES = (
     "narrow_matmul",
@@ -114,6 +118,88 @@ FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace(unroll=8
 MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
 
 
+class Norm(NamedTuple):
+    """What rows are divided by before they are multiplied: their root mean square, as ``mx.fast.rms_norm`` does it.
+
+    Attributes:
+        gains: ``[depth]``, in the dtype of x.
+        eps: added to the mean square.
+    """
+
+    gains: mx.array
+    eps: float
+
+
+class Turn(NamedTuple):
+    """Rotary positions of queries and keys, as ``mx.fast.rope`` turns the halves of whole heads.
+
+    Attributes:
+        half: of a head's dimensions.
+        offsets: position of each row, int32 ``[rows]``.
+        scale: of positions.
+        base: of the frequencies; None: they are given.
+        frequencies: what ``mx.fast.rope`` takes as freqs, float32 ``[half]``, or None.
+    """
+
+    half: int
+    offsets: mx.array
+    scale: float
+    base: float | None
+    frequencies: mx.array | None
+
+
+class Around(NamedTuple):
+    """What the text of a kernel holds of the operations around a product.
+
+    Attributes:
+        eps: of the norm before it, or None.
+        half: of heads that are rotated after it, or 0.
+        scale, base: of a :class:`Turn`.
+    """
+
+    eps: float | None = None
+    half: int = 0
+    scale: float = 1.0
+    base: float | None = None
+
+    @classmethod
+    def of(cls, norm: Norm | None, turn: Turn | None = None) -> Around:
+        """Return it for a norm and a rotation."""
+        eps = None if norm is None else norm.eps
+        return cls(eps) if turn is None else cls(eps, turn.half, turn.scale, turn.base)
+
+    @property
+    def suffix(self) -> str:
+        """Return the end of the body's name."""
+        return f"{'' if self.eps is None else '_norm'}{'_turn' if self.half else ''}"
+
+    @property
+    def constants(self) -> tuple[tuple[str, int | bool], ...]:
+        """Return those of the text; floats by their bits."""
+        known: list[tuple[str, int | bool]] = []
+        if self.eps is not None:
+            known += [("EPS", _bits(self.eps)), ("NORMED", MAX_NORMED), ("NORMED_ROWS", MAX_NORMED_ROWS)]
+        if self.half:
+            log_base = 0 if self.base is None else _bits(float(np.log2(np.float32(self.base))))
+            known += [("HALF", self.half), ("BASED", self.base is not None)]
+            known += [("LOG_BASE", log_base), ("SCALE", _bits(self.scale))]
+        return tuple(known)
+
+
+NOTHING = Around()
+# Popular ones: a norm of Llama's, heads of 64.
+_NORM, _TURN = Around(1e-5), Around(half=32, base=5e5)
+KERNELS = (
+    *((body, NOTHING) for body in BODIES),
+    (GATED, _NORM),
+    *((GROUPED, around) for around in (_NORM, _TURN, _TURN._replace(eps=1e-5))),
+)
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
 class TileCheck(NamedTuple):
     """Outcome of a self-check; rms is NaN if there was no result, seconds include compiling. ``bits`` is 0 for matrices
     that are not quantised."""
@@ -133,13 +219,30 @@ def is_available() -> bool:
     return backend() == "cuda" and mx.default_device() == mx.Device(mx.gpu)
 
 
-def covers(x: mx.array, weights: Sequence[Matrix], bias: mx.array | None = None) -> bool:
+def covers(
+    x: mx.array,
+    weights: Sequence[Matrix],
+    bias: mx.array | None = None,
+    norm: Norm | None = None,
+    turn: Turn | None = None,
+) -> bool:
     """Return whether :func:`products` multiplies these here: shapes, dtypes, a GPU with CUDA, and a kernel that works.
 
     The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
-    fits = bias is None or (len(weights) == 1 and bias.shape == weights[0].shape[:1] and bias.dtype == x.dtype)
-    return fits and len(weights) <= MAX_MATRICES and _covers(_body_of(weights, bias), x, _num_rows(x), weights)
+    if bias is not None and (len(weights) != 1 or bias.shape != weights[0].shape[:1] or bias.dtype != x.dtype):
+        return False
+    body, num_rows = _body_of(weights, bias), _num_rows(x)
+    if (norm is not None or turn is not None) and body != GROUPED:
+        return False
+    if turn is not None and not (
+        turn.offsets.shape == (num_rows,)
+        and turn.offsets.dtype == mx.int32
+        and turn.half % _VECTOR == 0
+        and all(w.shape[0] % (2 * turn.half) == 0 for w in weights[:2])
+    ):
+        return False
+    return len(weights) <= MAX_MATRICES and _covers(body, x, num_rows, weights, norm, turn)
 
 
 def products(
@@ -147,6 +250,8 @@ def products(
     weights: Sequence[Matrix],
     bias: mx.array | None = None,
     shapes: Sequence[tuple[int, ...]] | None = None,
+    norm: Norm | None = None,
+    turn: Turn | None = None,
 ) -> list[mx.array]:
     """``x @ w.T`` for few rows and each of some matrices, in one launch; :func:`covers` says whether it can be had.
 
@@ -155,13 +260,15 @@ def products(
         weights: 1 to 3 of ``[width, depth]``, of the same dtype and quantised in the same way; depth a multiple of 8.
         bias: ``[width]``, to be added to the product with the only matrix, or None.
         shapes: of the results, instead of ``[..., width]``.
+        norm: of the rows of x, before several matrices.
+        turn: of what the first two of several matrices make.
 
     Returns:
         ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
     """
     shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights]
     body = _body_of(weights, bias)
-    return _launch(body, x, weights, bias, _tile_of(body, _num_rows(x), weights), shapes)
+    return _launch(body, x, weights, bias, _tile_of(body, _num_rows(x), weights), shapes, norm, turn)
 
 
 def covers_sum(x: mx.array, weight: Matrix, residual: mx.array) -> bool:
@@ -182,22 +289,37 @@ def product_sum(x: mx.array, weight: Matrix, residual: mx.array) -> mx.array:
     return _launch(ADDED, x, [weight], residual, tile, [residual.shape])[0]
 
 
-def covers_gated(x: mx.array, gate: Matrix, up: Matrix) -> bool:
+def covers_gated(x: mx.array, gate: Matrix, up: Matrix, norm: Norm | None = None) -> bool:
     """Like :func:`covers`, for :func:`gated_product`."""
-    return gate.shape == up.shape and _covers(GATED, x, _num_rows(x), [gate, up])
+    return gate.shape == up.shape and _covers(GATED, x, _num_rows(x), [gate, up], norm)
 
 
-def gated_product(x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
+def gated_product(x: mx.array, gate: Matrix, up: Matrix, norm: Norm | None = None) -> mx.array:
     """``silu(x @ gate.T) * (x @ up.T)`` in one launch, rounded after each operation as MLX does.
 
     Args:
-        x, gate, up: as for :func:`products`.
+        x, gate, up, norm: as for :func:`products`.
     """
     shape = (*x.shape[:-1], gate.shape[0])
-    return _launch(GATED, x, [gate, up], None, _tile_of(GATED, _num_rows(x), [gate, up]), [shape])[0]
+    return _launch(GATED, x, [gate, up], None, _tile_of(GATED, _num_rows(x), [gate, up]), [shape], norm)[0]
 
 
-def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[Matrix]) -> bool:
+def _can_normalise(x: mx.array, norm: Norm) -> bool:
+    """Return whether MLX's order of adding squares is known for such rows, and few are normalised anew."""
+    depth = x.shape[-1]
+    is_known = depth % 1024 == 0 or (depth % 512 == 0 and depth <= 4096)
+    few = x.size <= MAX_NORMED and _num_rows(x) <= MAX_NORMED_ROWS
+    return is_known and few and norm.gains.shape == (depth,) and norm.gains.dtype == x.dtype
+
+
+def _covers(
+    body: str,
+    x: mx.array,
+    num_rows: int,
+    weights: Sequence[Matrix],
+    norm: Norm | None = None,
+    turn: Turn | None = None,
+) -> bool:
     depth, rest = divmod(x.size, max(1, num_rows))
     return (
         0 < num_rows <= (MAX_PACKED_ROWS if _bits_of(weights) else MAX_ROWS)
@@ -206,7 +328,8 @@ def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[Matrix]) ->
         and all(len(w.shape) == 2 and w.shape[1] == depth and w.dtype == x.dtype for w in weights)
         and len({_form_of(w) for w in weights}) == 1
         and all(w.shape[0] * depth <= (MAX_PACKED_SIZE if isinstance(w, PackedWeight) else MAX_SIZE) for w in weights)
-        and works(body, x.dtype, _tile_of(body, num_rows, weights), x.ndim, _bits_of(weights))
+        and (norm is None or _can_normalise(x, norm))
+        and works(body, x.dtype, _tile_of(body, num_rows, weights), x.ndim, _bits_of(weights), Around.of(norm, turn))
     )
 
 
@@ -242,9 +365,9 @@ def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
     return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
 
 
-def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0) -> Text:
-    """Return the text for an x of so many dimensions, and for matrices of so many bits a value, if they are
-    quantised."""
+def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0, around: Around = NOTHING) -> Text:
+    """Return the text for an x of so many dimensions, for matrices of so many bits a value, if they are quantised, and
+    for what is done around the product."""
     matrices = 2 if body == GATED else 1  # that a column is made from
     unroll = max(1, 8 // (bits * matrices)) if bits else tile.unroll // matrices
     constants = (
@@ -257,7 +380,9 @@ def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0
         ("U", unroll),
         ("SG", _SIMDGROUPS),
         ("GROUPS", tile.groups),
+        *around.constants,
     )
+    body += around.suffix
     if not bits:
         return Text(body, constants)
     return Text(body.replace("matmul", "quantized"), (*constants, ("BITS", bits)))
@@ -270,8 +395,10 @@ def _launch(
     addend: mx.array | None,
     tile: Tile,
     shapes: Sequence[tuple[int, ...]],
+    norm: Norm | None = None,
+    turn: Turn | None = None,
 ) -> list[mx.array]:
-    text = text_of(body, x.dtype, tile, x.ndim, _bits_of(weights))
+    text = text_of(body, x.dtype, tile, x.ndim, _bits_of(weights), Around.of(norm, turn))
     threads = 32 * _SIMDGROUPS
     tiles = _num_tiles(weights[: len(shapes)], tile)
     outputs = list(shapes)
@@ -281,8 +408,14 @@ def _launch(
     inputs = [x]
     for w in weights:
         inputs += w.arrays if isinstance(w, PackedWeight) else [w]
+    if addend is not None:
+        inputs.append(addend)
+    if norm is not None:
+        inputs.append(norm.gains)
+    if turn is not None:
+        inputs += [turn.offsets, _no_frequencies() if turn.frequencies is None else turn.frequencies]
     return build_kernel(text.body, text.constants)(
-        inputs=inputs if addend is None else [*inputs, addend],
+        inputs=inputs,
         grid=(tiles * threads, -(-x.size // (weights[0].shape[1] * tile.rows)), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=outputs,
@@ -290,37 +423,49 @@ def _launch(
     )[: len(shapes)]
 
 
+@lru_cache(maxsize=1)
+def _no_frequencies() -> mx.array:
+    return mx.ones((8,), mx.float32)
+
+
 @lru_cache(maxsize=256)
-def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int) -> bool:
+def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, around: Around = NOTHING) -> bool:
     """Return whether the kernel can be used on this machine for an x of so many dimensions and matrices of so many
     bits, which are another text each. A kernel that fails its self-check or does not compile warns once, and is not."""
     if dtype not in DTYPES or not is_available():
         return False
     if num_dims == CHECKED_DIMS:
-        texts = [text_of(body, dtype, tile, CHECKED_DIMS, bits)]
-        if tile in TILES:  # a model that needs one body mostly needs them all
+        texts = [text_of(body, dtype, tile, CHECKED_DIMS, bits, around)]
+        if tile in TILES and around == NOTHING:  # a model that needs one body mostly needs them all
             texts = [text_of(each, dtype, tile, CHECKED_DIMS, bits) for each in BODIES]
             if not bits:
                 others = (ADDED, FEW[tile]), (GROUPED, MANY[tile])
                 texts += [text_of(each, dtype, other, CHECKED_DIMS) for each, other in others]
+        elif around.eps is not None:
+            texts.append(text_of(GATED, dtype, tile, CHECKED_DIMS, bits, Around(around.eps)))
         compile_ahead((text.body, text.constants) for text in texts)
         with warn_when_compiling():
-            reason = self_check(body, dtype, tile, bits).reason
-    elif not works(body, dtype, tile, CHECKED_DIMS, bits):
+            reason = self_check(body, dtype, tile, bits, around).reason
+    elif not works(body, dtype, tile, CHECKED_DIMS, bits, around):
         return False
     else:
-        reason = failure_of(text_of(body, dtype, tile, num_dims, bits), build_kernel) or ""
+        reason = failure_of(text_of(body, dtype, tile, num_dims, bits, around), build_kernel) or ""
     if reason:
-        name = text_of(body, dtype, tile, num_dims, bits).body
+        name = text_of(body, dtype, tile, num_dims, bits, around).body
         warnings.warn(f"mlx_paged: {name} ({dtype}, {tile}) is off, MLX multiplies: {reason}", stacklevel=2)
     return not reason
 
 
-def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0) -> TileCheck:
-    """Compare the kernel with float32 products of the same factors, with edges in every dimension.
+def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, around: Around = NOTHING) -> TileCheck:
+    """Compare the kernel with float32 products of the same factors, with edges in every dimension; what is done around
+    the product with MLX's norm and rotation.
 
-    Fails on a compile error or an RMS difference of 5e-3 of the result's and more. Never raises for a failing kernel.
+    Fails on a compile error, an RMS difference of 5e-3 of the result's and more, or rows that the kernel normalises to
+    other bits than MLX. Never raises for a failing kernel.
     """
+    if around != NOTHING:
+        found = outcome_of(lambda: _difference_around(body, dtype, tile, bits, around))
+        return TileCheck(body + around.suffix, dtype, tile, bits, *found)
     sizes = (
         ((1, 40, 32), (tile.rows + 5, 200, 2176), (3, 40, 384)) if bits else ((1, 40, 8), (tile.rows + 5, 200, 2200))
     )
@@ -331,18 +476,22 @@ def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0) -> TileChe
     )
 
 
-def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0) -> float:
-    """Seconds of a launch for a full tile's rows and matrices of 2,048 x 2,048, the kernel being compiled."""
-    size = 2048
-    x = mx.zeros((tile.rows, 1, size), dtype)
+def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, around: Around = NOTHING) -> float:
+    """Seconds of a launch for a full tile's rows, or one that is normalised, and matrices of 2,048 x 2,048, the kernel
+    being compiled."""
+    size, num_rows = 2048, tile.rows if around.eps is None else 1
+    x = mx.zeros((num_rows, 1, size), dtype)
     weights = [_packed(mx.zeros((size, size), dtype), bits, 64)] * {GROUPED: MAX_MATRICES, GATED: 2}.get(body, 1)
-    addends = {BIASED: (size,), ADDED: (tile.rows, 1, size)}
+    addends = {BIASED: (size,), ADDED: (num_rows, 1, size)}
     addend = mx.zeros(addends[body], dtype) if body in addends else None
+    norm = None if around.eps is None else Norm(mx.ones((size,), dtype), around.eps)
+    offsets = mx.zeros((num_rows,), mx.int32)
+    turn = Turn(around.half, offsets, around.scale, around.base, None) if around.half else None
     mx.eval(x, *(w.arrays if isinstance(w, PackedWeight) else w for w in weights))
-    shapes = [(tile.rows, 1, size)] * (MAX_MATRICES if body == GROUPED else 1)
+    shapes = [(num_rows, 1, size)] * (MAX_MATRICES if body == GROUPED else 1)
 
     def launches() -> list[mx.array]:
-        return [y for _ in range(LAUNCHES) for y in _launch(body, x, weights, addend, tile, shapes)]
+        return [y for _ in range(LAUNCHES) for y in _launch(body, x, weights, addend, tile, shapes, norm, turn)]
 
     return seconds_of(launches) / LAUNCHES
 
@@ -383,5 +532,52 @@ def _difference(
         shapes = [want.shape for want in expected]
         for got, want in zip(_launch(body, x, weights, addend, tile, shapes), expected, strict=True):
             errors.append(mx.square(got.astype(mx.float32) - want).mean())
+    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
+    return float(rms)
+
+
+def _difference_around(body: str, dtype: mx.Dtype, tile: Tile, bits: int, around: Around) -> float:
+    """Compare a product with what is done around it with MLX's norm and rotation, of 1 and 3 rows.
+
+    Returns:
+        RMS of its error, the result's being about 1. Raises RuntimeError if MLX normalises to other bits.
+    """
+    head = 2 * around.half or 16
+    widths = [48, 48] if body == GATED else [3 * head, head, 24]
+    frequencies = (
+        None if around.base is not None or not around.half else mx.arange(1, around.half + 1).astype(mx.float32)
+    )
+    errors = []
+    for num_rows, depth in ((1, 1024), (1, 512), (3, 1536), (1, 2048), (1, 4096), (1, 8192)):
+        x = (3 * mx.random.normal((num_rows, 1, depth), key=mx.random.key(depth))).astype(dtype)
+        gains = mx.random.normal((depth,), key=mx.random.key(1)).astype(dtype)
+        matrices = [mx.random.normal((n, depth), key=mx.random.key(i)) * depth**-0.5 for i, n in enumerate(widths)]
+        weights = [_packed(w.astype(dtype), bits, 64) for w in matrices]
+        offsets = mx.array([100003, 0, 77][:num_rows], mx.int32)
+        norm = None if around.eps is None else Norm(gains, around.eps)
+        turn = Turn(around.half, offsets, around.scale, around.base, frequencies) if around.half else None
+        shapes = [(num_rows, 1, n) for n in widths[: 1 if body == GATED else 3]]
+        rows = x if around.eps is None else mx.fast.rms_norm(x, gains, around.eps)
+        got = _launch(body, x, weights, None, tile, shapes, norm, turn)
+        if norm is not None:
+            expected = _launch(body, rows, weights, None, tile, shapes, None, turn)
+            if not all(mx.array_equal(a, b).item() for a, b in zip(got, expected, strict=True)):
+                raise RuntimeError(f"MLX normalises {num_rows} rows of {depth} values to other bits")
+        expected = _launch(body, rows, weights, None, tile, shapes)
+        if turn is not None:
+            expected[:2] = [
+                mx.fast.rope(
+                    y.reshape(num_rows, -1, 1, head),
+                    head,
+                    traditional=False,
+                    base=around.base,
+                    scale=around.scale,
+                    offset=offsets,
+                    freqs=frequencies,
+                ).reshape(y.shape)
+                for y in expected[:2]
+            ]
+        for a, b in zip(got, expected, strict=True):
+            errors.append(mx.square(a.astype(mx.float32) - b.astype(mx.float32)).mean())
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()
     return float(rms)

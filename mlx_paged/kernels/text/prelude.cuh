@@ -5,6 +5,7 @@ using ushort = unsigned short;
 namespace metal {
 __device__ inline float exp2(float x) { return ::exp2f(x); }
 __device__ inline float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
+__device__ inline float rsqrt(float x) { return ::rsqrtf(x); }
 __device__ inline float max(float a, float b) { return ::fmaxf(a, b); }
 __device__ inline float min(float a, float b) { return ::fminf(a, b); }
 __device__ inline int max(int a, int b) { return a < b ? b : a; }
@@ -19,6 +20,8 @@ __device__ inline float divide(float a, float b) { return __fdividef(a, b); }
 }  // namespace fast
 namespace precise {
 __device__ inline float tanh(float x) { return ::tanhf(x); }
+__device__ inline float cos(float x) { return ::cosf(x); }
+__device__ inline float sin(float x) { return ::sinf(x); }
 }  // namespace precise
 }  // namespace metal
 

@@ -95,6 +95,94 @@ auto finish = [&](int row, int column, float sum, float) {
 // CUDA only: out = silu(x w^T) * (x w1^T), with gated() of silu_gate; see matmul_tile.
 const auto* const partner = w1;
 auto finish = [&](int, int, float sum, float partner_sum) { return gated(sum, partner_sum); };
+//// rows
+// CUDA only, goes before the parts that read rows of narrow_matmul and narrow_quantized: how many there are. x has XD
+// dimensions of any sizes, of rows of depth values one after the other.
+constexpr int ROWS = 8 * MT;
+int n_rows = 1;
+UNROLL
+for (int i = 0; i < XD; i++) {
+  n_rows *= x_shape[i];
+}
+n_rows /= depth;
+const int lane = thread_index_in_simdgroup;
+const int warp = simdgroup_index_in_threadgroup;
+const int first_row = threadgroup_position_in_grid.y * ROWS;
+//// rows_as_they_are
+// CUDA only, after rows.
+const T* const rows_of_x = x;
+//// rows_normalised
+// CUDA only, after rows: each divided by its root mean square and multiplied with gains, in the order of MLX's rms_norm and
+// rounded where that rounds; kept by each thread group for itself. EPS is the float's bits.
+threadgroup uint4 normalised[NORMED / 8];
+threadgroup float squares[NORMED_ROWS][4];
+const T* const rows_of_x = reinterpret_cast<const T*>(normalised);
+{
+  const int thread_number = thread_position_in_threadgroup.x;
+  // MLX gives a row so many threads, which add eight values at a time.
+  const int adders = depth % 1024 == 0 ? 128 : 64;
+  const bool aligned = is_aligned(x);
+  auto value = [&](const T* source, int i) {
+    return aligned ? packet_value(load_packet<T, 8>(source), i) : static_cast<float>(source[i]);
+  };
+  for (int row = 0; row < n_rows; row++) {
+    float sum = 0.0f;
+    for (int at = thread_number * 8; thread_number < adders && at < depth; at += adders * 8) {
+      UNROLL
+      for (int i = 0; i < 8; i++) {
+        const float own = value(x + row * depth + at, i);
+        sum = metal::fma(own, own, sum);
+      }
+    }
+    sum = simd_sum(sum);
+    if (lane == 0 && warp < 4) squares[row][warp] = sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int row = 0; row < n_rows; row++) {
+    const float sum = simd_sum(lane < 4 ? squares[row][lane] : 0.0f);
+    const float inverse = metal::rsqrt(sum / depth + float_of(EPS));
+    for (int at = thread_number * 8; at < depth; at += SG * 256) {
+      uint pairs[4];
+      UNROLL
+      for (int i = 0; i < 8; i += 2) {
+        T made[2];
+        UNROLL
+        for (int j = 0; j < 2; j++) {
+          const float by = static_cast<float>(static_cast<T>(value(x + row * depth + at, i + j) * inverse));
+          made[j] = static_cast<T>(static_cast<float>(gains[at + i + j]) * by);
+        }
+        pairs[i / 2] = pack(made[0], made[1]);
+      }
+      normalised[(row * depth + at) / 8] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+//// columns
+// CUDA only: which columns of the target a tile makes, and which sum goes with that of one of them.
+auto column_of = [&](int e) { return tile * COLUMNS + e; };
+auto other = [&](int e) { return (MATRICES - 1) * COLUMNS + e; };
+auto finished = [&](int row, int column, float sum, float other_sum) { return finish(row, column, sum, other_sum); };
+//// columns_rotated
+// CUDA only, for narrow_matmul_group: the first two matrices make heads of 2 * HALF columns, which are rotated as MLX's rope
+// rotates them. A tile has eight columns of a head's first half, and those that are rotated with them. LOG_BASE and SCALE are
+// floats' bits; where the base is 0, frequencies are given.
+auto column_of = [&](int e) {
+  const int head = tile / (HALF / 8);
+  return which == 2 ? tile * COLUMNS + e : head * (2 * HALF) + e / 8 * HALF + tile % (HALF / 8) * 8 + e % 8;
+};
+auto other = [&](int e) { return e ^ 8; };
+auto finished = [&](int row, int column, float sum, float other_sum) {
+  if (which == 2) return static_cast<T>(sum);
+  const int d = column % HALF;
+  const float frequency = BASED ? metal::exp2(-(static_cast<float>(d) / static_cast<float>(HALF)) * float_of(LOG_BASE)) : 1.0f / frequencies[d];
+  const float angle = float_of(SCALE) * static_cast<float>(offsets[row]) * frequency;
+  const float cosine = metal::precise::cos(angle);
+  const float sine = metal::precise::sin(angle);
+  const float own = static_cast<float>(static_cast<T>(sum));
+  const float partner_value = static_cast<float>(static_cast<T>(other_sum));
+  return static_cast<T>(column % (2 * HALF) < HALF ? own * cosine - partner_value * sine : partner_value * sine + own * cosine);
+};
 //// matmul_tile
 // CUDA only, the part that all bodies of narrow_matmul share. Before it, a body names the matrix [width, depth], a partner of
 // its shape, the target, the tile (of the target's columns) and finish(row, column, sum, partner_sum): what target[m, n] is
@@ -105,38 +193,27 @@ auto finish = [&](int, int, float sum, float partner_sum) { return gated(sum, pa
 // their sums are added in the warps' order: a row's bits depend neither on the other rows nor on how many there are.
 // The order of k inside a fragment is ours to choose as long as both factors agree, so every load is 16 bytes.
 constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
-constexpr int ROWS = 8 * MT;
 constexpr int SHARE = 128;
 constexpr int SHARES = (U + 3) / 4;  // of a warp, in flight
 
 // Padded, so that the stores below spread over all banks.
 threadgroup float sums[SG][ROWS][16 * R + 4];
 
-int n_rows = 1;
-UNROLL
-for (int i = 0; i < XD; i++) {
-  n_rows *= x_shape[i];
-}
-n_rows /= depth;
-const int lane = thread_index_in_simdgroup;
-const int warp = simdgroup_index_in_threadgroup;
 const int r = lane / 4;
 const int c = lane % 4;
-const int first_column = tile * COLUMNS;
-const int first_row = threadgroup_position_in_grid.y * ROWS;
-const bool aligned = is_aligned(x) && is_aligned(matrix) && is_aligned(partner);
+const bool aligned = is_aligned(rows_of_x) && is_aligned(matrix) && is_aligned(partner);
 
 // Past the last row or column the last one is computed again, and not stored.
 const T* w_rows[R][2];
 UNROLL
 for (int i = 0; i < R * 2; i++) {
   const T* const source = i < HALVES ? matrix : partner;
-  w_rows[i / 2][i % 2] = source + static_cast<int64_t>(metal::min(first_column + i % HALVES * 8 + r, width - 1)) * depth;
+  w_rows[i / 2][i % 2] = source + static_cast<int64_t>(metal::min(column_of(i % HALVES * 8 + r), width - 1)) * depth;
 }
 const T* x_rows[MT];
 UNROLL
 for (int j = 0; j < MT; j++) {
-  x_rows[j] = x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
+  x_rows[j] = rows_of_x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
 }
 float acc[R][MT][4];
 UNROLL
@@ -185,7 +262,6 @@ while (k < depth) {
 // rounded to T.
 // As there, a warp takes 128 of k at a time, here 32 in a row for each of a row's four lanes: all of one group.
 constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
-constexpr int ROWS = 8 * MT;
 constexpr int SHARE = 128;
 constexpr int LOADS = BITS / 4;  // of 16 bytes, for 32 values
 constexpr unsigned MASK = (1u << BITS) - 1;
@@ -193,33 +269,23 @@ constexpr unsigned MASK = (1u << BITS) - 1;
 // Padded, so that the stores below spread over all banks.
 threadgroup float sums[SG][ROWS][16 * R + 4];
 
-int n_rows = 1;
-UNROLL
-for (int i = 0; i < XD; i++) {
-  n_rows *= x_shape[i];
-}
-n_rows /= depth;
-const int lane = thread_index_in_simdgroup;
-const int warp = simdgroup_index_in_threadgroup;
 const int r = lane / 4;
 const int c = lane % 4;
-const int first_column = tile * COLUMNS;
-const int first_row = threadgroup_position_in_grid.y * ROWS;
 const int row_words = depth / 32 * BITS;
 const int shift = depth == groups * 32 ? 5 : depth == groups * 64 ? 6 : 7;
 const bool aligned = is_aligned(matrix) && is_aligned(partner);
-const bool x_aligned = is_aligned(x);
+const bool x_aligned = is_aligned(rows_of_x);
 
 // Past the last row or column the last one is computed again, and not stored.
 int64_t w_rows[R][2];
 UNROLL
 for (int i = 0; i < R * 2; i++) {
-  w_rows[i / 2][i % 2] = metal::min(first_column + i % HALVES * 8 + r, width - 1);
+  w_rows[i / 2][i % 2] = metal::min(column_of(i % HALVES * 8 + r), width - 1);
 }
 const T* x_rows[MT];
 UNROLL
 for (int j = 0; j < MT; j++) {
-  x_rows[j] = x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
+  x_rows[j] = rows_of_x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
 }
 float acc[R][MT][4];
 UNROLL
@@ -308,14 +374,15 @@ for (int i = 0; i < R; i++) {
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int e = thread_position_in_threadgroup.x; e < ROWS * COLUMNS; e += SG * 32) {
   const int row = first_row + e / COLUMNS;
-  const int column = first_column + e % COLUMNS;
+  const int column = column_of(e % COLUMNS);
   if (row < n_rows && column < width) {
     float total[2] = {0.0f, 0.0f};
     UNROLL
-    for (int s = 0; s < SG * MATRICES; s++) {
-      total[s / SG] += sums[s % SG][e / COLUMNS][s / SG * COLUMNS + e % COLUMNS];
+    for (int s = 0; s < SG; s++) {
+      total[0] += sums[s][e / COLUMNS][e % COLUMNS];
+      total[1] += sums[s][e / COLUMNS][other(e % COLUMNS)];
     }
-    target[static_cast<int64_t>(row) * width + column] = finish(row, column, total[0], total[1]);
+    target[static_cast<int64_t>(row) * width + column] = finished(row, column, total[0], total[1]);
   }
 }
 //// silu_product

@@ -20,7 +20,7 @@ from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.rows import Rows, SequenceTables
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import StepRows, rows_of
-from mlx_paged.errors import PoolExhaustedError
+from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import SharedCut
@@ -439,10 +439,9 @@ def full_pool() -> tuple[BlockPool, SequenceTables]:
 def test_layers_stay_where_they_are_if_a_group_has_no_block() -> None:
     pool, sequence = full_pool()
     caches = [PagedKVCache(sequence, layer) for layer in range(4)]
-    rows: StepRows | None = rows_of(caches)
-    assert rows is not None
+    assert rows_of(caches) is sequence
     with pytest.raises(PoolExhaustedError):
-        rows.take(caches)
+        StepRows(sequence).take()
     assert [cache.offset for cache in caches] == [4] * 4
     pool.check_integrity()
     batch = Rows(pool, [sequence])
@@ -450,6 +449,25 @@ def test_layers_stay_where_they_are_if_a_group_has_no_block() -> None:
     failed = batch.reserve()
     assert failed is not None and isinstance(failed.error, PoolExhaustedError)
     assert batch.lengths(0) == batch.lengths(2) == [4]
+    pool.check_integrity()
+
+
+def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
+    pool = BlockPool([LayerGroup((0, 1))], block_size=4)
+    x = mx.zeros((1, 1, 1, 8))
+    pool.set_geometry(0, x, x, batch=1)
+    sequence = SequenceTables(pool)
+    assert [[table.length for table in tables] for tables in sequence.take_all()] == [[1]] and sequence.is_level()
+    sequence.give_up()
+    assert sequence.take_all()[0][0].length == 1  # the position that was reserved
+    sequence.take_next(0, 1)
+    with pytest.raises(BlockStateError, match="layer 0 takes what is not reserved"):
+        sequence.take_all()
+    assert sequence.is_behind(1) and not sequence.is_behind(0)
+    sequence.take_next(1, 1)
+    sequence.reserve(3)
+    with pytest.raises(BlockStateError, match="3 are reserved"):
+        sequence.take_all()
     pool.check_integrity()
 
 

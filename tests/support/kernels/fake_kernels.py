@@ -305,8 +305,14 @@ class FakeKernels:
         addend: mx.array | None,
         tile: narrow_matmul.Tile,
         shapes: Sequence[tuple[int, ...]],
+        norm: narrow_matmul.Norm | None = None,
+        turn: narrow_matmul.Turn | None = None,
     ) -> list[mx.array]:
         x = x.reshape(-1, weights[0].shape[1])
+        assert body == narrow_matmul.GROUPED or turn is None
+        assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or norm is None
+        if norm is not None:
+            x = mx.fast.rms_norm(x, norm.gains, norm.eps)
         is_packed = isinstance(weights[0], PackedWeight)
         assert x.shape[0] <= (narrow_matmul.MAX_PACKED_ROWS if is_packed else tile.rows)
         assert all(w.dtype == x.dtype for w in weights)
@@ -321,6 +327,15 @@ class FakeKernels:
             gate, up = products
             products = [nn.silu(gate) * up]
         products = [y.reshape(shape) for y, shape in zip(products, shapes, strict=True)]
+        if turn is not None:
+            head = 2 * turn.half
+            options: dict[str, Any] = {"base": turn.base, "scale": turn.scale, "freqs": turn.frequencies}
+            products[:2] = [
+                mx.fast.rope(
+                    y.reshape(len(x), -1, 1, head), head, traditional=False, offset=turn.offsets, **options
+                ).reshape(y.shape)
+                for y in products[:2]
+            ]
         return [addend + products[0]] if body == narrow_matmul.ADDED else products
 
 
@@ -376,7 +391,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(in_place, "prepare_prefill", fake.prepare_prefill),
         mock.patch.multiple(latent_prompts, prepare_prompts=fake.prepare_prompts, prompt_variant_of=prompt_variant),
         mock.patch.object(latent_prompts, "latent_prefill_unsupported_reason", lambda *_: None),
-        mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims, bits: dtype in narrow_matmul.DTYPES),
+        mock.patch.object(narrow_matmul, "works", lambda body, dtype, *choice: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "is_available", lambda: True),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
         mock.patch.object(silu_product, "works", lambda dtype, dims: dtype in silu_product.DTYPES),
