@@ -30,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_model(path: Path, **changes: int) -> Path:
     path.mkdir(exist_ok=True)
-    changes = {"hidden_size": 96, **changes}  # transformers wants a multiple of the number of heads
+    changes = {"hidden_size": 96, "num_hidden_layers": 3, **changes}  # transformers wants a multiple of the heads
     model = build("llama", **changes)
-    config = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False, **changes}
+    config = {**COMMON, **HEADS, "model_type": "llama", "tie_word_embeddings": False, **changes}
     (path / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     tokenizer = word_tokenizer()
@@ -70,7 +70,7 @@ def test_generates_stocks_text_through_the_pool(folder: Path) -> None:
 
 def test_max_kv_size_gives_stocks_text_alone_and_in_a_batch(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
-    config = {**COMMON, **HEADS, "model_type": "qwen3", "num_hidden_layers": 3, "max_position_embeddings": 4096}
+    config = {**COMMON, **HEADS, "model_type": "qwen3", "num_hidden_layers": 2, "max_position_embeddings": 4096}
     config |= {"tie_word_embeddings": True, "rope_theta": 1e4}
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(build("qwen3").parameters()))

@@ -70,7 +70,7 @@ def add_adapter(model: Any, scale: float) -> None:
 
 def adapted() -> Any:
     """A model with a LoRA adapter and a layer that depends on its mode."""
-    model = build("llama", head_dim=64)
+    model = build("llama", head_dim=64, num_hidden_layers=3)
     add_adapter(model, 20.0)
     mlp = model.layers[2].mlp
     mlp.down_proj = Hooked(mlp.down_proj)

@@ -51,7 +51,7 @@ def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
 
 
 def model_of(kind: str, dtype: mx.Dtype) -> Any:
-    model = build(kind, head_dim=64)
+    model = build(kind, head_dim=64, num_hidden_layers=3)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     return model
@@ -224,7 +224,7 @@ def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[t
 
 
 def test_classes_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("qwen3")
+    model = build("qwen3", num_hidden_layers=3)
     with narrow_layers(model, 4):
         assert not any(isinstance(module, NarrowLinear) for module in model.modules()), "there is no CUDA"
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)

@@ -105,7 +105,7 @@ def test_saved_file_names_only_stock_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"num_hidden_layers": 2}, "has 2 layers, the model 3"),
+        ({"num_hidden_layers": 1}, "has 1 layers, the model 2"),
         ({"num_key_value_heads": 3}, "3 KV heads of 32, the model has 2 of 32"),
         ({"head_dim": 64}, "2 KV heads of 64, the model has 2 of 32"),
     ],

@@ -441,7 +441,7 @@ def test_given_cache_survives_preemption() -> None:
 
 
 def test_unusable_caches_are_named_and_nothing_is_inserted() -> None:
-    model, other = model_of("llama"), model_of("qwen3")
+    model, other = (model_of(kind, num_hidden_layers=3) for kind in ("llama", "qwen3"))
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = generator(model)
     good = mlx_lm_generate.make_prompt_cache(model)

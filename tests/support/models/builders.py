@@ -25,17 +25,17 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     """A model of one of KINDS with random f32 weights."""
     mx.random.seed(seed)
     if kind == "llama":
-        args = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False}
+        args = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": False}
         model = llama.Model(llama.ModelArgs(**{**args, **changes}))
     elif kind == "llama-sliding":
-        layers = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
-        args = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 4, "layer_types": layers}
+        layers = ["sliding_attention", "full_attention", "sliding_attention"]
+        args = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 3, "layer_types": layers}
         model = llama.Model(llama.ModelArgs(**{**args, "sliding_window": WINDOW, **changes}))
     elif kind == "qwen3":
-        args = {**COMMON, **HEADS, "model_type": "qwen3", "num_hidden_layers": 3, "max_position_embeddings": 4096}
+        args = {**COMMON, **HEADS, "model_type": "qwen3", "num_hidden_layers": 2, "max_position_embeddings": 4096}
         model = qwen3.Model(qwen3.ModelArgs(**{**args, "tie_word_embeddings": True, "rope_theta": 1e4, **changes}))
     else:
-        args = {**COMMON, **HEADS, "model_type": "gemma3_text", "num_hidden_layers": 4, "query_pre_attn_scalar": 32}
+        args = {**COMMON, **HEADS, "model_type": "gemma3_text", "num_hidden_layers": 3, "query_pre_attn_scalar": 32}
         args = {**args, "sliding_window": WINDOW, "sliding_window_pattern": 3}
         model = gemma3_text.Model(gemma3_text.ModelArgs(**{**args, **changes}))
     model.eval()
