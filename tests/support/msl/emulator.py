@@ -277,20 +277,14 @@ class Kernel:
         writes=(),
         sparse=(),
     ):
-        arrs = [as_np(a) for a in inputs]
-        if self.contig:
-            arrs = [(np.ascontiguousarray(a) if a.ndim else a, d) for a, d in arrs]
-        else:
-            arrs = [
-                (a, d) if not isinstance(raw, np.ndarray) else (raw.view(np.ndarray), d)
-                for raw, (a, d) in zip(inputs, arrs, strict=True)
-            ]
+        arrs = self._arrays(inputs)
         odt = [dtype_name(d) for d in output_dtypes]
         template = [(n, v if isinstance(v, (bool, int)) else dtype_name(v)) for n, v in template or []]
         cpp, params = self.cpp(arrs, template, odt)
         so = _build(cpp, checked)
         lib = C.CDLL(so)
         by = dict(zip(self.inn, arrs))
+        outputs = {n: (shape, d) for n, shape, d in zip(self.outn, output_shapes, odt)}
         outs_all = []
         written_all = []
         for order in orders:
@@ -299,30 +293,13 @@ class Kernel:
             for kind, n, ty in params:
                 if kind == "attr":
                     continue
-                if kind in ("in", "in0"):
-                    a, elem = by[n][0], by[n][0].itemsize
-                    if n in writes:
-                        a = self.written[n] = a.copy()
-                    elif a.ndim and not a.flags.c_contiguous:
-                        a = memory_span(a)
-                elif kind == "shape":
-                    a, elem = np.array(by[n][0].shape, np.int32), 4
-                elif kind == "strides":
-                    a, elem = np.array([s // by[n][0].itemsize for s in by[n][0].strides], np.int64), 8
-                elif kind == "ndim":
-                    a, elem = np.array(by[n][0].ndim, np.int32), 4
-                else:
-                    i = self.outn.index(n)
-                    st = DT[odt[i]][1]
-                    a = np.empty(output_shapes[i], st)
-                    if init_value is not None:
-                        # As MLX, which converts it: of NaN integers are 0.
-                        value = 0 if np.isnan(init_value) and a.dtype.kind in "iu" else init_value
-                        a[...] = to_bf16(np.float32(init_value)) if odt[i] == "bfloat16" else value
-                    if n in sparse:
-                        a.view(np.uint8).fill(0xFF)
+                if kind == "out":
+                    a = outs[n] = _output(*outputs[n], init_value, n in sparse)
                     elem = a.itemsize
-                    outs[n] = a
+                else:
+                    a, elem = _argument(kind, by[n][0], n in writes)
+                    if kind in ("in", "in0") and n in writes:
+                        self.written[n] = a
                 keep.append(a)
                 stored = kind == "out" or (kind == "in" and n in writes)
                 known = stored and (kind == "in" or init_value is not None or n in sparse)
@@ -345,20 +322,56 @@ class Kernel:
             self.stats = {k: getattr(L, k) for k in ("n_switch", "n_simd", "n_barrier", "tg_bytes", "n_hooks")}
             if rc:
                 raise EmuError(f"[{self.name}, order {order}]\n" + _symbolize(so, msg.value.decode()))
-            outs_all.append([outs[n].view(BF16) if d == "bfloat16" else outs[n] for n, d in zip(self.outn, odt)])
+            outs_all.append({n: a.view(BF16) if outputs[n][1] == "bfloat16" else a for n, a in outs.items()})
             self.written = {n: a.view(BF16) if by[n][1] == "bfloat16" else a for n, a in self.written.items()}
             written_all.append(self.written)
-        for o, order in zip(outs_all[1:], orders[1:]):
-            for a, b, n in zip(outs_all[0], o, self.outn):
-                if a.tobytes() != b.tobytes():
-                    raise EmuError(
-                        f"[{self.name}] output {n} depends on the order in which threads run (order {orders[0]} vs {order})"
-                    )
-        for later in written_all[1:]:
-            for n, a in written_all[0].items():
+        self._same_in_every_order("output {}", outs_all, orders)
+        self._same_in_every_order("input {} as written", written_all, orders)
+        return [outs_all[0][n] for n in self.outn]
+
+    def _arrays(self, inputs):
+        """The inputs as NumPy's arrays with the names of their types, contiguous where the kernel wants them so."""
+        arrs = [as_np(a) for a in inputs]
+        if self.contig:
+            return [(np.ascontiguousarray(a) if a.ndim else a, d) for a, d in arrs]
+        return [
+            (a, d) if not isinstance(raw, np.ndarray) else (raw.view(np.ndarray), d)
+            for raw, (a, d) in zip(inputs, arrs, strict=True)
+        ]
+
+    def _same_in_every_order(self, what, runs, orders):
+        for later, order in zip(runs[1:], orders[1:]):
+            for n, a in runs[0].items():
                 if a.tobytes() != later[n].tobytes():
-                    raise EmuError(f"[{self.name}] input {n} as written depends on the order in which threads run")
-        return outs_all[0]
+                    raise EmuError(
+                        f"[{self.name}] {what.format(n)} depends on the order in which threads run "
+                        f"(order {orders[0]} vs {order})"
+                    )
+
+
+def _argument(kind, a, written):
+    """The array that a kernel is given for an input, its shape, strides or ndim; and the bytes of an element."""
+    if kind == "shape":
+        return np.array(a.shape, np.int32), 4
+    if kind == "strides":
+        return np.array([s // a.itemsize for s in a.strides], np.int64), 8
+    if kind == "ndim":
+        return np.array(a.ndim, np.int32), 4
+    if written:
+        return a.copy(), a.itemsize
+    return memory_span(a) if a.ndim and not a.flags.c_contiguous else a, a.itemsize
+
+
+def _output(shape, dtype, init_value, sparse):
+    """A kernel's output before it runs: of `init_value`, of ones in every bit where few are written, or as it comes."""
+    a = np.empty(shape, DT[dtype][1])
+    if init_value is not None:
+        # As MLX, which converts it: of NaN integers are 0.
+        value = 0 if np.isnan(init_value) and a.dtype.kind in "iu" else init_value
+        a[...] = to_bf16(np.float32(init_value)) if dtype == "bfloat16" else value
+    if sparse:
+        a.view(np.uint8).fill(0xFF)
+    return a
 
 
 metal_kernel = Kernel
