@@ -30,7 +30,7 @@ def test_no_file_is_long(folder: str) -> None:
     assert {path: count for path, count in lines.items() if count > MOST_LINES_OF_A_FILE} == {}
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", (*FOLDERS, "tests"))
 def test_no_function_is_long(folder: str) -> None:
     long = {}
     for path in python_files(folder):
