@@ -17,6 +17,7 @@ from ..cache.lazy_kv import LazyKV, hand_out
 from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import Rows, SequenceTables
+from ..kernels.build import backend
 from ..kernels.products.inference import Inference
 from ..kernels.quantized import PageShape
 from ..kv.block_table import BlockTable
@@ -344,7 +345,8 @@ class StepShapes(NamedTuple):
         """Return the smallest for so many rows with these tables, one list for each group. Rows with states are not
         padded: that would copy the states."""
         sizes = tuple(group.allocator.num_blocks for group in pool.groups)
-        return cls(num_rows if has_states else padded_rows(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
+        padded = padded_pack if is_pack else padded_rows
+        return cls(num_rows if has_states else padded(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
 
     def can_hold(self, other: StepShapes) -> bool:
         """Return whether a step of the other's shapes can be padded to these. One row alone never is, and no step whose
@@ -361,6 +363,12 @@ def padded_rows(num_rows: int) -> int:
     """Rows of the compiled step for so many: some more, which see nothing and write nothing, so that a batch that gains
     and loses rows comes back to few shapes."""
     return num_rows if num_rows <= 2 else rounded_up(num_rows, 4)
+
+
+def padded_pack(num_tokens: int) -> int:
+    """Return the same for the tokens of a pack. On CUDA kernels multiply 16 rows in the time of one, and a shape that
+    is compiled takes as long as some steps: verifications of any number of drafts of a row have one."""
+    return rounded_up(num_tokens, 16) if backend() == "cuda" else padded_rows(num_tokens)
 
 
 class CompiledStep:

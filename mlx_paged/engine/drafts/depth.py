@@ -14,8 +14,8 @@ MEMORY = 16  # measurements that an estimate goes by, roughly
 LEAST_KNOWN = 2  # plain steps of a number of rows before drafts are tried with it
 MEASURE_EVERY = 256  # steps with drafts; then plain ones are timed again
 EXPECTED = 0.7  # acceptance before anything is known
-# What drafts may cost: a part of the time of all steps, and as much again of that of the first ones.
-SHARE, FIRST_STEPS = 0.0075, 800
+# What drafts may cost: a part of the time of all steps, and a larger one of that of the first ones.
+SHARE, FIRST_SHARE, FIRST_STEPS = 0.005, 0.015, 256
 MOST_PATIENCE = 8  # times a trial's price that is put aside for one, after as many that were too dear
 MOST_TRIED = 4  # drafts of a row in a trial
 NEW = 8  # measured steps with drafts in which kernels may be compiled
@@ -172,7 +172,7 @@ class _Account:
     def note_step(self, seconds: float, *, has_drafts: bool) -> None:
         """Note the time of a step."""
         self._num_steps += 1
-        share = seconds * (2 * SHARE if self._num_steps <= FIRST_STEPS else SHARE)
+        share = seconds * (FIRST_SHARE if self._num_steps <= FIRST_STEPS else SHARE)
         self._allowed += share
         self._for_trials += 0.0 if has_drafts else share
 
@@ -232,8 +232,8 @@ class Depth:
     one of each and the chances of their drafts, most for the time of the step. In large batches each draft costs more
     of a step, so it falls. A row gets fewer where its drafts are not likely enough to be worth verifying.
 
-    Nothing is computed for drafts that could cost more than the account holds: 0.75% of the time of all steps, 1.5% of
-    that of the first 800, and what drafts have saved. Where drafts are not known to pay they are tried, up to four of a
+    Nothing is computed for drafts that could cost more than the account holds: 0.5% of the time of all steps, 1.5% of
+    that of the first 256, and what drafts have saved. Where drafts are not known to pay they are tried, up to four of a
     row, when the share of time that trials have allows it; what a row misses is then computed of its last tokens alone.
     Trials too dear for right drafts become rarer.
 

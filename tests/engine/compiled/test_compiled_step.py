@@ -107,6 +107,13 @@ def test_few_sizes_of_batches() -> None:
     assert len({compiled_step.padded_rows(n) for n in range(1, 1025)}) < 32
 
 
+def test_packs_of_any_number_of_drafts_have_one_size_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "backend", lambda: "cuda")
+    assert [compiled_step.padded_pack(n) for n in (2, 9, 16, 17, 33, 72, 129)] == [16, 16, 16, 32, 48, 80, 160]
+    monkeypatch.setattr(compiled_step, "backend", lambda: "metal")
+    assert all(compiled_step.padded_pack(n) == compiled_step.padded_rows(n) for n in range(1, 100))
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", quick(KINDS, "llama"))
 def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], kind: str) -> None:
