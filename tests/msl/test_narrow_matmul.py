@@ -24,7 +24,7 @@ from mlx_paged.kernels.products.narrow_matmul import (
     Turn,
 )
 from mlx_paged.kernels.trial import launch_alone
-from tests.support.cases import slow
+from tests.support.cases import crossed, quick, slow
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_kernel, to_float
@@ -385,13 +385,19 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
     assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
 
 
+OTHERS = [*FEW.values(), *MANY.values()]
+
+
 @NO_COMPILER
-@pytest.mark.parametrize("tile", [*FEW.values(), *MANY.values()], ids=str)
-def test_other_tiles_do_not_spill(tile):
-    for body in (ADDED, GROUPED):
-        text = narrow_matmul.text_of(body, mx.bfloat16, tile, 3)
-        found = registers.registers_of(text.body, text.constants, most=None)
-        assert found.stored <= 16 and found.loaded <= 16, (body, found)  # outside of the loop
+@pytest.mark.parametrize(
+    ("tile", "body"),
+    quick(crossed(OTHERS, [ADDED, GROUPED]), *zip(OTHERS, [ADDED, GROUPED] * 2, strict=True)),
+    ids=str,
+)
+def test_other_tiles_do_not_spill(tile, body):
+    text = narrow_matmul.text_of(body, mx.bfloat16, tile, 3)
+    found = registers.registers_of(text.body, text.constants, most=None)
+    assert found.stored <= 16 and found.loaded <= 16, found  # outside of the loop
 
 
 @NO_COMPILER

@@ -10,7 +10,7 @@ from tests.support.models.missing_names import upstream_names
 from tests.support.processes import commands
 
 NAMES = upstream_names()
-SAMPLE = NAMES[::8]
+SAMPLE = NAMES[::16]
 
 
 def outcomes(names: list[str]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_a_changed_model_is_warned_of_when_it_is_used(monkeypatch: pytest.Monkey
         assert "mlx_lm.models.qwen3.MLP.__call__" in mlx_paged.apply_patches().applied
 
 
-def test_no_model_is_imported_before_it_is_used() -> None:
+def test_no_model_is_imported_before_it_is_used_and_nothing_of_the_server() -> None:
     program = (
         "import sys, mlx_paged; report = mlx_paged.apply_patches(); "
         "loaded = {name for name in sys.modules if name.startswith('mlx_lm.models.')}; "
@@ -129,11 +129,13 @@ def test_no_model_is_imported_before_it_is_used() -> None:
         "args = llama.ModelArgs(**options, num_attention_heads=2, rms_norm_eps=1e-5, vocab_size=9); "
         "caches = cache.make_prompt_cache(llama.Model(args)); "
         "print(sorted(loaded), type(caches[0]).__name__, llama.Attention.__call__.__module__, len(report.waiting) > 20)"
+        "; import mlx_paged.server; served = ('mlx_paged.server.', 'starlette', 'uvicorn', 'pydantic'); "
+        "print([name for name in sys.modules if name.startswith(served)])"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     parts = [f"mlx_lm.models.{name}" for name in ("activations", "base", "cache", "mla")]  # which models share
     expected = f"{parts} PagedLayerCache mlx_paged.patches.models.attention True"
-    assert ended.stdout.strip() == expected, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines() == [expected, "[]"], ended.stdout + ended.stderr
 
 
 def test_missing_upstream_symbol_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
