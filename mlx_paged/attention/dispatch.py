@@ -68,6 +68,7 @@ _KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
 _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
 _KERNEL_PACK = Dispatch("kernel", "several sequences' new tokens")
 _KERNEL_PROMPT = Dispatch("kernel", "several new tokens after a prefix")
+_GATHERS: dict[str, Dispatch] = {}  # by reason: in a decode step the host counts
 
 
 def record(choice: Dispatch, times: int = 1) -> None:
@@ -84,7 +85,8 @@ def record_compiled(num_layers: int) -> None:
 
 def record_gather(kv: PoolLayer) -> None:
     """Count attention over arrays that were read from a layer, whoever attends."""
-    record(Dispatch("gather", kv.group.storage_reason))
+    reason = kv.group.storage_reason
+    record(_GATHERS.get(reason) or _GATHERS.setdefault(reason, Dispatch("gather", reason)))
 
 
 def attend(

@@ -14,7 +14,7 @@ from ..kv.group import LayerGroup
 from ..kv.layer import PoolLayer
 from ..kv.step import Columns, RowsInParts, RowsTogether, Step, padded_slots
 from ..kv.storage.attention_params import AttentionParams, Window
-from ..kv.storage.base import Geometry
+from ..kv.storage.base import Geometry, Storage
 from ..kv.storage.functional import FunctionalStorage
 
 
@@ -121,9 +121,14 @@ def gather_attention(
     is_plain = (
         not step.is_pack and params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
     )
-    reading = _reading(q, kv, tables, step) if is_plain and params.sinks is None else None
+    reading = None
+    if is_plain and params.sinks is None:
+        storage, reading = kv.storage, step.reading
+        if reading is None or reading.num_blocks != storage.num_blocks:
+            reading = _reading(q, kv, storage, tables, step)
     if isinstance(reading, RowsTogether):
-        output = _attend_together(q, kv, params, reading)
+        assert isinstance(storage, FunctionalStorage)
+        output = _attend_padded(q, *storage.read_tokens(reading.tokens), params.scale, reading.mask)
     elif reading is not None:
         output = _attend_in_parts(q, kv, params, reading)
     else:
@@ -198,14 +203,9 @@ def _attend_in_parts(q: mx.array, kv: PoolLayer, params: AttentionParams, parts:
     return output if parts.order is None else output[parts.order[1]]
 
 
-def _attend_together(q: mx.array, kv: PoolLayer, params: AttentionParams, rows: RowsTogether) -> mx.array:
+def _attend_padded(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None) -> mx.array:
     """Attention of rows with one new token each, of a KV head's queries by one product. Call it only where
     :func:`_is_exact_together` has found the bits to be those of MLX's attention function."""
-    assert isinstance(kv.storage, FunctionalStorage)
-    return _attend_padded(q, *kv.storage.read_tokens(rows.tokens), params.scale, rows.mask)
-
-
-def _attend_padded(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None) -> mx.array:
     batch, num_heads, _, head_dim = q.shape
     scores = (q * scale).reshape(batch, k.shape[1], -1, head_dim) @ k.swapaxes(-1, -2)
     if mask is not None:
@@ -226,7 +226,7 @@ def _is_exact(dtype: mx.Dtype, groups: int, k_dim: int, v_dim: int) -> bool:
     q = draw(len(lengths), num_kv_heads * groups, 1, k_dim)
     k, v = (draw(len(lengths), num_kv_heads, longest, dim) for dim in (k_dim, v_dim))
     scale = k_dim**-0.5
-    got = _attend_padded(q, k, v, scale, _padding_mask(lengths, (num_kv_heads, groups), dtype))
+    got = _attend_padded(q, k, v, scale, _padding_mask(lengths, dtype))
     alone = [
         mx.fast.scaled_dot_product_attention(
             *(x[row : row + 1, :, start:] for x, start in ((q, 0), (k, longest - n), (v, longest - n))), scale=scale
@@ -236,27 +236,24 @@ def _is_exact(dtype: mx.Dtype, groups: int, k_dim: int, v_dim: int) -> bool:
     return bool(mx.array_equal(got, mx.concatenate(alone)).item())
 
 
-def _padding_mask(lengths: Sequence[int], heads: tuple[int, int], dtype: mx.Dtype) -> mx.array:
-    """Return what hides the padding of rows, to be added to scores ``[B, n_kv_heads, groups, n]``."""
+def _padding_mask(lengths: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """Return what hides the padding of rows, to be added to scores: ``[B, 1, 1, n]``."""
     columns = np.arange(max(lengths))
     pads = max(lengths) - np.array(lengths)
-    mask = mx.array(np.where(columns >= pads[:, None], np.float32(0), np.float32(-np.inf))).astype(dtype)
-    return mx.broadcast_to(mask[:, None, None], (len(lengths), *heads, len(columns)))
+    return mx.array(np.where(columns >= pads[:, None, None, None], np.float32(0), np.float32(-np.inf)), dtype)
 
 
-def _reading(q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> RowsTogether | RowsInParts | None:
+def _reading(
+    q: mx.array, kv: PoolLayer, storage: Storage, tables: Sequence[BlockTable], step: Step
+) -> RowsTogether | RowsInParts | None:
     """Return how rows with one new token each are read, found once for all layers of a group; None where MLX's
     attention function is more than operations on them, or is called once."""
-    storage, known = kv.storage, step.reading
-    if known is not None and known.num_blocks == storage.num_blocks:
-        return known
     if not isinstance(storage, FunctionalStorage) or mx.default_device().type != mx.DeviceType.cpu:
         return None
     parts = _parts(kv, tables, step)
     if _pays_together(storage.geometry, tables, parts) and _is_exact_together(q, storage.geometry):
-        heads = storage.geometry.num_kv_heads
-        lengths = [table.num_visible for table in tables]
-        mask = None if len(set(lengths)) == 1 else _padding_mask(lengths, (heads, q.shape[1] // heads), q.dtype)
+        lengths = [table.length - table.logical_start for table in tables]
+        mask = None if len(set(lengths)) == 1 else _padding_mask(lengths, q.dtype)
         step.reading = RowsTogether(storage.host_by_head(padded_slots(tables)), mask, storage.num_blocks)
     elif len(parts) > 1:
         step.reading = _places(storage, tables, parts)

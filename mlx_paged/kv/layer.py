@@ -192,7 +192,8 @@ class PoolLayer:
         ``[T, n_kv_heads, 1, head_dim]`` will do, too, for all tokens of a step."""
         self._before_write(k, v)
         self.group.storages[self.position].write(tables, step, k, v)
-        self._pace(step)
+        if step.is_pack:
+            self._pace(step)
 
     def append(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         """:meth:`write_step` of one token of one table, and :meth:`gather_visible` without a copy."""

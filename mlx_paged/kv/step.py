@@ -159,7 +159,7 @@ class RowsTogether(NamedTuple):
 
     Attributes:
         tokens: index of them, for :meth:`FunctionalStorage.read_tokens`.
-        mask: added to scores, ``[B, n_kv_heads, groups, n]``; None: nothing is padded.
+        mask: added to scores, ``[B, 1, 1, n]``; None: nothing is padded.
         num_blocks: of the pool, for which the index holds.
     """
 
@@ -420,13 +420,13 @@ def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
 def padded_slots(tables: Sequence[BlockTable]) -> np.ndarray:
     """Return the slots of the visible tokens of rows, int64 ``[B, n]``, padded on the left to the longest. Padding
     repeats a row's first visible token: a mask hides it, and it is a number if the row's own are."""
-    size, longest = tables[0].block_size, max([table.num_visible for table in tables])
-    slots = np.empty((len(tables), longest), np.int64)
-    for row, table in zip(slots, tables, strict=True):
-        first, pad = table.logical_start // size, longest - table.num_visible
+    size, lengths = tables[0].block_size, [table.length - table.logical_start for table in tables]
+    slots = np.empty((len(tables), max(lengths)), np.int64)
+    for row, table, length in zip(slots, tables, lengths, strict=True):
+        first, pad = table.logical_start // size, len(row) - length
         blocks = np.array(table.block_ids[first : -(-table.length // size)])
         held = (blocks[:, None] * size + np.arange(size)).reshape(-1)
         start = table.logical_start - first * size
-        row[pad:] = held[start : start + table.num_visible]
+        row[pad:] = held[start : start + length]
         row[:pad] = held[start]
     return slots

@@ -67,16 +67,11 @@ class FunctionalStorage(GatheredStorage):
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         self.geometry = geometry
-        self.block_size = block_size
+        self.block_size, self.num_blocks = block_size, num_blocks
         heads = geometry.num_kv_heads
         # Zeros, not uninitialised memory: a masked product with NaN would still be NaN.
         self._keys = mx.zeros((1, heads, num_blocks * block_size, geometry.k_head_dim), geometry.dtype)
         self._values = mx.zeros((1, heads, num_blocks * block_size, geometry.v_head_dim), geometry.dtype)
-
-    @property
-    def num_blocks(self) -> int:
-        geometry = self.geometry
-        return int(self._keys.size) // (geometry.num_kv_heads * geometry.k_head_dim * self.block_size)
 
     def _by_head(self) -> tuple[mx.array, mx.array]:
         """Return keys and values ``[1, n_kv_heads, num_slots, head_dim]``, and have them so."""
@@ -255,9 +250,11 @@ class FunctionalStorage(GatheredStorage):
                 setattr(self, name, new)
                 del old, new
                 mx.clear_cache()
+            self.num_blocks = num_blocks
         except Exception:
             fewest = min(self._keys.shape[2], self._values.shape[2])  # both must have as many
             self._keys, self._values = self._keys[:, :, :fewest], self._values[:, :, :fewest]
+            self.num_blocks = fewest // self.block_size
             raise
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
