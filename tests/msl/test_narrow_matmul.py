@@ -12,10 +12,12 @@ from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import (
     ADDED,
     BIASED,
+    BODIES,
     DTYPES,
     FEW,
     GATED,
     GROUPED,
+    KERNELS,
     MANY,
     PLAIN,
     TILES,
@@ -407,3 +409,13 @@ def test_the_largest_tile_does_not_spill(body, bits):
     text = narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.LARGE, 3, bits)
     found = registers.registers_of(text.body, text.constants)
     assert (found.stored, found.loaded) == (0, 0) and found.used <= 128, found
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("bits", [0, *slow(*narrow_matmul.BITS)])
+def test_what_is_done_around_a_product_does_not_spill(bits):
+    for body, around in KERNELS[len(BODIES) :]:
+        for tile in TILES[:1] if bits or body == GATED else (TILES[0], FEW[TILES[0]], MANY[TILES[0]]):
+            text = narrow_matmul.text_of(body, mx.bfloat16, tile, 3, bits, around)
+            found = registers.registers_of(text.body, text.constants, most=None)
+            assert found.stored <= 16 and found.loaded <= 16, (body, around, tile, found)
