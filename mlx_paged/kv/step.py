@@ -422,11 +422,13 @@ def padded_slots(tables: Sequence[BlockTable]) -> np.ndarray:
     repeats a row's first visible token: a mask hides it, and it is a number if the row's own are."""
     size, lengths = tables[0].block_size, [table.length - table.logical_start for table in tables]
     slots = np.empty((len(tables), max(lengths)), np.int64)
-    for row, table, length in zip(slots, tables, lengths, strict=True):
-        first, pad = table.logical_start // size, len(row) - length
-        blocks = np.array(table.block_ids[first : -(-table.length // size)])
-        held = (blocks[:, None] * size + np.arange(size)).reshape(-1)
-        start = table.logical_start - first * size
-        row[pad:] = held[start : start + length]
-        row[:pad] = held[start]
+    blocks: list[int] = []
+    starts = []
+    for table in tables:
+        starts.append(len(blocks) * size + table.logical_start % size)
+        blocks += table.block_ids[table.logical_start // size : -(-table.length // size)]
+    held = (np.array(blocks)[:, None] * size + np.arange(size)).reshape(-1)
+    for row, start, length in zip(slots, starts, lengths, strict=True):
+        row[-length:] = held[start : start + length]
+        row[:-length] = held[start]
     return slots
