@@ -200,7 +200,7 @@ def look_up() -> dict[str, Any]:
 def timed_look_up() -> dict[str, Any]:
     """How many tokens are looked up depends on rank 0's clock; trials cost nothing."""
     world = World(config={"prompt_lookup": 6})
-    with mock.patch.object(depth, "SHARE", 100.0):
+    with mock.patch.multiple(depth, SHARE=100.0, FIRST_SHARE=100.0):
         gen = world.generator(completion_batch_size=3)
         gen.insert([prompt(6, n) * 5 for n in (1, 2)], [20, 20])
         world.run(gen)
