@@ -202,6 +202,7 @@ def test_a_hostile_grammar_ends_nothing(server: ServerProcess, client: openai.Op
     assert server.get("/health").status == 200
 
 
+@pytest.mark.slow  # 3 s of CPU; of the compiler, always: tests/engine/test_grammars.py
 def test_others_are_answered_while_a_grammar_is_tried(server: ServerProcess, client: openai.OpenAI) -> None:
     """The trial has 3 s of CPU time before it is refused; these answers, one of a new grammar, take much less."""
     with ThreadPoolExecutor(1) as pool:
