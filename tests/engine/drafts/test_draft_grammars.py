@@ -53,7 +53,7 @@ def run(draft: Any, temperature: float) -> tuple[list[Outcome], Any]:
     return list(outcomes.values()), gen
 
 
-@pytest.mark.parametrize(("scale", "temperature"), [(0.05, 0.3), *slow((0.0, 0.0), (0.0, 1.0), (0.05, 0.0))])
+@pytest.mark.parametrize(("scale", "temperature"), [(0.05, 0.3), *slow((0.0, 0.0), (0.0, 0.3), (0.05, 0.0))])
 def test_answers_with_grammars_are_those_without_drafts(scale: float, temperature: float) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     expected, _ = run(None, temperature)

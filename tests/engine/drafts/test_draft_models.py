@@ -80,7 +80,7 @@ def test_a_draft_that_is_always_right_fills_every_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", quick(["llama", "llama-sliding", "qwen3", "gemma3"], "llama-sliding"))
 def test_pools_in_place(name: str, kernels: Any) -> None:
-    stats = run_alike(f"wide {name}", PagedConfig(block_size=8, kernel="on"), 0.1)
+    stats = run_alike(f"wide {name}", PagedConfig(block_size=8, kernel="on"), 0.3 if name == "qwen3" else 0.1)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
