@@ -11,10 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from matplotlib import pyplot
 from mlx_lm import load, stream_generate
 
 from scripts import demo_model
 from scripts.bench import COMMANDS
+from scripts.benchmarks import report
 from tests.support.cases import slow
 from tests.support.models.tiny_gguf import Tiny, write_tiny
 from tests.support.processes import commands
@@ -44,11 +46,12 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def results_of(out: Path, command: str, *arguments: object) -> list[dict[str, Any]]:
-    """The results that a command writes."""
+    """The results that a command writes, beside a figure."""
     done = bench(command, *arguments, "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((out / f"{command}.json").read_text())
     assert set(written["machine"]["versions"]) == {"mlx", "mlx-lm", "mlx_paged"} and written["arguments"]
+    assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
     return written["results"]
 
 
@@ -112,6 +115,28 @@ def test_a_steps_cost_grows_with_what_changes(tmp_path: Path) -> None:
     assert ms(full, rows=32, nodes=10_000) < 2 * ms(full, rows=32, nodes=0)
     for case in ("256 start", "256 start, prefix cache", "20 join in each step"):
         assert ms(case, waiting=10_000) < 2 * ms(case, waiting=256), case
+
+
+def test_bars_are_medians_and_without_matplotlib_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = [{"side": "stock", "rows": 8, "ms": ms} for ms in (1.0, 2.0, 9.0)]
+    results += [{"side": "paged", "rows": 1, "ms": 4.0}, {"side": "paged", "rows": 8, "error": "failed"}]
+    panels = (("ms", lambda r: r["ms"]), ("us", lambda r: 1e3 * r["ms"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        report.write_results(tmp_path / "a", "x", [], results, panels, "rows", "a title")
+        axes = pyplot.gcf().axes
+    pyplot.close("all")
+    heights = [[[bar.get_height() for bar in side] for side in axis.containers] for axis in axes]
+    assert heights == [[[2.0], [4.0]], [[2000.0], [4000.0]]]
+    assert [label.get_text() for label in axes[0].get_xticklabels()] == ["8", "1"]
+    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["stock", "paged"]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report.write_results(tmp_path / "b", "x", [], results, panels, "rows", "a title")
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["x.json"]
+    assert capsys.readouterr().err == "no x.png: matplotlib is not installed\n"
 
 
 def test_help_lists_commands_and_bad_values_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ the step in between that may still compute a prompt. Latencies are as the caller
 when the last row has its first token.
 
 With ``--repeats`` the best decode throughput and the earliest last first token count, on both sides, and everything
-else is the fastest run's. Writes batch.json, which has all runs.
+else is the fastest run's. Writes batch.json, which has all runs, and batch.png.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import mlx.core as mx
 
 import mlx_paged
 
-from .models import SEED, add_model_arguments, chosen_model, on_gpu, vocabulary_of
+from .models import SEED, add_model_arguments, chosen_model, model_name, on_gpu, vocabulary_of
 from .report import (
+    Panel,
     add_pool_arguments,
     dispatch_counts,
     list_of,
@@ -44,6 +45,13 @@ from .report import (
     write_results,
 )
 
+PANELS: tuple[Panel, ...] = (
+    ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or r["tokens_per_s"]),
+    ("time to first token, p50, s", lambda r: r["ttft_s"]["p50"]),
+    ("last first token, s", lambda r: r["last_first_s"]),
+    ("between tokens, p95, ms", lambda r: 1e3 * r["inter_token_s"].get("p95", 0.0)),
+    ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
+)
 CPU_WARMUP_PROMPT, CPU_WARMUP_TOKENS = 64, 4
 WARM_UNSEEN = 700  # tokens of prompts before a case of lengths that must be new
 PERCENTILES = (50, 95, 99)
@@ -320,5 +328,5 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             print(f"{case.name}, {side}: {summary(results[-1])}", file=sys.stderr, flush=True)
     compare(results)
     print_results(results)
-    write_results(args.out, "batch", argv, results)
+    write_results(args.out, "batch", argv, results, PANELS, "case", model_name(args))
     return int(any("error" in result for result in results))

@@ -17,7 +17,8 @@ chooses between a few words, so that what stood before is found again and again 
 
 All sides run in turns in one process, each case after a warm-up. A rate is the tokens behind every row's first, by the
 seconds they took; the ratio is that of the medians. Host time is that of the thread that calls the generator. CPU time
-is the process's, from the first prompt to the last token: on a CPU that is what the answer takes. Writes drafts.json.
+is the process's, from the first prompt to the last token: on a CPU that is what the answer takes. Writes drafts.json
+and drafts.png.
 """
 
 from __future__ import annotations
@@ -51,8 +52,12 @@ from .models import (
     random_model,
     vocabulary_of,
 )
-from .report import add_pool_arguments, list_of, patch_anew, positive, table, write_results
+from .report import Panel, add_pool_arguments, list_of, patch_anew, positive, table, write_results
 
+PANELS: tuple[Panel, ...] = (
+    ("tokens/s", lambda r: r["tokens_per_s"]),
+    ("drafts accepted, of those proposed", lambda r: r["accepted"] / max(1, r["drafted"])),
+)
 SHOWN = (("tokens_per_s", 1), ("ratio", 2), ("cpu_ratio", 3), ("per_step", 2), ("host_ms", 3))
 WORDS = 200  # that a model of random weights says
 LIKELY = 4  # that may follow each of them in prose
@@ -392,4 +397,4 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     ]
     header = ("case", "drafts", "tokens/s", "ratio", "CPU ratio", "a step", "host ms/token", "proposed", "accepted")
     print(table(header, rows))
-    write_results(args.out, "drafts", argv, results)
+    write_results(args.out, "drafts", argv, results, PANELS, "case", args.model or args.random or "tiny")

@@ -4,6 +4,7 @@
 
 On any machine: the model does nothing but attend, and kernels are stand-ins that compute nothing (but for the cases of
 pools that MLX itself computes on, as on a CPU). Milliseconds of the thread for a step, the median of some steps.
+Writes engine.json and, of the cases that have rows, engine.png.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from mlx_paged.kv.turn import Stepwise
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 
-from .report import add_out_argument, list_of, positive, table, write_results
+from .report import Panel, add_out_argument, list_of, positive, table, write_results
 
+PANELS: tuple[Panel, ...] = (("ms of a step, by rows", lambda r: r["ms"]),)
 VOCAB, DIM, BLOCK, STEPS, ENDLESS = 64, 64, 32, 20, 1 << 30
 
 
@@ -349,4 +351,4 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> None:
         note("MLX's arrays, one layer", functional(count), rows=count)
     columns = ("case", "rows", "nodes", "waiting", "ms")
     print(table(columns, [[str(each.get(name, "")) for name in columns] for each in results]))
-    write_results(args.out, "engine", given, results)
+    write_results(args.out, "engine", given, results, PANELS, "rows", "the host's time", side="case")

@@ -9,7 +9,7 @@ every sample starts with no caches, no pool and nothing in the allocator's cache
 attend through the paged path fails.
 
 Prefill is the time to the first token. Decode is the mean of ``--decode-tokens`` steps after two that are not counted
-(the caches grow there, and mlx-lm empties the allocator's cache). Writes generate.json.
+(the caches grow there, and mlx-lm empties the allocator's cache). Writes generate.json and generate.png.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from mlx_paged.config import parse_block_size, parse_kernel
 
 from .models import SEED, BenchError, add_model_arguments, chosen_model, model_name, vocabulary_of
 from .report import (
+    Panel,
     add_out_argument,
     dispatch_counts,
     list_of,
@@ -45,6 +46,10 @@ from .report import (
 
 SKIPPED_STEPS = 2
 FILL_CHUNK = 2048
+PANELS: tuple[Panel, ...] = (
+    ("decode, ms/token", lambda r: r["decode_ms_per_token"]["median"]),
+    ("prefill, tokens/s", lambda r: r["prefill_tokens_per_s"]["median"]),
+)
 Side = int | None  # mlx_paged with blocks of this size, or stock mlx-lm
 
 
@@ -226,4 +231,5 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         print(f"measuring {name} at {context} tokens ...", file=sys.stderr, flush=True)
         results += generation.measure(context)
     print_results(results)
-    write_results(args.out, "generate", argv, results)
+    panels = PANELS[:1] if args.synthetic_context else PANELS
+    write_results(args.out, "generate", argv, results, panels, "context", name)

@@ -7,7 +7,8 @@
     python scripts/bench.py kernel --what prefill          # TFLOP/s of the prefill kernel, warm (CUDA)
 
 Queries are in bf16, of one position per sequence in decode. Launches are chained (a launch's output is the next one's
-query), many to an eval, and inputs rotate among sets that together exceed the L2 cache. Writes kernel.json.
+query), many to an eval, and inputs rotate among sets that together exceed the L2 cache. Writes kernel.json
+and kernel.png.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kernels.shared_runs import SharedCut, items_for, shared_items, shared_rows
 
-from .report import add_out_argument, write_results
+from .report import Panel, add_out_argument, write_results
 
 Chain = Callable[[int], mx.array]  # builds n dependent launches
 SHAPES = {"32/8x128": (32, 8, 128), "32/8x64": (32, 8, 64), "8/4x256": (8, 4, 256), "64/8x128": (64, 8, 128)}
@@ -47,6 +48,12 @@ BLOCK_SIZE = 32
 KV_GROUP_SIZE = 64
 ROTATE_BYTES = 256 << 20
 DTYPE = mx.bfloat16
+PANELS: dict[str, Panel] = {
+    "decode": ("dense time / paged time", lambda r: r["dense_s"] / r["paged_s"]),
+    "latents": ("gather time / paged time", lambda r: r["gather_s"] / r["paged_s"]),
+    "prefill": ("dense time / paged time", lambda r: r["dense_s"] / r["paged_s"]),
+    "shared": ("speed-up by common blocks", lambda r: r["speedup"]),
+}
 
 
 def seconds_per_launch(chain: Chain, launches: int, repeats: int = 5) -> float:
@@ -311,7 +318,7 @@ def told(row: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--what", choices=("decode", "latents", "prefill", "shared"), default="decode")
+    parser.add_argument("--what", choices=PANELS, default="decode")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--kv-bits", type=parse_kv_bits, nargs="*", default=[], help="quantised pages: 8, 4 or 8,4")
@@ -342,5 +349,6 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for row in measured:
         rows.append(row)
         print(told(row), flush=True)
-    write_results(args.out, "kernel", argv, rows, copy_bytes_per_s=copy)
+    title = f"kernels, {args.what}"
+    write_results(args.out, "kernel", argv, rows, [PANELS[args.what]], "case", title, copy_bytes_per_s=copy)
     return 0

@@ -13,7 +13,7 @@ Requests go through the batch generator as the server's do: on the stock side, t
 system prompt), whose cache is kept when it is computed and looked up when a request comes. Each side and pattern runs
 in a process of its own; on a GPU, after a warm-up of the same pattern with other tokens, and with a new pool and cache.
 "K/V" is what keys and values take at the most, over what each token of the prefix, of the
-suffixes and of the answers would take if it were stored once. Writes prefix.json.
+suffixes and of the answers would take if it were stored once. Writes prefix.json and prefix.png.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import mlx.core as mx
 
 import mlx_paged
 
-from .models import SEED, add_model_arguments, chosen_model, on_gpu, vocabulary_of
+from .models import SEED, add_model_arguments, chosen_model, model_name, on_gpu, vocabulary_of
 from .report import (
+    Panel,
     add_pool_arguments,
     dispatch_counts,
     measure_apart,
@@ -43,6 +44,11 @@ from .report import (
     write_results,
 )
 
+PANELS: tuple[Panel, ...] = (
+    ("median TTFT after the first, s", lambda r: r["ttft_later_s"]["median"]),
+    ("prompt tokens computed", lambda r: r["computed_prompt_tokens"]),
+    ("K/V, MB", lambda r: r["kv_bytes"] / 1e6),
+)
 SIDES = ("stock cache", "no sharing", "shared")
 PATTERNS = ("burst", "after")
 KEY = ("model", None, None)
@@ -252,5 +258,6 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             results.append(measure_apart("prefix", argv, [side, pattern], side=side, pattern=pattern))
             print(f"{pattern}, {side}: done", file=sys.stderr)
     print_results(results)
-    write_results(args.out, "prefix", argv, results)
+    title = f"{args.sharers} requests, a prefix of {args.prefix} tokens: {model_name(args)}"
+    write_results(args.out, "prefix", argv, results, PANELS, "pattern", title)
     return int(any("error" in result for result in results))

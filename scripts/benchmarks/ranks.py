@@ -4,8 +4,8 @@
     python scripts/bench.py ranks --random deep --out out/ranks      # without GPUs: ring, to try the script
 
 Rounds of stock and paged in turns, each in processes of its own, with one row and with ``--rows``; then paged
-on one rank.
-Decode counts the steps in which all rows decode. A shorter run of the same shape goes before each that is measured.
+on one rank. Decode counts the steps in which all rows decode. A shorter run of the same shape goes before each that is
+measured. Writes ranks.json and ranks.png.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from mlx_paged.patches.sharded import shard_head
 
 from .batch import Request, Run, percentiles
 from .models import PRESETS, on_gpu, random_model, vocabulary_of
-from .report import SCRIPT, positive, table, write_results
+from .report import SCRIPT, Panel, positive, table, write_results
 
 SECONDS = 150  # of a round, after which its processes are ended
+PANELS: tuple[Panel, ...] = (
+    ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or 0.0),
+    ("last first token, s", lambda r: r["last_first_s"]),
+    ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
+)
 WARM = 16  # tokens of the run before one that is measured
 
 
@@ -109,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--answer", type=positive, default=128, help="tokens")
     add("--rounds", type=positive, default=3)
     add("--budget", type=positive, default=None, help="bytes of each rank's pool")
-    add("--out", type=Path, required=True, help="folder for ranks.json")
+    add("--out", type=Path, required=True, help="folder for the results as JSON and, with matplotlib, PNG")
     add("--child", default=None, help=argparse.SUPPRESS)
 
 
@@ -134,5 +139,5 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for each in results:
         if "error" in each:
             print(f"{each['side']}: {each['error']}", file=sys.stderr)
-    write_results(args.out, "ranks", argv, results)
+    write_results(args.out, "ranks", argv, results, PANELS, "case", args.random)
     return int(len(good) < len(results))

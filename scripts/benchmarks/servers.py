@@ -10,6 +10,7 @@ CPU time for a token. Prompts of a round are new to both, and answers are greedy
 
 With ``--turns``, one chat of that many turns instead: how many tokens of each prompt are new, and how many each server
 computes. A client sends the messages again in each turn; in some it has changed one in the middle.
+Writes servers.json and servers.png.
 """
 
 from __future__ import annotations
@@ -38,8 +39,17 @@ from mlx.utils import tree_flatten
 from transformers import AutoTokenizer
 
 from .models import PRESETS, SEED, BenchError, random_model
-from .report import add_out_argument, list_of, positive, table, write_results
+from .report import Panel, add_out_argument, list_of, positive, table, write_results
 
+PANELS: tuple[Panel, ...] = (
+    ("tokens/s", lambda r: r["tokens_per_s"]),
+    ("CPU ms/token", lambda r: r["cpu_ms_per_token"]),
+    ("last first token, s", lambda r: r["last_first_s"]),
+)
+TURN_PANELS: tuple[Panel, ...] = (
+    ("prompt tokens computed", lambda r: r["computed_tokens"]),
+    ("first token, s", lambda r: r["first_s"]),
+)
 SIDES = {"stock": ("mlx_lm", "server"), "paged": ("mlx_paged.server",)}
 SECONDS = 120  # until a server has to be ready
 WORDS = ("river", "stone", "window", "green", "paper", "yellow", "sudden", "morning", "winter", "bottle")
@@ -266,7 +276,7 @@ def running(args: argparse.Namespace) -> Iterator[list[Server]]:
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> None:
     if args.turns is not None:
-        write_results(args.out, "servers", given, run_turns(args))
+        write_results(args.out, "servers", given, run_turns(args), TURN_PANELS, "turn", args.random)
         return
     rng, results = random.Random(SEED), []
     for number in range(args.rounds):
@@ -289,4 +299,4 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> None:
             first = statistics.median(r["last_first_s"] for r in rounds)
             lines.append([str(count), side, f"{rate:.1f}", " ".join(each), f"{cpu:.2f}", f"{first:.3f}"])
     print(table(("chats", "server", "tokens/s", "rounds", "CPU ms/token", "last first, s"), lines))
-    write_results(args.out, "servers", given, results)
+    write_results(args.out, "servers", given, results, PANELS, "chats", args.random)
