@@ -452,7 +452,7 @@ class CompiledStep:
         parts = parts_of(caches)
         if parts is None or rows_of(parts[0]) is None:
             return None
-        if len(parts[0]) == len(caches):
+        if parts[0] == list(caches):  # and not their parts
             self._paged = list(map(weakref.ref, caches))
         return parts
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -457,6 +457,26 @@ def test_layers_stay_where_they_are_if_a_group_has_no_block() -> None:
     assert failed is not None and isinstance(failed.error, PoolExhaustedError)
     assert batch.lengths(0) == batch.lengths(2) == [4]
     pool.check_integrity()
+
+
+def test_caches_of_the_last_step_are_not_their_parts() -> None:
+    pool, sequence = full_pool()
+    step = compiled_step.CompiledStep(pool, lambda *args, **kwargs: mx.zeros((1,)))
+    state = ArraysCache(1)
+    state[0] = mx.zeros((1, 1))
+    composed = [CacheList(state, PagedKVCache(sequence, layer)) for layer in range(4)]
+    alone = [PagedKVCache(sequence, layer) for layer in range(4)]
+    for caches in (composed, composed, alone, alone, alone[:3], alone, composed):
+        found = step._parts_of(caches)
+        if len(caches) < 4:
+            assert found is None, "not all layers of the pool"
+        else:
+            assert found is not None and [cache.layer for cache in found[0]] == [0, 1, 2, 3]
+            assert all(type(cache) is PagedKVCache for cache in found[0])
+            assert len(found[1]) == 4 * (caches is composed)
+    kept = weakref.ref(alone[0])
+    del alone, caches, found
+    assert kept() is None
 
 
 def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
