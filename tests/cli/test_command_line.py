@@ -287,8 +287,16 @@ def test_chat_runs_on_the_pool(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path) -> None:
+def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path, tmp_path: Path) -> None:
     long_prompt = " ".join(f"w{i % 300}" for i in range(900))
+    at_once = tmp_path / "at_once.py"  # the command, to which no prefill is short
+    at_once.write_text(
+        "import sys\n"
+        "from mlx_paged.__main__ import main\n"
+        "from mlx_paged.cli import terminal\n"
+        "terminal.SHOW_AFTER_SECONDS = 0.0\n"
+        "sys.exit(main())\n"
+    )
     args = [
         "generate",
         "--model",
@@ -300,7 +308,7 @@ def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path) -> None:
         "--prefill-step-size",
         "16",
     ]
-    shown = on_a_terminal("mlx_paged", *args, "--ignore-chat-template")
+    shown = on_a_terminal(at_once, *args, "--ignore-chat-template")
     assert b"prefill [#" in shown and b"/900 tokens" in shown
     assert shown.rstrip().endswith(b"\x1b[K"), "the bar is cleared at the end"
     quiet = generate(folder, "--prompt", long_prompt, "--prefill-step-size", 16, "--max-tokens", 2)

@@ -338,8 +338,26 @@ def test_what_can_serve_nobody_is_refused_at_the_start(folder: Path, tmp_path: P
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+# Of a server's interpreter: its model is not loaded before a file is there.
+LOADS_LATER = """
+import pathlib, time
+import mlx_lm.utils
+
+load = mlx_lm.utils.load_model
+
+def load_later(*args, **options):
+    while not pathlib.Path({flag!r}).exists():
+        time.sleep(0.01)
+    return load(*args, **options)
+
+mlx_lm.utils.load_model = load_later
+"""
+
+
 def test_health_tells_loading_from_ready(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[tuple[int, str]] = set()
+    seen: list[tuple[int, str]] = []
+    flag = tmp_path / "load"
+    (tmp_path / "sitecustomize.py").write_text(LOADS_LATER.format(flag=str(flag)))
 
     def look(process: ServerProcess) -> bool:
         assert process.process.poll() is None, process.log
@@ -347,12 +365,13 @@ def test_health_tells_loading_from_ready(folder: Path, tmp_path: Path, monkeypat
             answer = process.get("/health")
         except OSError:
             return False
-        seen.add((answer.status, answer.json["status"]))
+        seen.append((answer.status, answer.json["status"]))
+        flag.touch()
         return answer.status == 200
 
     monkeypatch.setattr(ServerProcess, "is_up", property(look))
-    server = ServerProcess(folder, tmp_path, cold=True)
-    assert seen == {(503, "loading"), (200, "ok")}
+    server = ServerProcess(folder, tmp_path, cold=True, PYTHONPATH=str(tmp_path))
+    assert seen[0] == (503, "loading") and seen[-1] == (200, "ok") and len(set(seen)) == 2
     assert server.stop() == 0, server.log
 
 

@@ -2,11 +2,12 @@
 
 import os
 import pty
+from pathlib import Path
 
 from tests.support.processes import commands
 
 
-def on_a_terminal(program: str, *args: object) -> bytes:
+def on_a_terminal(program: str | Path, *args: object) -> bytes:
     """What a command writes to stderr, which is a terminal."""
     primary, secondary = pty.openpty()
     with open(os.devnull, "w") as nothing, os.fdopen(secondary, "w") as stderr:
