@@ -151,7 +151,9 @@ class RowsArray:
     def __init__(self) -> None:
         self._host = np.zeros(0, np.int32)
         self._device: mx.array | None = None
-        self._change: tuple[bytes, mx.array] | None = None  # what the last step added, here and there
+        self._change: tuple[tuple[tuple[int, ...], bytes], mx.array] | None = (
+            None  # what the last step added, here and there
+        )
         self._counted = 0
         self._thread = 0  # arrays that are not computed yet are its alone
 
@@ -181,7 +183,7 @@ class RowsArray:
         before, self._host = self._host, rows
         if self._device is not None and self._thread == get_ident() and before.shape == rows.shape:
             change = rows - before
-            key = change.tobytes()
+            key = change.shape, change.tobytes()
             if self._change is None or key != self._change[0]:
                 if not change.any():
                     return self._device

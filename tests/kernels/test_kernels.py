@@ -134,6 +134,15 @@ def test_rows_of_any_steps_are_what_the_host_says(uploads):
     assert len(uploads) > 10
 
 
+def test_rows_of_another_shape_gain_what_is_theirs(uploads):
+    array = kernel_build.RowsArray()
+    for shape in ((2, 4), (4, 2), (8,), (2, 4)):
+        rows = np.arange(8, dtype=np.int32).reshape(shape)
+        for _ in range(3):
+            assert np.array_equal(np.array(array.of(rows)), rows)
+            rows = rows + 1
+
+
 def test_counted_rows_that_nobody_reads_end_in_time(uploads):
     array, rows = kernel_build.RowsArray(), np.ones((2, 1), np.int32)
     for step in range(2 * kernel_build.MOST_COUNTED + 2):
