@@ -145,13 +145,16 @@ def normed(x: mx.array | Unnormed) -> mx.array:
     return x.norm(x.x) if isinstance(x, Unnormed) else x
 
 
-def _split(x: mx.array | Unnormed, covers: Callable[..., bool]) -> tuple[mx.array, narrow_matmul.Norm | None]:
-    """Return rows and the norm that is left to a kernel, which covers (rows, norm); None: it has been applied."""
-    if isinstance(x, Unnormed):
-        norm = x.fused
-        if norm is not None and covers(x.x, norm):
-            return x.x, norm
-    return normed(x), None
+def _taken(
+    x: mx.array | Unnormed, covers: Callable[[mx.array, narrow_matmul.Norm | None], bool]
+) -> tuple[mx.array, narrow_matmul.Norm | None] | None:
+    """Return rows and the norm of them that a kernel covers, None: none, or it has been applied; None if it covers
+    neither."""
+    norm = x.fused if isinstance(x, Unnormed) else None
+    if isinstance(x, Unnormed) and norm is not None and covers(x.x, norm):
+        return x.x, norm
+    rows = normed(x)
+    return (rows, None) if covers(rows, None) else None
 
 
 def projected(
@@ -164,7 +167,7 @@ def projected(
         x: ``[B, L, hidden]``; L is 1 with ``heads``.
         heads: of each layer's result, which has the shape ``[B, n_heads, 1, head_dim]`` then.
     """
-    found = _products(layers, x, heads, None)
+    found = fused_projections(layers, x, heads)
     if found is not None:
         return found
     rows = normed(x)
@@ -174,26 +177,21 @@ def projected(
     return results
 
 
-def rotated_projections(
-    layers: Sequence[nn.Module], x: mx.array | Unnormed, heads: Sequence[int], turn: narrow_matmul.Turn
-) -> list[mx.array] | None:
-    """Like :func:`projected` for queries, keys and values, of which the first two are rotated, in one kernel launch;
-    None if these are not narrow layers."""
-    return _products(layers, x, heads, turn)
-
-
-def _products(
+def fused_projections(
     layers: Sequence[nn.Module],
     x: mx.array | Unnormed,
-    heads: Sequence[int] | None,
-    turn: narrow_matmul.Turn | None,
+    heads: Sequence[int] | None = None,
+    turn: narrow_matmul.Turn | None = None,
 ) -> list[mx.array] | None:
+    """Like :func:`projected`, with the first two results (queries and keys) rotated if that is asked for; None where
+    no kernel launch does all of it."""
     weights = _weights_of(layers)
     if weights is None:
         return None
-    rows, norm = _split(x, lambda rows, norm: narrow_matmul.covers(rows, weights, norm=norm, turn=turn))
-    if norm is None and not narrow_matmul.covers(rows, weights, turn=turn):
+    taken = _taken(x, lambda rows, norm: narrow_matmul.covers(rows, weights, norm=norm, turn=turn))
+    if taken is None:
         return None
+    rows, norm = taken
     # Given their shapes at once: in a decode step each operation that only gives another one counts as well.
     shapes = None
     if heads is not None:
@@ -221,11 +219,9 @@ def gated(gate: nn.Module, up: nn.Module, x: mx.array | Unnormed) -> mx.array | 
     weights = _weights_of([gate, up])
     if weights is None:
         return None
-    own = weights[0], weights[1]
-    rows, norm = _split(x, lambda rows, norm: narrow_matmul.covers_gated(rows, *own, norm))
-    if norm is None and not narrow_matmul.covers_gated(rows, *own):
-        return None
-    return narrow_matmul.gated_product(rows, *own, norm)
+    gate_weight, up_weight = weights
+    taken = _taken(x, lambda rows, norm: narrow_matmul.covers_gated(rows, gate_weight, up_weight, norm))
+    return None if taken is None else narrow_matmul.gated_product(taken[0], gate_weight, up_weight, taken[1])
 
 
 def _weights_of(layers: Sequence[nn.Module]) -> list[narrow_matmul.Matrix] | None:

@@ -250,6 +250,7 @@ class Step:
         slots += (self._lengths - 1) % size
         return slots
 
+    @cached_property
     def _positions(self) -> np.ndarray:
         """Position of each token, int32 ``[T]``."""
         if not self.is_pack:
@@ -265,7 +266,7 @@ class Step:
         """Return the position of each token, int32 ``[num_rows]``, and the end of what it sees, ``[num_rows, 1]``."""
         found = self._of_tokens.get(num_rows)
         if found is None:
-            positions = self._positions()
+            positions = self._positions
             ends = padded(positions[:, None] + 1, num_rows)
             found = self._of_tokens[num_rows] = self._device_tables.tokens.tokens(padded(positions, num_rows), ends)
         return found
@@ -293,7 +294,7 @@ class Step:
             return known
         own = self._device_tables
         if num_rows == self.num_tokens:
-            ends = self._positions()[:, None] + 1
+            ends = self._positions[:, None] + 1
         else:
             ends = self._lengths[:, None] + np.arange(1 - self.counts[0], 1, dtype=np.int32)
         ends = padded(ends, None if shape is None else shape[0])

@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.compiled_step import StepLayer
-from ...engine.narrow_layers import Unnormed, is_narrow, normed, projected, rotated_projections
+from ...engine.narrow_layers import Unnormed, fused_projections, is_narrow, normed, projected
 from ...kernels.products.narrow_matmul import Turn
 from ...kv.storage.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
@@ -140,7 +140,7 @@ def _rotate_llama(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> 
     if x.shape[1] == 1 and is_narrow(self.q_proj):
         positions = offset if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
         turn = turn_of(self.rope, positions, self.q_proj.weight.shape[0] // self.n_heads)
-        fused = None if turn is None else rotated_projections(_layers_of(self), x, _heads_of(self), turn)
+        fused = None if turn is None else fused_projections(_layers_of(self), x, _heads_of(self), turn)
         if fused is not None:
             return fused
     queries, keys, values = project_llama(self, x)

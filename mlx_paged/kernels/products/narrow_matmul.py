@@ -178,11 +178,11 @@ class Around(NamedTuple):
         """Return those of the text; floats by their bits."""
         known: list[tuple[str, int | bool]] = []
         if self.eps is not None:
-            known += [("EPS", _bits(self.eps)), ("NORMED", MAX_NORMED), ("NORMED_ROWS", MAX_NORMED_ROWS)]
+            known += [("EPS", _float_bits(self.eps)), ("NORMED", MAX_NORMED), ("NORMED_ROWS", MAX_NORMED_ROWS)]
         if self.half:
-            log_base = 0 if self.base is None else _bits(float(np.log2(np.float32(self.base))))
+            log_base = 0 if self.base is None else _float_bits(float(np.log2(np.float32(self.base))))
             known += [("HALF", self.half), ("BASED", self.base is not None)]
-            known += [("LOG_BASE", log_base), ("SCALE", _bits(self.scale))]
+            known += [("LOG_BASE", log_base), ("SCALE", _float_bits(self.scale))]
         return tuple(known)
 
 
@@ -196,7 +196,7 @@ KERNELS = (
 )
 
 
-def _bits(value: float) -> int:
+def _float_bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
