@@ -22,7 +22,7 @@ from .ranks.world import group_of
 
 # Of a model's arrays: in a step of one row, larger ones keep the GPU busier than its launches do the host, and MLX
 # reads them as fast (docs/adr/0011).
-MOST_BYTES_OF_ONE_ROW = 1 << 32
+MOST_BYTES_OF_ONE_ROW = 1 << 33
 # The same of a rank's part of a model: the host captures two reductions a layer besides (docs/adr/0035).
 MOST_BYTES_OF_ONE_ROW_OVER_RANKS = 1 << 34
 

@@ -195,6 +195,28 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
     assert not result.ok and "does not compile" in result.reason and np.isnan(result.rms)
 
 
+@pytest.mark.parametrize("forms", [TILES, (FEW[SMALL], FEW[LARGE]), (MANY[SMALL], MANY[LARGE])])
+def test_the_tile_for_more_rows_is_begun_with_that_for_few(
+    monkeypatch: pytest.MonkeyPatch, forms: tuple[Tile, Tile]
+) -> None:
+    begun: list[object] = []
+    monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
+    monkeypatch.setattr(narrow_matmul, "compile_ahead", lambda kernels: begun.extend(kernels))
+    monkeypatch.setattr(narrow_matmul, "failure_of", lambda text, build: "")
+    monkeypatch.setattr(
+        narrow_matmul, "self_check", lambda *choice: narrow_matmul.TileCheck(*choice[:4], True, 0.0, 0.0, "")
+    )
+    small, large = forms
+    turned = Around(half=32, base=5e5)
+    # More rows are not normalised by the kernel. Queries and keys of a decode step have four dimensions.
+    for num_dims, around in ((3, turned._replace(eps=1e-5)), (4, turned)):
+        begun.clear()
+        assert narrow_matmul.works(GROUPED, mx.bfloat16, small, num_dims, 0, around)
+        for form in (turned, NOTHING):  # what it is compared with, too
+            text = narrow_matmul.text_of(GROUPED, mx.bfloat16, large, num_dims, 0, form)
+            assert (text.body, text.constants) in begun
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)

@@ -116,6 +116,8 @@ TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
 # are a few more than two for each, fewer, so that all run together (docs/adr/0065).
 FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace(unroll=8, groups=1)}
 MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
+# What more rows have in the place of a tile.
+LARGER = {SMALL: LARGE, FEW[SMALL]: FEW[LARGE], MANY[SMALL]: MANY[LARGE]}
 
 
 class Norm(NamedTuple):
@@ -428,22 +430,31 @@ def _no_frequencies() -> mx.array:
     return mx.ones((8,), mx.float32)
 
 
+def _wanted(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, around: Around) -> list[Text]:
+    """Return the texts that a first use of one leads to, its own among them: rows that join, and drafts of a few, take
+    the larger tile."""
+    forms = [(tile, around)]
+    if tile in LARGER:
+        forms.append((LARGER[tile], around._replace(eps=None)))
+    # What is done around a product is compared with the product alone.
+    bodies = [(body, each, form) for each, own in forms for form in (own, NOTHING)]
+    if num_dims == CHECKED_DIMS and around.eps is not None:
+        bodies.append((GATED, tile, Around(around.eps)))
+    elif num_dims == CHECKED_DIMS and tile in TILES and around == NOTHING:  # a model that needs one mostly needs all
+        bodies += [(each, tile, NOTHING) for each in BODIES]
+        if not bits:
+            bodies += [(ADDED, FEW[tile], NOTHING), (GROUPED, MANY[tile], NOTHING)]
+    return [text_of(each, dtype, own, num_dims, bits, form) for each, own, form in bodies]
+
+
 @lru_cache(maxsize=256)
 def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, around: Around = NOTHING) -> bool:
     """Return whether the kernel can be used on this machine for an x of so many dimensions and matrices of so many
     bits, which are another text each. A kernel that fails its self-check or does not compile warns once, and is not."""
     if dtype not in DTYPES or not is_available():
         return False
+    compile_ahead((text.body, text.constants) for text in _wanted(body, dtype, tile, num_dims, bits, around))
     if num_dims == CHECKED_DIMS:
-        texts = [text_of(body, dtype, tile, CHECKED_DIMS, bits, around)]
-        if tile in TILES and around == NOTHING:  # a model that needs one body mostly needs them all
-            texts = [text_of(each, dtype, tile, CHECKED_DIMS, bits) for each in BODIES]
-            if not bits:
-                others = (ADDED, FEW[tile]), (GROUPED, MANY[tile])
-                texts += [text_of(each, dtype, other, CHECKED_DIMS) for each, other in others]
-        elif around.eps is not None:
-            texts.append(text_of(GATED, dtype, tile, CHECKED_DIMS, bits, Around(around.eps)))
-        compile_ahead((text.body, text.constants) for text in texts)
         with warn_when_compiling():
             reason = self_check(body, dtype, tile, bits, around).reason
     elif not works(body, dtype, tile, CHECKED_DIMS, bits, around):
