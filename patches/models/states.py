@@ -1,4 +1,4 @@
-"""Layers with states in packs; gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid); Mamba 2; n-grams (LongCat)."""
+"""Layers with states in packs; gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid); Mamba 2; Jamba; n-grams."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import base
 
 from ...cache.packed_states import PackedStates
@@ -153,6 +154,40 @@ def _one_token(
     read = (B @ C) * written + decay * (grouped @ C)
     y = read.reshape(x.shape).astype(x.dtype) + x * D[:, None]
     return y, (written * B + decay * grouped).reshape(state.shape)
+
+
+@replaces("mlx_lm.models.jamba:JambaMambaMixer.ssm_step", "de88f510c3e38fb3")
+def adapt_jamba(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
+    """Make the replacement of a Mamba layer's loop over tokens: one token of each sequence is not cut from arrays of
+    all tokens, and ``-exp(A_log)`` is computed once, not in every step."""
+    from mlx_lm.models import jamba
+
+    def ssm_step(self: Any, x: mx.array, A: mx.array, state: mx.array | None = None) -> tuple[mx.array, mx.array]:
+        if x.shape[1] > 1 or state is None:
+            return original(self, x, A, state)
+        rates = self.__dict__.get("_rates")
+        if rates is None or rates[0] is not self.A_log:
+            rates = self.A_log, A
+            object.__setattr__(self, "_rates", rates)  # nn.Module's own would make it a part of the model's arrays
+        return _one_mamba_token(self, x, rates[1], state, jamba.fma)
+
+    return ssm_step
+
+
+def _one_mamba_token(
+    self: Any, x: mx.array, A: mx.array, state: mx.array, fma: Callable[..., mx.array]
+) -> tuple[mx.array, mx.array]:
+    """Return what ``ssm_step`` returns for one token ``[batch, 1, size]`` of each sequence, bit for bit."""
+    batch, _, size = x.shape
+    rank, state_size = self.time_step_rank, self.ssm_state_size
+    delta, B, C = mx.split(self.x_proj(x), [rank, rank + state_size], axis=-1)
+    delta, B, C = self.dt_layernorm(delta), self.b_layernorm(B), self.c_layernorm(C)
+    delta = nn.softplus(self.dt_proj(delta))
+    column = batch, size, 1
+    written = (delta * x).reshape(column) * B
+    state = fma(state, mx.exp(delta.reshape(column) * A), written).astype(written.dtype)
+    y = (state @ C.reshape(batch, state_size, 1)).reshape(x.shape)
+    return y + self.D * x, state
 
 
 @replaces("mlx_lm.models.longcat_flash_ngram:NgramEmbedding.__call__", "062dbfc9a30b941b")

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import gated_delta, ssm
+from mlx_lm.models import gated_delta, jamba, ssm
 
 import mlx_paged
 from mlx_paged.kernels import delta_rule
@@ -160,6 +160,57 @@ def test_decode_steps_take_one_token_by_the_short_form(monkeypatch: pytest.Monke
     monkeypatch.setattr(states, "_one_token", counted)
     mlx_paged.apply_patches()
     tokens, given = greedy(model, prompt_of(20, seed=1), 6)
+    assert tokens == expected and np.abs(given - logprobs).max() < 1e-4
+    assert calls and set(calls) == {1}
+
+
+def mamba_layer(dtype: mx.Dtype, rates: mx.Dtype, size: int, state_size: int) -> jamba.JambaMambaMixer:
+    config = model_configs.config_of("jamba") | {"hidden_size": size, "mamba_d_state": state_size, "mamba_dt_rank": 5}
+    mx.random.seed(size)
+    layer = jamba.JambaMambaMixer(jamba.ModelArgs.from_dict(config))
+    layer.set_dtype(dtype)
+    layer.A_log = layer.A_log.astype(rates)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rates"), [*((x, x) for x in (mx.float32, mx.float16, mx.bfloat16)), (mx.bfloat16, mx.float32)]
+)
+@pytest.mark.parametrize(("size", "state_size"), ((64, 16), (24, 7)))
+@pytest.mark.parametrize("batch", (1, 3))
+def test_one_token_of_a_mamba_layer_has_upstreams_bits(
+    batch: int, size: int, state_size: int, dtype: mx.Dtype, rates: mx.Dtype
+) -> None:
+    layer = mamba_layer(dtype, rates, size, state_size)
+    x = mx.random.normal((batch, 1, 2 * size)).astype(dtype)
+    state = mx.random.normal((batch, 2 * size, state_size)).astype(dtype)
+    wanted = [layer.ssm_step(x, -mx.exp(layer.A_log), state)]
+    layer.A_log = layer.A_log + 1
+    wanted.append(layer.ssm_step(x, -mx.exp(layer.A_log), state))
+    wanted.append(layer.ssm_step(x, -mx.exp(layer.A_log)))  # a first token
+    mlx_paged.apply_patches()
+    before = dict(layer)
+    assert_equal(layer.ssm_step(x, -mx.exp(layer.A_log), state), wanted[1])
+    assert_equal(layer.ssm_step(x, -mx.exp(layer.A_log), state), wanted[1])
+    assert_equal(layer.ssm_step(x, -mx.exp(layer.A_log)), wanted[2])
+    layer.A_log = mamba_layer(dtype, rates, size, state_size).A_log  # other weights: other rates
+    assert_equal(layer.ssm_step(x, -mx.exp(layer.A_log), state), wanted[0])
+    assert dict(layer).keys() == before.keys()
+
+
+def test_mamba_layers_take_one_token_by_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, calls = states._one_mamba_token, []
+
+    def counted(layer: Any, x: mx.array, *given: Any) -> Any:
+        calls.append(x.shape[1])
+        return short(layer, x, *given)
+
+    model = model_configs.build("jamba")
+    prompt = prompt_of(20, seed=1) % model_configs.VOCAB
+    expected, logprobs = greedy(model, prompt, 6)
+    monkeypatch.setattr(states, "_one_mamba_token", counted)
+    mlx_paged.apply_patches()
+    tokens, given = greedy(model, prompt, 6)
     assert tokens == expected and np.abs(given - logprobs).max() < 1e-4
     assert calls and set(calls) == {1}
 
