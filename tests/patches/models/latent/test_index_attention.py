@@ -97,7 +97,7 @@ def test_rows_of_a_ragged_batch_get_their_solo_tokens(rows: int, packs: bool) ->
     reset_dispatch_counts()
     run_all(gen, outcomes)
     assert_alike(outcomes, expected)
-    assert last_dispatch() == CHOSEN
+    assert CHOSEN in dispatch_counts()  # the last row of all may see no more than index_topk tokens
     assert any(choice.path == "apart" for choice in dispatch_counts()) == packs or rows == 1
     assert_nothing_is_left(model)
 
