@@ -130,8 +130,8 @@ class BlockGroup:
         # tables, and a server takes them in turns.
         self._steps: list[Step | None] = [None, None]
         self._device_tables = DeviceTables(), DeviceTables()
-        self._last_read: tuple[mx.array, ...] | None = None
-        self._reader = 0  # the thread that reads, which alone can compute it
+        # Arrays computed from the last layer's blocks, and the thread that alone can compute them; 0 once it does.
+        self._last_read: tuple[tuple[mx.array, ...], int] | None = None
 
     def touch(self) -> None:
         """Void the steps made before: a table of the group or a reference count has changed."""
@@ -308,8 +308,7 @@ class BlockGroup:
     def move(self, moves: Mapping[int, int]) -> None:
         """Copy blocks to free ones in every layer, and wait for it. If it fails, nothing that anybody holds has
         changed."""
-        if self._last_read is not None:
-            mx.eval(self._last_read)  # what still reads the blocks would make the writes copy them all
+        mx.eval(self._reads())  # what still reads the blocks would make the writes copy them all
         if moves:
             for storage in self.storages:
                 storage.copy_blocks(list(moves), list(moves.values()))
@@ -339,7 +338,7 @@ class BlockGroup:
     def latest(self) -> list[mx.array]:
         """Return what has to be computed for every write so far to be done, and every read that a write must wait
         for."""
-        return [array for storage in self.storages for array in storage.latest()] + list(self._last_read or ())
+        return [array for storage in self.storages for array in storage.latest()] + list(self._reads())
 
     def forget_failed_writes(self) -> None:
         """After :meth:`latest` could not be computed."""
@@ -358,7 +357,7 @@ class BlockGroup:
     def note_read(self, *results: mx.array) -> None:
         """Remember arrays computed from the last layer's blocks, for :meth:`wait_for_reads`; they replace others."""
         if not self.in_place:
-            self._last_read, self._reader = results, get_ident()
+            self._last_read = results, get_ident()
 
     def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the same lazy keys and values, gathered from the last layer's blocks for others to compute with;
@@ -367,14 +366,26 @@ class BlockGroup:
             return keys, values
         # Outputs of one operation are computed together: the third says when the others are, and has one element.
         keys, values, ready = mx.depends([keys, values, mx.zeros(())], [])
-        self._last_read, self._reader = (ready,), get_ident()
+        self._last_read = (ready,), get_ident()
         return keys, values
+
+    def _reads(self) -> tuple[mx.array, ...]:
+        """Return the noted reads, unless another thread has still to begin them: lazy arrays are computed by the
+        thread that made them."""
+        arrays, thread = self._last_read or ((), 0)
+        return arrays if thread in (0, get_ident()) else ()
 
     def begin_reads(self) -> None:
         """Have the noted reads computed, ahead of what the model makes of them. What is computed together is ready
         together: :meth:`wait_for_reads` would wait for the model's output and the choice of tokens, too."""
-        if self._last_read is not None and self._reader == get_ident():  # another thread may have come since
-            mx.async_eval(self._last_read)
+        if arrays := self._reads():
+            mx.async_eval(arrays)
+        self.note_begun()
+
+    def note_begun(self) -> None:
+        """Note that what this thread reads is being computed: every thread can wait for it now."""
+        if self._last_read is not None and self._last_read[1] == get_ident():
+            self._last_read = self._last_read[0], 0
 
     def wait_for_reads(self) -> None:
         """At the last layer's write to functional storage: block until the step before has read its blocks.
@@ -383,6 +394,5 @@ class BlockGroup:
         reads, and the whole pool is copied (hundreds of milliseconds for 1 GB). By the last layer the step's graph
         is nearly built, so little of the overlap is lost.
         """
-        if self._last_read is not None:
-            mx.eval(self._last_read)
-            self._last_read = None
+        mx.eval(self._reads())
+        self._last_read = None

@@ -146,6 +146,8 @@ class Turn:
         arrays = [array for group in self._groups for array in group.latest()]
         try:
             mx.async_eval(arrays)  # finds nothing to do if they are being computed
+            for group in self._groups:
+                group.note_begun()
             if wait:
                 mx.eval(arrays)
         except Exception:

@@ -31,6 +31,7 @@ from tests.support.pools import (
     put,
     scatter_free_blocks,
 )
+from tests.support.processes.threads import in_thread
 
 # Round trips ------------------------------------------------------------------------------------------------------
 
@@ -413,6 +414,28 @@ def test_a_watched_read_is_not_kept(pool: BlockPool, used: str) -> None:
     del keys, values
     assert pool.groups[0]._last_read is not None
     assert mx.get_active_memory() - before < SLACK
+
+
+def test_another_threads_reads_are_left_to_it_until_it_begins_them(pool: BlockPool) -> None:
+    table, group = pool.new_table(), pool.groups[0]
+    write(pool, table, LENGTH)
+    mx.eval(group.latest())
+
+    def read(*, begin: bool) -> None:
+        with mx.stream(mx.new_stream(mx.default_device())):
+            keys, values = pool.gather_visible(table, 1)
+            pool.layer(1).watch_read(keys + 1, values + 1)
+            if begin:
+                group.begin_reads()
+                mx.synchronize()
+
+    in_thread(lambda: read(begin=False))
+    mx.eval(group.latest())
+    group.wait_for_reads()
+    assert group._last_read is None
+    in_thread(lambda: read(begin=True))
+    assert len(group._reads()) == 1  # every thread waits for them now
+    group.wait_for_reads()
 
 
 def test_only_the_last_layers_reads_are_watched(pool: BlockPool) -> None:
