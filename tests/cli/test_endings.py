@@ -113,7 +113,14 @@ def test_an_interrupt_while_importing_is_quiet(tmp_path: Path, package: str, nam
 
 def test_a_program_of_the_user_keeps_its_interrupts() -> None:
     program = "import mlx_paged, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells start background jobs without it
+    )
     assert run.stdout == "True\n", run.stderr
 
 
