@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from ..kernels.latent.prompts import prepare_prompts, prompt_variant_of
+from ..kernels.latent_prompts import prepare_prompts, prompt_variant_of
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.pool import BlockPool

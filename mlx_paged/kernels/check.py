@@ -17,8 +17,8 @@ from .bodies import BODIES, Family
 from .build import Constants, compile_ahead, warn_when_compiling
 from .cases import Blocks, attention, squared_errors, worst_rms
 from .decode_spec import pool_constants_of, spec_of
-from .latent.prompts import BODY as PROMPTS_BODY
-from .latent.prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
+from .latent_prompts import BODY as PROMPTS_BODY
+from .latent_prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
 from .launch_shape import FUSED_BODIES, LATENT_BODIES, MAX_QUERY_LENGTH, SHARED_BODY, LaunchShape, Variant, shape_for
 from .prefill import prefill_constants_of, prefill_difference
 from .prefill import shape_of as prefill_shape_of

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..kernels.availability import on_metal
 from ..kernels.build import RowsArray
-from ..kernels.latent.prompts import PromptLaunch
+from ..kernels.latent_prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
 from ..kernels.shared_runs import SharedCut, SharedRows, items_for, partition_sizes, shared_rows

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.kernels import build, check, draw_rows, embedding_rows, penalise_rows, silu_product
+from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants, build_kernel
@@ -18,7 +19,6 @@ from mlx_paged.kernels.check import self_check, texts_of
 from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.kernels.cuda.launch import CompiledKernel, Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
-from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant
 from mlx_paged.kernels.prefill import (
     BODY,

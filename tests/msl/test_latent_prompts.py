@@ -5,10 +5,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.latent import prompts
-from mlx_paged.kernels.latent.prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
+from mlx_paged.kernels.latent_prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES
 from mlx_paged.kernels.prefill import PrefillShape
 from mlx_paged.kernels.trial import Text, launch_alone

@@ -5,9 +5,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels.build import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
-from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.launch_shape import (
     HEAD_DIMS,
     MAX_TENSOR_HEAD_DIM,

@@ -10,7 +10,7 @@ from ...kernels import availability
 from ...kernels import ops as kernels
 from ...kernels.check import checked
 from ...kernels.fused_attention import PromptPath, prompt_path
-from ...kernels.latent.prompts import prompt_variant_of, unsupported_prompts
+from ...kernels.latent_prompts import prompt_variant_of, unsupported_prompts
 from ...kernels.launch_shape import Variant, unsupported
 from ...kernels.ops import latent_variants_of, unsupported_latent
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill

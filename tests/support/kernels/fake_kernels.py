@@ -18,9 +18,9 @@ from mlx_paged.attention import dispatch, gather, latent_prompts
 from mlx_paged.attention.gather import causal_mask
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import availability, embedding_rows, silu_product
+from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
-from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import PackedWeight

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .. import ops
-from ..build import Constants, KernelUnavailable, backend, build_kernel
-from ..cuda.device import cuda_limits
-from ..launch_shape import Variant
-from ..prefill import PrefillShape, prefill_constants_of, tiles_of, unsupported_prefill
-from ..trial import Text, failure_of
+from . import ops
+from .build import Constants, KernelUnavailable, backend, build_kernel
+from .cuda.device import cuda_limits
+from .launch_shape import Variant
+from .prefill import PrefillShape, prefill_constants_of, tiles_of, unsupported_prefill
+from .trial import Text, failure_of
 
 BODY = "latent_prefill_tensor"
 ROPE = 64  # values of a key that are rotated

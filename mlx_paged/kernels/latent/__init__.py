@@ -1,1 +1,0 @@
-"""Attention over pages of latents (MLA): prompts."""
