@@ -67,12 +67,11 @@ def _decode(names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "dec
     return Body(Family.DECODE, _parts(file, names), inputs, ("out", "stats", "fence_out"), helpers)
 
 
-def _fused(pages: str, helpers: tuple[str, ...] = ()) -> Body:
+def _fused(names: str, helpers: tuple[str, ...] = ()) -> Body:
+    """Return a decode kernel for tensor cores, which joins its partial results itself."""
     return Body(
         Family.FUSED_DECODE,
-        _parts(
-            "tensor_decode", f"own_heads {pages}_rows partition own_row bounds {pages}_tile sums {pages}_store join"
-        ),
+        _parts("tensor_decode", names),
         ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "arrivals"),
         ("out", "partial", "fence_out"),
         helpers,
@@ -146,13 +145,31 @@ BODIES: dict[str, Body] = {
         (*_CODES, *_PARTITIONS, *_STAGE),
         file="matrices",
     ),
-    "paged_decode_tensor": _fused("dense"),
-    "quantized_decode_tensor": _fused("quantized", _TENSOR_CODES),
+    "paged_decode_tensor": _fused(
+        "own_heads dense_rows partition own_row sees bounds dense_finish own_end dense_tile sums dense_store join"
+        " join_runs own_join nothing_seen"
+    ),
+    "quantized_decode_tensor": _fused(
+        "own_heads quantized_rows partition own_row sees bounds quantized_finish own_end quantized_tile sums"
+        " quantized_store join join_runs own_join nothing_seen",
+        _TENSOR_CODES,
+    ),
     "shared_decode_tensor": Body(
-        Family.FUSED_DECODE,
-        _parts("tensor_decode", "shared_heads dense_rows partition shared_row bounds dense_tile sums dense_store join"),
-        ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "arrivals", "items"),
-        ("out", "partial", "fence_out"),
+        Family.DECODE,
+        _parts(
+            "tensor_decode",
+            "common_heads dense_rows partition common_row sees bounds common_end common_tile dense_tile sums"
+            " dense_store join",
+        ),
+        ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "items"),
+        ("partial", "stats", "fence_out"),
+        cuda_only=True,
+    ),
+    "join_partitions": Body(
+        Family.MERGE,
+        _parts("tensor_decode", "join_line sees join_runs join_end"),
+        ("partial", "stats", "ends", "starts", "sinks"),
+        ("out",),
         cuda_only=True,
     ),
     "latent_decode_tensor": _decode("decode", _LATENT, "latent_decode")._replace(cuda_only=True),

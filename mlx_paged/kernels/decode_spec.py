@@ -40,6 +40,7 @@ class DecodeSpec(NamedTuple):
     decode: dict[str, Any]
     merge_constants: Constants = ()
     merge: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    merge_body: str = "merge_partitions"
     counters: int = 0
     run: int = 1
     texts: tuple[Text, ...] = ()
@@ -68,11 +69,8 @@ def spec_of(
         spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, -(-n_partitions // run))
         spec = spec._replace(counters=counters, run=run)
     elif variant.body == SHARED_BODY:
-        spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, n_partitions)
-        grid = (spec.decode["grid"][0], n_items, 1)
-        constants = (*spec.decode_constants, ("ROWS", launch_shape.rows))
-        spec = spec._replace(decode_constants=constants, decode={**spec.decode, "grid": grid})
-        spec = spec._replace(counters=rows * (n_q_heads // variant.gqa))
+        spec = _decode_spec(variant, launch_shape, batch, n_q_heads, q_len, max(n_partitions, 2))
+        spec = _shared_spec(spec, variant, launch_shape, n_items)
     elif variant.body == LATENT_BODIES[1]:
         run = launch_shape.run or latent_run(rows * -(-n_q_heads // variant.gqa), n_partitions, cores)
         n_partitions, size = -(-n_partitions // run), run * launch_shape.partition
@@ -84,7 +82,7 @@ def spec_of(
     texts = [Text(variant.body, spec.decode_constants, few)]
     if spec.merge:
         few = few_of(variant.backend, stats=rows * n_q_heads * n_partitions * 2, ends=rows, sinks=sinks)
-        texts.append(Text("merge_partitions", spec.merge_constants, few))
+        texts.append(Text(spec.merge_body, spec.merge_constants, few))
     return spec._replace(texts=tuple(texts))
 
 
@@ -135,6 +133,23 @@ def _fused_spec(
         "output_dtypes": [variant.dtype, mx.float32, mx.uint32],
     }
     return DecodeSpec((*decode_constants_of(variant, launch_shape), ("GROUPS", launch_shape.groups)), decode)
+
+
+def _shared_spec(spec: DecodeSpec, variant: Variant, launch_shape: LaunchShape, n_items: int) -> DecodeSpec:
+    """Return the spec of shared_decode_tensor: a thread group for each item and kv head, and its own way to join."""
+    cut = (
+        *(("ROWS", launch_shape.rows), ("KEYS", launch_shape.keys), ("STAGES", launch_shape.stages)),
+        ("GROUPS", launch_shape.groups),
+        ("SHARED", launch_shape.shared_bytes(variant.head_dim, variant.value_dim)),
+    )
+    decode = {**spec.decode, "grid": (spec.decode["grid"][0], n_items, 1)}
+    # Four values a thread.
+    simdgroups = -(-variant.value_dim // 128)
+    lines = spec.decode["output_shapes"][0][0]
+    merge_constants = tuple((name, simdgroups if name == "SG" else value) for name, value in spec.merge_constants)
+    merge = {**spec.merge, "grid": (lines * simdgroups * 32, 1, 1), "threadgroup": (simdgroups * 32, 1, 1)}
+    constants = (*spec.decode_constants, *cut)
+    return DecodeSpec(constants, decode, merge_constants, merge, "join_partitions")
 
 
 def _partition_constants(launch_shape: LaunchShape) -> Constants:

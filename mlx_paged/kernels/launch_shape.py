@@ -111,9 +111,9 @@ MAX_TENSOR_HEAD_DIM = 256
 # Bodies for tensor cores, which join their partial results themselves.
 FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
 # The first of them for rows that have blocks in common, and how many query heads of such rows a thread group takes, of
-# heads up to 128 and up to 256.
+# values up to 128 and up to 256.
 SHARED_BODY = "shared_decode_tensor"
-SHARED_HEADS = (32, 8)
+SHARED_HEADS = (64, 32)
 # Bodies by Metal's 8 x 8 matrices, for at least this many query heads per kv head: with fewer, rows of padding cost
 # more instructions than matrices save (docs/adr/0062).
 MATRIX_BODIES = ("matrix_decode", "quantized_matrix_decode")
@@ -128,7 +128,11 @@ _ONE_TIER = 1 << 20  # partitions of the smallest size that a row may have: any 
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
 _COMBINE_FLOATS = 4096
-# What the tensor-core body may have of CUDA's 48 KB, next to its smaller arrays.
+# MLX lets a kernel have more than 48 KB of shared memory, what its text declares included, where a launch asks for
+# more.
+_LEAST_SHARED = 49_408
+# Shared memory that a text for tensor cores may declare itself, in bytes, and of that next to smaller arrays in floats.
+STATIC_SHARED = 48 * 1024
 _TENSOR_FLOATS = 11264
 
 
@@ -180,9 +184,10 @@ class LaunchShape(NamedTuple):
     run: int | None = (
         None  # partitions that a thread group takes, None: as the launch suggests (bodies for tensor cores)
     )
-    keys: int = 0  # tokens at a time (latent_decode_tensor, and the bodies by matrices)
+    keys: int = 0  # tokens at a time (shared_decode_tensor, latent_decode_tensor, and the bodies by matrices)
     first: int = 0  # a row that reaches so many tokens has one partition
     rows: int = 1  # that a thread group takes at most (shared_decode_tensor)
+    stages: int = 0  # times as many tokens that are in shared memory (shared_decode_tensor)
 
     @property
     def alignment(self) -> int:
@@ -193,6 +198,12 @@ class LaunchShape(NamedTuple):
         """Threadgroup memory in bytes of one group."""
         heads = -(-gqa // self.head_split)
         return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
+
+    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory in bytes of a group of shared_decode_tensor for tokens of common blocks, whose rows are padded
+        so that what lanes load together lies in different banks."""
+        keys, values = (head_dim // 8 + 3) // 8 * 64 + 32, value_dim + 8
+        return max(2 * self.stages * self.keys * (keys + values), _LEAST_SHARED)
 
     def latent_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes of a group of latent_decode_tensor: queries, keys twice, scores and sums, flags."""
@@ -236,11 +247,10 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
     """
     widest = max(variant.head_dim, variant.value_dim)
     if variant.body == SHARED_BODY:
-        heads = SHARED_HEADS[widest > 128]
-        floats = _TENSOR_FLOATS - heads * (variant.value_dim + variant.head_dim // 2)
-        head_round = max(1, min(8, floats // (4 * variant.value_dim)))
-        rows = heads // variant.gqa
-        return LaunchShape(8, 4, _tensor_unroll(variant, widest), 1, head_round, 4, groups=2, rows=rows)
+        head_round = max(1, min(4, variant.gqa, _COMBINE_FLOATS // (8 * variant.value_dim)))
+        groups, keys = (3 if widest <= 64 else 2), (32 if widest <= 128 else 16)
+        unroll, rows = _tensor_unroll(variant, widest), SHARED_HEADS[variant.value_dim > 128] // variant.gqa
+        return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups, keys=keys, rows=rows, stages=3)
     if variant.body in FUSED_BODIES:
         floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))

@@ -29,6 +29,7 @@ from .launch_shape import (
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
     SHARED_BODY,
+    STATIC_SHARED,
     LaunchShape,
     Variant,
     count_partitions,
@@ -158,7 +159,10 @@ def variants_of(
 def shared_variant_of(variant: Variant) -> Variant | None:
     """Return the variant for rows that have blocks in common, with the bits of this one, None if there is none."""
     shared = variant._replace(body=SHARED_BODY)
-    return shared if variant.body == FUSED_BODIES[0] and shape_for(shared).rows >= FEWEST_ROWS else None
+    shape = shape_for(shared)
+    needed = shape.shared_bytes(variant.head_dim, variant.value_dim) + STATIC_SHARED
+    is_one = variant.body == FUSED_BODIES[0] and shape.rows >= FEWEST_ROWS and cuda_limits().groups_together(needed)
+    return shared if is_one else None
 
 
 _switched_off: dict[Variant, str] = {}
@@ -344,7 +348,7 @@ def prepare_decode(
             kernel, merge = build_kernel(choice.body, spec.decode_constants), None
             filled = {} if init_value is None else {"init_value": init_value}
             if spec.merge:
-                merge = prepared(build_kernel("merge_partitions", spec.merge_constants), {**spec.merge, **filled})
+                merge = prepared(build_kernel(spec.merge_body, spec.merge_constants), {**spec.merge, **filled})
             run_shift = spec.run.bit_length() - 1
             params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
             options = {**spec.decode, **filled}

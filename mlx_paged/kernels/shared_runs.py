@@ -1,8 +1,8 @@
 """Which rows of a decode step read blocks together: what the thread groups of shared_decode_tensor take.
 
-A row's tokens are cut into partitions by what it sees alone (launch_shape.py), and these into runs. Rows with the same
-leading blocks and equally long partitions have whole runs in common. A thread group then reads such a run once for
-several rows. A row's result has the same bits as by itself, whoever shares its blocks (docs/adr/0075).
+A row's tokens are cut into partitions by what it sees alone (launch_shape.py). Rows with the same leading blocks and
+equally long partitions have whole ones in common. A thread group then reads such a partition once for several rows.
+A row's result has the same bits as by itself, whoever shares its blocks (docs/adr/0075).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from .launch_shape import LaunchShape
 
-HEADER = 3  # of an item: run, log2 of the partitions of a run, number of rows; their places in the batch follow
+HEADER = 2  # of an item: partition, number of rows; their places in the batch follow
 
 
 class SharedCut(NamedTuple):
@@ -23,12 +23,12 @@ class SharedCut(NamedTuple):
     Attributes:
         shape: of the kernel.
         num_kv_heads: of the layers; each item is a thread group for each of them.
-        cores: multiprocessors of the GPU.
+        least_saved: tokens times KV heads of a step that must not be read again for the kernel to be faster.
     """
 
     shape: LaunchShape
     num_kv_heads: int
-    cores: int
+    least_saved: int
 
 
 class SharedRows(NamedTuple):
@@ -70,29 +70,28 @@ def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> S
 
 
 def items_for(rows: SharedRows, ends: np.ndarray, cut: SharedCut) -> np.ndarray | None:
-    """Return :func:`shared_items` in runs of one or two partitions; None where each row by itself is as fast."""
-    known, shape = len(rows.order), cut.shape
-    if int(rows.common.sum()) * cut.num_kv_heads < least_saved(shape):
+    """Return :func:`shared_items`; None where each row by itself is as fast."""
+    known = len(rows.order)
+    if int(rows.common.sum()) * cut.num_kv_heads < cut.least_saved:
         return None  # not even if all of it could be read together
-    items = shared_items(rows, ends, shape, 1)
-    # Common runs are what takes longest: halve them if they leave a part of the GPU idle.
-    if int((items[:, 2] > 1).sum()) * cut.num_kv_heads < 0.9 * shape.groups * cut.cores:
-        items = shared_items(rows, ends, shape, 0)
-    sizes = partition_sizes(ends[items[:, HEADER]], shape) << items[:, 1]
-    saved = int((sizes * np.maximum(items[:, 2] - 1, 0)).sum())
-    if saved * cut.num_kv_heads < least_saved(shape) or saved < LEAST_PART * int(ends[:known].sum()):
+    items = shared_items(rows, ends, cut.shape)
+    sizes = partition_sizes(ends[items[:, HEADER]], cut.shape)
+    saved = int((sizes * np.maximum(items[:, 1] - 1, 0)).sum())
+    if saved * cut.num_kv_heads < cut.least_saved or saved < LEAST_PART * int(ends[:known].sum()):
         return None
     return items
 
 
-# Tokens times KV heads that are not read again, and their part of all, from which on the kernel for common blocks is
-# faster in all cases that were measured (docs/adr/0075). A thread group that takes fewer rows gains less.
-LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = 1 << 18, 0.4, 8, 4
+# What must not be read again, in tokens times KV heads, of heads up to 64 and wider, and as a part of all: from there
+# on the kernel for common blocks is faster in all cases that were measured (docs/adr/0075). A thread group that takes
+# fewer rows gains less.
+LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = (1 << 18, 3 << 16), 0.4, 8, 4
 
 
-def least_saved(shape: LaunchShape) -> int:
-    """Return the tokens times KV heads that the kernel must save, by how many rows a thread group takes."""
-    return int(LEAST_SAVED * max(1.0, ROWS_OF_LEAST / shape.rows))
+def cut_of(shape: LaunchShape, num_kv_heads: int, head_dim: int) -> SharedCut:
+    """Return the cut of layers with so many KV heads of this size."""
+    least = LEAST_SAVED[head_dim > 64] * max(1.0, ROWS_OF_LEAST / shape.rows)
+    return SharedCut(shape, num_kv_heads, int(least))
 
 
 def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
@@ -103,38 +102,36 @@ def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
     return shape.partition << doublings
 
 
-def shared_items(rows: SharedRows, ends: np.ndarray, shape: LaunchShape, shift: int) -> np.ndarray:
-    """Return what thread groups take, int32 ``[n, HEADER + shape.rows]``: each run of each row once, common runs of
-    several rows together.
+def shared_items(rows: SharedRows, ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
+    """Return what thread groups take, int32 ``[n, HEADER + shape.rows]``: each partition of each row once, common
+    partitions of several rows together.
 
     Args:
         rows: the batch's.
         ends: tokens that each row sees, from the first on; rows beyond those of ``rows`` see nothing.
         shape: of the kernel.
-        shift: log2 of the partitions of a run.
     """
     known = len(rows.order)
     own = ends[rows.order]
-    sizes = partition_sizes(own, shape) << shift
-    lengths = np.maximum(-(-own // sizes), 1)  # in runs; a row that sees nothing has its zeros to be written
-    # Whole runs before the newest token, which the row itself stores.
+    sizes = partition_sizes(own, shape)
+    lengths = np.maximum(-(-own // sizes), 1)  # in partitions; a row that sees nothing has its zeros to be written
+    # Whole partitions before the newest token, which the row itself stores.
     common = np.minimum(rows.common, np.minimum(own, np.roll(own, 1)) - 1)
     together = np.where(sizes == np.roll(sizes, 1), common // sizes, 0)
     together[0] = 0
-    runs = np.arange(lengths.max())[:, None]
-    live = lengths > runs
+    partitions = np.arange(lengths.max())[:, None]
+    live = lengths > partitions
     place = np.arange(known)
-    # Rows before this one, of those that it reads a run with: in groups of as many as a thread group takes.
-    before = place - np.maximum.accumulate(np.where(together > runs, 0, place), axis=1)
+    # Rows before this one, of those that it reads a partition with: in groups of as many as a thread group takes.
+    before = place - np.maximum.accumulate(np.where(together > partitions, 0, place), axis=1)
     leads = live & (before % shape.rows == 0)
     number = np.cumsum(leads).reshape(leads.shape) - 1
     items = np.zeros((number[-1, -1] + 1 + len(ends) - known, HEADER + shape.rows), np.int32)
     at, slot = number[live], (before % shape.rows)[live]
-    items[at, 0] = np.broadcast_to(runs, live.shape)[live]
-    items[:, 1] = shift
-    items[: number[-1, -1] + 1, 2] = np.bincount(at)
+    items[at, 0] = np.broadcast_to(partitions, live.shape)[live]
+    items[: number[-1, -1] + 1, 1] = np.bincount(at)
     items[at, HEADER + slot] = np.broadcast_to(rows.order, live.shape)[live]
     if len(ends) > known:  # padding
-        items[number[-1, -1] + 1 :, 2] = 1
+        items[number[-1, -1] + 1 :, 1] = 1
         items[number[-1, -1] + 1 :, HEADER] = np.arange(known, len(ends))
     return items

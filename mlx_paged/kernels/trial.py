@@ -145,8 +145,8 @@ def _decode(known: _Known) -> Scratch:
         "sinks": known.sinks(heads),
     }
     out = (1, heads, q_len, known["DV"])
+    given["items"] = mx.zeros((q_len, HEADER + known.constants.get("ROWS", 1)), mx.int32)
     if BODIES[known.body].family is Family.FUSED_DECODE:
-        given["items"] = mx.zeros((q_len, HEADER + known.constants.get("ROWS", 1)), mx.int32)
         given["arrivals"] = mx.zeros((max(MANY, kv_heads * q_len),), mx.uint32)
         return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)
     parts = 1 if known["SINGLE"] else 2

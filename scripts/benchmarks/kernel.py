@@ -26,11 +26,10 @@ import numpy as np
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import RowsArray
-from mlx_paged.kernels.cuda.device import cuda_limits
 from mlx_paged.kernels.launch_shape import LaunchShape, shape_for
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
-from mlx_paged.kernels.shared_runs import SharedCut, items_for, shared_items, shared_rows
+from mlx_paged.kernels.shared_runs import cut_of, items_for, shared_items, shared_rows
 
 from .report import Panel, add_out_argument, write_results
 
@@ -221,7 +220,7 @@ def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[s
 
 def measure_shared(batch: int, common: int, own: int, name: str, shape: LaunchShape | None = None) -> dict[str, Any]:
     """Return seconds of decode attention of rows whose first ``common`` tokens are in the same blocks: each row by
-    itself, and common blocks read once for several rows, in runs of one and of two partitions.
+    itself, and common blocks read once for several rows.
 
     shape: of the kernel for common blocks, as it is chosen by default.
     """
@@ -239,14 +238,14 @@ def measure_shared(batch: int, common: int, own: int, name: str, shape: LaunchSh
     given = {"n_q_heads": n_q, "scale": head_dim**-0.5}
     (variant, *_) = kernels.decode_variants(*pools[0], n_q)
     variant = kernels.shared_variant_of(variant) or variant
-    cut = SharedCut(shape or shape_for(variant), n_kv, cuda_limits().multiprocessors)
+    cut = cut_of(shape or shape_for(variant), n_kv, head_dim)
     shared = shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
     lengths = np.full(batch, length)
     launches = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}
     chosen = None if shared is None else items_for(shared, lengths, cut)
-    for shift in (0, 1) if shared is not None else ():
-        items = mx.array(shared_items(shared, lengths, cut.shape, shift))
-        launches[f"shared_{1 << shift}"] = kernels.prepare_decode(
+    if shared is not None:
+        items = mx.array(shared_items(shared, lengths, cut.shape))
+        launches["shared"] = kernels.prepare_decode(
             *pools[0], (tables, ends, starts), **given, variant=variant, launch_shape=cut.shape, items=items
         )
 
@@ -262,9 +261,8 @@ def measure_shared(batch: int, common: int, own: int, name: str, shape: LaunchSh
     row: dict[str, Any] = {"case": f"{name}, {common} + {own}", "side": f"batch {batch}"}
     for side, launch in launches.items():
         row[f"{side}_s"] = seconds_per_launch(chain_of(launch), launches_for(read))
-    row["chosen"] = 0 if chosen is None else 1 << int(chosen[0, 1])
-    best = row["paged_s"] if chosen is None else row[f"shared_{row['chosen']}_s"]
-    row["speedup"] = row["paged_s"] / best
+    row["chosen"] = chosen is not None
+    row["speedup"] = row["paged_s"] / row["shared_s" if row["chosen"] else "paged_s"]
     return row
 
 

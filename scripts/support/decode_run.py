@@ -119,8 +119,8 @@ class HeadRun(Run):
 
 
 class SharedRun(HeadRun):
-    """Like :class:`HeadRun`, of rows that have the leading blocks of the longest one, read together in runs of
-    one and of two partitions. Each step must have the bits of the kernel for rows by themselves."""
+    """Like :class:`HeadRun`, of rows that have the leading blocks of the longest one, read together. Each step must have
+    the bits of the kernel for rows by themselves."""
 
     def __init__(self, variant: Variant, batch: int, longest: int, steps: int, seed: int) -> None:
         super().__init__(variant._replace(body=FUSED_BODIES[0]), batch, longest, steps, None, seed)
@@ -140,8 +140,7 @@ class SharedRun(HeadRun):
 
     def attend(self, q: mx.array, ends: mx.array, starts: mx.array, **options: Any) -> mx.array:
         alone = super().attend(q, ends, starts, **options)
-        shape = shape_for(self.own)
-        items = shared_items(self.shared, np.array(self.lengths), shape, self.lengths[0] % 2)
+        items = shared_items(self.shared, np.array(self.lengths), shape_for(self.own))
         out, self.fence = kernels.paged_decode(
             q, *self.pools, self.fence, self.device_tables, ends, starts, sinks=self.sinks, variant=self.own,
             items=mx.array(items), **options,

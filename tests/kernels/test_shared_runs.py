@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.cuda.device import CudaLimits
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import (
     HEADER,
-    SharedCut,
+    cut_of,
     items_for,
     partition_sizes,
     shared_items,
@@ -17,7 +18,7 @@ from mlx_paged.kernels.shared_runs import (
 
 BLOCK = 32
 SHAPE = shape_for(Variant(SHARED_BODY, "cuda", mx.bfloat16, 128, 128, 4, BLOCK))
-CUT = SharedCut(SHAPE, 8, 132)
+CUT = cut_of(SHAPE, 8, 128)
 
 
 def tables_of(lengths, common):
@@ -35,16 +36,15 @@ def tables_of(lengths, common):
 def covered(items, lengths):
     """Tokens that each item reads, and of each row those that all of its items read."""
     sizes, seen = partition_sizes(np.array(lengths), SHAPE), [[] for _ in lengths]
-    for run, shift, count, *rows in items.tolist():
+    for partition, count, *rows in items.tolist():
         for row in rows[:count]:
-            begin = run * (int(sizes[row]) << shift)
-            seen[row] += range(begin, min(begin + (int(sizes[row]) << shift), lengths[row]))
+            begin = partition * int(sizes[row])
+            seen[row] += range(begin, min(begin + int(sizes[row]), lengths[row]))
     return seen
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("seed", range(20))
-def test_each_row_is_read_once_and_only_common_blocks_together(seed, shift):
+@pytest.mark.parametrize("seed", range(40))
+def test_each_row_is_read_once_and_only_common_blocks_together(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 5000, 24).tolist()
     common = []
@@ -53,20 +53,20 @@ def test_each_row_is_read_once_and_only_common_blocks_together(seed, shift):
         common.append((row, other, int(rng.integers(0, min(lengths[row], lengths[other]) // BLOCK + 1))))
     tables, counts = tables_of(lengths, common)
     rows = shared_rows(tables, counts, BLOCK)
-    items = shared_items(rows, np.array([*lengths, 0, 0]), SHAPE, shift)
+    items = shared_items(rows, np.array([*lengths, 0, 0]), SHAPE)
     seen = covered(items, [*lengths, 0, 0])
     assert [sorted(tokens) for tokens in seen[:24]] == [list(range(n)) for n in lengths]
-    assert {24, 25} <= set(items[items[:, 2] == 1, HEADER].tolist())  # rows of padding have their zeros written
-    for run, _, count, *places in items.tolist():
+    assert {24, 25} <= set(items[items[:, 1] == 1, HEADER].tolist())  # rows of padding have their zeros written
+    for partition, count, *places in items.tolist():
         together = places[:count]
         assert 1 <= count <= SHAPE.rows
         if count > 1:
-            sizes = {int(partition_sizes(np.array(lengths[row]), SHAPE)) << shift for row in together}
+            sizes = {int(partition_sizes(np.array(lengths[row]), SHAPE)) for row in together}
             assert len(sizes) == 1
             (size,) = sizes
-            last = (run + 1) * size
+            last = (partition + 1) * size
             assert all(last < lengths[row] for row in together)  # none of them stores its newest token there
-            blocks = slice(run * size // BLOCK, last // BLOCK)
+            blocks = slice(partition * size // BLOCK, last // BLOCK)
             assert len({tables[row, blocks].tobytes() for row in together}) == 1
 
 
@@ -76,21 +76,35 @@ def test_rows_without_common_blocks_are_not_shared():
 
 
 @pytest.mark.parametrize(
-    ("rows", "common", "own", "shift"),
-    [(32, 8192, 256, 1), (8, 8192, 256, 0), (8, 1024, 256, None), (32, 1024, 4096, None), (2, 32768, 32, 0)],
+    ("rows", "common", "own", "is_chosen"),
+    [
+        (32, 8192, 256, True),
+        (8, 8192, 256, True),
+        (8, 1024, 256, False),
+        (32, 1024, 256, True),
+        (32, 1024, 4096, False),
+        (2, 32768, 32, True),
+    ],
 )
-def test_kernel_is_chosen_where_it_saves_enough(rows, common, own, shift):
+def test_kernel_is_chosen_where_it_saves_enough(rows, common, own, is_chosen):
     lengths = [common + own] * rows
     tables, counts = tables_of(lengths, [(row, 0, common // BLOCK) for row in range(1, rows)])
     items = items_for(shared_rows(tables, counts, BLOCK), np.array(lengths), CUT)
-    assert (None if items is None else items[0, 1]) == shift
+    assert (items is not None) == is_chosen
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "gqa", "rows"), [(128, 4, 8), (64, 8, 4), (256, 2, 4), (128, 16, None), (256, 4, None)]
+    ("head_dim", "gqa", "rows"), [(128, 4, 16), (64, 8, 8), (256, 2, 16), (128, 16, 4), (256, 8, 4), (256, 16, None)]
 )
 def test_kernel_takes_at_least_four_rows(head_dim, gqa, rows):
     variant = Variant("paged_decode_tensor", "cuda", mx.bfloat16, head_dim, head_dim, gqa, BLOCK)
     shared = kernels.shared_variant_of(variant)
     assert (None if shared is None else shape_for(shared).rows) == rows
     assert kernels.shared_variant_of(variant._replace(body="paged_decode")) is None
+
+
+def test_kernel_needs_its_shared_memory(monkeypatch):
+    variant = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 128, 128, 4, BLOCK)
+    assert kernels.shared_variant_of(variant) is not None
+    monkeypatch.setattr(kernels, "cuda_limits", lambda: CudaLimits(40, 65_536, 66_560))
+    assert kernels.shared_variant_of(variant) is None

@@ -98,15 +98,17 @@ def test_the_slots_of_the_last_positions() -> None:
     assert np.array_equal(tail_slots(table, 5), expected)
 
 
-CUT = SharedCut(shape_for(Variant(SHARED_BODY, "cuda", mx.bfloat16, 64, 64, 4, 4))._replace(partition=64), 1 << 20, 1)
+CUT = SharedCut(
+    shape_for(Variant(SHARED_BODY, "cuda", mx.bfloat16, 64, 64, 4, 4))._replace(partition=64), 1 << 20, 1 << 18
+)
 
 
 def together(
     own: DeviceTables, tables: list[BlockTable], shape: tuple[int, int] | None = None
 ) -> list[list[int]] | None:
-    """Return the places of the rows that each thread group reads a run for, of those that read for several."""
+    """Return the places of the rows that each thread group reads a partition for, of those that read for several."""
     items = step_of(tables, 1, own).items(tables, CUT, shape)
-    return None if items is None else [row[HEADER : HEADER + row[2]] for row in items.tolist() if row[2] > 1]
+    return None if items is None else [row[HEADER : HEADER + row[1]] for row in items.tolist() if row[1] > 1]
 
 
 def test_forks_are_read_together_until_their_blocks_differ() -> None:

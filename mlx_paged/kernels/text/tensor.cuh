@@ -90,6 +90,21 @@ __device__ inline unsigned pack_rounded(float low, float high) {
   }
   return x;
 }
+// The first and the second of two packed values.
+template <class T>
+__device__ inline float low_of(unsigned x) {
+  if constexpr (!is_half<T>) return __uint_as_float(x << 16);
+  float low;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(low) : "r"(x));
+  return low;
+}
+template <class T>
+__device__ inline float high_of(unsigned x) {
+  if constexpr (!is_half<T>) return __uint_as_float(x & 0xffff0000u);
+  float high;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(high) : "r"(x));
+  return high;
+}
 // Four neighbours, at an address of four.
 template <class T>
 __device__ inline void store_four(T* target, float a, float b, float c, float d) {
@@ -134,6 +149,14 @@ struct AsyncCopies {
 __device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
+}
+// A number that is the same in all lanes of a warp, so that the compiler knows.
+__device__ inline int uniform(int x) {
+  return __shfl_sync(0xffffffffu, x, 0);
+}
+// A product that the compiler does not fuse with a sum.
+__device__ inline float product(float a, float b) {
+  return __fmul_rn(a, b);
 }
 template <int N>
 struct Number {

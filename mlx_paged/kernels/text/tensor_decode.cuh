@@ -1,13 +1,13 @@
 //// own_heads
-// Columns of a thread group: the query heads of one row.
-constexpr int HEADS = G;
+// A thread group has the query heads of one row as columns.
+constexpr int ROWS = 1;
 constexpr int WAITS = 2;  // halves of a tree that may wait
-//// shared_heads
-// Of shared_decode_tensor, which is paged_decode_tensor for rows that have blocks in common: a thread group takes a run of
-// one or two partitions for up to ROWS rows that see the same blocks there, reads these once, and has the query heads of all
-// of the rows as columns. A column is computed as paged_decode_tensor computes it, so a row has the same bits either way.
-// Which rows those are, `items` says (shared_runs.py): run, log2 of its partitions, number of rows, their places in the batch.
-constexpr int HEADS = G * ROWS;
+//// common_heads
+// Of shared_decode_tensor, which is paged_decode_tensor for rows that have blocks in common: a thread group takes a partition of
+// up to ROWS rows that see the same blocks there, or one of a row by itself, as paged_decode_tensor does. The columns of rows
+// together are the query heads of all of them. Each is computed as it is for a row by itself, so it has the same bits.
+// Which rows those are, `items` says (shared_runs.py): partition, number of rows, their places in the batch. Partitions are
+// joined by join_partitions: in this kernel one thread group would join those of all its rows, after all others.
 constexpr int WAITS = 1;
 //// dense_rows
 // CUDA only: paged_decode for 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators).
@@ -20,10 +20,11 @@ constexpr int WAITS = 1;
 // Heads are the 8 columns (NT column tiles for more than 8). The order of dims inside a fragment is ours to choose as
 // long as both factors agree, so every load is 16 bytes: a lane holds dims 8c.. of a key row, 8r.. of a value row.
 // A probability is split into two 16-bit halves (high and remainder), so P keeps float's precision to about 2^-16.
-constexpr int NT = (HEADS + 7) / 8;
+constexpr int NT = (G + 7) / 8;
 constexpr int KT = (D + 31) / 32;    // 32 dims of a key row per load
 constexpr int VT = (DV + 63) / 64;   // 64 dims of a value row per load
-constexpr bool QUERY_SHARED = HEADS > G && NT * KT > 8;  // queries of more rows wait in shared memory, not in registers
+constexpr int COMMON_TILES = (G * ROWS + 8 * SG - 1) / (8 * SG);  // of a warp, where rows are read together
+constexpr int MOST_TILES = NT > COMMON_TILES ? NT : COMMON_TILES;
 //// quantized_rows
 // CUDA only: paged_decode_tensor for pages of quantised keys and values (quantized/pages.py), whose codes of 8 or 4 bits the
 // tensor cores multiply as they are, as 16-bit floats with an offset (tensor_codes). What is uniform in a group stays out:
@@ -60,16 +61,16 @@ __shared__ float tg_l[SG * NT * 8];
 // Outputs are kept with dim 8 a + b at b * DV / 8 + a, which spreads the stores below over all banks.
 __shared__ __align__(16) float tg_o[SG * HR][DV + 4];
 // A first half that waits for its second: [0] a partition, [1] a pair of partitions.
-__shared__ State wait[WAITS][HEADS];
-__shared__ float4 wait_o[WAITS][HEADS][DV / 4];
-__shared__ bool tg_last[HEADS / G];
+__shared__ State wait[WAITS][G];
+__shared__ float4 wait_o[WAITS][G][DV / 4];
+__shared__ bool tg_last;
 
 const int n_kv = k_pool_shape[1];
 const int max_blocks = tables_shape[1];
 const int q_len = ends_shape[1];
 const int kv_head = blockIdx.x;
 const int lane = threadIdx.x % 32;
-const int warp = threadIdx.x / 32;
+const int warp = uniform(threadIdx.x / 32);
 const int r = lane / 4;
 const int c = lane % 4;
 //// own_row
@@ -78,26 +79,20 @@ const int run = blockIdx.z;
 const int n_runs = gridDim.z;
 const int run_shift = static_cast<int>(params[3]);
 constexpr int n_rows = 1;
-constexpr int columns = G;
 const int sequence = row / q_len;
 const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + row % q_len;
-auto row_of = [&](int) { return row; };
-auto head_of = [&](int column) { return column; };
 auto line_of = [&](int column) { return line0 + column * q_len; };
-//// shared_row
-const int* own_item = items + blockIdx.y * (3 + ROWS);
+//// common_row
+const int* own_item = items + blockIdx.y * (2 + ROWS);
 const int run = own_item[0];
-const int run_shift = own_item[1];
-const int n_rows = own_item[2];
-const int row = own_item[3];
 const int n_runs = static_cast<int>(params[4]);
+constexpr int run_shift = 0;
+const int n_rows = own_item[1];
+const int row = own_item[2];
 if (n_rows == 0) return;
-const int columns = n_rows * G;
 const int sequence = row;
-auto row_of = [&](int i) { return static_cast<int>(own_item[3 + i]); };
-auto head_of = [&](int column) { return column % G; };
-auto line_of = [&](int column) { return static_cast<int64_t>(row_of(column / G) * n_kv + kv_head) * G + column % G; };
-//// bounds
+auto line_of = [&](int column) { return (static_cast<int64_t>(own_item[2 + column / G]) * n_kv + kv_head) * G + column % G; };
+//// sees
 // Partitions grow with what the row itself sees, so they never depend on the rest of the batch.
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
@@ -105,29 +100,24 @@ int doublings = 0;
 while (end - begin > (SPAN * PART) << 2 * doublings) doublings++;
 const int size = PART << doublings;
 const int origin = begin / 64 * 64;
-auto live_before = [&](int to) { return begin < to ? (to - origin + size - 1) / PART >> doublings : 0; };
-const int n_live = live_before(end);
-auto live_of = [&](int i) { return HEADS == G ? n_live : live_before(static_cast<int>(ends[row_of(i)])); };
+const int n_live = begin < end ? (end - origin + size - 1) / PART >> doublings : 0;
+//// bounds
 const int first = run << run_shift;
 const int last = metal::min(first + (1 << run_shift), n_live) - 1;
 const int lo = metal::max(begin, origin + first * size);
 const int hi = metal::min(end, origin + (last + 1) * size);
 const int64_t unit = static_cast<int64_t>(row) * n_kv + kv_head;
-auto unit_of = [&](int i) { return static_cast<int64_t>(row_of(i)) * n_kv + kv_head; };
+const int first_head = kv_head * G;
 // With params[2] set (q_len is 1 then), the row's newest token comes with the call and is stored into its slot first.
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
-float2* stats = reinterpret_cast<float2*>(partial + static_cast<int64_t>(ends_shape[0] * q_len) * n_kv * n_runs * (G * DV));
 
 if (kv_head + blockIdx.y + blockIdx.z + lane + warp == 0) {
   fence_out[0] = fence[0] + 1u;
 }
-//// dense_tile
-// Of paged_decode_tensor: a warp's chunks, from queries, keys and values to the accumulators of a partition.
-__shared__ uint4 tg_q[QUERY_SHARED ? NT * KT * 32 : 1];
-// The head's sink enters here.
+//// dense_finish
+// Of the dense kernels: an output of a partition or a run. The head's sink enters here.
 auto finish = [&](int column, int at, State whole, float4 o) {
-  const int head = head_of(column);
-  if (SINKS) join({static_cast<float>(sinks[kv_head * G + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
+  if (SINKS) join({static_cast<float>(sinks[first_head + column]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
   const float values[4] = {o.x, o.y, o.z, o.w};
   UNROLL
   for (int i = 0; i < 4; i++) {
@@ -135,8 +125,230 @@ auto finish = [&](int column, int at, State whole, float4 o) {
     out[line_of(column) * DV + place % (DV / 8) * 8 + place / (DV / 8)] = static_cast<T>(values[i] / whole.l);
   }
 };
+//// own_end
+// Of the decode texts for tensor cores: what becomes of a run's result.
+float2* stats = reinterpret_cast<float2*>(partial + static_cast<int64_t>(ends_shape[0] * q_len) * n_kv * n_runs * (G * DV));
+auto end_run = [&](int head, int at, State whole, float4 o) {
+  if (n_live <= 1 << run_shift) {
+    finish(head, at, whole, o);
+  } else {
+    const int64_t slot = (unit * n_runs + run) * G + head;
+    reinterpret_cast<float4*>(partial)[slot * (DV / 4) + at] = o;
+    if (at == 0) stats[slot] = make_float2(whole.m, whole.l);
+  }
+};
+//// common_end
+// Of shared_decode_tensor: what becomes of a partition's result. Dims lie in their order.
+auto slot_of = [&](int column) { return line_of(column) * n_runs + run; };
+auto end_run = [&](int column, int at, State whole, float4 o) {
+  const float values[4] = {o.x, o.y, o.z, o.w};
+  UNROLL
+  for (int i = 0; i < 4; i++) {
+    const int place = at * 4 + i;
+    partial[slot_of(column) * DV + place % (DV / 8) * 8 + place / (DV / 8)] = values[i];
+  }
+  if (at == 0) reinterpret_cast<float2*>(stats)[slot_of(column)] = make_float2(whole.m, whole.l);
+};
+//// common_tile
+// Of shared_decode_tensor: a partition that several rows see. Its keys and values come through shared memory, once for all
+// warps; a warp has 16 of the columns, of wide heads with half of the values' dims. It takes the chunks in the order in which paged_decode_tensor's warps would, first all of
+// the first warp's, and joins what each of these has.
+//   scores  S[column, token]  = Q[column, dim] K^T[dim, token]
+//   output  O[column, dim]   += P[column, token] V[token, dim]    the accumulators of S are, in pairs, the A fragments of P
+// The products are paged_decode_tensor's with their factors exchanged, of the same tokens and dims, and sums go the same ways.
+constexpr int KW = ((D / 8 + 3) / 8 * 8 + 4) * 8;  // a row of keys and of values in shared memory: what lanes load together
+constexpr int VW = DV + 8;                         // lies in different banks
+constexpr int STAGE = KEYS * (KW + VW);
+constexpr int CHUNKS = KEYS / CHUNK;  // of a stage
+constexpr int HALVES = DV > 128 ? 2 : 1;
+constexpr int DW = DV / HALVES;  // dims of values of a warp
+static_assert(PART % (KEYS * SG) == 0, "a partition has as many stages for each warp");
+static_assert(G * ROWS <= 16 * SG / HALVES, "columns are too many");
+SHARED_ARRAY(T, staged, STAGE * STAGES);
+if (n_rows > 1) {
+  const int* table = tables + sequence * max_blocks;
+  const int of_warp = size / (KEYS * SG);  // stages
+  AsyncCopies copies;
+  const T* k_head = k_pool + kv_head * (BS * D);
+  const T* v_head = v_pool + kv_head * (BS * DV);
+  // The stage that is copied next, of which of paged_decode_tensor's warps, and where its tokens lie.
+  int next = 0, next_warp = 0, ids[CHUNKS];
+  auto token_of = [&](int i) { return lo + ((next * CHUNKS + i) * SG + next_warp) * CHUNK; };
+  auto look_up = [&] {
+    UNROLL
+    for (int i = 0; i < CHUNKS; i++) ids[i] = next_warp < SG ? table[token_of(i) / BS] : 0;
+  };
+  auto copy_next = [&](int stage) {
+    if (next_warp < SG) {
+      UNROLL
+      for (int i = 0; i < CHUNKS; i++) {
+        auto copy = [&](auto width, auto row_width, const T* head, T* target) {
+          constexpr int LOADS = decltype(width)::value / 8;
+          UNROLL
+          for (int j = 0; j < CHUNK * LOADS; j += SG * 32) {
+            const int item = j + threadIdx.x;
+            if (CHUNK * LOADS % (SG * 32) == 0 || item < CHUNK * LOADS) {
+              const int own = token_of(i) + item / LOADS;
+              const int64_t block = CHUNK <= BS ? ids[i] : table[own / BS];
+              const int slot = CHUNK <= BS ? token_of(i) % BS * LOADS + item : own % BS * LOADS + item % LOADS;
+              copies.copy(target + item / LOADS * decltype(row_width)::value + item % LOADS * 8, head + block * (n_kv * BS * LOADS * 8) + slot * 8, true);
+            }
+          }
+        };
+        T* const keys = staged + stage * STAGE + i * CHUNK * KW;
+        T* const values = staged + stage * STAGE + KEYS * KW + i * CHUNK * VW;
+        copy(Number<D>(), Number<KW>(), k_head, keys);
+        copy(Number<DV>(), Number<VW>(), v_head, values);
+      }
+      if (++next == of_warp) next = 0, next_warp++;
+      look_up();
+    }
+    copies.commit();
+  };
+  look_up();
+  UNROLL
+  for (int stage = 0; stage < STAGES - 1; stage++) copy_next(stage);
 
-if (first <= last) {
+  const int columns = n_rows * G;
+  const int tile = warp % (SG / HALVES) * 16, first_dim = warp / (SG / HALVES) * DW;
+  const int first_column = tile + r;  // of the lane's two: this, and 8 more
+  uint4 query[KT * 2];  // A fragments, two for 32 dims: 32 kt + 8c + 0..3 and + 4..7
+  UNROLL
+  for (int kt = 0; kt < KT; kt++) {
+    uint4 x[2];
+    UNROLL
+    for (int e = 0; e < 2; e++) {
+      const int column = first_column + e * 8;
+      x[e] = make_uint4(0, 0, 0, 0);
+      if (column < columns && kt * 32 + c * 8 < D) x[e] = load_aligned(q + line_of(column) * D + kt * 32 + c * 8);
+    }
+    query[kt * 2] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
+    query[kt * 2 + 1] = make_uint4(x[0].z, x[1].z, x[0].w, x[1].w);
+  }
+  const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
+  float acc[DW / 8][4];  // dims 8 t + 2c and + 1 of the two columns
+  float m[2], l[2][2];   // sums of tokens 2c and 2c + 1 of each eight
+  State before[2];       // what the warps so far have, and their outputs: dims 16 t + 2c, + 1, + 8, + 9
+  float4 kept[2][DW / 16];
+  int stage = 0;
+  for (int other = 0; other < SG; other++) {
+    UNROLL
+    for (int i = 0; i < DW / 2; i++) acc[i / 4][i % 4] = 0.0f;
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+      m[i] = NOTHING;
+      l[i][0] = l[i][1] = 0.0f;
+    }
+    for (int i = 0; i < of_warp * CHUNKS; i++) {
+      if (i % CHUNKS == 0) {
+        copies.wait_for_all_but<STAGES - 2>();
+        __syncthreads();
+        copy_next(stage == 0 ? STAGES - 1 : stage - 1);
+      }
+      const T* const keys = staged + stage * STAGE + (i % CHUNKS * CHUNK + r) * KW + c * 8;
+      const T* const values = staged + stage * STAGE + KEYS * KW + (i % CHUNKS * CHUNK + lane % 16) * VW + first_dim + lane / 16 * 8;
+      if (i % CHUNKS == CHUNKS - 1) stage = stage + 1 == STAGES ? 0 : stage + 1;
+      if (tile >= columns) continue;
+      float s[U * 2][4];  // (column, tokens 2c and 2c + 1 of an eight), then the other column
+      UNROLL
+      for (int j = 0; j < U * 8; j++) s[j / 4][j % 4] = 0.0f;
+      UNROLL
+      for (int kt = 0; kt < KT; kt++) {
+        const uint4 a = query[kt * 2], b = query[kt * 2 + 1];
+        UNROLL
+        for (int h = 0; h < U * 2; h++) {
+          uint4 x = make_uint4(0, 0, 0, 0);
+          if (D % 32 == 0 || kt * 32 + c * 8 < D) x = load_aligned(keys + h * 8 * KW + kt * 32);
+          mma<T>(s[h], a.x, a.y, a.z, a.w, x.x, x.y);
+          mma<T>(s[h], b.x, b.y, b.z, b.w, x.z, x.w);
+        }
+      }
+      float shrink[2];
+      UNROLL
+      for (int e = 0; e < 2; e++) {
+        float top = m[e];
+        UNROLL
+        for (int j = 0; j < U * 4; j++) {
+          float& x = s[j / 2][e * 2 + j % 2];
+          x = product(x, gain);
+          if (SOFTCAP) x = product(::tanhf(x), params[1] * LOG2E);
+          top = ::fmaxf(top, x);
+        }
+        top = ::fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = ::fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        shrink[e] = metal::fast::exp2(m[e] - top);
+        m[e] = top;
+        l[e][0] = product(l[e][0], shrink[e]);
+        l[e][1] = product(l[e][1], shrink[e]);
+        UNROLL
+        for (int j = 0; j < U * 4; j++) {
+          float& x = s[j / 2][e * 2 + j % 2];
+          x = metal::fast::exp2(x - top);
+          l[e][j % 2] += x;
+        }
+      }
+      // Most chunks have no larger score than those before.
+      if (simd_any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+        UNROLL
+        for (int j = 0; j < DW / 2; j++) acc[j / 4][j % 4] *= shrink[j / 2 % 2];
+      }
+      UNROLL
+      for (int u = 0; u < U; u++) {
+        uint high[4], rest[4];
+        UNROLL
+        for (int j = 0; j < 4; j++) {
+          const float p0 = s[u * 2 + j / 2][j % 2 * 2], p1 = s[u * 2 + j / 2][j % 2 * 2 + 1];
+          high[j] = pack_rounded<T>(p0, p1);
+          rest[j] = pack_rounded<T>(p0 - low_of<T>(high[j]), p1 - high_of<T>(high[j]));
+        }
+        UNROLL
+        for (int t = 0; t < DW / 8; t += 2) {
+          const uint4 x = load_transposed(values + u * 16 * VW + t * 8);
+          mma<T>(acc[t], high[0], high[1], high[2], high[3], x.x, x.y);
+          mma<T>(acc[t + 1], high[0], high[1], high[2], high[3], x.z, x.w);
+          mma<T>(acc[t], rest[0], rest[1], rest[2], rest[3], x.x, x.y);
+          mma<T>(acc[t + 1], rest[0], rest[1], rest[2], rest[3], x.z, x.w);
+        }
+      }
+    }
+    // What a warp of paged_decode_tensor has now joins what those before have.
+    UNROLL
+    for (int e = 0; e < 2; e++) {
+      float sum = l[e][0] + l[e][1];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      State whole = {m[e], sum};
+      if (other > 0) {
+        UNROLL
+        for (int t = 0; t < DW / 8; t += 2) {
+          float4 o = make_float4(acc[t][e * 2], acc[t][e * 2 + 1], acc[t + 1][e * 2], acc[t + 1][e * 2 + 1]);
+          whole = {m[e], sum};
+          join(before[e], kept[e][t / 2], whole, o);
+          acc[t][e * 2] = o.x;
+          acc[t][e * 2 + 1] = o.y;
+          acc[t + 1][e * 2] = o.z;
+          acc[t + 1][e * 2 + 1] = o.w;
+        }
+      }
+      before[e] = whole;
+      UNROLL
+      for (int t = 0; t < DW / 8; t += 2) kept[e][t / 2] = make_float4(acc[t][e * 2], acc[t][e * 2 + 1], acc[t + 1][e * 2], acc[t + 1][e * 2 + 1]);
+    }
+  }
+  UNROLL
+  for (int e = 0; e < 2; e++) {
+    const int column = first_column + e * 8;
+    if (column < columns) {
+      float2* const target = reinterpret_cast<float2*>(partial + slot_of(column) * DV + first_dim) + c;
+      UNROLL
+      for (int t = 0; t < DW / 8; t++) target[t * 4] = make_float2(acc[t][e * 2], acc[t][e * 2 + 1]);
+      if (c == 0 && first_dim == 0) reinterpret_cast<float2*>(stats)[slot_of(column)] = make_float2(before[e].m, before[e].l);
+    }
+  }
+}
+//// dense_tile
+// Of the dense kernels: a warp's chunks of a row by itself, from queries, keys and values to the accumulators of a partition.
+if (first <= last && n_rows == 1) {
   const int* table = tables + sequence * max_blocks;
   const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
   uint4 query[NT][KT];  // column r, dims 32 * kt + 8c + 0..7
@@ -146,13 +358,10 @@ if (first <= last) {
     for (int kt = 0; kt < KT; kt++) {
       const int dim = kt * 32 + c * 8;
       const int column = n * 8 + r;
-      uint4 bits = make_uint4(0, 0, 0, 0);
-      if (column < columns && dim < D) bits = *reinterpret_cast<const uint4*>(q + line_of(column) * D + dim);
-      if (!QUERY_SHARED) query[n][kt] = bits;
-      if (QUERY_SHARED && n % SG == warp) tg_q[(n * KT + kt) * 32 + lane] = bits;
+      query[n][kt] = make_uint4(0, 0, 0, 0);
+      if (column < G && dim < D) query[n][kt] = *reinterpret_cast<const uint4*>(q + line_of(column) * D + dim);
     }
   }
-  if (QUERY_SHARED) __syncthreads();
   float acc[NT][VT][4][4];
   float m[NT][2], l[NT][2];
 
@@ -211,109 +420,6 @@ if (first <= last) {
     load_values(chunk, ids);
     look_up(chunk + SG, ids);
   }
-  // What the first tiles of columns make of a chunk. No branch, so that one tile's arithmetic hides another's latency.
-  auto attend = [&](auto count) {
-    constexpr int TILES = decltype(count)::value;
-    const bool more = chunk + SG <= last_chunk;
-    float scores[TILES][U][4];  // (token r, columns 2c and 2c + 1), then token r + 8
-    UNROLL
-    for (int n = 0; n < TILES; n++) {
-      UNROLL
-      for (int u = 0; u < U; u++) {
-        UNROLL
-        for (int i = 0; i < 4; i++) scores[n][u][i] = 0.0f;
-        UNROLL
-        for (int kt = 0; kt < KT; kt++) {
-          const uint4 a = keys[u][0][kt];
-          const uint4 b = keys[u][1][kt];
-          const uint4 x = QUERY_SHARED ? tg_q[(n * KT + kt) * 32 + opaque(lane)] : query[n][kt];
-          mma<T>(scores[n][u], a.x, b.x, a.y, b.y, x.x, x.y);
-          mma<T>(scores[n][u], a.z, b.z, a.w, b.w, x.z, x.w);
-        }
-      }
-    }
-    if (more) load_keys(chunk + SG, ids);
-
-    float top[TILES][2], shrink[TILES][2];
-    bool grown = HEADS == G;
-    UNROLL
-    for (int n = 0; n < TILES; n++) {
-      top[n][0] = m[n][0];
-      top[n][1] = m[n][1];
-      UNROLL
-      for (int u = 0; u < U; u++) {
-        UNROLL
-        for (int i = 0; i < 4; i++) {
-          const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
-          float s = scores[n][u][i] * gain;
-          if (SOFTCAP) s = ::tanhf(s) * (params[1] * LOG2E);
-          scores[n][u][i] = token >= lo && token < hi ? s : NOTHING;
-          top[n][i % 2] = ::fmaxf(top[n][i % 2], scores[n][u][i]);
-        }
-      }
-      UNROLL
-      for (int i = 0; i < 2; i++) {
-        float& x = top[n][i];
-        x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
-        x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
-        x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
-        shrink[n][i] = ::exp2f(m[n][i] - x);
-        m[n][i] = x;
-        l[n][i] *= shrink[n][i];
-        grown = grown || shrink[n][i] != 1.0f;
-      }
-    }
-    // Most chunks have no larger score than those before.
-    if (HEADS == G || simd_any(grown)) {
-      UNROLL
-      for (int n = 0; n < TILES; n++) {
-        UNROLL
-        for (int i = 0; i < VT * 16; i++) acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[n][i % 2];
-      }
-    }
-    UNROLL
-    for (int u = 0; u < U; u++) {
-      // Rows of 8 tokens x 8 columns become, transposed, the B fragment: column r, tokens 2c and 2c + 1.
-      uint high[TILES][2], rest[TILES][2];
-      UNROLL
-      for (int n = 0; n < TILES; n++) {
-        UNROLL
-        for (int half = 0; half < 2; half++) {
-          float p[2];
-          UNROLL
-          for (int i = 0; i < 2; i++) {
-            const float s = scores[n][u][half * 2 + i];
-            p[i] = s > NOTHING ? ::exp2f(s - top[n][i]) : 0.0f;
-            l[n][i] += p[i];
-          }
-          const T p0 = static_cast<T>(p[0]);
-          const T p1 = static_cast<T>(p[1]);
-          high[n][half] = transpose8x8(pack(p0, p1));
-          rest[n][half] = transpose8x8(pack(static_cast<T>(p[0] - static_cast<float>(p0)), static_cast<T>(p[1] - static_cast<float>(p1))));
-        }
-      }
-      UNROLL
-      for (int vt = 0; vt < VT; vt++) {
-        UNROLL
-        for (int j = 0; j < 4; j++) {
-          const uint v0 = word(values[u][0][vt], j), v1 = word(values[u][1][vt], j);
-          const uint v2 = word(values[u][2][vt], j), v3 = word(values[u][3][vt], j);
-          // Dim 2j of the lane's eight is row r of the tile, dim 2j + 1 row r + 8.
-          const uint a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
-          const uint a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
-          UNROLL
-          for (int n = 0; n < TILES; n++) {
-            mma<T>(acc[n][vt][j], a0, a1, a2, a3, high[n][0], high[n][1]);
-            mma<T>(acc[n][vt][j], a0, a1, a2, a3, rest[n][0], rest[n][1]);
-          }
-        }
-      }
-    }
-    if (more) {
-      load_values(chunk + SG, ids);
-      look_up(chunk + 2 * SG, ids);
-    }
-  };
   for (int part = 0; first + part <= last; part++) {
     UNROLL
     for (int n = 0; n < NT; n++) {
@@ -324,17 +430,104 @@ if (first <= last) {
     }
     const int part_end = metal::min(last_chunk, (origin + (first + part + 1) * size) / CHUNK - 1);
     for (; chunk <= part_end; chunk += SG) {
-      if (HEADS == G || columns > 8) {
-        attend(Number<NT>());
-      } else {
-        attend(Number<1>());  // the other tiles have no column
+      const bool more = chunk + SG <= last_chunk;
+      float scores[NT][U][4];  // (token r, columns 2c and 2c + 1), then token r + 8
+      UNROLL
+      for (int n = 0; n < NT; n++) {
+        UNROLL
+        for (int u = 0; u < U; u++) {
+          UNROLL
+          for (int i = 0; i < 4; i++) scores[n][u][i] = 0.0f;
+          UNROLL
+          for (int kt = 0; kt < KT; kt++) {
+            const uint4 a = keys[u][0][kt];
+            const uint4 b = keys[u][1][kt];
+            const uint4 x = query[n][kt];
+            mma<T>(scores[n][u], a.x, b.x, a.y, b.y, x.x, x.y);
+            mma<T>(scores[n][u], a.z, b.z, a.w, b.w, x.z, x.w);
+          }
+        }
+      }
+      if (more) load_keys(chunk + SG, ids);
+
+      float top[NT][2], shrink[NT][2];
+      UNROLL
+      for (int n = 0; n < NT; n++) {
+        top[n][0] = m[n][0];
+        top[n][1] = m[n][1];
+        UNROLL
+        for (int u = 0; u < U; u++) {
+          UNROLL
+          for (int i = 0; i < 4; i++) {
+            const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
+            float s = product(scores[n][u][i], gain);
+            if (SOFTCAP) s = product(::tanhf(s), params[1] * LOG2E);
+            scores[n][u][i] = token >= lo && token < hi ? s : NOTHING;
+            top[n][i % 2] = ::fmaxf(top[n][i % 2], scores[n][u][i]);
+          }
+        }
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+          float& x = top[n][i];
+          x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
+          x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
+          x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
+          shrink[n][i] = metal::fast::exp2(m[n][i] - x);
+          m[n][i] = x;
+          l[n][i] = product(l[n][i], shrink[n][i]);
+        }
+      }
+      UNROLL
+      for (int n = 0; n < NT; n++) {
+        UNROLL
+        for (int i = 0; i < VT * 16; i++) acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[n][i % 2];
+      }
+      UNROLL
+      for (int u = 0; u < U; u++) {
+        // Rows of 8 tokens x 8 columns become, transposed, the B fragment: column r, tokens 2c and 2c + 1.
+        uint high[NT][2], rest[NT][2];
+        UNROLL
+        for (int n = 0; n < NT; n++) {
+          UNROLL
+          for (int half = 0; half < 2; half++) {
+            float p[2];
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+              const float s = scores[n][u][half * 2 + i];
+              p[i] = s > NOTHING ? metal::fast::exp2(s - top[n][i]) : 0.0f;
+              l[n][i] += p[i];
+            }
+            const uint rounded = pack_rounded<T>(p[0], p[1]);
+            high[n][half] = transpose8x8(rounded);
+            rest[n][half] = transpose8x8(pack_rounded<T>(p[0] - low_of<T>(rounded), p[1] - high_of<T>(rounded)));
+          }
+        }
+        UNROLL
+        for (int vt = 0; vt < VT; vt++) {
+          UNROLL
+          for (int j = 0; j < 4; j++) {
+            const uint v0 = word(values[u][0][vt], j), v1 = word(values[u][1][vt], j);
+            const uint v2 = word(values[u][2][vt], j), v3 = word(values[u][3][vt], j);
+            // Dim 2j of the lane's eight is row r of the tile, dim 2j + 1 row r + 8.
+            const uint a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
+            const uint a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
+            UNROLL
+            for (int n = 0; n < NT; n++) {
+              mma<T>(acc[n][vt][j], a0, a1, a2, a3, high[n][0], high[n][1]);
+              mma<T>(acc[n][vt][j], a0, a1, a2, a3, rest[n][0], rest[n][1]);
+            }
+          }
+        }
+      }
+      if (more) {
+        load_values(chunk + SG, ids);
+        look_up(chunk + 2 * SG, ids);
       }
     }
-//// quantized_tile
-// Of quantized_decode_tensor: a warp's chunks, from queries and codes to the accumulators of a partition.
-// The head's sink enters here. Place 8 k + r of an output is the k-th dim of lane r.
+//// quantized_finish
+// Of quantized_decode_tensor: an output. The head's sink enters here. Place 8 k + r of an output is the k-th dim of lane r.
 auto finish = [&](int head, int at, State whole, float4 o) {
-  if (SINKS) join({static_cast<float>(sinks[kv_head * G + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
+  if (SINKS) join({static_cast<float>(sinks[first_head + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
   const float values[4] = {o.x, o.y, o.z, o.w};
   UNROLL
   for (int i = 0; i < 4; i++) {
@@ -343,7 +536,8 @@ auto finish = [&](int head, int at, State whole, float4 o) {
     out[line_of(head) * DV + k / VD * (VD * 8) + place % 8 * VD + k % VD] = static_cast<T>(values[i] / whole.l);
   }
 };
-
+//// quantized_tile
+// Of quantized_decode_tensor: a warp's chunks, from queries and codes to the accumulators of a partition.
 if (first <= last) {
   const int* table = tables + sequence * max_blocks;
   uint query[NT][KG][GS / 32][4];           // column (head) r: eight dims of lane c in a fourth of a group
@@ -545,7 +739,7 @@ if (first <= last) {
           for (int i = 0; i < 4; i++) {
             const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
             float s = scores[n][u][i] * gain[n][i % 2];
-            if (SOFTCAP) s = ::tanhf(s) * (params[1] * LOG2E);
+            if (SOFTCAP) s = product(::tanhf(s), params[1] * LOG2E);
             scores[n][u][i] = token >= lo && token < hi ? s : NOTHING;
             top[i % 2] = ::fmaxf(top[i % 2], scores[n][u][i]);
           }
@@ -558,7 +752,7 @@ if (first <= last) {
           shrink[n][i] = metal::fast::exp2(m[n][i] - top[i]);
           grown = grown || shrink[n][i] != 1.0f;
           m[n][i] = top[i];
-          l[n][i] *= shrink[n][i];
+          l[n][i] = product(l[n][i], shrink[n][i]);
         }
         UNROLL
         for (int u = 0; u < U; u++) {
@@ -678,8 +872,7 @@ if (first <= last) {
       }
     }
     UNROLL
-    for (int h0 = 0; h0 < HEADS; h0 += HR) {
-      if (h0 >= columns) break;
+    for (int h0 = 0; h0 < G; h0 += HR) {
       if (h0 > 0) __syncthreads();
 //// dense_store
 // Of paged_decode_tensor: a warp's outputs of a round, for the others to see.
@@ -689,7 +882,7 @@ if (first <= last) {
         for (int i = 0; i < VT * 16; i++) {
           const int head = n * 8 + c * 2 + i % 2;
           const int eight = i / 16 * 8 + r;  // of dims
-          if (head >= h0 && head < h0 + HR && head < columns && eight < DV / 8) tg_o[warp * HR + head - h0][(i / 4 % 4 * 2 + i / 2 % 2) * (DV / 8) + eight] = acc[n][i / 16][i / 4 % 4][i % 4];
+          if (head >= h0 && head < h0 + HR && head < G && eight < DV / 8) tg_o[warp * HR + head - h0][(i / 4 % 4 * 2 + i / 2 % 2) * (DV / 8) + eight] = acc[n][i / 16][i / 4 % 4][i % 4];
         }
       }
 //// quantized_store
@@ -708,81 +901,96 @@ if (first <= last) {
       for (int item = threadIdx.x; item < HR * DV / 4; item += SG * 32) {
         const int head = h0 + item / (DV / 4);
         const int at = item % (DV / 4);
-        if (head < columns) {
-          State whole = {NOTHING, 0.0f};
+        if (head < G) {
+          State whole = {tg_m[head], tg_l[head]};
+          float4 o = *reinterpret_cast<const float4*>(&tg_o[head - h0][at * 4]);
           UNROLL
-          for (int s = 0; s < SG; s++) whole.m = ::fmaxf(whole.m, tg_m[s * NT * 8 + head]);
-          float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          UNROLL
-          for (int s = 0; s < SG; s++) {
-            const float weight = ::exp2f(tg_m[s * NT * 8 + head] - whole.m);
-            whole.l = ::fmaf(tg_l[s * NT * 8 + head], weight, whole.l);
-            const float4 x = *reinterpret_cast<const float4*>(&tg_o[s * HR + head - h0][at * 4]);
-            o = make_float4(::fmaf(x.x, weight, o.x), ::fmaf(x.y, weight, o.y), ::fmaf(x.z, weight, o.z), ::fmaf(x.w, weight, o.w));
+          for (int s = 1; s < SG; s++) {
+            const State before = whole;
+            const float4 before_o = o;
+            whole = {tg_m[s * NT * 8 + head], tg_l[s * NT * 8 + head]};
+            o = *reinterpret_cast<const float4*>(&tg_o[s * HR + head - h0][at * 4]);
+            join(before, before_o, whole, o);
           }
           if (part % 2 == 1) join(wait[0][head], wait_o[0][head][at], whole, o);
           if (WAITS > 1 && (part == 3 || (part == 2 && first + part == last))) join(wait[WAITS - 1][head], wait_o[WAITS - 1][head][at], whole, o);
           if (first + part < last) {
             wait_o[part % WAITS][head][at] = o;
             if (at == 0) wait[part % WAITS][head] = whole;
-          } else if (n_live <= 1 << run_shift) {
-            finish(head, at, whole, o);
           } else {
-            const int64_t slot = (unit_of(head / G) * n_runs + run) * G + head % G;
-            reinterpret_cast<float4*>(partial)[slot * (DV / 4) + at] = o;
-            if (at == 0) stats[slot] = make_float2(whole.m, whole.l);
+            end_run(head, at, whole, o);
           }
         }
       }
     }
   }
-
-  if (n_live > 1 << run_shift) {
-    __syncthreads();
-    if (threadIdx.x < n_rows) {
-      const int n_live_runs = (live_of(threadIdx.x) - 1 >> run_shift) + 1;
-      tg_last[threadIdx.x] = arrive(const_cast<unsigned*>(arrivals) + unit_of(threadIdx.x), n_live_runs);
-    }
-    __syncthreads();
-    for (int item = threadIdx.x; item < columns * DV / 4; item += SG * 32) {
-      const int column = item / (DV / 4);
-      const int head = head_of(column);
-      const int at = item % (DV / 4);
-      if (!tg_last[column / G]) continue;
-      const int n_live = live_of(column / G);
-      const float4* parts = reinterpret_cast<const float4*>(partial) + (unit_of(column / G) * n_runs * G + head) * (DV / 4) + at;
-      const float2* pairs = stats + unit_of(column / G) * n_runs * G + head;
-      State whole;
-      float4 o;
-      for (int p = 0; p < n_live; p += 8) {
-        // Two trees; a run stands in the place of its first partition.
-        State leaf[8];
-        float4 leaf_o[8];
-        UNROLL
-        for (int i = 0; i < 8; i++) {
-          if ((i & (1 << run_shift) - 1) == 0 && p + i < n_live) {
-            const int64_t at = p + i >> run_shift;
-            const float2 pair = load_relaxed(pairs + at * G);
-            leaf[i] = {pair.x, pair.y};
-            leaf_o[i] = load_relaxed(parts + at * (G * DV / 4));
-          }
-        }
-        UNROLL
-        for (int i = 0; i < 8; i += 4) {
-          State& tree = leaf[i];
-          float4& tree_o = leaf_o[i];
-          if (run_shift == 0 && p + i + 1 < n_live) join(tree, tree_o, leaf[i + 1], leaf_o[i + 1]), tree = leaf[i + 1], tree_o = leaf_o[i + 1];
-          if (run_shift == 0 && p + i + 3 < n_live) join(leaf[i + 2], leaf_o[i + 2], leaf[i + 3], leaf_o[i + 3]), leaf[i + 2] = leaf[i + 3], leaf_o[i + 2] = leaf_o[i + 3];
-          if (run_shift <= 1 && p + i + 2 < n_live) join(tree, tree_o, leaf[i + 2], leaf_o[i + 2]), tree = leaf[i + 2], tree_o = leaf_o[i + 2];
-          if (p + i > 0 && p + i < n_live) join(whole, o, tree, tree_o);
-          if (p + i < n_live) whole = tree, o = tree_o;
-        }
+}
+//// join_runs
+// Of the decode texts for tensor cores: a head's runs are joined, a run standing in the place of its first partition; four values
+// of the output, of which, and of maxima and sums, those of the next run lie `stride` values of float4 further, or pair_stride pairs.
+auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int pair_stride, State& whole, float4& o) {
+  for (int p = 0; p < n_live; p += 8) {
+    // Two trees.
+    State leaf[8];
+    float4 leaf_o[8];
+    UNROLL
+    for (int i = 0; i < 8; i++) {
+      if ((i & (1 << run_shift) - 1) == 0 && p + i < n_live) {
+        const int64_t at = p + i >> run_shift;
+        const float2 pair = load_relaxed(pairs + at * pair_stride);
+        leaf[i] = {pair.x, pair.y};
+        leaf_o[i] = load_relaxed(parts + at * stride);
       }
-      finish(column, at, whole, o);
+    }
+    UNROLL
+    for (int i = 0; i < 8; i += 4) {
+      State& tree = leaf[i];
+      float4& tree_o = leaf_o[i];
+      if (run_shift == 0 && p + i + 1 < n_live) join(tree, tree_o, leaf[i + 1], leaf_o[i + 1]), tree = leaf[i + 1], tree_o = leaf_o[i + 1];
+      if (run_shift == 0 && p + i + 3 < n_live) join(leaf[i + 2], leaf_o[i + 2], leaf[i + 3], leaf_o[i + 3]), leaf[i + 2] = leaf[i + 3], leaf_o[i + 2] = leaf_o[i + 3];
+      if (run_shift <= 1 && p + i + 2 < n_live) join(tree, tree_o, leaf[i + 2], leaf_o[i + 2]), tree = leaf[i + 2], tree_o = leaf_o[i + 2];
+      if (p + i > 0 && p + i < n_live) join(whole, o, tree, tree_o);
+      if (p + i < n_live) whole = tree, o = tree_o;
     }
   }
-} else if (n_live == 0 && run == 0) {
+};
+//// own_join
+// Of the decode texts for tensor cores: the last thread group of a row and KV head joins its runs.
+if (first <= last && n_live > 1 << run_shift) {
+  __syncthreads();
+  if (threadIdx.x == 0) tg_last = arrive(const_cast<unsigned*>(arrivals) + unit, (n_live - 1 >> run_shift) + 1);
+  __syncthreads();
+  for (int item = threadIdx.x; tg_last && item < G * DV / 4; item += SG * 32) {
+    const int head = item / (DV / 4), at = item % (DV / 4);
+    const int64_t slot = unit * n_runs * G + head;
+    State whole;
+    float4 o;
+    join_runs(reinterpret_cast<const float4*>(partial) + slot * (DV / 4) + at, stats + slot, G * DV / 4, G, whole, o);
+    finish(head, at, whole, o);
+  }
+}
+//// nothing_seen
+// Of the decode texts for tensor cores: a row that sees nothing has zeros.
+if (n_live == 0 && run == 0) {
   for (int item = threadIdx.x; item < G * DV; item += SG * 32) {
     out[line_of(item / DV) * DV + item % DV] = static_cast<T>(0.0f);
   }
+}
+//// join_line
+// CUDA only: join_partitions, which joins what shared_decode_tensor leaves of a line (row and query head), as paged_decode_tensor
+// joins its runs. Grid: x = line; a thread has four values. The head's sink enters here.
+constexpr float NOTHING = -3.0e38f;
+constexpr float LOG2E = 1.44269504088896341f;
+const int n_heads = partial_shape[0] / ends_shape[0];
+const int line = blockIdx.x;
+const int row = line / n_heads;
+constexpr int run_shift = 0;
+//// join_end
+if (threadIdx.x < DV / 4) {
+  State whole = {NOTHING, 1.0f};  // of a row that sees nothing: zeros
+  float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int64_t slot = static_cast<int64_t>(line) * stats_shape[1];
+  join_runs(reinterpret_cast<const float4*>(partial) + slot * (DV / 4) + threadIdx.x, reinterpret_cast<const float2*>(stats) + slot, DV / 4, 1, whole, o);
+  if (SINKS) join({static_cast<float>(sinks[line % n_heads]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
+  store_four(out + static_cast<int64_t>(line) * DV + threadIdx.x * 4, o.x / whole.l, o.y / whole.l, o.z / whole.l, o.w / whole.l);
 }

@@ -11,11 +11,10 @@ from ...kernels import ops as kernels
 from ...kernels import quantized as moves
 from ...kernels.build import KernelUnavailable
 from ...kernels.check import checked
-from ...kernels.cuda.device import cuda_limits
 from ...kernels.launch_shape import MAX_QUERY_LENGTH, shape_for, unsupported
 from ...kernels.prefill import prepare_prefill
 from ...kernels.quantized import PageShape, new_blocks, rotate
-from ...kernels.shared_runs import SharedCut
+from ...kernels.shared_runs import SharedCut, cut_of
 from ..block_table import BlockTable
 from ..step import Columns, Step
 from .attention_params import AttentionParams, QueryHeads, Window
@@ -34,7 +33,7 @@ def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> Sha
     shared = kernels.shared_variant_of(variants[0]) if variants else None
     if shared is None or not checked(shared).ok:
         return None
-    return SharedCut(shape_for(shared), num_kv_heads, cuda_limits().multiprocessors)
+    return cut_of(shape_for(shared), num_kv_heads, k_dim)
 
 
 def split_queries(q: mx.array) -> mx.array:

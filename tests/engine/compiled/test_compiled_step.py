@@ -535,7 +535,7 @@ def test_steps_are_those_of_the_gather_path(kind: str, rotate: bool, monkeypatch
 def test_steps_are_compiled_with_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """Rows that share a prefix: layers without a window are given what is read together, and tokens are the same."""
     variant = Variant(SHARED_BODY, "cuda", mx.float32, 64, 64, 2, 16)
-    cut = SharedCut(shape_for(variant)._replace(partition=64, rows=8), 1 << 20, 1)
+    cut = SharedCut(shape_for(variant)._replace(partition=64, rows=8), 1 << 20, 1 << 18)
     given: list[int] = []
     prepare = kernels.prepare_decode
 

@@ -17,7 +17,8 @@ from tests.support.msl import emulator
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
 SPARSE = {
     **dict.fromkeys(("paged_decode", "quantized_decode", *MATRIX_BODIES, *LATENT_BODIES), ("out",)),
-    **dict.fromkeys((*FUSED_BODIES, SHARED_BODY), ("partial",)),
+    **dict.fromkeys(FUSED_BODIES, ("partial",)),
+    SHARED_BODY: ("partial", "stats"),
 }
 WRITES = dict.fromkeys(
     (
@@ -25,16 +26,17 @@ WRITES = dict.fromkeys(
         "quantized_decode",
         *MATRIX_BODIES,
         *LATENT_BODIES,
+        SHARED_BODY,
         "write_slots",
         "copy_blocks",
         "quantized_write",
         "write_rows",
     ),
     ("k_pool", "v_pool"),
-) | dict.fromkeys((*FUSED_BODIES, SHARED_BODY), ("k_pool", "v_pool", "arrivals"))
+) | dict.fromkeys(FUSED_BODIES, ("k_pool", "v_pool", "arrivals"))
 
 
-TENSOR_BODIES = (*FUSED_BODIES, SHARED_BODY, LATENT_BODIES[1])
+TENSOR_BODIES = (*FUSED_BODIES, SHARED_BODY, "join_partitions", LATENT_BODIES[1])
 
 
 class Emulated:
@@ -56,7 +58,8 @@ class Emulated:
             self.calls.append((body, call))
             sparse = SPARSE.get(body, ()) if ("SINGLE", True) not in constants else ()
             if body in TENSOR_BODIES:
-                call["tg_limit"] = dict(constants).get("SHARED", CUDA_MEMORY)
+                given = dict(constants).get("SHARED", 0)  # at the launch, beside what the text declares
+                call["tg_limit"] = given if body in LATENT_BODIES else CUDA_MEMORY + given
             writes = WRITES.get(body, ())
             if self.in_place:
                 call, sparse = {"init_value": 0.0, "strict": False, **call}, ()

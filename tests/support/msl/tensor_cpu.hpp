@@ -54,7 +54,13 @@ MSL_NOSAN inline void mma(float (&d)[4], uint a0, uint a1, uint a2, uint a3, uin
 }
 template <class T>
 inline uint pack_rounded(float low, float high) { return pack(static_cast<T>(low), static_cast<T>(high)); }
+template <class T>
+inline float low_of(uint x) { return half_of<T>(x, 0); }
+template <class T>
+inline float high_of(uint x) { return half_of<T>(x, 1); }
+inline float product(float a, float b) { return a * b; }
 inline int opaque(int x) { return x; }
+inline int uniform(int x) { return x; }
 template <int N>
 struct Number {
   static constexpr int value = N;
@@ -81,13 +87,13 @@ inline uint4 load_transposed(const T* row, int line = __builtin_LINE()) { return
 // What is copied arrives when the thread waits; until then the target holds NaN. Addresses are of memory that is there, also
 // those that nothing is read from.
 struct AsyncCopies {
-  static constexpr int MOST = 256;
+  static constexpr int MOST = 256, MOST_GROUPS = 8;
   struct Eight {
     ushort bits[8];
   };
   Eight* targets[MOST];
   const Eight* sources[MOST];
-  int count = 0, there = 0, ends[8], n_groups = 0;
+  int count = 0, ends[MOST_GROUPS], n_groups = 0;
   template <class T>
   void copy(T* target, const T* source, bool live) {
     targets[count] = reinterpret_cast<Eight*>(target);
@@ -98,14 +104,23 @@ struct AsyncCopies {
   }
   void commit() { ends[n_groups++] = count; }
   template <int COUNT>
-  void wait_for_all_but() { arrived(n_groups > COUNT ? ends[n_groups - COUNT - 1] : 0); }
-  void wait() {
-    arrived(count);
-    count = there = n_groups = 0;
+  void wait_for_all_but() {
+    const int gone = n_groups > COUNT ? n_groups - COUNT : 0;
+    if (gone == 0) return;
+    const int there = ends[gone - 1];
+    arrive(there);
+    n_groups -= gone;
+    for (int i = 0; i < n_groups; i++) ends[i] = ends[i + gone] - there;
+    for (int i = 0; i < count - there; i++) targets[i] = targets[i + there], sources[i] = sources[i + there];
+    count -= there;
   }
-  void arrived(int until) {
-    for (; there < until; there++) {
-      for (int i = 0; i < 8; i++) targets[there]->bits[i] = sources[there] ? sources[there]->bits[i] : 0;
+  void wait() {
+    arrive(count);
+    count = n_groups = 0;
+  }
+  void arrive(int until) {
+    for (int i = 0; i < until; i++) {
+      for (int j = 0; j < 8; j++) targets[i]->bits[j] = sources[i] ? sources[i]->bits[j] : 0;
     }
   }
 };
