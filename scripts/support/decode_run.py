@@ -119,8 +119,8 @@ class HeadRun(Run):
 
 
 class SharedRun(HeadRun):
-    """Like :class:`HeadRun`, of rows that have the leading blocks of the longest one, read together. Each step must have
-    the bits of the kernel for rows by themselves."""
+    """Like :class:`HeadRun`, of rows that have the leading blocks of the longest one, read together. Each step must
+    have the bits of the kernel for rows by themselves."""
 
     def __init__(self, variant: Variant, batch: int, longest: int, steps: int, seed: int) -> None:
         super().__init__(variant._replace(body=FUSED_BODIES[0]), batch, longest, steps, None, seed)
