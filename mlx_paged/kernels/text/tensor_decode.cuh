@@ -926,31 +926,36 @@ if (first <= last) {
   }
 }
 //// join_runs
-// Of the decode texts for tensor cores: a head's runs are joined, a run standing in the place of its first partition; four values
-// of the output, of which, and of maxima and sums, those of the next run lie `stride` values of float4 further, or pair_stride pairs.
+// Of the decode texts for tensor cores: a head's runs are joined, four partitions at a time as a tree, in which a run stands for its
+// partitions, and trees one after another; four values of the output, of which, and of maxima and sums, those of the next run lie
+// `stride` values of float4 further, or pair_stride pairs. Eight runs are loaded at a time.
 auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int pair_stride, State& whole, float4& o) {
-  for (int p = 0; p < n_live; p += 8) {
-    // Two trees.
+  const int n = (n_live + (1 << run_shift) - 1) >> run_shift;
+  for (int p = 0; p < n; p += 8) {
     State leaf[8];
     float4 leaf_o[8];
     UNROLL
     for (int i = 0; i < 8; i++) {
-      if ((i & (1 << run_shift) - 1) == 0 && p + i < n_live) {
-        const int64_t at = p + i >> run_shift;
-        const float2 pair = load_relaxed(pairs + at * pair_stride);
+      if (p + i < n) {
+        const float2 pair = load_relaxed(pairs + static_cast<int64_t>(p + i) * pair_stride);
         leaf[i] = {pair.x, pair.y};
-        leaf_o[i] = load_relaxed(parts + at * stride);
+        leaf_o[i] = load_relaxed(parts + static_cast<int64_t>(p + i) * stride);
       }
     }
     UNROLL
+    for (int i = 0; i < 8; i += 2) {
+      if (run_shift < 2 && p + i + 1 < n) join(leaf[i], leaf_o[i], leaf[i + 1], leaf_o[i + 1]), leaf[i] = leaf[i + 1], leaf_o[i] = leaf_o[i + 1];
+    }
+    UNROLL
     for (int i = 0; i < 8; i += 4) {
-      State& tree = leaf[i];
-      float4& tree_o = leaf_o[i];
-      if (run_shift == 0 && p + i + 1 < n_live) join(tree, tree_o, leaf[i + 1], leaf_o[i + 1]), tree = leaf[i + 1], tree_o = leaf_o[i + 1];
-      if (run_shift == 0 && p + i + 3 < n_live) join(leaf[i + 2], leaf_o[i + 2], leaf[i + 3], leaf_o[i + 3]), leaf[i + 2] = leaf[i + 3], leaf_o[i + 2] = leaf_o[i + 3];
-      if (run_shift <= 1 && p + i + 2 < n_live) join(tree, tree_o, leaf[i + 2], leaf_o[i + 2]), tree = leaf[i + 2], tree_o = leaf_o[i + 2];
-      if (p + i > 0 && p + i < n_live) join(whole, o, tree, tree_o);
-      if (p + i < n_live) whole = tree, o = tree_o;
+      if (run_shift == 0 && p + i + 2 < n) join(leaf[i], leaf_o[i], leaf[i + 2], leaf_o[i + 2]), leaf[i] = leaf[i + 2], leaf_o[i] = leaf_o[i + 2];
+    }
+    UNROLL
+    for (int i = 0; i < 8; i++) {
+      if ((i << run_shift) % 4 == 0 && p + i < n) {
+        if (p + i > 0) join(whole, o, leaf[i], leaf_o[i]);
+        whole = leaf[i], o = leaf_o[i];
+      }
     }
   }
 };
