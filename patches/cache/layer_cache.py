@@ -108,7 +108,7 @@ class PagedLayerCache(PagedKVCache):
     def _to_stock_quantized(self) -> QuantizedKVCache:
         geometry = self._kv.group.geometry
         assert geometry is not None and geometry.rows is not None and geometry.format is not None
-        bits, _, group_size, _ = geometry.format
+        bits, group_size = geometry.format.k_bits, geometry.format.group_size
         stored = zip(geometry.rows, self._kv.read_stored(self.table), strict=True)
         keys, values = (tuple(map(mx.contiguous, form.split(rows))) for form, rows in stored)
         stock = QuantizedKVCache(group_size, bits)

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.engine_loop import EngineLoop, Work
 from mlx_paged.server.ranked_loop import UncompiledWork
 from mlx_paged.server.request import Prompt, ServerRequest
-from mlx_paged.server.requests.chat import ChatBody, chat_request
+from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
+from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.stops import StopList
 from tests.support.models.builders import build
@@ -54,6 +56,21 @@ def test_other_ranks_are_told_the_whole_request() -> None:
     assert told.stops is not None and told.stops.strings == ("a", "b")
     assert [told.sampling_of(index).seed for index in range(6)] == [3, 4, 5, 3, 4, 5]
     assert told.sampling_of(1).logit_bias == {7: 1.5} and told.num_answers == 6
+
+
+SAID = {
+    **{"temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "top_k": 7, "xtc_probability": 0.75, "xtc_threshold": 0.375},
+    **{"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 9},
+    **{"repetition_context_size": 11, "presence_context_size": 12, "frequency_context_size": 13},
+}
+ONLY_OF_THE_ENGINE = {"min_tokens_to_keep", "xtc_special_tokens"}
+
+
+def test_all_that_a_body_says_of_sampling_reaches_the_engine() -> None:
+    body = SamplingParameters(**SAID, logit_bias={"3": 1.5})
+    made = asdict(sampling_of(body, {}))
+    assert {name: made[name] for name in SAID} == SAID and made["logit_bias"] == {3: 1.5}
+    assert set(made) - set(SAID) - ONLY_OF_THE_ENGINE == {"logit_bias"}, "a parameter that no client can say"
 
 
 MARK = {"cache_control": {"type": "ephemeral"}}

@@ -95,10 +95,10 @@ class Geometry(NamedTuple):
         """The form of a key's and a value's row in quantised pages; None: keys and values are kept as they are."""
         if self.format is None:
             return None
-        k_bits, v_bits, group_size, _ = self.format
+        group_size = self.format.group_size
         return (
-            QuantizedRows(self.k_head_dim, k_bits, group_size, self.dtype),
-            QuantizedRows(self.v_head_dim, v_bits, group_size, self.dtype),
+            QuantizedRows(self.k_head_dim, self.format.k_bits, group_size, self.dtype),
+            QuantizedRows(self.v_head_dim, self.format.v_bits, group_size, self.dtype),
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
@@ -157,11 +158,12 @@ def sampling_of(body: SamplingParameters, defaults: Mapping[str, Any]) -> Sampli
     return SamplingParams(**chosen)
 
 
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
-)
+# What a body says as the engine takes it.
+_SAMPLING = [
+    each.name
+    for each in fields(SamplingParams)
+    if each.name in SamplingParameters.model_fields and each.name not in ("logit_bias", "seed")
+]
 
 
 def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dict[str, Any]:
