@@ -102,21 +102,6 @@ def test_turns_of_a_chat_compute_what_is_new_and_an_interval(tmp_path: Path, dem
             assert all(r["checkpoint_bytes"] for r in turns)
 
 
-@pytest.mark.slow
-def test_a_steps_cost_grows_with_what_changes(tmp_path: Path) -> None:
-    """Ratios, not times: of 256 rows to 32, of 10,000 nodes of the prefix tree to none, of 10,000 that wait to 256."""
-    results = results_of(tmp_path, "engine", "--rows", "32,256", "--nodes", "10000,0")
-
-    def ms(case: str, **sizes: int) -> float:
-        return next(r["ms"] for r in results if r["case"] == case and sizes.items() <= r.items())
-
-    assert ms("decode", rows=256) < 6 * ms("decode", rows=32)
-    full = "pool full of prefixes"
-    assert ms(full, rows=32, nodes=10_000) < 2 * ms(full, rows=32, nodes=0)
-    for case in ("256 start", "256 start, prefix cache", "20 join in each step"):
-        assert ms(case, waiting=10_000) < 2 * ms(case, waiting=256), case
-
-
 def test_bars_are_medians_and_without_matplotlib_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -192,10 +192,8 @@ def _attend_rows(
     """Attend from the same number of tokens of each sequence by the kernel of decode steps, or over gathered arrays;
     ``append``: keys and values of the step that are not written yet; ``unsupported``: why no kernel serves, if that is
     known."""
-    group, (scale, mask, window, softcap, sinks, latent) = kv.group, params
-    key = q.shape, q.dtype, scale, window, softcap, sinks is None, latent, append is None
-    launch = None
-    if unsupported is None and (mask is None or not _has_other_mask(params)):
+    group, key, launch = kv.group, _key_of(q, params, append is None), None
+    if unsupported is None and (params.mask is None or not _has_other_mask(params)):
         launch = step.decode_launches.get(key)
     if launch is None and unsupported is None:
         longest = max(table.length for table in tables) if q.shape[2] > MAX_QUERY_LENGTH else 0
@@ -204,7 +202,7 @@ def _attend_rows(
         try:
             if launch is None:
                 launch = _prepare_decode(key, q, kv, tables, step, params)
-            out = kv.storage.decode(launch, q, sinks, append)
+            out = kv.storage.decode(launch, q, params.sinks, append)
             record(_KERNEL_ONE if q.shape[2] == 1 else _KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything of the layer was launched
@@ -214,6 +212,12 @@ def _attend_rows(
         kv.write_step(tables, step, *append)
     record(Dispatch("gather", unsupported))
     return gather.gather_attention(q, kv, tables, params, step)
+
+
+def _key_of(q: mx.array, params: AttentionParams, is_written: bool) -> DecodeKey:
+    """Return what the layers have in common that a launch serves; is_written: the step's keys and values are."""
+    scale, _, window, softcap, sinks, latent = params
+    return q.shape, q.dtype, scale, window, softcap, sinks is None, latent, is_written
 
 
 def _prepare_decode(
@@ -240,10 +244,9 @@ def _attend_pack(
     params = params._replace(window=_seen(kv, params))
     if as_rows and _unsupported_reason(q, kv.group, 0, params) is None:
         try:
-            scale, _, window, softcap, sinks, latent = params
-            key = q.shape, q.dtype, scale, window, softcap, sinks is None, latent, True
+            key = _key_of(q, params, True)
             launch = step.decode_launches.get(key) or _prepare_decode(key, q, kv, tables, step, params)
-            out = kv.storage.decode(launch, q, sinks)
+            out = kv.storage.decode(launch, q, params.sinks)
             record(_KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything was launched

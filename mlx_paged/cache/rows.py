@@ -268,13 +268,7 @@ class SequenceTables(Ledger):
     def begin_layer(self, layer: int, num_tokens: int) -> tuple[list[BlockTable], Step]:
         """:meth:`take_next`. Returns the layer's table, as that of a batch of one, and the positions: made and checked
         once for all layers of a group."""
-        group = self._place[layer]
-        behind = self._behind[group]
-        if layer in behind and self._counts[group] == num_tokens:  # most often: the first layer has reserved them
-            behind.remove(layer)
-            tables = [self.tables[group]]
-        else:
-            tables = [self.take_next(layer, num_tokens)]
+        tables = [self.take_next(layer, num_tokens)]
         return tables, self._step_of(layer, tables, num_tokens)
 
     def reserve(self, num_tokens: int) -> None:
