@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 import time
 from bisect import bisect_left
@@ -52,10 +53,6 @@ from .sharded import sharded_load
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
 # Tokens of a prompt that are scored together, at least and at most; between two slices others have their steps.
 SCORED, MOST_SCORED, SLICE_SECONDS = 1, 256, 0.25
-SAMPLER = ("top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold")
-PROCESSORS = tuple(
-    f"{kind}_{what}" for kind in ("repetition", "presence", "frequency") for what in ("penalty", "context_size")
-)
 MAX_TOKENS = 1 << 24  # of a sequence; what holds these holds any
 
 
@@ -596,14 +593,17 @@ def _grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
 
 def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:
     """Return mlx-lm's sampler, for where it computes."""
-    given = {name: getattr(params, name) for name in SAMPLER}
-    sampler: Callable[[mx.array], mx.array] = sample_utils.make_sampler(
-        params.temperature, **given, xtc_special_tokens=list(params.xtc_special_tokens)
-    )
+    given = _given(sample_utils.make_sampler, params) | {"xtc_special_tokens": list(params.xtc_special_tokens)}
+    sampler: Callable[[mx.array], mx.array] = sample_utils.make_sampler(params.temperature, **given)
     return sampler
 
 
 def processors_of(params: SamplingParams) -> list[Any]:
     """Return mlx-lm's logits processors, for where it computes."""
-    given = {name: getattr(params, name) for name in PROCESSORS}
-    return list(sample_utils.make_logits_processors(dict(params.logit_bias) or None, **given))
+    given = _given(sample_utils.make_logits_processors, params) | {"logit_bias": dict(params.logit_bias) or None}
+    return list(sample_utils.make_logits_processors(**given))
+
+
+def _given(make: Callable[..., Any], params: SamplingParams) -> dict[str, Any]:
+    """Return what a function of mlx-lm takes of the parameters: names are the same."""
+    return {name: getattr(params, name) for name in inspect.signature(make).parameters if hasattr(params, name)}

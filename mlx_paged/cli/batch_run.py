@@ -24,7 +24,7 @@ from ..model_folder import tell_if_unbounded
 from ..server.errors import invalid
 from ..server.stops import StopList, StopScanner
 from .answer_grammars import AnswerGrammars
-from .prompts_file import PROCESSING, Prompt, Results, read_prompts
+from .prompts_file import Prompt, Results, read_prompts
 from .terminal import BatchProgress
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Sampling:
         bias = {int(token): float(value) for token, value in options.get("logit_bias", {}).items()}
         if any(not 0 <= token < self._vocab_size for token in bias):
             raise invalid(f"logit_bias: token ids go from 0 to {self._vocab_size - 1}", "logit_bias")
-        chosen = {name: options[name] for name in PROCESSING if name in options}
+        chosen = {name: value for name, value in options.items() if name.endswith(("_penalty", "_context_size"))}
         processors: list[Processor] = make_logits_processors(bias or None, **chosen)
         return processors
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,35 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..config import MAX_PROMPT_LOOKUP
 from ..errors import PromptsFileError
-from ..server.constraint import constraint_of
 from ..server.errors import RequestRefused, invalid
-
-MAX_TOKENS, MAX_CONTEXT, MAX_STOP_CHARACTERS, MAX_PENALTY = 1 << 24, 1 << 20, 16_000, 1e4
-_PENALTY, _CONTEXT = (-MAX_PENALTY, MAX_PENALTY), (0, MAX_CONTEXT)
-NUMBERS: dict[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "xtc_probability": (0, 1),
-    "xtc_threshold": (0, 0.5),
-    "repetition_penalty": (0, MAX_PENALTY),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-}
-WHOLE: dict[str, tuple[int, int]] = {
-    "top_k": _CONTEXT,
-    "repetition_context_size": _CONTEXT,
-    "presence_context_size": _CONTEXT,
-    "frequency_context_size": _CONTEXT,
-    "prompt_lookup": (0, MAX_PROMPT_LOOKUP),
-    "num_draft_tokens": (0, MAX_PROMPT_LOOKUP),
-    "seed": (-(1 << 63), (1 << 64) - 1),
-    "max_tokens": (1, MAX_TOKENS),
-    "max_completion_tokens": (1, MAX_TOKENS),
-    "n": (1, 1),
-}
 
 
 def load_object(raw: bytes, what: str) -> dict[str, Any]:
@@ -72,93 +44,9 @@ def load_object(raw: bytes, what: str) -> dict[str, Any]:
     return body
 
 
-def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not null. Raises RequestRefused, naming the one that cannot be used."""
-    values = {name: value for name, value in given.items() if value is not None}
-    for name, value in values.items():
-        if name in NUMBERS:
-            _number(name, value, *NUMBERS[name])
-        elif name in WHOLE:
-            _number(name, value, *WHOLE[name], whole=True)
-        elif name == "stop":
-            _stop(value)
-        elif name == "logit_bias":
-            _logit_bias(value)
-        elif name == "messages":
-            _messages(value)
-        elif name == "prompt" and (not isinstance(value, str) or not value):
-            raise invalid("prompt must be a string that is not empty", "prompt")
-    if "seed" in values:
-        values["seed"] %= 1 << 64
-    return values
-
-
-def _number(name: str, value: Any, low: float, high: float, *, whole: bool = False) -> None:
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not is_number:
-        raise invalid(f"{name} must be a {'whole ' if whole else ''}number, got {value!r:.100}", name)
-    if not low <= value <= high or not math.isfinite(value):
-        allowed = f"{low}" if low == high else f"from {low:g} to {high:g}"
-        raise invalid(f"{name} must be {allowed}, got {value}", name)
-
-
-def _stop(value: Any) -> None:
-    words = [value] if isinstance(value, str) else value
-    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
-        raise invalid("stop must be a string or a list of strings, none of them empty", "stop")
-    if sum(map(len, words)) > MAX_STOP_CHARACTERS:
-        raise invalid(f"stop must have at most {MAX_STOP_CHARACTERS} characters", "stop")
-
-
-def _logit_bias(value: Any) -> None:
-    if not isinstance(value, dict):
-        raise invalid("logit_bias must be an object of token ids and numbers", "logit_bias")
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 9):
-            raise invalid(f"logit_bias: {key[:100]!r} is not a token id", "logit_bias")
-        _number(f"logit_bias[{key}]", bias, -1e4, 1e4)
-
-
-def _messages(value: Any) -> None:
-    if not isinstance(value, list) or not value:
-        raise invalid("messages must be a list that is not empty", "messages")
-    for index, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise invalid(f"messages[{index}] must be an object with a role", "messages")
-        if not isinstance(message.get("content"), str | list | None):
-            raise invalid(f"messages[{index}].content must be a string or a list of parts", "messages")
-
-
 JOURNAL_SUFFIX = ".partial"
+# What a line says besides how its tokens are chosen and where they end.
 KEYS = frozenset({"prompt", "messages", "id", "max_tokens", "max_completion_tokens", "n"})
-# Options of the API that a processor of logits needs, all of them named as in mlx_lm.sample_utils.
-PROCESSING = (
-    "repetition_penalty",
-    "repetition_context_size",
-    "presence_penalty",
-    "presence_context_size",
-    "frequency_penalty",
-    "frequency_context_size",
-)
-# What a line may say about how its tokens are chosen and where they end, named as in the server's API.
-SAMPLING = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "xtc_probability",
-        "xtc_threshold",
-        *PROCESSING,
-        "logit_bias",
-        "seed",
-        "stop",
-        "response_format",
-        "structured_outputs",
-        "prompt_lookup",
-        "num_draft_tokens",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -197,8 +85,8 @@ def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
     """Return the prompts of a file, one a line: JSONL, or the prompts themselves.
 
     A file is JSONL if its name ends in ``.jsonl``, or if its first line that is not empty begins with ``{`` and some
-    line is a JSON object. A JSON line holds ``prompt`` (a text) or ``messages`` (a chat), and may hold ``max_tokens``,
-    ``id`` and the names of ``SAMPLING``. A line that cannot be used is a prompt with an error. Empty lines are skipped.
+    line is a JSON object, which holds ``prompt`` (a text) or ``messages`` (a chat), and may hold what else
+    :class:`.prompt_line.PromptLine` has. A line that cannot be used is a prompt with an error. Empty lines are skipped.
 
     Args:
         lines: of the file.
@@ -242,18 +130,13 @@ def _from_text(index: int, line: bytes) -> Prompt:
 
 
 def _from_object(index: int, line: bytes) -> Prompt:
-    given = {name: value for name, value in load_object(line, "it").items() if value is not None}
-    unknown = sorted(set(given) - KEYS - SAMPLING)
-    if unknown:
-        raise invalid(f"{', '.join(map(repr, unknown))}: not an option of a prompts file")
-    if ("prompt" in given) == ("messages" in given):
-        raise invalid("exactly one of 'prompt' and 'messages' is needed")
-    values = checked(given)
-    constraint_of(values, chat=False)
+    from .prompt_line import checked  # pydantic, which prompts without options do without
+
+    values = checked(load_object(line, "it"))
     messages, most = values.get("messages"), values.get("max_completion_tokens", values.get("max_tokens"))
-    sampling = {name: value for name, value in values.items() if name in SAMPLING}
+    sampling = {name: value for name, value in values.items() if name not in KEYS}
     return Prompt(
-        index, values.get("prompt"), None if messages is None else tuple(messages), most, given.get("id"), sampling
+        index, values.get("prompt"), None if messages is None else tuple(messages), most, values.get("id"), sampling
     )
 
 

@@ -80,8 +80,8 @@ Context = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,8}$")]
 
 
-class SamplingParameters(Body):
-    """How tokens are chosen, and what goes with that for the engine."""
+class Sampling(Body):
+    """How tokens are chosen."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -100,6 +100,11 @@ class SamplingParameters(Body):
         None, description="of `n` answers, the i-th (from 0) has seed + i"
     )
     prompt_lookup: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOOKUP)] | None = Field(None, description="of mlx_paged")
+
+
+class SamplingParameters(Sampling):
+    """How tokens are chosen, and what goes with that for the engine."""
+
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = Field(
         None, description="only requests with the same one share prefixes"
     )
@@ -175,7 +180,7 @@ def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any,
     try:
         body = model.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise refusal_of(error) from None
     unknown = sorted(ignored_in(body))[:MOST_NOTED]
     if unknown and strict:
         raise invalid(f"{unknown[0]} is not a parameter here", unknown[0])
@@ -207,7 +212,7 @@ def _note_ignored(names: Sequence[str]) -> None:
 _noted: set[str] = set()
 
 
-def _refusal(error: ValidationError) -> RequestRefused:
+def refusal_of(error: ValidationError) -> RequestRefused:
     """Return the first fault of a body, in words that name the parameter, what was given and what is allowed."""
     faults = error.errors(include_url=False)
     fault = faults[0]

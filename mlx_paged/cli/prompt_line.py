@@ -1,0 +1,58 @@
+"""What a JSON line of a prompts file may say, named and checked as in the server's API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from ..config import MAX_PROMPT_LOOKUP
+from ..server.constraint import constraint_of
+from ..server.errors import invalid
+from ..server.requests.fields import Sampling, StopField, Tokens, refusal_of
+
+
+def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"[{index}] must be an object with a role")
+        if not isinstance(message.get("content"), str | list | None):
+            raise ValueError(f"[{index}].content must be a string or a list of parts")
+    return messages
+
+
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1), AfterValidator(_check_messages)]
+
+
+class PromptLine(Sampling):
+    """A prompt or a chat, and what is asked of its answer."""
+
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    messages: Messages | None = None
+    id: Any = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    n: Literal[1] | None = None
+    stop: StopField = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOOKUP)] | None = None
+
+
+def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not null. Raises RequestRefused, naming the one that cannot be used."""
+    values = {name: value for name, value in given.items() if value is not None}
+    unknown = sorted(set(values) - set(PromptLine.model_fields))
+    if unknown:
+        raise invalid(f"{', '.join(map(repr, unknown))}: not an option of a prompts file")
+    if ("prompt" in values) == ("messages" in values):
+        raise invalid("exactly one of 'prompt' and 'messages' is needed")
+    try:
+        PromptLine.model_validate(values)
+    except ValidationError as error:
+        raise refusal_of(error) from None
+    constraint_of(values, chat=False)
+    if "seed" in values:
+        values["seed"] %= 1 << 64
+    return values
