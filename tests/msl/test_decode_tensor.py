@@ -184,12 +184,12 @@ def test_tokens_of_very_different_sizes():
 
 DENSE_DEFECTS = {  # also of what quantised pages share
     "skip the rescale": ("acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[n][i % 2];", ""),
-    "remainder of weights left out": ("p[1] - static_cast<float>(p1)", "p[1] - p[1]"),
+    "remainder of weights left out": ("p[1] - high_of<T>(rounded)", "p[1] - p[1]"),
     "dead tokens count": ("token >= lo && token < hi ? s", "token >= lo ? s"),
     "a partition lost": ("if (part % 2 == 1) join(wait[0][head], wait_o[0][head][at], whole, o);", ""),
-    "runs not joined": ("if (p + i > 0 && p + i < n_live) join(whole, o, tree, tree_o);", ""),
+    "runs not joined": ("if (p + i > 0) join(whole, o, leaf[i], leaf_o[i]);", ""),
     "states joined wrong": ("b = {m, ::fmaf(b.l, wb, a.l * wa)};", "b = {m, b.l * wb + a.l};"),
-    "sink of another head": ("sinks[kv_head * G + head]", "sinks[kv_head * G]"),
+    "sink of another head": ("sinks[first_head + column]", "sinks[first_head]"),
     "no barrier before the join": ("__syncthreads();\n      for (int item", "for (int item"),
     "never appended": ("if (fresh >= lo && fresh < hi", "if (fresh < -1 && fresh < hi"),
     "fence input dropped": ("fence[0] + 1u", "1u"),
