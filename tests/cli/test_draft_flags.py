@@ -54,7 +54,7 @@ def test_a_line_says_how_many_tokens_are_drafted_for_it() -> None:
     lines = [{"prompt": "x", "num_draft_tokens": 5}, {"prompt": "x", "num_draft_tokens": 65}, {"prompt": "x"}]
     said, wrong, silent = read_prompts([json.dumps(line).encode() for line in lines], "file")
     assert said.sampling == {"num_draft_tokens": 5} and silent.sampling == {}
-    assert wrong.error is not None and "num_draft_tokens must be from 0 to 64" in wrong.error
+    assert wrong.error is not None and "num_draft_tokens: Input should be less than or equal to 64" in wrong.error
     prompts = [Prompt(0, "x", sampling={"num_draft_tokens": 0}), Prompt(1, "x")]
     _, generator = run(prompts, "--draft-model", "d")
     assert [options[0].num_draft_tokens for options in generator.options] == [0, None]

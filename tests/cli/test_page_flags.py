@@ -83,7 +83,7 @@ def test_requests_and_lines_say_it_by_name() -> None:
     lines = [{"prompt": "x", "prompt_lookup": 9}, {"prompt": "x", "prompt_lookup": 65}, {"prompt": "x"}]
     said, wrong, silent = read_prompts([json.dumps(line).encode() for line in lines], "f.jsonl")
     assert said.sampling == {"prompt_lookup": 9} and silent.sampling == {}
-    assert wrong.error is not None and "prompt_lookup must be from 0 to 64" in wrong.error
+    assert wrong.error is not None and "prompt_lookup: Input should be less than or equal to 64" in wrong.error
     for value in (-1, 65, 1.0, "4", True):
         with pytest.raises(RequestRefused, match="prompt_lookup"):
             parsed(json.dumps({"prompt": "x", "prompt_lookup": value}).encode(), CompletionBody)
