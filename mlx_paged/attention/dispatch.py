@@ -12,12 +12,11 @@ from ..errors import GeometryError
 from ..kernels.availability import on_metal, prepares_plans
 from ..kernels.build import KernelUnavailable
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
-from ..kernels.ops import DecodeLaunch
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.step import DecodeKey, Step
+from ..kv.step import Step
 from ..kv.storage.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.storage.choice import kernel_unsupported_reason, prefill_path, prefill_unsupported_reason
 from . import gather
@@ -192,42 +191,46 @@ def _attend_rows(
     """Attend from the same number of tokens of each sequence by the kernel of decode steps, or over gathered arrays;
     ``append``: keys and values of the step that are not written yet; ``unsupported``: why no kernel serves, if that is
     known."""
-    group, key, launch = kv.group, _key_of(q, params, append is None), None
-    if unsupported is None and (params.mask is None or not _has_other_mask(params)):
-        launch = step.decode_launches.get(key)
-    if launch is None and unsupported is None:
-        longest = max(table.length for table in tables) if q.shape[2] > MAX_QUERY_LENGTH else 0
-        unsupported = _unsupported_reason(q, group, longest, params)
     if unsupported is None:
-        try:
-            if launch is None:
-                launch = _prepare_decode(key, q, kv, tables, step, params)
-            out = kv.storage.decode(launch, q, params.sinks, append)
-            record(_KERNEL_ONE if q.shape[2] == 1 else _KERNEL_FEW)
-            return out
-        except KernelUnavailable as error:  # raised before anything of the layer was launched
-            unsupported = _note_unsupported(group, q, params, error)
-            step.decode_launches.clear()
+        attended, unsupported = _attend_by_decode_kernel(q, append, kv, tables, step, params)
+        if attended is not None:
+            return attended
     if append is not None:
         kv.write_step(tables, step, *append)
     record(Dispatch("gather", unsupported))
     return gather.gather_attention(q, kv, tables, params, step)
 
 
-def _key_of(q: mx.array, params: AttentionParams, is_written: bool) -> DecodeKey:
-    """Return what the layers have in common that a launch serves; is_written: the step's keys and values are."""
-    scale, _, window, softcap, sinks, latent = params
-    return q.shape, q.dtype, scale, window, softcap, sinks is None, latent, is_written
-
-
-def _prepare_decode(
-    key: DecodeKey, q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], step: Step, params: AttentionParams
-) -> DecodeLaunch:
-    """Prepare the kernel of decode steps for all layers that attend like this one."""
-    seen = params._replace(window=_seen(kv, params))
-    *_, is_written = key
-    launch = step.decode_launches[key] = kv.storage.prepare_decode(q, tables, step, seen, appends=not is_written)
-    return launch
+def _attend_by_decode_kernel(
+    q: mx.array,
+    append: tuple[mx.array, mx.array] | None,
+    kv: PoolLayer,
+    tables: Sequence[BlockTable],
+    step: Step,
+    params: AttentionParams,
+) -> tuple[mx.array | None, str]:
+    """Attend by the kernel of decode steps, prepared once for all layers that attend alike; None, and why, where it
+    does not serve."""
+    shape, (scale, mask, window, softcap, sinks, latent) = q.shape, params
+    key = shape, q.dtype, scale, window, softcap, sinks is None, latent, append is None
+    launch = None if mask is not None and _has_other_mask(params) else step.decode_launches.get(key)
+    if launch is None:
+        longest = max(table.length for table in tables) if shape[2] > MAX_QUERY_LENGTH else 0
+        unsupported = _unsupported_reason(q, kv.group, longest, params)
+        if unsupported is not None:
+            return None, unsupported
+    try:
+        if launch is None:
+            seen = params._replace(window=_seen(kv, params))
+            launch = kv.storage.prepare_decode(q, tables, step, seen, appends=append is not None)
+            step.decode_launches[key] = launch
+        attended = kv.storage.decode(launch, q, sinks, append)
+    except KernelUnavailable as error:  # a text that this call needed first; nothing of the layer was launched
+        step.decode_launches.clear()
+        unsupported = kv.group.unsupported[params.heads(shape[1])] = f"the kernel is off: {error}"
+        return None, unsupported
+    record(_KERNEL_ONE if shape[2] == 1 and not step.is_pack else _KERNEL_FEW)
+    return attended, ""
 
 
 def _attend_pack(
@@ -242,15 +245,10 @@ def _attend_pack(
     """Attend from several sequences' new tokens, which are written: in one kernel for all of them, or for one after the
     other."""
     params = params._replace(window=_seen(kv, params))
-    if as_rows and _unsupported_reason(q, kv.group, 0, params) is None:
-        try:
-            key = _key_of(q, params, True)
-            launch = step.decode_launches.get(key) or _prepare_decode(key, q, kv, tables, step, params)
-            out = kv.storage.decode(launch, q, params.sinks)
-            record(_KERNEL_FEW)
-            return out
-        except KernelUnavailable as error:  # raised before anything was launched
-            _note_unsupported(kv.group, q, params, error)
+    if as_rows:
+        attended, _ = _attend_by_decode_kernel(q, None, kv, tables, step, params)
+        if attended is not None:
+            return attended
     attended, why = _attend_prompts(q, kv, tables, step, params)
     if attended is not None:
         record(_KERNEL_PACK)
@@ -357,10 +355,3 @@ def _heads_unsupported_reason(group: BlockGroup, heads: QueryHeads) -> str | Non
         assert group.geometry is not None
         why = group.unsupported[heads] = kernel_unsupported_reason(group.geometry, group.block_size, heads)
         return why
-
-
-def _note_unsupported(group: BlockGroup, q: mx.array, params: AttentionParams, error: KernelUnavailable) -> str:
-    """Why the kernel serves these queries no more: a text that this call needed first does not work."""
-    reason = f"the kernel is off: {error}"
-    group.unsupported[params.heads(q.shape[1])] = reason
-    return reason
