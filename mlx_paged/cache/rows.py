@@ -103,13 +103,12 @@ class Ledger:
         self.masks: dict[int, tuple[mx.array, Window]] = {}
         self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)  # the latest of each
 
-    def _step_of(self, layer: int, tables: Sequence[BlockTable], counts: Sequence[int] | int) -> Step:
-        """Return the last positions of the tables of a layer's group, made and checked once for all its layers."""
-        group = self._place[layer]
+    def _step_of(self, group: int, tables: Sequence[BlockTable], counts: Sequence[int] | int) -> Step:
+        """Return the last positions of the tables of a group, made and checked once for all its layers."""
         known = self._steps[group]
         step = None if known is None else known()
         if step is None or not self.pool.groups[group].is_current(step):
-            step = self.pool.layer(layer).step(tables, counts)
+            step = self.pool.layer(self.pool.groups[group].spec.layers[0]).step(tables, counts)
             self._steps[group] = weakref.ref(step)
         return step
 
@@ -136,10 +135,10 @@ class Ledger:
 
     def take(self, layer: int) -> None:
         """Note that a layer writes the positions that are reserved for it. Raises BlockStateError if there are none."""
-        behind = self._behind[self._place[layer]]
-        if layer not in behind:
-            raise self._not_reserved(layer)
-        behind.remove(layer)
+        try:
+            self._behind[self._place[layer]].remove(layer)
+        except KeyError:
+            raise self._not_reserved(layer) from None
 
     def _take_all(self) -> None:
         """Note that every layer writes what is reserved for it. Raises like :meth:`take`; nothing is noted then."""
@@ -269,7 +268,7 @@ class SequenceTables(Ledger):
         """:meth:`take_next`. Returns the layer's table, as that of a batch of one, and the positions: made and checked
         once for all layers of a group."""
         tables = [self.take_next(layer, num_tokens)]
-        return tables, self._step_of(layer, tables, num_tokens)
+        return tables, self._step_of(self._place[layer], tables, num_tokens)
 
     def reserve(self, num_tokens: int) -> None:
         """Reserve positions for the next tokens in all groups, for :meth:`take_next` to find.
@@ -416,16 +415,15 @@ class Rows(Ledger):
 
     def step(self, layer: int) -> Step:
         """Return the positions in the layer's group, made and checked once for all its layers."""
-        return self._step_of(layer, self.tables[self._place[layer]], self.counts)
+        group = self._place[layer]
+        return self._step_of(group, self.tables[group], self.counts)
 
     def begin_layer(self, layer: int) -> tuple[list[BlockTable], Step]:
         """:meth:`take` for a layer that attends to what it writes. Returns :meth:`tables_of` and :meth:`step`."""
         group = self._place[layer]
-        tables, behind = self.tables[group], self._behind[group]
-        step = self._step_of(layer, tables, self.counts)
-        if layer not in behind:
-            raise self._not_reserved(layer)
-        behind.remove(layer)
+        tables = self.tables[group]
+        step = self._step_of(group, tables, self.counts)
+        self.take(layer)
         if self.is_pack:  # nothing else is asked whether it was attended to
             self._attended.add(layer)
         return tables, step
