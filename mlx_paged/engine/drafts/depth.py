@@ -478,10 +478,10 @@ class Depth:
         """Return the drafts of a trial, if one may be made: as many of each row as seem to come nearest to paying."""
         none = [0] * len(rows)
         known = self._measured(num_rows) or self._assumed.of(num_rows)
-        depth = _most_promising(rows, num_rows, known)
-        if self._last is None or self._first is not None or not depth:  # what the last one cost is not known yet
+        few = [row._replace(chances=row.chances[:MOST_TRIED]) for row in rows]
+        counts = _best(few, num_rows, known, has_to_pay=False).counts
+        if self._last is None or self._first is not None or not any(counts):  # what the last one cost is not known yet
             return none
-        counts = [min(len(row.chances), depth) for row in rows]
         missing = sum(min(row.missing, TRIAL_CONTEXT) for row in rows if row.chances)
         seconds = plain * self._cost(num_rows, sum(counts) / num_rows) + self._prompt_seconds(missing)
         self._lacked[num_rows.bit_length()] = seconds, True
@@ -529,15 +529,22 @@ class _Best(NamedTuple):
 
 
 def _best(
-    rows: Sequence[Candidate], num_rows: int, cost: _Cost, may: Callable[[float], bool] = lambda drafts: True
+    rows: Sequence[Candidate],
+    num_rows: int,
+    cost: _Cost,
+    may: Callable[[float], bool] = lambda drafts: True,
+    *,
+    has_to_pay: bool = True,
 ) -> _Best:
     """Return the best numbers of drafts. All rows get as many, but for drafts less likely than half their price.
 
     Args:
         may: whether a step may have so many drafts of a row, on average.
+        has_to_pay: none are better than drafts that do not pay; otherwise each row gets some, however unlikely.
     """
-    worth = [sum(chance >= cost.price / 2 for chance in row.chances) for row in rows]
-    best, best_rate, drafts, tokens, least = 0, 1.0, 0, float(num_rows), None
+    least_chance, best_rate = (cost.price / 2, 1.0) if has_to_pay else (0.0, 0.0)
+    worth = [sum(chance >= least_chance for chance in row.chances) for row in rows]
+    best, drafts, tokens, least = 0, 0, float(num_rows), None
     for depth in range(1, max(worth, default=0) + 1):
         more = [row.chances[depth - 1] for row, most in zip(rows, worth, strict=True) if most >= depth]
         drafts, tokens = drafts + len(more), tokens + sum(more)
@@ -547,17 +554,6 @@ def _best(
         if rate > best_rate and may(drafts / num_rows):
             best, best_rate = depth, rate
     return _Best([min(most, best) for most in worth], best_rate, least)
-
-
-def _most_promising(rows: Sequence[Candidate], num_rows: int, cost: _Cost) -> int:
-    """Return the number of drafts of a trial, at most MOST_TRIED, that brings most tokens for the time; 0: there are
-    none."""
-
-    def rate(depth: int) -> float:
-        chances = [chance for row in rows for chance in row.chances[:depth]]
-        return (num_rows + sum(chances)) / (1 + cost.of(len(chances) / num_rows))
-
-    return max(range(1, 1 + min(MOST_TRIED, max(len(row.chances) for row in rows))), key=rate, default=0)
 
 
 def new_depth(assumed: Assumed = COMPUTED, on_cpu: Assumed = CPU_COMPUTED) -> Depth:
