@@ -201,10 +201,7 @@ class PagedPromptCache:
     @property
     def num_nodes(self) -> int:
         """Nodes of all trees: runs of tokens between places where prefixes part."""
-        total = 0
-        for tree in list(self._trees.values()):
-            total += tree.pool.turn.glance(partial(_num_nodes, tree))
-        return total
+        return self._num_of(lambda tree, node: True)
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Entries and bytes by type; a block shared by several counts for the type of the first node that has it."""
@@ -378,13 +375,11 @@ class PagedPromptCache:
         return not node.children and key[1] == 0
 
     def _num_paged(self) -> int:
-        total = 0
-        for tree in list(self._trees.values()):
-            total += tree.pool.turn.glance(partial(self._num_entries, tree))
-        return total
+        return self._num_of(self._counts)
 
-    def _num_entries(self, tree: RadixTree, _: bool) -> int:
-        return sum(self._counts(tree, node) for node in tree.nodes())
+    def _num_of(self, counts: Callable[[RadixTree, RadixNode], bool]) -> int:
+        """Return how many nodes of all trees count."""
+        return sum(tree.pool.turn.glance(partial(_num_nodes, tree, counts)) for tree in list(self._trees.values()))
 
     def _paged_bytes(self) -> int:
         return sum(tree.nbytes for tree in list(self._trees.values()))
@@ -399,8 +394,8 @@ def salted_store(store: PromptStore, salt: Hashable) -> AbstractContextManager[N
     return store.salted(salt) if isinstance(store, PagedPromptCache) else nullcontext()
 
 
-def _num_nodes(tree: RadixTree, _: bool) -> int:
-    return sum(1 for _ in tree.nodes())
+def _num_nodes(tree: RadixTree, counts: Callable[[RadixTree, RadixNode], bool], _: bool) -> int:
+    return sum(counts(tree, node) for node in tree.nodes())
 
 
 def _on_disk(identity: str, number: int, salt: Hashable) -> str:
