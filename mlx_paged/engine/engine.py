@@ -308,13 +308,10 @@ class Engine:
                 return
             request = self.batch.rows[failed.row]
             if isinstance(failed.error, PoolExhaustedError) and (
-                self._drop_finished() or self.scheduler.preempt_for(self._oldest())
+                self._drop_finished() or self.scheduler.preempt_for(self.scheduler.running[0])
             ):
                 continue
             self._fail(request, failed.error)
-
-    def _oldest(self) -> Request:
-        return self.scheduler.running[0]
 
     def _deliver_all(
         self, deliveries: Sequence[Delivery]

@@ -168,10 +168,6 @@ class Ranks:
         self._peers[0].send(DATA, [*head, value])
         return self._received(head, self._peers[0])  # type: ignore[no-any-return]
 
-    def all_min(self, value: int) -> int:
-        """Return the least of all ranks' values."""
-        return min(self.exchange(value))
-
     def are_of_one_kind(self) -> bool:
         """Return whether all ranks compute the same bits from the same bits: on devices of one name, with one MLX.
         Asked for the first time by all of them together."""
@@ -406,7 +402,7 @@ def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
     for rank, theirs in enumerate(configured):
         if theirs != configured[0]:
             raise ConfigError(f"ranks must be configured alike: rank 0 is {configured[0]}, and rank {rank} is {theirs}")
-    return ranks.all_min(num_bytes)
+    return min(ranks.exchange(num_bytes))
 
 
 def agreed_storage(ranks: Ranks, choose: ChooseStorage) -> ChooseStorage:
