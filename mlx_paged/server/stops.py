@@ -64,16 +64,12 @@ class StopScanner:
         self._held += text
         place = 0
         while place < len(self._held):
+            self.found = self._stops.longest_at(self._held, place)
+            if self.found is not None:  # whatever comes, the answer ends here
+                break
             if not is_last and self._stops.may_begin_with(self._held[place:]):
-                if (self._stops.longest_at(self._held, place)) is not None:
-                    break  # whatever comes, the answer ends here
-                return self._show(place)
-            if self._stops.longest_at(self._held, place) is not None:
                 break
             place += 1
-        else:
-            return self._show(place)
-        self.found = self._stops.longest_at(self._held, place)
         return self._show(place)
 
     def _show(self, num_characters: int) -> str:
