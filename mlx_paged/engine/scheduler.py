@@ -259,8 +259,10 @@ class Scheduler:
         self._num_running = Counter(each.options.client for each in self.running) if is_counted else Counter()
         while True:
             decode = [(request, 1) for request in self.running if request.length >= request.prefill_end]
-            if not decode or self._fits_after_preempting(decode, self.running[0], failed):
+            if not decode or self.memory.fits(decode):
                 break
+            if not self.preempt_for(self.running[0]):
+                self._fail(self.running[0], 1, failed)
         held = self._held(decode, ()) if self._num_held else []
         # What a failed request held is released after the plan: the next one counts with it.
         chunks = [] if failed or held else self._plan_chunks(decode, failed)
@@ -298,16 +300,6 @@ class Scheduler:
         if len(self.running) < 2:
             return False
         self.preempt(self.running[-1])
-        return True
-
-    def _fits_after_preempting(
-        self, growth: Growth, beneficiary: Request, failed: list[tuple[Request, Exception]]
-    ) -> bool:
-        """Return whether the growth fits; else the youngest has been preempted, or the only one has failed."""
-        if not self.memory.fits(growth):
-            if not self.preempt_for(beneficiary):
-                self._fail(beneficiary, 1, failed)
-            return False
         return True
 
     def _fail(self, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]) -> None:
