@@ -137,7 +137,7 @@ class Prefill:
             self.packs = False  # as without a kernel for packs: MLX's attention has no plans to prepare there
         begin = time.perf_counter()
         done: set[Request] = set()
-        for call in self._calls(chunks):
+        for call in packs_of(chunks) if self.packs else [[chunk] for chunk in chunks]:
             try:
                 call = list(self._call(call, on_failure))
             except Exception as error:
@@ -166,9 +166,6 @@ class Prefill:
         if under_way:
             num_tokens, begin = self._launched
             self.took.append((num_tokens, time.perf_counter() - begin))
-
-    def _calls(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        return packs_of(chunks) if self.packs else [[chunk] for chunk in chunks]
 
     def _is_pack(self, call: Sequence[Chunk]) -> bool:
         if not self.packs or len(call) > 1:
