@@ -1,6 +1,5 @@
 //// own_heads
 // A thread group has the query heads of one row as columns.
-constexpr int ROWS = 1;
 constexpr int WAITS = 2;  // halves of a tree that may wait
 //// common_heads
 // Of shared_decode_tensor, which is paged_decode_tensor for rows that have blocks in common: a thread group takes a partition of
@@ -23,8 +22,6 @@ constexpr int WAITS = 1;
 constexpr int NT = (G + 7) / 8;
 constexpr int KT = (D + 31) / 32;    // 32 dims of a key row per load
 constexpr int VT = (DV + 63) / 64;   // 64 dims of a value row per load
-constexpr int COMMON_TILES = (G * ROWS + 8 * SG - 1) / (8 * SG);  // of a warp, where rows are read together
-constexpr int MOST_TILES = NT > COMMON_TILES ? NT : COMMON_TILES;
 //// quantized_rows
 // CUDA only: paged_decode_tensor for pages of quantised keys and values (quantized/pages.py), whose codes of 8 or 4 bits the
 // tensor cores multiply as they are, as 16-bit floats with an offset (tensor_codes). What is uniform in a group stays out:
@@ -151,8 +148,8 @@ auto end_run = [&](int column, int at, State whole, float4 o) {
 };
 //// common_tile
 // Of shared_decode_tensor: a partition that several rows see. Its keys and values come through shared memory, once for all
-// warps; a warp has 16 of the columns, of wide heads with half of the values' dims. It takes the chunks in the order in which paged_decode_tensor's warps would, first all of
-// the first warp's, and joins what each of these has.
+// warps; a warp has 16 of the columns, of wide heads with half of the values' dims. It takes the chunks in the order in which
+// paged_decode_tensor's warps would, first all of the first warp's, and joins what each of these has.
 //   scores  S[column, token]  = Q[column, dim] K^T[dim, token]
 //   output  O[column, dim]   += P[column, token] V[token, dim]    the accumulators of S are, in pairs, the A fragments of P
 // The products are paged_decode_tensor's with their factors exchanged, of the same tokens and dims, and sums go the same ways.
