@@ -157,6 +157,7 @@ constexpr int KW = ((D / 8 + 3) / 8 * 8 + 4) * 8;  // a row of keys and of value
 constexpr int VW = DV + 8;                         // lies in different banks
 constexpr int STAGE = KEYS * (KW + VW);
 constexpr int CHUNKS = KEYS / CHUNK;  // of a stage
+constexpr int EIGHTS = KEYS / 8;
 constexpr int HALVES = DV > 128 ? 2 : 1;
 constexpr int DW = DV / HALVES;  // dims of values of a warp
 static_assert(PART % (KEYS * SG) == 0, "a partition has as many stages for each warp");
@@ -236,61 +237,69 @@ if (n_rows > 1) {
       m[i] = NOTHING;
       l[i][0] = l[i][1] = 0.0f;
     }
-    for (int i = 0; i < of_warp * CHUNKS; i++) {
-      if (i % CHUNKS == 0) {
-        copies.wait_for_all_but<STAGES - 2>();
-        __syncthreads();
-        copy_next(stage == 0 ? STAGES - 1 : stage - 1);
-      }
-      const T* const keys = staged + stage * STAGE + (i % CHUNKS * CHUNK + r) * KW + c * 8;
-      const T* const values = staged + stage * STAGE + KEYS * KW + (i % CHUNKS * CHUNK + lane % 16) * VW + first_dim + lane / 16 * 8;
-      if (i % CHUNKS == CHUNKS - 1) stage = stage + 1 == STAGES ? 0 : stage + 1;
+    for (int i = 0; i < of_warp; i++) {
+      copies.wait_for_all_but<STAGES - 2>();
+      __syncthreads();
+      copy_next(stage == 0 ? STAGES - 1 : stage - 1);
+      const T* const keys = staged + stage * STAGE + r * KW + c * 8;
+      const T* const values = staged + stage * STAGE + KEYS * KW + lane % 16 * VW + first_dim + lane / 16 * 8;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
       if (tile >= columns) continue;
-      float s[U * 2][4];  // (column, tokens 2c and 2c + 1 of an eight), then the other column
+      float s[EIGHTS][4];  // (column, tokens 2c and 2c + 1 of an eight), then the other column
       UNROLL
-      for (int j = 0; j < U * 8; j++) s[j / 4][j % 4] = 0.0f;
+      for (int j = 0; j < EIGHTS * 4; j++) s[j / 4][j % 4] = 0.0f;
       UNROLL
       for (int kt = 0; kt < KT; kt++) {
         const uint4 a = query[kt * 2], b = query[kt * 2 + 1];
+        uint4 x[EIGHTS];
         UNROLL
-        for (int h = 0; h < U * 2; h++) {
-          uint4 x = make_uint4(0, 0, 0, 0);
-          if (D % 32 == 0 || kt * 32 + c * 8 < D) x = load_aligned(keys + h * 8 * KW + kt * 32);
-          mma<T>(s[h], a.x, a.y, a.z, a.w, x.x, x.y);
-          mma<T>(s[h], b.x, b.y, b.z, b.w, x.z, x.w);
+        for (int h = 0; h < EIGHTS; h++) {
+          x[h] = D % 32 == 0 || kt * 32 + c * 8 < D ? load_aligned(keys + h * 8 * KW + kt * 32) : make_uint4(0, 0, 0, 0);
         }
+        UNROLL
+        for (int h = 0; h < EIGHTS; h++) mma<T>(s[h], a.x, a.y, a.z, a.w, x[h].x, x[h].y);
+        UNROLL
+        for (int h = 0; h < EIGHTS; h++) mma<T>(s[h], b.x, b.y, b.z, b.w, x[h].z, x[h].w);
       }
-      float shrink[2];
+      float shrink[CHUNKS][2];
       UNROLL
       for (int e = 0; e < 2; e++) {
-        float top = m[e];
+        float tops[CHUNKS];
         UNROLL
-        for (int j = 0; j < U * 4; j++) {
+        for (int j = 0; j < EIGHTS * 2; j++) {
           float& x = s[j / 2][e * 2 + j % 2];
           x = product(x, gain);
           if (SOFTCAP) x = product(::tanhf(x), params[1] * LOG2E);
-          top = ::fmaxf(top, x);
+          float& top = tops[j / (U * 4)];
+          top = j % (U * 4) == 0 ? x : ::fmaxf(top, x);
         }
-        top = ::fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = ::fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        shrink[e] = metal::fast::exp2(m[e] - top);
-        m[e] = top;
-        l[e][0] = product(l[e][0], shrink[e]);
-        l[e][1] = product(l[e][1], shrink[e]);
         UNROLL
-        for (int j = 0; j < U * 4; j++) {
-          float& x = s[j / 2][e * 2 + j % 2];
-          x = metal::fast::exp2(x - top);
-          l[e][j % 2] += x;
+        for (int step = 1; step < 4; step *= 2) {
+          UNROLL
+          for (int j = 0; j < CHUNKS; j++) tops[j] = ::fmaxf(tops[j], __shfl_xor_sync(0xffffffffu, tops[j], step));
         }
-      }
-      // Most chunks have no larger score than those before.
-      if (simd_any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
         UNROLL
-        for (int j = 0; j < DW / 2; j++) acc[j / 4][j % 4] *= shrink[j / 2 % 2];
+        for (int j = 0; j < CHUNKS; j++) {
+          const float top = ::fmaxf(m[e], tops[j]);
+          shrink[j][e] = metal::fast::exp2(m[e] - top);
+          m[e] = top;
+          l[e][0] = product(l[e][0], shrink[j][e]);
+          l[e][1] = product(l[e][1], shrink[j][e]);
+          UNROLL
+          for (int k = 0; k < U * 4; k++) {
+            float& x = s[j * U * 2 + k / 2][e * 2 + k % 2];
+            x = metal::fast::exp2(x - top);
+            l[e][k % 2] += x;
+          }
+        }
       }
       UNROLL
-      for (int u = 0; u < U; u++) {
+      for (int u = 0; u < CHUNKS * U; u++) {
+        // Most chunks have no larger score than those before.
+        if (u % U == 0 && simd_any(shrink[u / U][0] != 1.0f || shrink[u / U][1] != 1.0f)) {
+          UNROLL
+          for (int j = 0; j < DW / 2; j++) acc[j / 4][j % 4] *= shrink[u / U][j / 2 % 2];
+        }
         uint high[4], rest[4];
         UNROLL
         for (int j = 0; j < 4; j++) {
@@ -299,12 +308,20 @@ if (n_rows > 1) {
           rest[j] = pack_rounded<T>(p0 - low_of<T>(high[j]), p1 - high_of<T>(high[j]));
         }
         UNROLL
-        for (int t = 0; t < DW / 8; t += 2) {
-          const uint4 x = load_transposed(values + u * 16 * VW + t * 8);
-          mma<T>(acc[t], high[0], high[1], high[2], high[3], x.x, x.y);
-          mma<T>(acc[t + 1], high[0], high[1], high[2], high[3], x.z, x.w);
-          mma<T>(acc[t], rest[0], rest[1], rest[2], rest[3], x.x, x.y);
-          mma<T>(acc[t + 1], rest[0], rest[1], rest[2], rest[3], x.z, x.w);
+        for (int first = 0; first < DW / 8; first += 8) {
+          uint4 x[4];
+          UNROLL
+          for (int t = 0; t < 4 && first + t * 2 < DW / 8; t++) x[t] = load_transposed(values + u * 16 * VW + (first + t * 2) * 8);
+          UNROLL
+          for (int t = 0; t < 4 && first + t * 2 < DW / 8; t++) {
+            mma<T>(acc[first + t * 2], high[0], high[1], high[2], high[3], x[t].x, x[t].y);
+            mma<T>(acc[first + t * 2 + 1], high[0], high[1], high[2], high[3], x[t].z, x[t].w);
+          }
+          UNROLL
+          for (int t = 0; t < 4 && first + t * 2 < DW / 8; t++) {
+            mma<T>(acc[first + t * 2], rest[0], rest[1], rest[2], rest[3], x[t].x, x[t].y);
+            mma<T>(acc[first + t * 2 + 1], rest[0], rest[1], rest[2], rest[3], x[t].z, x[t].w);
+          }
         }
       }
     }
