@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .cuda.device import cuda_limits
 from .launch_shape import LaunchShape
 
 HEADER = 2  # of an item: partition, number of rows; their places in the batch follow
@@ -24,11 +25,13 @@ class SharedCut(NamedTuple):
         shape: of the kernel.
         num_kv_heads: of the layers; each item is a thread group for each of them.
         least_saved: tokens times KV heads of a step that must not be read again for the kernel to be faster.
+        at_once: items for which a thread group of each KV head is on a multiprocessor of its own.
     """
 
     shape: LaunchShape
     num_kv_heads: int
     least_saved: int
+    at_once: int = 1
 
 
 class SharedRows(NamedTuple):
@@ -79,7 +82,18 @@ def items_for(rows: SharedRows, ends: np.ndarray, cut: SharedCut) -> np.ndarray 
     saved = int((sizes * np.maximum(items[:, 1] - 1, 0)).sum())
     if saved * cut.num_kv_heads < cut.least_saved or saved < LEAST_PART * int(ends[:known].sum()):
         return None
-    return items
+    return in_turns(items, cut.at_once)
+
+
+def in_turns(items: np.ndarray, at_once: int) -> np.ndarray:
+    """Return items in the order in which thread groups take them. Where single rows read as many partitions as rows
+    together, half of these come earlier, and both run at the same time: one waits for memory, one for tensor cores."""
+    common = items[:, 1] > 1
+    together, own = items[common], items[~common]
+    if len(own) < len(together):
+        return items
+    half = len(own) // 2
+    return np.concatenate([together[:at_once], own[:half], together[at_once:], own[half:]])
 
 
 # What must not be read again, in tokens times KV heads, of heads up to 64 and wider, and as a part of all: from there
@@ -91,7 +105,7 @@ LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = (1 << 18, 3 << 16), 0.4, 8
 def cut_of(shape: LaunchShape, num_kv_heads: int, head_dim: int) -> SharedCut:
     """Return the cut of layers with so many KV heads of this size."""
     least = LEAST_SAVED[head_dim > 64] * max(1.0, ROWS_OF_LEAST / shape.rows)
-    return SharedCut(shape, num_kv_heads, int(least))
+    return SharedCut(shape, num_kv_heads, int(least), -(-cuda_limits().multiprocessors // num_kv_heads))
 
 
 def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:

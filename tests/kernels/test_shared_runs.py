@@ -70,6 +70,18 @@ def test_each_row_is_read_once_and_only_common_blocks_together(seed):
             assert len({tables[row, blocks].tobytes() for row in together}) == 1
 
 
+@pytest.mark.parametrize(("common", "early"), [(8192, 16), (32768, 0)])
+def test_half_of_what_rows_read_by_themselves_comes_early(common, early):
+    lengths = np.full(32, common + 256)
+    rows = shared_rows(*tables_of(lengths.tolist(), [(row, 0, common // BLOCK) for row in range(1, 32)]), BLOCK)
+    items, plain = items_for(rows, lengths, CUT), shared_items(rows, lengths, SHAPE)
+    assert sorted(items.tolist()) == sorted(plain.tolist())
+    alone = items[:, 1] == 1
+    assert not alone[: CUT.at_once].any() and alone[CUT.at_once : CUT.at_once + early].all()
+    assert alone[CUT.at_once + early :].sum() == 32 - early and alone[-1]
+    assert not alone[CUT.at_once + early : len(items) - 32 + early].any()
+
+
 def test_rows_without_common_blocks_are_not_shared():
     assert shared_rows(*tables_of([500, 600], []), BLOCK) is None
     assert shared_rows(*tables_of([500], []), BLOCK) is None
