@@ -942,14 +942,15 @@ if (first <= last) {
 //// join_runs
 // Of the decode texts for tensor cores: a head's runs are joined, four partitions at a time as a tree, in which a run stands for its
 // partitions, and trees one after another; four values of the output, of which, and of maxima and sums, those of the next run lie
-// `stride` values of float4 further, or pair_stride pairs. Eight runs are loaded at a time.
+// `stride` values of float4 further, or pair_stride pairs. AT_ONCE of them are loaded at a time.
 auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int pair_stride, State& whole, float4& o) {
+  constexpr int AT_ONCE = DV <= 64 ? 8 : 16;
   const int n = (n_live + (1 << run_shift) - 1) >> run_shift;
-  for (int p = 0; p < n; p += 8) {
-    State leaf[8];
-    float4 leaf_o[8];
+  for (int p = 0; p < n; p += AT_ONCE) {
+    State leaf[AT_ONCE];
+    float4 leaf_o[AT_ONCE];
     UNROLL
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < AT_ONCE; i++) {
       if (p + i < n) {
         const float2 pair = load_relaxed(pairs + static_cast<int64_t>(p + i) * pair_stride);
         leaf[i] = {pair.x, pair.y};
@@ -957,15 +958,15 @@ auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int p
       }
     }
     UNROLL
-    for (int i = 0; i < 8; i += 2) {
+    for (int i = 0; i < AT_ONCE; i += 2) {
       if (run_shift < 2 && p + i + 1 < n) join(leaf[i], leaf_o[i], leaf[i + 1], leaf_o[i + 1]), leaf[i] = leaf[i + 1], leaf_o[i] = leaf_o[i + 1];
     }
     UNROLL
-    for (int i = 0; i < 8; i += 4) {
+    for (int i = 0; i < AT_ONCE; i += 4) {
       if (run_shift == 0 && p + i + 2 < n) join(leaf[i], leaf_o[i], leaf[i + 2], leaf_o[i + 2]), leaf[i] = leaf[i + 2], leaf_o[i] = leaf_o[i + 2];
     }
     UNROLL
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < AT_ONCE; i++) {
       if ((i << run_shift) % 4 == 0 && p + i < n) {
         if (p + i > 0) join(whole, o, leaf[i], leaf_o[i]);
         whole = leaf[i], o = leaf_o[i];
