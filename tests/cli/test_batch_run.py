@@ -1,6 +1,7 @@
 """Batches of prompts from a file: reading it, results, sampling options of a line, and progress."""
 
 import importlib
+import inspect
 import io
 import json
 import re
@@ -18,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import generate, load
+from mlx_lm import generate, load, sample_utils
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.sample_utils import make_sampler
 
@@ -28,6 +29,7 @@ from mlx_paged.cli.generate import extend_parser, main
 from mlx_paged.cli.prompts_file import Counts, Prompt, Results, read_prompts
 from mlx_paged.cli.terminal import BatchProgress
 from mlx_paged.errors import PromptsFileError
+from mlx_paged.server.requests import fields
 from tests.support.cases import slow
 from tests.support.processes import commands
 from tests.support.processes.terminal import on_a_terminal
@@ -177,6 +179,29 @@ def test_each_line_has_its_own_sampling_options(folder: Path, expected: list[str
         prompt = tokenizer.encode(lines[index]["prompt"])
         alone = generate(model, tokenizer, prompt, max_tokens=12, sampler=make_sampler(0.9, **options))
         assert alone == texts[index]
+
+
+def test_all_that_a_line_says_of_sampling_reaches_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = set()
+    for name in ("make_sampler", "make_logits_processors"):
+        bound = inspect.signature(getattr(sample_utils, name)).bind
+        monkeypatch.setattr(sample_utils, name, lambda *args, _bind=bound, **given: _given(said, _bind(*args, **given)))
+    tokenizer = SimpleNamespace(encode=lambda text: [1], eos_token_ids=())
+    sampling = Sampling(extend_parser(setup_arg_parser()).parse_args([]), tokenizer, 10)
+    options = {name: 0.25 for name in fields.Sampling.model_fields} | {"logit_bias": {"3": 1.5}, "top_k": 4}
+    sampling.sampler(options)
+    sampling.processors(options)
+    by_request_options = {"seed", "prompt_lookup"}  # see BatchRun._options
+    assert set(fields.Sampling.model_fields) - said == by_request_options, "a field that is ignored"
+
+
+def _given(said: set[str], bound: inspect.BoundArguments) -> list[Any]:
+    """Note the arguments of mlx-lm that have the values of the test's line, by the API's names."""
+    wanted = {"top_k": 4, "logit_bias": {3: 1.5}}
+    said.update(
+        {"temp": "temperature"}.get(n, n) for n, value in bound.arguments.items() if value == wanted.get(n, 0.25)
+    )
+    return []
 
 
 def test_each_line_has_its_own_stop_strings(folder: Path, expected: list[str]) -> None:

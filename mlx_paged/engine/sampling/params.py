@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ...errors import ConfigError
 
 ALL = 1 << 30  # tokens of a context that is the whole history
 LEAST_TEMPERATURE = 2.0**-126  # the least normal float32: GPUs take smaller ones for 0
-_NUMBERS = (
-    *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,9 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
+        for name in (*_NUMBERS, *_NUMBERS_OR_NONE):
             value = getattr(self, name)
-            _check(name, isinstance(value, (int, float)) or (value is None and name.endswith("penalty")), value)
+            _check(name, isinstance(value, (int, float)) or (value is None and name in _NUMBERS_OR_NONE), value)
         _check("temperature", self.temperature >= 0, self.temperature)
         _check("min_p", 0 <= self.min_p <= 1, self.min_p)
         _check("min_tokens_to_keep", _is_int(self.min_tokens_to_keep, 1), self.min_tokens_to_keep)
@@ -112,6 +108,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether any penalty is on."""
         return bool(self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
+
+
+# By their annotations, which are texts here.
+_NUMBERS = [each.name for each in fields(SamplingParams) if each.type == "float"]
+_NUMBERS_OR_NONE = [each.name for each in fields(SamplingParams) if each.type == "float | None"]
 
 
 def _is_int(value: Any, least: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
@@ -19,6 +18,7 @@ from .fields import (
     Body,
     ModelParameters,
     RecordParameters,
+    Sampling,
     SamplingParameters,
     StopField,
     StreamOptions,
@@ -158,12 +158,8 @@ def sampling_of(body: SamplingParameters, defaults: Mapping[str, Any]) -> Sampli
     return SamplingParams(**chosen)
 
 
-# What a body says as the engine takes it.
-_SAMPLING = [
-    each.name
-    for each in fields(SamplingParams)
-    if each.name in SamplingParameters.model_fields and each.name not in ("logit_bias", "seed")
-]
+# What a body says as the engine takes it; a field that SamplingParams lacks is an error, and not ignored.
+_SAMPLING = [name for name in Sampling.model_fields if name not in ("logit_bias", "seed", "prompt_lookup")]
 
 
 def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dict[str, Any]:
