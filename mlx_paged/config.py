@@ -103,10 +103,10 @@ def parse_kv_bits(value: str | int | Sequence[int] | None) -> int | tuple[int, i
     parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
     try:
         k, v = parts if len(parts) > 1 else (parts[0], parts[0])
-        k_bits, v_bits, *_ = PageFormat.of((int(k), int(v)))
+        pages = PageFormat.of((int(k), int(v)))
     except (ValueError, TypeError, IndexError):
         raise ConfigError(f"kv_bits must be 8, 4 or 8,4 (keys, values), not {value!r}") from None
-    return k_bits if k_bits == v_bits else (k_bits, v_bits)
+    return pages.k_bits if pages.k_bits == pages.v_bits else (pages.k_bits, pages.v_bits)
 
 
 def parse_kv_group_size(value: str | int) -> int:

@@ -19,13 +19,12 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import Rows, SequenceTables
 from ..kernels.build import backend
 from ..kernels.products.inference import Inference
-from ..kernels.quantized import PageShape
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import rounded_up, table_width
 from ..kv.storage.attention_params import AttentionParams, Window
-from ..kv.storage.base import Storage
+from ..kv.storage.base import Geometry, Storage
 from ..kv.storage.in_place import InPlaceStorage, TracedBlocks
 from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
@@ -396,7 +395,7 @@ class CompiledStep:
         self.forward = forward
         self._windows = [pool.layer(layer).sees for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
-        self._pages: list[tuple[PageShape | None, bool]] = []  # of each layer, and whether what they hold is rotated
+        self._geometries: list[Geometry] = []  # of each layer
         self._paged: list[weakref.ref[Any]] = []  # caches of the last step, if all are paged
         self._model: Any = None
         self._caches: Sequence[Any] = ()  # how the model expects them composed
@@ -493,7 +492,7 @@ class CompiledStep:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
             self._model, self._caches = model, caches
             own_storages, traces = cast(list[InPlaceStorage], storages), self._traces
-            self._pages = [(storage.pages, storage.rotates) for storage in own_storages]
+            self._geometries = [storage.geometry for storage in own_storages]
             before = [cache.cache for cache in states]
             logits, after = InPlaceStorage.run(
                 function, own_storages, weights, tokens, arrays, before, appended=len(rows)
@@ -562,7 +561,7 @@ class CompiledStep:
     ) -> tuple[tuple[mx.array, list[list[mx.array]]], list[mx.array]]:
         self._traces += 1
         groups = [GroupArrays(tuple(visible), offsets, *map(tuple, others)) for visible, offsets, *others in arrays]
-        blocks = [TracedBlocks(tuple(own), *pages) for own, pages in zip(tensors, self._pages, strict=True)]
+        blocks = [TracedBlocks(tuple(own), geometry) for own, geometry in zip(tensors, self._geometries, strict=True)]
         layers = [
             StepLayer(own, groups[group], window)
             for own, group, window in zip(blocks, self._groups, self._windows, strict=True)

@@ -74,7 +74,7 @@ class PagedLayerCache(PagedKVCache):
         held = self._kv.group.geometry
         if held is None or held.format is None:
             return True
-        return self.window is None and held.format.k_bits == held.format.v_bits and not held.format.rotate
+        return self.window is None and held.format.stock_bits is not None
 
     def to_stock(self) -> KVCache | RotatingKVCache | ChunkedKVCache | QuantizedKVCache:
         """Return the same tokens in mlx-lm's own cache, bit for bit and by position (a copy); dequantised unless
@@ -108,7 +108,7 @@ class PagedLayerCache(PagedKVCache):
     def _to_stock_quantized(self) -> QuantizedKVCache:
         geometry = self._kv.group.geometry
         assert geometry is not None and geometry.rows is not None and geometry.format is not None
-        bits, group_size = geometry.format.k_bits, geometry.format.group_size
+        bits, group_size = geometry.format.stock_bits, geometry.format.group_size
         stored = zip(geometry.rows, self._kv.read_stored(self.table), strict=True)
         keys, values = (tuple(map(mx.contiguous, form.split(rows))) for form, rows in stored)
         stock = QuantizedKVCache(group_size, bits)

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +26,7 @@ from mlx_paged.kv.storage.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.storage.base import Geometry, PageFormat
 from mlx_paged.kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason, storage_choice
 from mlx_paged.kv.storage.functional import QuantizedStorage
-from mlx_paged.kv.storage.in_place import InPlaceStorage
+from mlx_paged.kv.storage.in_place import InPlaceStorage, TracedBlocks
 from mlx_paged.warn import NotPagedWarning
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
@@ -442,6 +443,37 @@ def test_a_format_that_rotates_is_another_one() -> None:
     geometry = Geometry(2, 64, 64, mx.float32)
     a, b = geometry._replace(format=plain), geometry._replace(format=rotated)
     assert a != b and a.bytes_per_token() == b.bytes_per_token() and a.stored == b.stored
+
+
+def test_only_bits_alike_that_do_not_rotate_are_those_of_mlx_lms_cache() -> None:
+    formats = [PageFormat.of(8), PageFormat.of(4, 32), PageFormat.of((8, 4)), PageFormat.of(4, rotate=True)]
+    assert [each.stock_bits for each in formats] == [8, 4, None, None]
+    geometries = [Geometry(2, 64, 64, mx.float32, each) for each in (None, *formats)]
+    assert [each.rotates for each in geometries] == [False, False, False, False, True]
+    dtypes = [TracedBlocks((mx.zeros(1, mx.uint32),) * 3, each).dtype for each in geometries]
+    assert dtypes == [mx.uint32, *[mx.float32] * 4], "blocks in a compiled step do not know their pages"
+
+
+class NewerFormat(NamedTuple):
+    """A page format with a field more."""
+
+    k_bits: int
+    v_bits: int
+    group_size: int
+    rotate: bool = False
+    added: int = 3
+    why_not = PageFormat.why_not
+    stock_bits = PageFormat.stock_bits
+
+
+def test_a_format_with_a_field_more_is_read_by_its_names() -> None:
+    k, v = outlying(3, 20, 64)
+    for rotates in (False, True):
+        pool, got = filled(NewerFormat(8, 8, 32, rotates), k, v)
+        _, want = filled(PageFormat(8, 8, 32, rotates), k, v)
+        assert all(mx.array_equal(*pair) for pair in zip(got, want, strict=True))
+        assert pool.groups[0].geometry.format.added == 3 and pool.groups[0].geometry.rotates == rotates
+        assert pool.stats().quantized_tokens == 20
 
 
 def test_packed_and_batched_rows_are_those_of_each_alone() -> None:

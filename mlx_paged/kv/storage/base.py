@@ -54,6 +54,11 @@ class PageFormat(NamedTuple):
                 return f"a head of {dim} is not made of groups of {self.group_size} (kv_group_size)"
         return None
 
+    @property
+    def stock_bits(self) -> int | None:
+        """Bits with which mlx-lm's quantised cache holds the same bytes; None: it has no such form."""
+        return self.k_bits if self.k_bits == self.v_bits and not self.rotate else None
+
     def __str__(self) -> str:
         bits = f"{self.k_bits}" if self.k_bits == self.v_bits else f"{self.k_bits}/{self.v_bits}"
         return f"{bits} bits in groups of {self.group_size}{', rotated' if self.rotate else ''}"
@@ -100,6 +105,11 @@ class Geometry(NamedTuple):
             QuantizedRows(self.k_head_dim, self.format.k_bits, group_size, self.dtype),
             QuantizedRows(self.v_head_dim, self.format.v_bits, group_size, self.dtype),
         )
+
+    @property
+    def rotates(self) -> bool:
+        """Whether pages hold keys and values rotated; queries and results of attention are rotated to match."""
+        return self.format is not None and self.format.rotate
 
     @property
     def stored(self) -> Geometry:

@@ -310,11 +310,11 @@ class QuantizedStorage(GatheredStorage):
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         forms = geometry.rows
-        assert forms is not None and geometry.format is not None
+        assert forms is not None
         self.geometry = geometry
         self.num_quantized = 0
         self._k, self._v = forms
-        self._rotates = geometry.format.rotate
+        self._rotates = geometry.rotates
         self._rows = FunctionalStorage(geometry.stored, block_size, num_blocks)
 
     @property

@@ -89,7 +89,7 @@ class InPlaceStorage:
         self.geometry = geometry
         self.block_size = block_size
         self.pages = pages_of(geometry)
-        self.rotates = geometry.format is not None and geometry.format.rotate
+        self.rotates = geometry.rotates
         self.num_quantized = 0
         # The fence before the latest write, and how many tokens that has quantised.
         self._last_write: tuple[mx.array | None, int] = (None, 0)
@@ -331,11 +331,9 @@ def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
 class TracedBlocks:
     """One layer's blocks inside a function that :meth:`InPlaceStorage.run` calls; private to it as to the storage."""
 
-    def __init__(
-        self, tensors: tuple[mx.array, mx.array, mx.array], pages: PageShape | None = None, rotates: bool = False
-    ) -> None:
+    def __init__(self, tensors: tuple[mx.array, mx.array, mx.array], geometry: Geometry) -> None:
         self.__keys, self.__values, self.__fence = tensors
-        self._pages, self._rotates = pages, rotates
+        self._pages, self._rotates = pages_of(geometry), geometry.rotates
 
     def fence(self) -> mx.array:
         return self.__fence
