@@ -20,7 +20,7 @@ from .errors import RequestRefused, invalid, not_found
 from .http import Gate, RequestLog, body_of, json_response
 from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, cache_page
 from .request import ServerRequest
-from .requests.endpoints import COUNT_TOKENS, DETOKENIZE, ENDPOINTS, RESPONSES, TOKENIZE, Endpoint, description
+from .requests.endpoints import COUNT_TOKENS, DETOKENIZE, ENDPOINTS, RESPONSES, TOKENIZE, Endpoint, Page, description
 from .requests.fields import MAX_PRIORITY, parsed
 from .requests.messages import message_request
 from .requests.pieces import Head
@@ -43,7 +43,7 @@ def make_app(service: Service) -> Any:
         for endpoint in ENDPOINTS.values()
         for path in (endpoint.path, *endpoint.aliases)
     ]
-    routes += [Route(path, page, methods=["GET"]) for path, page in app.pages().items()]
+    routes += [Route(path, page.answer, methods=["GET"]) for path, page in app.pages().items()]
     routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
     routes += service.batches.routes(lambda http: service.config.api_keys.salt(app.check_key(http), None))
     gate = service.batches.app = Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
@@ -140,10 +140,20 @@ class App:
 
     # GET ------------------------------------------------------------------------------------------------------
 
-    def pages(self) -> dict[str, Any]:
-        pages = {"/": self.root, "/cache": self.cache, "/health": self.health, "/openapi.json": self.openapi}
-        pages |= {"/version": self.version, "/metrics": self.metrics, "/v1/cache/stats": self.stats}
-        return {**pages, "/v1/models": self.models, "/v1/models/": self.models, "/v1/models/{name:path}": self.model}
+    def pages(self) -> dict[str, Page]:
+        """Return what is asked with GET, by path; routes and the description are made from it."""
+        return {
+            "/health": Page(self.health, "Whether the server is ready"),
+            "/version": Page(self.version, "Versions"),
+            "/v1/models": Page(self.models, "The models"),
+            "/v1/cache/stats": Page(self.stats, "What the pool holds"),
+            "/metrics": Page(self.metrics, "The same for Prometheus", "text/plain"),
+            "/cache": Page(self.cache, "A page that draws the pool", "text/html"),
+            "/openapi.json": Page(self.openapi, "This description"),
+            "/": Page(self.root),
+            "/v1/models/": Page(self.models),
+            "/v1/models/{name:path}": Page(self.model),
+        }
 
     async def root(self, http: Request) -> Response:
         return RedirectResponse("/cache", 307)
@@ -156,7 +166,8 @@ class App:
         return json_response(health, 200 if health["status"] in HEALTHY else 503, {"cache-control": "no-store"})
 
     async def openapi(self, http: Request) -> Response:
-        return json_response(description(version("mlx_paged"), has_keys=bool(self._service.config.api_keys)))
+        has_keys = bool(self._service.config.api_keys)
+        return json_response(description(version("mlx_paged"), self.pages(), has_keys=has_keys))
 
     async def stats(self, http: Request) -> Response:
         self.check_key(http)

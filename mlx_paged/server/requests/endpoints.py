@@ -1,4 +1,4 @@
-"""The endpoints that are asked with POST, and the server's description of them."""
+"""The endpoints that are asked with POST, and the server's description of them and of its pages."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ ERRORS = {
     "501": "what several ranks do not do",
     "503": "the server is loading, shutting down or has failed",
 }
-PAGES = {
-    "/health": ("Whether the server is ready", "application/json"),
-    "/version": ("Versions", "application/json"),
-    "/v1/models": ("The models", "application/json"),
-    "/v1/cache/stats": ("What the pool holds", "application/json"),
-    "/metrics": ("The same for Prometheus", "text/plain"),
-    "/cache": ("A page that draws the pool", "text/html"),
-    "/openapi.json": ("This description", "application/json"),
-}
 
 
 class Endpoint(NamedTuple):
@@ -58,6 +49,20 @@ class Endpoint(NamedTuple):
     request: Callable[[Any, Mapping[str, Any]], ServerRequest] | None = None
     form: Callable[[Head, Any], Form] | None = None
     aliases: tuple[str, ...] = ()
+
+
+class Page(NamedTuple):
+    """What is asked with GET.
+
+    Attributes:
+        answer: gives the answer to a request.
+        summary: for readers of the documentation; "": it is not described there.
+        kind: media type of the answer.
+    """
+
+    answer: Callable[..., Any]
+    summary: str = ""
+    kind: str = "application/json"
 
 
 CHAT = Endpoint(
@@ -99,11 +104,12 @@ def support_of(body: type[Body], name: str) -> str:
     return str(extra[SUPPORT]) if isinstance(extra, dict) and SUPPORT in extra else "supported"
 
 
-def description(version: str, *, has_keys: bool = False) -> dict[str, Any]:
+def description(version: str, pages: Mapping[str, Page], *, has_keys: bool = False) -> dict[str, Any]:
     """Return the server's OpenAPI description.
 
     Args:
         version: of the server.
+        pages: what is asked with GET, by path.
         has_keys: whether clients need an API key.
     """
     models = [(endpoint.body, "validation") for endpoint in ENDPOINTS.values()]
@@ -116,8 +122,9 @@ def description(version: str, *, has_keys: bool = False) -> dict[str, Any]:
         body = {"required": True, "content": {"application/json": {"schema": names[endpoint.body, "validation"]}}}
         for path in (endpoint.path, *endpoint.aliases):
             paths[path] = {"post": {"summary": endpoint.summary, "requestBody": body, "responses": answers}}
-    for path, (summary, kind) in PAGES.items():
-        paths[path] = {"get": {"summary": summary, "responses": _answers(kind)}}
+    for path, page in pages.items():
+        if page.summary:
+            paths[path] = {"get": {"summary": page.summary, "responses": _answers(page.kind)}}
     components = {"schemas": {**schemas["$defs"], "Error": {"type": "object", "required": ["error"]}}}
     described: dict[str, Any] = {
         "openapi": "3.1.0",
