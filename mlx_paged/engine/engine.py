@@ -17,7 +17,7 @@ from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow
 from ..errors import ConfigError, PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
-from ..kernels.availability import on_metal, packs_prompts
+from ..kernels.availability import on_metal
 from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
@@ -38,6 +38,7 @@ from .prefill import (
     can_pack,
     grid_tokens,
     most_step_tokens,
+    packs_by_default,
 )
 from .ranks.ranks import Agreement
 from .request import Request, sequence_of
@@ -114,10 +115,7 @@ class Engine:
         # The model of a layout without any paged layer attends to nothing.
         reads_blocks_only = reads_blocks_only or self.pool is None
         self.can_pack = batch.kind == "together" and reads_blocks_only and can_pack(fresh, batch.upstream.state_cache)
-        if packs is None:
-            in_place = self.pool is None or all(group.in_place for group in self.pool.groups)
-            # A Mac that finds its kernel wrong packs no more; ranks have to do the same.
-            packs = in_place and packs_prompts() and not (on_metal() and batch.ranks is not None)
+        packs = packs_by_default(self.pool, over_ranks=batch.ranks is not None) if packs is None else packs
         self.packs = packs and self.can_pack
         self.sharing: PrefixSharing | CheckpointSharing | None = None
         self.budget: PoolBudget | None = None

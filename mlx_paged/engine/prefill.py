@@ -15,7 +15,8 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import PackedStates
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import NotPackableError, Rows
-from ..kernels.availability import on_metal
+from ..kernels.availability import on_metal, packs_prompts
+from ..kv.pool import BlockPool
 from ..warn import warn_once
 from .request import Request
 from .scheduler import Chunk
@@ -230,6 +231,13 @@ def can_pack(caches: Sequence[Any], state_cache: type[Any]) -> bool:
         state_cache: class of the caches that hold states.
     """
     return all(isinstance(cache, PagedKVCache | state_cache) for cache in leaves(caches))
+
+
+def packs_by_default(pool: BlockPool | None, *, over_ranks: bool) -> bool:
+    """Return whether prompts go through the model as packs where nobody has chosen: blocks are in place, and a GPU has
+    a kernel for packs. A Mac that finds its kernel wrong packs no more; ranks would have to do the same."""
+    in_place = pool is None or all(group.in_place for group in pool.groups)
+    return in_place and packs_prompts() and not (on_metal() and over_ranks)
 
 
 def pack_layers(rows: Rows | None, caches: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:

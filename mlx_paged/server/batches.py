@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from .errors import RequestRefused, invalid, not_found
 from .http import body_of, json_response
+from .requests import endpoints
 from .requests.fields import MAX_PRIORITY
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ MAX_LINES = 50_000  # requests of a batch, as OpenAI has it
 MAX_KEPT = 1000  # batches
 MAX_OPEN = 16  # batches that are not over
 NUM_AT_ONCE = 16  # requests of a batch
-MESSAGES = "/v1/messages"
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES)
+MESSAGES = endpoints.MESSAGES.path
+URLS = tuple(path for path, each in endpoints.ENDPOINTS.items() if each.request is not None)
 OPEN = ("in_progress", "cancelling")
 FILES = ("input_file_id", "output_file_id", "error_file_id")
 TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")

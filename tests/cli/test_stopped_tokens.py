@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
-from mlx_paged.cli.batch_run import StoppedTokens
+from mlx_paged.server.stops import StoppedTokens
 from tests.server.test_stop_strings import cut_of
 
 pytestmark = pytest.mark.demo_model

@@ -233,13 +233,13 @@ def test_packs_are_taken_where_there_is_a_kernel_and_blocks_are_in_place(monkeyp
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     assert not generator(model)._engine.packs
-    monkeypatch.setattr(engine_module, "packs_prompts", lambda: True)
+    monkeypatch.setattr(prefill, "packs_prompts", lambda: True)
     assert not generator(model)._engine.packs
     with fake_kernels():
         mlx_paged.remove_patches()
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         assert generator(model)._engine.packs
-        monkeypatch.setattr(engine_module, "packs_prompts", lambda: False)
+        monkeypatch.setattr(prefill, "packs_prompts", lambda: False)
         assert not generator(model)._engine.packs
 
 

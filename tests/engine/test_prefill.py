@@ -13,7 +13,6 @@ from mlx_lm.models import llama
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
-from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill as prefill_module
 from mlx_paged.errors import RequestFailedError
 from tests.support.models.batch_runs import Outcome, collect, generator, run_all
@@ -28,7 +27,7 @@ def in_kernel(request: pytest.FixtureRequest, kernels: object, monkeypatch: pyte
     """Whether short chunks go through the decode kernel, as where MLX's attention prepares a plan for each shape. None
     are packed, as where there is no kernel for packs."""
     chosen = bool(request.param == "in the kernel")
-    monkeypatch.setattr(engine_module, "packs_prompts", lambda: False)
+    monkeypatch.setattr(prefill_module, "packs_prompts", lambda: False)
     monkeypatch.setattr(dispatch, "prepares_plans", lambda: chosen)
     return chosen
 
