@@ -148,8 +148,9 @@ def test_every_byte_counts_in_any_dtype_and_layout(dtype: mx.Dtype, monkeypatch:
 
 
 @pytest.mark.gpu
-def test_reading_the_weights_leaves_them_where_they_are() -> None:
+def test_reading_the_weights_leaves_them_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, a buffer that the host reads is moved to where it can, for good."""
+    monkeypatch.setattr(identity, "PIECE_WORDS", 1 << 16)  # what is freed late is less than the weights
     x = mx.random.normal((1024, 4096)).astype(mx.bfloat16)
     module = nn.Module()
     module.x = x
@@ -157,6 +158,6 @@ def test_reading_the_weights_leaves_them_where_they_are() -> None:
     found = model_identity(module)
     active = mx.get_active_memory()
     assert model_identity(module) == found
-    assert mx.get_active_memory() <= active + 4 * identity.PIECE_WORDS
+    assert mx.get_active_memory() < active + x.nbytes // 2
     module.x = mx.array(np.array(x.view(mx.uint16))).view(mx.bfloat16)
     assert model_identity(module) == found
