@@ -1,10 +1,10 @@
 """Cubins: what is compiled, kept on disk and packed for MLX."""
 
 import os
-import random
 import shutil
 import struct
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from lz4.block import decompress
 
 from mlx_paged.kernels.cuda import cubins as cubins_module
-from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins, cubins, fat_binary, folder_path, lz4_block
+from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins, cubins, fat_binary, folder_path
 from mlx_paged.kernels.cuda.launch import Source
 
 WAIT_SECONDS = 60
@@ -231,49 +232,6 @@ def test_a_text_that_asks_for_all_an_architecture_has_is_compiled_for_it() -> No
 HEADERS = 16 + 64
 
 
-def unpacked(block: bytes) -> bytes:
-    """What an LZ4 block holds; fails for one that breaks the rules for its end."""
-    out, at, last_match = bytearray(), 0, 0
-
-    def count(base: int) -> int:
-        nonlocal at
-        while base >= 15 and base % 255 == 15:
-            base, at = base + block[at], at + 1
-            if block[at - 1] < 255:
-                break
-        return base
-
-    while True:
-        token, at = block[at], at + 1
-        literals = count(token >> 4)
-        out += block[at : at + literals]
-        at += literals
-        if at == len(block):
-            assert not last_match or (literals >= 5 and len(out) - last_match >= 12), "the end is not literals"
-            return bytes(out)
-        distance, at = struct.unpack_from("<H", block, at)[0], at + 2
-        assert 0 < distance <= len(out)
-        last_match = len(out)
-        for _ in range(count(token & 15) + 4):
-            out.append(out[-distance])
-
-
-@pytest.mark.parametrize("kinds", [1, 2, 4, 256])
-def test_blocks_hold_what_was_packed(kinds: int) -> None:
-    numbers = random.Random(kinds)
-    for length in (*range(40), 270, 300, 4000):
-        data = bytes(numbers.randrange(kinds) for _ in range(length))
-        assert unpacked(lz4_block(data)) == data, length
-
-
-def test_far_and_long_repetitions_are_found_and_too_far_ones_are_not_used() -> None:
-    numbers = random.Random(0)
-    part = numbers.randbytes(3000)
-    near, far = part + numbers.randbytes(60_000) + part, part + numbers.randbytes(65_000) + part
-    assert unpacked(lz4_block(near)) == near and len(lz4_block(near)) < len(near) - 2600
-    assert unpacked(lz4_block(far)) == far
-
-
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_90a"])
 def test_the_container_is_the_one_that_nvidias_tool_writes(tmp_path: Path, architecture: str) -> None:
     nvcc, tool = shutil.which("nvcc"), shutil.which("fatbinary")
@@ -301,12 +259,23 @@ def test_the_container_is_the_one_that_nvidias_tool_writes(tmp_path: Path, archi
     for data in (ours, theirs):
         size, packed = struct.unpack_from("<QI", data, 24)
         assert struct.unpack_from("<Q", data, 8)[0] == len(data) - 16 and size == len(data) - HEADERS
-        assert unpacked(data[HEADERS : HEADERS + packed]) == cubin
+        assert decompress(data[HEADERS : HEADERS + packed], uncompressed_size=len(cubin)) == cubin
     masked = [
         bytes(0 if any(i in part for part in sizes) else byte for i, byte in enumerate(x[:HEADERS]))
         for x in (ours, theirs)
     ]
     assert masked[0] == masked[1]
+
+
+def test_a_container_holds_the_machine_code_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = bytes(range(256)) * 40
+    container = fat_binary(code, "sm_90")
+    (packed,) = struct.unpack_from("<I", container, 32)
+    assert decompress(container[HEADERS : HEADERS + packed], uncompressed_size=len(code)) == code
+    assert len(container) < len(code) // 4
+    monkeypatch.setitem(sys.modules, "lz4.block", None)
+    packing, plain = (Cubins(FakeCompiler(), "sm_90", None, is_packed=is_packed) for is_packed in (True, False))
+    assert packing.get(source("a")) is None and plain.get(source("a"))
 
 
 def test_an_architecture_without_a_number_is_refused() -> None:
