@@ -24,6 +24,7 @@ from ..model_folder import tell_if_unbounded
 from ..server.errors import invalid
 from ..server.stops import StoppedTokens
 from .answer_grammars import AnswerGrammars
+from .over_ranks import of_first
 from .prompts_file import Prompt, Results, read_prompts
 from .terminal import BatchProgress
 
@@ -185,15 +186,12 @@ def run_prompts_file(
         KeyboardInterrupt: with what is done written.
     """
     is_first = ranks is None or ranks.rank == 0
-    lines = _lines(args.prompts_file) if is_first else []
-    if ranks is not None:
-        lines = [line.encode("latin-1") for line in ranks.broadcast([line.decode("latin-1") for line in lines])]
-    prompts = read_prompts(lines, "stdin" if args.prompts_file == "-" else args.prompts_file)
+    lines = of_first(ranks, lambda: [line.decode("latin-1") for line in _lines(args.prompts_file)])
+    name = "stdin" if args.prompts_file == "-" else args.prompts_file
+    prompts = read_prompts([line.encode("latin-1") for line in lines], name)
     path = None if args.output is None or not is_first else Path(args.output)
     results = Results(prompts, path, sys.stdout, resume=args.resume and is_first)
-    missing = list(results.missing())
-    if ranks is not None:
-        missing = [prompts[index] for index in ranks.broadcast([prompt.index for prompt in missing])]
+    missing = [prompts[index] for index in of_first(ranks, lambda: [prompt.index for prompt in results.missing()])]
     stderr = sys.stderr if is_first else io.StringIO()
     try:
         if args.seed is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,7 @@ def run(
     if ranks is not None:
         args.cache_stats = args.cache_stats and ranks.rank == 0
         if args.prompts_file is None and args.prompt == "-":
-            over_ranks.share_stdin(ranks)
+            sys.stdin = io.StringIO(over_ranks.of_first(ranks, sys.stdin.read))
     if args.prompt_cache_file is not None:
         names["load_prompt_cache"] = explain_load_errors(upstream.load_prompt_cache, args.prompt_cache_file)
     asked = KVBits.of(vars(args))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import io
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -21,6 +20,8 @@ from ..engine.ranks.ranks import Ranks
 from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, check_same, connect, parse_timeout, versions
 from ..errors import ConfigError, RankError
 from ..warn import warn_once
+
+T = TypeVar("T")
 
 # What mlx-lm does not do over ranks either.
 REFUSED = {
@@ -133,9 +134,11 @@ def over_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
         ranks.fail(error)
 
 
-def share_stdin(ranks: Ranks) -> None:
-    """Have every rank read what the first one reads."""
-    sys.stdin = io.StringIO(ranks.broadcast(sys.stdin.read() if ranks.rank == 0 else ""))
+def of_first(ranks: Ranks | None, find: Callable[[], T]) -> T:
+    """Return on every rank what the first one finds: of what JSON has, the text or the prompts of a file."""
+    if ranks is None:
+        return find()
+    return ranks.broadcast(find() if ranks.rank == 0 else None)  # type: ignore[return-value]
 
 
 def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:

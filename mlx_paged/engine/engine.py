@@ -70,9 +70,9 @@ class Engine:
         prefill_batch_size: most of them whose prompt is being computed.
         prefixes: a prefix cache.
         factory: makes the requests' caches; all of them in one pool.
-        packs: chunks of several prompts go through the model as packs, if its caches allow it; None: where blocks are
-            written in place and MLX's attention prepares plans.
-        reads_blocks_only: the model's attention hands keys and values to attention functions, and does nothing else.
+        packs: chunks of several prompts go through the model as packs, if it :func:`.prefill.can_pack`; None: see
+            :func:`.prefill.packs_by_default`.
+        reads_blocks_only: see :func:`.prefill.can_pack`.
         state_interval: see :class:`CheckpointSharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
             time bounds them (see :class:`PrefillPace`).
@@ -112,9 +112,8 @@ class Engine:
             self.pool.drops_when_idle = False
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in leaves(fresh))
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
-        # The model of a layout without any paged layer attends to nothing.
-        reads_blocks_only = reads_blocks_only or self.pool is None
-        self.can_pack = batch.kind == "together" and reads_blocks_only and can_pack(fresh, batch.upstream.state_cache)
+        takes_rows, state_cache = batch.kind == "together", batch.upstream.state_cache
+        self.can_pack = can_pack(fresh, state_cache, reads_blocks_only=reads_blocks_only, takes_rows=takes_rows)
         packs = packs_by_default(self.pool, over_ranks=batch.ranks is not None) if packs is None else packs
         self.packs = packs and self.can_pack
         self.sharing: PrefixSharing | CheckpointSharing | None = None
@@ -447,12 +446,14 @@ class Engine:
         return self.budget is None or self.budget.holds(num_tokens)
 
     def fits(self, growth: Growth) -> bool:
-        """Return whether the growth fits; evicts prefixes for it."""
+        """Return whether the growth fits; drops finished requests' caches until it does."""
         try:
-            return self.budget is None or appends.fits(self.budget, growth, self.sharing, self._drop_finished)
+            while self.budget is not None and not appends.fits(self.budget, growth, self.sharing):
+                if not self._drop_finished():
+                    return False
         except Exception as error:  # on behalf of the last one, which fails before anything is appended
             self._note(growth[-1][0], error)
-            return True
+        return True
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that so many tokens can take."""

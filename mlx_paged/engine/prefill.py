@@ -223,14 +223,22 @@ def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     return [pack, *alone] if pack else alone
 
 
-def can_pack(caches: Sequence[Any], state_cache: type[Any]) -> bool:
-    """Return whether new tokens of several sequences can go through the model as rows of one token each, as far as its
-    caches tell: every layer must be paged, or keep a state.
+def can_pack(
+    caches: Sequence[Any], state_cache: type[Any], *, reads_blocks_only: bool, takes_rows: bool = True
+) -> bool:
+    """Return whether new tokens of several sequences can go through the model as rows of one token each: every layer
+    must be paged, or keep a state.
 
     Args:
+        caches: of a sequence.
         state_cache: class of the caches that hold states.
+        reads_blocks_only: the model's attention hands keys and values to attention functions, and does nothing else. A
+            model without a paged layer attends to nothing.
+        takes_rows: the model computes several rows in one call.
     """
-    return all(isinstance(cache, PagedKVCache | state_cache) for cache in leaves(caches))
+    of_layers = leaves(caches)
+    attends_so = reads_blocks_only or not any(isinstance(cache, PagedKVCache) for cache in of_layers)
+    return takes_rows and attends_so and all(isinstance(cache, PagedKVCache | state_cache) for cache in of_layers)
 
 
 def packs_by_default(pool: BlockPool | None, *, over_ranks: bool) -> bool:

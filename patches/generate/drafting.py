@@ -84,7 +84,8 @@ def why_not_drafted(model: Any, draft_model: Any) -> str | None:
     if draft_model is model:
         return "a model cannot be its own draft model"
     fresh = factory_of(model, None)()
-    if sequence_of(fresh) is None or not can_pack(fresh, UPSTREAM.state_cache) or not reads_blocks_only(model):
+    verifies = can_pack(fresh, UPSTREAM.state_cache, reads_blocks_only=reads_blocks_only(model))
+    if sequence_of(fresh) is None or not verifies:
         return f"{type(model).__module__} cannot verify drafts: {WHY_NOT}"
     if isinstance(draft_model, MTPHead):
         return None if draft_model.model is model else "the prediction head belongs to another model"

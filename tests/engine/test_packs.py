@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -339,7 +339,15 @@ def test_chunks_that_failed_with_others_come_alone() -> None:
     chunks = [Chunk(request, 3) for request in requests]
     assert packs_of(chunks) == [[chunks[0], chunks[2], chunks[3]], [chunks[1]]]
     assert packs_of(chunks[1:2]) == [[chunks[1]]] and packs_of([]) == []
-    assert can_pack(caches_of(pool), ArraysCache)
+
+
+def test_what_can_be_packed() -> None:
+    pages, states = caches_of(make_pool()), [ArraysCache(2)]
+    assert can_pack([*pages, *states], ArraysCache, reads_blocks_only=True)
+    assert not can_pack([*pages, *states], ArraysCache, reads_blocks_only=True, takes_rows=False)
+    assert not can_pack([*pages, *states], ArraysCache, reads_blocks_only=False)
+    assert can_pack(states, ArraysCache, reads_blocks_only=False)
+    assert not can_pack([*pages, KVCache()], ArraysCache, reads_blocks_only=True)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, [[16], [16], [7]]), (20, [[16]]), (0, [])])
