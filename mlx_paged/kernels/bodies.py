@@ -79,6 +79,13 @@ def _fused(names: str, helpers: tuple[str, ...] = ()) -> Body:
     )
 
 
+def _shared(names: str, helpers: tuple[str, ...] = ()) -> Body:
+    """Return a decode kernel for rows that have blocks in common."""
+    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "items")
+    parts = _parts("tensor_decode", names)
+    return Body(Family.DECODE, parts, inputs, ("partial", "stats", "fence_out"), helpers, cuda_only=True)
+
+
 def _prefill(file: str, names: str, helpers: tuple[str, ...] = (), *, latent: bool = False) -> Body:
     pools = ("k_pool", "v_pool", "rotated", "fence") if latent else _POOL
     inputs = ("q", *pools, "tables", "tiles", "params", "sinks")
@@ -154,16 +161,14 @@ BODIES: dict[str, Body] = {
         " quantized_store join join_runs own_join nothing_seen",
         _TENSOR_CODES,
     ),
-    "shared_decode_tensor": Body(
-        Family.DECODE,
-        _parts(
-            "tensor_decode",
-            "common_heads dense_rows partition common_row sees bounds common_end common_tile dense_tile sums"
-            " dense_store join",
-        ),
-        ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "items"),
-        ("partial", "stats", "fence_out"),
-        cuda_only=True,
+    "shared_decode_tensor": _shared(
+        "common_heads dense_rows partition common_row sees bounds common_end common_tile dense_tile sums"
+        " dense_store join"
+    ),
+    "shared_quantized_decode_tensor": _shared(
+        "common_columns quantized_rows partition common_row sees bounds quantized_common_end quantized_tile sums"
+        " quantized_store join",
+        _TENSOR_CODES,
     ),
     "join_partitions": Body(
         Family.MERGE,

@@ -19,7 +19,7 @@ from .cases import Blocks, attention, squared_errors, worst_rms
 from .decode_spec import pool_constants_of, spec_of
 from .latent_prompts import BODY as PROMPTS_BODY
 from .latent_prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
-from .launch_shape import FUSED_BODIES, LATENT_BODIES, MAX_QUERY_LENGTH, SHARED_BODY, LaunchShape, Variant, shape_for
+from .launch_shape import FUSED_BODIES, LATENT_BODIES, MAX_QUERY_LENGTH, SHARED_BODIES, LaunchShape, Variant, shape_for
 from .prefill import prefill_constants_of, prefill_difference
 from .prefill import shape_of as prefill_shape_of
 from .quantized import PageShape, new_blocks
@@ -61,7 +61,7 @@ def self_check(variant: Variant) -> SelfCheck:
     """
     if variant.body == PROMPTS_BODY:
         difference = prompts_difference
-    elif variant.body == SHARED_BODY:
+    elif variant.body in SHARED_BODIES:
         difference = shared_difference
     elif BODIES[variant.body].family is Family.PREFILL:
         difference = prefill_difference
@@ -105,7 +105,7 @@ def shared_difference(variant: Variant) -> float:
     """
     block = variant.block_size
     contexts = [2100, 2100, 2090, 300, 2400, 1, 700, 2200, 310]
-    rows = _Rows(variant._replace(body=FUSED_BODIES[0]), contexts, 4)
+    rows = _Rows(variant._replace(body=FUSED_BODIES[variant.pages is not None]), contexts, 4)
     for table, tokens in zip(rows.tables, [0, 2080, 2048, 256, 2080, 0, 640, 1280, 256], strict=True):
         table[: tokens // block] = rows.tables[0][: tokens // block]
     q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)

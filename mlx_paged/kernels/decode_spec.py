@@ -14,7 +14,7 @@ from .launch_shape import (
     FUSED_BODIES,
     LATENT_BODIES,
     MATRIX_BODIES,
-    SHARED_BODY,
+    SHARED_BODIES,
     LaunchShape,
     Variant,
     latent_run,
@@ -59,7 +59,7 @@ def spec_of(
 ) -> DecodeSpec:
     """Return the spec of a call over block tables that have fewer than 8 elements (``few_tables``) or more.
 
-    n_items: thread groups of shared_decode_tensor for each kv head.
+    n_items: thread groups of a kernel for common blocks, for each kv head.
     """
     rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
     cores = cuda_limits().multiprocessors
@@ -68,7 +68,7 @@ def spec_of(
         run = launch_shape.run or run_length(counters * n_partitions, cores, launch_shape.groups)
         spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, -(-n_partitions // run))
         spec = spec._replace(counters=counters, run=run)
-    elif variant.body == SHARED_BODY:
+    elif variant.body in SHARED_BODIES:
         spec = _decode_spec(variant, launch_shape, batch, n_q_heads, q_len, max(n_partitions, 2))
         spec = _shared_spec(spec, variant, launch_shape, n_items)
     elif variant.body == LATENT_BODIES[1]:
@@ -136,7 +136,7 @@ def _fused_spec(
 
 
 def _shared_spec(spec: DecodeSpec, variant: Variant, launch_shape: LaunchShape, n_items: int) -> DecodeSpec:
-    """Return the spec of shared_decode_tensor: a thread group for each item and kv head, and its own way to join."""
+    """Return the spec of a kernel for common blocks: a thread group for each item and kv head, and its way to join."""
     cut = (
         *(("ROWS", launch_shape.rows), ("KEYS", launch_shape.keys), ("STAGES", launch_shape.stages)),
         ("GROUPS", launch_shape.groups),

@@ -110,10 +110,12 @@ MAX_THREADGROUP_BYTES = 32 * 1024
 MAX_TENSOR_HEAD_DIM = 256
 # Bodies for tensor cores, which join their partial results themselves.
 FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
-# The first of them for rows that have blocks in common, and how many query heads of such rows a thread group takes, of
-# values up to 128 and up to 256.
+# The same for rows that have blocks in common, and how many query heads of such rows a thread group takes, of values up
+# to 128 and up to 256; of codes, of heads up to 64, 128 and 256.
 SHARED_BODY = "shared_decode_tensor"
+SHARED_BODIES = (SHARED_BODY, "shared_quantized_decode_tensor")
 SHARED_HEADS = (64, 32)
+SHARED_HEADS_OF_CODES = (32, 16, 8)
 # Bodies by Metal's 8 x 8 matrices, for at least this many query heads per kv head: with fewer, rows of padding cost
 # more instructions than matrices save (docs/adr/0062).
 MATRIX_BODIES = ("matrix_decode", "quantized_matrix_decode")
@@ -186,7 +188,7 @@ class LaunchShape(NamedTuple):
     )
     keys: int = 0  # tokens at a time (shared_decode_tensor, latent_decode_tensor, and the bodies by matrices)
     first: int = 0  # a row that reaches so many tokens has one partition
-    rows: int = 1  # that a thread group takes at most (shared_decode_tensor)
+    rows: int = 1  # that a thread group takes at most (the bodies for common blocks)
     stages: int = 0  # times as many tokens that are in shared memory (shared_decode_tensor)
 
     @property
@@ -201,7 +203,9 @@ class LaunchShape(NamedTuple):
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory in bytes of a group of shared_decode_tensor for tokens of common blocks, whose rows are padded
-        so that what lanes load together lies in different banks."""
+        so that what lanes load together lies in different banks; of shared_quantized_decode_tensor 0."""
+        if not self.stages:
+            return 0
         keys, values = (head_dim // 8 + 3) // 8 * 64 + 32, value_dim + 8
         return max(2 * self.stages * self.keys * (keys + values), _LEAST_SHARED)
 
@@ -246,6 +250,12 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         ValueError: its threadgroup memory would pass the limit.
     """
     widest = max(variant.head_dim, variant.value_dim)
+    if variant.body == SHARED_BODIES[1]:
+        heads = SHARED_HEADS_OF_CODES[(widest > 64) + (widest > 128)]
+        rows = heads // variant.gqa
+        floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - rows * variant.gqa * variant.value_dim)
+        head_round = max(1, min(heads, floats // (4 * variant.value_dim)))
+        return LaunchShape(8, 4, _tensor_unroll(variant, widest), 1, head_round, 4, groups=2, rows=rows)
     if variant.body == SHARED_BODY:
         head_round = max(1, min(4, variant.gqa, _COMBINE_FLOATS // (8 * variant.value_dim)))
         groups, keys = (3 if widest <= 64 else 2), (32 if widest <= 128 else 16)

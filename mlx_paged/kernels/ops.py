@@ -28,7 +28,7 @@ from .launch_shape import (
     MATRIX_BODIES,
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
-    SHARED_BODY,
+    SHARED_BODIES,
     STATIC_SHARED,
     LaunchShape,
     Variant,
@@ -158,11 +158,12 @@ def variants_of(
 
 def shared_variant_of(variant: Variant) -> Variant | None:
     """Return the variant for rows that have blocks in common, with the bits of this one, None if there is none."""
-    shared = variant._replace(body=SHARED_BODY)
+    if variant.body not in FUSED_BODIES:
+        return None
+    shared = variant._replace(body=SHARED_BODIES[FUSED_BODIES.index(variant.body)])
     shape = shape_for(shared)
     needed = shape.shared_bytes(variant.head_dim, variant.value_dim) + STATIC_SHARED
-    is_one = variant.body == FUSED_BODIES[0] and shape.rows >= FEWEST_ROWS and cuda_limits().groups_together(needed)
-    return shared if is_one else None
+    return shared if shape.rows >= FEWEST_ROWS and cuda_limits().groups_together(needed) else None
 
 
 _switched_off: dict[Variant, str] = {}
@@ -339,7 +340,7 @@ def prepare_decode(
             continue
         own = launch_shape or shape_for(choice, gpu_cores())
         seen = reach if max_visible is None else min(reach, max_visible + own.alignment - 1)
-        own_items = items if choice.body == SHARED_BODY else None
+        own_items = items if choice.body in SHARED_BODIES else None
         n_items = 0 if own_items is None else len(own_items)
         n_partitions = count_partitions(seen, own)
         spec = spec_of(choice, own, batch, n_q_heads, q_len, n_partitions, visible[0].size < MANY, n_items)

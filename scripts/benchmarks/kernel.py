@@ -4,6 +4,7 @@
     python scripts/bench.py kernel --kv-bits 8 4 8,4       # also over quantised pages, in the same run
     python scripts/bench.py kernel --what latents          # decode over latents (MLA, 512 + 64) against a gather
     python scripts/bench.py kernel --what shared           # rows with a prefix in common: read once, or by each (CUDA)
+    python scripts/bench.py kernel --what shared --kv-bits 8 4   # the same over quantised pages
     python scripts/bench.py kernel --what prefill          # TFLOP/s of the prefill kernel, warm (CUDA)
 
 Queries are in bf16, of one position per sequence in decode. Launches are chained (a launch's output is the next one's
@@ -147,6 +148,23 @@ def rows_of(batch: int, position: int) -> mx.array:
     return RowsArray().of(np.full((batch, 1), position, np.int32))
 
 
+def pages_of(head_dim: int, bits: Any) -> PageShape:
+    """Return pages of so many bits, of keys and values apart if they are a pair."""
+    return PageShape.of(head_dim, bits if isinstance(bits, tuple) else (bits, bits), KV_GROUP_SIZE, DTYPE)
+
+
+def pools_of(
+    num_blocks: int, num_kv_heads: int, head_dim: int, sets: int, pages: PageShape | None
+) -> list[tuple[mx.array, ...]]:
+    """Return pools of noise, keys and values, so many times."""
+    shape = (num_blocks, num_kv_heads, BLOCK_SIZE)
+    forms = pages or (None, None)
+    return [
+        tuple(noise(*shape, head_dim) if form is None else noise_pages(shape, form) for form in forms)
+        for _ in range(sets)
+    ]
+
+
 class Cell:
     """Decode of one (batch, context, head shape)."""
 
@@ -162,13 +180,8 @@ class Cell:
 
     def paged(self, pages: PageShape | None = None) -> Chain:
         """The kernel over blocks."""
-        shape = (self.tables.size + 1, self.n_kv, BLOCK_SIZE)
         sets = max(1, min(64, int(self.sets * 2 / (2 if pages is None else pages.itemsize))))
-        forms = pages or (None, None)
-        pools = [
-            tuple(noise(*shape, self.head_dim) if form is None else noise_pages(shape, form) for form in forms)
-            for _ in range(sets)
-        ]
+        pools = pools_of(self.tables.size + 1, self.n_kv, self.head_dim, sets, pages)
         ends, starts = rows_of(self.batch, self.context), rows_of(self.batch, 0)
         first = kernels.new_fence()
         mx.eval(pools, self.tables, ends, starts, first)
@@ -206,9 +219,8 @@ def measure_decode(batch: int, context: int, name: str, copy: float, args: argpa
     row: dict[str, Any] = {"case": f"{name}, {context}", "side": f"batch {batch}", "kv_bytes": cell.kv_bytes}
     row["paged_s"] = seconds_per_launch(cell.paged(), cell.launches)
     for bits in args.kv_bits:
-        k_bits, v_bits = bits if isinstance(bits, tuple) else (bits, bits)
-        pages = PageShape.of(cell.head_dim, (k_bits, v_bits), KV_GROUP_SIZE, DTYPE)
-        row[f"paged_{k_bits}_{v_bits}_s"] = seconds_per_launch(cell.paged(pages), cell.launches)
+        pages = pages_of(cell.head_dim, bits)
+        row[f"paged_{pages.k.bits}_{pages.v.bits}_s"] = seconds_per_launch(cell.paged(pages), cell.launches)
     row["dense_s"] = seconds_per_launch(cell.dense(), cell.launches)
     row["share_of_copy"] = cell.kv_bytes / row["paged_s"] / copy
     row["dense_over_paged"] = row["dense_s"] / row["paged_s"]
@@ -249,10 +261,13 @@ def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[s
     return row
 
 
-def measure_shared(batch: int, common: int, own: int, name: str, shape: LaunchShape | None = None) -> dict[str, Any]:
+def measure_shared(
+    batch: int, common: int, own: int, name: str, bits: Any = None, shape: LaunchShape | None = None
+) -> dict[str, Any]:
     """Return seconds of decode attention of rows whose first ``common`` tokens are in the same blocks: each row by
     itself, and common blocks read once for several rows.
 
+    bits: of quantised pages; None: pages as they are.
     shape: of the kernel for common blocks, as it is chosen by default.
     """
     n_q, n_kv, head_dim = SHAPES[name]
@@ -260,14 +275,16 @@ def measure_shared(batch: int, common: int, own: int, name: str, shape: LaunchSh
     host = np.array(shuffled_tables(batch, length))
     host[:, :leading] = host[0, :leading]
     tables, ends, starts = mx.array(host), rows_of(batch, length), rows_of(batch, 0)
-    read = 2 * (common + batch * own) * n_kv * head_dim * DTYPE.size
+    pages = None if bits is None else pages_of(head_dim, bits)
+    itemsize = DTYPE.size if pages is None else pages.itemsize
+    read = int(2 * (common + batch * own) * n_kv * head_dim * itemsize)
     num_blocks = int(host.max()) + 1
-    sets = min(sets_for(read), max(1, (8 << 30) // (2 * num_blocks * BLOCK_SIZE * n_kv * head_dim * DTYPE.size)))
-    pools = [tuple(noise(num_blocks, n_kv, BLOCK_SIZE, head_dim) for _ in "kv") for _ in range(sets)]
+    sets = min(sets_for(read), max(1, int((8 << 30) // (2 * num_blocks * BLOCK_SIZE * n_kv * head_dim * itemsize))))
+    pools = pools_of(num_blocks, n_kv, head_dim, sets, pages)
     q, first = noise(batch, n_q, 1, head_dim), kernels.new_fence()
     mx.eval(pools, tables, ends, starts, q, first)
-    given = {"n_q_heads": n_q, "scale": head_dim**-0.5}
-    (variant, *_) = kernels.decode_variants(*pools[0], n_q)
+    given: dict[str, Any] = {"n_q_heads": n_q, "scale": head_dim**-0.5, "pages": pages}
+    (variant, *_) = kernels.decode_variants(*pools[0], n_q, pages=pages)
     variant = kernels.shared_variant_of(variant) or variant
     cut = cut_of(shape or shape_for(variant), n_kv, head_dim)
     shared = shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
@@ -289,7 +306,8 @@ def measure_shared(batch: int, common: int, own: int, name: str, shape: LaunchSh
 
         return chain
 
-    row: dict[str, Any] = {"case": f"{name}, {common} + {own}", "side": f"batch {batch}"}
+    format_ = "" if bits is None else f", {bits} bits"
+    row: dict[str, Any] = {"case": f"{name}, {common} + {own}{format_}", "side": f"batch {batch}"}
     for side, launch in launches.items():
         row[f"{side}_s"] = seconds_per_launch(chain_of(launch), launches_for(read))
     row["chosen"] = chosen is not None
@@ -368,7 +386,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.what == "latents":
         measured = (measure_latents(*shape, copy) for shape in LATENTS)
     elif args.what == "shared":
-        measured = (measure_shared(*case, name) for name in SHAPES for case in SHARED)
+        measured = (
+            measure_shared(*case, name, bits) for bits in args.kv_bits or [None] for name in SHAPES for case in SHARED
+        )
     elif args.what == "prefill":
         measured = (measure_prefill(*shape, name) for name in SHAPES for shape in PREFILLS)
     else:

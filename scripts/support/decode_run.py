@@ -123,7 +123,7 @@ class SharedRun(HeadRun):
     have the bits of the kernel for rows by themselves."""
 
     def __init__(self, variant: Variant, batch: int, longest: int, steps: int, seed: int) -> None:
-        super().__init__(variant._replace(body=FUSED_BODIES[0]), batch, longest, steps, None, seed)
+        super().__init__(variant._replace(body=FUSED_BODIES[variant.pages is not None]), batch, longest, steps, None, seed)
         block, first = variant.block_size, self.lengths.index(max(self.lengths))
         for b, length in enumerate(self.lengths):
             count = length // block // (1 + b % 2)  # a tree: some have half of it in common
@@ -143,7 +143,7 @@ class SharedRun(HeadRun):
         items = shared_items(self.shared, np.array(self.lengths), shape_for(self.own))
         out, self.fence = kernels.paged_decode(
             q, *self.pools, self.fence, self.device_tables, ends, starts, sinks=self.sinks, variant=self.own,
-            items=mx.array(items), **options,
+            items=mx.array(items), pages=self.variant.pages, **options,
         )  # fmt: skip
         same = mx.array_equal(out.view(mx.uint16), alone.view(mx.uint16))
         return mx.where(same, out, float("inf"))

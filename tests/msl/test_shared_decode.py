@@ -8,7 +8,8 @@ import pytest
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import part_of
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
+from mlx_paged.kernels.launch_shape import SHARED_BODIES, Variant, shape_for
+from mlx_paged.kernels.quantized import PageShape
 from mlx_paged.kernels.shared_runs import shared_items, shared_rows
 from tests.support.cases import quick, slow
 from tests.support.msl.emulator import EmuError
@@ -26,6 +27,7 @@ def case_of(contexts, shared, **options):
         case.tables[row, :blocks] = case.tables[other, :blocks]
         for own, theirs in zip(case._given[row], case._given[other], strict=True):
             own[:, : blocks * case.block_size] = theirs[:, : blocks * case.block_size]
+        case.rows[row] = case._kept(*case._given[row])
     return case
 
 
@@ -37,13 +39,13 @@ def run(case, edit=(), *, alone=False, orders=(0,), append=None, padding=0, back
     """(out, pools afterwards, number of items) by the kernel for common blocks, or ``alone``; ``backwards``: thread
     groups that read for several rows come last. edit: of its text, or of the one that joins partitions."""
     rows = shared_rows(case.tables, counts_of(case), case.block_size)
-    body = "join_partitions" if any(old in JOIN_TEXT for old, _ in edit) else SHARED_BODY
+    body = "join_partitions" if any(old in JOIN_TEXT for old, _ in edit) else SHARED_BODIES[case.pages is not None]
     with emulated("cuda", edit={body: edit}, orders=orders) as fake:
-        extras = {"softcap": case.softcap is not None, "sinks": case.sinks is not None}
+        extras = {"softcap": case.softcap is not None, "sinks": case.sinks is not None, "pages": case.pages}
         variant = kernels.decode_variants(case.k_pool, case.v_pool, case.n_q, **extras)[0]
         shape, items = shape_for(variant)._replace(**CUT), None
         if not alone:
-            variant = variant._replace(body=SHARED_BODY)
+            variant = kernels.shared_variant_of(variant)
             shape = shape_for(variant)._replace(**CUT)
             items = shared_items(rows, case.ends[:, 0], shape)[:: -1 if backwards else 1]
             items = mx.array(np.concatenate([items, np.zeros((padding, items.shape[1]), np.int32)]))
@@ -68,11 +70,23 @@ CLASSES = {
     ),
     "small blocks": ([300, 310], [(1, 0, 256)], {"block_size": 8}),
     "gqa 16": ([300, 310, 300], [(1, 0, 256), (2, 0, 256)], {"heads": (16, 1), "head_dim": 128}),
+    "8-bit pages": (
+        [550, 560, 583, 570, 300], [(i, 0, 512) for i in (1, 2, 3)] + [(4, 0, 256)],
+        {"heads": (8, 2), "pages": PageShape.of(64, (8, 8), 64, mx.float16)},
+    ),
+    "4-bit pages": (
+        [300, 310, 290, 333, 700, 40], [(1, 0, 256), (2, 0, 256), (3, 0, 240)],
+        {"head_dim": 128, "heads": (8, 2), "pages": PageShape.of(128, (4, 4), 64, mx.bfloat16), "dtype": mx.bfloat16},
+    ),
+    "pages of wide heads": (
+        [300, 310, 300, 300], [(i, 0, 256) for i in (1, 2, 3)],
+        {"head_dim": 256, "heads": (4, 2), "pages": PageShape.of(256, (8, 4), 64, mx.float16), "sinks": True, "softcap": 5.0},
+    ),
     "more rows than a group takes": ([200] * 10, [(i, 0, 128) for i in range(1, 10)], {"heads": (8, 1)}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", quick(list(CLASSES), "value_dim", "a tree"))
+@pytest.mark.parametrize("name", quick(list(CLASSES), "value_dim", "a tree", "8-bit pages"))
 def test_rows_have_the_bits_they_have_alone(name):
     contexts, shared, options = CLASSES[name]
     case = case_of(contexts, shared, **options)
@@ -86,15 +100,25 @@ def test_rows_have_the_bits_they_have_alone(name):
 
 
 def variant_of(head_dim=64, gqa=4, **extras):
-    return Variant(SHARED_BODY, "cuda", mx.float16, head_dim, head_dim, gqa, 32, **extras)
+    body = SHARED_BODIES["pages" in extras]
+    return Variant(body, "cuda", mx.float16, head_dim, head_dim, gqa, 32, **extras)
 
 
 def checked(variant, edit=()):
-    with emulated("cuda", checked=False, orders=(0,), edit={SHARED_BODY: edit}, in_place=True):
+    with emulated("cuda", checked=False, orders=(0,), edit={variant.body: edit}, in_place=True):
         return self_check(variant)
 
 
-@pytest.mark.parametrize("options", slow({}, {"head_dim": 128, "sinks": True}, {"softcap": True, "gqa": 1}), ids=str)
+@pytest.mark.parametrize(
+    "options",
+    slow(
+        {},
+        {"head_dim": 128, "sinks": True},
+        {"softcap": True, "gqa": 1},
+        {"pages": PageShape.of(64, (8, 4), 64, mx.float16)},
+    ),
+    ids=str,
+)
 def test_self_check_passes(options):
     result = checked(variant_of(**options))
     assert result.ok, result.reason
@@ -116,6 +140,9 @@ DEFECTS = {
     "only the last warp's chunks": ("wide heads", "if (other > 0) {", "if (other > SG) {"),
     "partial results of the first row": ("wide heads", "return line_of(column) * n_runs + run;", "return line_of(column % G) * n_runs + run;"),
     "what the first row sees": ("a tree", "const int row = line / n_heads;", "const int row = 0;"),
+    "codes of rows mistaken": ("8-bit pages", "q + line_of(head) * D + dim);", "q + line_of(head % G) * D + dim);"),
+    "heads of other rows left out": ("8-bit pages", "n_rows * G;", "metal::min(n_rows, 2) * G;"),
+    "dims of codes in another order": ("4-bit pages", "k / VD * (VD * 8) + place % 8 * VD + k % VD] = values[i];", "place] = values[i];"),
     "sink of the first head": ("a tree", "sinks[line % n_heads]", "sinks[0]"),
 }  # fmt: skip
 

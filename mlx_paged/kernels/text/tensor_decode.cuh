@@ -1,5 +1,6 @@
 //// own_heads
 // A thread group has the query heads of one row as columns.
+constexpr int HEADS = G;
 constexpr int WAITS = 2;  // halves of a tree that may wait
 //// common_heads
 // Of shared_decode_tensor, which is paged_decode_tensor for rows that have blocks in common: a thread group takes a partition of
@@ -7,6 +8,12 @@ constexpr int WAITS = 2;  // halves of a tree that may wait
 // together are the query heads of all of them. Each is computed as it is for a row by itself, so it has the same bits.
 // Which rows those are, `items` says (shared_runs.py): partition, number of rows, their places in the batch. Partitions are
 // joined by join_partitions: in this kernel one thread group would join those of all its rows, after all others.
+constexpr int HEADS = G;  // of a row by itself
+constexpr int WAITS = 1;
+//// common_columns
+// Of shared_quantized_decode_tensor, which is quantized_decode_tensor for such items: the query heads of all rows are columns as those
+// of one row are there, so codes become factors once for all of them.
+constexpr int HEADS = G * ROWS;
 constexpr int WAITS = 1;
 //// dense_rows
 // CUDA only: paged_decode for 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators).
@@ -33,7 +40,7 @@ constexpr int VT = (DV + 63) / 64;   // 64 dims of a value row per load
 // Codes become factors once for all heads. In a group, lane c has a fourth of a key row. A product has 8 columns: where that is room
 // for all heads PG times, it takes PG groups of values side by side, lane r an eighth of them. The columns of a group have its scales,
 // and of the result only what is of a column's own group is an output.
-constexpr int NT = (G + 7) / 8;
+constexpr int NT = (HEADS + 7) / 8;
 constexpr int KG = D / GS;   // groups of a row
 constexpr int VG = DV / GS;
 constexpr int KC = D * KBITS / 32;   // words of a row's codes; its scales and biases are as many as it has groups
@@ -41,7 +48,7 @@ constexpr int VC = DV * VBITS / 32;
 constexpr int KW = GS * KBITS / 128;                          // words of a lane and group of a key row
 constexpr int KL = KW < 4 ? KW : 4;                           // of one load
 constexpr int MOST = 1024 / (GS * VBITS);  // groups of which an eighth is a load of 16 bytes
-constexpr int PG = VG % 4 == 0 && G <= 2 && MOST >= 4 ? 4 : VG % 2 == 0 && G <= 4 && MOST >= 2 ? 2 : 1;
+constexpr int PG = VG % 4 == 0 && HEADS <= 2 && MOST >= 4 ? 4 : VG % 2 == 0 && HEADS <= 4 && MOST >= 2 ? 2 : 1;
 constexpr int COLUMNS = 8 / PG;      // of a group, if there are several
 constexpr int VP = VG / PG;          // products of a value row
 constexpr int VD = GS * PG / 8;      // dims of a lane and product of a value row
@@ -58,8 +65,8 @@ __shared__ float tg_l[SG * NT * 8];
 // Outputs are kept with dim 8 a + b at b * DV / 8 + a, which spreads the stores below over all banks.
 __shared__ __align__(16) float tg_o[SG * HR][DV + 4];
 // A first half that waits for its second: [0] a partition, [1] a pair of partitions.
-__shared__ State wait[WAITS][G];
-__shared__ float4 wait_o[WAITS][G][DV / 4];
+__shared__ State wait[WAITS][HEADS];
+__shared__ float4 wait_o[WAITS][HEADS][DV / 4];
 __shared__ bool tg_last;
 
 const int n_kv = k_pool_shape[1];
@@ -105,6 +112,7 @@ const int lo = metal::max(begin, origin + first * size);
 const int hi = metal::min(end, origin + (last + 1) * size);
 const int64_t unit = static_cast<int64_t>(row) * n_kv + kv_head;
 const int first_head = kv_head * G;
+const int heads = HEADS == G ? G : n_rows * G;  // columns that have one
 // With params[2] set (q_len is 1 then), the row's newest token comes with the call and is stored into its slot first.
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
 
@@ -550,6 +558,19 @@ auto finish = [&](int head, int at, State whole, float4 o) {
     out[line_of(head) * DV + k / VD * (VD * 8) + place % 8 * VD + k % VD] = static_cast<T>(values[i] / whole.l);
   }
 };
+//// quantized_common_end
+// Of shared_quantized_decode_tensor: what becomes of a partition's result. Dims lie in their order.
+auto slot_of = [&](int column) { return line_of(column) * n_runs + run; };
+auto end_run = [&](int column, int at, State whole, float4 o) {
+  const float values[4] = {o.x, o.y, o.z, o.w};
+  UNROLL
+  for (int i = 0; i < 4; i++) {
+    const int place = at * 4 + i;
+    const int k = place / 8;
+    partial[slot_of(column) * DV + k / VD * (VD * 8) + place % 8 * VD + k % VD] = values[i];
+  }
+  if (at == 0) reinterpret_cast<float2*>(stats)[slot_of(column)] = make_float2(whole.m, whole.l);
+};
 //// quantized_tile
 // Of quantized_decode_tensor: a warp's chunks, from queries and codes to the accumulators of a partition.
 if (first <= last) {
@@ -571,7 +592,7 @@ if (first <= last) {
         constexpr int EIGHTS = KL * 4 / KBITS;
         const int dim = g * GS + (e / EIGHTS * 4 + c) * (EIGHTS * 8) + e % EIGHTS * 8;
         raw[g][e] = make_uint4(0, 0, 0, 0);
-        if (head < G) raw[g][e] = *reinterpret_cast<const uint4*>(q + (line0 + head * q_len) * D + dim);
+        if (head < heads) raw[g][e] = *reinterpret_cast<const uint4*>(q + line_of(head) * D + dim);
         UNROLL
         for (int i = 0; i < 8; i++) most = ::fmaxf(most, ::fabsf(value_of<T>(word(raw[g][e], i / 2), i % 2)));
       }
@@ -886,7 +907,7 @@ if (first <= last) {
       }
     }
     UNROLL
-    for (int h0 = 0; h0 < G; h0 += HR) {
+    for (int h0 = 0; h0 < HEADS; h0 += HR) {
       if (h0 > 0) __syncthreads();
 //// dense_store
 // Of paged_decode_tensor: a warp's outputs of a round, for the others to see.
@@ -906,7 +927,7 @@ if (first <= last) {
         UNROLL
         for (int i = 0; i < TILES * 4; i++) {
           const int head = n * 8 + (c * 2 + i % 2) % COLUMNS;
-          if (c * 2 / COLUMNS == r * PG / 8 && head >= h0 && head < h0 + HR && head < G) tg_o[warp * HR + head - h0][i / 2 * 8 + r] = acc[n][i / 4][i % 4];
+          if (c * 2 / COLUMNS == r * PG / 8 && head >= h0 && head < h0 + HR && head < heads) tg_o[warp * HR + head - h0][i / 2 * 8 + r] = acc[n][i / 4][i % 4];
         }
       }
 //// join
@@ -915,7 +936,7 @@ if (first <= last) {
       for (int item = threadIdx.x; item < HR * DV / 4; item += SG * 32) {
         const int head = h0 + item / (DV / 4);
         const int at = item % (DV / 4);
-        if (head < G) {
+        if (head < heads) {
           State whole = {tg_m[head], tg_l[head]};
           float4 o = *reinterpret_cast<const float4*>(&tg_o[head - h0][at * 4]);
           UNROLL

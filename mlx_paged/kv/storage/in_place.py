@@ -23,12 +23,12 @@ from .base import Geometry
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
     """Return the cut of the decode kernel for common blocks, None if there is none for these. Self-checks it."""
-    num_kv_heads, k_dim, v_dim, dtype, pages = geometry
+    num_kv_heads, k_dim, v_dim, dtype, _ = geometry
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
-    if pages is not None or rest or unsupported(dtype, k_dim, v_dim, gqa, block_size):
+    if rest or unsupported(dtype, k_dim, v_dim, gqa, block_size):
         return None
     variants = kernels.variants_of(
-        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
+        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages_of(geometry)
     )
     shared = kernels.shared_variant_of(variants[0]) if variants else None
     if shared is None or not checked(shared).ok:

@@ -10,7 +10,7 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.bodies import BODIES, kernel_text, part_of
-from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES, SHARED_BODY
+from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES, SHARED_BODIES
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 
@@ -18,7 +18,7 @@ from tests.support.msl import emulator
 SPARSE = {
     **dict.fromkeys(("paged_decode", "quantized_decode", *MATRIX_BODIES, *LATENT_BODIES), ("out",)),
     **dict.fromkeys(FUSED_BODIES, ("partial",)),
-    SHARED_BODY: ("partial", "stats"),
+    **dict.fromkeys(SHARED_BODIES, ("partial", "stats")),
 }
 WRITES = dict.fromkeys(
     (
@@ -26,7 +26,7 @@ WRITES = dict.fromkeys(
         "quantized_decode",
         *MATRIX_BODIES,
         *LATENT_BODIES,
-        SHARED_BODY,
+        *SHARED_BODIES,
         "write_slots",
         "copy_blocks",
         "quantized_write",
@@ -36,7 +36,7 @@ WRITES = dict.fromkeys(
 ) | dict.fromkeys(FUSED_BODIES, ("k_pool", "v_pool", "arrivals"))
 
 
-TENSOR_BODIES = (*FUSED_BODIES, SHARED_BODY, "join_partitions", LATENT_BODIES[1])
+TENSOR_BODIES = (*FUSED_BODIES, *SHARED_BODIES, "join_partitions", LATENT_BODIES[1])
 
 
 class Emulated:
@@ -147,7 +147,7 @@ def tensor_helpers(body):
     here, whole = Path(__file__).parent, part_of("tensor.cuh")
     states = whole[whole.index("// Largest score") : whole.index("// 8 x 8 matrix")]
     own: tuple[str, ...] = ()
-    if body.startswith("quantized"):
+    if "quantized" in body:
         own = ("quantized.metal:groups", "quantized.cuh:tensor_codes", "quantized.cuh:tensor_quantize")
     elif body.startswith("latent"):
         own = ("latent_decode.cuh:warpgroup",)
