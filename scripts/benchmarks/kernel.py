@@ -132,7 +132,7 @@ def noise(*shape: int) -> mx.array:
 def noise_pages(shape: tuple[int, int, int], form: QuantizedRows) -> mx.array:
     """Return quantised pages of noise: [blocks, heads, tokens, words]."""
     blocks, heads, size = shape
-    codes = mx.random.bits((blocks, heads, size * form.code_words))
+    codes = mx.random.randint(0, (1 << 32) - 1, (blocks, heads, size * form.code_words), mx.uint32)
     factors = (0.01 * mx.random.normal((blocks, heads, size * 2 * form.num_groups))).astype(form.dtype)
     return mx.concatenate([codes, factors.view(mx.uint32)], axis=-1).reshape(*shape, form.num_words)
 
