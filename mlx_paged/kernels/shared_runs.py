@@ -26,12 +26,14 @@ class SharedCut(NamedTuple):
         num_kv_heads: of the layers; each item is a thread group for each of them.
         least_saved: tokens times KV heads of a step that must not be read again for the kernel to be faster.
         at_once: items for which a thread group of each KV head is on a multiprocessor of its own.
+        least_part: of all that rows see, that must not be read again.
     """
 
     shape: LaunchShape
     num_kv_heads: int
     least_saved: int
     at_once: int = 1
+    least_part: float = 0.4
 
 
 class SharedRows(NamedTuple):
@@ -80,7 +82,7 @@ def items_for(rows: SharedRows, ends: np.ndarray, cut: SharedCut) -> np.ndarray 
     items = shared_items(rows, ends, cut.shape)
     sizes = partition_sizes(ends[items[:, HEADER]], cut.shape)
     saved = int((sizes * np.maximum(items[:, 1] - 1, 0)).sum())
-    if saved * cut.num_kv_heads < cut.least_saved or saved < LEAST_PART * int(ends[:known].sum()):
+    if saved * cut.num_kv_heads < cut.least_saved or saved < cut.least_part * int(ends[:known].sum()):
         return None
     return in_turns(items, cut.at_once)
 
@@ -96,16 +98,17 @@ def in_turns(items: np.ndarray, at_once: int) -> np.ndarray:
     return np.concatenate([together[:at_once], own[:half], together[at_once:], own[half:]])
 
 
-# What must not be read again, in tokens times KV heads, of heads up to 64 and wider, and as a part of all: from there
-# on the kernel for common blocks is faster in all cases that were measured (docs/adr/0075). A thread group that takes
-# fewer rows gains less.
-LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = (1 << 18, 3 << 16), 0.4, 8, 4
+# What must not be read again, in tokens times KV heads, of heads up to 64 and wider, and as a part of all, of pages as
+# they are and of quantised ones: from there on the kernel for common blocks is faster in all cases that were measured
+# (docs/adr/0075). A thread group that takes fewer rows gains less.
+LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = (1 << 18, 3 << 16), (0.4, 0.65), 8, 4
 
 
-def cut_of(shape: LaunchShape, num_kv_heads: int, head_dim: int) -> SharedCut:
-    """Return the cut of layers with so many KV heads of this size."""
+def cut_of(shape: LaunchShape, num_kv_heads: int, head_dim: int, *, in_codes: bool = False) -> SharedCut:
+    """Return the cut of layers with so many KV heads of this size; ``in_codes``: their pages are quantised."""
     least = LEAST_SAVED[head_dim > 64] * max(1.0, ROWS_OF_LEAST / shape.rows)
-    return SharedCut(shape, num_kv_heads, int(least), -(-cuda_limits().multiprocessors // num_kv_heads))
+    at_once = -(-cuda_limits().multiprocessors // num_kv_heads)
+    return SharedCut(shape, num_kv_heads, int(least), at_once, LEAST_PART[in_codes])
 
 
 def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:

@@ -286,7 +286,7 @@ def measure_shared(
     given: dict[str, Any] = {"n_q_heads": n_q, "scale": head_dim**-0.5, "pages": pages}
     (variant, *_) = kernels.decode_variants(*pools[0], n_q, pages=pages)
     variant = kernels.shared_variant_of(variant) or variant
-    cut = cut_of(shape or shape_for(variant), n_kv, head_dim)
+    cut = cut_of(shape or shape_for(variant), n_kv, head_dim, in_codes=pages is not None)
     shared = shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
     lengths = np.full(batch, length)
     launches = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}

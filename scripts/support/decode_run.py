@@ -123,7 +123,9 @@ class SharedRun(HeadRun):
     have the bits of the kernel for rows by themselves."""
 
     def __init__(self, variant: Variant, batch: int, longest: int, steps: int, seed: int) -> None:
-        super().__init__(variant._replace(body=FUSED_BODIES[variant.pages is not None]), batch, longest, steps, None, seed)
+        super().__init__(
+            variant._replace(body=FUSED_BODIES[variant.pages is not None]), batch, longest, steps, None, seed
+        )
         block, first = variant.block_size, self.lengths.index(max(self.lengths))
         for b, length in enumerate(self.lengths):
             count = length // block // (1 + b % 2)  # a tree: some have half of it in common

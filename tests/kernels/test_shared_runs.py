@@ -6,7 +6,8 @@ import pytest
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.cuda.device import CudaLimits
-from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
+from mlx_paged.kernels.launch_shape import SHARED_BODIES, SHARED_BODY, Variant, shape_for
+from mlx_paged.kernels.quantized import PageShape
 from mlx_paged.kernels.shared_runs import (
     HEADER,
     cut_of,
@@ -103,6 +104,22 @@ def test_kernel_is_chosen_where_it_saves_enough(rows, common, own, is_chosen):
     tables, counts = tables_of(lengths, [(row, 0, common // BLOCK) for row in range(1, rows)])
     items = items_for(shared_rows(tables, counts, BLOCK), np.array(lengths), CUT)
     assert (items is not None) == is_chosen
+
+
+def test_quantised_pages_must_save_more() -> None:
+    lengths = np.full(32, 8192 + 4096)
+    rows = shared_rows(*tables_of(lengths.tolist(), [(row, 0, 8192 // BLOCK) for row in range(1, 32)]), BLOCK)
+    assert items_for(rows, lengths, CUT) is not None
+    assert items_for(rows, lengths, cut_of(SHAPE, 8, 128, in_codes=True)) is None
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_pages_have_a_kernel_of_their_own(bits: int) -> None:
+    pages = PageShape.of(64, (bits, bits), 64, mx.bfloat16)
+    variant = Variant("quantized_decode_tensor", "cuda", mx.bfloat16, 64, 64, 4, BLOCK, pages=pages)
+    shared = kernels.shared_variant_of(variant)
+    assert shared is not None and shared.body == SHARED_BODIES[1]
+    assert shape_for(shared).rows == 8 and shape_for(shared).unroll == shape_for(variant).unroll
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> Sha
     shared = kernels.shared_variant_of(variants[0]) if variants else None
     if shared is None or not checked(shared).ok:
         return None
-    return cut_of(shape_for(shared), num_kv_heads, k_dim)
+    return cut_of(shape_for(shared), num_kv_heads, k_dim, in_codes=shared.pages is not None)
 
 
 def split_queries(q: mx.array) -> mx.array:
