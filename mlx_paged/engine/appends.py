@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -35,21 +35,31 @@ def append_of(request: Request, num_tokens: int, sharing: Sharing = None, block_
     return Append(request.tables, num_tokens - cached, is_forked, sharing.held_alone(request), cached)
 
 
-def fits(budget: PoolBudget, growth: Growth, sharing: Sharing = None) -> bool:
-    """Return whether all these requests can grow by so many tokens; ``sharing``: see :func:`append_of`."""
+def fits(budget: PoolBudget, growth: Growth, sharing: Sharing, evict: Callable[[], bool]) -> bool:
+    """Return whether all these requests can grow by so many tokens.
+
+    Args:
+        budget: of their pool.
+        growth: requests and tokens.
+        sharing: see :func:`append_of`.
+        evict: frees something unused; False if there is nothing left.
+    """
     num_blocks = len(growth)
     if {num_tokens for _, num_tokens in growth} == {1} and (
         budget.fits_blocks(num_blocks) or budget.has_blocks(num_blocks)
     ):
         return True  # every decode step asks, and there mostly is plenty
-    block_size = budget.pool.block_size
-    return budget.fits([append_of(request, num_tokens, sharing, block_size) for request, num_tokens in growth])
+    listed = [append_of(request, num_tokens, sharing, budget.pool.block_size) for request, num_tokens in growth]
+    while not budget.fits(listed):
+        if not evict():
+            return False
+    return True
 
 
 def has_room(budget: PoolBudget, growth: Growth) -> bool:
-    """Return whether running requests can grow by so many tokens. Mostly there is plenty: no table is looked at."""
+    """Return whether running requests can grow by so many tokens, without evicting prefixes."""
     most = sum(budget.most_blocks(num_tokens) for _, num_tokens in growth)
-    return budget.fits_blocks(most) or fits(budget, growth)
+    return budget.fits_blocks(most) or fits(budget, growth, None, lambda: False)
 
 
 def grow_for(

@@ -448,12 +448,10 @@ class Engine:
     def fits(self, growth: Growth) -> bool:
         """Return whether the growth fits; drops finished requests' caches until it does."""
         try:
-            while self.budget is not None and not appends.fits(self.budget, growth, self.sharing):
-                if not self._drop_finished():
-                    return False
+            return self.budget is None or appends.fits(self.budget, growth, self.sharing, self._drop_finished)
         except Exception as error:  # on behalf of the last one, which fails before anything is appended
             self._note(growth[-1][0], error)
-        return True
+            return True
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that so many tokens can take."""
