@@ -20,12 +20,10 @@ from .errors import RequestRefused, invalid, not_found
 from .http import Gate, RequestLog, body_of, json_response
 from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, cache_page
 from .request import ServerRequest
-from .requests.endpoints import COUNT_TOKENS, DETOKENIZE, ENDPOINTS, RESPONSES, TOKENIZE, Endpoint, Page, description
+from .requests.endpoints import ENDPOINTS, RESPONSES, Endpoint, Page, description
 from .requests.fields import MAX_PRIORITY, parsed
-from .requests.messages import message_request
 from .requests.pieces import Head
 from .requests.responses import ResponseForm
-from .requests.tokenize import tokenize_input
 
 if TYPE_CHECKING:
     from .backend import ModelTexts
@@ -75,11 +73,13 @@ class App:
                 _log(http).model = body.model or service.names.default
                 headers = {"x-ignored-parameters": _header(ignored)} if ignored else {}
                 keep = service.responses.open(body, key, len(raw)) if endpoint is RESPONSES else None
-                if endpoint.request is None or endpoint.form is None:
-                    return json_response(await self._tokens(endpoint, body), headers=headers)
+                if endpoint.answer is not None:
+                    texts = await service.engine.texts_for(service.names.resolve(body.model))
+                    return json_response(await endpoint.answer(body, service.prompts, texts), headers=headers)
                 client = Client(http.receive)
                 try:
                     request, texts = await self._prepared(endpoint, body, key, http, client)
+                    assert endpoint.form is not None
                     form = endpoint.form(_head(body, service.fingerprint), body)
                     if isinstance(form, ResponseForm):
                         form.keep = keep
@@ -109,25 +109,6 @@ class App:
         texts = await service.engine.texts_for(request.model)
         await service.prompts.complete(request, texts, lambda: not client.stream.is_wanted)
         return request, texts
-
-    async def _tokens(self, endpoint: Endpoint, body: Any) -> dict[str, Any]:
-        """Return what is asked of the tokenizer alone."""
-        service = self._service
-        texts = await service.engine.texts_for(service.names.resolve(body.model))
-        prompts = service.prompts
-        if endpoint is DETOKENIZE:
-            if max(body.tokens) >= texts.vocab_size:
-                raise invalid(f"tokens: token ids go from 0 to {texts.vocab_size - 1}", "tokens")
-            return {"prompt": await prompts.run(lambda: texts.decode(body.tokens), size=len(body.tokens))}
-        if endpoint is COUNT_TOKENS:
-            given = message_request(body, service.defaults).inputs[0]
-        else:
-            given = tokenize_input(body)
-        await prompts.fetch_images(given, texts)
-        made = await prompts.run(lambda: prompts.made(given, texts), size=len(str(given)))
-        if endpoint is TOKENIZE:
-            return {"count": len(made.tokens), "tokens": made.tokens}
-        return {"input_tokens": len(made.tokens)}
 
     def check_key(self, http: Request) -> str | None:
         """Return the API key that the request came with, if the server has any."""

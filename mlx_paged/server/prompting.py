@@ -88,6 +88,12 @@ class PromptMaker:
             wanted = MAX_DEFAULT_TOKENS if context is None else max(1, context - longest)
         request.max_tokens = wanted if room is None else min(wanted, room)
 
+    async def tokens_of(self, given: Input, texts: ModelTexts) -> list[int]:
+        """Return a prompt's tokens. Raises RequestRefused."""
+        await self.fetch_images(given, texts)
+        made = await self.run(lambda: self.made(given, texts), size=len(str(given)))
+        return made.tokens
+
     def made(self, given: Input, texts: ModelTexts) -> Prompt:
         """Return one prompt. In a worker thread. Raises RequestRefused."""
         most = None if texts.capacity is None else texts.capacity - 1

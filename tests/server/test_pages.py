@@ -1,4 +1,4 @@
-"""Pages for GET: one list makes the routes and their lines in the description."""
+"""Pages for GET and endpoints for POST: one list of each makes the routes and their lines in the description."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mlx_paged.server import app
-from mlx_paged.server.requests.endpoints import ENDPOINTS, Page
+from mlx_paged.server.http import RequestLog
+from mlx_paged.server.requests.endpoints import ENDPOINTS, Endpoint, Page
+from mlx_paged.server.requests.tokenize import DetokenizeBody
 
 SERVICE: Any = SimpleNamespace(
     batches=SimpleNamespace(routes=lambda salt: [], resume=lambda: None), config=SimpleNamespace(api_keys=())
@@ -30,17 +33,18 @@ class NewerApp(app.App):
         return PlainTextResponse("new")
 
 
-def ask(router: Any, path: str) -> bytes:
-    """Return the body of the answer to GET."""
+def ask(router: Any, path: str, body: bytes = b"") -> bytes:
+    """Return the body of the answer to GET, or to POST with a body."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b""}
+        return {"type": "http.request", "body": body}
 
-    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "root_path": "", "headers": []}
+    scope = {"type": "http", "method": "POST" if body else "GET", "path": path, "query_string": b"", "headers": []}
+    scope |= {"root_path": "", "state": {"log": RequestLog("1")}}
     asyncio.run(router(scope, receive, send))
     assert sent[0]["status"] == 200
     return b"".join(message.get("body", b"") for message in sent)
@@ -58,3 +62,18 @@ def test_a_new_page_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -
     pages = NewerApp(SERVICE).pages()
     assert set(paths) == posts | (set(pages) - NOT_DESCRIBED)
     assert all(page.summary or path in NOT_DESCRIBED for path, page in pages.items())
+
+
+def test_a_new_endpoint_that_generates_nothing_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(body: DetokenizeBody, prompts: Any, texts: Any) -> dict[str, Any]:
+        return {"tokens": body.tokens, "texts": texts}
+
+    monkeypatch.setitem(ENDPOINTS, "/new", Endpoint("/new", "A new endpoint", DetokenizeBody, answer=answer))
+    monkeypatch.setattr(app, "Gate", lambda router, service: router)
+    service = MagicMock(batches=SERVICE.batches)
+    service.engine.texts_for = AsyncMock(return_value="those of the model")
+    service.config.strict_parameters = False
+    router = app.make_app(service)
+    assert json.loads(ask(router, "/new", b'{"tokens": [3, 4]}')) == {"tokens": [3, 4], "texts": "those of the model"}
+    assert json.loads(ask(router, "/openapi.json"))["paths"]["/new"]["post"]["summary"] == "A new endpoint"
+    assert not service.engine.submit.called

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
 
@@ -11,10 +11,14 @@ from ..request import ServerRequest
 from .chat import ChatBody, ChatForm, chat_request
 from .completions import CompletionBody, CompletionForm, completion_request
 from .fields import SUPPORT, Body
-from .messages import CountBody, MessageBody, MessageForm, message_request
+from .messages import CountBody, MessageBody, MessageForm, count_tokens, message_request
 from .pieces import Form, Head
 from .responses import ResponseBody, ResponseForm, response_request
-from .tokenize import DetokenizeBody, TokenizeBody
+from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
+
+if TYPE_CHECKING:
+    from ..backend import ModelTexts
+    from ..prompting import PromptMaker
 
 ERRORS = {
     "400": "a parameter that cannot be used, or a prompt that is too long",
@@ -38,8 +42,8 @@ class Endpoint(NamedTuple):
         path: of its address.
         summary: for readers of the documentation.
         body: its model.
-        request: makes what a body asks for; None: nothing is generated.
-        form: of its answers.
+        request, form: make what a body asks for, and the form of its answers; None: nothing is generated.
+        answer: gives the answer where nothing is generated, from the body, what makes prompts, and the model's texts.
         aliases: other paths.
     """
 
@@ -49,6 +53,7 @@ class Endpoint(NamedTuple):
     request: Callable[[Any, Mapping[str, Any]], ServerRequest] | None = None
     form: Callable[[Head, Any], Form] | None = None
     aliases: tuple[str, ...] = ()
+    answer: Callable[[Any, PromptMaker, ModelTexts], Awaitable[dict[str, Any]]] | None = None
 
 
 class Page(NamedTuple):
@@ -91,10 +96,15 @@ MESSAGES = Endpoint(
     MessageForm,
 )
 COUNT_TOKENS = Endpoint(
-    "/v1/messages/count_tokens", "How many tokens the prompt of a message has, as Anthropic's", CountBody
+    "/v1/messages/count_tokens",
+    "How many tokens the prompt of a message has, as Anthropic's",
+    CountBody,
+    answer=count_tokens,
 )
-TOKENIZE = Endpoint("/tokenize", "The tokens of a prompt, as in vLLM: of a text, or of messages", TokenizeBody)
-DETOKENIZE = Endpoint("/detokenize", "The text of tokens, as in vLLM", DetokenizeBody)
+TOKENIZE = Endpoint(
+    "/tokenize", "The tokens of a prompt, as in vLLM: of a text, or of messages", TokenizeBody, answer=tokenize
+)
+DETOKENIZE = Endpoint("/detokenize", "The text of tokens, as in vLLM", DetokenizeBody, answer=detokenize)
 ENDPOINTS = {each.path: each for each in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -15,6 +15,10 @@ from .agents import result_text
 from .chat import TemplateParameters, engine_options, stop_list, template_kwargs
 from .fields import Body, ModelParameters, SamplingParameters, Tokens, check_not_empty, check_stops, no_effect, refused
 from .pieces import Echo, Event, Head, Piece, Usage
+
+if TYPE_CHECKING:
+    from ..backend import ModelTexts
+    from ..prompting import PromptMaker
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -138,6 +142,11 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
         constraint=constraint_of(fields, chat=True),
         **{**engine_options(body, defaults), "keeps": _kept_part(body)},
     )
+
+
+async def count_tokens(body: CountBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
+    """Return the answer of ``/v1/messages/count_tokens``."""
+    return {"input_tokens": len(await prompts.tokens_of(message_request(body, {}).inputs[0], texts))}
 
 
 def _kept_part(body: CountBody) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -10,6 +10,10 @@ from ..errors import invalid
 from ..request import ChatInput, Input
 from .chat import Messages, TemplateParameters
 from .fields import MAX_TOKEN_ID, Body
+
+if TYPE_CHECKING:
+    from ..backend import ModelTexts
+    from ..prompting import PromptMaker
 
 
 class TokenizeBody(TemplateParameters):
@@ -28,10 +32,23 @@ class DetokenizeBody(Body):
     model: str | None = None
 
 
-def tokenize_input(body: TokenizeBody) -> Input:
+def _input(body: TokenizeBody) -> Input:
     """Return what is to be tokenized. Raises RequestRefused: it is not one of a text and a chat."""
     if (body.prompt is None) == (body.messages is None):
         raise invalid("one of prompt and messages is needed, and not both", "prompt")
     if body.prompt is not None:
         return body.prompt
     return ChatInput([dict(m) for m in body.messages or ()], body.tools, dict(body.chat_template_kwargs or {}))
+
+
+async def tokenize(body: TokenizeBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
+    """Return the answer of ``/tokenize``."""
+    tokens = await prompts.tokens_of(_input(body), texts)
+    return {"count": len(tokens), "tokens": tokens}
+
+
+async def detokenize(body: DetokenizeBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
+    """Return the answer of ``/detokenize``."""
+    if max(body.tokens) >= texts.vocab_size:
+        raise invalid(f"tokens: token ids go from 0 to {texts.vocab_size - 1}", "tokens")
+    return {"prompt": await prompts.run(lambda: texts.decode(body.tokens), size=len(body.tokens))}
