@@ -49,6 +49,8 @@ def fits(budget: PoolBudget, growth: Growth, sharing: Sharing, evict: Callable[[
         budget.fits_blocks(num_blocks) or budget.has_blocks(num_blocks)
     ):
         return True  # every decode step asks, and there mostly is plenty
+    # Counted before anything is freed: blocks of a prefix that a finished cache shared would then count as taken over,
+    # with a copy of the last one, for which a request at the budget's end has no room.
     listed = [append_of(request, num_tokens, sharing, budget.pool.block_size) for request, num_tokens in growth]
     while not budget.fits(listed):
         if not evict():
