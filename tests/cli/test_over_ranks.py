@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from mlx_paged.cli.over_ranks import of_first
 from mlx_paged.engine.ranks.peers import EXIT_STATUS
 from tests.support.cases import quick, slow
 from tests.support.models.tiny_model import VOCAB, make_tiny_model
@@ -63,6 +65,15 @@ def test_a_file_of_prompts(model: Path, tmp_path: Path) -> None:
     assert [json.loads(line) for line in first.splitlines()] == [json.loads(line) for line in alone.splitlines()]
     assert len(first.splitlines()) == len(LINES)
     assert second == ""
+
+
+@pytest.mark.parametrize(("rank", "found"), [(0, ["read"]), (1, [])])
+def test_the_first_rank_alone_reads(rank: int, found: list[str]) -> None:
+    reads: list[str] = []
+    ranks: Any = SimpleNamespace(rank=rank, broadcast=lambda value: value if rank == 0 else "of rank 0")
+    text = of_first(ranks, lambda: reads.append("read") or "of rank 0")
+    assert (text, reads) == ("of rank 0", found)
+    assert of_first(None, lambda: "alone") == "alone"
 
 
 @pytest.mark.parametrize(
