@@ -24,7 +24,7 @@ from mlx_paged.server.ranked_loop import UncompiledWork
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests import chat
 from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
-from mlx_paged.server.requests.fields import Sampling, SamplingParameters
+from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.stops import StopList
 from tests.support.models.builders import build
@@ -72,7 +72,8 @@ def test_all_that_a_body_says_of_sampling_reaches_the_engine() -> None:
     made = asdict(sampling_of(body, {}))
     assert {name: made[name] for name in SAID} == SAID and made["logit_bias"] == {3: 1.5}
     assert set(made) - set(SAID) - ONLY_OF_THE_ENGINE == {"logit_bias"}, "a parameter that no client can say"
-    assert set(Sampling.model_fields) - set(SAID) == {"logit_bias", "prompt_lookup"}, "a field that is not tried here"
+    others = {"logit_bias", "prompt_lookup", "cache_salt", "priority", "structured_outputs"}
+    assert set(SamplingParameters.model_fields) - set(SAID) == others, "a field that is not tried here"
 
 
 def test_a_field_that_the_engine_does_not_have_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,9 +261,10 @@ class KernelRows:
         if any(has_none):
             own = mx.random.uniform(shape=(len(rows), WIDTH)).view(mx.uint32)
             self._keys = mx.where(mx.array(has_none)[:, None], own, self._keys)
-        self._xtc: RowParameters | None = None
-        if any(_uses_xtc(row) for row in rows):
-            self._xtc = RowParameters([row if _uses_xtc(row) else SamplingParams() for row in rows], vocab_size)
+        self._filtered: RowParameters | None = None
+        if any(map(_needs_operations, rows)):
+            filtered = [row if _needs_operations(row) else SamplingParams() for row in rows]
+            self._filtered = RowParameters(filtered, vocab_size)
 
     def draw(self, logits: mx.array, positions: mx.array) -> mx.array:
         """Return a token of each row, ``[R]`` uint32.
@@ -272,14 +273,15 @@ class KernelRows:
             logits: ``[R, vocab]``.
             positions: of the tokens in their answers, ``[R]`` uint32.
         """
-        if self._xtc is not None:
-            kept = kept_tokens(logits, self._xtc, uniforms(self._xtc, positions)[:, 2:])
+        if self._filtered is not None:
+            kept = kept_tokens(logits, self._filtered, uniforms(self._filtered, positions)[:, 2:])
             assert kept is not None
             logits = mx.where(kept, logits, mx.array(-mx.inf, logits.dtype))
         return draw_rows.draw_rows(logits, self._params, self._keys, positions)
 
 
-def _uses_xtc(row: SamplingParams) -> bool:
+def _needs_operations(row: SamplingParams) -> bool:
+    """Return whether MLX's operations have to find what is left of a row's tokens; then by all of its parameters."""
     return row.draws and row.uses_xtc
 
 
@@ -287,7 +289,7 @@ def _drawn_row(row: SamplingParams) -> DrawnRow:
     key = (row.seed or 0) % _SEEDS
     if not row.draws:
         return DrawnRow(0.0)
-    if row.uses_xtc:  # its other parameters are in XTC's
+    if _needs_operations(row):
         return DrawnRow(row.temperature, key=key)
     return DrawnRow(
         row.temperature,

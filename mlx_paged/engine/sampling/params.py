@@ -8,7 +8,6 @@ from typing import Any
 
 from ...errors import ConfigError
 
-ALL = 1 << 30  # tokens of a context that is the whole history
 LEAST_TEMPERATURE = 2.0**-126  # the least normal float32: GPUs take smaller ones for 0
 
 
@@ -52,9 +51,9 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_NUMBERS, *_NUMBERS_OR_NONE):
+        for name in (*_NUMBERS, *_PENALTIES):
             value = getattr(self, name)
-            _check(name, isinstance(value, (int, float)) or (value is None and name in _NUMBERS_OR_NONE), value)
+            _check(name, isinstance(value, (int, float)) or (value is None and name in _PENALTIES), value)
         _check("temperature", self.temperature >= 0, self.temperature)
         _check("min_p", 0 <= self.min_p <= 1, self.min_p)
         _check("min_tokens_to_keep", _is_int(self.min_tokens_to_keep, 1), self.min_tokens_to_keep)
@@ -90,29 +89,14 @@ class SamplingParams:
         return self.xtc_probability > 0
 
     @property
-    def penalties(self) -> tuple[float, float, float]:
-        """Repetition, presence, frequency; those that are off change nothing."""
-        return self.repetition_penalty or 1.0, self.presence_penalty or 0.0, self.frequency_penalty or 0.0
-
-    @property
-    def contexts(self) -> tuple[int, int, int]:
-        """Tokens that count for each of the penalties. Those that are off need no more than the others."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        sizes = (self.repetition_context_size, self.presence_context_size, self.frequency_context_size)
-        used = [size or ALL for penalty, size in zip(penalties, sizes, strict=True) if penalty]
-        least = min(used, default=1)
-        first, second, third = ((s or ALL) if p else least for p, s in zip(penalties, sizes, strict=True))
-        return first, second, third
-
-    @property
     def has_penalties(self) -> bool:
         """Whether any penalty is on."""
-        return bool(self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
+        return any(getattr(self, name) for name in _PENALTIES)
 
 
 # By their annotations, which are texts here.
 _NUMBERS = [each.name for each in fields(SamplingParams) if each.type == "float"]
-_NUMBERS_OR_NONE = [each.name for each in fields(SamplingParams) if each.type == "float | None"]
+_PENALTIES = [each.name for each in fields(SamplingParams) if each.type == "float | None"]
 
 
 def _is_int(value: Any, least: int) -> bool:

@@ -13,8 +13,9 @@ import numpy as np
 from ...kernels import penalise_rows
 from ...kernels.draw_rows import WIDTH
 from ...kernels.penalise_rows import Histories
-from .params import ALL, SamplingParams
+from .params import SamplingParams
 
+ALL = 1 << 30  # tokens of a context that is the whole history
 ROOM = 256  # entries more than needed, so that arrays get another shape as seldom
 
 
@@ -71,8 +72,8 @@ class Penalties:
         """Arrays of the rows that stay and of those that join, with what counts, and room for ``least`` more."""
         lengths = [self.rows[index].length + self._num_steps for index in indices]
         stay = [self.rows[index].params for index in indices]
-        rows = [Seen(params, min(n, max(params.contexts))) for params, n in zip(stay, lengths, strict=True)]
-        rows += [Seen(params, min(len(tokens), max(params.contexts))) for params, tokens in joining]
+        rows = [Seen(params, min(n, max(contexts_of(params)))) for params, n in zip(stay, lengths, strict=True)]
+        rows += [Seen(params, min(len(tokens), max(contexts_of(params)))) for params, tokens in joining]
         longest = max((row.length for row in rows), default=0)
         capacity = -(-(longest + least) // ROOM) * ROOM
         words, counts = [], []
@@ -97,16 +98,15 @@ class Penalties:
             counts.append(mx.array(own_counts))
         self.rows = rows
         self._num_steps, self._num_left = 0, capacity - longest
-        self._has_windows = any(min(row.params.contexts) < ALL for row in rows)
+        self._has_windows = any(min(contexts_of(row.params)) < ALL for row in rows)
         if not rows:
             self._seen = None
             return
-        free = [0.0] * (WIDTH - 3)
         self._seen = Histories(
             mx.concatenate(words),
             mx.concatenate(counts, axis=1),
-            mx.array([[row.length, *row.params.contexts, *[0] * (WIDTH - 4)] for row in rows], mx.int32),
-            mx.array([[*row.params.penalties, *free] for row in rows], mx.float32),
+            mx.array([[row.length, *contexts_of(row.params), *[0] * (WIDTH - 4)] for row in rows], mx.int32),
+            mx.array([_numbers(row.params) for row in rows], mx.float32),
         )
 
     def step(self, logits: mx.array, inputs: mx.array, rows: Sequence[int]) -> mx.array:
@@ -244,9 +244,25 @@ def _step() -> mx.array:
     return step
 
 
+def _numbers(params: SamplingParams) -> list[float]:
+    """Return a row's penalties as :class:`Histories` has them; those that are off change nothing."""
+    penalties = params.repetition_penalty or 1.0, params.presence_penalty or 0.0, params.frequency_penalty or 0.0
+    return [*penalties, *[0.0] * (WIDTH - len(penalties))]
+
+
+def contexts_of(params: SamplingParams) -> tuple[int, int, int]:
+    """Return how many tokens count for each of the penalties. Those that are off need no more than the others."""
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    sizes = (params.repetition_context_size, params.presence_context_size, params.frequency_context_size)
+    used = [size or ALL for penalty, size in zip(penalties, sizes, strict=True) if penalty]
+    least = min(used, default=1)
+    first, second, third = ((s or ALL) if p else least for p, s in zip(penalties, sizes, strict=True))
+    return first, second, third
+
+
 def _enter(words: np.ndarray, counts: np.ndarray, params: SamplingParams, tokens: Sequence[int]) -> None:
     """Return a row's entries, from the tokens it has seen."""
-    contexts = params.contexts
+    contexts = contexts_of(params)
     last = list(tokens[-max(contexts) :])
     if not last:
         return  # word 0, which it has seen 0 times

@@ -18,7 +18,6 @@ from .fields import (
     Body,
     ModelParameters,
     RecordParameters,
-    Sampling,
     SamplingParameters,
     StopField,
     StreamOptions,
@@ -159,7 +158,10 @@ def sampling_of(body: SamplingParameters, defaults: Mapping[str, Any]) -> Sampli
 
 
 # What a body says as the engine takes it; a field that SamplingParams lacks is an error, and not ignored.
-_SAMPLING = [name for name in Sampling.model_fields if name not in ("logit_bias", "seed", "prompt_lookup")]
+_SAMPLING = SamplingParameters.model_fields.keys() - {
+    *("logit_bias", "seed", "prompt_lookup"),
+    *("cache_salt", "priority", "structured_outputs"),
+}
 
 
 def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dict[str, Any]:
