@@ -233,7 +233,7 @@ def _convert(models: Sequence[Any], given: list[Any], asked: KVBits) -> None:
     parts = leaves(given)
     paged = [cache for cache in parts if isinstance(cache, PagedLayerCache)]
     present = {cache.pool.page_format for cache in paged}
-    if {held and held._replace(rotate=False) for held in present} <= {asked.format}:  # a call says nothing of that
+    if {held and held.nameable for held in present} <= {asked.format}:
         return
     if present != {None}:
         held = " and ".join(str(each) for each in present)

@@ -463,6 +463,7 @@ class NewerFormat(NamedTuple):
     rotate: bool = False
     added: int = 3
     why_not = PageFormat.why_not
+    nameable = PageFormat.nameable
     stock_bits = PageFormat.stock_bits
 
 
@@ -474,6 +475,8 @@ def test_a_format_with_a_field_more_is_read_by_its_names() -> None:
         assert all(mx.array_equal(*pair) for pair in zip(got, want, strict=True))
         assert pool.groups[0].geometry.format.added == 3 and pool.groups[0].geometry.rotates == rotates
         assert pool.stats().quantized_tokens == 20
+        newer = pool.groups[0].geometry.format
+        assert newer.nameable == PageFormat(8, 8, 32) and newer.stock_bits is None, "bytes of a field that mlx-lm lacks"
 
 
 def test_packed_and_batched_rows_are_those_of_each_alone() -> None:

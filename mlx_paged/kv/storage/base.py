@@ -55,9 +55,14 @@ class PageFormat(NamedTuple):
         return None
 
     @property
+    def nameable(self) -> PageFormat:
+        """Return the format as far as mlx-lm's options name it: by bits and a group size alone."""
+        return PageFormat(self.k_bits, self.v_bits, self.group_size)
+
+    @property
     def stock_bits(self) -> int | None:
         """Bits with which mlx-lm's quantised cache holds the same bytes; None: it has no such form."""
-        return self.k_bits if self.k_bits == self.v_bits and not self.rotate else None
+        return self.k_bits if self.k_bits == self.v_bits and self == self.nameable else None
 
     def __str__(self) -> str:
         bits = f"{self.k_bits}" if self.k_bits == self.v_bits else f"{self.k_bits}/{self.v_bits}"
