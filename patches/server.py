@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import logging
 import time
 from bisect import bisect_left
@@ -17,8 +16,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm import sample_utils, utils
 from mlx_lm import server as upstream
+from mlx_lm import utils
 from mlx_lm.generate import make_stop_sequences, stream_generate
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import LRUPromptCache
@@ -27,7 +26,6 @@ from ..config import free_memory
 from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
-from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
@@ -43,6 +41,7 @@ from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from .cache.pools import forget_pool, known_pool, pool_of, prefix_pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .generate.drafting import check_same_tokens, known_factory, share_budget, why_not_drafted
+from .generate.upstream import processors_of, sampler_of
 from .grammar import behind_reasoning, with_thinking_budget
 from .models.mtp import MTPHead, find_head, folder_of, load_head
 from .patch import fingerprint
@@ -589,21 +588,3 @@ def _grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
     if request.thinking_budget is None:
         return grammar
     return with_thinking_budget(grammar, tokenizer, request.thinking_budget, is_open=reasons)
-
-
-def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:
-    """Return mlx-lm's sampler, for where it computes."""
-    given = _given(sample_utils.make_sampler, params) | {"xtc_special_tokens": list(params.xtc_special_tokens)}
-    sampler: Callable[[mx.array], mx.array] = sample_utils.make_sampler(params.temperature, **given)
-    return sampler
-
-
-def processors_of(params: SamplingParams) -> list[Any]:
-    """Return mlx-lm's logits processors, for where it computes."""
-    given = _given(sample_utils.make_logits_processors, params) | {"logit_bias": dict(params.logit_bias) or None}
-    return list(sample_utils.make_logits_processors(**given))
-
-
-def _given(make: Callable[..., Any], params: SamplingParams) -> dict[str, Any]:
-    """Return what a function of mlx-lm takes of the parameters: names are the same."""
-    return {name: getattr(params, name) for name in inspect.signature(make).parameters if hasattr(params, name)}

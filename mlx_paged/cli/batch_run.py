@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -19,9 +20,11 @@ import mlx.core as mx
 from ..engine.grammar.grammar import CompiledGrammar, GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
+from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
 from ..model_folder import tell_if_unbounded
 from ..server.errors import invalid
+from ..server.requests.chat import sampling_of
 from ..server.stops import StoppedTokens
 from .answer_grammars import AnswerGrammars
 from .over_ranks import of_first
@@ -31,14 +34,9 @@ from .terminal import BatchProgress
 if TYPE_CHECKING:
     from ..patches.models.mtp import HeadFiles
 
-Sampler = Callable[[mx.array], mx.array]
-Processor = Callable[[mx.array, mx.array], mx.array]
-
 
 class Sampling:
-    """Makes samplers and logits processors from the command line and from what single prompts say beyond it.
-
-    Prompts with the same options share a sampler, and so are sampled in one call.
+    """Says how prompts are sampled: by the command line, and by what single prompts say beyond it.
 
     Args:
         args: of mlx_lm.generate's parser.
@@ -51,48 +49,25 @@ class Sampling:
             "temperature": args.temp,
             "top_p": args.top_p,
             "min_p": args.min_p,
+            "min_tokens_to_keep": args.min_tokens_to_keep,
             "top_k": args.top_k,
             "xtc_probability": args.xtc_probability,
             "xtc_threshold": args.xtc_threshold,
+            "xtc_special_tokens": (*tokenizer.encode("\n"), *tokenizer.eos_token_ids),
         }
-        self._min_tokens_to_keep = args.min_tokens_to_keep
-        self._xtc_special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         self._vocab_size = vocab_size
-        self._samplers: dict[str, Sampler] = {}
 
-    def sampler(self, options: Mapping[str, Any]) -> Sampler:
-        """Return the sampler of a prompt with these options, checked as the server's are."""
-        from mlx_lm.sample_utils import make_sampler
-
-        chosen = {name: options.get(name, default) for name, default in self._defaults.items()}
-        key = json.dumps(chosen)
-        if key not in self._samplers:
-            self._samplers[key] = make_sampler(
-                chosen["temperature"],
-                chosen["top_p"],
-                chosen["min_p"],
-                self._min_tokens_to_keep,
-                top_k=min(chosen["top_k"], self._vocab_size - 1),  # mlx-lm takes no more
-                xtc_probability=chosen["xtc_probability"],
-                xtc_threshold=chosen["xtc_threshold"],
-                xtc_special_tokens=self._xtc_special_tokens,
-            )
-        return self._samplers[key]
-
-    def processors(self, options: Mapping[str, Any]) -> list[Processor]:
-        """Return the processors of a prompt with these options.
+    def params(self, options: Mapping[str, Any]) -> SamplingParams:
+        """Return how a prompt with these options is sampled.
 
         Raises:
             RequestRefused: ``logit_bias`` names a token that the model does not have.
+            ConfigError: a value is out of range.
         """
-        from mlx_lm.sample_utils import make_logits_processors
-
-        bias = {int(token): float(value) for token, value in options.get("logit_bias", {}).items()}
-        if any(not 0 <= token < self._vocab_size for token in bias):
+        params = sampling_of(options, self._defaults)
+        if any(not 0 <= token < self._vocab_size for token in params.logit_bias):
             raise invalid(f"logit_bias: token ids go from 0 to {self._vocab_size - 1}", "logit_bias")
-        chosen = {name: value for name, value in options.items() if name.endswith(("_penalty", "_context_size"))}
-        processors: list[Processor] = make_logits_processors(bias or None, **chosen)
-        return processors
+        return replace(params, top_k=min(params.top_k, self._vocab_size - 1))  # mlx-lm takes no more
 
     def draws(self, options: Mapping[str, Any]) -> bool:
         """Return whether tokens are drawn at random, so that a seed matters."""
@@ -216,7 +191,6 @@ def run_prompts_file(
             **_draft_options(args, load, model, tokenizer, head),
             max_tokens=args.max_tokens,
             stop_tokens=[[token] for token in tokenizer.eos_token_ids],
-            sampler=sampling.sampler({}),
             completion_batch_size=args.batch_size,
             prefill_batch_size=min(8, args.batch_size),
             prefill_step_size=args.prefill_step_size,
@@ -363,6 +337,7 @@ class BatchRun:
             self._insert(prompt)
 
     def _insert(self, prompt: Prompt) -> None:
+        from ..patches.generate.upstream import processors_of, sampler_of
 
         if prompt.error is not None:
             self.results.add(prompt, error=prompt.error)
@@ -373,29 +348,32 @@ class BatchRun:
             stop = prompt.sampling.get("stop", ())
             answer = StoppedTokens(self.tokenizer, [stop] if isinstance(stop, str) else stop)
             grammar = self.grammars.grammar(prompt.sampling, tokens)
-            samplers, processors = [self.sampling.sampler(prompt.sampling)], self.sampling.processors(prompt.sampling)
-            rest: dict[str, Any] = {}
+            params = self.sampling.params(prompt.sampling)
+            processors, rest = processors_of(params), {}
             if not self.args.no_paged:
-                rest["options"] = [self._options(prompt.sampling, grammar)]
+                rest["options"] = [self._options(prompt.sampling, params, grammar)]
             elif unpaged := {"prompt_lookup", "num_draft_tokens"}.intersection(prompt.sampling):
                 raise ConfigError(f"{min(unpaged)} is for pages, and --no-paged does without them")
             elif grammar is not None:
                 processors = [GrammarProcessor(grammar), *processors]
             (uid,) = self.generator.insert_segments(
-                [[tokens]], [most], samplers=samplers, logits_processors=[processors], **rest
+                [[tokens]], [most], samplers=[sampler_of(params)], logits_processors=[processors], **rest
             )
         except Exception as error:  # templates are the model's and raise what they like
             self.results.add(prompt, error=f"{type(error).__name__}: {error}")
             return
         self._running[uid] = _Running(prompt, len(tokens), most, answer)
 
-    def _options(self, sampling: Mapping[str, Any], grammar: CompiledGrammar | None) -> RequestOptions:
-        """Return what a prompt says that mlx-lm's generator has no argument for."""
-        seed, drafts = sampling.get("seed") if self._seeds_rows else None, sampling.get("num_draft_tokens")
+    def _options(
+        self, sampling: Mapping[str, Any], params: SamplingParams, grammar: CompiledGrammar | None
+    ) -> RequestOptions:
+        """Return what mlx-lm's generator has no argument for."""
+        drafts = sampling.get("num_draft_tokens")
         if drafts is not None and self.args.draft_model is None and not self.args.mtp:
             raise ConfigError("num_draft_tokens needs --draft-model or --mtp")
         lookup = sampling.get("prompt_lookup")
-        return RequestOptions(seed=seed, grammar=grammar, prompt_lookup=lookup, num_draft_tokens=drafts)
+        own = params if self._seeds_rows else None
+        return RequestOptions(sampling=own, grammar=grammar, prompt_lookup=lookup, num_draft_tokens=drafts)
 
     def _tokenise(self, prompt: Prompt) -> list[int]:
         args, tokenizer = self.args, self.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -14,6 +15,7 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import ArraysCache, TokenBuffer
 
 from ...engine.request import Request
+from ...engine.sampling.params import SamplingParams
 from ...engine.step_logits import TokenLogits
 from ...engine.upstream import Upstream
 from ...errors import PromptCacheError
@@ -238,3 +240,30 @@ def _codes(maker: str, name: str) -> tuple[CodeType, ...]:
 
 
 UPSTREAM = Upstream(Response, PromptProcessingBatch.Response, TokenBuffer, known_sampler, known_processors, ArraysCache)
+
+
+def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:
+    """Return mlx-lm's sampler, for where it computes; the same one each time, so that its rows are sampled together."""
+    make = sample_utils.make_sampler
+    given = _given(make, params) | {"xtc_special_tokens": tuple(params.xtc_special_tokens)}
+    return _sampler(make, params.temperature, tuple(given.items()))
+
+
+@lru_cache(maxsize=64)
+def _sampler(
+    make: Callable[..., Any], temperature: float, given: tuple[tuple[str, Any], ...]
+) -> Callable[[mx.array], mx.array]:
+    options = {name: list(value) if isinstance(value, tuple) else value for name, value in given}
+    sampler: Callable[[mx.array], mx.array] = make(temperature, **options)
+    return sampler
+
+
+def processors_of(params: SamplingParams) -> list[Any]:
+    """Return mlx-lm's logits processors, for where it computes."""
+    make = sample_utils.make_logits_processors
+    return list(make(**_given(make, params) | {"logit_bias": dict(params.logit_bias) or None}))
+
+
+def _given(make: Callable[..., Any], params: SamplingParams) -> dict[str, Any]:
+    """Return what a function of mlx-lm takes of the parameters: names are the same."""
+    return {name: getattr(params, name) for name in inspect.signature(make).parameters if hasattr(params, name)}

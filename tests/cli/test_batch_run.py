@@ -1,7 +1,6 @@
 """Batches of prompts from a file: reading it, results, sampling options of a line, and progress."""
 
 import importlib
-import inspect
 import io
 import json
 import re
@@ -19,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import generate, load, sample_utils
+from mlx_lm import generate, load
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.sample_utils import make_sampler
 
@@ -28,7 +27,9 @@ from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun, Sampling
 from mlx_paged.cli.generate import extend_parser, main
 from mlx_paged.cli.prompts_file import Counts, Prompt, Results, read_prompts
 from mlx_paged.cli.terminal import BatchProgress
-from mlx_paged.errors import PromptsFileError
+from mlx_paged.errors import ConfigError, PromptsFileError
+from mlx_paged.patches.generate.upstream import processors_of, sampler_of
+from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests import fields
 from tests.support.cases import slow
 from tests.support.processes import commands
@@ -181,27 +182,21 @@ def test_each_line_has_its_own_sampling_options(folder: Path, expected: list[str
         assert alone == texts[index]
 
 
-def test_all_that_a_line_says_of_sampling_reaches_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = set()
-    for name in ("make_sampler", "make_logits_processors"):
-        bound = inspect.signature(getattr(sample_utils, name)).bind
-        monkeypatch.setattr(sample_utils, name, lambda *args, _bind=bound, **given: _given(said, _bind(*args, **given)))
+def test_all_that_a_line_says_of_sampling_is_what_the_engine_is_told() -> None:
     tokenizer = SimpleNamespace(encode=lambda text: [1], eos_token_ids=())
     sampling = Sampling(extend_parser(setup_arg_parser()).parse_args([]), tokenizer, 10)
-    options = {name: 0.25 for name in fields.Sampling.model_fields} | {"logit_bias": {"3": 1.5}, "top_k": 4}
-    sampling.sampler(options)
-    sampling.processors(options)
-    by_request_options = {"seed", "prompt_lookup"}  # see BatchRun._options
-    assert set(fields.Sampling.model_fields) - said == by_request_options, "a field that is ignored"
-
-
-def _given(said: set[str], bound: inspect.BoundArguments) -> list[Any]:
-    """Note the arguments of mlx-lm that have the values of the test's line, by the API's names."""
-    wanted = {"top_k": 4, "logit_bias": {3: 1.5}}
-    said.update(
-        {"temp": "temperature"}.get(n, n) for n, value in bound.arguments.items() if value == wanted.get(n, 0.25)
-    )
-    return []
+    whole = {"top_k": 4, "seed": 5, **{f"{name}_context_size": 7 for name in ("repetition", "presence", "frequency")}}
+    said = dict.fromkeys(fields.Sampling.model_fields, 0.25) | whole | {"logit_bias": {"3": 1.5}}
+    del said["prompt_lookup"]  # see BatchRun._options
+    params = sampling.params(said)
+    told = {name: getattr(params, name) for name in said}
+    assert told == said | {"logit_bias": {3: 1.5}}
+    assert sampling.params({"top_k": 50}).top_k == 9
+    assert sampler_of(params) is sampler_of(sampling.params(said)) and len(processors_of(params)) == 4
+    with pytest.raises(RequestRefused, match="logit_bias"):
+        sampling.params({"logit_bias": {"10": 1.0}})
+    with pytest.raises(ConfigError):
+        sampling.params({"min_p": 2.0})
 
 
 def test_each_line_has_its_own_stop_strings(folder: Path, expected: list[str]) -> None:

@@ -69,7 +69,7 @@ ONLY_OF_THE_ENGINE = {"min_tokens_to_keep", "xtc_special_tokens"}
 
 def test_all_that_a_body_says_of_sampling_reaches_the_engine() -> None:
     body = SamplingParameters(**SAID, logit_bias={"3": 1.5})
-    made = asdict(sampling_of(body, {}))
+    made = asdict(sampling_of(vars(body), {}))
     assert {name: made[name] for name in SAID} == SAID and made["logit_bias"] == {3: 1.5}
     assert set(made) - set(SAID) - ONLY_OF_THE_ENGINE == {"logit_bias"}, "a parameter that no client can say"
     others = {"logit_bias", "prompt_lookup", "cache_salt", "priority", "structured_outputs"}
@@ -79,7 +79,7 @@ def test_all_that_a_body_says_of_sampling_reaches_the_engine() -> None:
 def test_a_field_that_the_engine_does_not_have_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "_SAMPLING", [*chat._SAMPLING, "top_a"])
     with pytest.raises(TypeError, match="top_a"):
-        sampling_of(SamplingParameters(top_a=0.5), {})
+        sampling_of({"top_a": 0.5}, {})
 
 
 MARK = {"cache_control": {"type": "ephemeral"}}

@@ -142,18 +142,22 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
     web_search_options: refused("there is no such tool") = None  # type: ignore[valid-type]
 
 
-def sampling_of(body: SamplingParameters, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return how a body has tokens chosen.
+def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return how tokens are chosen.
 
     Args:
-        defaults: temperature, top_p, top_k and min_p of the command line.
+        said: fields of :class:`Sampling`, checked, of a body or of a line of a prompts file.
+        defaults: what the command line says where these say nothing.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
     chosen = dict(defaults)
-    chosen |= {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    if body.logit_bias:
-        chosen["logit_bias"] = {int(token): float(bias) for token, bias in body.logit_bias.items()}
-    if body.seed is not None:
-        chosen["seed"] = body.seed % (1 << 64)
+    chosen |= {name: value for name in _SAMPLING if (value := said.get(name)) is not None}
+    if bias := said.get("logit_bias"):
+        chosen["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+    if (seed := said.get("seed")) is not None:
+        chosen["seed"] = seed % (1 << 64)
     return SamplingParams(**chosen)
 
 
@@ -167,7 +171,7 @@ _SAMPLING = SamplingParameters.model_fields.keys() - {
 def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return what all APIs say alike, as attributes of a request."""
     return {
-        "sampling": sampling_of(body, defaults),
+        "sampling": sampling_of(vars(body), defaults),
         "prompt_lookup": body.prompt_lookup,
         "priority": body.priority or 0,
         "keeps": "prompt" if getattr(body, "prompt_cache_key", None) else "",
