@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -41,7 +42,7 @@ def make_app(service: Service) -> Any:
         for endpoint in ENDPOINTS.values()
         for path in (endpoint.path, *endpoint.aliases)
     ]
-    routes += [Route(path, page.answer, methods=["GET"]) for path, page in app.pages().items()]
+    routes += [Route(path, app.shown(page), methods=["GET"]) for path, page in app.pages().items()]
     routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
     routes += service.batches.routes(lambda http: service.config.api_keys.salt(app.check_key(http), None))
     gate = service.batches.app = Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
@@ -121,17 +122,28 @@ class App:
 
     # GET ------------------------------------------------------------------------------------------------------
 
+    def shown(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
+        """Return what answers a request for a page: whoever asks has a key, but for open ones."""
+
+        async def answer(http: Request) -> Response:
+            if not page.is_open:
+                self.check_key(http)
+            response: Response = await page.answer(http)
+            return response
+
+        return answer
+
     def pages(self) -> dict[str, Page]:
         """Return what is asked with GET, by path; routes and the description are made from it."""
         return {
-            "/health": Page(self.health, "Whether the server is ready"),
+            "/health": Page(self.health, "Whether the server is ready", is_open=True),
             "/version": Page(self.version, "Versions"),
             "/v1/models": Page(self.models, "The models"),
             "/v1/cache/stats": Page(self.stats, "What the pool holds"),
             "/metrics": Page(self.metrics, "The same for Prometheus", "text/plain"),
-            "/cache": Page(self.cache, "A page that draws the pool", "text/html"),
-            "/openapi.json": Page(self.openapi, "This description"),
-            "/": Page(self.root),
+            "/cache": Page(self.cache, "A page that draws the pool", "text/html", is_open=True),
+            "/openapi.json": Page(self.openapi, "This description", is_open=True),
+            "/": Page(self.root, is_open=True),
             "/v1/models/": Page(self.models),
             "/v1/models/{name:path}": Page(self.model),
         }
@@ -151,13 +163,11 @@ class App:
         return json_response(description(version("mlx_paged"), self.pages(), has_keys=has_keys))
 
     async def stats(self, http: Request) -> Response:
-        self.check_key(http)
         with_blocks = "blocks" in http.query_params
         report = await run_in_threadpool(lambda: self._service.report(with_blocks=with_blocks))
         return json_response(report, headers={"cache-control": "no-store"})
 
     async def metrics(self, http: Request) -> Response:
-        self.check_key(http)
         return Response(
             await run_in_threadpool(lambda: self._service.stats.metrics(self._service.report())),
             200,
@@ -166,17 +176,14 @@ class App:
         )
 
     async def version(self, http: Request) -> Response:
-        self.check_key(http)
         names = {name: version(name) for name in ("mlx_paged", "mlx", "mlx-lm")}
         return json_response({**names, "version": version("mlx_paged")})
 
     async def models(self, http: Request) -> Response:
-        self.check_key(http)
         listed = await run_in_threadpool(lambda: self._service.names.listed(int(time.time()), **self._figures()))
         return json_response({"object": "list", "data": listed})
 
     async def model(self, http: Request) -> Response:
-        self.check_key(http)
         name = unquote(http.path_params["name"])
         found = await run_in_threadpool(lambda: self._service.names.find(name, int(time.time()), **self._figures()))
         if found is None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mlx_paged.server import app
+from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.http import RequestLog
 from mlx_paged.server.requests.endpoints import ENDPOINTS, Endpoint, Page
 from mlx_paged.server.requests.tokenize import DetokenizeBody
@@ -48,6 +49,26 @@ def ask(router: Any, path: str, body: bytes = b"") -> bytes:
     asyncio.run(router(scope, receive, send))
     assert sent[0]["status"] == 200
     return b"".join(message.get("body", b"") for message in sent)
+
+
+def test_a_new_page_asks_for_a_key() -> None:
+    shown: list[bool] = []
+    keys = MagicMock()
+    keys.find.return_value = None
+    own = app.App(MagicMock(config=SimpleNamespace(api_keys=keys)))
+
+    async def answer(http: Any) -> Any:
+        shown.append(True)
+
+    for is_open in (True, False):
+        page = Page(answer, is_open=is_open)
+        if is_open:
+            asyncio.run(own.shown(page)(MagicMock()))
+        else:
+            with pytest.raises(RequestRefused, match="API key"):
+                asyncio.run(own.shown(page)(MagicMock()))  # type: ignore[arg-type]
+    assert shown == [True]
+    assert {path for path, page in own.pages().items() if page.is_open} == {"/", "/cache", "/health", "/openapi.json"}
 
 
 def test_a_new_page_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -> None:

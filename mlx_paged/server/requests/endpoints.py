@@ -63,11 +63,13 @@ class Page(NamedTuple):
         answer: gives the answer to a request.
         summary: for readers of the documentation; "": it is not described there.
         kind: media type of the answer.
+        is_open: whether it is answered without an API key.
     """
 
     answer: Callable[..., Any]
     summary: str = ""
     kind: str = "application/json"
+    is_open: bool = False
 
 
 CHAT = Endpoint(
