@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mlx_paged.server import app
+from mlx_paged.server.clients import ApiKeys
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.http import RequestLog
 from mlx_paged.server.requests.endpoints import ENDPOINTS, Endpoint, Page
 from mlx_paged.server.requests.tokenize import DetokenizeBody
 
 SERVICE: Any = SimpleNamespace(
-    batches=SimpleNamespace(routes=lambda salt: [], resume=lambda: None), config=SimpleNamespace(api_keys=())
+    batches=SimpleNamespace(routes=lambda salt: [], resume=lambda: None), config=SimpleNamespace(api_keys=ApiKeys([]))
 )
 NOT_DESCRIBED = {"/", "/v1/models/", "/v1/models/{name:path}"}
 
@@ -53,9 +54,8 @@ def ask(router: Any, path: str, body: bytes = b"") -> bytes:
 
 def test_a_new_page_asks_for_a_key() -> None:
     shown: list[bool] = []
-    keys = MagicMock()
-    keys.find.return_value = None
-    own = app.App(MagicMock(config=SimpleNamespace(api_keys=keys)))
+    own = app.App(MagicMock(config=SimpleNamespace(api_keys=ApiKeys(["secret"]))))
+    asks = Request({"type": "http", "headers": []})
 
     async def answer(http: Any) -> Any:
         shown.append(True)
@@ -63,10 +63,10 @@ def test_a_new_page_asks_for_a_key() -> None:
     for is_open in (True, False):
         page = Page(answer, is_open=is_open)
         if is_open:
-            asyncio.run(own.shown(page)(MagicMock()))
+            asyncio.run(own.shown(page)(asks))
         else:
             with pytest.raises(RequestRefused, match="API key"):
-                asyncio.run(own.shown(page)(MagicMock()))  # type: ignore[arg-type]
+                asyncio.run(own.shown(page)(asks))
     assert shown == [True]
     assert {path for path, page in own.pages().items() if page.is_open} == {"/", "/cache", "/health", "/openapi.json"}
 
