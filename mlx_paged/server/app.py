@@ -84,12 +84,13 @@ class App:
                     form = endpoint.form(_head(body, service.fingerprint), body)
                     if isinstance(form, ResponseForm):
                         form.keep = keep
-                    answers = Answers(request, texts, form, streams=bool(body.stream))
+                    streams = bool(getattr(body, "stream", False))
+                    answers = Answers(request, texts, form, streams=streams)
                     work = service.engine.submit(Work(client.stream, request, texts.key))
                 except BaseException:
                     client.close()
                     raise
-            return AnswerResponse(client, answers, form, _log(http), headers, work, streams=bool(body.stream))
+            return AnswerResponse(client, answers, form, _log(http), headers, work, streams=streams)
 
         return answer
 
