@@ -21,7 +21,7 @@ from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, SMALL_CHARACTERS, PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.processes.server_process import ServerProcess
+from tests.support.processes.server_process import FaultyServer, ServerProcess
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 ONE, TWO = {"Authorization": "Bearer one"}, {"x-api-key": "two"}
@@ -29,14 +29,14 @@ LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - (DEBUG|INFO|WARNING|E
 
 
 @pytest.fixture(scope="module")
-def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyServer]:
     models = tmp_path_factory.mktemp("models")
     folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
     make_tiny_model(models / "other", demo_model_folder, "gemma3")
     (models / "empty").mkdir()
     flags = ("--model-dir", str(models), "--strict-parameters", "--served-model-name", "house")
     flags += ("--api-key", "one", "--api-key", "two", "--kv-cache-memory", "8MB")
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags)
+    process = FaultyServer(folder, tmp_path_factory.mktemp("server"), *flags)
     yield process
     process.kill()
 
@@ -88,30 +88,44 @@ def test_figures_say_nothing_of_texts(server: ServerProcess) -> None:
         assert f"mlx_paged_{name}_bucket{{le=".encode() in server.get("/metrics", **ONE).body
 
 
+def line_of(server: ServerProcess, request_id: str) -> str:
+    """Return the line of a request in the log, which is written after the client has its answer."""
+    found: list[str] = []
+
+    def is_there() -> bool:
+        found[:] = [line for line in server.log.splitlines(keepends=True) if f" id={request_id} " in line]
+        return bool(found) and found[0].endswith("\n")
+
+    server.wait_until(is_there)
+    (line,) = found
+    return line
+
+
 @pytest.mark.demo_model
-def test_the_log_and_the_end(server: ServerProcess) -> None:
+def test_the_log_and_the_end(server: FaultyServer) -> None:
     """The last one: SIGHUP is an end in order."""
-    before = len(server.log)
     told = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}, **ONE, **{"x-request-id": "mine-1"})
     refused = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 0}, **ONE)
     assert server.request("GET", "/", None, {"Host": "["}, 30).status == 400
     assert server.get("/%0Aforged%1B[2K").status == 404
     assert told.headers["x-request-id"] == "mine-1"
-    server.wait_until(lambda: refused.headers["x-request-id"] in server.log)
-    one, other, *_ = server.log[before:].splitlines()
+    one, other = (line_of(server, answer.headers["x-request-id"]) for answer in (told, refused))
     assert re.search(
         r"POST /v1/completions 200 id=mine-1 client='key 1' model='house' prompt=1 cached=\d+ generated=3 "
         r"first=\S+s tokens/s=\S+ ",
         one,
     )
     assert "400" in other and "reason='max_tokens must be at least 1 without echo'" in other
+    server.set_fault("holds 1")  # the answer is not over before the signal is seen
     body = {"prompt": [1, 2, 3], "max_tokens": 500, "stream": True}
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, COMPLETIONS, body, **ONE)
         server.wait_until(lambda: server.get("/v1/cache/stats", **ONE).json["running"]["running"] == 1)
         server.process.send_signal(signal.SIGHUP)
+        server.wait_until(lambda: "SIGHUP" in server.log)
+        server.set_fault("")
         assert b"[DONE]" in answer.result().body
-    assert server.process.wait(30) == 0
+    assert server.process.wait(60) == 0
     assert "SIGHUP: waiting up to 30 s for 1 requests" in server.log
     assert "GET /%0Aforged%1B[2K 404" in server.log and "\x1b" not in server.log
     lines = server.log.splitlines()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import select
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -131,28 +131,28 @@ def test_other_ranks_compile_grammars_beside_their_steps() -> None:
 # Prompts' own scores ----------------------------------------------------------------------------------------------
 
 
-LONG = {"prompt": [[5 + n] * 700 for n in range(250)], "max_tokens": 0, "echo": True, "logprobs": 0}
+LONG: dict[str, Any] = {"prompt": [[5 + n] * 700 for n in range(250)], "max_tokens": 0, "echo": True, "logprobs": 0}
 
 
 @pytest.mark.demo_model
 def test_others_are_answered_while_prompts_are_scored(server: ServerProcess) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        scored = pool.submit(server.post, "/v1/completions", {**LONG, "prompt": LONG["prompt"][:4]}, 300)  # type: ignore[index]
+    with server.send_and_leave_open("/v1/completions", LONG) as client:
         server.wait_until(lambda: any(server.stats()["running"].values()))
         for _ in range(3):
             assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2}).status == 200
-        assert not scored.done()
-        answer = scored.result()
+        assert not select.select([client], [], [], 0)[0], "it is answered last, after minutes"
+    answer = server.post("/v1/completions", {**LONG, "prompt": LONG["prompt"][:4]}, 300)
     assert answer.status == 200 and len(answer.json["choices"][3]["logprobs"]["token_logprobs"]) == 700
     assert server.get("/health").json["restarts"] == 0  # nobody took it for a hang
 
 
 @pytest.mark.demo_model
 def test_prompts_of_a_client_that_goes_are_not_scored_to_the_end(server: ServerProcess) -> None:
-    client = server.send_and_leave_open("/v1/completions", LONG)
-    server.wait_until(lambda: any(server.stats()["running"].values()))
-    client.close()
-    server.wait_until(lambda: server.is_idle, 10)
+    server.wait_until(lambda: server.is_idle)
+    cancelled = server.stats()["server"]["requests"]["cancelled"]
+    with server.send_and_leave_open("/v1/completions", LONG):
+        server.wait_until(lambda: any(server.stats()["running"].values()))
+    server.wait_until(lambda: server.is_idle and server.stats()["server"]["requests"]["cancelled"] == cancelled + 1)
 
 
 def test_a_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,15 @@ CHAT = "/v1/chat/completions"
 
 def line(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "default_model", **body}}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for an event, and as long again for what should not come."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def text(*lines: Any) -> bytes:
@@ -94,13 +104,13 @@ def test_a_batch_of_messages_is_cancelled() -> None:
             with pytest.raises(RequestRefused):
                 batches.add_messages(None, wrong)
         batch = batches.add_messages(None, {"requests": given})
-        await asyncio.sleep(0.05)
+        await until(lambda: len(asked.bodies) == NUM_AT_ONCE)
         with pytest.raises(RequestRefused, match="is not over"):
             next(batches.message_results(None, batch["id"]))
         with pytest.raises(RequestRefused, match="is not over"):
             batches.delete_messages(None, batch["id"])
         batches.cancel(None, batch["id"])
-        await asyncio.sleep(0.05)
+        await until(lambda: batches._batches[batch["id"]]["status"] != "cancelling")
         results = list(batches.message_results(None, batch["id"]))
         assert [each["result"]["type"] for each in results] == ["canceled"] * 40
         batches.delete_messages(None, batch["id"])
@@ -168,21 +178,20 @@ def test_a_batch_is_bounded_cancelled_and_resumed(tmp_path: Path) -> None:
         file = batches.add_file(owner, "x", "batch", text(*(line(str(number)) for number in range(40))))
         request["input_file_id"] = file["id"]
         kept, other = (batches.add_batch(owner, request) for _ in range(2))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(asked.bodies) > 2 * NUM_AT_ONCE)
         assert len(asked.bodies) == 2 * NUM_AT_ONCE + 1 and asked.keys == {"Bearer two"}
         assert all(body["priority"] == MAX_PRIORITY for body in asked.bodies)
         with pytest.raises(RequestRefused):
             batches.cancel("somebody", kept["id"])
         assert batches.cancel(owner, other["id"])["status"] == "cancelling"
-        await asyncio.sleep(0.05)
+        await until(lambda: other["status"] != "cancelling")
         assert other["status"] == "cancelled" and kept["status"] == "in_progress"
 
     async def second() -> None:
         batches, asked = started()
         asked.may_answer.set()
         (kept,) = [each for each in batches._batches.values() if each["status"] == "in_progress"]
-        while kept["status"] == "in_progress":
-            await asyncio.sleep(0.01)
+        await until(lambda: kept["status"] != "in_progress")
         assert kept["status"] == "completed" and kept["request_counts"]["completed"] == 40
         assert batches.content(owner, kept["output_file_id"]).count(b"\n") == 40
 

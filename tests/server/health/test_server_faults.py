@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import faulty_server
-from tests.support.processes.server_process import Answer, ServerProcess
+from tests.support.processes.server_process import Answer, FaultyServer, ServerProcess
 
 pytestmark = pytest.mark.demo_model
 
@@ -22,20 +21,17 @@ SHORT = {"prompt": "Once upon a time, in a forest far away from here, " * 5, "ma
 LONG = {**SHORT, "prompt": "In the beginning " * 20, "max_tokens": 100_000}
 
 
-class FaultyServer(ServerProcess):
+class WatchedServer(FaultyServer):
     """With a watchdog that waits for three seconds."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self.fault = folder / "fault"
-        script: Any = Path(faulty_server.__file__)
-        flags = ("--watchdog-timeout", "3", "--log-level", "WARNING")
-        super().__init__(model, folder, *flags, command=script, FAULT=str(self.fault))
+        super().__init__(model, folder, "--watchdog-timeout", "3", "--log-level", "WARNING")
 
     def fail_while_it_answers(self, fault: str, num_requests: int) -> list[Answer]:
-        self.fault.write_text(fault)
+        self.set_fault(fault)
         with ThreadPoolExecutor(num_requests) as pool:
             asked = [pool.submit(self.ask, {**LONG, "prompt": f"{n} {LONG['prompt']}"}) for n in range(num_requests)]
-            self.wait_until(lambda: self.stats()["running"]["running"] == num_requests)
+            self.wait_for(running=num_requests)
             os.kill(self.process.pid, signal.SIGUSR1)  # type: ignore[attr-defined]
             return [each.result() for each in asked]
 
@@ -52,7 +48,7 @@ class FaultyServer(ServerProcess):
 def test_requests_are_told_and_the_next_ones_served_once(
     fault: str, keeps_prefixes: bool, folder: Path, tmp_path: Path
 ) -> None:
-    faulty = FaultyServer(folder, tmp_path)
+    faulty = WatchedServer(folder, tmp_path)
     expected = faulty.ask(SHORT).json["choices"][0]["text"]
     assert faulty.health["status"] == "ok" and faulty.health["restarts"] == 0
     for answer in faulty.fail_while_it_answers(fault, 2):
@@ -68,16 +64,16 @@ def test_requests_are_told_and_the_next_ones_served_once(
     assert pool["live_blocks"] + pool["free_blocks"] == pool["total_blocks"]
     (told,) = faulty.fail_while_it_answers("raises", 1)  # the second time
     assert told.status == 503 and "failed again" in told.json["error"]["message"]
-    assert faulty.process.wait(30) == 70
+    assert faulty.process.wait(60) == 70
     assert "failed again: Fault: as asked; the process ends" in faulty.log
 
 
 @pytest.mark.parametrize("fault", ["loops", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_a_hang_ends_the_process(fault: str, folder: Path, tmp_path: Path) -> None:
-    faulty = FaultyServer(folder, tmp_path)
+    faulty = WatchedServer(folder, tmp_path)
     for answer in faulty.fail_while_it_answers(fault, 2):
         assert answer.status == 503 and "no progress for 3 s" in answer.json["error"]["message"]
-    assert faulty.process.wait(30) == 70
+    assert faulty.process.wait(60) == 70
     assert "it was at:" in faulty.log and "faulty_server.py" in faulty.log
 
 
@@ -104,23 +100,28 @@ def streamed(client: socket.socket) -> bytes:
 
 def test_sigterm_lets_those_finish_who_run(folder: Path, tmp_path: Path) -> None:
     flags = ("--prefix-cache-dir", str(tmp_path / "prefixes"), "--kv-block-size", "16")
-    server = ServerProcess(folder, tmp_path, *flags)
+    server = FaultyServer(folder, tmp_path, *flags)
     body = {**LONG, "max_tokens": 200}
     with ThreadPoolExecutor(4) as pool:
-        clients = [server.send_and_leave_open(COMPLETIONS, {**body, "stream": True}) for _ in range(3)]
+        server.set_fault("holds 1")
         asked = pool.submit(server.post, COMPLETIONS, body)
-        server.wait_until(lambda: server.stats()["running"]["running"] == 4)
+        server.wait_for(running=1)
+        clients = [server.send_and_leave_open(COMPLETIONS, {**body, "stream": True}) for _ in range(3)]
+        server.wait_until(lambda: sum(server.stats()["running"].values()) == 4)
+        server.set_fault("holds 4")
+        server.wait_for(running=4)
         server.process.send_signal(signal.SIGTERM)
         server.wait_until(lambda: server.get("/health").json["status"] == "draining")
         assert server.get("/health").status == 503
         refused = server.post(COMPLETIONS, SHORT)
         assert refused.status == 503 and refused.headers["retry-after"] == "5"
         assert "shutting down" in refused.json["error"]["message"]
+        server.set_fault("")
         answer = asked.result()
         assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 200
         for client in clients:
             assert b"[DONE]" in streamed(client)
-    assert server.process.wait(30) == 0, server.log
+    assert server.process.wait(60) == 0, server.log
     again = ServerProcess(folder, tmp_path, *flags)
     usage = again.post(COMPLETIONS, {**body, "max_tokens": 1}).json["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
@@ -131,20 +132,20 @@ def test_sigterm_lets_those_finish_who_run(folder: Path, tmp_path: Path) -> None
 def test_a_second_signal_ends_it_at_once(folder: Path, tmp_path: Path, second: signal.Signals) -> None:
     server = ServerProcess(folder, tmp_path, "--drain-timeout", "600")
     client = server.send_and_leave_open(COMPLETIONS, {**LONG, "stream": True})
-    server.wait_until(lambda: server.stats()["running"]["running"] == 1)
+    server.wait_for(running=1)
     server.process.send_signal(signal.SIGTERM)
     server.wait_until(lambda: server.get("/health").json["status"] == "draining")
     with pytest.raises(subprocess.TimeoutExpired):
         server.process.wait(0.3)
     server.process.send_signal(second)
-    assert server.process.wait(30) == 0, server.log
+    assert server.process.wait(60) == 0, server.log
     client.close()
 
 
 def test_the_time_to_finish_ends(folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(folder, tmp_path, "--drain-timeout", "0.5")
     client = server.send_and_leave_open(COMPLETIONS, {**LONG, "stream": True})
-    server.wait_until(lambda: server.stats()["running"]["running"] == 1)
+    server.wait_for(running=1)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0, server.log
+    assert server.process.wait(60) == 0, server.log
     assert b"shutting down" in streamed(client)

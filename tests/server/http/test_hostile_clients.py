@@ -105,7 +105,7 @@ def test_prompts_are_made_in_no_other_process(server: ServerProcess) -> None:
 def test_a_body_of_quotes_holds_up_nobody(server: ServerProcess) -> None:
     assert server.post(COMPLETIONS, b'\\"' * (1 << 19)).status == 400
     assert server.post(COMPLETIONS, b'{"prompt":"' + b'\\"' * (1 << 20) + b'"}', timeout=30).status == 400  # too long
-    assert server.get("/health", timeout=10).status == 200
+    assert server.get("/health").status == 200
 
 
 @pytest.mark.demo_model
@@ -114,7 +114,7 @@ def test_a_client_that_goes_is_noticed_whatever_it_has_sent(server: ServerProces
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1 << 20, "logit_bias": {"2": -100}}).encode()
     client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
     client.sendall(post(b"Content-Length: %d\r\n\r\n" % len(body)) + body)
-    server.wait_until(lambda: server.stats()["running"]["running"] == 1)
+    server.wait_for(running=1)
     client.sendall(tail)
     client.close()
     server.wait_until(lambda: server.is_idle)

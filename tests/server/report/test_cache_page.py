@@ -48,7 +48,7 @@ def test_nothing_else_may_run_in_it() -> None:
 def test_what_the_page_reads_is_in_the_report(server: ServerProcess) -> None:
     server.chat([{"role": "user", "content": "Is it there?"}], max_tokens=1)
     client = server.send_and_leave_open("/v1/chat/completions", LONG)
-    server.wait_until(lambda: server.stats()["running"]["running"] == 1)
+    server.wait_for(running=1)
     report = server.stats()
     client.close()
     script = re.findall("<script>(.*?)</script>", cache_page().decode(), re.DOTALL)[0]

@@ -10,9 +10,9 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.processes.commands import start
+from tests.support.processes.commands import ROOT, start
 
-START_SECONDS = 120
+START_SECONDS, WAIT_SECONDS = 120, 60
 
 
 class Answer(NamedTuple):
@@ -29,7 +29,7 @@ class ServerProcess:
     """``python -m mlx_paged server``. ``log`` is what it printed. If it is to start cold, nothing is imported yet."""
 
     def __init__(
-        self, model: Path, folder: Path, *flags: str, command: str = "mlx_paged", cold: bool = False, **env: str
+        self, model: Path, folder: Path, *flags: str, command: str | Path = "mlx_paged", cold: bool = False, **env: str
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -56,7 +56,8 @@ class ServerProcess:
         except OSError:
             return False
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
+        """Wait for an event. The time is no part of any test: on a busy machine everything takes longer."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.log[-3000:]}"
@@ -101,6 +102,10 @@ class ServerProcess:
         pool = stats["pool"]
         return not any(stats["running"].values()) and pool["live_blocks"] == pool["cached_blocks"]
 
+    def wait_for(self, *, running: int) -> None:
+        """Wait until so many requests run."""
+        self.wait_until(lambda: self.stats()["running"]["running"] == running)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -114,3 +119,19 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise
+
+
+class FaultyServer(ServerProcess):
+    """A server that meets faults, or holds its steps, while it computes: faulty_server.py says which."""
+
+    SCRIPT = ROOT / "tests" / "support" / "processes" / "faulty_server.py"
+
+    def __init__(self, model: Path, folder: Path, *flags: str) -> None:
+        self._fault = folder / "fault"
+        super().__init__(model, folder, *flags, command=self.SCRIPT, FAULT=str(self._fault))
+
+    def set_fault(self, fault: str) -> None:
+        """Replace the fault at once: no step reads a part of it."""
+        written = self._fault.with_suffix(".new")
+        written.write_text(fault)
+        written.replace(self._fault)
