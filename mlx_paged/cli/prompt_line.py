@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from ..config import MAX_PROMPT_LOOKUP
 from ..server.constraint import constraint_of
 from ..server.errors import invalid
+from ..server.requests.chat import Messages
 from ..server.requests.fields import Sampling, StopField, Tokens, refusal_of
-
-
-def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for index, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"[{index}] must be an object with a role")
-        if not isinstance(message.get("content"), str | list | None):
-            raise ValueError(f"[{index}].content must be a string or a list of parts")
-    return messages
-
-
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1), AfterValidator(_check_messages)]
 
 
 class PromptLine(Sampling):

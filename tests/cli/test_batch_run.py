@@ -31,6 +31,8 @@ from mlx_paged.errors import ConfigError, PromptsFileError
 from mlx_paged.patches.generate.upstream import processors_of, sampler_of
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests import fields
+from mlx_paged.server.requests.chat import ChatBody
+from mlx_paged.server.requests.fields import parsed
 from tests.support.cases import slow
 from tests.support.processes import commands
 from tests.support.processes.terminal import on_a_terminal
@@ -380,8 +382,12 @@ def test_a_file_without_prompts_is_refused(lines: list[str]) -> None:
         ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "exactly one"),
         ('{"prompt": 3}', "prompt: Input should be a valid string, got 3"),
         ('{"prompt": ""}', "prompt: String should have at least 1 character"),
-        ('{"messages": []}', "messages: List should have at least 1 item"),
-        ('{"messages": [{"content": "no role"}]}', "must be an object with a role"),
+        ('{"messages": []}', "messages: must be a list that is not empty"),
+        ('{"messages": [{"content": "no role"}]}', "messages: message 0 must be an object with a role"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "messages: message 0: the content must be a string or a"),
+        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "messages: message 0: each part of the"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "a part of type text must have a text"),
+        ('{"messages": [{"role": "user", "tool_calls": {}}]}', "messages: message 0: tool_calls must be a list of"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens: Input should be greater than or equal to 1, got 0"),
         ('{"prompt": "a", "max_tokens": true}', "max_tokens: Input should be a valid integer, got True"),
         ('{"prompt": "a", "temperature": "hot"}', "temperature: Input should be a valid number"),
@@ -397,6 +403,29 @@ def test_an_unusable_line_is_an_error_of_that_line_alone(line: str, message: str
     before, broken, after = read(['{"prompt": "a"}', line, '{"prompt": "b"}'])
     assert (before, after) == (Prompt(0, "a"), Prompt(2, "b"))
     assert broken.error is not None and broken.error.startswith("line 2: ") and message in broken.error
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "user", "content": ["a"]},
+        {"role": "user", "content": [{"type": "text", "text": 3}]},
+        {"role": 3, "content": "a"},
+        {"role": "user", "content": "a", "tool_calls": [3]},
+    ],
+)
+def test_messages_of_a_line_are_those_of_the_api(message: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "b"}, message]}
+    (prompt,) = read([json.dumps(body)])
+    try:
+        parsed(json.dumps(body).encode(), ChatBody)
+    except RequestRefused as error:
+        assert prompt.error == f"line 1: {error}" and "message 1" in prompt.error
+    else:
+        assert prompt.error is None and prompt.messages == tuple(body["messages"])
 
 
 def test_a_file_is_json_lines_even_if_its_first_line_is_broken() -> None:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 def check_messages(given: Any) -> Any:
-    """Check the messages of a chat. What else they hold is the chat template's to read."""
+    """Check the messages of a chat: of a body, or of a line of a prompts file. What else they hold is the chat
+    template's to read."""
     if not given:
         raise ValueError("must be a list that is not empty")
     for index, message in enumerate(given):
