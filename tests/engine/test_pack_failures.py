@@ -13,9 +13,9 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import RequestFailedError
 from scripts.support import model_configs
-from tests.support.models.batch_runs import Outcome, run_all
+from tests.support.models.batch_runs import Outcome, assert_released, run_all
 from tests.support.models.builders import build, greedy
-from tests.support.models.packs import assert_alike, assert_nothing_is_left, insert, note_packs, packing, prompts_for
+from tests.support.models.packs import assert_alike, insert, note_packs, packing, prompts_for
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_model_that_raises_for_one_of_them_fails_that_one_only(when: str, call
     assert max(map(len, calls)) >= 3
     assert gen._engine.prefill.packs, "the model packs all the same"
     del failed
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 def test_a_request_without_room_leaves_the_pack_and_the_others_stay(
@@ -110,7 +110,7 @@ def test_a_request_without_room_leaves_the_pack_and_the_others_stay(
     del outcomes[uids[1]], failed
     assert_alike(outcomes, [one for i, one in enumerate(expected) if i != 1])
     del pool.append_tokens
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 def test_a_model_that_turns_out_not_to_pack_is_computed_one_by_one(
@@ -145,7 +145,7 @@ def test_a_model_that_turns_out_not_to_pack_is_computed_one_by_one(
     assert_alike(outcomes, expected)
     assert len(calls) == 1 and not gen._engine.prefill.packs
     assert not packing(model)._engine.prefill.packs, "that is remembered"
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 @pytest.mark.parametrize("lengths", [(20, 30, 9), (20,)], ids=["together", "alone"])
@@ -160,4 +160,4 @@ def test_chunks_that_see_more_than_caches_keep_run_one_by_one(calls: list[list[i
         run_all(gen, outcomes)
     assert_alike(outcomes, expected)
     assert len(calls) == 1 and not gen._engine.prefill.packs
-    assert_nothing_is_left(model)
+    assert_released(model)

@@ -29,12 +29,20 @@ from scripts.support import model_configs
 from tests.fuzz.cases import HYBRIDS
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.models.batch_runs import Spec, collect, generator, kv_budget, model_of, run_all, solo
+from tests.support.models.batch_runs import (
+    Spec,
+    assert_released,
+    collect,
+    generator,
+    kv_budget,
+    model_of,
+    run_all,
+    solo,
+)
 from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
 from tests.support.models.packs import (
     LENGTHS,
     assert_alike,
-    assert_nothing_is_left,
     insert,
     note_packs,
     packing,
@@ -95,7 +103,7 @@ def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig,
     assert_alike(outcomes, expected)
     assert len(calls) > 3 and max(map(len, calls)) >= 4, "several parts of prompts came together"
     assert max(sum(call) for call in calls) <= 64
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 def run_in_packs(name: str, calls: list[list[int]]) -> Any:
@@ -110,7 +118,7 @@ def run_in_packs(name: str, calls: list[list[int]]) -> Any:
     assert_alike(outcomes, expected)
     assert gen._engine.prefill.packs and len(calls) > 3
     if mlx_paged.pool_of(model) is not None:
-        assert_nothing_is_left(model)
+        assert_released(model)
     return model
 
 
@@ -144,7 +152,7 @@ def test_states_stay_as_they_were_if_the_call_of_a_pack_fails(calls: list[list[i
     run_all(gen, outcomes)
     assert not fails
     assert_alike(outcomes, expected)
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("llama-sliding")])
@@ -179,7 +187,7 @@ def test_requests_make_room_in_the_middle_of_their_prompts(calls: list[list[int]
     run_all(gen, outcomes)
     assert_alike(outcomes, expected)
     assert gen.preemptions > 0 and calls
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 @pytest.mark.parametrize("steps", [1, *slow(2, 3)])
@@ -199,7 +207,7 @@ def test_requests_that_are_cancelled_in_the_middle_leave_the_others_alone(steps:
     kept = [0, 2, 4]
     assert_alike({uids[i]: outcomes[uids[i]] for i in kept}, [expected[i] for i in kept])
     assert any(len(call) >= 4 for call in calls)
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 # Who packs ----------------------------------------------------------------------------------------------------------

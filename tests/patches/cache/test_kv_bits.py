@@ -187,12 +187,19 @@ def test_files_of_quantized_caches_come_and_go_byte_for_byte(tmp_path) -> None:
     assert got[0] == expected[0] and rms(got[1], expected[1]) < 1e-6
 
 
-def test_a_file_of_other_bits_than_configured_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("config", "pages"),
+    [
+        (PagedConfig(kv_bits=8), "8 bits in groups of 64"),
+        (PagedConfig(kv_bits=4, kv_rotate=True), "4 bits in groups of 64, rotated"),
+    ],
+)
+def test_a_file_of_other_pages_than_configured_is_refused(config: PagedConfig, pages: str) -> None:
     model = wide("llama")
     stock = [QuantizedKVCache(64, 4) for _ in model.layers]
     model(prompt_of(30)[None], cache=stock)
-    mlx_paged.apply_patches(PagedConfig(kv_bits=8))
-    with pytest.raises(PromptCacheError, match=r"4 bits in groups of 64.*8 bits in groups of 64"):
+    mlx_paged.apply_patches(config)
+    with pytest.raises(PromptCacheError, match=f"4 bits in groups of 64.*{pages}"):
         mlx_paged.adopt_prompt_cache(model, stock)
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
     dense = [KVCache() for _ in model.layers]
@@ -265,20 +272,6 @@ def test_rotated_pages_are_saved_dequantised_and_say_so(tmp_path: Path) -> None:
             assert mx.array_equal(read, saved)
     again = mlx_paged.adopt_prompt_cache(model, loaded)
     assert [c.offset for c in again] == [60] * len(cache)
-
-
-def test_mlx_lms_quantised_files_do_not_come_into_rotated_pages() -> None:
-    model = wide("llama")
-    stock = [QuantizedKVCache(64, 4) for _ in model.layers]
-    model(prompt_of(30)[None], cache=stock)
-    mlx_paged.apply_patches(PagedConfig(kv_bits=4, kv_rotate=True))
-    with pytest.raises(PromptCacheError, match=r"4 bits in groups of 64.*4 bits in groups of 64, rotated"):
-        mlx_paged.adopt_prompt_cache(model, stock)
-    assert mlx_paged.pool_of(model).stats().live_blocks == 0
-    dense = [KVCache() for _ in model.layers]
-    model(prompt_of(30)[None], cache=dense)
-    paged = mlx_paged.adopt_prompt_cache(model, dense)
-    assert paged[0].pool.stats().quantized_tokens == 30
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mlx_paged
 from mlx_paged.engine import prefill
 from mlx_paged.engine.scheduler import Chunk
 from tests.support.models.batch_runs import TOLERANCE, Outcome, packing_generator
@@ -52,9 +51,3 @@ def assert_alike(outcomes: dict[int, Outcome], expected: Sequence[tuple[list[int
         got = np.stack(outcome.logprobs)
         same = got == logprobs  # minus infinity, where a model rules a token out
         assert np.abs(np.where(same, 0, got) - np.where(same, 0, logprobs)).max() < TOLERANCE
-
-
-def assert_nothing_is_left(model: Any, prefixes: int = 0) -> None:
-    pool = mlx_paged.pool_of(model)
-    pool.check_integrity()
-    assert pool.stats().live_blocks == prefixes

@@ -29,10 +29,10 @@ from scripts.support import model_configs
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
-from tests.support.models.batch_runs import generator, run_all
+from tests.support.models.batch_runs import assert_released, generator, run_all
 from tests.support.models.builders import build_latent, greedy, prompt_of, rms
 from tests.support.models.oracle import oracles
-from tests.support.models.packs import assert_alike, assert_nothing_is_left, insert, packing, prompts_for
+from tests.support.models.packs import assert_alike, insert, packing, prompts_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ["deepseek_v32", "glm_moe_dsa"]
@@ -74,7 +74,7 @@ def test_alone_every_number_is_that_of_stock(name: str, length: int, step: int) 
     assert got == tokens and rms(ours, logprobs) == 0
     assert last_dispatch() == CHOSEN
     assert all(isinstance(cache, PagedKVCache) for cache in leaves(make_prompt_cache(model)))
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 def test_nothing_is_chosen_from_contexts_up_to_index_topk() -> None:
@@ -99,7 +99,7 @@ def test_rows_of_a_ragged_batch_get_their_solo_tokens(rows: int, packs: bool) ->
     assert_alike(outcomes, expected)
     assert CHOSEN in dispatch_counts()  # the last row of all may see no more than index_topk tokens
     assert any(choice.path == "apart" for choice in dispatch_counts()) == packs or rows == 1
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 @pytest.mark.parametrize("at", quick([1, 7, 8, TOPK - 1, TOPK, TOPK + 1, 33, 40], TOPK + 1))
@@ -120,7 +120,7 @@ def test_forks_at_any_token_go_on_as_stocks_do(at: int) -> None:
         assert got == wanted and rms(ours, theirs) == 0
     stats = mlx_paged.pool_of(model).stats()
     assert (stats.cow_forks > 0) == bool(at % 8)
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 def test_trimmed_prompt_caches_go_on_as_stocks_do() -> None:
@@ -169,7 +169,7 @@ def test_prefixes_come_back_from_disk_with_their_index_keys(tmp_path: Path) -> N
         assert pool.stats().prefix_hit_tokens == (59 if restored else 0)
         gen.close()
         store.close()
-        assert_nothing_is_left(model)
+        assert_released(model)
         mlx_paged.remove_patches()
 
 
@@ -182,7 +182,7 @@ def test_preempted_requests_go_on_with_their_tokens() -> None:
     run_all(gen, outcomes)
     assert_alike(outcomes, expected)
     assert gen.preemptions > 0
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 def bytes_of_block(model: Any) -> int:
@@ -215,7 +215,7 @@ def test_looked_up_tokens_are_chosen_for() -> None:
                 found.setdefault(uid, []).append(token)
     assert list(found.values()) == [tokens[:22] for tokens, _ in expected]
     assert mlx_paged.pool_of(model).stats().accepted_tokens > 0
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 # mlx-lm's caches ------------------------------------------------------------------------------------------------------
@@ -337,4 +337,4 @@ def test_up_to_index_topk_kernels_attend_and_beyond_it_is_gathered(packs: bool) 
             assert (CHOSEN in dispatch_counts()) == (each is beyond)
             assert KERNEL in dispatch_counts() or each is beyond
             assert latent_prompts.KERNEL in dispatch_counts() or packs or each is beyond
-        assert_nothing_is_left(model)
+        assert_released(model)

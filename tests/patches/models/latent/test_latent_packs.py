@@ -24,11 +24,11 @@ from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
-from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.batch_runs import Outcome, assert_released, generator, run_all
 from tests.support.models.builders import LATENT_SIZES, greedy, prompt_of, rms
 from tests.support.models.builders import build_latent as build
 from tests.support.models.oracle import oracles
-from tests.support.models.packs import assert_nothing_is_left, insert, note_packs, packing, prompts_for
+from tests.support.models.packs import insert, note_packs, packing, prompts_for
 
 NAMES = ["deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_vl", "mistral4"]
 STORAGES = ["functional", "in place", "kernel"]
@@ -92,7 +92,7 @@ def test_requests_in_packs_get_their_solo_tokens(name: str, storage: str, calls:
     paths = {choice.path for choice in dispatch_counts()}
     assert (latent_prompts.KERNEL in dispatch_counts()) == (storage == "kernel")
     assert ("apart" in paths) == (storage != "kernel")
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -141,7 +141,7 @@ def test_requests_make_room_in_the_middle_of_their_prompts(storage: str, calls: 
     run_all(gen, outcomes)
     assert_alike(outcomes, expected)
     assert gen.preemptions > 0 and calls
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -229,7 +229,7 @@ def test_tokens_are_looked_up(name: str, storage: str) -> None:
     assert_alike(outcomes, [(tokens[:22], logprobs[:22]) for tokens, logprobs in expected])
     stats = mlx_paged.pool_of(model).stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
-    assert_nothing_is_left(model)
+    assert_released(model)
 
 
 @pytest.mark.filterwarnings("ignore")
