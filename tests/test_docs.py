@@ -91,7 +91,7 @@ def test_a_decision_has_a_status_a_date_and_a_line_in_the_index(page: Path) -> N
 
 
 def test_the_map_can_be_read_at_a_sitting() -> None:
-    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 340
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 350
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
