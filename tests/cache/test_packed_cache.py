@@ -37,9 +37,9 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param == "functional":
         yield request.param
         return
-    with fake_kernels():
+    with fake_kernels(), monkeypatch.context() as own:  # which ends before the stand-ins do
         if request.param == "in place":
-            monkeypatch.setattr(in_place, "prepare_prefill", no_kernel)
+            own.setattr(in_place, "prepare_prefill", no_kernel)
         yield request.param
 
 

@@ -77,9 +77,9 @@ def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "functional":
         yield PagedConfig(block_size=8)
         return
-    with fake_kernels():
+    with fake_kernels(), monkeypatch.context() as own:  # which ends before the stand-ins do
         if request.param == "in place":
-            monkeypatch.setattr(in_place, "prepare_prefill", no_kernel)
+            own.setattr(in_place, "prepare_prefill", no_kernel)
         yield PagedConfig(block_size=8, kernel="on")
 
 
@@ -259,9 +259,9 @@ def test_on_a_mac_what_follows_a_prefix_is_packed_if_the_kernel_works(
     monkeypatch.setattr(prefill, "on_metal", lambda: True)
     expected = [solo("qwen3", Spec(length, 8, seed=length), head_dim=64) for length in LENGTHS]
     model, prompts = model_of("qwen3", head_dim=64), prompts_for(VOCAB)
-    with fake_kernels():
+    with fake_kernels(), monkeypatch.context() as own:
         if not has_kernel:
-            monkeypatch.setattr(in_place, "prepare_prefill", no_kernel)
+            own.setattr(in_place, "prepare_prefill", no_kernel)
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         gen = packing(model)
         first = insert(gen, prompts[-1:], 8)

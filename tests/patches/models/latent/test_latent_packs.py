@@ -54,9 +54,9 @@ def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "functional":
         yield request.param
         return
-    with fake_kernels():
+    with fake_kernels(), monkeypatch.context() as own:  # which ends before the stand-ins do
         if request.param == "in place":
-            monkeypatch.setattr(latent_prompts, "latent_prefill_unsupported_reason", lambda *_: "not here")
+            own.setattr(latent_prompts, "latent_prefill_unsupported_reason", lambda *_: "not here")
         yield request.param
 
 
