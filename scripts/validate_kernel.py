@@ -153,8 +153,7 @@ def main() -> int:
         if args.kv_bits:
             if case["dim"] % args.kv_group_size:
                 continue
-            bits = args.kv_bits if isinstance(args.kv_bits, tuple) else (args.kv_bits, args.kv_bits)
-            pages = PageShape.of(case["dim"], bits, args.kv_group_size, shape[0])
+            pages = PageShape.of(case["dim"], args.kv_bits, args.kv_group_size, shape[0])
         for variant in kernels.variants_of(*shape, case["extras"], case["extras"], pages):
             make = partial(HeadRun, variant, args.batch, args.longest, args.steps, case["window"], seed)
             failed += not is_good(self_check(variant), make, args.steps, case["window"])

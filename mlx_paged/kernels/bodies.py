@@ -153,20 +153,20 @@ BODIES: dict[str, Body] = {
         file="matrices",
     ),
     "paged_decode_tensor": _fused(
-        "own_heads dense_rows partition own_row sees bounds dense_finish own_end dense_tile sums dense_store join"
+        "own_heads dense_rows partition own_row sees bounds dense_dims finish own_end dense_tile sums dense_store join"
         " join_runs own_join nothing_seen"
     ),
     "quantized_decode_tensor": _fused(
-        "own_heads quantized_rows partition own_row sees bounds quantized_finish own_end quantized_tile sums"
+        "own_heads quantized_rows partition own_row sees bounds quantized_dims finish own_end quantized_tile sums"
         " quantized_store join join_runs own_join nothing_seen",
         _TENSOR_CODES,
     ),
     "shared_decode_tensor": _shared(
-        "common_heads dense_rows partition common_row sees bounds common_end common_tile dense_tile sums"
+        "common_heads dense_rows partition common_row sees bounds dense_dims common_end common_tile dense_tile sums"
         " dense_store join"
     ),
     "shared_quantized_decode_tensor": _shared(
-        "common_columns quantized_rows partition common_row sees bounds quantized_common_end quantized_tile sums"
+        "common_columns quantized_rows partition common_row sees bounds quantized_dims common_end quantized_tile sums"
         " quantized_store join",
         _TENSOR_CODES,
     ),

@@ -112,9 +112,9 @@ class PageShape(NamedTuple):
     v: QuantizedRows
 
     @classmethod
-    def of(cls, dim: int, bits: tuple[int, int], group_size: int, dtype: mx.Dtype) -> PageShape:
-        """Pages of keys and values of one size, of these bits each."""
-        k_bits, v_bits = bits
+    def of(cls, dim: int, bits: int | tuple[int, int], group_size: int, dtype: mx.Dtype) -> PageShape:
+        """Pages of keys and values of one size, of these bits both or each."""
+        k_bits, v_bits = bits if isinstance(bits, tuple) else (bits, bits)
         return cls(QuantizedRows(dim, k_bits, group_size, dtype), QuantizedRows(dim, v_bits, group_size, dtype))
 
     @property

@@ -17,6 +17,11 @@ from .launch_shape import LaunchShape
 
 HEADER = 2  # of an item: partition, number of rows; their places in the batch follow
 
+# What must not be read again, in tokens times KV heads, of heads up to 64 and wider, and as a part of all, of pages as
+# they are and of quantised ones: from there on the kernel for common blocks is faster in all cases that were measured
+# (docs/adr/0075). A thread group that takes fewer rows gains less.
+LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = (1 << 18, 3 << 16), (0.4, 0.65), 8, 4
+
 
 class SharedCut(NamedTuple):
     """How the kernel for common blocks is cut for some layers.
@@ -33,7 +38,7 @@ class SharedCut(NamedTuple):
     num_kv_heads: int
     least_saved: int
     at_once: int = 1
-    least_part: float = 0.4
+    least_part: float = LEAST_PART[False]
 
 
 class SharedRows(NamedTuple):
@@ -96,12 +101,6 @@ def in_turns(items: np.ndarray, at_once: int) -> np.ndarray:
         return items
     half = len(own) // 2
     return np.concatenate([together[:at_once], own[:half], together[at_once:], own[half:]])
-
-
-# What must not be read again, in tokens times KV heads, of heads up to 64 and wider, and as a part of all, of pages as
-# they are and of quantised ones: from there on the kernel for common blocks is faster in all cases that were measured
-# (docs/adr/0075). A thread group that takes fewer rows gains less.
-LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = (1 << 18, 3 << 16), (0.4, 0.65), 8, 4
 
 
 def cut_of(shape: LaunchShape, num_kv_heads: int, head_dim: int, *, in_codes: bool = False) -> SharedCut:

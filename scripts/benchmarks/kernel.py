@@ -150,7 +150,7 @@ def rows_of(batch: int, position: int) -> mx.array:
 
 def pages_of(head_dim: int, bits: Any) -> PageShape:
     """Return pages of so many bits, of keys and values apart if they are a pair."""
-    return PageShape.of(head_dim, bits if isinstance(bits, tuple) else (bits, bits), KV_GROUP_SIZE, DTYPE)
+    return PageShape.of(head_dim, bits, KV_GROUP_SIZE, DTYPE)
 
 
 def pools_of(
@@ -292,7 +292,7 @@ def measure_shared(
     launches = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}
     chosen = None if shared is None else items_for(shared, lengths, cut)
     if shared is not None:
-        items = mx.array(in_turns(shared_items(shared, lengths, cut.shape), cut.at_once))
+        items = mx.array(in_turns(shared_items(shared, lengths, cut.shape), cut.at_once) if chosen is None else chosen)
         launches["shared"] = kernels.prepare_decode(
             *pools[0], (tables, ends, starts), **given, variant=variant, launch_shape=cut.shape, items=items
         )

@@ -142,7 +142,7 @@ DEFECTS = {
     "what the first row sees": ("a tree", "const int row = line / n_heads;", "const int row = 0;"),
     "codes of rows mistaken": ("8-bit pages", "q + line_of(head) * D + dim);", "q + line_of(head % G) * D + dim);"),
     "heads of other rows left out": ("8-bit pages", "n_rows * G;", "metal::min(n_rows, 2) * G;"),
-    "dims of codes in another order": ("4-bit pages", "k / VD * (VD * 8) + place % 8 * VD + k % VD] = values[i];", "place] = values[i];"),
+    "dims of codes in another order": ("4-bit pages", "place / 8 / VD * (VD * 8) + place % 8 * VD + place / 8 % VD", "place"),
     "sink of the first head": ("a tree", "sinks[line % n_heads]", "sinks[0]"),
 }  # fmt: skip
 

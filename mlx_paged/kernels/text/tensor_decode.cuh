@@ -119,16 +119,19 @@ const int fresh = params[2] != 0.0f ? end - 1 : -1;
 if (kv_head + blockIdx.y + blockIdx.z + lane + warp == 0) {
   fence_out[0] = fence[0] + 1u;
 }
-//// dense_finish
-// Of the dense kernels: an output of a partition or a run. The head's sink enters here.
-auto finish = [&](int column, int at, State whole, float4 o) {
-  if (SINKS) join({static_cast<float>(sinks[first_head + column]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
+//// dense_dims
+// Of the dense kernels: which dim of an output lies at a place.
+auto dim_of = [&](int place) { return place % (DV / 8) * 8 + place / (DV / 8); };
+//// quantized_dims
+// Of the kernels over codes: which dim of an output lies at a place. Place 8 k + r is the k-th dim of lane r.
+auto dim_of = [&](int place) { return place / 8 / VD * (VD * 8) + place % 8 * VD + place / 8 % VD; };
+//// finish
+// Of the kernels for a row by itself: an output of a partition or a run. The head's sink enters here.
+auto finish = [&](int head, int at, State whole, float4 o) {
+  if (SINKS) join({static_cast<float>(sinks[first_head + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
   const float values[4] = {o.x, o.y, o.z, o.w};
   UNROLL
-  for (int i = 0; i < 4; i++) {
-    const int place = at * 4 + i;
-    out[line_of(column) * DV + place % (DV / 8) * 8 + place / (DV / 8)] = static_cast<T>(values[i] / whole.l);
-  }
+  for (int i = 0; i < 4; i++) out[line_of(head) * DV + dim_of(at * 4 + i)] = static_cast<T>(values[i] / whole.l);
 };
 //// own_end
 // Of the decode texts for tensor cores: what becomes of a run's result.
@@ -143,15 +146,12 @@ auto end_run = [&](int head, int at, State whole, float4 o) {
   }
 };
 //// common_end
-// Of shared_decode_tensor: what becomes of a partition's result. Dims lie in their order.
+// Of the kernels for common blocks: what becomes of a partition's result. Dims lie in their order.
 auto slot_of = [&](int column) { return line_of(column) * n_runs + run; };
 auto end_run = [&](int column, int at, State whole, float4 o) {
   const float values[4] = {o.x, o.y, o.z, o.w};
   UNROLL
-  for (int i = 0; i < 4; i++) {
-    const int place = at * 4 + i;
-    partial[slot_of(column) * DV + place % (DV / 8) * 8 + place / (DV / 8)] = values[i];
-  }
+  for (int i = 0; i < 4; i++) partial[slot_of(column) * DV + dim_of(at * 4 + i)] = values[i];
   if (at == 0) reinterpret_cast<float2*>(stats)[slot_of(column)] = make_float2(whole.m, whole.l);
 };
 //// common_tile
@@ -316,19 +316,19 @@ if (n_rows > 1) {
           rest[j] = pack_rounded<T>(p0 - low_of<T>(high[j]), p1 - high_of<T>(high[j]));
         }
         UNROLL
-        for (int first = 0; first < DW / 8; first += 8) {
+        for (int t0 = 0; t0 < DW / 8; t0 += 8) {
           uint4 x[4];
           UNROLL
-          for (int t = 0; t < 4 && first + t * 2 < DW / 8; t++) x[t] = load_transposed(values + u * 16 * VW + (first + t * 2) * 8);
+          for (int t = 0; t < 4 && t0 + t * 2 < DW / 8; t++) x[t] = load_transposed(values + u * 16 * VW + (t0 + t * 2) * 8);
           UNROLL
-          for (int t = 0; t < 4 && first + t * 2 < DW / 8; t++) {
-            mma<T>(acc[first + t * 2], high[0], high[1], high[2], high[3], x[t].x, x[t].y);
-            mma<T>(acc[first + t * 2 + 1], high[0], high[1], high[2], high[3], x[t].z, x[t].w);
+          for (int t = 0; t < 4 && t0 + t * 2 < DW / 8; t++) {
+            mma<T>(acc[t0 + t * 2], high[0], high[1], high[2], high[3], x[t].x, x[t].y);
+            mma<T>(acc[t0 + t * 2 + 1], high[0], high[1], high[2], high[3], x[t].z, x[t].w);
           }
           UNROLL
-          for (int t = 0; t < 4 && first + t * 2 < DW / 8; t++) {
-            mma<T>(acc[first + t * 2], rest[0], rest[1], rest[2], rest[3], x[t].x, x[t].y);
-            mma<T>(acc[first + t * 2 + 1], rest[0], rest[1], rest[2], rest[3], x[t].z, x[t].w);
+          for (int t = 0; t < 4 && t0 + t * 2 < DW / 8; t++) {
+            mma<T>(acc[t0 + t * 2], rest[0], rest[1], rest[2], rest[3], x[t].x, x[t].y);
+            mma<T>(acc[t0 + t * 2 + 1], rest[0], rest[1], rest[2], rest[3], x[t].z, x[t].w);
           }
         }
       }
@@ -546,31 +546,6 @@ if (first <= last && n_rows == 1) {
         look_up(chunk + 2 * SG, ids);
       }
     }
-//// quantized_finish
-// Of quantized_decode_tensor: an output. The head's sink enters here. Place 8 k + r of an output is the k-th dim of lane r.
-auto finish = [&](int head, int at, State whole, float4 o) {
-  if (SINKS) join({static_cast<float>(sinks[first_head + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
-  const float values[4] = {o.x, o.y, o.z, o.w};
-  UNROLL
-  for (int i = 0; i < 4; i++) {
-    const int place = at * 4 + i;
-    const int k = place / 8;
-    out[line_of(head) * DV + k / VD * (VD * 8) + place % 8 * VD + k % VD] = static_cast<T>(values[i] / whole.l);
-  }
-};
-//// quantized_common_end
-// Of shared_quantized_decode_tensor: what becomes of a partition's result. Dims lie in their order.
-auto slot_of = [&](int column) { return line_of(column) * n_runs + run; };
-auto end_run = [&](int column, int at, State whole, float4 o) {
-  const float values[4] = {o.x, o.y, o.z, o.w};
-  UNROLL
-  for (int i = 0; i < 4; i++) {
-    const int place = at * 4 + i;
-    const int k = place / 8;
-    partial[slot_of(column) * DV + k / VD * (VD * 8) + place % 8 * VD + k % VD] = values[i];
-  }
-  if (at == 0) reinterpret_cast<float2*>(stats)[slot_of(column)] = make_float2(whole.m, whole.l);
-};
 //// quantized_tile
 // Of quantized_decode_tensor: a warp's chunks, from queries and codes to the accumulators of a partition.
 if (first <= last) {
