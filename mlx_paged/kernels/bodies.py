@@ -61,9 +61,11 @@ _TENSOR_CODES = (
 )
 
 
-def _decode(names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "decode") -> Body:
-    """Return a portable decode kernel, or one by Metal's matrices."""
-    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS)
+def _decode(
+    names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "decode", more: tuple[str, ...] = ()
+) -> Body:
+    """Return a portable decode kernel, or one by Metal's matrices; more: inputs."""
+    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS, *more)
     return Body(Family.DECODE, _parts(file, names), inputs, ("out", "stats", "fence_out"), helpers)
 
 
@@ -133,6 +135,7 @@ def _products(kind: str) -> dict[str, Body]:
 
 
 _STAGE = ("matrices.metal:stage",)
+_JOIN = ("matrices.metal:join",)
 _LATENT = ("latent_decode.cuh:flags", "latent_decode.cuh:boxes", "latent_decode.cuh:warpgroup")
 BODIES: dict[str, Body] = {
     "paged_decode": _decode("begin paged_newest first_blocks paged_loads scores softmax values end"),
@@ -143,14 +146,23 @@ BODIES: dict[str, Body] = {
     ),
     "latent_decode": _decode("begin latent_newest first_blocks latent_loads scores softmax values end"),
     "matrix_decode": _decode(
-        "decode_dense_pages decode_begin decode_dense_newest decode_loop dense_keys softmax dense_values decode_end",
-        file="matrices",
+        "decode_dense_pages decode_row decode_begin decode_dense_newest decode_loop dense_keys softmax dense_values"
+        " decode_end",
+        (*_PARTITIONS, *_JOIN),
+        "matrices",
+    ),
+    "shared_matrix_decode": _decode(
+        "decode_dense_pages decode_item decode_begin decode_dense_newest common_begin decode_loop common_step"
+        " dense_keys softmax dense_values common_turn decode_end",
+        (*_PARTITIONS, *_JOIN),
+        "matrices",
+        ("items",),
     ),
     "quantized_matrix_decode": _decode(
-        "decode_quantized_pages decode_begin quantized:page_sizes quantized:newest decode_loop quantized_keys softmax"
-        " quantized_values decode_end",
-        (*_CODES, *_PARTITIONS, *_STAGE),
-        file="matrices",
+        "decode_quantized_pages decode_row decode_begin quantized:page_sizes quantized:newest decode_loop"
+        " quantized_keys softmax quantized_values decode_end",
+        (*_CODES, *_PARTITIONS, *_STAGE, *_JOIN),
+        "matrices",
     ),
     "paged_decode_tensor": _fused(
         "own_heads dense_rows partition own_row sees bounds dense_dims finish own_end dense_tile sums dense_store join"

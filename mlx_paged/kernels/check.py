@@ -19,7 +19,7 @@ from .cases import Blocks, attention, squared_errors, worst_rms
 from .decode_spec import pool_constants_of, spec_of
 from .latent_prompts import BODY as PROMPTS_BODY
 from .latent_prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
-from .launch_shape import FUSED_BODIES, LATENT_BODIES, MAX_QUERY_LENGTH, SHARED_BODIES, LaunchShape, Variant, shape_for
+from .launch_shape import LATENT_BODIES, MAX_QUERY_LENGTH, OWN_OF, SHARED_BODIES, LaunchShape, Variant, shape_for
 from .prefill import prefill_constants_of, prefill_difference
 from .prefill import shape_of as prefill_shape_of
 from .quantized import PageShape, new_blocks
@@ -105,14 +105,14 @@ def shared_difference(variant: Variant) -> float:
     """
     block = variant.block_size
     contexts = [2100, 2100, 2090, 300, 2400, 1, 700, 2200, 310]
-    rows = _Rows(variant._replace(body=FUSED_BODIES[variant.pages is not None]), contexts, 4)
+    rows = _Rows(variant._replace(body=OWN_OF[variant.body]), contexts, 4)
     for table, tokens in zip(rows.tables, [0, 2080, 2048, 256, 2080, 0, 640, 1280, 256], strict=True):
         table[: tokens // block] = rows.tables[0][: tokens // block]
     q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
     expected = rows.decode(q, ends, starts)
     shared = shared_rows(np.array(rows.tables), [-(-n // block) for n in contexts], block)
     assert shared is not None
-    items = mx.array(shared_items(shared, np.array(contexts), shape_for(variant)))
+    items = mx.array(shared_items(shared, np.array(contexts), shape_for(variant, kernels.gpu_cores())))
     out = rows.decode(q, ends, starts, append=rows.take_newest(), variant=variant, items=items)
     if not mx.array_equal(out.astype(mx.float32), expected.astype(mx.float32)).item():
         raise RuntimeError("rows with common blocks have another result than by themselves")

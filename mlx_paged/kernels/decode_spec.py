@@ -15,6 +15,7 @@ from .launch_shape import (
     LATENT_BODIES,
     MATRIX_BODIES,
     SHARED_BODIES,
+    SHARED_MATRIX_BODY,
     LaunchShape,
     Variant,
     latent_run,
@@ -137,12 +138,14 @@ def _fused_spec(
 
 def _shared_spec(spec: DecodeSpec, variant: Variant, launch_shape: LaunchShape, n_items: int) -> DecodeSpec:
     """Return the spec of a kernel for common blocks: a thread group for each item and kv head, and its way to join."""
+    decode = {**spec.decode, "grid": (spec.decode["grid"][0], n_items, 1)}
+    if variant.body == SHARED_MATRIX_BODY:
+        return spec._replace(decode_constants=(*spec.decode_constants, ("ROWS", launch_shape.rows)), decode=decode)
     cut = (
         *(("ROWS", launch_shape.rows), ("KEYS", launch_shape.keys), ("STAGES", launch_shape.stages)),
         ("GROUPS", launch_shape.groups),
         ("SHARED", launch_shape.shared_bytes(variant.head_dim, variant.value_dim)),
     )
-    decode = {**spec.decode, "grid": (spec.decode["grid"][0], n_items, 1)}
     # Four values a thread.
     simdgroups = -(-variant.value_dim // 128)
     lines = spec.decode["output_shapes"][0][0]
@@ -167,7 +170,7 @@ def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constant
             ("SHARED", launch_shape.latent_bytes(variant.head_dim)),
             ("GROUPS", launch_shape.groups),
         )
-    if variant.body in MATRIX_BODIES:
+    if variant.body in (*MATRIX_BODIES, SHARED_MATRIX_BODY):
         return (
             *variant.constants,
             ("SG", launch_shape.simdgroups),

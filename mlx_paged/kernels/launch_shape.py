@@ -110,17 +110,25 @@ MAX_THREADGROUP_BYTES = 32 * 1024
 MAX_TENSOR_HEAD_DIM = 256
 # Bodies for tensor cores, which join their partial results themselves.
 FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
-# The same for rows that have blocks in common, and how many query heads of such rows a thread group takes, of values up
-# to 128 and up to 256; of codes, of heads up to 64, 128 and 256.
-SHARED_BODY = "shared_decode_tensor"
-SHARED_BODIES = (SHARED_BODY, "shared_quantized_decode_tensor")
-SHARED_HEADS = (64, 32)
-SHARED_HEADS_OF_CODES = (32, 16, 8)
 # Bodies by Metal's 8 x 8 matrices, for at least this many query heads per kv head: with fewer, rows of padding cost
 # more instructions than matrices save (docs/adr/0062).
 MATRIX_BODIES = ("matrix_decode", "quantized_matrix_decode")
 LEAST_MATRIX_GQA = 5
 LEAST_MATRIX_GQA_OF_PAGES = 7  # quantised ones: what is dequantised passes through threadgroup memory
+# Bodies for rows that have blocks in common, by those for a row by itself, whose bits they have, and back; and how many
+# query heads of such rows a thread group for tensor cores takes, of values up to 128 and up to 256; of codes, of heads
+# up to 64, 128 and 256.
+SHARED_BODY, SHARED_CODES_BODY = "shared_decode_tensor", "shared_quantized_decode_tensor"
+SHARED_MATRIX_BODY = "shared_matrix_decode"
+SHARED_OF = {
+    "paged_decode_tensor": SHARED_BODY,
+    "quantized_decode_tensor": SHARED_CODES_BODY,
+    "matrix_decode": SHARED_MATRIX_BODY,
+}
+SHARED_BODIES = tuple(SHARED_OF.values())
+OWN_OF = {shared: own for own, shared in SHARED_OF.items()}
+SHARED_HEADS = (64, 32)
+SHARED_HEADS_OF_CODES = (32, 16, 8)
 # Bodies over latents (MLA), whose one head all query heads attend to: portable, and for tensor cores.
 LATENT_BODIES = ("latent_decode", "latent_decode_tensor")
 LATENT_TENSOR_HEADS = 64  # query heads that a thread group of the latter takes
@@ -250,7 +258,7 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         ValueError: its threadgroup memory would pass the limit.
     """
     widest = max(variant.head_dim, variant.value_dim)
-    if variant.body == SHARED_BODIES[1]:
+    if variant.body == SHARED_CODES_BODY:
         heads = SHARED_HEADS_OF_CODES[(widest > 64) + (widest > 128)]
         rows = heads // variant.gqa
         floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - rows * variant.gqa * variant.value_dim)
@@ -271,9 +279,10 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups)
     if variant.body in LATENT_BODIES:
         return _latent_shape(variant, cores)
-    if variant.body in MATRIX_BODIES:
-        keys = matrix_keys(variant)
-        return LaunchShape(8, 4, 1, 1, 1, 4, max(partition_for(cores), 4 * keys), keys=keys, first=FIRST_PARTITION)
+    if variant.body in (*MATRIX_BODIES, SHARED_MATRIX_BODY):
+        keys, rows = matrix_keys(variant), 4 if variant.body == SHARED_MATRIX_BODY else 1
+        partition = max(partition_for(cores), 4 * keys)
+        return LaunchShape(8, 4, 1, 1, 1, 4, partition, keys=keys, first=FIRST_PARTITION, rows=rows)
     if variant.backend == "metal":
         shape = variant.gqa, variant.head_dim, variant.value_dim
         if variant.pages is None:
@@ -317,6 +326,15 @@ def unsupported_matrix(variant: Variant) -> str | None:
     if max(variant.head_dim, variant.value_dim) > most:
         return f"head_dim {variant.head_dim}/{variant.value_dim} is more than {most}"
     return None
+
+
+def unsupported_shared(variant: Variant) -> str | None:
+    """Why the body by matrices for common blocks cannot serve a geometry of the one for a row by itself, or None if it
+    can: a simdgroup keeps a row's outputs twice."""
+    if variant.gqa > 8:
+        return f"{variant.gqa} query heads per kv head are more than 8"
+    most = MAX_TENSOR_HEAD_DIM // 2
+    return f"value_dim {variant.value_dim} is more than {most}" if variant.value_dim > most else None
 
 
 def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:

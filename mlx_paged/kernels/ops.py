@@ -22,13 +22,13 @@ from .build import Constants, KernelUnavailable, Launch, backend, build_kernel, 
 from .cuda.device import cuda_limits
 from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
 from .launch_shape import (
-    FUSED_BODIES,
     LATENT_BODIES,
     LATENT_TENSOR_HEADS,
     MATRIX_BODIES,
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
     SHARED_BODIES,
+    SHARED_OF,
     STATIC_SHARED,
     LaunchShape,
     Variant,
@@ -36,6 +36,7 @@ from .launch_shape import (
     shape_for,
     unsupported,
     unsupported_matrix,
+    unsupported_shared,
 )
 from .quantized import PageShape
 from .shared_runs import FEWEST_ROWS
@@ -158,9 +159,11 @@ def variants_of(
 
 def shared_variant_of(variant: Variant) -> Variant | None:
     """Return the variant for rows that have blocks in common, with the bits of this one, None if there is none."""
-    if variant.body not in FUSED_BODIES:
+    if variant.body not in SHARED_OF:
         return None
-    shared = variant._replace(body=SHARED_BODIES[FUSED_BODIES.index(variant.body)])
+    shared = variant._replace(body=SHARED_OF[variant.body])
+    if variant.backend == "metal":
+        return shared if unsupported_shared(shared) is None else None
     shape = shape_for(shared)
     needed = shape.shared_bytes(variant.head_dim, variant.value_dim) + STATIC_SHARED
     return shared if shape.rows >= FEWEST_ROWS and cuda_limits().groups_together(needed) else None

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .build import gpu_cores
 from .cuda.device import cuda_limits
-from .launch_shape import LaunchShape
+from .launch_shape import LaunchShape, Variant, shape_for
 
 HEADER = 2  # of an item: partition, number of rows; their places in the batch follow
 
@@ -21,6 +22,8 @@ HEADER = 2  # of an item: partition, number of rows; their places in the batch f
 # they are and of quantised ones: from there on the kernel for common blocks is faster in all cases that were measured
 # (docs/adr/0075). A thread group that takes fewer rows gains less.
 LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = (1 << 18, 3 << 16), (0.4, 0.65), 8, 4
+# On Metal, where each machine measures whether that is faster (shared_trial.py).
+LEAST_SAVED_ON_METAL = 1 << 16
 
 
 class SharedCut(NamedTuple):
@@ -103,19 +106,27 @@ def in_turns(items: np.ndarray, at_once: int) -> np.ndarray:
     return np.concatenate([together[:at_once], own[:half], together[at_once:], own[half:]])
 
 
-def cut_of(shape: LaunchShape, num_kv_heads: int, head_dim: int, *, in_codes: bool = False) -> SharedCut:
-    """Return the cut of layers with so many KV heads of this size; ``in_codes``: their pages are quantised."""
-    least = LEAST_SAVED[head_dim > 64] * max(1.0, ROWS_OF_LEAST / shape.rows)
+def cut_of(variant: Variant, num_kv_heads: int, shape: LaunchShape | None = None) -> SharedCut:
+    """Return the cut of layers with so many KV heads.
+
+    Args:
+        variant: of the kernel.
+        shape: of the kernel, as it is chosen by default.
+    """
+    shape = shape or shape_for(variant, gpu_cores())
+    if variant.backend == "metal":
+        return SharedCut(shape, num_kv_heads, LEAST_SAVED_ON_METAL)
+    least = LEAST_SAVED[variant.head_dim > 64] * max(1.0, ROWS_OF_LEAST / shape.rows)
     at_once = -(-cuda_limits().multiprocessors // num_kv_heads)
-    return SharedCut(shape, num_kv_heads, int(least), at_once, LEAST_PART[in_codes])
+    return SharedCut(shape, num_kv_heads, int(least), at_once, LEAST_PART[variant.pages is not None])
 
 
 def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
-    """Tokens of the partitions of rows that see so many tokens."""
+    """Tokens of the partitions of rows that see so many tokens, from the first on."""
     doublings, most = np.zeros_like(ends), shape.span * shape.partition
     while (longer := ends > most << 2 * doublings).any():
         doublings += longer
-    return shape.partition << doublings
+    return np.where(ends <= shape.first, shape.first, shape.partition << doublings)
 
 
 def shared_items(rows: SharedRows, ends: np.ndarray, shape: LaunchShape) -> np.ndarray:

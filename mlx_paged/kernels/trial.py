@@ -140,12 +140,12 @@ def _decode(known: _Known) -> Scratch:
     q = mx.zeros((1, heads, q_len, known["D"]), dtype)
     given = {
         **known.pool(kv_heads),
-        **{"q": q, "k_new": q, "v_new": q, "ends": ends, "starts": ends, "params": mx.zeros((4,))},
+        **{"q": q, "k_new": q, "v_new": q, "ends": ends, "starts": ends, "params": mx.zeros((5,))},
         "tables": mx.zeros((1, 1 if known.is_few("tables") else MANY), mx.int32),
         "sinks": known.sinks(heads),
     }
     out = (1, heads, q_len, known["DV"])
-    given["items"] = mx.zeros((q_len, HEADER + known.constants.get("ROWS", 1)), mx.int32)
+    given["items"] = mx.zeros((MANY, HEADER + known.constants.get("ROWS", 1)), mx.int32)
     if BODIES[known.body].family is Family.FUSED_DECODE:
         given["arrivals"] = mx.zeros((max(MANY, kv_heads * q_len),), mx.uint32)
         return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)

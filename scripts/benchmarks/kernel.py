@@ -30,7 +30,7 @@ import numpy as np
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import RowsArray
-from mlx_paged.kernels.launch_shape import LaunchShape, shape_for
+from mlx_paged.kernels.launch_shape import LaunchShape
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kernels.shared_runs import cut_of, in_turns, items_for, shared_items, shared_rows
@@ -286,7 +286,7 @@ def measure_shared(
     given: dict[str, Any] = {"n_q_heads": n_q, "scale": head_dim**-0.5, "pages": pages}
     (variant, *_) = kernels.decode_variants(*pools[0], n_q, pages=pages)
     variant = kernels.shared_variant_of(variant) or variant
-    cut = cut_of(shape or shape_for(variant), n_kv, head_dim, in_codes=pages is not None)
+    cut = cut_of(variant, n_kv, shape)
     shared = shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
     lengths = np.full(batch, length)
     launches = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}

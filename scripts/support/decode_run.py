@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.build import gpu_cores
 from mlx_paged.kernels.cases import attention
-from mlx_paged.kernels.launch_shape import FUSED_BODIES, Variant, shape_for
+from mlx_paged.kernels.launch_shape import OWN_OF, Variant, shape_for
 from mlx_paged.kernels.quantized import new_blocks
 from mlx_paged.kernels.shared_runs import shared_items, shared_rows
 
@@ -123,9 +124,7 @@ class SharedRun(HeadRun):
     have the bits of the kernel for rows by themselves."""
 
     def __init__(self, variant: Variant, batch: int, longest: int, steps: int, seed: int) -> None:
-        super().__init__(
-            variant._replace(body=FUSED_BODIES[variant.pages is not None]), batch, longest, steps, None, seed
-        )
+        super().__init__(variant._replace(body=OWN_OF[variant.body]), batch, longest, steps, None, seed)
         block, first = variant.block_size, self.lengths.index(max(self.lengths))
         for b, length in enumerate(self.lengths):
             count = length // block // (1 + b % 2)  # a tree: some have half of it in common
@@ -142,7 +141,7 @@ class SharedRun(HeadRun):
 
     def attend(self, q: mx.array, ends: mx.array, starts: mx.array, **options: Any) -> mx.array:
         alone = super().attend(q, ends, starts, **options)
-        items = shared_items(self.shared, np.array(self.lengths), shape_for(self.own))
+        items = shared_items(self.shared, np.array(self.lengths), shape_for(self.own, gpu_cores()))
         out, self.fence = kernels.paged_decode(
             q, *self.pools, self.fence, self.device_tables, ends, starts, sinks=self.sinks, variant=self.own,
             items=mx.array(items), pages=self.variant.pages, **options,

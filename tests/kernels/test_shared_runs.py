@@ -18,8 +18,8 @@ from mlx_paged.kernels.shared_runs import (
 )
 
 BLOCK = 32
-SHAPE = shape_for(Variant(SHARED_BODY, "cuda", mx.bfloat16, 128, 128, 4, BLOCK))
-CUT = cut_of(SHAPE, 8, 128)
+VARIANT = Variant(SHARED_BODY, "cuda", mx.bfloat16, 128, 128, 4, BLOCK)
+SHAPE, CUT = shape_for(VARIANT), cut_of(VARIANT, 8)
 
 
 def tables_of(lengths, common):
@@ -110,7 +110,8 @@ def test_quantised_pages_must_save_more() -> None:
     lengths = np.full(32, 8192 + 4096)
     rows = shared_rows(*tables_of(lengths.tolist(), [(row, 0, 8192 // BLOCK) for row in range(1, 32)]), BLOCK)
     assert items_for(rows, lengths, CUT) is not None
-    assert items_for(rows, lengths, cut_of(SHAPE, 8, 128, in_codes=True)) is None
+    pages = PageShape.of(128, 8, 64, mx.bfloat16)
+    assert items_for(rows, lengths, cut_of(VARIANT._replace(pages=pages), 8, SHAPE)) is None
 
 
 @pytest.mark.parametrize("bits", [8, 4])

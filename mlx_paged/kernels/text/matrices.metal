@@ -27,6 +27,20 @@ inline void stage_codes(const device uint* pool, int64_t page, int slot, int at,
     target[j] = dequantized(scale, words[j * BITS / 32] >> (j * BITS % 32) & ((1u << BITS) - 1u), bias);
   }
 }
+//// join
+// Metal: what a simdgroup has of a row joins what those before have, the largest score and the sum of weights. Of outputs `kept` is
+// what remains of theirs, `added` what comes of its own.
+struct JoinWeights {
+  float kept, added;
+};
+
+inline JoinWeights join(thread float& top, thread float& total, float m, float l) {
+  const float larger = metal::max(top, m);
+  const JoinWeights by = {metal::fast::exp2(top - larger), metal::fast::exp2(m - larger)};
+  total = metal::fma(l, by.added, total * by.kept);
+  top = larger;
+  return by;
+}
 //// decode_dense_pages
 threadgroup T edges[64 * SG];
 //// decode_quantized_pages
@@ -34,6 +48,27 @@ threadgroup T edges[64 * SG];
 constexpr bool TOGETHER = false;
 threadgroup T staged[SG * KEYS * (D > DV ? D : DV)];
 threadgroup T* const own_staged = staged + simdgroup_index_in_threadgroup * (KEYS * (D > DV ? D : DV));
+//// decode_row
+// A thread group takes a partition of one row.
+constexpr int ROWS = 1;
+constexpr int n_rows = 1;
+const int query_row = static_cast<int>(threadgroup_position_in_grid.y);
+const int own_row = query_row;
+const int partition = static_cast<int>(threadgroup_position_in_grid.z);
+const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
+//// decode_item
+// Of shared_matrix_decode, which is matrix_decode for rows that have blocks in common: a thread group takes an item of `items`
+// (shared_runs.py: partition, number of rows, their places in the batch). That is a partition of one row, as in matrix_decode, or
+// of up to ROWS rows that see the same blocks there, each of which has a simdgroup for itself. Such a simdgroup takes the steps of
+// the first of matrix_decode's simdgroups, then of the second, and joins what each of these has, so a row has the same bits. All
+// simdgroups take a step at the same time: what one of them reads from the pool serves all.
+const auto own_item = items + static_cast<int>(threadgroup_position_in_grid.y) * (2 + ROWS);
+const int n_rows = own_item[1];
+if (n_rows == 0) return;
+const int query_row = own_item[2];
+const int own_row = n_rows == 1 ? query_row : own_item[2 + metal::min(static_cast<int>(simdgroup_index_in_threadgroup), n_rows - 1)];
+const int partition = own_item[0];
+const int n_partitions = static_cast<int>(params[4]);
 //// decode_begin
 // Metal only: attention as in decode/begin, by 8 x 8 matrices: the G query heads of a KV head are the rows of RT matrices, so a
 // key or value is read, and dequantised, once for all of them. Same grid, results and partial results; SG simdgroups share the
@@ -45,7 +80,7 @@ constexpr int LINES = 8 * RT;
 constexpr int SHARE = KEYS / 4;  // scores of a row that a lane takes
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
-threadgroup T own_queries[LINES * D];
+threadgroup T queries[ROWS * LINES * D];
 threadgroup float scores[SG * LINES * KEYS];
 threadgroup T weights[SG * LINES * KEYS];
 threadgroup float diagonals[SG * RT * 64];
@@ -56,14 +91,11 @@ const int n_kv = static_cast<int>(threadgroups_per_grid.x);
 const int max_blocks = tables_shape[1];
 const int q_len = ends_shape[1];
 const int kv_head = static_cast<int>(threadgroup_position_in_grid.x);
-const int query_row = static_cast<int>(threadgroup_position_in_grid.y);
-const int partition = static_cast<int>(threadgroup_position_in_grid.z);
-const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
 const int lane = static_cast<int>(thread_index_in_simdgroup);
 const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
 const int sequence = query_row / q_len;
 // The first of this kv head's lines; a line is one (sequence, query head, query position) of q and out.
-const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + query_row % q_len;
+const int64_t line0 = static_cast<int64_t>(own_row / q_len * n_kv + kv_head) * G * q_len + own_row % q_len;
 
 const int begin = metal::max(static_cast<int>(starts[query_row]), 0);
 const int end = static_cast<int>(ends[query_row]);
@@ -78,7 +110,7 @@ const int hi = metal::min(end, origin + partition * size + size);
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
 const int64_t fresh_row = static_cast<int64_t>(query_row) * n_kv + kv_head;
 
-if (kv_head + query_row + partition + lane + sg == 0) {
+if (kv_head + static_cast<int>(threadgroup_position_in_grid.y + threadgroup_position_in_grid.z) + lane + sg == 0) {
   fence_out[0] = fence[0] + 1u;
 }
 if (lo >= hi) {
@@ -104,7 +136,9 @@ const int row = lane / 4;
 const int part = lane % 4;
 const int own = hi - 1, from = lo;  // the last and the first token that all rows see
 const float gain = SOFTCAP ? 1.0f : params[0] * LOG2E;
-for (int item = sg * 32 + lane; item < LINES * D; item += SG * 32) {
+const bool is_common = n_rows > 1;
+threadgroup T* const own_queries = queries + (is_common ? sg * LINES * D : 0);
+for (int item = is_common ? lane : sg * 32 + lane; item < LINES * D; item += is_common ? 32 : SG * 32) {
   const int head = item / D;
   own_queries[item] = head < G ? q[(line0 + head * q_len) * D + item % D] : static_cast<T>(0.0f);
 }
@@ -141,7 +175,7 @@ for (int v = 0; v < RT * (DV / 8); v++) {
   acc[v] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 }
 
-for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
+for (int step = lo / KEYS + (is_common ? 0 : sg); step <= (hi - 1) / KEYS; step += SG) {
 //// prefill_dense_pages
 // Of prefill_matrix: keys and values come from the pool straight into matrices, since 8 tokens never lie in two blocks. Each
 // simdgroup works for itself, and waits for no other.
@@ -412,6 +446,72 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
       }
     }
   }
+//// common_begin
+// Of shared_matrix_decode, for rows that share a partition: whose steps the simdgroup takes, and what it has of its row of those
+// before: largest scores and their sums, and outputs, KEYS elements of the values at a time, of which a lane has every 32nd.
+constexpr int EACH = LINES * KEYS / 32;
+int turn = 0;
+float whole_m[RT], whole_l[RT], whole_o[DV / KEYS * EACH];
+UNROLL
+for (int r = 0; r < RT; r++) {
+  whole_m[r] = NOTHING;
+  whole_l[r] = 0.0f;
+}
+UNROLL
+for (int i = 0; i < DV / KEYS * EACH; i++) {
+  whole_o[i] = 0.0f;
+}
+//// common_step
+  if (is_common) {
+    threadgroup_barrier(mem_flags::mem_none);
+  }
+//// common_turn
+  if (is_common && step + SG > (hi - 1) / KEYS) {
+    // The last of a turn's steps, of which each turn has as many.
+    UNROLL
+    for (int r = 0; r < RT; r++) {
+      l[r] += simd_shuffle_xor(l[r], 1);
+      l[r] += simd_shuffle_xor(l[r], 2);
+      const JoinWeights by = join(whole_m[r], whole_l[r], m[r] * gain, l[r]);
+      if (part == 0) {
+        tg_m[sg * LINES + r * 8 + row] = by.kept;
+        tg_l[sg * LINES + r * 8 + row] = by.added;
+      }
+      m[r] = NOTHING;
+      l[r] = 0.0f;
+    }
+    UNROLL
+    for (int v = 0; v < DV / 8; v += KEYS / 8) {
+      UNROLL
+      for (int j = 0; j < RT * (KEYS / 8); j++) {
+        const int at = j / (KEYS / 8) * (DV / 8) + v + j % (KEYS / 8);
+        simdgroup_store(acc[at], own_scores + j / (KEYS / 8) * 8 * KEYS + j % (KEYS / 8) * 8, KEYS);
+        acc[at] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      }
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      UNROLL
+      for (int i = 0; i < EACH; i++) {
+        const int head = (i * 32 + lane) / KEYS;
+        const int at = v / (KEYS / 8) * EACH + i;
+        whole_o[at] = metal::fma(own_scores[i * 32 + lane], tg_l[sg * LINES + head], whole_o[at] * tg_m[sg * LINES + head]);
+        if (turn == SG - 1 && head < G && sg < n_rows) {
+          out[((line0 + head) * n_partitions + partition) * DV + v * 8 + (i * 32 + lane) % KEYS] = static_cast<O>(whole_o[at]);
+        }
+      }
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    if (++turn == SG) {
+      UNROLL
+      for (int r = 0; r < RT; r++) {
+        if (part == 0 && r * 8 + row < G && sg < n_rows) {
+          stats[((line0 + r * 8 + row) * n_partitions + partition) * 2] = whole_m[r];
+          stats[((line0 + r * 8 + row) * n_partitions + partition) * 2 + 1] = whole_l[r];
+        }
+      }
+      return;
+    }
+    step = lo / KEYS + turn - SG;
+  }
 //// decode_end
 }
 
@@ -439,18 +539,11 @@ for (int v = 0; v < DV / 8; v += KEYS / 8) {
     const int head = item / KEYS;
     const int dim = v * 8 + item % KEYS;
     if (dim < DV) {
-      float top = NOTHING;
+      float top = NOTHING, total = 0.0f, o = 0.0f;
       UNROLL
       for (int s = 0; s < SG; s++) {
-        top = metal::max(top, tg_m[s * LINES + head]);
-      }
-      float total = 0.0f;
-      float o = 0.0f;
-      UNROLL
-      for (int s = 0; s < SG; s++) {
-        const float weight = metal::fast::exp2(tg_m[s * LINES + head] - top);
-        total = metal::fma(tg_l[s * LINES + head], weight, total);
-        o = metal::fma(scores[s * LINES * KEYS + item], weight, o);
+        const JoinWeights by = join(top, total, tg_m[s * LINES + head], tg_l[s * LINES + head]);
+        o = metal::fma(scores[s * LINES * KEYS + item], by.added, o * by.kept);
       }
       const int64_t line = line0 + head * q_len;
       if (dim == 0) {

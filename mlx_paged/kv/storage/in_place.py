@@ -11,10 +11,11 @@ from ...kernels import ops as kernels
 from ...kernels import quantized as moves
 from ...kernels.build import KernelUnavailable
 from ...kernels.check import checked
-from ...kernels.launch_shape import MAX_QUERY_LENGTH, shape_for, unsupported
+from ...kernels.launch_shape import MAX_QUERY_LENGTH, unsupported
 from ...kernels.prefill import prepare_prefill
 from ...kernels.quantized import PageShape, new_blocks, rotate
 from ...kernels.shared_runs import SharedCut, cut_of
+from ...kernels.shared_trial import is_faster
 from ..block_table import BlockTable
 from ..step import Columns, Step
 from .attention_params import AttentionParams, QueryHeads, Window
@@ -33,7 +34,8 @@ def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> Sha
     shared = kernels.shared_variant_of(variants[0]) if variants else None
     if shared is None or not checked(shared).ok:
         return None
-    return cut_of(shape_for(shared), num_kv_heads, k_dim, in_codes=shared.pages is not None)
+    cut = cut_of(shared, num_kv_heads)
+    return cut if shared.backend == "cuda" or is_faster(shared, cut) else None
 
 
 def split_queries(q: mx.array) -> mx.array:

@@ -10,7 +10,13 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.bodies import BODIES, kernel_text, part_of
-from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES, SHARED_BODIES
+from mlx_paged.kernels.launch_shape import (
+    FUSED_BODIES,
+    LATENT_BODIES,
+    MATRIX_BODIES,
+    SHARED_BODIES,
+    SHARED_MATRIX_BODY,
+)
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 
@@ -19,6 +25,7 @@ SPARSE = {
     **dict.fromkeys(("paged_decode", "quantized_decode", *MATRIX_BODIES, *LATENT_BODIES), ("out",)),
     **dict.fromkeys(FUSED_BODIES, ("partial",)),
     **dict.fromkeys(SHARED_BODIES, ("partial", "stats")),
+    SHARED_MATRIX_BODY: ("out", "stats"),
 }
 WRITES = dict.fromkeys(
     (
@@ -36,7 +43,7 @@ WRITES = dict.fromkeys(
 ) | dict.fromkeys(FUSED_BODIES, ("k_pool", "v_pool", "arrivals"))
 
 
-TENSOR_BODIES = (*FUSED_BODIES, *SHARED_BODIES, "join_partitions", LATENT_BODIES[1])
+TENSOR_BODIES = ({*FUSED_BODIES, *SHARED_BODIES, "join_partitions", LATENT_BODIES[1]}) - {SHARED_MATRIX_BODY}
 
 
 class Emulated:
