@@ -57,6 +57,7 @@ constexpr int TILES = DV / 16;
 //// partition
 // Of the decode texts for tensor cores: which tokens the thread group of a row, kv head and run takes, and what it shares.
 constexpr int CHUNK = 16 * U;
+constexpr int AT_ONCE = DV <= 64 || GROUPS > 3 ? 8 : 16;  // runs: more do not fit the registers of four thread groups
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
 
@@ -940,7 +941,6 @@ if (first <= last) {
 // partitions, and trees one after another; four values of the output, of which, and of maxima and sums, those of the next run lie
 // `stride` values of float4 further, or pair_stride pairs. AT_ONCE of them are loaded at a time.
 auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int pair_stride, State& whole, float4& o) {
-  constexpr int AT_ONCE = DV <= 64 ? 8 : 16;
   const int n = (n_live + (1 << run_shift) - 1) >> run_shift;
   for (int p = 0; p < n; p += AT_ONCE) {
     State leaf[AT_ONCE];
@@ -995,6 +995,7 @@ if (n_live == 0 && run == 0) {
 //// join_line
 // CUDA only: join_partitions, which joins what shared_decode_tensor leaves of a line (row and query head), as paged_decode_tensor
 // joins its runs. Grid: x = line; a thread has four values. The head's sink enters here.
+constexpr int AT_ONCE = DV <= 64 ? 8 : 16;
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
 const int n_heads = partial_shape[0] / ends_shape[0];
