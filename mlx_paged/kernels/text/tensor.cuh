@@ -44,6 +44,12 @@ __device__ inline float2 load_relaxed(const float2* source) {
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(source) : "memory");
   return x;
 }
+// 2^x, without denormals.
+__device__ inline float power_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // Largest score (base 2) and sum of weights of some tokens.
 struct State {
   float m, l;
@@ -51,10 +57,15 @@ struct State {
 // Join an earlier state and output with a later one, into the later one.
 __device__ inline void join(State a, float4 a_o, State& b, float4& b_o) {
   const float m = ::fmaxf(a.m, b.m);
-  const float wa = ::exp2f(a.m - m);
-  const float wb = ::exp2f(b.m - m);
+  const float wa = power_of(a.m - m);
+  const float wb = power_of(b.m - m);
   b = {m, ::fmaf(b.l, wb, a.l * wa)};
   b_o = make_float4(::fmaf(b_o.x, wb, a_o.x * wa), ::fmaf(b_o.y, wb, a_o.y * wa), ::fmaf(b_o.z, wb, a_o.z * wa), ::fmaf(b_o.w, wb, a_o.w * wa));
+}
+// The same into the earlier one, where there is a later one.
+__device__ inline void join_if(bool is_there, State& a, float4& a_o, State b, float4 b_o) {
+  join(a, a_o, b, b_o);
+  if (is_there) a = b, a_o = b_o;
 }
 // 8 x 8 matrix of 16-bit values, one row per four lanes.
 __device__ inline unsigned transpose8x8(unsigned x) {

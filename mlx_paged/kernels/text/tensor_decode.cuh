@@ -939,7 +939,7 @@ if (first <= last) {
 //// join_runs
 // Of the decode texts for tensor cores: a head's runs are joined, four partitions at a time as a tree, in which a run stands for its
 // partitions, and trees one after another; four values of the output, of which, and of maxima and sums, those of the next run lie
-// `stride` values of float4 further, or pair_stride pairs. AT_ONCE of them are loaded at a time.
+// `stride` values of float4 further, or pair_stride pairs. They join what is there, of no weight; AT_ONCE are loaded at a time.
 auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int pair_stride, State& whole, float4& o) {
   const int n = (n_live + (1 << run_shift) - 1) >> run_shift;
   for (int p = 0; p < n; p += AT_ONCE) {
@@ -953,21 +953,20 @@ auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int p
         leaf_o[i] = load_relaxed(parts + static_cast<int64_t>(p + i) * stride);
       }
     }
-    UNROLL
-    for (int i = 0; i < AT_ONCE; i += 2) {
-      if (run_shift < 2 && p + i + 1 < n) join(leaf[i], leaf_o[i], leaf[i + 1], leaf_o[i + 1]), leaf[i] = leaf[i + 1], leaf_o[i] = leaf_o[i + 1];
-    }
-    UNROLL
-    for (int i = 0; i < AT_ONCE; i += 4) {
-      if (run_shift == 0 && p + i + 2 < n) join(leaf[i], leaf_o[i], leaf[i + 2], leaf_o[i + 2]), leaf[i] = leaf[i + 2], leaf_o[i] = leaf_o[i + 2];
-    }
-    UNROLL
-    for (int i = 0; i < AT_ONCE; i++) {
-      if ((i << run_shift) % 4 == 0 && p + i < n) {
-        if (p + i > 0) join(whole, o, leaf[i], leaf_o[i]);
-        whole = leaf[i], o = leaf_o[i];
+    // No joins but those of a tree after the other wait for each other, so they are not behind branches.
+    auto join_trees = [&](auto shift) {
+      constexpr int SHIFT = decltype(shift)::value, TREE = 4 >> SHIFT;
+      UNROLL
+      for (int width = 1; width < TREE; width *= 2) {
+        UNROLL
+        for (int i = 0; i < AT_ONCE; i += 2 * width) join_if(p + i + width < n, leaf[i], leaf_o[i], leaf[i + width], leaf_o[i + width]);
       }
-    }
+      UNROLL
+      for (int i = 0; i < AT_ONCE; i += TREE) join_if(p + i < n, whole, o, leaf[i], leaf_o[i]);
+    };
+    if (run_shift == 0) join_trees(Number<0>());
+    if (run_shift == 1) join_trees(Number<1>());
+    if (run_shift == 2) join_trees(Number<2>());
   }
 };
 //// own_join
@@ -979,8 +978,8 @@ if (first <= last && n_live > 1 << run_shift) {
   for (int item = threadIdx.x; tg_last && item < G * DV / 4; item += SG * 32) {
     const int head = item / (DV / 4), at = item % (DV / 4);
     const int64_t slot = unit * n_runs * G + head;
-    State whole;
-    float4 o;
+    State whole = {NOTHING, 0.0f};
+    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     join_runs(reinterpret_cast<const float4*>(partial) + slot * (DV / 4) + at, stats + slot, G * DV / 4, G, whole, o);
     finish(head, at, whole, o);
   }
@@ -995,7 +994,7 @@ if (n_live == 0 && run == 0) {
 //// join_line
 // CUDA only: join_partitions, which joins what shared_decode_tensor leaves of a line (row and query head), as paged_decode_tensor
 // joins its runs. Grid: x = line; a thread has four values. The head's sink enters here.
-constexpr int AT_ONCE = DV <= 64 ? 8 : 16;
+constexpr int AT_ONCE = 8;
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
 const int n_heads = partial_shape[0] / ends_shape[0];

@@ -14,6 +14,7 @@ float tanhf(float);
 typedef half __half;
 inline float4 make_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
 inline float2 make_float2(float x, float y) { return float2(x, y); }
+inline float power_of(float x) { return exp2f(x); }
 inline uint word_of(float x) {
   uint bits;
   __builtin_memcpy((void*)&bits, &x, 4);
