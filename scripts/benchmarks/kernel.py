@@ -3,7 +3,7 @@
     python scripts/bench.py kernel                         # decode against dense attention
     python scripts/bench.py kernel --kv-bits 8 4 8,4       # also over quantised pages, in the same run
     python scripts/bench.py kernel --what latents          # decode over latents (MLA, 512 + 64) against a gather
-    python scripts/bench.py kernel --what shared           # rows with a prefix in common: read once, or by each (CUDA)
+    python scripts/bench.py kernel --what shared           # rows with a prefix in common: read once, or by each
     python scripts/bench.py kernel --what shared --kv-bits 8 4   # the same over quantised pages
     python scripts/bench.py kernel --what prefill          # TFLOP/s of the prefill kernel, warm (CUDA)
 
@@ -284,14 +284,12 @@ def measure_shared(
     q, first = noise(batch, n_q, 1, head_dim), kernels.new_fence()
     mx.eval(pools, tables, ends, starts, q, first)
     given: dict[str, Any] = {"n_q_heads": n_q, "scale": head_dim**-0.5, "pages": pages}
-    (variant, *_) = kernels.decode_variants(*pools[0], n_q, pages=pages)
-    variant = kernels.shared_variant_of(variant) or variant
-    cut = cut_of(variant, n_kv, shape)
-    shared = shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
-    lengths = np.full(batch, length)
-    launches = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}
-    chosen = None if shared is None else items_for(shared, lengths, cut)
-    if shared is not None:
+    (plain, *_) = kernels.decode_variants(*pools[0], n_q, pages=pages)
+    variant, shared = kernels.shared_variant_of(plain), shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
+    launches, chosen = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}, None
+    if variant is not None and shared is not None:
+        cut, lengths = cut_of(variant, n_kv, shape), np.full(batch, length)
+        chosen = items_for(shared, lengths, cut)
         items = mx.array(in_turns(shared_items(shared, lengths, cut.shape), cut.at_once) if chosen is None else chosen)
         launches["shared"] = kernels.prepare_decode(
             *pools[0], (tables, ends, starts), **given, variant=variant, launch_shape=cut.shape, items=items
@@ -375,7 +373,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Print a line for each case and write the files; 2 where there is no such kernel."""
     dialect = kernels.backend()
-    on_cuda = args.what in ("prefill", "shared")
+    on_cuda = args.what == "prefill"
     if dialect is None or (on_cuda and dialect != "cuda"):
         needed = "CUDA" if on_cuda else "a GPU"
         print(f"bench.py kernel: MLX sees no {needed.removeprefix('a ')} here; nothing to measure", file=sys.stderr)
