@@ -77,7 +77,7 @@ class StepRows:
         """Return what thread groups read together in the layers of a group, with block tables of the shape."""
         if layer.sees is not None or not isinstance(storage, InPlaceStorage):
             return ()
-        items = layer.step(tables, self.counts).items(tables, storage.shared_cut, shape)
+        items = storage.items(tables, layer.step(tables, self.counts), shape)
         return () if items is None else (items,)
 
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:

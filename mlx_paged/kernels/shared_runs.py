@@ -30,13 +30,14 @@ class SharedCut(NamedTuple):
     """How the kernel for common blocks is cut for some layers.
 
     Attributes:
-        shape: of the kernel.
+        variant, shape: of the kernel.
         num_kv_heads: of the layers; each item is a thread group for each of them.
         least_saved: tokens times KV heads of a step that must not be read again for the kernel to be faster.
         at_once: items for which a thread group of each KV head is on a multiprocessor of its own.
         least_part: of all that rows see, that must not be read again.
     """
 
+    variant: Variant
     shape: LaunchShape
     num_kv_heads: int
     least_saved: int
@@ -115,10 +116,10 @@ def cut_of(variant: Variant, num_kv_heads: int, shape: LaunchShape | None = None
     """
     shape = shape or shape_for(variant, gpu_cores())
     if variant.backend == "metal":
-        return SharedCut(shape, num_kv_heads, LEAST_SAVED_ON_METAL)
+        return SharedCut(variant, shape, num_kv_heads, LEAST_SAVED_ON_METAL)
     least = LEAST_SAVED[variant.head_dim > 64] * max(1.0, ROWS_OF_LEAST / shape.rows)
     at_once = -(-cuda_limits().multiprocessors // num_kv_heads)
-    return SharedCut(shape, num_kv_heads, int(least), at_once, LEAST_PART[variant.pages is not None])
+    return SharedCut(variant, shape, num_kv_heads, int(least), at_once, LEAST_PART[variant.pages is not None])
 
 
 def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
@@ -126,7 +127,7 @@ def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
     doublings, most = np.zeros_like(ends), shape.span * shape.partition
     while (longer := ends > most << 2 * doublings).any():
         doublings += longer
-    return np.where(ends <= shape.first, shape.first, shape.partition << doublings)
+    return np.where(ends <= shape.first, max(shape.first, shape.partition), shape.partition << doublings)
 
 
 def shared_items(rows: SharedRows, ends: np.ndarray, shape: LaunchShape) -> np.ndarray:

@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 
 from . import ops as kernels
-from .launch_shape import Variant
 from .quantized import new_blocks
 from .shared_runs import SharedCut, items_for, shared_rows
 from .trial import LAUNCHES, seconds_of
@@ -15,27 +14,24 @@ ROWS = 8
 OWN = 256  # tokens of each row alone
 MOST_SECONDS = 0.3  # that further launches may take once one was timed
 
-_measured: dict[tuple[Variant, SharedCut], bool] = {}
+_measured: dict[SharedCut, bool] = {}
 
 
-def is_faster(variant: Variant, cut: SharedCut) -> bool:
-    """Time rows that save no more than ``cut`` asks for at least, with the kernel and without, once a process.
-
-    Args:
-        variant: of the kernel, which has passed its self-check.
-    """
-    key = variant, cut
-    if key not in _measured:
+def is_faster(cut: SharedCut) -> bool:
+    """Time rows that save no more than ``cut`` asks for at least, with the kernel and without, once a process. The
+    kernel has passed its self-check."""
+    if cut not in _measured:
         try:
-            together, alone = _seconds(variant, cut)
-            _measured[key] = together <= alone
+            together, alone = _seconds(cut)
+            _measured[cut] = together <= alone
         except (RuntimeError, ValueError):  # the kernel, or memory
-            _measured[key] = False
-    return _measured[key]
+            _measured[cut] = False
+    return _measured[cut]
 
 
-def _seconds(variant: Variant, cut: SharedCut) -> tuple[float, float]:
+def _seconds(cut: SharedCut) -> tuple[float, float]:
     """Return the least seconds of a chain of launches that read blocks together, and of one that does not."""
+    variant = cut.variant
     block, n_kv, n_q = variant.block_size, cut.num_kv_heads, cut.num_kv_heads * variant.gqa
     whole = cut.shape.partition * cut.shape.span  # tokens of several partitions: each is read together as a whole
     saved = (ROWS - -(-ROWS // cut.shape.rows)) * n_kv * whole

@@ -45,14 +45,14 @@ def test_the_faster_one_serves_and_is_measured_once(
 ) -> None:
     machine = Machine(monkeypatch, together, alone)
     for _ in range(2):
-        assert is_faster(VARIANT, cut_of(VARIANT, 8)) is expected
+        assert is_faster(cut_of(VARIANT, 8)) is expected
     assert [launch["items"] is None for launch in machine.launched] == [False, True]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 16])
 def test_it_is_measured_where_the_rule_takes_it_first(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
     machine, cut = Machine(monkeypatch, 1.0, 2.0), cut_of(VARIANT, kv_heads)
-    is_faster(VARIANT, cut)
+    is_faster(cut)
     launch = machine.launched[0]
     tables, ends, _ = (np.array(x) for x in launch["visible"])
     assert launch["heads"] == kv_heads and tables.shape[0] == ROWS and (ends == tables.shape[1] * 32).all()
@@ -66,4 +66,4 @@ def test_it_is_measured_where_the_rule_takes_it_first(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("error", [KernelUnavailable("off"), RuntimeError("no memory")])
 def test_what_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     Machine(monkeypatch, 1.0, error)
-    assert not is_faster(VARIANT, cut_of(VARIANT, 8))
+    assert not is_faster(cut_of(VARIANT, 8))

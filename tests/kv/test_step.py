@@ -98,9 +98,8 @@ def test_the_slots_of_the_last_positions() -> None:
     assert np.array_equal(tail_slots(table, 5), expected)
 
 
-CUT = SharedCut(
-    shape_for(Variant(SHARED_BODY, "cuda", mx.bfloat16, 64, 64, 4, 4))._replace(partition=64), 1 << 20, 1 << 18
-)
+VARIANT = Variant(SHARED_BODY, "cuda", mx.bfloat16, 64, 64, 4, 4)
+CUT = SharedCut(VARIANT, shape_for(VARIANT)._replace(partition=64), 1 << 20, 1 << 18)
 
 
 def together(

@@ -23,7 +23,7 @@ from .base import Geometry
 
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
-    """Return the cut of the decode kernel for common blocks, None if there is none for these. Self-checks it."""
+    """Return the cut of the decode kernel for common blocks, None if there is none for these."""
     num_kv_heads, k_dim, v_dim, dtype, _ = geometry
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
     if rest or unsupported(dtype, k_dim, v_dim, gqa, block_size):
@@ -32,10 +32,13 @@ def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> Sha
         dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages_of(geometry)
     )
     shared = kernels.shared_variant_of(variants[0]) if variants else None
-    if shared is None or not checked(shared).ok:
-        return None
-    cut = cut_of(shared, num_kv_heads)
-    return cut if shared.backend == "cuda" or is_faster(shared, cut) else None
+    return None if shared is None else cut_of(shared, num_kv_heads)
+
+
+def serves(cut: SharedCut) -> bool:
+    """Return whether the kernel for common blocks passes its self-check, and on Metal is faster than each row by
+    itself."""
+    return checked(cut.variant).ok and (cut.variant.backend == "cuda" or is_faster(cut))
 
 
 def split_queries(q: mx.array) -> mx.array:
@@ -98,9 +101,10 @@ class InPlaceStorage:
         self.__keys, self.__values = self._new_blocks(num_blocks)
         self.__fence = kernels.new_fence()
         self.decoded_by_kernel = False
-        # The kernel for common blocks, by query heads, and its cut.
+        # The kernel for common blocks, by query heads, and of the latest decode; those that are known to serve.
         self._shared_cuts: dict[QueryHeads, SharedCut | None] = {}
-        self.shared_cut: SharedCut | None = None
+        self._shared_cut: SharedCut | None = None
+        self._serving: set[SharedCut] = set()
 
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
         heads, k_dim, v_dim, dtype, _ = self.geometry
@@ -144,8 +148,11 @@ class InPlaceStorage:
         visible = step.visible(tables, window, q.shape[0])
         shared: dict[str, Any] = {}
         if q_len == 1 and window is None and not latent:
-            self.shared_cut = self._shared_cut_for(params.heads(q.shape[1]))
-            items = step.items(tables, self.shared_cut)
+            heads = params.heads(q.shape[1])
+            if heads not in self._shared_cuts:
+                self._shared_cuts[heads] = shared_cut_of(self.geometry, self.block_size, heads)
+            self._shared_cut = self._shared_cuts[heads]
+            items = self.items(tables, step)
             shared = {} if items is None else {"items": items}
         self.decoded_by_kernel = False  # until one that works is known
         return kernels.prepare_decode(
@@ -174,10 +181,18 @@ class InPlaceStorage:
             out = join_queries(out, q_len)
         return rotate(out) if self.rotates else out
 
-    def _shared_cut_for(self, heads: QueryHeads) -> SharedCut | None:
-        if heads not in self._shared_cuts:
-            self._shared_cuts[heads] = shared_cut_of(self.geometry, self.block_size, heads)
-        return self._shared_cuts[heads]
+    def items(self, tables: Sequence[BlockTable], step: Step, shape: tuple[int, int] | None = None) -> mx.array | None:
+        """Return what thread groups read together in such a decode step as the latest, of :meth:`.step.Step.items`;
+        None: nothing. The kernel is checked as soon as there is something for it."""
+        cut, items = self._shared_cut, step.items(tables, self._shared_cut, shape)
+        if cut is None or items is None or cut in self._serving:
+            return items
+        if serves(cut):
+            self._serving.add(cut)
+            return items
+        self._shared_cut = None
+        self._shared_cuts = {heads: None if own == cut else own for heads, own in self._shared_cuts.items()}
+        return None
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
         scale, _, window, softcap, sinks, _ = params

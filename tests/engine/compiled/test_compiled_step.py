@@ -524,7 +524,7 @@ def test_steps_are_those_of_the_gather_path(kind: str, rotate: bool, calls: list
 def test_steps_are_compiled_with_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """Rows that share a prefix: layers without a window are given what is read together, and tokens are the same."""
     variant = Variant(SHARED_BODY, "cuda", mx.float32, 64, 64, 2, 16)
-    cut = SharedCut(shape_for(variant)._replace(partition=64, rows=8), 1 << 20, 1 << 18)
+    cut = SharedCut(variant, shape_for(variant)._replace(partition=64, rows=8), 1 << 20, 1 << 18)
     given: list[int] = []
     prepare = kernels.prepare_decode
 
@@ -538,10 +538,19 @@ def test_steps_are_compiled_with_common_blocks(kind: str, monkeypatch: pytest.Mo
     model, prompt = build(kind, head_dim=64), prompt_of(160)
     firsts = [3, 4, 5, 6]
     expected = [greedy(model, mx.concatenate([prompt, mx.array([first])]), 12)[0] for first in firsts]
-    for used in (None, cut):
+    for used, is_good in ((None, True), (cut, False), (cut, True)):
+        asked: list[SharedCut] = []
+
+        def serves(cut: SharedCut, asked: list[SharedCut] = asked, is_good: bool = is_good) -> bool:
+            asked.append(cut)
+            return is_good
+
         monkeypatch.setattr(in_place, "shared_cut_of", lambda *_, used=used: used)
+        monkeypatch.setattr(in_place, "serves", serves)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         given.clear()
+        greedy(model, prompt, 3)
+        assert not asked  # a sequence alone waits for no check of that kernel
         cache = make_prompt_cache(model)
         model(prompt[None], cache=cache)
         batch = generator(model, completion_batch_size=4)
@@ -551,7 +560,8 @@ def test_steps_are_compiled_with_common_blocks(kind: str, monkeypatch: pytest.Mo
             for response in batch.next()[1]:
                 tokens[response.uid].append(response.token)
         assert [tokens[uid] for uid in uids] == expected
-        assert any(given) == (used is not None)
+        assert any(given) == (used is not None and is_good)
+        assert bool(asked) == (used is not None)
         batch.close()
         mlx_paged.remove_patches()
     assert calls
