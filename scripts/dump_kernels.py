@@ -210,7 +210,7 @@ def launch_decode(shape: Shape, cores: int | None) -> None:
         variants = kernels.variants_of(
             shape.dtype, shape.head_dim, shape.head_dim, gqa, 1, block, shape.softcap, shape.sinks, pages
         )
-        for variant in variants:
+        for variant in (*variants, *filter(None, map(kernels.shared_variant_of, variants))):
             launch_variant(variant, gqa, cores)
         for body, constants in () if pages is None else moves.texts_of(pages, block):
             for few in ((), ("slots", "blocks")):

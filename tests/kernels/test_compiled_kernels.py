@@ -19,7 +19,7 @@ from mlx_paged.kernels.check import self_check, texts_of
 from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.kernels.cuda.launch import CompiledKernel, Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
-from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant
+from mlx_paged.kernels.launch_shape import MATRIX_BODIES, SHARED_MATRIX_BODY, Variant
 from mlx_paged.kernels.prefill import (
     BODY,
     MATRIX_BODY,
@@ -117,6 +117,7 @@ def texts() -> list[tuple[str, Constants]]:
         MATRIX_BODY,
         QUANTIZED_MATRIX_BODY,
         *MATRIX_BODIES,
+        SHARED_MATRIX_BODY,
     }  # Metal only
     return listed
 

@@ -255,7 +255,7 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     names = {name for name in vars(InPlaceStorage) if not name.startswith("_")}
     assert names == {
         "after_writes", "checkpoint", "copy_blocks", "decode", "fence", "forget_failed_writes", "go_back", "in_place",
-        "latest", "num_blocks",
+        "items", "latest", "num_blocks",
         "prefill", "prepare_decode", "read_packed", "read_rows", "read_stored", "read_visible", "resize", "rewind",
         "run", "write", "write_stored",
     }  # fmt: skip
