@@ -75,9 +75,9 @@ class StepRows:
         self, layer: PoolLayer, tables: Sequence[BlockTable], storage: Storage, shape: tuple[int, int]
     ) -> tuple[mx.array, ...]:
         """Return what thread groups read together in the layers of a group, with block tables of the shape."""
-        if layer.sees is not None or not isinstance(storage, InPlaceStorage):
+        if not isinstance(storage, InPlaceStorage):
             return ()
-        items = storage.items(tables, layer.step(tables, self.counts), shape)
+        items = storage.items(tables, layer.step(tables, self.counts), layer.sees, shape)
         return () if items is None else (items,)
 
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
@@ -205,7 +205,7 @@ class StepLayer:
         append, slots = (None, None) if self._attended else (self._new, self._slots)
         self._attended = True
         window, visible = self._seen_under(params.mask)
-        items = self._items if window is None and append is not None else None
+        items = self._items if window is self._sees and append is not None else None
         return self.blocks.decode(queries, visible, append, params._replace(mask=None, window=window), slots, items)
 
     def _seen_under(self, mask: Any) -> tuple[Window | None, tuple[mx.array, mx.array, mx.array]]:

@@ -23,7 +23,7 @@ from .launch_shape import LATENT_BODIES, MAX_QUERY_LENGTH, OWN_OF, SHARED_BODIES
 from .prefill import prefill_constants_of, prefill_difference
 from .prefill import shape_of as prefill_shape_of
 from .quantized import PageShape, new_blocks
-from .shared_runs import shared_items, shared_rows
+from .shared_runs import Partitions, shared_items, shared_rows
 from .trial import MANY
 
 MAX_RMS = 5e-3
@@ -32,6 +32,7 @@ _QUERY_HEADS = 8  # at least, as models have
 _TABLE_WIDTH = 16  # block tables are as wide as a multiple of it
 _FREE_BLOCKS = 5  # to copy blocks to
 _WINDOW = 100  # tokens: a token too many shows in the result
+_SHARED_WINDOW = 1500  # tokens: begins inside a partition
 _MORE = 44  # tokens of a longer window, beyond what one partition may hold on Metal
 
 
@@ -98,7 +99,8 @@ def decode_difference(variant: Variant) -> float:
 
 def shared_difference(variant: Variant) -> float:
     """Compare the decode variant for common blocks with the one that reads each row by itself: the bits must be equal.
-    Nine rows have up to 2,080 tokens in common, in a tree, and their newest tokens come with the call.
+    Nine rows have up to 2,080 tokens in common, in a tree, and their newest tokens come with the call; they see all
+    tokens, or those of a window.
 
     Returns:
         0. Raises RuntimeError for other bits.
@@ -108,14 +110,20 @@ def shared_difference(variant: Variant) -> float:
     rows = _Rows(variant._replace(body=OWN_OF[variant.body]), contexts, 4)
     for table, tokens in zip(rows.tables, [0, 2080, 2048, 256, 2080, 0, 640, 1280, 256], strict=True):
         table[: tokens // block] = rows.tables[0][: tokens // block]
-    q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
-    expected = rows.decode(q, ends, starts)
+    q, ends = rows.queries(1), [[n] for n in contexts]
+    shape = shape_for(variant, kernels.gpu_cores())
     shared = shared_rows(np.array(rows.tables), [-(-n // block) for n in contexts], block)
     assert shared is not None
-    items = mx.array(shared_items(shared, np.array(contexts), shape_for(variant, kernels.gpu_cores())))
-    out = rows.decode(q, ends, starts, append=rows.take_newest(), variant=variant, items=items)
-    if not mx.array_equal(out.astype(mx.float32), expected.astype(mx.float32)).item():
-        raise RuntimeError("rows with common blocks have another result than by themselves")
+    newest: tuple[mx.array, mx.array] | None = None
+    for window in (None, _SHARED_WINDOW):
+        starts = [[0 if window is None else max(n - window, 0)] for n in contexts]
+        expected = rows.decode(q, ends, starts, max_visible=window)
+        newest = newest or rows.take_newest()
+        seen = Partitions.of(np.array(contexts), shape, np.array(starts)[:, 0])
+        items = mx.array(shared_items(shared, seen, shape))
+        out = rows.decode(q, ends, starts, append=newest, variant=variant, items=items, max_visible=window)
+        if not mx.array_equal(out.astype(mx.float32), expected.astype(mx.float32)).item():
+            raise RuntimeError("rows with common blocks have another result than by themselves")
     return 0.0
 
 

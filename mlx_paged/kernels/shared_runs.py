@@ -64,6 +64,40 @@ class SharedRows(NamedTuple):
         return found
 
 
+class Partitions(NamedTuple):
+    """How what rows see is cut.
+
+    Attributes:
+        begins, ends: the first token that each row sees, and the one after the last.
+        sizes: tokens of a row's partitions.
+        origins: where the first one begins, before a window that begins inside it.
+        counts: partitions, one at least: a row that sees nothing has its zeros to be written.
+    """
+
+    begins: np.ndarray
+    ends: np.ndarray
+    sizes: np.ndarray
+    origins: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, ends: np.ndarray, shape: LaunchShape, begins: np.ndarray | None = None) -> Partitions:
+        """Return how a kernel of this shape cuts them; without ``begins``, from the first token on."""
+        begins = np.zeros_like(ends) if begins is None else begins
+        origins = begins // shape.alignment * shape.alignment
+        doublings, most = np.zeros_like(ends), shape.span * shape.partition
+        while (longer := ends - begins > most << 2 * doublings).any():
+            doublings += longer
+        first = max(shape.first, shape.partition)
+        sizes = np.where(ends - origins <= shape.first, first, shape.partition << doublings)
+        return cls(begins, ends, sizes, origins, np.maximum(-(-(ends - origins) // sizes), 1))
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """What changes when rows have other partitions, or whole ones in other places."""
+        return tuple(x.tobytes() for x in (self.sizes, self.origins, self.counts, self.begins > 0))
+
+
 def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> SharedRows | None:
     """Return the rows of block tables ``[B, max_blocks]`` by what they have in common, None if that is nothing.
 
@@ -79,19 +113,22 @@ def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> S
     inside = np.array(counts)[order]
     differs = tables[order[1:]] != tables[order[:-1]]
     equal = np.where(differs.any(1), differs.argmax(1), tables.shape[1])
+    # Block 0 stands where a window has left blocks behind: rows have nothing in common that only have that.
+    equal[tables[order[1:], np.maximum(equal - 1, 0)] == 0] = 0
     common = np.minimum(equal, np.minimum(inside[1:], inside[:-1])) * block_size
     return SharedRows(order, np.append(0, common)) if common.any() else None
 
 
-def items_for(rows: SharedRows, ends: np.ndarray, cut: SharedCut) -> np.ndarray | None:
+def items_for(rows: SharedRows, seen: Partitions, cut: SharedCut) -> np.ndarray | None:
     """Return :func:`shared_items`; None where each row by itself is as fast."""
     known = len(rows.order)
-    if int(rows.common.sum()) * cut.num_kv_heads < cut.least_saved:
+    if int(np.maximum(rows.common - seen.begins[rows.order], 0).sum()) * cut.num_kv_heads < cut.least_saved:
         return None  # not even if all of it could be read together
-    items = shared_items(rows, ends, cut.shape)
-    sizes = partition_sizes(ends[items[:, HEADER]], cut.shape)
-    saved = int((sizes * np.maximum(items[:, 1] - 1, 0)).sum())
-    if saved * cut.num_kv_heads < cut.least_saved or saved < cut.least_part * int(ends[:known].sum()):
+    items = shared_items(rows, seen, cut.shape)
+    saved = int((seen.sizes[items[:, HEADER]] * np.maximum(items[:, 1] - 1, 0)).sum())
+    if saved * cut.num_kv_heads < cut.least_saved or saved < cut.least_part * int(
+        (seen.ends - seen.begins)[:known].sum()
+    ):
         return None
     return in_turns(items, cut.at_once)
 
@@ -122,44 +159,37 @@ def cut_of(variant: Variant, num_kv_heads: int, shape: LaunchShape | None = None
     return SharedCut(variant, shape, num_kv_heads, int(least), at_once, LEAST_PART[variant.pages is not None])
 
 
-def partition_sizes(ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
-    """Tokens of the partitions of rows that see so many tokens, from the first on."""
-    doublings, most = np.zeros_like(ends), shape.span * shape.partition
-    while (longer := ends > most << 2 * doublings).any():
-        doublings += longer
-    return np.where(ends <= shape.first, max(shape.first, shape.partition), shape.partition << doublings)
-
-
-def shared_items(rows: SharedRows, ends: np.ndarray, shape: LaunchShape) -> np.ndarray:
+def shared_items(rows: SharedRows, seen: Partitions, shape: LaunchShape) -> np.ndarray:
     """Return what thread groups take, int32 ``[n, HEADER + shape.rows]``: each partition of each row once, common
     partitions of several rows together.
 
     Args:
         rows: the batch's.
-        ends: tokens that each row sees, from the first on; rows beyond those of ``rows`` see nothing.
+        seen: by each row; rows beyond those of ``rows`` see nothing.
         shape: of the kernel.
     """
-    known = len(rows.order)
-    own = ends[rows.order]
-    sizes = partition_sizes(own, shape)
-    lengths = np.maximum(-(-own // sizes), 1)  # in partitions; a row that sees nothing has its zeros to be written
+    known, rest = len(rows.order), len(seen.ends) - len(rows.order)
+    begins, ends, sizes, origins, lengths = (x[rows.order] for x in seen)
     # Whole partitions before the newest token, which the row itself stores.
-    common = np.minimum(rows.common, np.minimum(own, np.roll(own, 1)) - 1)
-    together = np.where(sizes == np.roll(sizes, 1), common // sizes, 0)
+    common = np.minimum(rows.common, np.minimum(ends, np.roll(ends, 1)) - 1) - origins
+    is_alike = (sizes == np.roll(sizes, 1)) & (origins == np.roll(origins, 1))
+    together = np.where(is_alike, common // sizes, 0)
     together[0] = 0
     partitions = np.arange(lengths.max())[:, None]
     live = lengths > partitions
+    # A window may begin inside a row's first partition: that is the row's alone.
+    joins = (together > partitions) & (partitions >= ((begins > 0) | (np.roll(begins, 1) > 0)))
     place = np.arange(known)
     # Rows before this one, of those that it reads a partition with: in groups of as many as a thread group takes.
-    before = place - np.maximum.accumulate(np.where(together > partitions, 0, place), axis=1)
+    before = place - np.maximum.accumulate(np.where(joins, 0, place), axis=1)
     leads = live & (before % shape.rows == 0)
     number = np.cumsum(leads).reshape(leads.shape) - 1
-    items = np.zeros((number[-1, -1] + 1 + len(ends) - known, HEADER + shape.rows), np.int32)
+    items = np.zeros((number[-1, -1] + 1 + rest, HEADER + shape.rows), np.int32)
     at, slot = number[live], (before % shape.rows)[live]
     items[at, 0] = np.broadcast_to(partitions, live.shape)[live]
     items[: number[-1, -1] + 1, 1] = np.bincount(at)
     items[at, HEADER + slot] = np.broadcast_to(rows.order, live.shape)[live]
-    if len(ends) > known:  # padding
+    if rest:  # padding
         items[number[-1, -1] + 1 :, 1] = 1
-        items[number[-1, -1] + 1 :, HEADER] = np.arange(known, len(ends))
+        items[number[-1, -1] + 1 :, HEADER] = np.arange(known, known + rest)
     return items

@@ -7,7 +7,7 @@ import numpy as np
 
 from . import ops as kernels
 from .quantized import new_blocks
-from .shared_runs import SharedCut, items_for, shared_rows
+from .shared_runs import Partitions, SharedCut, items_for, shared_rows
 from .trial import LAUNCHES, seconds_of
 
 ROWS = 8
@@ -40,7 +40,7 @@ def _seconds(cut: SharedCut) -> tuple[float, float]:
     tables[:, : common // block] = tables[0, : common // block]
     lengths = np.full(ROWS, common + OWN)
     rows = shared_rows(tables, [tables.shape[1]] * ROWS, block)
-    items = None if rows is None else items_for(rows, lengths, cut)
+    items = None if rows is None else items_for(rows, Partitions.of(lengths, cut.shape), cut)
     assert items is not None
     dims = variant.head_dim, variant.value_dim
     pools = new_blocks(tables.size, n_kv, block, dims, variant.dtype, variant.pages)

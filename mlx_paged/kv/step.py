@@ -15,7 +15,7 @@ from ..kernels.build import RowsArray
 from ..kernels.latent_prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
-from ..kernels.shared_runs import SharedCut, SharedRows, items_for, partition_sizes, shared_rows
+from ..kernels.shared_runs import Partitions, SharedCut, SharedRows, items_for, shared_rows
 from .block_table import BlockTable
 from .storage.attention_params import LatentHeads, Window
 
@@ -74,13 +74,16 @@ class DeviceTables:
         self._device = mx.array(self._host)
         return self._device
 
-    def items(self, tables: Sequence[BlockTable], ends: np.ndarray, cut: SharedCut) -> mx.array | None:
+    def items(
+        self, tables: Sequence[BlockTable], ends: np.ndarray, cut: SharedCut, window: Window | None
+    ) -> mx.array | None:
         """Return what thread groups read together of these tables, which :meth:`of` was given last, as the kernel takes
         it (:mod:`..kernels.shared_runs`); None where each row is to be read by itself.
 
         Args:
-            ends: tokens that each row sees, from the first on; rows after those of the tables see nothing.
+            ends: tokens of each row; those after the tables' have none.
             cut: of the kernel.
+            window: of the rows' newest tokens.
         """
         if self._common is None:
             size = tables[0].block_size
@@ -89,10 +92,10 @@ class DeviceTables:
             self._items = None, None
         if self._shared is None:
             return None
-        sizes = partition_sizes(ends, cut.shape)
-        key = cut, sizes.tobytes(), (-(-ends // sizes)).tobytes()  # the same items until a row has a partition more
+        seen = Partitions.of(ends, cut.shape, None if window is None else window.first_seen_by(ends - 1))
+        key = cut, seen.key  # the same items until a row has a partition more
         if self._items[0] != key:
-            items = items_for(self._shared, ends, cut)
+            items = items_for(self._shared, seen, cut)
             if items is not None:
                 items = padded(items, rounded_up(len(items), 2 * SHORT_TABLE))
             self._items = key, None if items is None else mx.array(items)
@@ -218,7 +221,7 @@ class Step:
         self._slots: dict[int | None, mx.array] = {}  # by the number of rows
         self._of_tokens: dict[int, tuple[mx.array, mx.array]] = {}  # by the number of rows
         self._visible: dict[tuple[Window | None, int, tuple[int, int] | None], ThreeArrays] = {}
-        self._items: dict[tuple[SharedCut, tuple[int, int] | None], mx.array | None] = {}
+        self._items: dict[tuple[SharedCut, Window | None, tuple[int, int] | None], mx.array | None] = {}
         self._parts: dict[int, Step] = {}
         self._all_blocks: mx.array | None = None
         self._gathered_tables: mx.array | None = None
@@ -312,22 +315,28 @@ class Step:
         return found
 
     def items(
-        self, tables: Sequence[BlockTable], cut: SharedCut | None, shape: tuple[int, int] | None = None
+        self,
+        tables: Sequence[BlockTable],
+        cut: SharedCut | None,
+        window: Window | None = None,
+        shape: tuple[int, int] | None = None,
     ) -> mx.array | None:
-        """Return what thread groups read together in a decode step whose tokens see all before them, None: nothing.
+        """Return what thread groups read together in a decode step, None: nothing.
 
         Args:
             tables: of the step.
             cut: of the kernel for common blocks; None if there is none.
+            window: of the step's tokens.
             shape: of the block tables, as for :meth:`visible`.
         """
         if cut is None or self.is_pack or len(tables) < 2:
             return None
-        if (cut, shape) not in self._items:
+        key = cut, window, shape
+        if key not in self._items:
             self._device_tables.of(tables, shape)
             ends = padded(self._lengths, None if shape is None else shape[0])
-            self._items[cut, shape] = self._device_tables.items(tables, ends, cut)
-        return self._items[cut, shape]
+            self._items[key] = self._device_tables.items(tables, ends, cut, window)
+        return self._items[key]
 
     def block_tables(self, tables: Sequence[BlockTable]) -> mx.array:
         """Return the tables on the device, int32 ``[B, max_blocks]``, by absolute position."""

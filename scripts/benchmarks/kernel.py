@@ -33,7 +33,7 @@ from mlx_paged.kernels.build import RowsArray
 from mlx_paged.kernels.launch_shape import LaunchShape
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
-from mlx_paged.kernels.shared_runs import cut_of, in_turns, items_for, shared_items, shared_rows
+from mlx_paged.kernels.shared_runs import Partitions, cut_of, in_turns, items_for, shared_items, shared_rows
 
 from .report import Panel, add_out_argument, write_results
 
@@ -288,9 +288,10 @@ def measure_shared(
     variant, shared = kernels.shared_variant_of(plain), shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
     launches, chosen = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}, None
     if variant is not None and shared is not None:
-        cut, lengths = cut_of(variant, n_kv, shape), np.full(batch, length)
-        chosen = items_for(shared, lengths, cut)
-        items = mx.array(in_turns(shared_items(shared, lengths, cut.shape), cut.at_once) if chosen is None else chosen)
+        cut = cut_of(variant, n_kv, shape)
+        seen = Partitions.of(np.full(batch, length), cut.shape)
+        chosen = items_for(shared, seen, cut)
+        items = mx.array(in_turns(shared_items(shared, seen, cut.shape), cut.at_once) if chosen is None else chosen)
         launches["shared"] = kernels.prepare_decode(
             *pools[0], (tables, ends, starts), **given, variant=variant, launch_shape=cut.shape, items=items
         )

@@ -14,7 +14,7 @@ from mlx_paged.kernels.build import gpu_cores
 from mlx_paged.kernels.cases import attention
 from mlx_paged.kernels.launch_shape import OWN_OF, Variant, shape_for
 from mlx_paged.kernels.quantized import new_blocks
-from mlx_paged.kernels.shared_runs import shared_items, shared_rows
+from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
 
 
 def _attend(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
@@ -141,7 +141,8 @@ class SharedRun(HeadRun):
 
     def attend(self, q: mx.array, ends: mx.array, starts: mx.array, **options: Any) -> mx.array:
         alone = super().attend(q, ends, starts, **options)
-        items = shared_items(self.shared, np.array(self.lengths), shape_for(self.own, gpu_cores()))
+        shape = shape_for(self.own, gpu_cores())
+        items = shared_items(self.shared, Partitions.of(np.array(self.lengths), shape), shape)
         out, self.fence = kernels.paged_decode(
             q, *self.pools, self.fence, self.device_tables, ends, starts, sinks=self.sinks, variant=self.own,
             items=mx.array(items), pages=self.variant.pages, **options,

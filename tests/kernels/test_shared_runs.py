@@ -10,9 +10,9 @@ from mlx_paged.kernels.launch_shape import SHARED_BODIES, SHARED_BODY, Variant, 
 from mlx_paged.kernels.quantized import PageShape
 from mlx_paged.kernels.shared_runs import (
     HEADER,
+    Partitions,
     cut_of,
     items_for,
-    partition_sizes,
     shared_items,
     shared_rows,
 )
@@ -34,18 +34,24 @@ def tables_of(lengths, common):
     return tables, counts
 
 
-def covered(items, lengths):
-    """Tokens that each item reads, and of each row those that all of its items read."""
-    sizes, seen = partition_sizes(np.array(lengths), SHAPE), [[] for _ in lengths]
+def seen_of(lengths, shape=SHAPE):
+    return Partitions.of(np.array(lengths), shape)
+
+
+def covered(items, seen):
+    """Tokens of each row that its items read."""
+    tokens = [[] for _ in seen.ends]
     for partition, count, *rows in items.tolist():
         for row in rows[:count]:
-            begin = partition * int(sizes[row])
-            seen[row] += range(begin, min(begin + int(sizes[row]), lengths[row]))
-    return seen
+            size = int(seen.sizes[row])
+            begin = int(seen.origins[row]) + partition * size
+            tokens[row] += range(max(begin, int(seen.begins[row])), min(begin + size, int(seen.ends[row])))
+    return tokens
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_each_row_is_read_once_and_only_common_blocks_together(seed):
+@pytest.mark.parametrize("window", [None, 100, 1000, 3000])
+@pytest.mark.parametrize("seed", range(20))
+def test_each_row_is_read_once_and_only_common_blocks_together(seed, window):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 5000, 24).tolist()
     common = []
@@ -54,20 +60,27 @@ def test_each_row_is_read_once_and_only_common_blocks_together(seed):
         common.append((row, other, int(rng.integers(0, min(lengths[row], lengths[other]) // BLOCK + 1))))
     tables, counts = tables_of(lengths, common)
     rows = shared_rows(tables, counts, BLOCK)
-    items = shared_items(rows, np.array([*lengths, 0, 0]), SHAPE)
-    seen = covered(items, [*lengths, 0, 0])
-    assert [sorted(tokens) for tokens in seen[:24]] == [list(range(n)) for n in lengths]
+    if seed % 2:  # samples of one prompt are as long, and so their windows begin at the same token
+        lengths[1::2] = [lengths[0]] * 12
+        tables, counts = tables_of(lengths, [(row, other, min(n, counts[0])) for row, other, n in common])
+        rows = shared_rows(tables, counts, BLOCK)
+    ends = np.array([*lengths, 0, 0])
+    seen = Partitions.of(ends, SHAPE, np.maximum(ends - window, 0) if window else None)
+    items = shared_items(rows, seen, SHAPE)
+    read = covered(items, seen)
+    assert [sorted(x) for x in read] == [list(range(a, b)) for a, b in zip(seen.begins, seen.ends, strict=True)]
     assert {24, 25} <= set(items[items[:, 1] == 1, HEADER].tolist())  # rows of padding have their zeros written
     for partition, count, *places in items.tolist():
         together = places[:count]
         assert 1 <= count <= SHAPE.rows
         if count > 1:
-            sizes = {int(partition_sizes(np.array(lengths[row]), SHAPE)) for row in together}
-            assert len(sizes) == 1
-            (size,) = sizes
-            last = (partition + 1) * size
+            cuts = {(int(seen.sizes[row]), int(seen.origins[row])) for row in together}
+            assert len(cuts) == 1
+            ((size, origin),) = cuts
+            begin, last = origin + partition * size, origin + (partition + 1) * size
             assert all(last < lengths[row] for row in together)  # none of them stores its newest token there
-            blocks = slice(partition * size // BLOCK, last // BLOCK)
+            assert all(begin >= seen.begins[row] for row in together)  # a whole partition is seen
+            blocks = slice(begin // BLOCK, last // BLOCK)
             assert len({tables[row, blocks].tobytes() for row in together}) == 1
 
 
@@ -75,7 +88,7 @@ def test_each_row_is_read_once_and_only_common_blocks_together(seed):
 def test_half_of_what_rows_read_by_themselves_comes_early(common, early):
     lengths = np.full(32, common + 256)
     rows = shared_rows(*tables_of(lengths.tolist(), [(row, 0, common // BLOCK) for row in range(1, 32)]), BLOCK)
-    items, plain = items_for(rows, lengths, CUT), shared_items(rows, lengths, SHAPE)
+    items, plain = items_for(rows, seen_of(lengths), CUT), shared_items(rows, seen_of(lengths), SHAPE)
     assert sorted(items.tolist()) == sorted(plain.tolist())
     alone = items[:, 1] == 1
     assert not alone[: CUT.at_once].any() and alone[CUT.at_once : CUT.at_once + early].all()
@@ -86,6 +99,15 @@ def test_half_of_what_rows_read_by_themselves_comes_early(common, early):
 def test_rows_without_common_blocks_are_not_shared():
     assert shared_rows(*tables_of([500, 600], []), BLOCK) is None
     assert shared_rows(*tables_of([500], []), BLOCK) is None
+
+
+def test_blocks_left_behind_are_nothing_in_common():
+    tables, counts = tables_of([500, 600, 600], [(2, 1, 10)])
+    tables[:, :6] = 0
+    rows = shared_rows(tables, counts, BLOCK)
+    assert rows.order.tolist()[rows.common.argmax()] in (1, 2) and sorted(rows.common.tolist()) == [0, 0, 10 * BLOCK]
+    tables[2, 6] = tables[0, 6] + 1000
+    assert shared_rows(tables, counts, BLOCK) is None
 
 
 @pytest.mark.parametrize(
@@ -102,16 +124,24 @@ def test_rows_without_common_blocks_are_not_shared():
 def test_kernel_is_chosen_where_it_saves_enough(rows, common, own, is_chosen):
     lengths = [common + own] * rows
     tables, counts = tables_of(lengths, [(row, 0, common // BLOCK) for row in range(1, rows)])
-    items = items_for(shared_rows(tables, counts, BLOCK), np.array(lengths), CUT)
+    items = items_for(shared_rows(tables, counts, BLOCK), seen_of(lengths), CUT)
     assert (items is not None) == is_chosen
+
+
+@pytest.mark.parametrize(("window", "is_chosen"), [(4096, True), (1024, False), (2048, False)])
+def test_windows_are_shared_while_rows_are_shorter_or_as_long(window, is_chosen):
+    lengths = np.full(16, 3800)
+    rows = shared_rows(*tables_of(lengths.tolist(), [(row, 0, 3200 // BLOCK) for row in range(1, 16)]), BLOCK)
+    seen = Partitions.of(lengths, SHAPE, np.maximum(lengths - window, 0))
+    assert (items_for(rows, seen, CUT) is not None) == is_chosen
 
 
 def test_quantised_pages_must_save_more() -> None:
     lengths = np.full(32, 8192 + 4096)
     rows = shared_rows(*tables_of(lengths.tolist(), [(row, 0, 8192 // BLOCK) for row in range(1, 32)]), BLOCK)
-    assert items_for(rows, lengths, CUT) is not None
+    assert items_for(rows, seen_of(lengths), CUT) is not None
     pages = PageShape.of(128, 8, 64, mx.bfloat16)
-    assert items_for(rows, lengths, cut_of(VARIANT._replace(pages=pages), 8, SHAPE)) is None
+    assert items_for(rows, seen_of(lengths), cut_of(VARIANT._replace(pages=pages), 8, SHAPE)) is None
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -143,4 +173,4 @@ def test_kernel_needs_its_shared_memory(monkeypatch):
 @pytest.mark.parametrize(("first", "sizes"), [(0, [128, 128, 128, 128, 256]), (256, [256, 256, 256, 128, 256])])
 def test_short_rows_have_one_partition_on_metal(first, sizes):
     shape = SHAPE._replace(first=first)
-    assert partition_sizes(np.array([0, 128, 256, 257, 2049]), shape).tolist() == sizes
+    assert seen_of([0, 128, 256, 257, 2049], shape).sizes.tolist() == sizes

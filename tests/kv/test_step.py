@@ -106,7 +106,7 @@ def together(
     own: DeviceTables, tables: list[BlockTable], shape: tuple[int, int] | None = None
 ) -> list[list[int]] | None:
     """Return the places of the rows that each thread group reads a partition for, of those that read for several."""
-    items = step_of(tables, 1, own).items(tables, CUT, shape)
+    items = step_of(tables, 1, own).items(tables, CUT, None, shape)
     return None if items is None else [row[HEADER : HEADER + row[1]] for row in items.tolist() if row[1] > 1]
 
 
@@ -126,6 +126,25 @@ def test_forks_are_read_together_until_their_blocks_differ() -> None:
     for index in range(len(fork.block_ids) - 1):
         pool.copy_on_write_block(fork, index)
     assert together(own, tables) is None
+
+
+def test_windows_that_begin_alike_are_read_together() -> None:
+    pool = pool_of()
+    (first,) = tables_of(pool, (400,))
+    tables, own = [first, *(pool.fork(first) for _ in range(6))], DeviceTables()
+    for table in tables:
+        pool.append_tokens(table, 70 if table is tables[-1] else 1)
+
+    def places(window: Window | None) -> list[tuple[int, list[int]]]:
+        items = step_of(tables, 1, own).items(tables, CUT, window)
+        assert items is not None
+        return [(row[0], sorted(row[HEADER : HEADER + row[1]])) for row in items.tolist() if row[1] > 1]
+
+    everything = [(partition, list(range(7))) for partition in range(6)]
+    assert places(None) == places(Window(471)) == everything
+    # Rows of one length see the same; the first partition, inside which their windows begin, is each one's own.
+    assert places(Window(300)) == [(partition, list(range(6))) for partition in (1, 2, 3, 4)]
+    assert step_of(tables, 1, own).items(tables, CUT, Window(60)) is None
 
 
 def test_packs_and_kernels_without_a_cut_read_alone() -> None:

@@ -180,7 +180,8 @@ if (n_rows > 1) {
   const T* v_head = v_pool + kv_head * (BS * DV);
   // The stage that is copied next, of which of paged_decode_tensor's warps, and where its tokens lie.
   int next = 0, next_warp = 0, ids[CHUNKS];
-  auto token_of = [&](int i) { return lo + ((next * CHUNKS + i) * SG + next_warp) * CHUNK; };
+  const int turned = SG - lo / CHUNK % SG;  // its warps count chunks from a row's first token on
+  auto token_of = [&](int i) { return lo + ((next * CHUNKS + i) * SG + (next_warp + turned) % SG) * CHUNK; };
   auto look_up = [&] {
     UNROLL
     for (int i = 0; i < CHUNKS; i++) ids[i] = next_warp < SG ? table[token_of(i) / BS] : 0;

@@ -147,12 +147,12 @@ class InPlaceStorage:
         q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], params
         visible = step.visible(tables, window, q.shape[0])
         shared: dict[str, Any] = {}
-        if q_len == 1 and window is None and not latent:
+        if q_len == 1 and not latent:
             heads = params.heads(q.shape[1])
             if heads not in self._shared_cuts:
                 self._shared_cuts[heads] = shared_cut_of(self.geometry, self.block_size, heads)
             self._shared_cut = self._shared_cuts[heads]
-            items = self.items(tables, step)
+            items = self.items(tables, step, window)
             shared = {} if items is None else {"items": items}
         self.decoded_by_kernel = False  # until one that works is known
         return kernels.prepare_decode(
@@ -181,10 +181,12 @@ class InPlaceStorage:
             out = join_queries(out, q_len)
         return rotate(out) if self.rotates else out
 
-    def items(self, tables: Sequence[BlockTable], step: Step, shape: tuple[int, int] | None = None) -> mx.array | None:
+    def items(
+        self, tables: Sequence[BlockTable], step: Step, window: Window | None, shape: tuple[int, int] | None = None
+    ) -> mx.array | None:
         """Return what thread groups read together in such a decode step as the latest, of :meth:`.step.Step.items`;
         None: nothing. The kernel is checked as soon as there is something for it."""
-        cut, items = self._shared_cut, step.items(tables, self._shared_cut, shape)
+        cut, items = self._shared_cut, step.items(tables, self._shared_cut, window, shape)
         if cut is None or items is None or cut in self._serving:
             return items
         if serves(cut):

@@ -363,7 +363,7 @@ def test_windows_under_masks(window: Window | None, mask: Any, seen: Window | No
     layer.attend(queries(), *keys_and_values(), AttentionParams(1.0, mask_of(mask)))
     ((visible, _, params, slots, items),) = layer.blocks.calls
     assert params.window == seen and params.mask is None and slots is None
-    assert (items is None) == (seen is not None)  # common blocks are read together where all is seen
+    assert (items is None) == (seen != window)  # common blocks are those that the layer sees by its own window
     assert visible[2][:, 0].tolist() == starts
 
 
