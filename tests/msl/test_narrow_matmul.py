@@ -26,7 +26,7 @@ from mlx_paged.kernels.products.narrow_matmul import (
     Turn,
 )
 from mlx_paged.kernels.trial import launch_alone
-from tests.support.cases import crossed, quick, slow
+from tests.support.cases import slow
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_kernel, to_float
@@ -390,32 +390,36 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
 OTHERS = [*FEW.values(), *MANY.values()]
 
 
-@NO_COMPILER
-@pytest.mark.parametrize(
-    ("tile", "body"),
-    quick(crossed(OTHERS, [ADDED, GROUPED]), *zip(OTHERS, [ADDED, GROUPED] * 2, strict=True)),
-    ids=str,
-)
-def test_other_tiles_do_not_spill(tile, body):
-    text = narrow_matmul.text_of(body, mx.bfloat16, tile, 3)
-    found = registers.registers_of(text.body, text.constants, most=None)
-    assert found.stored <= 16 and found.loaded <= 16, found  # outside of the loop
+def registers_of_texts(texts, most=None):
+    return registers.registers_of_each(tuple((text.body, text.constants) for text in texts), most)
 
 
 @NO_COMPILER
-@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=SLOW)])
-@pytest.mark.parametrize("body", [GATED, GROUPED])
-def test_the_largest_tile_does_not_spill(body, bits):
-    text = narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.LARGE, 3, bits)
-    found = registers.registers_of(text.body, text.constants)
-    assert (found.stored, found.loaded) == (0, 0) and found.used <= 128, found
+@pytest.mark.parametrize("bodies", [(ADDED, GROUPED), *slow((GROUPED, ADDED), single=True)])
+def test_other_tiles_do_not_spill(bodies):
+    cases = list(zip(OTHERS, bodies * 2, strict=True))
+    found = registers_of_texts([narrow_matmul.text_of(body, mx.bfloat16, tile, 3) for tile, body in cases])
+    for case, each in zip(cases, found, strict=True):
+        assert each.stored <= 16 and each.loaded <= 16, (case, each)  # outside of the loop
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("bits", [4, *slow(8)])
+def test_the_largest_tile_does_not_spill(bits):
+    bodies = (GATED, GROUPED)
+    texts = [narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.LARGE, 3, bits) for body in bodies]
+    for body, found in zip(bodies, registers_of_texts(texts, registers.REGISTERS), strict=True):
+        assert (found.stored, found.loaded) == (0, 0) and found.used <= 128, (body, found)
 
 
 @NO_COMPILER
 @pytest.mark.parametrize("bits", [0, *slow(*narrow_matmul.BITS)])
 def test_what_is_done_around_a_product_does_not_spill(bits):
-    for body, around in KERNELS[len(BODIES) :]:
-        for tile in TILES[:1] if bits or body == GATED else (TILES[0], FEW[TILES[0]], MANY[TILES[0]]):
-            text = narrow_matmul.text_of(body, mx.bfloat16, tile, 3, bits, around)
-            found = registers.registers_of(text.body, text.constants, most=None)
-            assert found.stored <= 16 and found.loaded <= 16, (body, around, tile, found)
+    cases = [
+        (body, around, tile)
+        for body, around in KERNELS[len(BODIES) :]
+        for tile in (TILES[:1] if bits or body == GATED else (TILES[0], FEW[TILES[0]], MANY[TILES[0]]))
+    ]
+    texts = [narrow_matmul.text_of(body, mx.bfloat16, tile, 3, bits, around) for body, around, tile in cases]
+    for case, found in zip(cases, registers_of_texts(texts), strict=True):
+        assert found.stored <= 16 and found.loaded <= 16, (case, found)

@@ -65,18 +65,38 @@ def compiler() -> str | None:
     return shutil.which("nvcc")
 
 
-@functools.cache
 def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, arch: str = "sm_80") -> Registers:
     """Compile one instance of a body for CUDA; ``most`` None: with the registers that its GROUPS leave a thread. Raises
     RuntimeError if it does not compile."""
+    return registers_of_each(((body, constants),), most, arch)[0]
+
+
+@functools.cache
+def registers_of_each(
+    instances: tuple[tuple[str, Constants], ...], most: int | None = REGISTERS, arch: str = "sm_80"
+) -> list[Registers]:
+    """Compile several instances as :func:`registers_of` does one, but at once: most of the time goes to CUDA's headers,
+    which nvcc reads once for all."""
     options = [f"-arch={arch}", "-std=c++17", "-cubin", "-Xptxas", "-v"]
     if most is not None:
         options.append(f"-maxrregcount={most}")
-    return _parse(_said_of(program_of(body, constants, *kernel_build.kernel_source(body, "cuda", constants)), options))
+    text = _HEAD
+    for number, (body, constants) in enumerate(instances):
+        kernel = kernel_of(body, constants, *kernel_build.kernel_source(body, "cuda", constants))
+        # One macro is named as an attribute of CUDA's own, and would be in the way of the next kernel's header.
+        ends = "".join(f"#undef {name}\n" for name in re.findall(r"^#define (\w+)", kernel, re.MULTILINE))
+        text += f"namespace instance{number}_ {{\n{kernel}}}\n{ends}"
+    found = _parse(_said_of(text, options))
+    return [found[number] for number in range(len(instances))]
 
 
 def program_of(body: str, constants: Constants, header: str, source: str) -> str:
     """What nvcc compiles: the kernel with its parameters."""
+    return _HEAD + kernel_of(body, constants, header, source)
+
+
+def kernel_of(body: str, constants: Constants, header: str, source: str) -> str:
+    """Return a kernel with its parameters, below the headers that all need."""
     known = dict(constants)
     inputs, outputs = BODIES[body].inputs, BODIES[body].outputs
     parameters = []
@@ -90,7 +110,7 @@ def program_of(body: str, constants: Constants, header: str, source: str) -> str
         parameters.append(f"{kind}* {name}")
     bounds = f"__launch_bounds__({32 * known['SG']}, {known['GROUPS']})" if "GROUPS" in known else ""
     return (
-        f"{_HEAD}{header}namespace mlx::core::cu {{\n"
+        f"{header}namespace mlx::core::cu {{\n"
         f"__global__ void {bounds} kernel({', '.join(parameters)}) {{\n{source}\n}}\n}}\n"
     )
 
@@ -116,6 +136,13 @@ def _said_of(text: str, options: list[str]) -> str:
     return kept.read_text()
 
 
-def _parse(report: str) -> Registers:
-    stored, loaded = (int(n) for n in re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
-    return Registers(int(re.search(r"Used (\d+) registers", report).group(1)), stored, loaded)
+def _parse(report: str) -> dict[int, Registers]:
+    """What is said of each instance, by its number: the compiler has an order of its own."""
+    found = {}
+    for told in report.split("Compiling entry function")[1:]:
+        stored, loaded = (
+            int(n) for n in re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", told).groups()
+        )
+        used = int(re.search(r"Used (\d+) registers", told).group(1))
+        found[int(re.search(r"instance(\d+)_", told).group(1))] = Registers(used, stored, loaded)
+    return found
