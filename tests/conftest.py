@@ -61,6 +61,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)  # after the file's fixtures have gone
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file's tests have imported and built to keep stays, too: collections then go through what is new only."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def unpatched() -> Iterator[None]:
     """Every test starts and ends with stock mlx-lm."""
