@@ -425,7 +425,7 @@ def test_a_row_that_json_cannot_hold_is_null() -> None:
         ("print('[1, 2]'); print('hello'); print('3')", [[1, 2], 3], None),
         ("import os; print('1', flush=True); os.abort()", [1], "ended with -6"),
         ("import sys; print('1'); sys.exit('no model')", [1], "ended with 1: no model"),
-        ("import time; print('1', flush=True); time.sleep(60)", [1], "did not end within 3 s"),
+        ("import time; print('1', flush=True); time.sleep(60)", [1], "did not end within 2 s"),
         ("import os, json; print(json.dumps(os.environ['LIMIT']))", ["7"], None),
     ],
 )
@@ -433,7 +433,7 @@ def test_a_program_that_crashes_or_hangs_is_an_outcome(
     tmp_path: Path, text: str, expected: list[Any], error: str | None
 ) -> None:
     (tmp_path / "a_program.py").write_text(text)
-    timeout = 3 if "sleep" in text else 60
+    timeout = 2 if "sleep" in text else 60
     outcome = run_program("a_program", variables={"PYTHONPATH": str(tmp_path), "LIMIT": "7"}, timeout=timeout)
     assert outcome.values == expected
     assert (outcome.error is None) if error is None else str(outcome.error).startswith(error)

@@ -98,7 +98,7 @@ def prompt(length: int, seed: int) -> list[int]:
 def ragged() -> dict[str, Any]:
     world = World()
     gen = world.generator(completion_batch_size=4, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [6, 12, 5, 9, 3, 8])
+    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [4, 8, 3, 6, 2, 5])
     world.run(gen)
     return world.outcome(gen)
 
@@ -106,7 +106,7 @@ def ragged() -> dict[str, Any]:
 def packs() -> dict[str, Any]:
     world = World()
     gen = world.generator(packs=True, completion_batch_size=6)
-    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [6, 12, 5, 9, 3, 8])
+    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [4, 8, 3, 6, 2, 5])
     world.run(gen)
     return world.outcome(gen, packs=gen._engine.packs)
 
@@ -115,17 +115,17 @@ def shared_prefixes() -> dict[str, Any]:
     world = World()
     gen = world.generator(shares=True, completion_batch_size=3, prefill_step_size=16)
     common = prompt(40, 1)
-    gen.insert([common + prompt(n, n) for n in (5, 9, 12)], [6, 8, 5])
+    gen.insert([common + prompt(n, n) for n in (5, 9, 12)], [4, 5, 3])
     world.run(gen)
-    gen.insert([common + prompt(n, n) for n in (5, 30)], [6, 8])
+    gen.insert([common + prompt(n, n) for n in (5, 30)], [4, 5])
     world.run(gen)
     return world.outcome(gen, computed=gen.computed_prompt_tokens)
 
 
 def preemption() -> dict[str, Any]:
-    world = World(num_blocks=14)
+    world = World(num_blocks=13)
     gen = world.generator(completion_batch_size=4, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (20, 18, 25, 22)], [20, 20, 15, 15])
+    gen.insert([prompt(n, n) for n in (20, 18, 25, 22)], [10, 10, 8, 8])
     world.run(gen)
     return world.outcome(gen)
 
@@ -141,7 +141,7 @@ def windows() -> dict[str, Any]:
 def quantized() -> dict[str, Any]:
     world = World(config={"kv_bits": 8, "kv_group_size": 32}, head_dim=32)
     gen = world.generator(completion_batch_size=3, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (30, 5, 22)], [10, 10, 10])
+    gen.insert([prompt(n, n) for n in (30, 5, 22)], [6, 6, 6])
     world.run(gen)
     return world.outcome(gen)
 
@@ -149,7 +149,7 @@ def quantized() -> dict[str, Any]:
 def cancels() -> dict[str, Any]:
     world = World()
     gen = world.generator(shares=True, completion_batch_size=3, prefill_step_size=8)
-    uids = gen.insert([prompt(n, n) for n in (60, 20, 50)], [10, 10, 10])
+    uids = gen.insert([prompt(n, n) for n in (60, 20, 50)], [7, 7, 7])
     for _ in range(2):
         world.step(gen)
     gen.remove([uids[0]])
@@ -169,7 +169,7 @@ def sampling() -> dict[str, Any]:
     options = [RequestOptions(seed=seed) for seed in (None, 3, 4, 5, 2**63)]
     gen.insert_segments(
         [[prompt(n, n)] for n in (12, 5, 22, 9, 3)],
-        [11] * 5,
+        [8] * 5,
         samplers=[each or (lambda x: mx.argmax(x, axis=-1)) for each in samplers],
         logits_processors=[[], penalties, [], penalties, []],
         options=options,
@@ -183,7 +183,7 @@ def unseeded() -> dict[str, Any]:
     world = World()
     mx.random.seed(100 + world.group.rank())
     gen = world.generator(completion_batch_size=3)
-    gen.insert([prompt(n, n) for n in (12, 5)], [12, 12], samplers=[make_sampler(1.0)] * 2)
+    gen.insert([prompt(n, n) for n in (12, 5)], [9, 9], samplers=[make_sampler(1.0)] * 2)
     world.run(gen)
     return world.outcome(gen)
 
@@ -192,7 +192,7 @@ def look_up() -> dict[str, Any]:
     world = World(config={"prompt_lookup": 6})
     with in_every_step():
         gen = world.generator(completion_batch_size=3)
-    gen.insert([prompt(6, n) * 5 for n in (1, 2)], [20, 20])
+    gen.insert([prompt(6, n) * 5 for n in (1, 2)], [14, 14])
     world.run(gen)
     return world.outcome(gen, drafted=world.pool.stats().drafted_tokens)
 
@@ -202,7 +202,7 @@ def timed_look_up() -> dict[str, Any]:
     world = World(config={"prompt_lookup": 6})
     with mock.patch.multiple(depth, SHARE=100.0, FIRST_SHARE=100.0):
         gen = world.generator(completion_batch_size=3)
-        gen.insert([prompt(6, n) * 5 for n in (1, 2)], [20, 20])
+        gen.insert([prompt(6, n) * 5 for n in (1, 2)], [14, 14])
         world.run(gen)
     return world.outcome(gen, has_drafted=world.pool.stats().drafted_tokens > 0)
 
@@ -249,7 +249,7 @@ def failing_decode() -> dict[str, Any]:
 
     gen = world.generator(completion_batch_size=4)
     with mock.patch.object(kind, "__call__", raising):
-        gen.insert([prompt(9, 3), prompt(5, 4)], [12] * 2)
+        gen.insert([prompt(9, 3), prompt(5, 4)], [10] * 2)
         world.run(gen)
     return world.outcome(gen, calls=calls[0])
 
