@@ -89,6 +89,15 @@ def no_fall_through() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def unfused() -> Iterator[None]:
+    """MLX runs the functions that mlx-lm has it fuse as they are written. On a CPU each is a call of g++ for each type
+    and layout, which takes longer than the rest of a test of caches, and to these it makes no difference."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
 @pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
 def kernels(request: pytest.FixtureRequest) -> Iterator[FakeKernels | None]:
     """In-place pools: over stand-ins for the kernels, and over the kernels (None) where there is a GPU."""

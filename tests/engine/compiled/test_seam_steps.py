@@ -167,6 +167,7 @@ def test_the_page_names_all_that_are_not() -> None:
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name", quick(SAMPLE, "qwen2", "qwen3_moe", "gpt_oss", "afm7", "nemotron-nas", "gpt_bigcode", "cohere2", "phixtral",

@@ -35,6 +35,7 @@ def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
 
 
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("name", [each if each not in TWINS else slow(each)[0] for each in HYBRIDS])
 def test_states_are_served_without_a_warning(name: str) -> None:
     """Alone, in a batch, and from checkpoints that count in the pool's budget."""
@@ -138,6 +139,7 @@ def test_generation_past_the_budget_says_so_and_leaves_the_pool_whole() -> None:
     assert len(greedy(model, prompt_of(30), 20)[0]) == 20
 
 
+@pytest.mark.usefixtures("unfused")
 def test_a_model_that_keeps_what_it_computes_runs_in_another_thread() -> None:
     """Gemma 3n clips weights in each pass and keeps the clipped ones."""
     generate = importlib.import_module("mlx_lm.generate")
