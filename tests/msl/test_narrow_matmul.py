@@ -26,7 +26,7 @@ from mlx_paged.kernels.products.narrow_matmul import (
     Turn,
 )
 from mlx_paged.kernels.trial import launch_alone
-from tests.support.cases import slow
+from tests.support.cases import crossed, quick, slow
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_kernel, to_float
@@ -125,8 +125,10 @@ def test_a_row_depends_neither_on_others_nor_on_the_tile(emulated, form):
             assert np.array_equal(run(x[mx.array(some)], w, None, tile), whole[some])
 
 
-@pytest.mark.parametrize("widths", [(40, 33, 70), (5, 64), pytest.param((32, 16, 1), marks=SLOW)])
-@pytest.mark.parametrize("form", [None, (4, 64)])
+@pytest.mark.parametrize(
+    ("form", "widths"),
+    quick(crossed([None, (4, 64)], [(40, 33, 70), (5, 64), (32, 16, 1)]), (None, (40, 33, 70)), ((4, 64), (5, 64))),
+)
 def test_several_matrices(emulated, form, widths, tiles=TILES):
     x = rows(18, 264 if form is None else 256, mx.bfloat16)
     weights = [weight(width, x.shape[1], form, mx.bfloat16, seed=width) for width in widths]
@@ -245,15 +247,22 @@ def check_turn(emulated, form, half=32, based=True, dtype=mx.bfloat16, norm=None
     assert np.array_equal(to_float(got[2]), to_float(plain[2]))
 
 
-@pytest.mark.parametrize("body", [GROUPED, GATED])
-@pytest.mark.parametrize("form", [None, (4, 64), pytest.param((8, 128), marks=SLOW)])
+@pytest.mark.parametrize(
+    ("form", "body"),
+    quick(crossed([None, (4, 64), (8, 128)], [GROUPED, GATED]), (None, GROUPED), ((4, 64), GATED)),
+)
 def test_rows_are_normalised_in_the_order_of_mlx(emulated, form, body):
     for num_rows, depth in ((1, 2048), (4, 512), (3, 1536)):
         check_norm(emulated, form, num_rows, depth, body, mx.float16 if depth == 512 else mx.bfloat16)
 
 
-@pytest.mark.parametrize(("half", "based"), [(32, True), (64, False), *slow((8, False), (128, True))])
-@pytest.mark.parametrize("form", [None, (4, 64)])
+@pytest.mark.parametrize(
+    ("form", "half", "based"),
+    quick(
+        [(form, *turn) for form in (None, (4, 64)) for turn in ((32, True), (64, False), (8, False), (128, True))],
+        *((None, 32, True), ((4, 64), 64, False)),
+    ),
+)
 def test_queries_and_keys_are_rotated(emulated, form, half, based):
     check_turn(emulated, form, half, based)
     check_turn(emulated, form, half, based, mx.float16, Norm(noise((512,), mx.float16, 6), 1e-5))

@@ -10,6 +10,7 @@ from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM, Variant
 from mlx_paged.kernels.prefill import PrefillShape, prefill_constants_of, prefill_shape_for
 from mlx_paged.kernels.trial import Text, launch_alone
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape, quantized
 from tests.support.msl import emulator
 from tests.support.msl.emulator import EmuError
@@ -73,14 +74,14 @@ def test_matches_reference(name):
     check(pack_of(*RAGGED, **CLASSES[name]), orders=(2,))
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize(
-    "name",
-    [
-        "f16 extras",
-        "8/4 extras",
-        *(pytest.param(n, marks=SLOW) for n in ("window", "gqa 7", "4/8 window", "4 bits gqa 7")),
-    ],
+    ("name", "cut"),
+    quick(
+        crossed(["f16 extras", "8/4 extras", "window", "gqa 7", "4/8 window", "4 bits gqa 7"], CUTS),
+        *(("f16 extras", cut) for cut in CUTS),
+        ("8/4 extras", CUTS[1]),
+    ),
+    ids=str,
 )
 def test_every_cut(name, cut):
     cut = cut._replace(buffers=1) if "bits" in CLASSES[name] and cut.simdgroups == 2 else cut
@@ -111,7 +112,7 @@ def test_sweep_of_quantised_pages(head_dim, bits, group_size):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 50, "sinks": True, "head_dim": 128}, {"bits": (8, 4), "sinks": True}]
+    "options", [*slow({}), {"window": 50, "sinks": True, "head_dim": 128}, {"bits": (8, 4), "sinks": True}]
 )
 def test_bits_do_not_depend_on_the_pack(options):
     pack = pack_of([90, 1, 33], [10, 200, 64], dtype=mx.float16, **options)
