@@ -120,7 +120,7 @@ def check_traced(name: str, taken: Counter[str]) -> None:
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", quick(SAMPLE, "qwen2", "qwen3_moe", "gpt_oss", "cohere2"))
+@pytest.mark.parametrize("name", quick(SAMPLE, "qwen2", "gpt_oss", "cohere2"))
 def test_a_step_is_compiled_and_gives_stocks_logits(name: str, taken: Counter[str]) -> None:
     check_traced(name, taken)
 
