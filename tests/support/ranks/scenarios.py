@@ -98,7 +98,7 @@ def prompt(length: int, seed: int) -> list[int]:
 def ragged() -> dict[str, Any]:
     world = World()
     gen = world.generator(completion_batch_size=4, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [4, 8, 3, 6, 2, 5])
+    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [6, 12, 5, 9, 3, 8])
     world.run(gen)
     return world.outcome(gen)
 
@@ -183,7 +183,7 @@ def unseeded() -> dict[str, Any]:
     world = World()
     mx.random.seed(100 + world.group.rank())
     gen = world.generator(completion_batch_size=3)
-    gen.insert([prompt(n, n) for n in (12, 5)], [9, 9], samplers=[make_sampler(1.0)] * 2)
+    gen.insert([prompt(n, n) for n in (12, 5)], [12, 12], samplers=[make_sampler(1.0)] * 2)
     world.run(gen)
     return world.outcome(gen)
 
