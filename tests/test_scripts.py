@@ -29,10 +29,9 @@ RUNS = [
     ("generate", *TINY, "--contexts", "150", "--block-sizes", "16", "--decode-tokens", 4, "--repeats", 1),
     *slow(("generate", *TINY, "--synthetic-context", "--contexts", 100, "--repeats", 1), single=True),
     ("batch", *TINY, "--cases", "3xragged64", "--decode-tokens", 12),
+    ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
     *slow(
-        ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
-        ("drafts", *TINY, "--batches", 1, "--made", "1", "--draft-layers", 1, "--num-tokens", 40, *ONCE),
-        single=True,
+        ("drafts", *TINY, "--batches", 1, "--made", "1", "--draft-layers", 1, "--num-tokens", 40, *ONCE), single=True
     ),
     ("engine", "--rows", "1,2", "--nodes", "20,0", "--waiting", 300),
     pytest.param(
