@@ -271,6 +271,8 @@ class BlockPool:
                     else:
                         others.append(index)
                 index = len(tables)
+                for begun in fresh:  # first: once the blocks are taken, nothing may come between them and the tables
+                    tables[begun].forget_indices()
                 blocks = self.allocate(group, len(fresh)) if fresh else []
             except Exception:
                 for done in set(range(index)).difference(others, fresh):
@@ -279,7 +281,6 @@ class BlockPool:
             for index, block in zip(fresh, blocks, strict=True):
                 tables[index].block_ids.append(block)
                 tables[index].length += 1
-                tables[index].forget_indices()
         return others
 
     def slide(self, tables: Iterable[BlockTable]) -> bool:

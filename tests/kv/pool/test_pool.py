@@ -732,3 +732,27 @@ def test_a_shared_block_is_left_alone_when_many_take_a_position() -> None:
     assert pool.append_token(0, [table]) == [0]
     assert table.length == 10
     assert_holds(pool, fork, *prefix)
+
+
+def test_a_failure_while_many_begin_a_block_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(block_size=4)
+    tables = [pool.new_table() for _ in range(3)]
+    for table, length in zip(tables, (4, 3, 8), strict=True):
+        put(pool, table, length, length)
+    calls, free = iter(range(9)), pool.groups[0].allocator.num_free
+    forget_indices = BlockTable.forget_indices
+
+    def fail_at_the_second(table: BlockTable) -> None:
+        if next(calls) == 1:
+            raise MemoryError
+        forget_indices(table)
+
+    monkeypatch.setattr(BlockTable, "forget_indices", fail_at_the_second)
+    with pytest.raises(MemoryError):
+        pool.append_token(0, tables)
+    assert [table.length for table in tables] == [4, 3, 8]
+    assert pool.groups[0].allocator.num_free == free
+    pool.check_integrity()
+    assert pool.append_token(0, tables) == []
+    assert [table.length for table in tables] == [5, 4, 9]
+    pool.check_integrity()
