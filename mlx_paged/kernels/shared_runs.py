@@ -18,10 +18,12 @@ from .launch_shape import LaunchShape, Variant, shape_for
 
 HEADER = 2  # of an item: partition, number of rows; their places in the batch follow
 
-# What must not be read again, in tokens times KV heads, of heads up to 64 and wider, and as a part of all, of pages as
-# they are and of quantised ones: from there on the kernel for common blocks is faster in all cases that were measured
-# (docs/adr/0075). A thread group that takes fewer rows gains less.
-LEAST_SAVED, LEAST_PART, ROWS_OF_LEAST, FEWEST_ROWS = (1 << 18, 3 << 16), (0.4, 0.65), 8, 4
+# What must not be read again: tokens times KV heads, of heads up to 128 and wider; tokens a row, and a part of all, of
+# pages as they are and of quantised ones, where what several rows read soon after another costs less. From there on the
+# kernel for common blocks is faster in all cases that were measured (docs/adr/0075). A thread group that takes fewer
+# rows gains less.
+LEAST_SAVED, LEAST_OF_A_ROW, LEAST_PART = (3 << 16, 15 << 13), (0, 1024), (0.4, 0.65)
+ROWS_OF_LEAST, FEWEST_ROWS = 8, 4
 # On Metal, where each machine measures whether that is faster (shared_trial.py).
 LEAST_SAVED_ON_METAL = 1 << 16
 
@@ -34,6 +36,7 @@ class SharedCut(NamedTuple):
         num_kv_heads: of the layers; each item is a thread group for each of them.
         least_saved: tokens times KV heads of a step that must not be read again for the kernel to be faster.
         at_once: items for which a thread group of each KV head is on a multiprocessor of its own.
+        least_of_a_row: tokens that must not be read again, on average of all rows.
         least_part: of all that rows see, that must not be read again.
     """
 
@@ -42,6 +45,7 @@ class SharedCut(NamedTuple):
     num_kv_heads: int
     least_saved: int
     at_once: int = 1
+    least_of_a_row: int = LEAST_OF_A_ROW[False]
     least_part: float = LEAST_PART[False]
 
 
@@ -126,9 +130,8 @@ def items_for(rows: SharedRows, seen: Partitions, cut: SharedCut) -> np.ndarray 
         return None  # not even if all of it could be read together
     items = shared_items(rows, seen, cut.shape)
     saved = int((seen.sizes[items[:, HEADER]] * np.maximum(items[:, 1] - 1, 0)).sum())
-    if saved * cut.num_kv_heads < cut.least_saved or saved < cut.least_part * int(
-        (seen.ends - seen.begins)[:known].sum()
-    ):
+    read = int((seen.ends - seen.begins)[:known].sum())
+    if saved * cut.num_kv_heads < cut.least_saved or saved < max(cut.least_part * read, cut.least_of_a_row * known):
         return None
     return in_turns(items, cut.at_once)
 
@@ -154,9 +157,12 @@ def cut_of(variant: Variant, num_kv_heads: int, shape: LaunchShape | None = None
     shape = shape or shape_for(variant, gpu_cores())
     if variant.backend == "metal":
         return SharedCut(variant, shape, num_kv_heads, LEAST_SAVED_ON_METAL)
-    least = LEAST_SAVED[variant.head_dim > 64] * max(1.0, ROWS_OF_LEAST / shape.rows)
+    least, is_quantised = LEAST_SAVED[max(variant.head_dim, variant.value_dim) > 128], variant.pages is not None
+    if not is_quantised:
+        least = max(least, least * ROWS_OF_LEAST // shape.rows)
     at_once = -(-cuda_limits().multiprocessors // num_kv_heads)
-    return SharedCut(variant, shape, num_kv_heads, int(least), at_once, LEAST_PART[variant.pages is not None])
+    limits = LEAST_OF_A_ROW[is_quantised], LEAST_PART[is_quantised]
+    return SharedCut(variant, shape, num_kv_heads, least, at_once, *limits)
 
 
 def shared_items(rows: SharedRows, seen: Partitions, shape: LaunchShape) -> np.ndarray:

@@ -119,6 +119,8 @@ def test_blocks_left_behind_are_nothing_in_common():
         (32, 1024, 256, True),
         (32, 1024, 4096, False),
         (2, 32768, 32, True),
+        (16, 1024, 256, False),
+        (4, 8192, 256, True),
     ],
 )
 def test_kernel_is_chosen_where_it_saves_enough(rows, common, own, is_chosen):
@@ -136,12 +138,17 @@ def test_windows_are_shared_while_rows_are_shorter_or_as_long(window, is_chosen)
     assert (items_for(rows, seen, CUT) is not None) == is_chosen
 
 
-def test_quantised_pages_must_save_more() -> None:
-    lengths = np.full(32, 8192 + 4096)
-    rows = shared_rows(*tables_of(lengths.tolist(), [(row, 0, 8192 // BLOCK) for row in range(1, 32)]), BLOCK)
-    assert items_for(rows, seen_of(lengths), CUT) is not None
-    pages = PageShape.of(128, 8, 64, mx.bfloat16)
-    assert items_for(rows, seen_of(lengths), cut_of(VARIANT._replace(pages=pages), 8, SHAPE)) is None
+@pytest.mark.parametrize(
+    ("rows", "common", "own", "is_chosen"),
+    [(32, 8192, 256, True), (32, 8192, 4096, False), (4, 8192, 256, True), (16, 2048, 32, True), (64, 1024, 32, False)],
+)
+def test_quantised_pages_must_save_more(rows: int, common: int, own: int, is_chosen: bool) -> None:
+    lengths, blocks = np.full(rows, common + own), common // BLOCK
+    together = shared_rows(*tables_of(lengths.tolist(), [(row, 0, blocks) for row in range(1, rows)]), BLOCK)
+    assert items_for(together, seen_of(lengths), CUT) is not None
+    variant = VARIANT._replace(body=SHARED_BODIES[1], pages=PageShape.of(128, 8, 64, mx.bfloat16))
+    cut = cut_of(variant, 8)
+    assert (items_for(together, seen_of(lengths, cut.shape), cut) is not None) == is_chosen
 
 
 @pytest.mark.parametrize("bits", [8, 4])
