@@ -18,11 +18,11 @@ from .launch_shape import LaunchShape, Variant, shape_for
 
 HEADER = 2  # of an item: partition, number of rows; their places in the batch follow
 
-# What must not be read again: tokens times KV heads, of heads up to 128 and wider; tokens a row, and a part of all, of
-# pages as they are and of quantised ones, where what several rows read soon after another costs less. From there on the
-# kernel for common blocks is faster in all cases that were measured (docs/adr/0075). A thread group that takes fewer
-# rows gains less.
-LEAST_SAVED, LEAST_OF_A_ROW, LEAST_PART = (3 << 16, 15 << 13), (0, 1024), (0.4, 0.65)
+# What must not be read again, in tokens times KV heads, of heads up to 128 and wider; and of pages as they are and of
+# quantised ones, where what several rows read soon after another costs less, that in tokens a row, and what part of all
+# must be read together. From there on the kernel for common blocks is faster in all cases that were measured
+# (docs/adr/0075). A thread group that takes fewer rows gains less.
+LEAST_SAVED, LEAST_OF_A_ROW, LEAST_PART = (3 << 16, 15 << 13), (0, 1024), (0.5, 0.7)
 ROWS_OF_LEAST, FEWEST_ROWS = 8, 4
 # On Metal, where each machine measures whether that is faster (shared_trial.py).
 LEAST_SAVED_ON_METAL = 1 << 16
@@ -37,7 +37,7 @@ class SharedCut(NamedTuple):
         least_saved: tokens times KV heads of a step that must not be read again for the kernel to be faster.
         at_once: items for which a thread group of each KV head is on a multiprocessor of its own.
         least_of_a_row: tokens that must not be read again, on average of all rows.
-        least_part: of all that rows see, that must not be read again.
+        least_part: of all that rows see, that must be read together.
     """
 
     variant: Variant
@@ -129,9 +129,11 @@ def items_for(rows: SharedRows, seen: Partitions, cut: SharedCut) -> np.ndarray 
     if int(np.maximum(rows.common - seen.begins[rows.order], 0).sum()) * cut.num_kv_heads < cut.least_saved:
         return None  # not even if all of it could be read together
     items = shared_items(rows, seen, cut.shape)
-    saved = int((seen.sizes[items[:, HEADER]] * np.maximum(items[:, 1] - 1, 0)).sum())
-    read = int((seen.ends - seen.begins)[:known].sum())
-    if saved * cut.num_kv_heads < cut.least_saved or saved < max(cut.least_part * read, cut.least_of_a_row * known):
+    common = items[items[:, 1] > 1]
+    sizes, read = seen.sizes[common[:, HEADER]], int((seen.ends - seen.begins)[:known].sum())
+    together = int((sizes * common[:, 1]).sum())
+    least = max(cut.least_saved / cut.num_kv_heads, cut.least_of_a_row * known)
+    if together < cut.least_part * read or together - int(sizes.sum()) < least:
         return None
     return in_turns(items, cut.at_once)
 

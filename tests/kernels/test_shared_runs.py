@@ -140,7 +140,14 @@ def test_windows_are_shared_while_rows_are_shorter_or_as_long(window, is_chosen)
 
 @pytest.mark.parametrize(
     ("rows", "common", "own", "is_chosen"),
-    [(32, 8192, 256, True), (32, 8192, 4096, False), (4, 8192, 256, True), (16, 2048, 32, True), (64, 1024, 32, False)],
+    [
+        (32, 8192, 256, True),
+        (32, 8192, 4096, False),
+        (4, 8192, 256, True),
+        (16, 2048, 32, True),
+        (64, 1024, 32, False),
+        (2, 32768, 4096, True),
+    ],
 )
 def test_quantised_pages_must_save_more(rows: int, common: int, own: int, is_chosen: bool) -> None:
     lengths, blocks = np.full(rows, common + own), common // BLOCK
