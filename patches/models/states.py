@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -165,13 +166,23 @@ def adapt_jamba(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[
     def ssm_step(self: Any, x: mx.array, A: mx.array, state: mx.array | None = None) -> tuple[mx.array, mx.array]:
         if x.shape[1] > 1 or state is None:
             return original(self, x, A, state)
-        rates = self.__dict__.get("_rates")
-        if rates is None or rates[0] is not self.A_log:
-            rates = self.A_log, A
-            object.__setattr__(self, "_rates", rates)  # nn.Module's own would make it a part of the model's arrays
-        return _one_mamba_token(self, x, rates[1], state, jamba.fma)
+        return _one_mamba_token(self, x, _computed_once(self.A_log, A), state, jamba.fma)
 
     return ssm_step
+
+
+# By the id of the weight that they are made of, and no longer than it lives. In an attribute of the layer they would be
+# state of the model, of which a compiled step knows nothing (engine/model_state.py).
+_rates: dict[int, mx.array] = {}
+
+
+def _computed_once(weight: mx.array, rates: mx.array) -> mx.array:
+    """Return the rates that were given for this weight first."""
+    known = _rates.get(id(weight))
+    if known is None:
+        known = _rates[id(weight)] = rates
+        weakref.finalize(weight, _rates.pop, id(weight), None)
+    return known
 
 
 def _one_mamba_token(

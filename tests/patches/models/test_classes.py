@@ -273,8 +273,8 @@ def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
     mx.random.seed(6)
     model = module.Model(module.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
-    # Random models of this size say the same token for ever; larger embeddings make them wander, if they are not already
-    # multiplied by the model itself.
+    # Random models of this size say the same token for ever. Larger embeddings make them wander, if the model
+    # does not multiply them.
     larger = 1 if name == "gemma4_text" else 4
     weights = {key: (larger * w if "embed_tokens" in key else w).astype(mx.float32) for key, w in weights.items()}
     folder.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from mlx_lm.models import gated_delta, jamba, ssm
 
 import mlx_paged
+from mlx_paged.engine.model_state import ModelState
 from mlx_paged.kernels import delta_rule
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.patches.models import states
@@ -213,6 +215,22 @@ def test_mamba_layers_take_one_token_by_the_short_form(monkeypatch: pytest.Monke
     tokens, given = greedy(model, prompt, 6)
     assert tokens == expected and np.abs(given - logprobs).max() < 1e-4
     assert calls and set(calls) == {1}
+
+
+def test_rates_are_computed_once_go_with_the_model_and_are_no_state_of_it() -> None:
+    model = model_configs.build("jamba")
+    known = len(states._rates)
+    mlx_paged.apply_patches()
+    greedy(model, prompt_of(20, seed=1) % model_configs.VOCAB, 6)
+    num_layers = sum(isinstance(module, jamba.JambaMambaMixer) for module in model.modules())
+    assert len(states._rates) == known + num_layers > known
+    ModelState(model)  # or its steps could not be compiled
+    gc.disable()
+    try:
+        del model
+        assert len(states._rates) == known
+    finally:
+        gc.enable()
 
 
 def test_a_form_that_fails_its_check_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
