@@ -20,6 +20,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.cache.composites import leaves
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.drafts import look_up
+from mlx_paged.engine.model_state import ModelState
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.models import model_calls
 from scripts import model_matrix
@@ -131,6 +132,16 @@ def test_a_step_is_compiled_and_gives_stocks_logits(name: str, taken: Counter[st
 @pytest.mark.parametrize("name", [name for name in PAGED if name not in SAMPLE and name != "phi3small"])
 def test_steps_of_every_model_that_is_paged_are_compiled(name: str, taken: Counter[str]) -> None:
     check_traced(name, taken)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_leaves_nothing_that_keeps_others_from_being_compiled() -> None:
+    """In every run, where most models are compiled in the sweep alone."""
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    for name in PAGED:
+        model = model_configs.build(name)
+        mx.eval(model(FIRST[:1], cache=prefilled(model, 7)))
+        ModelState(model)  # or it says what it does not know
 
 
 def states_behind(model: Any) -> list[np.ndarray]:
