@@ -19,16 +19,7 @@ from .cases import Blocks, attention, squared_errors, worst_rms
 from .decode_spec import pool_constants_of, spec_of
 from .latent_prompts import BODY as PROMPTS_BODY
 from .latent_prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
-from .launch_shape import (
-    FUSED_BODIES,
-    LATENT_BODIES,
-    MAX_QUERY_LENGTH,
-    OWN_OF,
-    SHARED_BODIES,
-    LaunchShape,
-    Variant,
-    shape_for,
-)
+from .launch_shape import LATENT_BODIES, MAX_QUERY_LENGTH, OWN_OF, SHARED_BODIES, LaunchShape, Variant, shape_for
 from .prefill import prefill_constants_of, prefill_difference
 from .prefill import shape_of as prefill_shape_of
 from .quantized import PageShape, new_blocks
@@ -87,9 +78,8 @@ def decode_difference(variant: Variant) -> float:
 
     Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN, and on
     Metal every output NaN before the launch. With the newest tokens in the pool, then given to the call, then with
-    rows of padding; by one thread group for a whole row, on tensor cores; with windows that begin anywhere within 64
-    tokens, for 1 to 8 queries; by the launch of a single partition. Partitions are as long as this GPU's number of
-    cores asks for.
+    rows of padding; with windows that begin anywhere within 64 tokens, for 1 to 8 queries; by the launch of a single
+    partition. Partitions are as long as this GPU's number of cores asks for.
 
     The values of every text that a step of this variant may launch are compared: MLX gives Metal kernels inputs of less
     than 8 elements in another address space, which is another text, so the cases have 2, 8 and 9 rows.
@@ -204,8 +194,6 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
     out = rows.decode(q, ends, starts)
     rows.compare_appends(q, ends, starts, out)
-    if variant.body in FUSED_BODIES:
-        rows.compare_whole(q, ends, starts, out)
     rows.read_back()
     errors = rows.errors_of(out, q, ends, starts)
     for q_len in (1, 2, 3, 4, 5, 6, 7) if 2 * len(contexts) < MANY else (1, MAX_QUERY_LENGTH):
@@ -323,16 +311,6 @@ class _Rows:
             raise RuntimeError("the result differs with rows of padding")
         if padded[batch:].any().item():
             raise RuntimeError("rows of padding have a result")
-
-    def compare_whole(self, q: mx.array, ends: Bounds, starts: Bounds, expected: mx.array) -> None:
-        """Compare the longest row's part of ``expected`` with what one thread group for each KV head makes of that row.
-        Raises RuntimeError for another result."""
-        row = self._contexts.index(max(self._contexts))
-        given = (x[row : row + 1] for x in (ends, starts, self.tables))
-        whole = shape_for(self._variant)._replace(whole=True)
-        out = self.decode(q[row : row + 1], *given, launch_shape=whole)
-        if not mx.array_equal(out.astype(mx.float32), expected[row : row + 1].astype(mx.float32)).item():
-            raise RuntimeError("the result differs when a thread group takes a whole row")
 
     def read_back(self) -> None:
         """Compare the pool with what was written. Raises RuntimeError if it differs."""

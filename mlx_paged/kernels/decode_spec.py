@@ -18,10 +18,8 @@ from .launch_shape import (
     SHARED_MATRIX_BODY,
     LaunchShape,
     Variant,
-    joins_trees,
     latent_run,
     run_length,
-    takes_rows,
     unsupported,
 )
 from .quantized import PageShape
@@ -36,7 +34,6 @@ class DecodeSpec(NamedTuple):
     Attributes:
         counters: that the kernel needs to join partitions itself.
         run: partitions that a thread group takes; of latent_decode_tensor tokens.
-        whole: it takes a whole row, where rows are about equally long.
         texts: of these launches, for their trial.
     """
 
@@ -47,7 +44,6 @@ class DecodeSpec(NamedTuple):
     merge_body: str = "merge_partitions"
     counters: int = 0
     run: int = 1
-    whole: bool = False
     texts: tuple[Text, ...] = ()
 
 
@@ -72,10 +68,7 @@ def spec_of(
         counters = rows * (n_q_heads // variant.gqa)
         run = launch_shape.run or run_length(counters * n_partitions, cores, launch_shape.groups)
         spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, -(-n_partitions // run))
-        whole = launch_shape.whole
-        if whole is None:
-            whole = variant.pages is None and takes_rows(counters, cores, launch_shape.groups)
-        spec = spec._replace(counters=counters, run=run, whole=whole and n_partitions > run and joins_trees(variant))
+        spec = spec._replace(counters=counters, run=run)
     elif variant.body in SHARED_BODIES:
         spec = _decode_spec(variant, launch_shape, batch, n_q_heads, q_len, max(n_partitions, 2))
         spec = _shared_spec(spec, variant, launch_shape, n_items)

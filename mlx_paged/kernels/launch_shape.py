@@ -196,7 +196,6 @@ class LaunchShape(NamedTuple):
     )
     keys: int = 0  # tokens at a time (shared_decode_tensor, latent_decode_tensor, and the bodies by matrices)
     first: int = 0  # a row that reaches so many tokens has one partition
-    whole: bool | None = None  # a thread group takes a whole row, None: as the launch suggests (paged_decode_tensor)
     rows: int = 1  # that a thread group takes at most (the bodies for common blocks)
     stages: int = 0  # times as many tokens that are in shared memory (shared_decode_tensor)
 
@@ -271,8 +270,7 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         unroll, rows = _tensor_unroll(variant, widest), SHARED_HEADS[variant.value_dim > 128] // variant.gqa
         return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups, keys=keys, rows=rows, stages=3)
     if variant.body in FUSED_BODIES:
-        outputs = variant.gqa * variant.value_dim
-        floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - (3 if joins_trees(variant) else 2) * outputs)
+        floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
         groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
         unroll = _tensor_unroll(variant, widest)
@@ -416,18 +414,6 @@ def run_length(groups: int, cores: int, together: int) -> int:
         if 192 / 132 <= per_core <= 2.2 or 0.9 * together <= per_core <= 1.1 * together:
             return run
     return next((run for run in (4, 2) if groups // run >= min(2 * together, 7.75) * cores), 1)
-
-
-def joins_trees(variant: Variant) -> bool:
-    """Return whether a thread group of a body for tensor cores has shared memory for outputs of the trees before."""
-    return variant.gqa * variant.value_dim <= 2048
-
-
-def takes_rows(groups: int, cores: int, together: int) -> bool:
-    """Return whether thread groups take whole rows, if rows are about equally long and there are ``groups`` times KV
-    heads: where they all run at the same time, evenly spread over the multiprocessors (docs/adr/0003)."""
-    per_core = groups / cores
-    return 192 / 132 <= per_core <= 2.2 or 0.9 * together <= per_core <= together
 
 
 def unsupported(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:

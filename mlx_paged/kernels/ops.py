@@ -354,8 +354,7 @@ def prepare_decode(
             if spec.merge:
                 merge = prepared(build_kernel(spec.merge_body, spec.merge_constants), {**spec.merge, **filled})
             run_shift = spec.run.bit_length() - 1
-            last = float(spec.whole if spec.counters else n_partitions)
-            params = params_of(scale, softcap or 1.0, float(append), float(run_shift), last)
+            params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
             options = {**spec.decode, **filled}
             decode = prepared(kernel, options)
             return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, write, own_items)

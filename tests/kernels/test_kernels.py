@@ -11,8 +11,7 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.decode_spec import spec_of
-from mlx_paged.kernels.launch_shape import Variant, count_partitions, run_length, shape_for, takes_rows
+from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
 from mlx_paged.kernels.ops import latent_variants_of
 from mlx_paged.kv.step import DeviceTables
 
@@ -73,22 +72,6 @@ def test_runs_leave_two_thread_groups_per_core_or_many():
     # Groups that run at the same time: 2 of heads of 256, 4 of heads of 64.
     assert [run_length(2176, 132, together) for together in (2, 3, 4)] == [4, 2, 4]
     assert [run_length(2560, 132, together) for together in (2, 3, 4)] == [4, 2, 2]
-
-
-def test_thread_groups_take_whole_rows_where_all_of_them_run_at_once():
-    # 16, 24, 32, 36, 48 and 64 rows of 8 kv heads.
-    taken = {together: [takes_rows(8 * n, 132, together) for n in (16, 24, 32, 36, 48, 64)] for together in (2, 3, 4)}
-    assert taken[2] == [False, True, True, True, False, False]
-    assert taken[3] == [False, True, True, True, True, False]
-    assert taken[4] == [False, True, True, True, False, True]
-    variant = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 128, 128, 4, 32)
-    for case, is_whole in {
-        (32, 32, 9): True, (8, 32, 9): False, (32, 32, 2): False,  # rows, query heads, partitions
-    }.items():  # fmt: skip
-        rows, heads, partitions = case
-        assert spec_of(variant, shape_for(variant), rows, heads, 1, partitions).whole is is_whole
-    wide = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 256, 256, 16, 32)  # its outputs take too much memory
-    assert not spec_of(wide, shape_for(wide)._replace(whole=True), 1, 16, 1, 9).whole
 
 
 @pytest.fixture
@@ -207,13 +190,13 @@ def test_bits_do_not_depend_on_batchmates(dim):
     tables = [[next(ids) for _ in range(n)] for n in blocks]
     q = mx.random.normal((len(contexts), 8, 1, dim)).astype(mx.bfloat16)
 
-    def attend(rows, variant, run=None, whole=None):
+    def attend(rows, variant, run=None):
         width = max(blocks[b] for b in rows)
         table = mx.array([tables[b] + [0] * (width - blocks[b]) for b in rows], mx.int32)
         ends = mx.array([[contexts[b]] for b in rows], mx.int32)
         out, _ = kernels.paged_decode(
             q[mx.array(rows)], k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1, variant=variant,
-            launch_shape=shape_for(variant)._replace(run=run, whole=whole),
+            launch_shape=shape_for(variant)._replace(run=run),
         )  # fmt: skip
         return np.array(out.view(mx.uint16))
 
@@ -222,7 +205,6 @@ def test_bits_do_not_depend_on_batchmates(dim):
         for b in range(len(contexts)):
             np.testing.assert_array_equal(attend([b], variant)[0], together[b])
             np.testing.assert_array_equal(attend([5, b], variant)[1], together[b])
-            np.testing.assert_array_equal(attend([b, b], variant, whole=True)[1], together[b])
         for run in (1, 2, 4):
             np.testing.assert_array_equal(attend(list(range(len(contexts))), variant, run), together)
 

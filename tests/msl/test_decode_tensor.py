@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.decode_spec import spec_of
-from mlx_paged.kernels.launch_shape import Variant, shape_for
+from mlx_paged.kernels.launch_shape import shape_for
 from mlx_paged.kernels.trial import launch_alone
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape
@@ -116,38 +115,6 @@ def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
     assert alone[0].tobytes() == expected[1].tobytes()
 
 
-TREES = "join(wait[3 - tree % 2][head], wait_o[WAITS - 1][head][at], whole, o);"
-
-
-@pytest.mark.parametrize("bits", [None, *slow((8, 4), single=True)])
-def test_bits_of_whole_rows(bits):
-    case = case_of([1100, 1300], bits, starts=[0, 70], sinks=True, heads=(4, 2), head_dim=64)
-    expected, _ = run(case, checked=False, orders=(0,), run=1)
-    np.testing.assert_allclose(expected, case.reference(), atol=2e-3, rtol=2e-3)
-    whole, _ = run(case, checked=False, whole=True, run=2)
-    assert whole.tobytes() == expected.tobytes()
-    lost, _ = run(case, [(TREES, ";")], checked=False, orders=(0,), whole=True, run=2)
-    assert (lost != whole).any(axis=(1, 2, 3)).all()
-    with pytest.raises((EmuError, AssertionError)):  # a state is read while the next one is written
-        again, _ = run(case, [("wait[3 - tree % 2]", "wait[2]"), ("2 + tree % 2 :", "2 :")], orders=(0, 1), whole=True)
-        assert again.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("is_lost", [True, *slow(False)])
-def test_self_check_takes_a_whole_row(is_lost):
-    variant = Variant("paged_decode_tensor", "cuda", mx.float16, 64, 64, 4, 32)
-    with emulated("cuda", edit={variant.body: [(TREES, ";")] * is_lost}, orders=(0,), checked=False, in_place=True):
-        result = self_check(variant)
-    assert "whole row" in result.reason if is_lost else result.ok, result.reason
-
-
-def test_rows_of_different_lengths_are_cut_into_runs():
-    case = case_of([1300, 500, 1], None, heads=(4, 2))
-    expected, _ = run(case, checked=False, orders=(0,), run=2)
-    again, _ = run(case, [(TREES, ";")], checked=False, orders=(0,), whole=True, run=2)
-    assert again.tobytes() == expected.tobytes()
-
-
 @pytest.mark.parametrize(
     "shape", slow({"unroll": 2}, {"unroll": 4, "simdgroups": 8, "head_round": 1}, {"partition": 64, "span": 1}),
     ids=str
@@ -219,7 +186,6 @@ DENSE_DEFECTS = {  # also of what quantised pages share
     "skip the rescale": ("acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[n][i % 2];", ""),
     "remainder of weights left out": ("p[1] - high_of<T>(rounded)", "p[1] - p[1]"),
     "dead tokens count": ("token >= lo && token < hi ? s", "token >= lo ? s"),
-    "another half waits": ("wait_o[(ends_tree ? 2 : part % 2) % WAITS]", "wait_o[1 % WAITS]"),
     "a partition lost": ("if (part % 2 == 1) join(wait[0][head], wait_o[0][head][at], whole, o);", ""),
     "runs not joined": ("join_if(p + i < n, whole, o, leaf[i], leaf_o[i]);", "join_if(p + i == 0, whole, o, leaf[i], leaf_o[i]);"),
     "partitions of a tree not joined": ("join_if(p + i + width < n, ", "join_if(false, "),

@@ -50,17 +50,6 @@ __device__ inline float power_of(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// The sum and the largest of a simdgroup's integers.
-__device__ inline int sum_of(int x) {
-  int y;
-  asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
-  return y;
-}
-__device__ inline int most_of(int x) {
-  int y;
-  asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
-  return y;
-}
 // Largest score (base 2) and sum of weights of some tokens.
 struct State {
   float m, l;

@@ -1,7 +1,7 @@
 //// own_heads
 // A thread group has the query heads of one row as columns.
 constexpr int HEADS = G;
-constexpr int WAITS = G * DV <= 2048 ? 3 : 2;  // results that may wait: halves of a tree, and the trees before
+constexpr int WAITS = 2;  // halves of a tree that may wait
 //// common_heads
 // Of shared_decode_tensor, which is paged_decode_tensor for rows that have blocks in common: a thread group takes a partition of
 // up to ROWS rows that see the same blocks there, or one of a row by itself, as paged_decode_tensor does. The columns of rows
@@ -18,9 +18,8 @@ constexpr int WAITS = 1;
 //// dense_rows
 // CUDA only: paged_decode for 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators).
 // Same partitions as paged_decode. A thread group takes a run of 1, 2 or 4 (2^params[3]) of them, and the last group
-// of a row and kv head to finish joins the runs: no second kernel. With params[4] set it takes a whole row, if rows are
-// about equally long. Partitions are always joined as the same trees, of four each, and these one after the other, so
-// the result has the same bits for every length of runs.
+// of a row and kv head to finish joins the runs: no second kernel. Partitions are always joined as the same tree, four
+// by four, so the result has the same bits for every length of runs.
 // Each warp takes whole chunks of 16 * U tokens:
 //   scores  S[token, head]  = K[token, dim] Q[dim, head]     K rows go from memory straight into the A fragments
 //   output  O[dim, head]   += V^T[dim, token] P[token, head]  V rows are paired by byte permutes into A fragments
@@ -66,9 +65,8 @@ __shared__ float tg_m[SG * NT * 8];
 __shared__ float tg_l[SG * NT * 8];
 // Outputs are kept with dim 8 a + b at b * DV / 8 + a, which spreads the stores below over all banks.
 __shared__ __align__(16) float tg_o[SG * HR][DV + 4];
-// A first half that waits for its second: [0] a partition, [1] a pair of partitions, [2] the trees so far. Of these, states are
-// read while the next are written, so there are two.
-__shared__ State wait[WAITS > 2 ? 4 : WAITS][HEADS];
+// A first half that waits for its second: [0] a partition, [1] a pair of partitions.
+__shared__ State wait[WAITS][HEADS];
 __shared__ float4 wait_o[WAITS][HEADS][DV / 4];
 __shared__ bool tg_last;
 
@@ -84,22 +82,7 @@ const int c = lane % 4;
 const int row = blockIdx.y;
 const int run = blockIdx.z;
 const int n_runs = gridDim.z;
-constexpr int WHOLE_ROW = 6;  // 2^6 partitions
-static_assert(2 * SPAN < 1 << WHOLE_ROW, "a row, and a window in it, have no more partitions");
-// Reductions of integers are in uniform registers; those of floats would leave the loops below too few.
-auto are_rows_even = [&] {
-  int all = 0, most = 0, n = 0;
-  for (int i = lane; i < ends_shape[0] * q_len; i += 32) {
-    const int seen = metal::max(static_cast<int>(ends[i]) - metal::max(static_cast<int>(starts[i]), 0), 0);
-    all += seen;
-    most = metal::max(most, seen);
-    n += seen > 0;
-  }
-  most = most_of(most);
-  return most <= PART << WHOLE_ROW && sum_of(all) >= most / 8 * 7 * sum_of(n);
-};
 const int run_shift = static_cast<int>(params[3]);
-const int own_shift = WAITS > 2 && params[4] != 0.0f && are_rows_even() ? WHOLE_ROW : run_shift;
 constexpr int n_rows = 1;
 const int sequence = row / q_len;
 const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + row % q_len;
@@ -108,7 +91,7 @@ auto line_of = [&](int column) { return line0 + column * q_len; };
 const int* own_item = items + blockIdx.y * (2 + ROWS);
 const int run = own_item[0];
 const int n_runs = static_cast<int>(params[4]);
-constexpr int own_shift = 0;
+constexpr int run_shift = 0;
 const int n_rows = own_item[1];
 const int row = own_item[2];
 if (n_rows == 0) return;
@@ -124,9 +107,8 @@ const int size = PART << doublings;
 const int origin = begin / 64 * 64;
 const int n_live = begin < end ? (end - origin + size - 1) / PART >> doublings : 0;
 //// bounds
-const int first = run << own_shift;
-const int last = metal::min(first + (1 << own_shift), n_live) - 1;
-const bool is_whole = last - first + 1 == n_live;
+const int first = run << run_shift;
+const int last = metal::min(first + (1 << run_shift), n_live) - 1;
 const int lo = metal::max(begin, origin + first * size);
 const int hi = metal::min(end, origin + (last + 1) * size);
 const int64_t unit = static_cast<int64_t>(row) * n_kv + kv_head;
@@ -156,7 +138,7 @@ auto finish = [&](int head, int at, State whole, float4 o) {
 // Of the decode texts for tensor cores: what becomes of a run's result.
 float2* stats = reinterpret_cast<float2*>(partial + static_cast<int64_t>(ends_shape[0] * q_len) * n_kv * n_runs * (G * DV));
 auto end_run = [&](int head, int at, State whole, float4 o) {
-  if (is_whole) {
+  if (n_live <= 1 << run_shift) {
     finish(head, at, whole, o);
   } else {
     const int64_t slot = (unit * n_runs + run) * G + head;
@@ -942,16 +924,13 @@ if (first <= last) {
             o = *reinterpret_cast<const float4*>(&tg_o[s * HR + head - h0][at * 4]);
             join(before, before_o, whole, o);
           }
-          const bool ends_run = first + part == last, ends_tree = part % 4 == 3 || ends_run;
-          const int tree = part / 4;
           if (part % 2 == 1) join(wait[0][head], wait_o[0][head][at], whole, o);
-          if (WAITS > 1 && part % 4 > 1 && ends_tree) join(wait[1 % WAITS][head], wait_o[1 % WAITS][head][at], whole, o);
-          if (WAITS > 2 && tree > 0 && ends_tree) join(wait[3 - tree % 2][head], wait_o[WAITS - 1][head][at], whole, o);
-          if (ends_run) {
-            end_run(head, at, whole, o);
+          if (WAITS > 1 && (part == 3 || (part == 2 && first + part == last))) join(wait[WAITS - 1][head], wait_o[WAITS - 1][head][at], whole, o);
+          if (first + part < last) {
+            wait_o[part % WAITS][head][at] = o;
+            if (at == 0) wait[part % WAITS][head] = whole;
           } else {
-            wait_o[(ends_tree ? 2 : part % 2) % WAITS][head][at] = o;
-            if (at == 0) wait[ends_tree ? 2 + tree % 2 : part % 2][head] = whole;
+            end_run(head, at, whole, o);
           }
         }
       }
@@ -993,7 +972,7 @@ auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int p
 };
 //// own_join
 // Of the decode texts for tensor cores: the last thread group of a row and KV head joins its runs.
-if (first <= last && !is_whole) {
+if (first <= last && n_live > 1 << run_shift) {
   __syncthreads();
   if (threadIdx.x == 0) tg_last = arrive(const_cast<unsigned*>(arrivals) + unit, (n_live - 1 >> run_shift) + 1);
   __syncthreads();

@@ -15,8 +15,6 @@ typedef half __half;
 inline float4 make_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
 inline float2 make_float2(float x, float y) { return float2(x, y); }
 inline float power_of(float x) { return exp2f(x); }
-inline int sum_of(int x, int line = __builtin_LINE()) { return simd_sum(x, line); }
-inline int most_of(int x, int line = __builtin_LINE()) { return simd_max(x, line); }
 inline uint word_of(float x) {
   uint bits;
   __builtin_memcpy((void*)&bits, &x, 4);
