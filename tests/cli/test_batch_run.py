@@ -262,7 +262,15 @@ def test_the_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) ->
     source = tmp_path / "prompts.txt"
     source.write_text(words(600, 1))
     options = ("--prompts-file", source, "--prefill-step-size", 16, "--max-tokens", 1)
-    shown = on_a_terminal("mlx_paged", *arguments(folder, *options))
+    each_time = tmp_path / "each_time.py"  # the command, which draws every chunk, however fast they are
+    each_time.write_text(
+        "import sys\n"
+        "from mlx_paged.__main__ import main\n"
+        "from mlx_paged.cli import terminal\n"
+        "terminal.SHOW_EVERY_SECONDS = 0.0\n"
+        "sys.exit(main())\n"
+    )
+    shown = on_a_terminal(each_time, *arguments(folder, *options))
     counted = [int(each.replace(b",", b"")) for each in re.findall(rb"0/1 prompts, ([\d,]+) prompt tokens", shown)]
     assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 600
 
