@@ -116,14 +116,13 @@ def test_the_log_and_the_end(server: FaultyServer) -> None:
         one,
     )
     assert "400" in other and "reason='max_tokens must be at least 1 without echo'" in other
-    server.set_fault("holds 1")  # the answer is not over before the signal is seen
     body = {"prompt": [1, 2, 3], "max_tokens": 500, "stream": True}
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.post, COMPLETIONS, body, **ONE)
-        server.wait_until(lambda: server.get("/v1/cache/stats", **ONE).json["running"]["running"] == 1)
-        server.process.send_signal(signal.SIGHUP)
-        server.wait_until(lambda: "SIGHUP" in server.log)
-        server.set_fault("")
+        with server.holding(1):  # the answer is not over before the signal is seen
+            answer = pool.submit(server.post, COMPLETIONS, body, **ONE)
+            server.wait_until(lambda: server.get("/v1/cache/stats", **ONE).json["running"]["running"] == 1)
+            server.process.send_signal(signal.SIGHUP)
+            server.wait_until(lambda: "SIGHUP" in server.log)
         assert b"[DONE]" in answer.result().body
     assert server.process.wait(60) == 0
     assert "SIGHUP: waiting up to 30 s for 1 requests" in server.log

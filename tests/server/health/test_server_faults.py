@@ -103,20 +103,19 @@ def test_sigterm_lets_those_finish_who_run(folder: Path, tmp_path: Path) -> None
     server = FaultyServer(folder, tmp_path, *flags)
     body = {**LONG, "max_tokens": 200}
     with ThreadPoolExecutor(4) as pool:
-        server.set_fault("holds 1")
-        asked = pool.submit(server.post, COMPLETIONS, body)
-        server.wait_for(running=1)
-        clients = [server.send_and_leave_open(COMPLETIONS, {**body, "stream": True}) for _ in range(3)]
-        server.wait_until(lambda: sum(server.stats()["running"].values()) == 4)
-        server.set_fault("holds 4")
-        server.wait_for(running=4)
-        server.process.send_signal(signal.SIGTERM)
-        server.wait_until(lambda: server.get("/health").json["status"] == "draining")
-        assert server.get("/health").status == 503
-        refused = server.post(COMPLETIONS, SHORT)
-        assert refused.status == 503 and refused.headers["retry-after"] == "5"
-        assert "shutting down" in refused.json["error"]["message"]
-        server.set_fault("")
+        with server.holding(1):
+            asked = pool.submit(server.post, COMPLETIONS, body)
+            server.wait_for(running=1)
+            clients = [server.send_and_leave_open(COMPLETIONS, {**body, "stream": True}) for _ in range(3)]
+            server.wait_until(lambda: sum(server.stats()["running"].values()) == 4)
+            server.set_fault("holds 4")
+            server.wait_for(running=4)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_until(lambda: server.get("/health").json["status"] == "draining")
+            assert server.get("/health").status == 503
+            refused = server.post(COMPLETIONS, SHORT)
+            assert refused.status == 503 and refused.headers["retry-after"] == "5"
+            assert "shutting down" in refused.json["error"]["message"]
         answer = asked.result()
         assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 200
         for client in clients:

@@ -5,7 +5,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,3 +136,12 @@ class FaultyServer(ServerProcess):
         written = self._fault.with_suffix(".new")
         written.write_text(fault)
         written.replace(self._fault)
+
+    @contextmanager
+    def holding(self, rows: int) -> Iterator[None]:
+        """Hold all decode steps of ``rows`` rows or more; a test that fails meanwhile lets them go on, too."""
+        self.set_fault(f"holds {rows}")
+        try:
+            yield
+        finally:
+            self.set_fault("")

@@ -54,6 +54,7 @@ def next_task(requests: socket.socket) -> dict[str, Any] | None:
                 os.closerange(3, max(*fds, requests.fileno()) + 1)
                 requests.detach()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that nohup started ignore it
                 return json.loads(message)
             os.write(status, f"{pid}\n".encode())
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
