@@ -96,7 +96,8 @@ def test_a_reader_of_stdout_that_has_gone_is_no_error(folder: Path, arguments: s
 @pytest.mark.parametrize("name", ["mlx_paged", "mlx_paged.generate", "mlx_paged.server"])
 def test_an_interrupt_while_importing_is_quiet(tmp_path: Path, package: str, name: str) -> None:
     (tmp_path / package).mkdir()
-    waits = "import time\nprint('importing', flush=True)\ntime.sleep(600)\n"
+    # A signal between print and one long sleep would wait for its end.
+    waits = "import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(0.01)\n"
     (tmp_path / package / "__init__.py").write_text(waits)
     process = subprocess.Popen(
         [sys.executable, "-m", name, *(["chat"] if name == "mlx_paged" else [])],
