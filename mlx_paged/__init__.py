@@ -1,6 +1,6 @@
 """A paged KV cache for mlx-lm: block pool, block tables, copy-on-write prefixes.
 
-``apply_patches()`` makes mlx-lm's own functions run on it; ``remove_patches()`` takes that back.
+``apply_patches()`` makes mlx-lm's own functions run on it; ``remove_patches()`` undoes that.
 
 Example:
     >>> from mlx_paged import apply_patches, pool_of
@@ -67,7 +67,7 @@ else:
     )
 
     def __getattr__(name: str) -> Any:
-        # The patches import mlx-lm; the engine does without.
+        # Imported on demand: the patches import mlx-lm, which the engine does not need.
         if name in _PATCHES:
             from . import patches
 

@@ -1,4 +1,4 @@
-"""``python -m mlx_paged COMMAND``: any mlx_lm command, with the patches applied."""
+"""``mlx_paged COMMAND``: this package's commands, and any mlx_lm command with the patches applied."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def help_text() -> str:
-    """Return the commands, a line each, and the options they all take."""
+    """Return the text of ``--help``: one line per command, and the options that all commands take."""
 
     def listed(commands: Mapping[str, str]) -> str:
         return "\n".join(f"  {name:<15} {text}" for name, text in commands.items())
@@ -125,7 +125,7 @@ def _run_upstream(arguments: list[str]) -> None:
 
 
 def _telling(make_prompt_cache: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """mlx-lm's function, that says when ``--max-kv-size`` does nothing."""
+    """Wrap mlx-lm's function so that it says on stderr when ``--max-kv-size`` has no effect."""
 
     def make(model: Any, max_kv_size: int | None = None) -> list[Any]:
         if max_kv_size is not None:

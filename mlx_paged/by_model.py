@@ -1,4 +1,4 @@
-"""One registry of what is kept of each model, as long as the model is there: its pools, layouts, configuration, ..."""
+"""Registry of the values kept per model (pools, layouts, configuration, ...); they are dropped with the model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# By id, because modules are dicts and cannot be hashed: the model, and its values by what they are.
+# By id(model), because modules are dicts and cannot be hashed: a weak reference to the model, and its values by kind.
 _kept: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 
 
 class ByModel(Generic[T]):
-    """One kind of value that is kept of models; an entry goes when its model does.
+    """A registry of one kind of value per model; an entry is dropped with its model.
 
     Args:
-        what: the values are, in :func:`kept_of`.
+        what: name of the kind, which is the key in :func:`kept_of`.
     """
 
     def __init__(self, what: str) -> None:
@@ -26,9 +26,10 @@ class ByModel(Generic[T]):
         return _values_of(model).get(self.what)
 
     def put(self, model: Any, value: T) -> T:
-        """Keep a value. Returns it."""
+        """Keep a value for the model and return it."""
         key = id(model)
-        entry = _kept.setdefault(key, (weakref.ref(model, lambda _: _kept.pop(key, None)), {}))  # of threads, one's
+        # setdefault is atomic: threads share one entry.
+        entry = _kept.setdefault(key, (weakref.ref(model, lambda _: _kept.pop(key, None)), {}))
         entry[1][self.what] = value
         return value
 
@@ -46,7 +47,7 @@ class ByModel(Generic[T]):
 
 
 def kept_of(model: Any) -> dict[str, Any]:
-    """Return what is kept of a model, by what it is; of a pool, likewise.
+    """Return a copy of all values kept for a model or a pool, by kind.
 
     Example:
         >>> sorted(kept_of(model))
@@ -56,6 +57,6 @@ def kept_of(model: Any) -> dict[str, Any]:
 
 
 def _values_of(model: Any) -> dict[str, Any]:
-    """Return the model's values, to be changed where there are any."""
+    """Return the model's own dict of values, or a new empty one that is not kept."""
     entry = _kept.get(id(model))
     return entry[1] if entry is not None and entry[0]() is model else {}

@@ -22,8 +22,8 @@ from .kv.storage.base import DEFAULT_GROUP_SIZE, PageFormat
 from .warn import warn_once
 
 PREFIX = "MLX_PAGED_"
-# Variables that are no options of PagedConfig: the server's keys, ranks, a limit to try kernels with, and where scripts
-# keep the demo model.
+# Variables that are not options of PagedConfig: the server's API keys, the demo model's cache folder, settings of
+# ranks, and a limit on shared memory for testing kernels.
 OTHER_VARIABLES = (
     "MLX_PAGED_API_KEY",
     "MLX_PAGED_CACHE",
@@ -31,13 +31,13 @@ OTHER_VARIABLES = (
     "MLX_PAGED_RANK_TIMEOUT",
     "MLX_PAGED_SHARED_MEMORY",
 )
-# The range the fused kernel is meant for; a pool made by hand may also use blocks of 4.
+# Smallest block of the options; a pool that is made in code may also have blocks of 4 tokens.
 MIN_BLOCK_SIZE = 8
 AUTO_SHARE = 0.8
 MAX_PROMPT_LOOKUP = 64
-LEAST_STATE_INTERVAL = 32  # a state costs as much as many tokens
+LEAST_STATE_INTERVAL = 32  # tokens; a state takes the memory of many
 QUANTIZED_KV_START = 5000  # mlx-lm's default
-STOCK_BITS = (2, 3, 5, 6)  # of quantised caches that MLX has beside those of 8 and 4
+STOCK_BITS = (2, 3, 5, 6)  # bits that only mlx-lm's own quantised caches support
 STOCK_QUANTISES = (
     "pages are quantised (kv_bits) to 8 or 4 bits and from the first token on, not from some other quantized_kv_start: "
     "these layers go on in mlx-lm's own cache"
@@ -51,7 +51,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 
 def parse_block_size(text: str | int) -> int:
-    """Tokens per block: a power of two from 8 to 128. Raises ConfigError."""
+    """Return the tokens per block: a power of two from 8 to 128. Raises ConfigError for anything else."""
     try:
         value = int(text)
     except ValueError:
@@ -62,12 +62,12 @@ def parse_block_size(text: str | int) -> int:
 
 
 def parse_memory(text: str | int | None) -> int | None:
-    """Bytes from ``2GB``, ``1.5GiB``, ``800M``, ``1000000``; None from ``auto``.
+    """Return the bytes of ``2GB``, ``1.5GiB``, ``800M`` or ``1000000``; None for ``auto``.
 
     Decimal units (GB, G) are powers of 1000, as mlx-lm prints them; binary ones (GiB) powers of 1024.
 
     Raises:
-        ConfigError: not such a size, or not positive.
+        ConfigError: the text is no such size, or the size is not positive.
     """
     if text is None:
         return None
@@ -86,7 +86,7 @@ def parse_memory(text: str | int | None) -> int | None:
 
 
 def parse_kernel(text: str | bool | None) -> bool | None:
-    """``auto`` is None, ``on`` True, ``off`` False. Raises ConfigError for anything else."""
+    """Return None for ``auto``, True for ``on``, False for ``off``. Raises ConfigError for anything else."""
     if text is None or isinstance(text, bool):
         return text
     choices = {"auto": None, "on": True, "off": False}
@@ -96,8 +96,8 @@ def parse_kernel(text: str | bool | None) -> bool | None:
 
 
 def parse_kv_bits(value: str | int | Sequence[int] | None) -> int | tuple[int, int] | None:
-    """Bits of keys and values in pages: 8, 4, or ``8,4`` for keys and values; None and ``none`` leave them as they are.
-    Raises ConfigError."""
+    """Return the bits of keys and values in pages: 8, 4, or (8, 4) for ``8,4``; None for ``none``, which does not
+    quantise. Raises ConfigError for anything else."""
     if value is None or value == "none":
         return None
     parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
@@ -110,14 +110,14 @@ def parse_kv_bits(value: str | int | Sequence[int] | None) -> int | tuple[int, i
 
 
 def parse_kv_group_size(value: str | int) -> int:
-    """Values that share a scale and a bias: 32, 64 or 128. Raises ConfigError."""
+    """Return the number of values that share a scale and a bias: 32, 64 or 128. Raises ConfigError for others."""
     if str(value).strip() not in map(str, GROUP_SIZES):
         raise ConfigError(f"kv_group_size must be one of {GROUP_SIZES}, not {value!r}")
     return int(value)
 
 
 def parse_switch(value: str | bool) -> bool:
-    """``on`` or ``off``, also as 1 or 0. Raises ConfigError."""
+    """Return True for ``on`` or 1, False for ``off`` or 0. Raises ConfigError for anything else."""
     choices = {"on": True, "1": True, "off": False, "0": False}
     if isinstance(value, bool):
         return value
@@ -127,7 +127,7 @@ def parse_switch(value: str | bool) -> bool:
 
 
 def parse_prompt_lookup(value: str | int) -> int:
-    """Most tokens proposed in a step: 0 to 64. Raises ConfigError."""
+    """Return the most tokens proposed per step, from 0 to 64. Raises ConfigError for anything else."""
     text = str(value).strip()
     if isinstance(value, bool) or not text.isdecimal() or int(text) > MAX_PROMPT_LOOKUP:
         raise ConfigError(f"prompt_lookup must be a whole number from 0 to {MAX_PROMPT_LOOKUP}, not {value!r}")
@@ -135,7 +135,7 @@ def parse_prompt_lookup(value: str | int) -> int:
 
 
 def parse_prefill_latency(value: str | int) -> int:
-    """Milliseconds, at least 1. Raises ConfigError."""
+    """Return the milliseconds, at least 1. Raises ConfigError for anything else."""
     text = str(value).strip()
     if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"prefill_latency must be at least 1 ms, not {value!r}")
@@ -143,7 +143,7 @@ def parse_prefill_latency(value: str | int) -> int:
 
 
 def parse_state_interval(value: str | int | None) -> int | None:
-    """Tokens between checkpoints: 0 for none, 32 or more; None from ``auto``. Raises ConfigError."""
+    """Return the tokens between checkpoints: at least 32, or 0 for none; None for ``auto``. Raises ConfigError."""
     text = str(value).strip().lower()
     if value is None or text == "auto":
         return None
@@ -153,7 +153,7 @@ def parse_state_interval(value: str | int | None) -> int | None:
 
 
 def _kv_bits_argument(text: str) -> int | tuple[int, int] | None:
-    """Parse the flag, which also takes the numbers of bits that only mlx-lm's own caches have."""
+    """Parse ``--kv-bits``, which also takes the bits that only mlx-lm's own caches support."""
     if text.strip() in map(str, STOCK_BITS):
         return int(text)
     try:
@@ -170,17 +170,17 @@ Kept = TypeVar("Kept")
 
 
 class Option(Generic[Given, Kept]):
-    """A field of :class:`PagedConfig` and all there is to know of it: flag, variable, what help and reference say.
+    """A field of :class:`PagedConfig`, with its flag, its variable, and its texts in the help and the reference.
 
     Args:
-        default: its value if nothing is said.
-        parse: makes what is kept of what is given, or raises ConfigError.
-        text: what it does.
-        metavar: what stands for the value in the help; None: the flag is a switch.
-        default_text: what the help says of the default; None: its value.
-        flag: None: the field's name with dashes.
-        argument: parses the flag's value, where that is not ``parse``.
-        section: of docs/reference.md, which says more.
+        default: value if the option is not given.
+        parse: converts a given value to the one that is kept, or raises ConfigError.
+        text: description of the option.
+        metavar: placeholder for the value in the help; None: the flag is a switch.
+        default_text: description of the default; None: the default itself.
+        flag: the flag; None: the field's name with dashes.
+        argument: parses the flag's value; None: ``parse``.
+        section: anchor in docs/reference.md with more details, or None.
     """
 
     def __init__(
@@ -216,12 +216,12 @@ class Option(Generic[Given, Kept]):
 
     @property
     def help(self) -> str:
-        """Return what ``--help`` says."""
+        """Help text of the flag, for argparse."""
         return f"{self.text} (default: {self.default_text}); also {self.variable}".replace("%", "%%")
 
     @property
     def reference(self) -> str:
-        """The row of the table in docs/reference.md."""
+        """Row of the table in docs/reference.md."""
         more = "" if self.section is None else f"; see [below](#{self.section})"
         value = "" if self.metavar is None else f" {self.metavar}"
         return f"| `{self.flag}{value}` | `{self.variable}` | {self.default_text} | {self.text}{more} |"
@@ -229,8 +229,8 @@ class Option(Generic[Given, Kept]):
 
 @dataclass(frozen=True)
 class PagedConfig:
-    """Options of the paged cache. Values are checked, and parsed if they are strings, when an instance is made. Each
-    option says below what it does, as ``mlx_paged --help`` does.
+    """Options of the paged cache. Values are checked, and strings are parsed, when an instance is made. ``mlx_paged
+    --help`` describes the options as below.
 
     Example:
         >>> apply_patches(PagedConfig(block_size=16, kv_cache_memory="2GB", kernel="on"))
@@ -324,12 +324,12 @@ class PagedConfig:
 
     @property
     def page_format(self) -> PageFormat | None:
-        """Return how pages hold keys and values; None: as they are."""
+        """Format of quantised pages; None: keys and values are not quantised."""
         return None if self.kv_bits is None else PageFormat.of(self.kv_bits, self.kv_group_size, self.kv_rotate)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> PagedConfig:
-        """Read each option's ``MLX_PAGED_*`` variable, where it is set to something."""
+        """Return the options set by their ``MLX_PAGED_*`` variables; an empty variable counts as not set."""
         env = os.environ if env is None else env
         warn_of_misspelt(env)
         values: dict[str, Any] = {
@@ -342,8 +342,8 @@ class PagedConfig:
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add one flag per option to a parser; a flag wins over its variable. Flags that mlx-lm's parser has take what
-        is said here."""
+        """Add one flag per option to a parser; a flag overrides its variable. A flag that mlx-lm's parser has already
+        gets the type and the help of the option here."""
         group = parser.add_argument_group("paged KV cache")
         start = parser._option_string_actions.get("--quantized-kv-start")
         if start is not None:
@@ -364,21 +364,21 @@ class PagedConfig:
             )
 
     def with_arguments(self, args: argparse.Namespace) -> PagedConfig:
-        """Return this configuration with the flags given on the command line, except those that mlx-lm has too."""
+        """Return this configuration with the flags of the command line, except those that mlx-lm's parser has, too."""
         given = {f.name: getattr(args, f"paged_{f.name}") for f in fields(self) if hasattr(args, f"paged_{f.name}")}
         return replace(self, **given)
 
     def memory_budget(self) -> int:
-        """Bytes the pool of a model may take, now: ``kv_cache_memory``, or a share of what is free."""
+        """Return the bytes that a model's pool may take: ``kv_cache_memory``, or 80 % of what is free now."""
         return self.kv_cache_memory if self.kv_cache_memory is not None else int(AUTO_SHARE * free_memory())
 
     def check_rotation(self) -> None:
-        """Raise ConfigError if keys and values are to be rotated, and are not to be quantised."""
+        """Raise ConfigError if ``kv_rotate`` is set without ``kv_bits``."""
         if self.kv_rotate and self.kv_bits is None:
             raise ConfigError("kv_rotate is for quantised pages: it goes with kv_bits of 8, 4 or 8,4")
 
     def check_kernel(self) -> None:
-        """Raise KernelUnavailableError if the fused kernel is demanded where none can run."""
+        """Raise KernelUnavailableError if ``kernel`` is on, and no kernel can run on this device."""
         why = device_unsupported_reason() if self.kernel else None
         if why is not None:
             raise KernelUnavailableError(f"kernel=on, but {why}; use auto or off (gather-then-SDPA)")
@@ -387,18 +387,18 @@ class PagedConfig:
 class KVBits:
     """``kv_bits``, ``kv_group_size`` and ``quantized_kv_start`` of a call or a command.
 
-    mlx-lm's caches hold keys and values as they are until they are ``quantized_kv_start`` tokens long, and then are
-    quantised as a whole. Its default is taken for "quantised", as 0 is; any other start is one that pages do not have
-    (docs/adr/0026).
+    mlx-lm's caches hold keys and values unquantised until they are ``quantized_kv_start`` tokens long, and are then
+    quantised as a whole. Pages are quantised from the first token on: they support a start of 0, and take mlx-lm's
+    default of 5,000 for 0, but no other start (docs/adr/0026).
 
     Args:
-        bits: 8, 4 or (8, 4); mlx-lm's own caches take others.
+        bits: 8, 4 or (8, 4) for pages; mlx-lm's own caches also support others.
         group_size: values that share a scale and a bias.
-        start: see above.
+        start: ``quantized_kv_start``, see above.
 
     Attributes:
-        format: of the pages; None: the options are not for pages.
-        why_not: why they are not.
+        format: format of the pages; None: pages do not support these options.
+        why_not: why pages do not support them, or None.
     """
 
     def __init__(
@@ -419,14 +419,14 @@ class KVBits:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> KVBits | None:
-        """Read them from a call's options; return None where it names none."""
+        """Return the values in a call's options; None if they have no ``kv_bits``."""
         if options.get("kv_bits") is None:
             return None
         group_size = options.get("kv_group_size", DEFAULT_GROUP_SIZE)
         return cls(options["kv_bits"], group_size, options.get("quantized_kv_start", QUANTIZED_KV_START))
 
     def configured(self, config: PagedConfig) -> PagedConfig:
-        """Return a configuration with the pages that these options ask for."""
+        """Return a configuration with these options' page format; without quantisation if pages do not support it."""
         if self.format is None:
             return replace(config, kv_bits=None)
         return replace(config, kv_bits=self.bits, kv_group_size=self.group_size)
@@ -438,7 +438,7 @@ def known_variables() -> list[str]:
 
 
 def warn_of_misspelt(env: Mapping[str, str]) -> None:
-    """Warn of variables that begin with ``MLX_PAGED_`` and that nothing reads, each once."""
+    """Warn once of each variable that begins with ``MLX_PAGED_`` and that nothing reads."""
     known = known_variables()
     for name in sorted(name for name in env if name.startswith(PREFIX) and name not in known):
         (close,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
@@ -446,7 +446,7 @@ def warn_of_misspelt(env: Mapping[str, str]) -> None:
 
 
 def argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:
-    """Return a type of argparse that parses as this does."""
+    """Return an argparse type that calls ``parse`` and reports its ConfigError as argparse's error."""
 
     def convert(text: str) -> Any:
         try:
@@ -458,10 +458,10 @@ def argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:
 
 
 def free_memory() -> int:
-    """Bytes that MLX could still take on the default device.
+    """Return the bytes that MLX can still allocate on the default device.
 
-    Metal: the recommended working set less what is active. CUDA: free device memory. CPU: MemAvailable, or half of
-    the machine's memory where the system does not say.
+    Metal: the recommended working set minus MLX's active memory. CUDA: free device memory, or if MLX does not report
+    it, total minus active memory. CPU: MemAvailable, or half of the machine's memory where it is unknown.
     """
     if mx.default_device() == mx.Device(mx.gpu):
         info = mx.device_info()

@@ -19,19 +19,19 @@ class GeometryError(PagedCacheError, ValueError):
 
 
 class BlockStateError(PagedCacheError, RuntimeError):
-    """A block or a table was used against its reference count: released twice, used after release, written shared."""
+    """A block, block table or prefix was misused: released twice, used after release, or written while shared."""
 
 
 class TrimError(PagedCacheError, ValueError):
-    """More tokens were to be trimmed than the blocks still held allow."""
+    """A block table cannot be trimmed to this length, because it is shorter or no longer holds the blocks."""
 
 
 class KernelUnavailableError(PagedCacheError, RuntimeError):
-    """The fused kernel was demanded where it cannot run."""
+    """The fused kernel is required (``kernel="on"``), but cannot run."""
 
 
 class RankError(PagedCacheError, RuntimeError):
-    """Another process that computes the same model is gone, or something has failed there."""
+    """Another rank, a process that computes the same model, is gone or has failed."""
 
 
 class ModelFolderError(PagedCacheError, ValueError):
@@ -47,13 +47,13 @@ class PatchError(PagedCacheError, RuntimeError):
 
 
 class PoolExhaustedError(PagedCacheError, MemoryError):
-    """The pool cannot hold what was asked for within its budget; nothing was changed.
+    """The pool cannot allocate the blocks within its budget; nothing was changed.
 
     Attributes:
         blocks_needed: blocks the request needed beyond those free.
         bytes_needed: bytes those blocks take.
         budget_bytes: the pool's whole budget in bytes.
-        bytes_reserved: bytes the pool already holds, or keeps apart.
+        bytes_reserved: bytes of the budget that are reserved already.
     """
 
     def __init__(self, *, blocks_needed: int, bytes_needed: int, budget_bytes: int, bytes_reserved: int) -> None:
@@ -73,7 +73,7 @@ class PoolExhaustedError(PagedCacheError, MemoryError):
 
         Args:
             budget_bytes: the budget.
-            least_bytes: of the null block and one more in every layer.
+            least_bytes: bytes of the null block and one more in every layer.
         """
         error = cls(blocks_needed=1, bytes_needed=least_bytes, budget_bytes=budget_bytes, bytes_reserved=0)
         error.args = (
@@ -100,10 +100,10 @@ class RequestTooLargeError(PagedCacheError, MemoryError):
 
 
 class RequestFailedError(PagedCacheError, RuntimeError):
-    """One request of a batch failed and was removed; the others go on. ``__cause__`` is what happened.
+    """One request of a batch failed and was removed; the others go on. ``__cause__`` is the original error.
 
     Attributes:
-        uid: the request.
+        uid: uid of the request.
     """
 
     def __init__(self, uid: int, cause: BaseException) -> None:
@@ -118,7 +118,7 @@ class RequestFailedError(PagedCacheError, RuntimeError):
 
 
 class GrammarError(PagedCacheError, ValueError):
-    """A grammar for answers cannot be used, or an answer cannot be followed by it."""
+    """A grammar cannot be used, or it failed while an answer was generated."""
 
 
 class GrammarAbandoned(GrammarError):
@@ -134,11 +134,13 @@ _WHERE = "It happened here:\n"
 
 
 def without_frames(error: E) -> E:
-    """Return the error in a form to keep. Where it happened becomes a note: a traceback keeps the frames it went
-    through and their callers alive, and these the caches of all requests and often the error itself."""
+    """Remove the tracebacks of an error that is kept, and of its causes; its own becomes a note. Returns the error.
+
+    A traceback keeps its frames and their callers alive, and with them the caches of all requests and often the error.
+    """
     if error.__traceback__ is not None:
         notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_WHERE)]
-        error.__notes__ = notes  # one that is raised again and again has one such note, the latest
+        error.__notes__ = notes  # of an error raised repeatedly, only the latest note is kept
         notes.append(_WHERE + "".join(traceback.format_exception(error)).rstrip())
     parts: list[BaseException | None] = [error]
     seen: set[int] = set()

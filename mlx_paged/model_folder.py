@@ -1,4 +1,4 @@
-"""Clear words about model folders and prompt caches that cannot be read, and options that a model does not take."""
+"""Clear errors for unreadable model folders and prompt caches, and notices of options without effect."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .errors import ModelFolderError, PagedCacheError, PromptCacheError
 
 
 def check_model_folder(model: str | None) -> str | None:
-    """Check that a model given as a folder is one mlx-lm can read; a name of a hub repository passes.
+    """Check that mlx-lm can read a model given as a folder, and return ``model``; names of hub repositories pass.
 
     Raises:
-        ModelFolderError: it looks like a path but is not there, or config.json or the weights are missing or broken.
+        ModelFolderError: the path does not exist, config.json is missing or broken, or there are no weights.
     """
     if model is None:
         return None
@@ -42,11 +42,11 @@ def check_model_folder(model: str | None) -> str | None:
 
 
 def explain_load_errors(original: Callable[..., Any], prompt_cache: str | None = None) -> Callable[..., Any]:
-    """Wrap a loading function so that what it raises over a broken file becomes one clear error.
+    """Wrap a loading function so that its errors about broken files become one clear error.
 
     Args:
         original: mlx-lm's ``load`` or ``load_prompt_cache``.
-        prompt_cache: the file's name, if it is a prompt cache that is loaded.
+        prompt_cache: name of the prompt cache's file; None: ``original`` loads a model.
 
     Raises (when called):
         ModelFolderError, PromptCacheError: with the original message.
@@ -68,11 +68,11 @@ def explain_load_errors(original: Callable[..., Any], prompt_cache: str | None =
 
 
 def tell_if_unbounded(model: Any, *, has_cache: bool = False) -> None:
-    """Say on stderr why ``--max-kv-size`` does nothing, if it does not: mlx-lm drops it without a word.
+    """Say on stderr why ``--max-kv-size`` has no effect, if it has none: mlx-lm ignores it silently.
 
     Args:
-        model: as loaded.
-        has_cache: the prompt cache came from a file.
+        model: the loaded model.
+        has_cache: whether the prompt cache came from a file.
     """
     if has_cache:
         tell_unbounded("the prompt cache comes from a file and is as large as it is")
@@ -82,15 +82,15 @@ def tell_if_unbounded(model: Any, *, has_cache: bool = False) -> None:
 
 
 def tell_unbounded(why: str) -> None:
-    """Say on stderr that ``--max-kv-size`` does nothing."""
+    """Say on stderr that ``--max-kv-size`` has no effect, and why."""
     print(f"mlx_paged: --max-kv-size does nothing here: {why}", file=sys.stderr)
 
 
 def check_weight_files(folder: Path) -> None:
-    """Check that the weights' files are as long as their headers say: what reads them later finds out too late.
+    """Check that weight files are as long as their headers say; MLX finds out only when it reads the weights.
 
     Raises:
-        ModelFolderError: one is not a safetensors file, or is cut off.
+        ModelFolderError: a file is not in the safetensors format, or is cut off.
     """
     for path in sorted(folder.glob("model*.safetensors")):
         try:

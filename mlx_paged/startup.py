@@ -1,8 +1,8 @@
-"""What runs before anything else, as MLX loads: Ctrl-C in our own commands, what MLX finds in their environment, and
-what to install where its backend is missing.
+"""What runs before MLX is loaded: handling of Ctrl-C and environment variables in our own commands, and for every
+program a clear error if MLX's backend is missing.
 
-Imported first, and without MLX until its end: MLX reads the variables when it first meets the GPU. In programs that are
-not our commands, only the last is done. How long MLX's command buffers on Metal are, it decides itself (docs/adr/0040).
+Imported first, and imports MLX only at its end: MLX reads the variables when it first uses the GPU. The length of MLX's
+command buffers on Metal is left to MLX (docs/adr/0040).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 
 class MissingBackendError(ImportError):
-    """MLX is there, but not the backend that it computes with."""
+    """MLX, or the backend that it computes with, cannot be loaded."""
 
 
 def is_own_command(arguments: Sequence[str], original: Sequence[str]) -> bool:
@@ -38,7 +38,7 @@ def is_own_command(arguments: Sequence[str], original: Sequence[str]) -> bool:
     program = arguments[0] if arguments else ""
     if program != "-m":
         return Path(program).name.removesuffix(".exe") in COMMANDS
-    # Options of the interpreter come first, and the first that is or begins with -m names the module.
+    # Options of the interpreter come first; the first one that begins with -m names the module.
     for index, argument in enumerate(original[1:], 1):
         if argument.startswith("-m"):
             module = argument[2:] or "".join(original[index + 1 : index + 2])
@@ -63,7 +63,7 @@ def end_at_interrupt() -> None:
 
 
 def raise_at_interrupt() -> None:
-    """Have SIGINT raise KeyboardInterrupt again: the imports are done."""
+    """Let SIGINT raise KeyboardInterrupt again, once the imports are done."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -72,21 +72,21 @@ def raise_at_interrupt() -> None:
 
 
 def launch_directly() -> None:
-    """In a command of this package over NCCL, set ``MLX_USE_CUDA_GRAPHS=0`` unless the user has set it.
+    """Set ``MLX_USE_CUDA_GRAPHS=0`` in a command of this package over NCCL, unless the user has set it.
 
-    MLX cannot use a graph with a reduction twice: it makes one anew for each, 65 a decode step of 32 layers, and a
-    process gets slower with each that there has been.
+    MLX cannot reuse a CUDA graph that contains a reduction: it makes a new one for each reduction, 65 per decode step
+    of 32 layers, and each graph that was ever made slows the process down.
     """
     if "NCCL_HOST_IP" in os.environ and is_own_command(sys.argv, sys.orig_argv):
         os.environ.setdefault(GRAPHS, "0")
 
 
 def own_compiled_code() -> None:
-    """In a command of this package on Linux, see that nobody else can write to the folder that MLX loads code from.
+    """Make sure, in a command of this package on Linux, that only this user can write to the folder of MLX's code.
 
-    On a CPU, MLX compiles operations into libraries under ``mlx`` in the temporary folder, and loads what it finds
-    there whoever wrote it. If that folder is not ours alone, ``TMPDIR`` becomes one in the user's cache for MLX, its
-    compiler and other processes that this one starts; Python keeps the temporary folder that it has.
+    On a CPU, MLX compiles operations into libraries under ``mlx`` in the temporary folder, and loads whatever it finds
+    there. If others own that folder or can write to it, ``TMPDIR`` is set to a folder in the user's cache, for MLX, its
+    compiler and other child processes; Python keeps its temporary folder.
     """
     if sys.platform == "darwin" or not is_own_command(sys.argv, sys.orig_argv):
         return  # macOS has a temporary folder for each user
@@ -96,7 +96,7 @@ def own_compiled_code() -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a folder, made if it is missing, belongs to this user and nobody else can write to it."""
+    """Create a folder if it is missing, and return whether this user owns it and nobody else can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -112,7 +112,7 @@ _print_others = sys.excepthook
 
 
 def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Stand in for ``sys.excepthook``: where a command ends with this error, the frames of its imports say nothing."""
+    """Replace ``sys.excepthook``: print a MissingBackendError in one line, without the frames of the imports."""
     if isinstance(error, MissingBackendError):
         print(f"mlx_paged: {error}", file=sys.stderr)
     else:

@@ -1,4 +1,4 @@
-"""One warning per reason: what falls through to stock mlx-lm says why, once. What is slow says so on a terminal."""
+"""Warnings that are given once per reason, mostly of fallbacks to stock mlx-lm; and notices of slow work."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class NotPagedWarning(UserWarning):
 
 
 def warn_once(reason: str, category: type[Warning] = NotPagedWarning) -> None:
-    """Warn, of a fall-through unless another category is given, if the same was not said before in this process."""
+    """Warn, if this reason was not given before in this process; by default of a fallback to stock mlx-lm."""
     if reason not in _given:
         _given.add(reason)
         warnings.warn(f"mlx_paged: {reason}", category, stacklevel=3)
 
 
 def forget_warnings() -> None:
-    """Give every reason again from now on."""
+    """Forget which reasons were given, so that all are given again."""
     _given.clear()
 
 
 @contextmanager
 def warn_when_slow(what: str) -> Iterator[None]:
-    """Print a line on stderr, if that is a terminal, when what runs inside takes more than a second; once for each
-    ``what`` in a process."""
+    """Print ``what`` on stderr, if that is a terminal, when the block takes more than a second; once per ``what`` and
+    process."""
     if what in _told or sys.stderr is None or not sys.stderr.isatty():
         yield
         return

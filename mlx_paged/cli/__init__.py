@@ -1,1 +1,1 @@
-"""The commands: generate, server, prompts files."""
+"""The commands: generate, server, launch and doctor."""

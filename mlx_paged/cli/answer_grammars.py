@@ -1,4 +1,4 @@
-"""AnswerGrammars: what the answers of a run have to be, by the command line and by what single prompts say."""
+"""AnswerGrammars: the grammars that constrain the answers of a run, from the command line and from single prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what answers have to be."""
+    """Add the flags that constrain answers."""
     parser.add_argument(
         "--json-schema", metavar="FILE", help="Answers are JSON of this schema (needs the package llguidance)"
     )
@@ -31,11 +31,11 @@ class AnswerGrammars:
     """The grammars of a run.
 
     Args:
-        args: of the command line.
-        ranks: that compute the run together; the first one tries each grammar for all.
+        args: the parsed command line.
+        ranks: the ranks that compute the run, or None; rank 0 checks each grammar for all.
 
     Raises:
-        ConfigError: the file of ``--json-schema`` cannot be used.
+        ConfigError: the file of ``--json-schema`` cannot be used, or llguidance is not installed.
     """
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks | None = None) -> None:
@@ -56,20 +56,22 @@ class AnswerGrammars:
 
     @property
     def has_default(self) -> bool:
-        """Return whether the command line says what answers have to be."""
+        """Return whether the command line constrains answers."""
         return self._default is not None
 
     def learn(self, tokenizer: Any) -> None:
-        """Take the model's tokenizer, mlx-lm's wrapper of it."""
+        """Set the model's tokenizer (mlx-lm's wrapper); call this before :meth:`grammar`."""
         from ..patches.grammar import TokenizerGrammars
 
         self._tokenizer, self._grammars = tokenizer, TokenizerGrammars(tokenizer)
 
     def grammar(self, options: Mapping[str, Any], prompt: Sequence[int]) -> CompiledGrammar | None:
-        """Return the grammar of a prompt with these options, which replaces the command line's.
+        """Return the grammar for a prompt, or None. One in the prompt's options replaces the command line's.
+
+        If the prompt ends in reasoning, only what follows the reasoning is constrained.
 
         Raises:
-            RequestRefused: it cannot be used.
+            RequestRefused: the grammar cannot be used.
         """
         from ..patches.grammar import behind_reasoning, reasons_first
 

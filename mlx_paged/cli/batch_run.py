@@ -1,4 +1,4 @@
-"""Runs the prompts of a file through the batch generator, for the command line."""
+"""``--prompts-file``: run the prompts of a file through the batch generator."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class Sampling:
-    """Says how prompts are sampled: by the command line, and by what single prompts say beyond it.
+    """Sampling parameters of prompts: each prompt's own options override those of the command line.
 
     Args:
-        args: of mlx_lm.generate's parser.
-        tokenizer: of the model.
-        vocab_size: of the model.
+        args: parsed by mlx_lm.generate's parser.
+        tokenizer: the model's.
+        vocab_size: number of tokens that the model has.
     """
 
     def __init__(self, args: argparse.Namespace, tokenizer: Any, vocab_size: int) -> None:
@@ -58,7 +58,7 @@ class Sampling:
         self._vocab_size = vocab_size
 
     def params(self, options: Mapping[str, Any]) -> SamplingParams:
-        """Return how a prompt with these options is sampled.
+        """Return the sampling parameters of a prompt with these options.
 
         Raises:
             RequestRefused: ``logit_bias`` names a token that the model does not have.
@@ -67,14 +67,14 @@ class Sampling:
         params = sampling_of(options, self._defaults)
         if any(not 0 <= token < self._vocab_size for token in params.logit_bias):
             raise invalid(f"logit_bias: token ids go from 0 to {self._vocab_size - 1}", "logit_bias")
-        return replace(params, top_k=min(params.top_k, self._vocab_size - 1))  # mlx-lm takes no more
+        return replace(params, top_k=min(params.top_k, self._vocab_size - 1))  # mlx-lm's limit
 
     def draws(self, options: Mapping[str, Any]) -> bool:
         """Return whether tokens are drawn at random, so that a seed matters."""
         return bool(options.get("temperature", self._defaults["temperature"]))
 
 
-QUEUED_PER_ROW = 2  # requests handed to the generator ahead of those that run
+QUEUED_PER_ROW = 2  # requests per row that wait in the generator, besides the one that runs
 MTP = "Have the model's own multi-token prediction head propose tokens (--num-draft-tokens), which the model verifies"
 NOT_BATCHED = {
     "prompt_cache_file": "--prompt-cache-file",
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that do not go with ``--prompts-file``, or only with it."""
+    """Raise ConfigError for flags that cannot be combined with ``--prompts-file``, or that require it."""
     if args.prompts_file is None:
         if args.output is not None or args.resume:
             raise ConfigError("--output and --resume need --prompts-file")
@@ -147,18 +147,19 @@ def run_prompts_file(
     """Generate for every prompt of the file.
 
     Args:
-        args: of mlx-lm's parser, with :func:`add_arguments`.
+        args: parsed by mlx-lm's parser with :func:`add_arguments`.
         load: mlx-lm's ``load``.
-        grammars: of the run.
-        ranks: that compute it together. The first reads the prompts and writes the results.
-        head: of the model, with ``--mtp``.
+        grammars: the grammars of the run.
+        ranks: the ranks that compute the run, or None; rank 0 reads the prompts and writes the results.
+        head: files of the model's prediction head, with ``--mtp``.
 
     Returns:
-        The model, and how many prompts failed.
+        The model, and the number of prompts that failed.
 
     Raises:
-        PromptsFileError: the prompts or the results cannot be used; before the model is loaded.
-        KeyboardInterrupt: with what is done written.
+        PromptsFileError: the prompts or the results file cannot be used (checked before the model is loaded), or a
+            result cannot be written.
+        KeyboardInterrupt: interrupted; finished results are written.
     """
     is_first = ranks is None or ranks.rank == 0
     lines = of_first(ranks, lambda: [line.decode("latin-1") for line in _lines(args.prompts_file)])
@@ -215,8 +216,8 @@ def run_prompts_file(
 def _draft_options(
     args: argparse.Namespace, load: Callable[..., Any], model: Any, tokenizer: Any, files: HeadFiles | None
 ) -> dict[str, Any]:
-    """Return options of the batch generator for the draft model, or the model's head, which is loaded. Raises
-    ConfigError if a draft model's tokens are not the model's."""
+    """Load the draft model or the prediction head, if there is one, and return the batch generator's options for it.
+    Raises ConfigError if the number of draft tokens or the draft model's tokenizer cannot be used."""
     from ..patches.generate.drafting import check_draft_tokens, check_same_tokens
     from ..patches.models.mtp import load_head
 
@@ -243,7 +244,7 @@ def _lines(name: str) -> list[bytes]:
 
 
 class _Running(NamedTuple):
-    """A prompt that the generator works at; ``length`` is of the prompt, in tokens."""
+    """A prompt that was handed to the generator; ``length`` is the prompt's length in tokens."""
 
     prompt: Prompt
     length: int
@@ -252,21 +253,21 @@ class _Running(NamedTuple):
 
 
 class BatchRun:
-    """Feeds prompts to a generator and results to their file. What goes wrong with a prompt is that prompt's result.
+    """A run that feeds prompts to a generator and writes their results. If a prompt fails, its result is the error.
 
     Args:
         generator: mlx-lm's batch generator, patched or not.
-        tokenizer: of the model.
-        args: of the command line.
-        results: where results go; says which prompts are missing.
-        sampling: makes samplers.
-        grammars: makes grammars.
-        stream: for the progress bar.
-        missing: prompts to generate for; None: those that the results miss.
+        tokenizer: the model's.
+        args: the parsed command line.
+        results: where results are written.
+        sampling: makes the prompts' sampling parameters.
+        grammars: makes the prompts' grammars.
+        stream: where the progress bar is drawn.
+        missing: prompts to generate for; None: all that have no result yet.
 
     Attributes:
-        num_prompt_tokens: tokens of prompts whose keys and values are there, computed in this run or found.
-        num_generated: tokens of answers. One that ends an answer is not part of it, and not counted.
+        num_prompt_tokens: prompt tokens prefilled so far, whether computed in this run or found in the cache.
+        num_generated: tokens of answers; the stop token that ends an answer is not counted.
     """
 
     def __init__(
@@ -288,14 +289,15 @@ class BatchRun:
         self.sampling = sampling
         self.stream = stream
         missing = list(results.missing()) if missing is None else missing
-        # What a seed gives must not depend on who else draws: in mlx-lm's own batches they run alone, at the end.
+        # A seeded answer must not depend on other prompts' draws. In mlx-lm's own batches all rows draw from one random
+        # state, so seeded prompts run alone, at the end.
         self._seeds_rows = bool(getattr(generator, "seeds_rows", False))
         seeded = [p for p in missing if "seed" in p.sampling and sampling.draws(p.sampling) and not self._seeds_rows]
         alone = {prompt.index for prompt in seeded}
         self._waiting = deque(prompt for prompt in missing if prompt.index not in alone)
         self._seeded = deque(seeded)
         self._running: dict[int, _Running] = {}  # by uid
-        self._prefilled: dict[int, int] = {}  # by uid of those that run: tokens of the prompt that are computed
+        self._prefilled: dict[int, int] = {}  # by uid of running prompts: prompt tokens that are prefilled
         self.num_prompt_tokens = 0
         self.num_generated = 0
 
@@ -322,7 +324,7 @@ class BatchRun:
             progress.clear()
 
     def _underway(self) -> float:
-        """Return how much of the running prompts is done, in prompts."""
+        """Return the progress of the running prompts, as a number of prompts: the sum of their finished shares."""
         return sum(
             (self._prefilled.get(uid, 0) + len(row.answer.tokens)) / (row.length + row.max_tokens)
             for uid, row in self._running.items()
@@ -359,7 +361,7 @@ class BatchRun:
             (uid,) = self.generator.insert_segments(
                 [[tokens]], [most], samplers=[sampler_of(params)], logits_processors=[processors], **rest
             )
-        except Exception as error:  # templates are the model's and raise what they like
+        except Exception as error:  # chat templates come with the model and may raise anything
             self.results.add(prompt, error=f"{type(error).__name__}: {error}")
             return
         self._running[uid] = _Running(prompt, len(tokens), most, answer)
@@ -367,7 +369,7 @@ class BatchRun:
     def _options(
         self, sampling: Mapping[str, Any], params: SamplingParams, grammar: CompiledGrammar | None
     ) -> RequestOptions:
-        """Return what mlx-lm's generator has no argument for."""
+        """Return the options for which mlx-lm's generator has no argument."""
         drafts = sampling.get("num_draft_tokens")
         if drafts is not None and self.args.draft_model is None and not self.args.mtp:
             raise ConfigError("num_draft_tokens needs --draft-model or --mtp")
@@ -406,7 +408,7 @@ class BatchRun:
         except RequestFailedError as error:
             self.results.add(self._leave(error.uid).prompt, error=str(error))
             return
-        except Exception as error:  # of mlx-lm's own generator, which does not say whose fault it was
+        except Exception as error:  # mlx-lm's own generator does not say which prompt failed: all do
             failed = list(self._running)
             self.generator.remove(failed)
             for uid in failed:
@@ -418,7 +420,7 @@ class BatchRun:
                 self.num_prompt_tokens += done - self._prefilled.get(response.uid, 0)
                 self._prefilled[response.uid] = done
         for response in generated:
-            if response.uid not in self._running:  # a stop string has ended it, with a token of the same step
+            if response.uid not in self._running:  # an earlier token of this step has ended it with a stop string
                 continue
             answer, reason = self._running[response.uid].answer, response.finish_reason
             if reason != "stop":
@@ -446,8 +448,8 @@ class BatchRun:
 
 
 def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat as templates take it: contents in parts joined, arguments of tool calls parsed, as mlx-lm's server
-    does.
+    """Return a copy of the messages in the form that chat templates expect, as mlx-lm's server makes it: text parts
+    joined, arguments of tool calls parsed.
 
     Raises:
         ValueError: a part is not a text.

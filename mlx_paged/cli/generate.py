@@ -1,4 +1,4 @@
-"""``mlx_paged.generate``: mlx_lm.generate on the paged cache, with its parser and its main."""
+"""``mlx_paged.generate``: mlx-lm's own generate command, parser and main, on the paged cache."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CPU_CACHE_LIMIT = 1 << 30
 
 
 def raise_cpu_cache_limit() -> None:
-    """Let MLX's CPU build keep freed buffers. Only where the process is ours: its default of 32 MB makes large
-    temporaries, such as gathers of long contexts, page-fault each time."""
+    """Raise MLX's cache limit on a CPU to 1 GiB, so that freed buffers are kept. With its default of 32 MB, large
+    temporaries such as gathers of long contexts page-fault each time. Only for processes of our own commands."""
     if mx.default_device() == mx.Device(mx.cpu):
         mx.set_cache_limit(CPU_CACHE_LIMIT)
 
@@ -82,7 +82,7 @@ def run(
     setup_arg_parser: Callable[[], argparse.ArgumentParser],
     ranks: Ranks | None = None,
 ) -> None:
-    """Upstream's main, with its names replaced for the time of the call; with a part of the model on several ranks."""
+    """Run the prompts file, or else upstream's main with its names replaced for the call; each rank loads its part."""
     from .. import patches
 
     used: list[Any] = []
@@ -154,7 +154,7 @@ def _check_batches() -> None:
 
 
 def _teaching(grammars: AnswerGrammars, load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return mlx-lm's ``load``, which hands the tokenizer to the grammars."""
+    """Wrap mlx-lm's ``load`` so that the grammars get the tokenizer."""
 
     def load_and_tell(*args: Any, **kw: Any) -> Any:
         loaded = load(*args, **kw)
@@ -174,8 +174,8 @@ def _generate_step(
     *rest: Any,
     **kw: Any,
 ) -> Any:
-    """Upstream's generator, with a prompt cache from a file taken into the pool, a progress bar on a terminal, and
-    answers as the command line wants them."""
+    """Run upstream's generator with what this package adds: a prompt cache from a file is taken into the pool, the
+    command line's grammar constrains the answer, all ranks use rank 0's tokens, and a terminal shows a prefill bar."""
     from .. import patches
 
     if grammars.has_default:

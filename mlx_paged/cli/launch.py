@@ -1,4 +1,4 @@
-"""``mlx_paged launch CLIENT``: a coding agent over a server of one's own, which ends with it."""
+"""``mlx_paged launch CLIENT``: run a coding agent with a server of its own, which ends with the agent."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .terminal import add_version, orderly_end
 
 KEY_VARIABLE = "MLX_PAGED_API_KEY"
 LOOK_SECONDS = 0.2
-END_SECONDS = 45.0  # the server drains for 30 of them
-# Claude Code, Codex and OpenCode give up after 300 s without an event, which a long prompt may take, aider after 600 s.
+END_SECONDS = 45.0  # until the server is killed; by default it drains for 30 s
+# A long prompt takes minutes. Claude Code, Codex and OpenCode give up after 300 s without an event, aider after 600 s.
 IDLE_MILLISECONDS = 3_600_000
 
 
@@ -34,9 +34,9 @@ class Access(NamedTuple):
     """How a client reaches a server.
 
     Attributes:
-        url: without a path.
-        model: a name that it lists.
-        key: its API key, or any text.
+        url: URL of the server, without a path.
+        model: name of a model that the server lists.
+        key: API key; any text if the server needs none.
     """
 
     url: str
@@ -45,12 +45,12 @@ class Access(NamedTuple):
 
 
 class Client(NamedTuple):
-    """How a client is pointed at a server.
+    """How a client is installed and pointed at a server.
 
     Attributes:
         install: the command that installs it.
-        environment: variables.
-        arguments: before the user's own.
+        environment: makes its environment variables.
+        arguments: makes its arguments, which go before the user's own.
     """
 
     install: str
@@ -89,7 +89,7 @@ def _codex(access: Access) -> list[str]:
 
 def _opencode(access: Access) -> dict[str, str]:
     options: dict[str, Any] = {"baseURL": f"{access.url}/v1", "apiKey": access.key}
-    # Of a request, until its headers are there, and between two parts of its stream.
+    # Limits for the whole request, until its headers arrive, and between two chunks of its stream.
     options |= dict.fromkeys(("timeout", "headerTimeout", "chunkTimeout"), IDLE_MILLISECONDS)
     provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {access.model: {}}}
     config = {"provider": {"mlx_paged": provider}, "model": f"mlx_paged/{access.model}"}
@@ -113,7 +113,7 @@ CLIENTS = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a client over a server: one that is started for it with the given options, or one that runs."""
+    """Run a client with a server: a new one with the given options, or one that runs already (``--url``)."""
     with orderly_end("mlx_paged launch"):
         args, options, own = _parsed(argv)
         client = CLIENTS[args.client]
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
         if command is None:
             raise ConfigError(f"{args.client} is not installed: {client.install}")
         for number in (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # the server ends with us
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that _server ends the server
         key = _key(options)
         if args.url is not None:
             sys.exit(_run(command, client, _access(args.url.rstrip("/"), key), own))
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return what is this command's, what is the server's, and what is the client's."""
+    """Split the arguments into this command's, the server's and the client's."""
     given = list(argv)
     at = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(
@@ -152,7 +152,7 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[st
 
 
 def _key(options: Sequence[str]) -> str:
-    """Return the first API key of the server's options, or of the variable; "local" where there is none."""
+    """Return the first API key in the server's options, or else in the variable; "local" if there is none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key", action="append", default=[])
     given = [*parser.parse_known_args(list(options))[0].api_key, *os.environ.get(KEY_VARIABLE, "").split(",")]
@@ -161,8 +161,8 @@ def _key(options: Sequence[str]) -> str:
 
 
 def _run(command: str, client: Client, access: Access, own: list[str]) -> int:
-    """Run the client. Returns its status."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # the client's to read
+    """Run the client and return its exit status."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the client
     try:
         arguments = [command, *client.arguments(access), *own]
         return subprocess.run(arguments, env={**os.environ, **client.environment(access)}, check=False).returncode
@@ -171,14 +171,14 @@ def _run(command: str, client: Client, access: Access, own: list[str]) -> int:
 
 
 def _asked(url: str, key: str) -> Any:
-    """Return what a server answers. Raises OSError, ValueError."""
+    """Return the JSON that a server answers. Raises OSError or ValueError."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=10) as answer:
         return json.load(answer)
 
 
 def _access(url: str, key: str) -> Access:
-    """Return how to reach the server's model. Raises ConfigError: none answers there, or it lists no model."""
+    """Return how to reach the server's first model. Raises ConfigError if no server answers, or it lists no model."""
     try:
         models = _asked(f"{url}/v1/models", key)["data"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -190,15 +190,15 @@ def _access(url: str, key: str) -> Access:
 
 @contextmanager
 def _server(options: Sequence[str]) -> Iterator[str]:
-    """Start a server of this package at a port that is free, and end it afterwards. Yields its address.
+    """Start a server of this package on a free port, yield its URL, and end the server afterwards.
 
     Raises:
-        ConfigError: it has ended before it answered; with the end of what it said.
+        ConfigError: the server ended before it answered; the message has its last five lines.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="mlx_paged-") as folder, (Path(folder) / "server.log").open("w+") as log:
-        # -P: nothing of the current folder is imported, which may be anybody's.
+        # -P: import nothing from the current folder, which others may control.
         command = (
             sys.executable,
             "-P",

@@ -1,4 +1,4 @@
-"""A command that ``mlx.launch`` has started on several ranks."""
+"""Commands that ``mlx.launch`` has started on several ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..warn import warn_once
 
 T = TypeVar("T")
 
-# What mlx-lm does not do over ranks either.
+# Flags that mlx-lm does not support over ranks, either.
 REFUSED = {
     "adapter_path": "--adapter-path",
     "draft_model": "--draft-model",
     "mtp": "--mtp",
     "prompt_cache_file": "--prompt-cache-file",
 }
-# Which MLX's launcher sets for a backend.
+# Variables that MLX's launcher sets, by which its backend is known.
 MLX_VARIABLES = {"MLX_JACCL_COORDINATOR": "jaccl", "NCCL_HOST_IP": "nccl", "MLX_HOSTFILE": "ring"}
 START_FACTOR = 4  # times the rank timeout: processes may start at different times
 
@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def join(args: argparse.Namespace) -> Ranks | None:
-    """Meet the other ranks; None where there are none.
+    """Connect to the other ranks; return None if there are none. Ends the process if they do not find each other.
 
     Raises:
-        ConfigError: a flag does not go with several ranks, or with one; RankError: they have not found each other.
+        ConfigError: a flag cannot be used with several ranks, or needs them. RankError: another rank has ended.
     """
     with bounded_wait(args.rank_timeout):
         group = mx.distributed.init()
@@ -83,10 +83,10 @@ def join(args: argparse.Namespace) -> Ranks | None:
 
 @contextmanager
 def bounded_wait(timeout: float | None) -> Iterator[None]:
-    """End the process if the other ranks do not come: with a rank that has died, MLX would wait without an end.
+    """End the process if the other ranks do not come in 4 rank timeouts: MLX would wait for a dead rank forever.
 
-    MLX holds the interpreter meanwhile, so no thread of Python's could end it; faulthandler's own thread can, with
-    status 1 and a traceback.
+    MLX blocks the interpreter while it waits, so no Python thread could end the process; faulthandler's own thread can,
+    with status 1 and a traceback.
     """
     if not MLX_VARIABLES.keys() & os.environ.keys():
         yield
@@ -104,15 +104,16 @@ def bounded_wait(timeout: float | None) -> Iterator[None]:
 
 
 def backend_name() -> str:
-    """Return the name of MLX's backend, by the variables that its launcher sets."""
+    """Return the name of MLX's distributed backend, from the variables that its launcher sets."""
     return next((name for variable, name in MLX_VARIABLES.items() if variable in os.environ), "mpi")
 
 
 @contextmanager
 def over_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
-    """Within, this process is one of several ranks, of which the first alone prints; None where there is one only.
+    """Join the other ranks for a ``with`` block, in which only rank 0 prints to stdout. Yields None if there are none.
 
-    What is raised within ends all ranks, each with a line on stderr and a status that is not 0.
+    An exception in the block, except SystemExit and KeyboardInterrupt, ends all ranks, each with a line on stderr and a
+    non-zero status.
 
     Raises:
         ConfigError, RankError: as :func:`join`.
@@ -135,14 +136,14 @@ def over_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
 
 
 def of_first(ranks: Ranks | None, find: Callable[[], T]) -> T:
-    """Return on every rank what the first one finds: of what JSON has, the text or the prompts of a file."""
+    """Call ``find`` on rank 0 only, and return its result, a JSON value, on every rank."""
     if ranks is None:
         return find()
     return ranks.broadcast(find() if ranks.rank == 0 else None)  # type: ignore[return-value]
 
 
 def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:
-    """Replace mlx-lm's ``load``: load this rank's part of the model."""
+    """Return a replacement for mlx-lm's ``load`` that loads this rank's part of the model."""
 
     def load(
         path: str,
@@ -166,5 +167,5 @@ def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:
 
 
 def warn_of_pipeline() -> None:
-    """Warn that a model in stages is not paged."""
+    """Warn that a model sharded by layers is not paged."""
     warn_once("--pipeline runs in mlx-lm's own caches: each rank has layers of its own, and pages are of whole models")

@@ -1,4 +1,4 @@
-"""What a JSON line of a prompts file may say, named and checked as in the server's API."""
+"""The fields of a JSON line of a prompts file, named and checked as in the server's API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PromptLine(Sampling):
 
 
 def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not null. Raises RequestRefused, naming the one that cannot be used."""
+    """Check a line and return its values that are not null. Raises RequestRefused, which names the unusable value."""
     values = {name: value for name, value in given.items() if value is not None}
     unknown = sorted(set(values) - set(PromptLine.model_fields))
     if unknown:

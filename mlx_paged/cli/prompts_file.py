@@ -1,4 +1,4 @@
-"""Files of prompts: their lines, what a line may ask for, and the file of answers."""
+"""Files of prompts, and the files of their results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def load_object(raw: bytes, what: str) -> dict[str, Any]:
 
     Args:
         raw: the text.
-        what: it is, for messages.
+        what: name of the text in error messages.
 
     Raises:
-        RequestRefused: it is not one.
+        RequestRefused: the text is not a JSON object.
     """
 
     def refuse(constant: str) -> Any:
@@ -32,7 +32,7 @@ def load_object(raw: bytes, what: str) -> dict[str, Any]:
 
     try:
         body = json.loads(raw.decode(), parse_constant=refuse)
-        json.dumps(body, ensure_ascii=False).encode()  # escapes can spell half a character, which no tokenizer takes
+        json.dumps(body, ensure_ascii=False).encode()  # refuses lone surrogates (escapes), which no tokenizer takes
     except UnicodeError:
         raise invalid(f"{what} is not UTF-8 text") from None
     except RecursionError:
@@ -45,7 +45,7 @@ def load_object(raw: bytes, what: str) -> dict[str, Any]:
 
 
 JOURNAL_SUFFIX = ".partial"
-# What a line says besides how its tokens are chosen and where they end.
+# Fields of a line that do not go to ``Prompt.sampling``.
 KEYS = frozenset({"prompt", "messages", "id", "max_tokens", "max_completion_tokens", "n"})
 
 
@@ -54,13 +54,13 @@ class Prompt:
     """One request of a prompts file.
 
     Attributes:
-        index: from 0, in the order of the file.
+        index: position among the file's prompts, from 0.
         text: the prompt, or None if ``messages`` are given.
         messages: a chat.
-        max_tokens: of this prompt, or None.
+        max_tokens: limit for this prompt's answer, or None.
         id: what the file calls it, or None.
         sampling: options of this prompt alone, by their names in the server's API.
-        error: why the line cannot be used, or None; then nothing else is known of it.
+        error: why the line cannot be used, or None. With an error, only ``index`` is set.
     """
 
     index: int
@@ -73,7 +73,7 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """Return what identifies the prompt when an interrupted run is resumed."""
+        """Hash that identifies the prompt and its options when an interrupted run is resumed."""
         identity: list[Any] = [self.text, self.messages, self.max_tokens]
         if self.sampling:
             identity.append(dict(self.sampling))
@@ -82,18 +82,18 @@ class Prompt:
 
 
 def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
-    """Return the prompts of a file, one a line: JSONL, or the prompts themselves.
+    """Return the prompts of a file, which has one per line: JSONL or plain text.
 
-    A file is JSONL if its name ends in ``.jsonl``, or if its first line that is not empty begins with ``{`` and some
-    line is a JSON object, which holds ``prompt`` (a text) or ``messages`` (a chat), and may hold what else
-    :class:`.prompt_line.PromptLine` has. A line that cannot be used is a prompt with an error. Empty lines are skipped.
+    A file is JSONL if its name ends in ``.jsonl``, or if its first non-empty line begins with ``{`` and any line is a
+    JSON object. An object has ``prompt`` (a text) or ``messages`` (a chat), and may have the other fields of
+    :class:`.prompt_line.PromptLine`. An unusable line becomes a prompt with an error. Empty lines are skipped.
 
     Args:
-        lines: of the file.
-        name: of the file.
+        lines: the file's lines.
+        name: the file's name.
 
     Raises:
-        PromptsFileError: there is no prompt.
+        PromptsFileError: the file has no prompt.
     """
     numbered = ((number, line.removeprefix(BOM_UTF8).rstrip(b"\r\n")) for number, line in enumerate(lines, 1))
     contents = [(number, line) for number, line in numbered if line.strip()]
@@ -130,7 +130,7 @@ def _from_text(index: int, line: bytes) -> Prompt:
 
 
 def _from_object(index: int, line: bytes) -> Prompt:
-    from .prompt_line import checked  # pydantic, which prompts without options do without
+    from .prompt_line import checked  # needs pydantic, plain text does not
 
     values = checked(load_object(line, "it"))
     messages, most = values.get("messages"), values.get("max_completion_tokens", values.get("max_tokens"))
@@ -149,10 +149,10 @@ class Counts(NamedTuple):
 
 
 class LinesFile:
-    """A file of JSON lines that grows by whole lines: one that does not fit is taken back.
+    """A JSONL file that grows by whole lines: a line that cannot be written completely is removed again.
 
     Args:
-        path: the file, which is made if it is not there.
+        path: the file, which is created if it is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,7 +162,7 @@ class LinesFile:
         """Write a line.
 
         Raises:
-            OSError: it cannot be written; the file holds what it held before.
+            OSError: the line cannot be written; the file is as it was before.
         """
         line = memoryview(_line_of(record).encode())
         end = os.fstat(self._file.fileno()).st_size
@@ -180,20 +180,20 @@ class LinesFile:
 
 
 class Results:
-    """Writes each result once all before it are written: the output is in the order of the prompts at any time.
+    """The results of a run. Each is written once all before it are, so that the output is always in prompt order.
 
     With a file, a result that is ready early goes to a journal beside it, ``FILE.partial``, so that an interrupted run
-    has lost nothing that was complete; the journal goes when the last result is written.
+    loses no finished result; the journal is deleted when the last result is written.
 
     Args:
-        prompts: all of them.
+        prompts: all prompts of the run.
         path: the output file, or None.
-        stream: where results go if there is no path.
-        resume: take what a run before has left in the file and its journal.
+        stream: where results are written if there is no path.
+        resume: keep the results that an earlier run has left in the file and its journal.
 
     Raises:
-        PromptsFileError: the file is there and ``resume`` is not asked for, it holds other prompts' results, or it
-            cannot be read or written.
+        PromptsFileError: the file exists and ``resume`` is not set, it holds other prompts' results, or it cannot be
+            read or written.
     """
 
     def __init__(self, prompts: list[Prompt], path: Path | None, stream: TextIO, *, resume: bool = False) -> None:
@@ -217,10 +217,10 @@ class Results:
             raise PromptsFileError(f"{path} is there already: --resume goes on with it, or choose another name")
         for record in (*_records(path), *_records(journal)):
             self._check(record, path)
-            if "error" not in record:  # what failed is tried again
+            if "error" not in record:  # failed prompts are tried again
                 self._ready[record["index"]] = record
-        # Nothing complete is lost if this run is interrupted here: the journal is whole before the output is cut back
-        # to what comes before the first gap.
+        # The journal is complete before the output is cut back to the results before the first gap, so that an
+        # interruption here loses none.
         _replace(journal, self._ready.values())
         written = []
         while self._next in self._ready:
@@ -233,7 +233,7 @@ class Results:
         index = record.get("index")
         if not isinstance(index, int) or not 0 <= index < len(self.prompts):
             raise PromptsFileError(f"{path} holds a result with index {index}, of {len(self.prompts)} prompts")
-        if "error" in record:  # a line that could not be used may have been mended since
+        if "error" in record:  # the user may have fixed the line since
             return
         if record.get("prompt_sha256") != self.prompts[index].digest:
             raise PromptsFileError(f"{path} holds the result of another prompt at index {index}: it is another run's")
@@ -245,7 +245,7 @@ class Results:
 
     @property
     def counts(self) -> Counts:
-        """Numbers of prompts done, of all, and of those that failed."""
+        """Numbers of prompts done, in all, and failed."""
         return Counts(self._next + len(self._ready), len(self.prompts), self.failed)
 
     def add(self, prompt: Prompt, **fields: Any) -> None:
@@ -276,7 +276,7 @@ class Results:
         self.failed += "error" in record
 
     def close(self) -> None:
-        """End of the run; the journal goes if everything is written."""
+        """Close the files, and delete the journal if all results are written."""
         if self._path is None or self._output is None or self._journal is None:
             return
         self._output.close()
@@ -287,10 +287,10 @@ class Results:
 
 @contextmanager
 def _explained(path: Path | str) -> Iterator[None]:
-    """Errors of the file system, as one clear error."""
+    """Turn errors of the file system into one PromptsFileError."""
     try:
         yield
-    except BrokenPipeError:  # who reads stdout wants no more
+    except BrokenPipeError:  # the reader of stdout has closed it
         raise
     except (OSError, UnicodeDecodeError) as error:
         raise PromptsFileError(f"results cannot be kept in {path}: {error}") from None
@@ -301,7 +301,7 @@ def _line_of(record: dict[str, Any]) -> str:
 
 
 def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Put a file with these lines in the place of ``path``, at once."""
+    """Replace ``path`` atomically by a file with these lines."""
     new = path.with_name(path.name + ".new")
     try:
         with new.open("w", encoding="utf-8") as out:
@@ -314,7 +314,7 @@ def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a results file; none if it is not there."""
+    """Return the records in the complete lines of a results file; none if there is no file."""
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""``mlx_paged.server``: the flags of mlx_lm.server and its own, over this package's server."""
+"""``mlx_paged.server``: this package's server, with the flags of mlx_lm.server and its own."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ LOG_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 
 
 class _Complete(Exception):
-    """mlx-lm's main has made its parser."""
+    """Raised when mlx-lm's main has made its parser."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """In the place of argparse's while mlx-lm's main adds its flags; stops it when it would go on."""
+    """Replacement of argparse's parser while mlx-lm's main adds its flags; stops main when it parses."""
 
     def parse_args(self, *args: Any, **options: Any) -> Any:
         raise _Complete(self)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return a parser of mlx_lm.server's flags, in its own words, and of ours."""
+    """Return a parser with mlx_lm.server's flags and help texts, and this package's flags."""
     upstream = importlib.import_module("mlx_lm.server")
     try:
         with replaced(upstream, argparse=SimpleNamespace(ArgumentParser=_Parser)):
@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _say(parser: argparse.ArgumentParser, name: str, default: Any, text: str) -> None:
-    """Give one of mlx-lm's flags another default."""
+    """Set the default and the help of one of mlx-lm's flags."""
     for action in parser._actions:
         if action.dest == name:
             action.default, action.help = default, text
@@ -98,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
-    """Raise ConfigError for arguments that do not go with several ranks."""
+    """Raise ConfigError for arguments that several ranks do not support, or that differ between ranks."""
     if args.model is None:
         raise ConfigError("several ranks serve one model: name it with --model")
     if len(args.models) > 1 or args.idle_unload is not None:
@@ -112,14 +112,14 @@ def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
 
 
 def configured(args: argparse.Namespace) -> PagedConfig:
-    """Return the pages' configuration. Raises PagedCacheError: an option or a model folder cannot be used."""
+    """Return the paged cache's configuration. Raises PagedCacheError if an option or a model folder cannot be used."""
     from ..patches.generate.drafting import check_one_proposer
     from ..patches.models.mtp import find_head, folder_of
 
     for folder in (*args.models, args.draft_model):
         check_model_folder(folder)
     check_one_proposer(args)
-    for model in args.models[1:]:  # which are loaded when they are asked for
+    for model in args.models[1:]:  # loaded on their first request, so checked now
         if args.mtp:
             find_head(folder_of(model))
         if Path(model).is_dir():
@@ -133,12 +133,12 @@ def configured(args: argparse.Namespace) -> PagedConfig:
         if asked.format is None:
             warn_once(f"{asked.why_not}: requests run one at a time, in mlx-lm's own cache")
         else:
-            args.kv_bits = None  # mlx-lm would not batch
+            args.kv_bits = None  # with it, mlx-lm would not batch
     return config
 
 
 def shared_budget(models: Sequence[str], config: PagedConfig) -> int:
-    """Return each model's part of the memory for keys and values; of what is free, their weights come first."""
+    """Return each model's equal share of the KV budget in bytes; an ``auto`` budget first leaves room for weights."""
     budget = config.memory_budget()
     if config.kv_cache_memory is None:
         budget -= sum(file.stat().st_size for model in models for file in Path(model).glob("*.safetensors"))
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ranks = over_ranks.join(args)
         try:
             if ranks is not None:
-                if ranks.rank > 0:  # rank 0 ends all
+                if ranks.rank > 0:  # rank 0 handles signals, and ends all ranks
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
                     signal.signal(signal.SIGINT, signal.SIG_IGN)
                 check_ranks(args, ranks)
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ranks: Ranks | None) -> None:
-    """Serve on pages; does not return, unless mlx-lm's server is not the one known."""
+    """Run this package's server, which does not return; or mlx_lm.server's own code, if its version is not known."""
     from .. import patches
 
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -210,7 +210,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
 
 
 def one_form_for_all_lines() -> None:
-    """Have warnings, and libraries with handlers of their own, log as the server does."""
+    """Log warnings, and lines of libraries with handlers of their own, in the server's format."""
     logging.captureWarnings(True)
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and logger.handlers:
@@ -219,14 +219,14 @@ def one_form_for_all_lines() -> None:
 
 
 def run_upstream(args: argparse.Namespace, config: ServerConfig) -> None:
-    """Run mlx_lm.server's own code. Raises ConfigError: it cannot ask for a key."""
+    """Run mlx_lm.server's own code. Raises ConfigError if there are API keys, which it does not support."""
     if config.api_keys:
         raise ConfigError("--api-key: this version of mlx_lm.server, or one with --pipeline, cannot ask for it")
     upstream = importlib.import_module("mlx_lm.server")
     for name, default in (("prompt_cache_size", 10), ("max_tokens", 512), ("allowed_origins", ["*"])):
         if getattr(args, name) is None:
             setattr(args, name, default)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends in order at an interrupt only
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it shuts down in order only at an interrupt
     upstream.run(args.host, args.port, upstream.ModelProvider(args))
 
 

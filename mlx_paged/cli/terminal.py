@@ -1,4 +1,4 @@
-"""What the commands show in a terminal: progress, tables, colours."""
+"""Terminals: version text, types of flags, orderly ends of commands, and progress bars."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 
 def whole_number(least: int, most: int | None = None, *, also: int | None = None) -> Callable[[str], int]:
-    """Return a type of argparse: a whole number from ``least`` to ``most``, or ``also``."""
+    """Return an argparse type for a whole number from ``least`` to ``most``; ``also`` stands for no limit."""
     allowed = f"at least {least}" if most is None else f"from {least} to {most}"
     if also is not None:
         allowed += f", or {also} for no limit"
@@ -54,20 +54,20 @@ def whole_number(least: int, most: int | None = None, *, also: int | None = None
 
 
 def restrict(parser: argparse.ArgumentParser, flag: str, convert: Callable[[str], Any]) -> None:
-    """Check the values of a flag that mlx-lm's parser has, if this version has it."""
+    """Set the type of one of mlx-lm's flags, if this version of mlx-lm has the flag."""
     action = parser._option_string_actions.get(flag)
     if action is not None:
         action.type = convert
 
 
 class LineTracker:
-    """A text stream that knows whether its last line has ended, and why it could not be written.
+    """A text stream that keeps track of whether its last line has ended, and of write errors.
 
     Args:
-        stream: where everything goes.
+        stream: the stream to write to.
 
     Attributes:
-        error: what the stream raised last.
+        error: the last OSError of the stream, or None.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -88,7 +88,7 @@ class LineTracker:
             self._stream.flush()
 
     def end_line(self) -> None:
-        """Begin a new line, if the present one holds anything."""
+        """End the current line, if it is not empty, and flush."""
         if not self._at_start:
             self.write("\n")
         self.flush()
@@ -107,11 +107,11 @@ class LineTracker:
 
 @contextmanager
 def orderly_end(command: str) -> Iterator[None]:
-    """Turn what ends a command into its exit: this package's errors into one line, an interrupt into status 130, a
-    reader of stdout that has gone into status 141 without a message.
+    """Turn exceptions into exits of a command: this package's errors into one line, an interrupt into status 130, a
+    broken pipe of stdout into status 141 without a message.
 
     Args:
-        command: named before an error.
+        command: name that is printed before an error.
 
     Raises:
         SystemExit: for a PagedCacheError or a stdout that cannot be written, with a message; for a KeyboardInterrupt.
@@ -128,7 +128,7 @@ def orderly_end(command: str) -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         _end_line(tracker)
         if sys.stderr.isatty():
-            print(file=sys.stderr)  # behind the ^C of the terminal
+            print(file=sys.stderr)  # after the terminal's ^C
         if interrupt.args:
             print(f"{command}: {interrupt}", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -149,8 +149,8 @@ def _end_line(tracker: LineTracker) -> None:
 
 
 def _let_go_of_unwritable(stdout: TextIO) -> None:
-    """Send what a stream still holds nowhere if it cannot be written: Python would try again at its exit, and report
-    an error of its own."""
+    """Redirect a stream that cannot be written to the null device: Python would flush it again at exit, and report an
+    error of its own."""
     try:
         stdout.flush()
     except OSError:
@@ -168,11 +168,11 @@ SHOW_AFTER_SECONDS = 0.5
 
 
 class Bar:
-    """A bar, drawn anew as work goes on; silent where the stream is no terminal. A ``with`` block takes it away.
+    """A progress bar. Draws nothing if the stream is no terminal; a ``with`` block clears the bar at its end.
 
     Args:
-        stream: where it is drawn.
-        what: is being done.
+        stream: where the bar is drawn.
+        what: text before the bar.
     """
 
     def __init__(self, stream: TextIO, what: str) -> None:
@@ -183,11 +183,11 @@ class Bar:
 
     @property
     def seconds(self) -> float:
-        """Return how long the work has taken."""
+        """Seconds since the bar was made."""
         return time.monotonic() - self._begin
 
     def draw(self, share: float, text: str) -> None:
-        """Draw it: this share is done."""
+        """Draw the bar with a share from 0 to 1 filled, and a text behind it."""
         if self._out is not None:
             filled = int(WIDTH * share)
             self._out.write(f"{ERASE_LINE}{self._what}[{'#' * filled}{'.' * (WIDTH - filled)}] {text}")
@@ -195,7 +195,7 @@ class Bar:
             self._drawn = True
 
     def clear(self) -> None:
-        """Take the bar away, if there is one."""
+        """Erase the bar, if it is drawn."""
         if self._out is not None and self._drawn:
             self._out.write(ERASE_LINE)
             self._out.flush()
@@ -240,15 +240,15 @@ class BatchProgress(Bar):
         num_prompt_tokens: int = 0,
         underway: float = 0.0,
     ) -> None:
-        """Draw the bar, if it is time to.
+        """Draw the bar, at most every 0.2 s.
 
         Args:
-            counts: prompts done, of all, failed.
-            num_tokens: generated in this run.
-            seconds: since it began.
-            stats: of the block pool, if there is one.
-            num_prompt_tokens: tokens of prompts computed in this run.
-            underway: how much of the prompts that run is done, in prompts.
+            counts: prompts done, in all, and failed.
+            num_tokens: tokens generated in this run.
+            seconds: time since the run began.
+            stats: stats of the block pool, if there is one.
+            num_prompt_tokens: prompt tokens prefilled in this run.
+            underway: progress of the running prompts, as a number of prompts.
         """
         if self._out is None or seconds - self._shown_at < SHOW_EVERY_SECONDS:
             return

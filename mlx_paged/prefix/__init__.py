@@ -1,1 +1,1 @@
-"""Prefixes that requests share: the radix tree, detached prefixes, the folder they go to, whose keys they are."""
+"""Prefixes that requests share: the radix tree, its use by a batch, files on disk, and the identity of models."""

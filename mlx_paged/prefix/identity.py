@@ -16,21 +16,21 @@ import mlx.nn as nn
 
 from ..by_model import ByModel
 
-# Raised when this package computes other keys and values of the same model: what is on disk is another model's then.
+# Increment it when this package computes other keys and values of the same model: what is on disk is not used then.
 FORMAT = 1
-PIECE_WORDS = 4 << 20  # of four bytes, summed at a time
+PIECE_WORDS = 4 << 20  # words of 4 bytes summed at a time
 
 
 def model_identity(model: nn.Module, config: Any = None) -> str:
-    """Return a hash of what a model's keys and values depend on, tokens apart.
+    """Return a hash of everything that a model's keys and values depend on, except tokens.
 
-    That is what a safetensors header says of each array, and a checksum of its bytes, computed on the device: another
-    fine-tuned model has the same shapes. Of each module its class and its plain attributes, such as a norm's ``eps`` or
-    an adapter's ``scale``. The configuration, the versions of MLX and mlx-lm, and :data:`FORMAT`.
+    It covers each array's name, dtype and shape, and a checksum of its bytes, computed on the device, since fine-tuned
+    models share shapes; each module's class and plain attributes, such as a norm's ``eps`` or an adapter's ``scale``;
+    the configuration; the versions of MLX and mlx-lm; and :data:`FORMAT`.
 
     Args:
-        model: loaded, adapters included.
-        config: what it was loaded with (config.json), as parsed.
+        model: a loaded model, adapters included.
+        config: the parsed config.json that it was loaded with.
 
     Returns:
         64 hex digits.
@@ -44,7 +44,7 @@ def model_identity(model: nn.Module, config: Any = None) -> str:
 
 
 def digest_of(parts: Iterable[str]) -> str:
-    """Return a hash of texts in order, 64 hex digits; where one ends and the next begins counts."""
+    """Return a hash of texts, 64 hex digits; their order and their boundaries count."""
     digest = hashlib.sha256()
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass")
@@ -53,7 +53,7 @@ def digest_of(parts: Iterable[str]) -> str:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return a module's numbers, texts and arguments; names with an underscore say how it is trained."""
+    """Return a module's numbers, strings and arguments, except private ones, which only concern training."""
     values = {name: asdict(value) if is_dataclass(value) else value for name, value in vars(module).items()}  # type: ignore[arg-type]
     kinds = bool | int | float | str | dict
     return {name: value for name, value in values.items() if isinstance(value, kinds) and not name.startswith("_")}
@@ -64,7 +64,7 @@ def _as_json(value: Any) -> str:
 
 
 def _arrays(values: Any, name: str = "") -> Iterator[tuple[str, mx.array]]:
-    """Yield the arrays in a module's attributes, lists and dicts in them included, modules in them not."""
+    """Yield the arrays in a module's attributes, including nested lists and dicts, but not nested modules."""
     if isinstance(values, mx.array):
         yield name, values
     elif isinstance(values, dict | list | tuple) and not isinstance(values, nn.Module):
@@ -74,7 +74,7 @@ def _arrays(values: Any, name: str = "") -> Iterator[tuple[str, mx.array]]:
 
 
 def _checksum(x: mx.array) -> list[int]:
-    """Return two sums of the array's words, each mixed with its position: what moves within the array counts."""
+    """Return two sums of the array's words, each mixed with its position, so that their order counts."""
     raw = x.reshape(-1).view(mx.uint8)
     words = mx.pad(raw, (0, -raw.size % 4)).view(mx.uint32) if raw.size % 4 else raw.view(mx.uint32)
     positions = mx.arange(min(words.size, PIECE_WORDS), dtype=mx.uint32) * 0x9E3779B1
@@ -84,13 +84,13 @@ def _checksum(x: mx.array) -> list[int]:
         mixed = (piece ^ (positions[: piece.size] + start)) * 0x85EBCA6B
         mixed = mixed ^ (mixed >> 15)
         sums = sums + mx.stack([mixed.sum(), (mixed * mixed).sum()])
-        mx.eval(sums)  # piece by piece: what is mixed is as large as the piece
+        mx.eval(sums)  # piece by piece: temporary arrays are as large as the piece
     return sums.tolist()  # type: ignore[return-value]
 
 
 def identity_of(models: Sequence[Any]) -> str:
-    """Return what names models, a target and perhaps its draft, on disk (see :func:`model_identity`). Nothing is
-    remembered: under the same name, another model may have been saved since."""
+    """Return the identity of models, a target and perhaps its draft, on disk (see :func:`model_identity`). Not cached:
+    another model may have been saved under the same name since."""
     return digest_of(model_identity(model, loaded_configs.get(model)) for model in models)
 
 
@@ -99,7 +99,7 @@ loaded_configs: ByModel[dict[str, Any]] = ByModel("configuration")
 
 
 def noting_configs(load: Callable[..., Any]) -> Callable[..., Any]:
-    """mlx-lm's ``load``, which notes the configuration of what it loads."""
+    """Return mlx-lm's ``load``, wrapped to record the configuration of each model in :data:`loaded_configs`."""
 
     @functools.wraps(load)
     def noting_load(*args: Any, return_config: bool = False, **kwargs: Any) -> Any:

@@ -31,16 +31,16 @@ from .radix_node import (
     servable_length,
 )
 
-LOOKED_AT = 64  # nodes copied at a time from an order that changes meanwhile
+LOOKED_AT = 64  # nodes copied at a time from the eviction order, which changes while it is read
 
 
 class MatchResult(NamedTuple):
     """The longest prefix every group can serve.
 
     Attributes:
-        length: tokens of it.
+        length: number of its tokens.
         node: the deepest node on its path; lock it before anything else may allocate. A root if ``length`` is 0.
-        block_ids: per group, by absolute position; the null block behind the group's window.
+        block_ids: per group, by absolute position; the null block before the group's window.
     """
 
     length: int
@@ -51,17 +51,17 @@ class MatchResult(NamedTuple):
 class RadixTree:
     """Finished prefixes of the sequences of one pool.
 
-    Every method is atomic under the pool's lock. The tree retains each block once per node that holds it, so what it
-    holds outlives the sequences that computed it, and the pool asks it for blocks before an allocation fails.
+    Every method is atomic under the pool's lock. The tree retains each block once per node that holds it, so blocks
+    outlive the sequences that computed them, and the pool evicts from the tree before an allocation fails.
 
-    In a group with a sliding window, a prefix can be served where the window before its end is held; that
-    group's blocks may have been evicted from inner nodes, and a later insertion of the same tokens brings them back.
+    In a group with a window, a prefix can be served if the window before its end is held. That group's blocks may have
+    been evicted from inner nodes; inserting the same tokens again brings them back.
 
     Args:
-        pool: kept weakly: a cache must not keep a model's memory alive.
+        pool: held by a weak reference: a cache must not keep a model's memory alive.
         ttl: evict prefixes idle for longer than this, in seconds.
         clock: the time, in seconds.
-        on_evict: called with a prefix' salt and a node before any of the node's blocks are evicted.
+        on_evict: called with a prefix's salt and a node before any of the node's blocks are evicted.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class RadixTree:
 
     @property
     def pool(self) -> BlockPool:
-        """Raises BlockStateError if the pool is gone."""
+        """The tree's pool. Raises BlockStateError if it is gone."""
         return self._held.pool
 
     # Looking up -----------------------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int], salt: Hashable = None) -> MatchResult:
-        """Return the longest prefix of ``tokens`` under ``salt`` that every group can serve, and never all of them: the
+        """Return the longest prefix of ``tokens`` under ``salt`` that every group can serve, never all of them: the
         last token is left to compute. Marks its path as used; takes no reference, so see :meth:`adopt` or :meth:`lock`.
 
         Args:
-            tokens: whose beginning is looked for.
+            tokens: tokens to look up.
             salt: as for :meth:`insert`.
         """
         with self.pool.lock:
@@ -112,17 +112,17 @@ class RadixTree:
             return MatchResult(length, path[-1] if path else self._root(salt), ids)
 
     def held_alone(self, tokens: Sequence[int], salt: Hashable = None) -> list[int]:
-        """Return how many blocks of the longest prefix (see :meth:`match`) only this tree holds, for each group."""
+        """Return, per group, how many blocks of the longest prefix (see :meth:`match`) only this tree holds."""
         with self.pool.lock:
             found = self.match(tokens, salt).block_ids
             return [self._held.num_cached_of(group, block_ids) for group, block_ids in enumerate(found)]
 
     def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
-        """Tables, one per group, over the blocks of the longest prefix (see :meth:`match`): references, no bytes.
+        """Return tables over the blocks of the longest prefix (see :meth:`match`), one per group; no bytes are copied.
 
         Returns:
-            How many tokens they hold, and the tables; they are the caller's to use and to release. A write
-            in a shared, partially filled block copies it first.
+            The number of tokens that they hold, and the tables, which the caller owns and must release. A write
+            to a shared, partially filled block copies it first.
         """
         with self.pool.lock:
             match = self.match(tokens, salt)
@@ -132,7 +132,7 @@ class RadixTree:
             ]
 
     def match_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> MatchResult:
-        """Like :meth:`match`, for models whose states cannot be cut: the longest prefix that ends at a checkpoint."""
+        """Like :meth:`match`, for models with states: return the longest prefix that ends at a checkpoint."""
         with self.pool.lock:
             self.expire()
             path, limit = self._walk(tokens, salt)
@@ -146,14 +146,14 @@ class RadixTree:
             return MatchResult(length, path[-1], path_blocks(path, length, self.windows, self.block_size))
 
     def _serves_states(self, path: Sequence[RadixNode], limit: int) -> bool:
-        """Return whether a sequence can go on from the end of the last node, which is not behind ``limit``."""
+        """Return whether a sequence can continue from the end of the path, which must not exceed ``limit``."""
         end = path[-1].end
         if path[-1].checkpoint is None or end > limit:
             return False
         return servable_length(path, end, self.windows, self.block_size) == end
 
     def adopt_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable], Any]:
-        """Like :meth:`adopt`, with the states at the prefix' end: caches that the caller must copy, or
+        """Like :meth:`adopt`, also returning the states at the prefix's end: caches that the caller must copy, or
         :class:`SavedStates`; None if there is no checkpoint."""
         with self.pool.lock:
             match = self.match_checkpoint(tokens, salt)
@@ -165,19 +165,19 @@ class RadixTree:
             return match.length, [table_over(self.pool, group, each, match.length) for group, each in ids], caches
 
     def held_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[int]]:
-        """Return the length of the longest prefix with a checkpoint, and how many of its blocks only this tree holds,
-        for each group."""
+        """Return the length of the longest prefix that ends at a checkpoint, and per group how many of its blocks only
+        this tree holds."""
         with self.pool.lock:
             found = self.match_checkpoint(tokens, salt)
             return found.length, [self._held.num_cached_of(*each) for each in enumerate(found.block_ids)]
 
     def known_length(self, tokens: Sequence[int], salt: Hashable = None) -> int:
-        """Return how many of the tokens agree with some prefix in the tree, whether it can be served or not."""
+        """Return how many leading tokens match a prefix in the tree, whether it can be served or not."""
         with self.pool.lock:
             return self._walk(tokens, salt)[1]
 
     def _root(self, salt: Hashable) -> RadixNode:
-        """Return the salt's root; if it has none yet, one that the tree does not know."""
+        """Return the salt's root, or a new one that is not in the tree yet."""
         root = self._roots.get(salt)
         if root is not None:
             return root
@@ -186,7 +186,7 @@ class RadixTree:
         return root
 
     def _walk(self, tokens: Sequence[int], salt: Hashable) -> tuple[list[RadixNode], int]:
-        """Return the nodes that ``tokens[:-1]`` runs through, and how many tokens agree."""
+        """Return the nodes along ``tokens[:-1]``, and how many of these tokens match."""
         node, position, limit = self._roots.get(salt), 0, len(tokens) - 1
         path: list[RadixNode] = []
         while node is not None and position < limit:
@@ -209,19 +209,19 @@ class RadixTree:
         label: Hashable = None,
         keep: int = 0,
     ) -> RadixNode:
-        """Remember that the tables hold the keys and values of ``tokens``, written in every layer. Returns the node
-        that the prefix ends in.
+        """Insert ``tokens``, whose keys and values the tables hold in every layer. Returns the node that the prefix
+        ends in.
 
-        Takes references on the blocks the tree does not have yet; the tables stay the caller's, which may go on
+        Takes references on the blocks that the tree does not hold yet. The caller keeps the tables and may go on
         writing: a partially filled block is shared from now on, and is copied first.
 
         Args:
             tokens: from position 0 on; at least one.
             tables: one per group, each at least as long as ``tokens``.
             salt: what else the keys depend on: model, adapter, dtype, cache configuration.
-            label: for the node the prefix ends in.
-            keep: tokens at the beginning whose nodes are evicted after those that nobody asked to keep. What is kept
-                takes up to :data:`MOST_KEPT` of the pool's budget; the earliest asked for is the first to lose that.
+            label: label of the node that the prefix ends in.
+            keep: number of leading tokens whose nodes are evicted after all others. Kept nodes take up to
+                :data:`MOST_KEPT` of the pool's budget; beyond it, those kept first become ordinary ones.
 
         Raises:
             ValueError: the tables do not hold the tokens. Nothing was changed.
@@ -263,11 +263,11 @@ class RadixTree:
         label: Hashable = None,
         keep: int = 0,
     ) -> bool:
-        """:meth:`insert`, with the states at the end of ``tokens``: they are what all of these tokens have made of an
-        empty cache, and no others.
+        """Like :meth:`insert`, with the states at the end of ``tokens``: those that exactly these tokens make of an
+        empty cache.
 
         Args:
-            states: called if they are not there yet; returns their bytes and caches that are not written to.
+            states: called if the tree has none there; returns their bytes, and caches that are never written to.
 
         Returns:
             Whether the tree has them now: checkpoints take up to :data:`MOST_SHARE` of the pool's budget.
@@ -296,8 +296,8 @@ class RadixTree:
             return True
 
     def _split(self, node: RadixNode, at: int) -> RadixNode:
-        """Return the upper part of the node (:meth:`RadixNode.split`), with the reference that both sides need on a
-        block they share."""
+        """Split the node and return its upper part (:meth:`RadixNode.split`); take the second reference on a block that
+        both parts hold."""
         upper = node.split(at, self.block_size)
         if upper.end % self.block_size:
             for group, blocks in enumerate(upper.blocks):
@@ -309,12 +309,12 @@ class RadixTree:
         return upper
 
     def _keep(self, node: RadixNode, length: int) -> None:
-        """Keep the nodes of a path up to ``length`` tokens."""
+        """Keep the nodes of the first ``length`` tokens of the path to ``node``."""
         path = [each for each in node.path() if each.start < length]
         if path and path[-1].end > length:
             path[-1] = self._split(path[-1], length - path[-1].start)
             self._touch(path[-1])
-        for each in sorted(path, key=lambda each: -each.start):  # below others first: those are useless without them
+        for each in sorted(path, key=lambda each: -each.start):  # deepest first: useless without their ancestors
             self._kept.pop(each, None)
             self._kept[each] = None
         sizes = {each: self._nbytes_of(each) for each in self._kept}
@@ -332,13 +332,13 @@ class RadixTree:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Take the pool's lock for a change of nodes. If it fails half-way, the tree holds what its nodes do."""
+        """Hold the pool's lock while nodes change. After a failure, make the tree's accounts agree with its nodes."""
         with self.pool.lock:
             try:
                 yield
             except Exception:
                 for salt in [salt for salt, root in self._roots.items() if not root.children]:
-                    del self._roots[salt]  # in place: the finalizer has this very dictionary
+                    del self._roots[salt]  # in place: the finalizer holds this dictionary
                 self._order = dict.fromkeys(sorted(self.nodes(), key=lambda node: node.tick))
                 self._locked = {node for node in self._order if node.locks}
                 self._kept = {node: None for node in self._kept if node in self._order}
@@ -350,7 +350,7 @@ class RadixTree:
     # In use ---------------------------------------------------------------------------------------------------
 
     def lock(self, node: RadixNode) -> None:
-        """Keep the node and its ancestors until :meth:`unlock`; locks add up.
+        """Protect the node and its ancestors from eviction until :meth:`unlock`; locks are counted.
 
         Raises:
             BlockStateError: the node has been evicted meanwhile: match again.
@@ -364,7 +364,7 @@ class RadixTree:
             self._locked.update(path)
 
     def unlock(self, node: RadixNode) -> None:
-        """Take one lock back. Raises BlockStateError if there is none."""
+        """Release one lock. Raises BlockStateError if there is none."""
         with self.pool.lock:
             if node.locks < 1 and not node.is_root:
                 raise BlockStateError(f"{node} is not locked")
@@ -376,7 +376,7 @@ class RadixTree:
 
     @property
     def uses(self) -> int:
-        """Grows with every use: as long as it is the same, nothing new is held."""
+        """Counter that rises with every use; while it is unchanged, the tree holds nothing new."""
         return self._tick
 
     def _touch(self, node: RadixNode) -> None:
@@ -388,23 +388,24 @@ class RadixTree:
     # Evicting -------------------------------------------------------------------------------------------------
 
     def reclaimable(self, group: int, enough: int | None = None) -> int:
-        """Return how many blocks of the group would be free if every unlocked node went; counting stops at
+        """Return how many blocks of the group would become free if every unlocked node were evicted; counting stops at
         ``enough``."""
         with self.pool.lock:
             locked = (b for node in self._locked for b in node.blocks[group])
             return self._held.num_cached(group, locked, enough)
 
     def evict(self, group: int, num_blocks: int) -> int:
-        """Free blocks of a group: of the least recently used leaves, and in a group with a window also of inner nodes,
-        whose longer prefixes do without. Locked nodes stay, and blocks that a sequence holds do not become free.
+        """Free blocks of a group, from the least recently used leaves, and in a group with a window also from inner
+        nodes: a prefix that ends a window later does not need them. Locked nodes stay, and blocks that a sequence holds
+        do not become free.
 
         Returns:
-            Blocks that became free: ``num_blocks`` or more, or fewer if there are no more to be had.
+            Number of blocks that became free: at least ``num_blocks``, or fewer if there are no more.
         """
         with self._changing():
             freed = 0
-            # Nodes whose blocks are all in use elsewhere go only in later rounds, where they stand before others; of
-            # either, what is kept goes last.
+            # Nodes whose blocks are all in use elsewhere are evicted only in a second pass, to reach their ancestors.
+            # In each pass, kept nodes come last.
             left_out: list[Mapping[RadixNode, None]] = [self._kept, {}] if self._kept else [{}]
             for only_useful, kept in itertools.product((True, False), left_out):
                 if freed >= num_blocks:
@@ -418,9 +419,9 @@ class RadixTree:
             return freed
 
     def _evict_from(self, node: RadixNode, group: int, num_blocks: int) -> int:
-        """Free ``num_blocks`` blocks of the group at this node, or what it has. Returns how many became free."""
+        """Free ``num_blocks`` blocks of the group at this node, or all it has. Returns how many became free."""
         if node.children:
-            # An inner node of a window group: prefixes that end beyond its window need only what comes after it.
+            # An inner node of a window group: a longer prefix whose window begins after the node does not need it.
             self._notify(node)
             self.checkpoints.forget(node)  # it cannot be adopted any more
             gone, node.blocks[group] = node.blocks[group], [NULL_BLOCK] * len(node.blocks[group])
@@ -438,7 +439,7 @@ class RadixTree:
         return self.checkpoints.nbytes
 
     def evict_states(self, num_bytes: int) -> int:
-        """Drop the checkpoints of least value, and nodes that are useless without them. Returns their bytes."""
+        """Drop the least valuable checkpoints, and nodes that are useless without them. Returns checkpoints' bytes."""
         with self._changing():
             freed = 0
             for node in self.checkpoints.cheapest(num_bytes, self._kept):
@@ -483,7 +484,7 @@ class RadixTree:
             self.on_evict(self.salt_of(node), node)
 
     def _drop(self, group: int, block_ids: Sequence[int]) -> int:
-        """Drop one reference of each block. Returns how many became free: the evictions."""
+        """Drop one reference to each block. Returns how many became free, and counts these as evictions."""
         freed = self._held.drop(group, block_ids)
         self.evictions += freed
         return freed
@@ -496,7 +497,7 @@ class RadixTree:
                     self.remove(leaf)
 
     def expire(self) -> None:
-        """Evict what has not been used for the time to live. Costs nothing as long as nothing can be due."""
+        """Evict prefixes that were not used for ``ttl`` seconds. Costs nothing while none can be due."""
         if self.ttl is None or self.clock() < self._next_expiry:
             return
         with self.pool.lock:
@@ -516,19 +517,19 @@ class RadixTree:
         return node.label
 
     def nodes(self) -> Iterator[RadixNode]:
-        """Every node but the roots, parents first. The tree must not change meanwhile."""
+        """Yield every node but the roots, parents first. The tree must not change meanwhile."""
         for root in self._roots.values():
             for child in root.children.values():
                 yield from child.descendants()
 
     def leaves(self) -> list[RadixNode]:
-        """Unlocked leaves, least recently used first, those that are kept last."""
+        """Return the unlocked leaves, least recently used first and kept ones last."""
         with self.pool.lock:
             found = [node for node in self._order if not node.children and not node.locks]
             return sorted(found, key=self._kept.__contains__) if self._kept else found
 
     def __len__(self) -> int:
-        """Leaves: prefixes that are no other's beginning."""
+        """Return the number of leaves: prefixes that no other prefix begins with."""
         with self.pool.lock:
             return sum(not node.children for node in self._order)
 
@@ -556,7 +557,7 @@ class RadixTree:
         return [list(self._held.counts[group].elements())]
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Take the new ids of blocks that the pool has moved."""
+        """Replace the ids of blocks that the pool has moved."""
         with self.pool.lock:
             for node in self.nodes():
                 node.blocks[group][:] = [moves.get(b, b) for b in node.blocks[group]]
@@ -585,16 +586,16 @@ def _check_tables(windows: Sequence[Window | None], tokens: tuple[int, ...], tab
 def _least_recently_used(
     held: HeldBlocks, group: int, order: Mapping[RadixNode, None], kept: Mapping[RadixNode, None]
 ) -> Iterator[RadixNode]:
-    """Return the nodes of a tree that blocks of a group can be evicted from, the least recently used first.
+    """Yield the nodes of a tree that blocks of a group can be evicted from, least recently used first.
 
-    Only what is asked for is looked at. The caller may remove the nodes it gets, and no others; a parent whose last
-    child was removed takes its place among the others.
+    Lazy: looks at no more nodes than are taken. The caller may remove nodes that it was given, and no others; a parent
+    whose last child was removed comes in its turn.
 
     Args:
         held: the tree's references.
         group: index of the group.
         order: all nodes of the tree, least recently used first.
-        kept: nodes that are left out.
+        kept: nodes to leave out.
     """
 
     def is_evictable(node: RadixNode) -> bool:
@@ -618,9 +619,10 @@ def _least_recently_used(
 
 
 def _shortest_tail(held: HeldBlocks, leaf: RadixNode, group: int, num_blocks: int) -> int | None:
-    """Index of the first block to evict so that the leaf's front stays; None if the whole leaf must go.
+    """Return the index of the first block to evict so that the leaf's beginning stays; None if the whole leaf must go.
 
-    With a window or a checkpoint, a prefix is of use only at the ends it was kept for, so there a leaf goes as a whole.
+    With a window or a checkpoint, a prefix can only be used up to the end that it was inserted with, so the leaf goes
+    as a whole.
     """
     if leaf.checkpoint is not None or any(window is not None for window in held.windows):
         return None
@@ -634,15 +636,15 @@ def _shortest_tail(held: HeldBlocks, leaf: RadixNode, group: int, num_blocks: in
 
 
 def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: int) -> BlockTable:
-    """Return a table over blocks that others hold too, with a reference of its own on each, as a prefill cut at
-    ``length`` would have left it.
+    """Return a table over shared blocks, with its own reference on each, as a prefill of ``length`` tokens would have
+    left it.
 
     Args:
         pool: the blocks' pool.
         group: index of their group.
-        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window. Where
-            the next token sees itself only, whole blocks.
-        length: tokens they hold.
+        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null before the group's window. If the
+            next token sees only itself, without a last block that is partially filled.
+        length: number of tokens that they hold.
     """
     spec = pool.groups[group].spec
     with pool.lock:

@@ -18,24 +18,23 @@ from ..kv.storage.attention_params import Window
 
 
 class HeldBlocks:
-    """References by group and block, each of a node. Used under the pool's lock; given back when this is dropped.
-
-    Null blocks among those given are skipped.
+    """A tree's references to blocks, one for each node that holds a block. Used under the pool's lock; released when
+    this object is dropped. Null blocks in arguments are skipped.
 
     Args:
-        pool: kept weakly.
+        pool: held by a weak reference.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = weakref.ref(pool)
         self.block_size = pool.block_size
         self.windows = [group.spec.sees for group in pool.groups]
-        self.counts: list[Counter[int]] = [Counter() for _ in pool.groups]  # by block
+        self.counts: list[Counter[int]] = [Counter() for _ in pool.groups]  # by block id
         weakref.finalize(self, _abandon, self._pool, self.counts).atexit = False
 
     @property
     def pool(self) -> BlockPool:
-        """Raises BlockStateError if the pool is gone."""
+        """The tree's pool. Raises BlockStateError if it is gone."""
         pool = self._pool()
         if pool is None:
             raise BlockStateError("the tree's pool is gone")
@@ -54,7 +53,7 @@ class HeldBlocks:
         self.counts[group].update(ids)
 
     def drop(self, group: int, block_ids: Sequence[int]) -> int:
-        """Give one reference of each block back. Returns how many blocks became free."""
+        """Release one reference to each block. Returns how many blocks became free."""
         ids = [b for b in block_ids if b != NULL_BLOCK]
         held, freed = self.counts[group], self.num_unshared(group, ids)
         self.pool.release(group, ids)
@@ -65,7 +64,7 @@ class HeldBlocks:
         return freed
 
     def num_unshared(self, group: int, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks would be free with one reference less."""
+        """Return how many of these blocks have exactly one reference."""
         refcount = self.pool.groups[group].allocator.refcount
         return sum(b != NULL_BLOCK and refcount(b) == 1 for b in block_ids)
 
@@ -73,39 +72,39 @@ class HeldBlocks:
         """Return how many blocks only the tree holds, except those in ``without``; counting stops at ``enough``."""
         held, refcount = self.counts[group], self.pool.groups[group].allocator.refcount
         excluded = self.num_cached_of(group, set(without))
-        # Asked for in many steps while the pool is full: no Python code for each block.
+        # Called in many steps while the pool is full, so it runs no Python code per block.
         cached = filter(None, map(operator.eq, map(refcount, held), held.values()))
         return sum(islice(cached, None if enough is None else enough + excluded)) - excluded
 
     def num_cached_of(self, group: int, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks, each given once, only the tree holds."""
+        """Return how many of these blocks, all different, only the tree holds."""
         held, refcount = self.counts[group], self.pool.groups[group].allocator.refcount
         return sum(b != NULL_BLOCK and refcount(b) == held[b] for b in block_ids)
 
     def reset(self, group: int, block_ids: Iterable[int]) -> None:
-        """Hold exactly one reference for each of these."""
+        """Hold exactly one reference for each element of ``block_ids``."""
         wanted, held = Counter(b for b in block_ids if b != NULL_BLOCK), self.counts[group]
         missing, surplus = wanted - held, held - wanted
         self.hold(group, list(missing.elements()))
         self.drop(group, list(surplus.elements()))
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Take the new ids of the pool's blocks."""
-        held = self.counts[group]  # changed in place: the finalizer has it, too
+        """Replace the ids of blocks that the pool has moved."""
+        held = self.counts[group]  # changed in place: the finalizer holds it, too
         counts = {moves.get(b, b): n for b, n in held.items()}
         held.clear()
         held.update(counts)
 
 
 def _abandon(pool: weakref.ref[BlockPool], counts: list[Counter[int]]) -> None:
-    """Give back what a tree held that its owner dropped."""
+    """Release the references of a tree that was dropped."""
     if (alive := pool()) is not None:
         for group, blocks in enumerate(counts):
             alive.abandon(group, list(blocks.elements()))
 
 
 class RadixNode:
-    """Tokens ``start .. end - 1`` behind the tokens of the node's ancestors.
+    """A run of tokens, ``start .. end - 1``, that follows those of the node's ancestors.
 
     Blocks belong to absolute positions: block ``i`` to ``[i * block_size, (i + 1) * block_size)``. A node holds every
     block that one of its tokens lies in, so at a boundary inside a block both sides hold one. Block size 4::
@@ -115,22 +114,22 @@ class RadixNode:
         child               .  .  g h   i j         [6, 10)  blocks    12 13
         other child         .  .  x                 [6, 7)   blocks    14
 
-    Blocks 11, 12 and 14 all hold ``e f``: a child's first block is right from the block's start on, because a sequence
-    that goes on from a shared, partially filled block writes into a copy. So the block that serves a prefix is always
-    the one of the deepest node on its path. After a split inside a block both sides hold the same block, each with a
-    reference of its own.
+    Blocks 11, 12 and 14 all hold ``e f``: a child's first block is valid from the block's start on, because a sequence
+    that continues from a shared, partially filled block writes into a copy. So a prefix is always served by the block
+    of the deepest node on its path. After a split inside a block both sides hold the same block, each with a reference
+    of its own.
 
     Attributes:
-        tokens: the run; never empty except in a root.
+        tokens: the run; empty only in a root.
         blocks: per group, the blocks ``start // block_size .. (end - 1) // block_size``; the null block where the
             group's keys are not held.
         valid_from: per group, the first position whose keys are held; from there they are held up to ``end``.
-            At most the start of the node's first block if all are, ``end`` if none.
-        locks: users of this node and of its descendants.
+            At most the start of the node's first block if all are held, ``end`` if none.
+        locks: number of locks on this node and its descendants.
         tick: rises with each use, so the least is the least recently used.
         used_at: time of the last use.
-        label: what the owner calls the prefix that ends here; free of meaning for the tree.
-        checkpoint: states of layers without blocks at the node's end; None: there are none.
+        label: the owner's label for the prefix that ends here, which the tree does not interpret; of a root, the salt.
+        checkpoint: states of layers without blocks at the node's end, or None.
     """
 
     __slots__ = (
@@ -179,7 +178,7 @@ class RadixNode:
 
     @property
     def is_attached(self) -> bool:
-        """Return whether the node hangs on its parent: it is not a root, and was not removed."""
+        """Whether the node is a child of its parent: it is not a root, and was not removed."""
         return self.parent is not None and self.parent.children.get(self.tokens[0]) is self
 
     def path(self) -> list[RadixNode]:
@@ -204,8 +203,8 @@ class RadixNode:
             stack.extend(node.children.values())
 
     def split(self, at: int, block_size: int) -> RadixNode:
-        """Put a node with the first ``at`` tokens above this one, which keeps the others, its users and its place in
-        their hands. A block that lies in both is in both lists: the caller owes it one more reference.
+        """Insert a node with the first ``at`` tokens above this one, which keeps the rest; its users may go on using
+        this object. A block that both hold is in both lists: the caller must take one more reference on it.
 
         Returns:
             The new upper node.
@@ -232,7 +231,7 @@ class RadixNode:
         return upper_node
 
     def cut(self, index: int, block_size: int) -> list[list[int]]:
-        """Forget the blocks from the ``index``-th one on, and the tokens in them. Returns these blocks, per group."""
+        """Remove the blocks from index ``index`` on, and the tokens in them. Returns these blocks, per group."""
         self.tokens = self.tokens[: (self.start // block_size + index) * block_size - self.start]
         tails = [blocks[index:] for blocks in self.blocks]
         for blocks in self.blocks:
@@ -261,7 +260,7 @@ def part_nodes(roots: Mapping[Hashable, RadixNode]) -> None:
 
 
 def add_leaf(held: HeldBlocks, parent: RadixNode, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> None:
-    """Hang a leaf with the tokens behind the parent's on it."""
+    """Add a leaf to ``parent`` with the tokens that follow the parent's."""
     start, size = parent.end, held.block_size
     first, last = start // size, -(-len(tokens) // size)
     leaf = RadixNode(tokens[start:], start, parent, [], [])
@@ -275,8 +274,8 @@ def add_leaf(held: HeldBlocks, parent: RadixNode, tokens: tuple[int, ...], table
 
 
 def replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> None:
-    """If the node alone holds its partial tail block, hold the longer one of the tables in its place: one block
-    then serves both this prefix and the one about to go on from it."""
+    """If no other node holds the node's partially filled last block, replace it by the tables' fuller one: one block
+    then serves both this prefix and the one about to continue it."""
     index, offset = divmod(node.end, held.block_size)
     if not offset:
         return
@@ -295,14 +294,13 @@ def replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]
 
 
 def improves(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable], end: int) -> bool:
-    """Return whether the tables hold keys of the node's tokens before ``end`` that the node's blocks do not hold any
-    more."""
+    """Return whether the tables hold keys of the node's tokens before ``end`` that the node has lost."""
     floor = node.start // held.block_size * held.block_size
     return any(max(t.logical_start, floor) < min(node.valid_from[t.group], end) for t in tables)
 
 
 def refill(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> None:
-    """Take the blocks of a window group that were evicted from the node and that the tables hold."""
+    """Give the node blocks of window groups back that were evicted from it and that the tables hold."""
     size = held.block_size
     first = node.start // size
     for table in tables:
@@ -324,8 +322,8 @@ Windows = Sequence[Window | None]
 
 
 def servable_length(path: Sequence[RadixNode], limit: int, windows: Windows, block_size: int) -> int:
-    """Return the longest prefix of the path, up to ``limit`` tokens, of which every group holds what the next token
-    needs."""
+    """Return the length of the longest prefix of the path, up to ``limit`` tokens, of which every group holds all that
+    the next token sees."""
     length = limit
     while True:
         ends = (_servable_by(group, path, length, window, block_size) for group, window in enumerate(windows))
@@ -336,32 +334,32 @@ def servable_length(path: Sequence[RadixNode], limit: int, windows: Windows, blo
 
 
 def _servable_by(group: int, path: Sequence[RadixNode], limit: int, window: Window | None, block_size: int) -> int:
-    run_start, best = 0, 0  # keys are held without a gap from run_start to the end of the node looked at
+    run_start, best = 0, 0  # keys are held without a gap from run_start to the end of the current node
     for node in path:
         end = min(node.end, limit)
         if node.start >= end:
             break
         floor = node.start // block_size * block_size
         valid_from = node.valid_from[group]
-        # A node's first block is right from its beginning, so a run may begin a little before the node.
+        # A node's first block is valid from the block's start, so a run may begin a little before the node.
         run_start = min(run_start, floor) if valid_from <= floor else valid_from
         needed = _needed_from(window, end)
         if run_start <= needed:
             best = end
-        elif _needed_from(window, needed) == needed:  # what comes next there sees itself only, as at a chunk's start
+        elif _needed_from(window, needed) == needed:  # the next token there sees only itself, as at a chunk's start
             best = max(best, needed)
     return best
 
 
 def _needed_from(window: Window | None, length: int) -> int:
-    """Return the first token of a prefix of so many tokens that the next token sees."""
+    """Return the first position that the token after ``length`` tokens sees."""
     return 0 if window is None else window.first_seen(length)
 
 
 def path_blocks(path: Sequence[RadixNode], length: int, windows: Windows, block_size: int) -> tuple[list[int], ...]:
-    """Per group, the blocks of a servable prefix by absolute position, null behind the window.
+    """Return, per group, the blocks of a servable prefix by absolute position, null before the window.
 
-    Where two nodes hold a block for the same position, the deeper one's (see RadixNode).
+    Where two nodes hold a block for the same position, the deeper node's is taken (see RadixNode).
     """
     result = []
     for group, window in enumerate(windows):
@@ -374,13 +372,13 @@ def path_blocks(path: Sequence[RadixNode], length: int, windows: Windows, block_
         behind = min(len(ids), needed // block_size)
         ids[:behind] = [NULL_BLOCK] * behind
         if needed == length:
-            del ids[behind:]  # nothing is visible: the block that the next token falls into is its own
+            del ids[behind:]  # nothing is visible: the next token begins a block of its own
         result.append(ids)
     return tuple(result)
 
 
 def check_tree(roots: Mapping[Hashable, RadixNode], block_size: int, held: Sequence[Counter[int]]) -> None:
-    """Raise BlockStateError unless the nodes hang together and hold exactly the references ``held``."""
+    """Raise BlockStateError unless parents and children agree and nodes hold exactly the references ``held``."""
     counted: list[Counter[int]] = [Counter() for _ in held]
     for salt, root in roots.items():
         if root.label != salt or not root.children or root.tokens:
@@ -410,10 +408,10 @@ def _check_node(node: RadixNode, block_size: int) -> None:
             raise BlockStateError(f"{node} does not hold its blocks from {valid_from} on")
 
 
-# Most of a pool's budget that checkpoints take. Keys and values without a checkpoint behind them are useless, and so
-# are checkpoints without keys and values.
+# Largest share of a pool's budget for checkpoints. Keys and values are useless without a checkpoint at their end, and
+# checkpoints without keys and values.
 MOST_SHARE = 1 / 4
-# Most of it that prefixes take which requests ask to keep: others have room, whoever asks.
+# Largest share of it for prefixes that requests ask to keep, so that others always have room.
 MOST_KEPT = 1 / 2
 
 
@@ -421,8 +419,8 @@ class Checkpoint:
     """The states at the end of a node's prefix.
 
     Attributes:
-        slot: holds them.
-        hits: how often a request went on from here.
+        slot: slot that holds the states.
+        hits: how often a request continued from here.
         priority: see :class:`Checkpoints`.
     """
 
@@ -435,24 +433,24 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The nodes of one tree that carry a checkpoint, by value. Used under the pool's lock.
+    """The nodes of one tree that have a checkpoint, by value. Used under the pool's lock.
 
-    A checkpoint's value is the tokens it saves, times one more than its hits, by its bytes. The tokens are those since
-    the nearest checkpoint before it. The priority is the value plus the priority of what was dropped last (GDSF), so
-    that a checkpoint that was popular once goes in the end.
+    A checkpoint's value is ``tokens * (1 + hits) / bytes``, where the tokens are those since the nearest checkpoint
+    before it. Its priority is the value plus the highest priority dropped so far (GDSF), so that a checkpoint that was
+    popular long ago is dropped in the end.
     """
 
     def __init__(self) -> None:
         self.nodes: dict[RadixNode, None] = {}
         self.nbytes = 0
-        self.dropped = 0  # for want of room
+        self.dropped = 0  # because there was no room
         self._clock = 0.0
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     def put(self, node: RadixNode, slot: StateSlot) -> None:
-        """Have a node carry a checkpoint; it has none."""
+        """Give a checkpoint to a node that has none."""
         node.checkpoint = Checkpoint(slot)
         self.nodes[node] = None
         self.nbytes += slot.nbytes
@@ -476,7 +474,7 @@ class Checkpoints:
         checkpoint.priority = self._clock + saved * (1 + checkpoint.hits) / max(1, checkpoint.slot.nbytes)
 
     def forget(self, node: RadixNode) -> int:
-        """Take the node's checkpoint away, if it has one. Returns its bytes."""
+        """Remove the node's checkpoint, if it has one. Returns its bytes."""
         checkpoint, node.checkpoint = node.checkpoint, None
         if checkpoint is None:
             return 0
@@ -485,8 +483,8 @@ class Checkpoints:
         return checkpoint.slot.nbytes
 
     def cheapest(self, num_bytes: int, kept: Mapping[RadixNode, None]) -> list[RadixNode]:
-        """Return the nodes, of least value first, whose checkpoints have ``num_bytes`` bytes together, or all that are
-        not locked; the kept ones behind the others."""
+        """Return unlocked nodes, lowest priority first and kept ones last, until their checkpoints have ``num_bytes``
+        bytes in all or there are no more."""
         heap = [
             (node in kept, node.checkpoint.priority, node.tick, node)
             for node in self.nodes
@@ -503,6 +501,6 @@ class Checkpoints:
         return found
 
     def reset(self, nodes: Iterable[RadixNode]) -> None:
-        """Know exactly the checkpoints of these nodes."""
+        """Count exactly the checkpoints of these nodes."""
         self.nodes = {node: None for node in nodes if node.checkpoint is not None}
         self.nbytes = sum(node.checkpoint.slot.nbytes for node in self.nodes if node.checkpoint)

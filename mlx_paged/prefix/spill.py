@@ -1,4 +1,4 @@
-"""SpillStore: blocks of prefixes on disk, one file each, that come back after a restart."""
+"""SpillStore: blocks of prefixes on disk, one file each, which outlive a restart."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ LINGER_SECONDS = 0.1  # starting a thread for each block of a prefix would cost 
 
 
 class WriteQueue:
-    """Runs jobs in the order they were put. The thread ends soon after the last job, and Python waits for it at its own
-    end.
+    """Runs jobs in order in a thread, which ends soon after the last job. Python waits for it at exit.
 
     Args:
         most_bytes: most bytes of waiting jobs; a single job may have more.
@@ -32,7 +31,7 @@ class WriteQueue:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        self.nbytes = 0  # of jobs that are not done
+        self.nbytes = 0  # of unfinished jobs
         self._changed = threading.Condition()
         self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
         self._num_open = 0
@@ -43,12 +42,12 @@ class WriteQueue:
         return max(int(not self.nbytes), (self.most_bytes - self.nbytes) // max(1, nbytes))
 
     def put(self, nbytes: int, job: Callable[[], None], *, wait: bool) -> bool:
-        """Put a job, which must not raise.
+        """Put a job, which must not raise. Returns whether it was put.
 
         Args:
-            nbytes: memory it holds.
-            job: called on the queue's thread.
-            wait: wait until there is room. Otherwise a full queue returns False.
+            nbytes: memory that the job holds.
+            job: called in the queue's thread.
+            wait: wait until there is room; otherwise a full queue returns False.
         """
         with self._changed:
             if wait:
@@ -91,25 +90,24 @@ class WriteQueue:
 
 
 class SpillStore:
-    """A folder of prefix blocks, each found by what was before it.
+    """A folder of prefix blocks, each found by the tokens before it.
 
-    A block's place is its *chain*: a hash of the identity it was saved under (the model's, and what else the keys
-    depend on), the pool's layout (block size, page format, layers and windows of its groups) and all tokens before it.
-    So the same tokens behind another prefix are another block, equal beginnings are stored once, and a file of another
-    model is never looked at. The tokens of the block itself are in the file and are compared one by one, and so is the
-    geometry of its keys and values.
+    A block's key is its *chain*: a hash of the identity it was saved under (the model's, and what else the keys depend
+    on), the pool's layout (block size, page format, layers and windows of its groups) and all tokens before it. So the
+    same tokens after another prefix are another block, equal beginnings are stored once, and files of other models are
+    never matched. The block's own tokens and the geometry of its keys and values are in the file and are compared.
 
     A file that turns out to be bad is deleted, with one warning; the others are served as if it had not been there.
 
     Args:
-        folder: made if it is not there; see :class:`SpillFolder`.
-        max_bytes: size of all files; past it the files used least recently go.
+        folder: created if missing; see :class:`SpillFolder`.
+        max_bytes: most bytes of all files; beyond it the least recently used files are deleted.
         queued_bytes: most host memory of blocks that wait to be written; blocks evicted beyond it are dropped.
-        everywhere: of a number of this rank's, those of all ranks that compute the model, each of which has a folder
-            with its own part of the keys and values. A prefix comes back as far as every rank has it.
+        everywhere: takes a number of this rank and returns those of all ranks that compute the model. Each rank has a
+            folder with its own part of the keys and values; a prefix is restored as far as every rank has it.
 
     Raises:
-        OSError: the folder cannot be made or read.
+        OSError: the folder cannot be created or read.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class SpillStore:
         self.nbytes = 0
         self.dropped = 0  # evicted blocks that were not written: too many were waiting
         self._queue = WriteQueue(queued_bytes)
-        # Blocks that wait to be written, by chain (their path is their chain), and what became of them.
+        # Blocks that wait to be written, by chain (their path is their chain), and results of writing.
         self._waiting: dict[str, list[SpilledBlock]] = {}
         self._done: deque[tuple[SpilledBlock, SpilledBlock | BaseException]] = deque()
         self._chains: dict[str, list[SpilledBlock]] = {}
@@ -143,24 +141,24 @@ class SpillStore:
     # Saving ---------------------------------------------------------------------------------------------------
 
     def save(self, pool: BlockPool, node: RadixNode, identity: str, *, wait: bool = True) -> int:
-        """Write the node's blocks that are not on disk yet. Never raises for want of space: it warns once.
+        """Write the node's blocks that are not on disk yet. If they cannot be written, warn once and do not raise.
 
         The blocks are copied to host memory, and a thread writes them.
 
         Args:
             pool: the blocks' pool.
-            node: of a tree over the pool; its blocks must still be held.
-            identity: of the model and whatever else the keys depend on; never changes meaning.
+            node: node of a tree over the pool, which still holds its blocks.
+            identity: identity of the model and all else that the keys depend on; its meaning must never change.
             wait: wait until they are written. Otherwise blocks for which the queue has no room are dropped.
 
         Returns:
-            Blocks written, or put in the queue.
+            Number of blocks written or, without ``wait``, queued.
         """
         if wait:
             self.flush()
         self.collect_written()
         if min(node.prefix()) < 0:
-            return 0  # an image, named by its address, which may show another one by then
+            return 0  # holds an image's id, a hash of its URL: the URL may show another image after a restart
         put = self._save_blocks(pool, node, identity, wait) if pool.groups else 0
         if node.checkpoint is not None:
             put += self._save_states(pool, node, identity, wait)
@@ -170,7 +168,7 @@ class SpillStore:
         return self.flush() if wait else put
 
     def _save_states(self, pool: BlockPool, node: RadixNode, identity: str, wait: bool) -> int:
-        """Have the node's checkpoint written. Returns whether it was put in the queue: 0 or 1."""
+        """Queue the node's checkpoint for writing. Returns how many were queued: 0 or 1."""
         assert node.checkpoint is not None
         low = (node.end - 1) // pool.block_size * pool.block_size
         prefix = node.prefix()
@@ -193,7 +191,7 @@ class SpillStore:
         return int(put)
 
     def _save_blocks(self, pool: BlockPool, node: RadixNode, identity: str, wait: bool) -> int:
-        """Have the node's blocks written that are not on disk yet. Returns how many were put in the queue."""
+        """Queue the node's blocks that are not on disk yet for writing. Returns how many were queued."""
         size, prefix = pool.block_size, node.prefix()
         first = node.start // size
         geometry = _geometry_of(pool)
@@ -227,7 +225,7 @@ class SpillStore:
         return len(wanted)
 
     def _put(self, block: SpilledBlock, data: memoryview, wait: bool) -> bool:
-        """Have a block written, whose path is its chain. Returns whether there was room for it in the queue."""
+        """Queue a block, whose path is its chain, for writing. Returns whether the queue had room for it."""
         block = block._replace(nbytes=len(data))
         folder, done = self.folder, self._done
 
@@ -243,7 +241,7 @@ class SpillStore:
         return True
 
     def collect_written(self) -> int:
-        """Take note of what has been written by now, without waiting. Returns how many blocks."""
+        """Register the blocks that have been written since the last call, without waiting. Returns their number."""
         written = 0
         while self._done:
             block, result = self._done.popleft()
@@ -262,12 +260,12 @@ class SpillStore:
         return written
 
     def flush(self) -> int:
-        """Wait until everything is written. Returns how many blocks."""
+        """Wait until all queued blocks are written. Returns their number."""
         self._queue.wait()
         return self.collect_written()
 
     def _read(self, pool: BlockPool, node: RadixNode) -> dict[str, tuple[mx.array, int]]:
-        """Keys and values of every layer the node holds, as its pages do, with the position they begin at."""
+        """Return the node's keys and values in every layer, as pages hold them, with the position they begin at."""
         layers: dict[str, tuple[mx.array, int]] = {}
         first = node.start // pool.block_size
         for group, (blocks, valid_from) in enumerate(zip(node.blocks, node.valid_from, strict=True)):
@@ -285,13 +283,13 @@ class SpillStore:
     # Coming back ----------------------------------------------------------------------------------------------
 
     def restore(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
-        """Bring what is on disk of a prefix of ``tokens`` back into the tree, if it is longer than what is there.
+        """Load the longest prefix of ``tokens`` on disk into the tree, if it is longer than what the tree holds.
 
         Returns:
-            Tokens brought back; the tree's next match says what can be served.
+            Number of tokens loaded; the tree's next match says what can be served.
 
         Raises:
-            PoolExhaustedError: the pool cannot hold them; the tree is as it was, but for what was evicted.
+            PoolExhaustedError: the pool cannot hold them; the tree is unchanged, except for evictions.
         """
         self.collect_written()
         size = tree.block_size
@@ -304,7 +302,7 @@ class SpillStore:
                 return 0
             loaded = [arrays for block in blocks if (arrays := self._load(tree.pool, block)) is not None]
             if not max(self.everywhere(len(blocks) - len(loaded))):
-                break  # otherwise the bad ones are gone by now, and there may be less to bring back
+                break  # otherwise bad files have been deleted: look again
         tree.lock(match.node)
         tables: list[BlockTable] = []
         try:
@@ -313,7 +311,7 @@ class SpillStore:
         except PoolExhaustedError:
             raise
         except Exception as error:
-            # They are what they say, but not for this pool.
+            # The files are intact, but do not fit this pool.
             for block in blocks:
                 self._forget(block.path)
             self.folder.warn(f"files in {self.folder.path} do not fit the model they are for: {error}")
@@ -328,8 +326,8 @@ class SpillStore:
         return end - match.length
 
     def restore_checkpoint(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
-        """:meth:`restore`, for models with states: the deepest checkpoint on disk whose blocks are there too, if it is
-        deeper than what is in the tree. Returns and raises the same."""
+        """Like :meth:`restore`, for models with states: load the deepest checkpoint on disk whose blocks are there too,
+        if it is deeper than the tree's. Returns and raises the same."""
         self.collect_written()
         held = tree.match_checkpoint(tokens, salt).length
         files = self._find_states(tree.pool, tuple(tokens[:-1]), identity)
@@ -347,7 +345,7 @@ class SpillStore:
             limit -= 1
 
     def _find_states(self, pool: BlockPool, tokens: tuple[int, ...], identity: str) -> dict[int, SpilledBlock]:
-        """Return the files of states of prefixes of the tokens, by the prefix' length."""
+        """Return the files of states for prefixes of ``tokens``, by length of the prefix."""
         size, found = pool.block_size, {}
         chains = _chains(_root(identity, pool), size, tokens[: len(tokens) // size * size])
         if any(block.is_states for chain in chains for block in self._waiting.get(chain, ())):
@@ -361,8 +359,8 @@ class SpillStore:
     def _bring_back(
         self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str, file: SpilledBlock
     ) -> bool:
-        """Put the states at the end of the tokens into the tree, and the blocks before it. Returns whether they are
-        there."""
+        """Load the states at the end of ``tokens``, and the blocks before it, into the tree. Returns whether both are
+        there now."""
         end, wanted = len(tokens), [*tokens, -1]
         if tree.windows:
             self.restore(tree, wanted, salt, identity)
@@ -389,7 +387,7 @@ class SpillStore:
     def _servable(
         self, blocks: list[SpilledBlock], base: int, length: int, windows: Sequence[Window | None]
     ) -> tuple[list[SpilledBlock], int]:
-        """Like :func:`_servable_end`, agreed on by every rank: the end, and the blocks before it."""
+        """Return the blocks before the end that every rank can serve (:func:`_servable_end`), and this end."""
         while True:
             end = _servable_end(blocks, base, length, windows)
             ends = self.everywhere(end)
@@ -409,8 +407,8 @@ class SpillStore:
         loaded: Sequence[dict[str, mx.array]],
         tables: list[BlockTable],
     ) -> None:
-        """Put into ``tables`` ones that go on from the tree's first ``length`` tokens to ``end`` with what was loaded.
-        Whatever happens, the caller is to release what is there then."""
+        """Add to ``tables`` ones that continue the tree's first ``length`` tokens to ``end`` with the loaded arrays.
+        The caller must release them, also after an error."""
         pool = tree.pool
         hits = tree.hit_tokens
         tables += tree.adopt(tokens[: length + 1], salt)[1]
@@ -422,7 +420,7 @@ class SpillStore:
                 behind, tables[group] = tables[group], pool.new_table(group, start=start)
                 pool.release_table(behind)
             if start == end:
-                continue  # what comes next sees itself only
+                continue  # the next token sees only itself
             pool.append_tokens(tables[group], end - start)
             for layer in pool.groups[group].spec.layers:
                 parts: dict[str, list[mx.array]] = {"k": [], "v": []}
@@ -440,7 +438,7 @@ class SpillStore:
                 mx.eval(pool.fence(layer))
 
     def _find(self, pool: BlockPool, tokens: tuple[int, ...], base: int, identity: str) -> list[SpilledBlock]:
-        """Files of consecutive blocks from block ``base`` on whose tokens agree, the last one perhaps in part."""
+        """Return files of consecutive blocks from block ``base`` on whose tokens match, the last perhaps in part."""
         found: list[SpilledBlock] = []
         size = pool.block_size
         geometry = _geometry_of(pool)
@@ -464,8 +462,8 @@ class SpillStore:
         return found
 
     def _load(self, pool: BlockPool, block: SpilledBlock) -> dict[str, mx.array] | None:
-        """Return the file's arrays; None if it is not what was written, and it is gone then."""
-        whole = self._order[block.path]  # not cut to the tokens that agree
+        """Return the file's arrays. If it is not what was written, delete it and return None."""
+        whole = self._order[block.path]  # not cut to the tokens that match
         try:
             return self.folder.load(whole, [group.spec.layers for group in pool.groups])
         except Exception as error:
@@ -533,7 +531,7 @@ def _next_chain(chain: str, tokens: tuple[int, ...]) -> str:
 
 
 def _chains(root: str, block_size: int, tokens: tuple[int, ...]) -> list[str]:
-    """Return the places of the blocks that ``tokens``, whole blocks, lead to: one more than there are blocks."""
+    """Return the chain of each block of ``tokens``, which are whole blocks, and that of the block after them."""
     chains = [root]
     for low in range(0, len(tokens), block_size):
         chains.append(_next_chain(chains[-1], tokens[low : low + block_size]))
@@ -545,14 +543,14 @@ def _agreement(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 def _covers(block: SpilledBlock, tokens: tuple[int, ...], starts: tuple[int, ...]) -> bool:
-    """Return whether the block holds all that another one, with these tokens and starts, does."""
+    """Return whether the block holds all that one with these tokens and starts holds."""
     if block.tokens[: len(tokens)] != tokens:
         return False
     return all(mine <= other or other >= len(tokens) for mine, other in zip(block.starts, starts, strict=True))
 
 
 def _until(blocks: Sequence[SpilledBlock], base: int, end: int) -> list[SpilledBlock]:
-    """Return what the blocks, from position ``base`` on, hold of the tokens before ``end``."""
+    """Return the blocks, which begin at position ``base``, cut to the tokens before ``end``."""
     found: list[SpilledBlock] = []
     for block in blocks:
         if base >= end:
@@ -563,10 +561,10 @@ def _until(blocks: Sequence[SpilledBlock], base: int, end: int) -> list[SpilledB
 
 
 def _servable_end(blocks: Sequence[SpilledBlock], base: int, length: int, windows: Sequence[Window | None]) -> int:
-    """Return the longest prefix that the blocks, from position ``base`` on, make servable together with the ``length``
-    tokens that every group can serve already."""
+    """Return the length of the longest prefix that can be served with the blocks, which begin at position ``base``, and
+    the ``length`` tokens that every group can serve already."""
     best, position = length, base
-    run_starts = [0] * len(windows)  # what is before `length` is there as far as any window needs it
+    run_starts = [0] * len(windows)  # all that any window needs before `length` is held
     for block in blocks:
         for group, start in enumerate(block.starts):
             if position + start > max(length, position):

@@ -1,4 +1,4 @@
-"""SpillFolder: the files of prefix blocks, which only their owner can read, and each of which may be bad by itself."""
+"""SpillFolder: files of prefix blocks, readable by their owner only, each verified by itself."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..kv.storage.base import Geometry, PageFormat
 
 
 class SavedStates(NamedTuple):
-    """States of a checkpoint that came from a file. They become caches when a sequence adopts them.
+    """States of a checkpoint in the form of a file. They become caches when a sequence adopts them.
 
     Attributes:
-        text: JSON, a list with the class and the state of each cache, arrays by name.
-        arrays: by name.
+        text: JSON list of each cache's class and state, with names in place of arrays.
+        arrays: the arrays by name.
     """
 
     text: str
@@ -33,7 +33,7 @@ class SavedStates(NamedTuple):
 
     @classmethod
     def of(cls, caches: Sequence[Any]) -> SavedStates:
-        """Return the states of caches with mlx-lm's ``state``."""
+        """Return the states of caches that have mlx-lm's attribute ``state``."""
         arrays: dict[str, mx.array] = {}
         described = [[type(cache).__name__, _described(cache.state, arrays)] for cache in caches]
         return cls(json.dumps(described), arrays)
@@ -44,10 +44,10 @@ class SavedStates(NamedTuple):
         return sum(array.nbytes for array in self.arrays.values())
 
     def fill(self, caches: Sequence[Any]) -> list[Any]:
-        """Return the caches, fresh ones of the same classes, with the states.
+        """Give the states to ``caches``, fresh ones of the same classes, and return them.
 
         Raises:
-            ValueError: they are of other classes, or the text is not of states.
+            ValueError: the caches are of other classes, or the text is not JSON.
         """
         described = json.loads(self.text)
         if [name for name, _ in described] != [type(cache).__name__ for cache in caches]:
@@ -74,7 +74,7 @@ def _described(value: Any, arrays: dict[str, mx.array]) -> Any:
 def _value(described: Any, arrays: dict[str, mx.array]) -> Any:
     if isinstance(described, dict):
         if "array" in described:
-            return mx.array(arrays[described["array"]])  # one of its own: caches write into their arrays
+            return mx.array(arrays[described["array"]])  # a copy: caches write into their arrays
         return tuple(_value(each, arrays) for each in described["tuple"])
     if isinstance(described, list):
         return [_value(each, arrays) for each in described]
@@ -88,8 +88,8 @@ STALE_SECONDS = 3600
 NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")
 TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.safetensors")
 
-# Of a group: heads, sizes of their keys and values, dtype by name, and how the pages hold them (see Geometry); None if
-# nothing was written to it.
+# A group's number of KV heads, sizes of their keys and values, name of the dtype, and page format (see Geometry); None
+# if nothing was written to the group.
 BlockGeometry = tuple[int, int, int, str, tuple[int, ...] | None] | None
 DTYPES = {str(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16)}
 
@@ -99,16 +99,16 @@ class SpillWarning(UserWarning):
 
 
 class SpilledBlock(NamedTuple):
-    """A file: the keys and values of one block of a prefix, in every layer, as pages hold them. Or the states at a
-    prefix' end, in every layer that has no blocks.
+    """A file that holds the keys and values of one block of a prefix in every layer, as pages hold them, or the states
+    at the end of a prefix in every layer without blocks.
 
     Attributes:
         path: ``<chain>-<first hex digits of the file's own SHA-256>.safetensors``.
-        tokens: those of the block, at most ``block_size``; of states, those of the last block up to the prefix' end.
-        starts: per group, the first position in the block whose keys are there; ``len(tokens)`` if none.
-        geometry: per group.
+        tokens: tokens of the block, at most ``block_size``; for states, those of the prefix's last block.
+        starts: per group, the first position in the block whose keys are in the file; ``len(tokens)`` if none.
+        geometry: geometry of each group.
         nbytes: size of the file.
-        is_states: states, without starts and geometry.
+        is_states: the file holds states; ``starts`` and ``geometry`` are empty.
     """
 
     path: Path
@@ -120,25 +120,25 @@ class SpilledBlock(NamedTuple):
 
     @property
     def chain(self) -> str:
-        """The hash of all tokens up to the block's end, from the file's name."""
+        """Hash of all that comes before the block (see :class:`SpillStore`), from the file's name."""
         return self.path.stem.partition("-")[0]
 
 
 class SpillFolder:
     """A folder of :class:`SpilledBlock` files.
 
-    Folder and files are their owner's alone (0700, 0600) from the moment they are there, whatever the umask. A folder
-    that others could look into is made private if it holds nothing else; files of this user's that others could read
-    are. Files of other users, links, and whatever else there is are not used.
+    Folder and files are private (0700, 0600) from their creation, whatever the umask. An existing folder that others
+    can read is made private if it holds nothing but such files; this user's files that others can read are made
+    private, too. Files of other users, links and everything else are ignored.
 
-    A file is written under another name and renamed, and its name carries a hash of its bytes: whatever is truncated
-    or altered is not used. So nothing is synced to the disk: what a power cut tears is not served.
+    A file is written under a temporary name and renamed, and its name holds a hash of its bytes, so truncated or
+    altered files are not used. Therefore nothing is synced to disk: a file torn by a power cut is not served.
 
     Args:
-        path: made if it is not there.
+        path: created if missing.
 
     Raises:
-        OSError: the folder cannot be made or read.
+        OSError: the folder cannot be created or read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,7 +148,7 @@ class SpillFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             path.mkdir(mode=0o700)
-            path.chmod(0o700)  # the umask may have taken something from the owner
+            path.chmod(0o700)  # the umask may have taken permissions from the owner
         except FileExistsError:
             self._make_private()
 
@@ -165,8 +165,8 @@ class SpillFolder:
         warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=5)
 
     def blocks(self) -> list[SpilledBlock]:
-        """Return what is there, used least recently first. Files that another process has not finished are left
-        alone."""
+        """Return the blocks in the folder, oldest file first. Temporary files, which another process may be writing,
+        are deleted after an hour."""
         found: list[tuple[int, SpilledBlock]] = []
         for name in os.listdir(self.path):
             if not name.endswith(".safetensors"):
@@ -185,8 +185,8 @@ class SpillFolder:
         return [block for _, block in sorted(found, key=lambda item: (item[0], item[1].path.name))]
 
     def _read_header(self, path: Path) -> tuple[int, SpilledBlock]:
-        """Return when the file was written, and what it is. Makes it private if it is not."""
-        # Neither following a link nor waiting for the writer of a pipe.
+        """Return the file's time of modification in ns, and its block. Makes the file private."""
+        # Follows no link, and does not wait for the writer of a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -213,16 +213,16 @@ class SpillFolder:
         return status.st_mtime_ns, SpilledBlock(path, tokens, starts, geometry, status.st_size, is_states)
 
     def write(self, block: SpilledBlock, data: memoryview) -> SpilledBlock:
-        """Write a block whose file was made by :func:`packed`, and return it with its path and size. Without MLX, so
-        that any thread can.
+        """Write the file of a block, made by :func:`packed`, and return the block with its path and size. Uses no MLX,
+        so that any thread may call it.
 
         Raises:
-            OSError: it cannot be written; nothing of it is left.
+            OSError: the file cannot be written; no part of it is left.
         """
         temporary = self.path / f".{os.getpid()}-{next(self._serial)}.safetensors"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            temporary.unlink(missing_ok=True)  # of a process that had this number before
+            temporary.unlink(missing_ok=True)  # left by an earlier process with this id
             descriptor = os.open(temporary, flags, 0o600)
             with open(descriptor, "wb") as file:
                 os.fchmod(descriptor, 0o600)
@@ -236,7 +236,7 @@ class SpillFolder:
     def load_states(self, block: SpilledBlock) -> SavedStates:
         """Return the states in a file.
 
-        Raises (as whatever error): the file is not what was written.
+        Raises (any type of error): the file is not what was written.
         """
         self._check_digest(block)
         loaded: Any = mx.load(str(block.path), return_metadata=True)
@@ -250,13 +250,13 @@ class SpillFolder:
 
     def load(self, block: SpilledBlock, layers: list[tuple[int, ...]]) -> dict[str, mx.array]:
         """Return the block's keys and values: ``k<layer>`` and ``v<layer>``, each ``[1, heads, tokens - start,
-        head_dim]``; of quantised pages rows of so many words (uint32).
+        head_dim]``; the last dimension of quantised pages is uint32 words of a row.
 
         Args:
-            block: of :meth:`blocks` or :meth:`write`.
-            layers: of each group.
+            block: from :meth:`blocks` or :meth:`write`.
+            layers: layers of each group.
 
-        Raises (as whatever error): the file is not what was written, or does not hold what it says.
+        Raises (any type of error): the file is not what was written, or does not hold what it says.
         """
         self._check_digest(block)
         arrays = mx.load(str(block.path))
@@ -268,14 +268,14 @@ class SpillFolder:
         return arrays
 
     def delete(self, block: SpilledBlock) -> None:
-        """Delete the block's file; a failure is a warning."""
+        """Delete the block's file; a failure only warns."""
         try:
             block.path.unlink(missing_ok=True)
         except OSError as error:
             self.warn(f"{block.path} could not be deleted: {error}")
 
     def warn(self, text: str) -> None:
-        """Warn, once for the folder."""
+        """Warn, at most once per folder."""
         if not self._warned:
             self._warned = True
             warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=4)
@@ -313,7 +313,7 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 def described(geometry: Geometry | None) -> BlockGeometry:
-    """Return a geometry as a file says it."""
+    """Return a geometry in the form that files hold."""
     if geometry is None:
         return None
     page_format = None if geometry.format is None else tuple(geometry.format)
@@ -321,7 +321,7 @@ def described(geometry: Geometry | None) -> BlockGeometry:
 
 
 def geometry_of(described: BlockGeometry) -> Geometry:
-    """Return the geometry that a file says. Raises an error (whatever) if it says none that there can be."""
+    """Return the geometry that a file describes. Raises any type of error if it is not valid."""
     if described is None:
         raise ValueError("it does not say what its keys are")
     heads, k_dim, v_dim, dtype, page_format = described
@@ -335,7 +335,7 @@ def _geometry(
 
 
 def _expected(block: SpilledBlock, layers: list[tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of the arrays that a block has to hold."""
+    """Yield name, shape and dtype of each array that a block must hold."""
     for own, start, geometry in zip(layers, block.starts, block.geometry, strict=True):
         if start == len(block.tokens):
             continue

@@ -8,4 +8,4 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command ``mlx_paged.server``; ``argv`` defaults to the process's arguments."""
-    importlib.import_module("mlx_paged.cli.server").main(argv)  # which stands above this package
+    importlib.import_module("mlx_paged.cli.server").main(argv)  # imported late: cli is a layer above

@@ -1,4 +1,4 @@
-"""``python -m mlx_paged.server``."""
+"""Entry point of ``python -m mlx_paged.server``."""
 
 from . import main
 

@@ -1,4 +1,4 @@
-"""ModelNames: which models clients may ask for, by which names, and what ``/v1/models`` says of them."""
+"""ModelNames: which models clients may ask for, by which names, and what ``/v1/models`` lists."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ DEFAULT = "default_model"
 
 
 class ModelNames:
-    """The names of the model that the command line names (aliases, its folder's name, where it is) and of those under
-    ``--model-dir``; without both, of those in the hub's cache. Others can be loaded with ``--allow-any-model`` alone.
+    """Names under which clients may ask for models.
+
+    Served are the models of the command line (by alias, folder name and path) and those under ``--model-dir``; with
+    neither, those in the hub's cache. Any other model requires ``--allow-any-model``.
 
     Args:
-        default: of the command line.
-        config: of the server.
-        models: all of the command line.
+        default: the model of the command line.
+        config: the server's options.
+        models: all models of the command line, the default first.
     """
 
     def __init__(self, default: ModelKey, config: ServerConfig, models: Sequence[str] = ()) -> None:
@@ -41,7 +43,7 @@ class ModelNames:
             self.own = list(dict.fromkeys([*config.served_model_names, Path(path).name, path]))
 
     def _known(self) -> dict[str, ModelKey]:
-        """Return the models that may be asked for, by name; those of the folder as they are now."""
+        """Return the models of the command line and of ``--model-dir``, by name; reads the folder anew."""
         known = self._others | dict.fromkeys([*self.own, *filter(None, [self._default.model])], self._default)
         if self._folder is not None and self._folder.is_dir():
             for folder in sorted(self._folder.iterdir()):
@@ -53,7 +55,7 @@ class ModelNames:
         """Return the model that a request asks for.
 
         Raises:
-            RequestRefused: 404, there is no such model here; 400, what goes with it may not be asked for.
+            RequestRefused: 404, the model is unknown; 400, adapters and draft models are not allowed.
         """
         draft = None if draft == DEFAULT else draft
         for param, value in (("adapters", adapter), ("draft_model", draft)):
@@ -73,27 +75,27 @@ class ModelNames:
         return ModelKey(key.model, adapter or key.adapter, draft or key.draft)
 
     def unknown(self, name: str) -> RequestRefused:
-        """Return 404 for a model that is not here, naming those that are."""
+        """Return a 404 for an unknown model, which names the known ones."""
         words = f"there is no model {name[:200]!r}: {_listed(list(self._known()))}; --served-model-name adds names"
         return not_found(words, param="model", code="model_not_found")
 
     @property
     def default(self) -> str:
-        """The name of the command line's model, as the log tells it."""
+        """Name of the command line's model, for the log; empty without one."""
         return self.own[0] if self.own else ""
 
     def listed(self, created: int, **figures: Any) -> list[dict[str, Any]]:
-        """Return the objects of ``/v1/models``; ``figures`` are of the server's own model."""
+        """Return the objects of ``/v1/models``; ``figures`` are added to the command line's model."""
         names = [name for name, key in self._known().items() if key != self._default]
         if self.allows_any or self._serves_downloaded:
             names += [name for name in _downloaded() if name not in self.own]
         return [*(_object(name, created, **figures) for name in self.own), *(_object(name, created) for name in names)]
 
     def find(self, name: str, created: int, **figures: Any) -> dict[str, Any] | None:
-        """Return the object of one model."""
+        """Return the ``/v1/models`` object of one model, or None."""
         if name == DEFAULT and self.own:
             return _object(name, created, **figures)
-        # A path's leading slash is one that clients put between the address and the name, too.
+        # Clients may leave out the leading slash of a path: ``/v1/models/PATH`` has one already.
         return next((each for each in self.listed(created, **figures) if each["id"] in (name, f"/{name}")), None)
 
 
@@ -111,7 +113,7 @@ def _object(name: str, created: int, **figures: Any) -> dict[str, Any]:
 def _is_downloaded(name: str) -> bool:
     try:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:  # a path
+    except HFValidationError:  # a path is no repository id
         return False
 
 
@@ -119,7 +121,7 @@ def _downloaded() -> list[str]:
     """Return repositories in the hub's cache that look like models of mlx-lm."""
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except (CacheNotFound, ValueError):  # a folder that is not there has no models in it
+    except (CacheNotFound, ValueError):  # a missing folder holds no models
         return []
     return [
         repo.repo_id

@@ -61,17 +61,17 @@ def option(
     default_text: str | None = None,
     more: str = "",
 ) -> Any:
-    """Return a field and all there is to know of its flag.
+    """Return a dataclass field with the metadata of its flag.
 
     Args:
-        default: without the flag; a switch turns an option off whose default is True.
-        text: what it does, for ``--help`` and docs/reference.md.
-        metavar: what stands for the value in the help; None: the flag is a switch.
-        parse: makes the value of what is given.
-        flag: None: the field's name with dashes.
-        collect: the flag may be given several times, and this makes the value of all, or of None.
-        default_text: what help and reference say of the default; None: there is none, or a switch is off.
-        more: what the reference says beyond the text.
+        default: value without the flag; a switch whose default is True turns the option off.
+        text: what the option does, for ``--help`` and docs/reference.md.
+        metavar: placeholder of the value in the help; None: the flag is a switch.
+        parse: converts the given text.
+        flag: name of the flag; None: the field's name with dashes.
+        collect: for flags that may be given several times: makes the value from all that were given, or from None.
+        default_text: the default in help and reference; None: the reference says ``off`` for a switch, else ``none``.
+        more: text that only the reference adds.
     """
     how = {"text": text, "metavar": metavar, "parse": parse, "flag": flag, "collect": collect}
     return field(default=default, metadata={**how, "default_text": default_text, "more": more})
@@ -83,7 +83,7 @@ def _flag_of(each: Field[Any]) -> str:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Options of the server. Their flags say what they do."""
+    """Options of the server; the text of each says what it does."""
 
     prefix_cache: bool = option(True, "Compute every prompt anew", flag="--no-prefix-cache")
     prefix_cache_ttl: float | None = option(None, "Evict prefixes idle for longer than this", "SECONDS", _seconds)
@@ -222,7 +222,7 @@ class ServerConfig:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> ServerConfig:
-        """Raises ConfigError: options that contradict each other."""
+        """Return the parsed options. Raises ConfigError if they contradict each other or hold an invalid value."""
         given = {each.name: getattr(args, each.name) for each in fields(cls)}
         collect = {each.name: how for each in fields(cls) if (how := each.metadata["collect"]) is not None}
         config = cls(**given | {name: how(given[name]) for name, how in collect.items()})

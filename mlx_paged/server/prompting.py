@@ -1,4 +1,4 @@
-"""PromptMaker: makes prompts in worker threads; a tokenizer gives the interpreter up while it works."""
+"""PromptMaker: makes prompts in worker threads, since tokenizers release the GIL while they work."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ PROMPT_SECONDS = 20.0  # for one chat template
 MAX_IMAGE_BYTES = 20 << 20
 IMAGE_SECONDS = 10
 WAITING_THREADS = 4
-SMALL_CHARACTERS = 64 << 10  # of a request that has a thread kept for it
-MAX_DEFAULT_TOKENS = 1 << 16  # of an answer, where neither the client, the model nor the budget bound it
+SMALL_CHARACTERS = 64 << 10  # up to this size, prompts have a thread of their own
+MAX_DEFAULT_TOKENS = 1 << 16  # of an answer, if neither the request, --max-tokens nor the model sets a limit
 
 
 class PromptMaker:
-    """Makes the prompts of requests. Large ones have one thread, small ones another: a text of millions of tokens holds
-    up no other request.
+    """Makes the prompts of requests. Large and small prompts have a thread each, so that a text of millions of tokens
+    delays no small request.
 
     Args:
         allow_template: whether clients may bring their own chat templates.
-        image_hosts: that images are fetched from; others must come as data URLs.
-        default_tokens: of an answer; None: as many as there is room for.
+        image_hosts: hosts that images are fetched from; other images must come as data URLs.
+        default_tokens: most tokens of an answer if the request does not say; None: what fits the model's context.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class PromptMaker:
         self._allow_template, self._image_hosts, self._default_tokens = allow_template, image_hosts, default_tokens
         self._tool_orders = ToolOrders()
         self._small, self._large = ((ThreadPoolExecutor(1, thread_name_prefix="prompts"), Turns()) for _ in range(2))
-        # Which wait, for grammars that are tried and images that are fetched, and compute little.
+        # For work that mostly waits: grammar trials and image downloads.
         self._waiting = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting")
 
     async def complete(self, request: ServerRequest, texts: ModelTexts, is_gone: Callable[[], bool]) -> None:
-        """Make the prompts and the grammar of a request, and bound its answers by what there is room for.
+        """Make the prompts and the grammar of a request, and limit its answers to what fits.
 
         Args:
-            is_gone: asked while the grammar is tried: whether the client has gone.
+            is_gone: returns whether the client has disconnected; called during the grammar's trial.
 
         Raises:
-            RequestRefused: 400, it cannot be served.
+            RequestRefused: 400, the request cannot be served.
         """
         texts.completed(request)
         for given in request.inputs:
@@ -73,7 +73,7 @@ class PromptMaker:
         if (constraint := request.constraint) is not None:
             request.grammar = await self._waited_for(lambda: texts.compile(constraint, is_cancelled=is_gone))
             if request.grammar is None:
-                request.constraint = None  # nor do other ranks compile it
+                request.constraint = None  # so that other ranks do not compile it either
         size = sum(map(_size, request.inputs))
         await self.run(lambda: self._complete(request, texts), size=size, client=request.client)
 
@@ -95,7 +95,7 @@ class PromptMaker:
         return made.tokens
 
     def made(self, given: Input, texts: ModelTexts) -> Prompt:
-        """Return one prompt. In a worker thread. Raises RequestRefused."""
+        """Return one prompt; call it in a worker thread. Raises RequestRefused."""
         most = None if texts.capacity is None else texts.capacity - 1
         length = texts.context_length
         of_model = length is not None and (most is None or length < most)
@@ -105,7 +105,7 @@ class PromptMaker:
         return texts.make_prompt(given, limits)
 
     async def run(self, work: Callable[[], T], *, size: int = 0, client: str = "") -> T:
-        """Return what ``work`` returns in a worker thread, by its size in characters. Clients take turns."""
+        """Run ``work`` in the worker thread for its ``size`` in characters; return its result. Clients take turns."""
         pool, turns = self._small if size <= SMALL_CHARACTERS else self._large
         self.num_waiting += 1
         try:
@@ -120,10 +120,10 @@ class PromptMaker:
     # Images ---------------------------------------------------------------------------------------------------
 
     async def fetch_images(self, given: Input, texts: ModelTexts) -> None:
-        """Have every image of a chat be there, as a data URL.
+        """Replace every image URL of a chat by a data URL; images are fetched from allowed hosts only.
 
         Raises:
-            RequestRefused: 400, the model takes none, or one is elsewhere.
+            RequestRefused: 400, the model takes no images, or one cannot be fetched.
         """
         for part in parts_of(given):
             url = _url_of(part)
@@ -147,7 +147,7 @@ def _size(given: Input) -> int:
 
 
 def parts_of(given: Input) -> list[dict[str, Any]]:
-    """Return the parts of a chat's contents that are lists."""
+    """Return all content parts of a chat; a content that is a string has none."""
     contents = [message.get("content") for message in given.messages] if isinstance(given, ChatInput) else []
     return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
 
@@ -167,14 +167,14 @@ def _host_of(url: Any) -> str | None:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A host that is allowed may not name one that is not."""
+    """Refuses redirects: an allowed host could redirect to one that is not."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
 def fetch(url: str) -> tuple[bytes, str]:
-    """Return an image's bytes and its type. Raises RequestRefused: it cannot be had, or not in time."""
+    """Return an image's bytes and media type. Raises RequestRefused if it is too large or cannot be fetched in time."""
     opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
     data, until = b"", time.monotonic() + IMAGE_SECONDS
     try:

@@ -1,4 +1,4 @@
-"""RankedLoop: an EngineLoop on each of several ranks, which all do the same with what rank 0 hears from outside."""
+"""RankedLoop: an EngineLoop per rank; all ranks act on what rank 0 receives from clients."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .request import ServerRequest
 if TYPE_CHECKING:
     from .engine_thread import EngineThread
 
-COMPILING_SECONDS = 0.005  # between turns in which nothing but grammars is being compiled
-TICK_SECONDS = 1.0  # between turns without work: prefixes may expire, memory be given back
-MOST_BYTES = 64 << 20  # of the prompts and other texts in one message to the ranks; more wait for the next one
+COMPILING_SECONDS = 0.005  # between turns while grammars are compiled and nothing else is to be done
+TICK_SECONDS = 1.0  # between turns without work, in which prefixes expire and memory is given back
+MOST_BYTES = 64 << 20  # of prompts and other texts in one message to the ranks; the rest waits for the next one
 
 
 class RankedLoop(EngineLoop):
-    """Each turn begins with a message of rank 0: what has come since the last one (requests with their tokens, clients
-    that have gone, the end) and what time it is. From then on every rank does what the others do, with stop strings,
-    grammars and texts, and answers go nowhere on ranks that have no clients.
+    """An EngineLoop whose turns all ranks take together.
 
-    Where nothing is to be done rank 0 says so once in :data:`TICK_SECONDS`, and the others wait for it.
+    Each turn begins with a message from rank 0: new requests with their tokens, clients that have disconnected, whether
+    to end, and the time. Every rank then does the same work, including stop strings, grammars and texts; ranks without
+    clients discard the answers. Without work, rank 0 sends a message every :data:`TICK_SECONDS`.
     """
 
     def __init__(self, ranks: Ranks, thread: EngineThread) -> None:
@@ -40,10 +40,10 @@ class RankedLoop(EngineLoop):
         self._news: dict[str, Any] = {}
         self._coming: list[Work] = []
         self._uncompiled = UncompiledWork(ranks)
-        self._waiting: list[Work] = []  # on rank 0, for the next message
+        self._waiting: list[Work] = []  # for the next message; rank 0 only
 
     def run(self) -> None:
-        """Run until rank 0 says that all end. Raises what ends only this rank."""
+        """Run until rank 0 ends all ranks. Raises errors that end only this one."""
         self.stream = mx.default_stream(mx.default_device())
         while True:
             news = self._collected() if self.ranks.rank == 0 else None
@@ -64,7 +64,7 @@ class RankedLoop(EngineLoop):
         if isinstance(error, RankError):
             raise error
         super().note_failure(error)
-        self.ranks.record.note("failed turn", {})  # of this rank alone, it ends all with the next message
+        self.ranks.record.note("failed turn", {})  # of one rank only: the next message ends all ranks
 
     @property
     def is_busy(self) -> bool:
@@ -78,7 +78,7 @@ class RankedLoop(EngineLoop):
     # Rank 0 ---------------------------------------------------------------------------------------------------
 
     def _collected(self) -> dict[str, Any]:
-        """Return what has come; if there is nothing to do, wait for it a little."""
+        """Return the next message; without work, wait up to :data:`TICK_SECONDS` for requests."""
         until = time.monotonic() + TICK_SECONDS
         self._waiting += self.arrived(COMPILING_SECONDS if self._uncompiled and not super().is_busy else 0)
         while not (self._waiting or self.is_stopping() or self.is_busy or time.monotonic() > until):
@@ -125,17 +125,17 @@ class RankedLoop(EngineLoop):
             self.tidy_while_idle(for_seconds(TIDY_SECONDS))
 
     def _works(self) -> Iterator[Work]:
-        """Yield all requests that have been told to the ranks and are not over."""
+        """Yield the unfinished requests that all ranks know of."""
         yield from self._uncompiled
         yield from self.pending
         yield from dict.fromkeys(row.work for row in self.rows.values())
 
 
 class UncompiledWork:
-    """Requests that rank 0 has told of and that wait until every rank has their grammars.
+    """Requests that wait until every rank has compiled their grammars.
 
-    Rank 0 has compiled them before; the others compile them in a thread, and no step waits for that. All ranks make the
-    same calls in the same steps, so a request begins in the same step on all.
+    Rank 0 has compiled a grammar before it sends the request; the others compile it in a thread, so no step waits. All
+    ranks make the same calls in the same steps, so a request begins in the same step on all.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -150,7 +150,7 @@ class UncompiledWork:
         return (work for work, _ in self._waiting.values())
 
     def add(self, works: list[Work], texts: Any) -> list[Work]:
-        """Return those that have no grammar; begin to compile the others', but on rank 0, which has done so."""
+        """Return the requests without a grammar; except on rank 0, begin to compile the grammars of the others."""
         free = []
         for work in works:
             request = work.request
@@ -166,7 +166,7 @@ class UncompiledWork:
         return free
 
     def ready(self) -> list[tuple[Work, str | None]]:
-        """Return those whose grammars every rank has, or some rank cannot have, with what it says."""
+        """Return requests whose grammar every rank has, with None, or that a rank failed to compile, with its error."""
         if not self._waiting:
             return []
         done = [(number, future) for number, (_, future) in self._waiting.items() if future is None or future.done()]
@@ -213,7 +213,7 @@ def _size(work: Work) -> int:
 
 
 def ranked_memory_watch(watermark: float, ranks: Ranks) -> MemoryWatch:
-    """Return a watch that sees on each rank the one of which the largest share of memory is used."""
+    """Return a memory watch that, on every rank, reads the memory of the fullest rank."""
 
     def read() -> MemoryReading | None:
         readings = ranks.exchange(read_memory())

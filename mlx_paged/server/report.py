@@ -26,7 +26,7 @@ from ..kv.pool import BlockPool
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 INTERVAL = 2  # seconds
 NUM_INTERVALS = 90
-RATE_INTERVALS = 5  # of which tokens a second are told
+RATE_INTERVALS = 5  # over which tokens per second are averaged
 OUTCOMES = ("ok", "refused", "failed", "cancelled")
 
 _GAUGES = {
@@ -84,17 +84,17 @@ class ServerStats:
     """Counts since the start. Every method may be called by any thread.
 
     Args:
-        clock: seconds.
+        clock: the time in seconds.
 
     Attributes:
-        requests: by outcome: ``ok``, ``refused`` (4xx), ``failed`` (5xx), ``cancelled``; counted by one thread alone.
+        requests: number by outcome: ``ok``, ``refused`` (4xx), ``failed`` (5xx), ``cancelled``; only one thread counts.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.requests: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._clock, self._started, self._lock = clock, time.time(), threading.Lock()
         self._totals: Counter[str] = Counter()
-        self._intervals: deque[tuple[int, Counter[str]]] = deque(maxlen=NUM_INTERVALS)  # with their numbers
+        self._intervals: deque[tuple[int, Counter[str]]] = deque(maxlen=NUM_INTERVALS)  # with the interval's number
         self._registry = CollectorRegistry(auto_describe=False)
         self._histograms = {
             name: Histogram(f"mlx_paged_{name}", text, buckets=buckets, registry=self._registry)
@@ -102,12 +102,12 @@ class ServerStats:
         }
 
     def count(self, **figures: float) -> None:
-        """Count something now. What has a distribution is observed as well.
+        """Add to the counters of the current interval and in total; names of histograms are also observed.
 
         Args:
-            figures: ``prompt_tokens`` of requests whose prompt is done, ``cached_tokens`` of these;
-                ``computed_prompt_tokens``, again after a preemption included; ``generated_tokens``; ``first_tokens``,
-                the requests whose first token has come; and the histograms' names.
+            figures: ``prompt_tokens`` of requests whose prompt is computed, ``cached_tokens`` of these;
+                ``computed_prompt_tokens``, including those computed again after a preemption; ``generated_tokens``;
+                ``first_tokens``, requests whose first token has come; and names of histograms.
         """
         number = int(self._clock() // INTERVAL)
         with self._lock:
@@ -120,7 +120,7 @@ class ServerStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens generated, over the last ten seconds."""
+        """Tokens generated per second, over the last 10 seconds."""
         now = self._clock()
         first = int(now // INTERVAL) - RATE_INTERVALS + 1
         with self._lock:
@@ -130,7 +130,7 @@ class ServerStats:
 
     def history(self) -> dict[str, Any]:
         """Return, per interval, oldest first, excluding the current one: prompt and generated tokens a second; seconds
-        to the first token and the share of prompt tokens that was cached, None where nobody came."""
+        to the first token and the share of prompt tokens that was cached, None in intervals without requests."""
         last = int(self._clock() // INTERVAL)
         with self._lock:
             known = {number: of_it.copy() for number, of_it in self._intervals}
@@ -208,12 +208,12 @@ def _families(stats: dict[str, Any]) -> Iterator[Any]:
 
 @functools.cache
 def cache_page() -> bytes:
-    """Return the page: one HTML file that asks ``/v1/cache/stats`` again and again."""
+    """Return the ``/cache`` page: one HTML file that polls ``/v1/cache/stats``."""
     return (resources.files(__package__) / "cache_page.html").read_bytes()
 
 
 def _hash_of(tag: str) -> str:
-    """Return what a policy calls the one element of its kind, so that the browser runs no other."""
+    """Return the CSP hash of the page's only ``tag`` element, so that the browser runs no other."""
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), cache_page(), re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
 
@@ -268,18 +268,18 @@ def server_report(
     clients: Sequence[dict[str, Any]] = (),
     with_blocks: bool = False,
 ) -> dict[str, Any]:
-    """Figures of the server, its pool and its prefix cache. May be called by any thread, and waits for none.
+    """Return figures of the server, its pool and its prefix cache. Any thread may call it; never blocks on another.
 
     Args:
-        stats: of the server.
-        pool: of the present model.
-        requests: how far each is.
-        num_waiting: requests that have not started.
-        prefix_cache: figures of it.
-        model: the present one's name.
+        stats: the server's counters.
+        pool: pool of the current model.
+        requests: progress of each request.
+        num_waiting: number of requests that have not started.
+        prefix_cache: figures of the prefix cache.
+        model: name of the current model.
         health: what ``/health`` says.
-        clients: figures of each.
-        with_blocks: also the state of every block, the requests, and the last minutes.
+        clients: figures of each client.
+        with_blocks: also report the state of every block, the requests, and the last 3 minutes.
     """
     report: dict[str, Any] = {
         "model": model,
@@ -306,7 +306,7 @@ def server_report(
 
 
 def _pages_of(group: BlockGroup) -> dict[str, Any]:
-    """Return how a group's pages hold keys and values; where that is not what was asked for, why."""
+    """Return the format of a group's pages; if it is not what was configured, also why."""
     geometry = group.geometry
     return {
         "group": group.spec.name,

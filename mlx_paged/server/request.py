@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 
 
 class ModelKey(NamedTuple):
-    """Which weights answer: places of a model, its adapter and a draft model."""
+    """Paths or hub names of a model, its adapter and its draft model."""
 
     model: str | None = None
     adapter: str | None = None
@@ -29,14 +29,14 @@ class ModelKey(NamedTuple):
 
 @dataclass
 class ChatInput:
-    """What a prompt is made from, where it is a chat.
+    """A chat that a prompt is made from.
 
     Attributes:
-        messages: as in OpenAI's chats.
-        tools: what the model may call.
+        messages: in the format of OpenAI's chats.
+        tools: tools that the model may call.
         template_kwargs: variables of the chat template, as the client sent them.
-        role_mapping: of mlx-lm, for models without a template.
-        continues: the last message is an answer that goes on.
+        role_mapping: mlx-lm's parameter, for models without a template.
+        continues: the answer continues the last message, an assistant's.
     """
 
     messages: list[dict[str, Any]]
@@ -54,11 +54,11 @@ class Prompt:
     """A prompt's tokens.
 
     Attributes:
-        tokens: of the whole prompt.
-        segments: the same in parts: system messages, history, the beginning of reasoning; see mlx-lm's server.
-        segment_types: what the parts are.
-        initial_state: ``normal`` or ``reasoning``: what the answer begins in.
-        vision: images as the model takes them; None: there are none.
+        tokens: all tokens of the prompt.
+        segments: the same tokens in parts: system messages, history, the beginning of reasoning; see mlx-lm's server.
+        segment_types: type of each part.
+        initial_state: state in which the answer begins: ``normal`` or ``reasoning``.
+        vision: the prompt's images as the model takes them; None: no images.
     """
 
     tokens: list[int]
@@ -74,34 +74,34 @@ class Prompt:
 
 @dataclass
 class ServerRequest:
-    """What a client asks for, in the words of no API.
+    """A client's request, independent of the API that it came through.
 
     Attributes:
-        inputs: what its prompts are made from.
-        model: which answers; None: the one of the command line.
-        sampling: how tokens are chosen; the seed of the i-th answer is that of the request and i.
-        max_tokens: of an answer; None: as many as there is room for.
-        n: answers to each prompt that are told.
-        best_of: answers to each prompt that are generated.
+        inputs: texts, token ids or chats, one for each prompt.
+        model: model that answers; None: the one of the command line.
+        sampling: sampling parameters; the i-th answer to a prompt (from 0) uses the request's seed + i.
+        max_tokens: most tokens of an answer; None: what fits.
+        n: answers returned for each prompt.
+        best_of: answers generated for each prompt.
         echo: answers begin with their prompts.
-        top_logprobs: how many of the likeliest tokens are told with each; None: log-probabilities are not wanted.
-        scores_prompt: log-probabilities of the prompt's own tokens are wanted, too.
-        has_no_answer: only the prompt is wanted.
-        calls_once: no answer has more than one tool call.
+        top_logprobs: number of most likely tokens returned with each token; None: no log-probabilities.
+        scores_prompt: also return log-probabilities of the prompt's tokens.
+        has_no_answer: return only the prompt.
+        calls_once: return only the first tool call of an answer.
         stops: strings that end an answer.
         constraint: what the answer has to be, for any model.
-        grammar: the same for this model's tokens.
-        salt: only requests with the same one share prefixes.
-        prompt_lookup: most tokens proposed in a step; None: as configured.
-        thinking_budget: tokens of reasoning after which its end is forced; None: it has no bound.
+        grammar: the constraint compiled for this model's tokens.
+        salt: only requests with the same salt share prefixes.
+        prompt_lookup: most tokens proposed in a step by prompt lookup; None: as configured.
+        thinking_budget: tokens of reasoning after which its end is forced; None: no limit.
         num_draft_tokens: most tokens that a draft model proposes in a step; None: as configured.
-        priority: less is earlier.
-        keeps: part of the prompt that prefixes of others are evicted before: ``system``, ``prompt`` or none.
-        client: whose name the API key has; requests of different clients are admitted in turns.
-        prompts: made of the inputs.
-        number: in the order they came.
-        asked_at: seconds of the monotonic clock.
-        id: as the client is told it, and the log.
+        priority: lower numbers are admitted first.
+        keeps: part of the prompt that is evicted after other prefixes: ``system``, ``prompt`` or "" for none.
+        client: name of the client; requests of different clients are admitted in turns.
+        prompts: prompts made from the inputs.
+        number: rises with each request of the process.
+        asked_at: time of arrival, in seconds of the monotonic clock.
+        id: name of the request in the header x-request-id and the log.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
@@ -138,7 +138,7 @@ class ServerRequest:
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
-        """Tools of a chat, for whoever reads its calls."""
+        """Tools of the first input if it is a chat, to parse calls with."""
         (first, *_) = self.inputs
         return first.tools if isinstance(first, ChatInput) else None
 
@@ -151,26 +151,26 @@ class ServerRequest:
         return self.prompts[index // self.best_of]
 
     def num_kept(self, prompt: Prompt) -> int:
-        """Return how many tokens at the prompt's beginning are to be kept."""
+        """Return the number of leading tokens of the prompt to keep (see ``keeps``)."""
         if self.keeps == "system" and prompt.segment_types[0] == "system":
             return len(prompt.segments[0])
         return len(prompt.tokens) if self.keeps else 0
 
     def sampling_of(self, index: int) -> SamplingParams:
-        """Return how the tokens of one of the answers are chosen."""
+        """Return the sampling parameters of one of the answers."""
         seed = self.sampling.seed
         return self.sampling if seed is None else replace(self.sampling, seed=(seed + index % self.best_of) % (1 << 64))
 
     # Over ranks -----------------------------------------------------------------------------------------------
 
     def described(self) -> dict[str, Any]:
-        """Return the request in values of JSON, for other ranks: each prompt once, whatever the number of answers."""
+        """Return the request as JSON values, for other ranks; each prompt once, whatever the number of answers."""
         told: dict[str, Any] = _adapter().dump_python(self, mode="json", include=set(_TOLD))
         return {**told, "stops": None if self.stops is None else self.stops.strings}
 
     @classmethod
     def from_description(cls, told: Mapping[str, Any]) -> ServerRequest:
-        """Return the request that :meth:`described` tells of, without its grammar."""
+        """Return the request that :meth:`described` has described, without its grammar."""
         stops = None if told["stops"] is None else StopList(told["stops"])
         return _adapter().validate_python(
             {**told, "inputs": [prompt["tokens"] for prompt in told["prompts"]], "stops": stops}

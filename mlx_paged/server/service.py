@@ -1,4 +1,4 @@
-"""Service: a server that runs: its engine, its listener, its signals and its end."""
+"""Service: a running server: its engine, listener, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from .requests.responses import MAX_KEPT_BYTES, KeptResponses
 if TYPE_CHECKING:
     from .backend import Models
 
-BACKLOG = 1024  # many clients may come at once: a burst is not to be refused by the system
-END_SECONDS = 10.0  # that the engine has to come to the end of its step and to save prefixes
+BACKLOG = 1024  # so that the system refuses no burst of connections
+END_SECONDS = 10.0  # for the engine to finish its step and save prefixes
 
 
 def fail_start(message: object) -> None:
@@ -57,12 +57,12 @@ class Service:
     """One server.
 
     Args:
-        models: that it serves.
-        cli_args: of the command line.
-        config: of the server.
+        models: the models that it serves.
+        cli_args: parsed arguments of the command line.
+        config: the server's options.
         default: the model of the command line.
-        fingerprint: of the system, as answers tell it.
-        ranks: that compute the model together; None: it is all here. Rank 0 has the clients.
+        fingerprint: ``system_fingerprint`` of answers.
+        ranks: processes that compute the model together; None: only this one. Rank 0 has the clients.
     """
 
     def __init__(
@@ -106,18 +106,18 @@ class Service:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Return how tokens are chosen for requests that do not say."""
+        """Sampling parameters of requests that give none."""
         args = self.cli_args
         return {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
 
     def check_open(self) -> None:
-        """Raise RequestRefused (503): nobody new is served any more."""
+        """Raise RequestRefused (503) if no new requests are served."""
         if self.is_draining:
             raise unavailable(CLOSING)
         self.engine.check()
 
     def check_for_ranks(self, request: ServerRequest) -> None:
-        """Raise RequestRefused (501) for what several ranks do not do."""
+        """Raise RequestRefused (501) for what several ranks do not support."""
         if self.ranks is None:
             return
         if request.model != self.names.resolve(None):
@@ -128,7 +128,7 @@ class Service:
         if request.scores_prompt:
             raise RequestRefused(501, "several ranks cannot tell log-probabilities of prompts", param="echo")
 
-    # What it says of itself -----------------------------------------------------------------------------------
+    # Health and figures ---------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
         health = self.engine.health()
@@ -183,14 +183,14 @@ class Service:
         self._server = _Server(config, self._on_signal)
         for name in ("uvicorn", "uvicorn.error"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
             signal.signal(signal.SIGHUP, self._server.handle_exit)
         self.engine.start(is_watched=self.ranks is None)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logging.info("API at %s/v1, the cache's page at %s/cache", url, url)
         await self._server.serve([listener])
-        for number in (signal.SIGINT, signal.SIGTERM):  # again: nothing more is waited for
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second signal: leave at once
             signal.signal(number, lambda *_: self._leave(self._status))
         begin = time.monotonic()
         if not self.engine.stop(None if self.ranks is not None else END_SECONDS):
@@ -206,7 +206,7 @@ class Service:
     # Ending ---------------------------------------------------------------------------------------------------
 
     def _on_start_error(self, error: Exception) -> None:
-        """Note, in the engine's thread, that the server's own model cannot be served."""
+        """End the server because its model cannot be served. Called in the engine's thread."""
         if self.ranks is not None:
             self.ranks.fail(error)
         fail_start(error)
@@ -248,7 +248,7 @@ class Service:
             self._server.should_exit = True
 
     def give_up(self, why: str) -> None:
-        """End the process because of another rank. By any thread."""
+        """Fail all requests because of another rank, and wait until clients know. Any thread may call it."""
         self.engine.is_dead = True
         self.engine.fail_all(f"the server ends: {why}")
         until = time.monotonic() + LAST_SECONDS
@@ -256,8 +256,8 @@ class Service:
             time.sleep(0.02)
 
     def _leave(self, status: int) -> NoReturn:
-        """End the process, everything being saved. At a normal exit, MLX's CPU streams of threads that have ended abort
-        it."""
+        """End the process with ``os._exit``, after all has been saved: a normal exit is aborted by MLX's CPU streams of
+        threads that have ended."""
         if self.ranks is not None:
             self.ranks.close()
         logging.shutdown()
@@ -267,7 +267,7 @@ class Service:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, whose signals are the service's."""
+    """uvicorn's server, which leaves signals to the service."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]) -> None:
         super().__init__(config)
@@ -278,7 +278,7 @@ class _Server(uvicorn.Server):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises OSError, naming a port that is used; ConfigError: there is no such host."""
+    """Return a listening socket. Raises OSError if the port is taken, ConfigError if there is no such host."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:

@@ -1,4 +1,4 @@
-"""Stop strings: where an answer ends, found as its text comes."""
+"""Stop strings: find where an answer ends while its text arrives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StopList:
         return bool(self.strings)
 
     def longest_at(self, text: str, place: int) -> str | None:
-        """Return the longest string that stands in ``text`` at ``place``."""
+        """Return the longest stop string that begins in ``text`` at ``place``, or None."""
         for length in self._lengths:
             part = text[place : place + length]
             if len(part) == length and part in self._known:
@@ -33,19 +33,19 @@ class StopList:
         return None
 
     def may_begin_with(self, text: str) -> bool:
-        """Return whether a string that is longer than ``text`` begins with it."""
+        """Return whether a stop string longer than ``text`` begins with it."""
         place = bisect_right(self.strings, text)
         return place < len(self.strings) and self.strings[place].startswith(text)
 
 
 class StopScanner:
-    """The text of one answer, cut before the first stop string, wherever the borders of the pieces fall.
+    """Cuts the text of one answer before the first stop string, however the text is divided into pieces.
 
-    The first stop string is the one that begins first. Text is held back as long as a stop string may still begin in
-    it, and no longer. Each character is looked at once, since a place where no string can begin is left behind.
+    The first stop string is the one that begins first. Text is held back only while a stop string may still begin in
+    it. A position at which none can begin is not looked at again.
 
     Attributes:
-        found: the stop string that has ended the answer; of several that begin there, the longest.
+        found: the stop string that ended the answer; the longest of several that begin there.
     """
 
     def __init__(self, stops: StopList) -> None:
@@ -54,10 +54,10 @@ class StopScanner:
         self.found: str | None = None
 
     def feed(self, text: str, *, is_last: bool = False) -> str:
-        """Take the next text. Return what can be shown now of all that was held back and this.
+        """Add the next text, and return what can be shown now.
 
         Args:
-            text: of the answer.
+            text: next text of the answer.
             is_last: nothing follows.
         """
         if self.found is not None:
@@ -84,17 +84,17 @@ def _first_stop(text: str, stops: StopList) -> int | None:
 
 
 class StoppedTokens:
-    """Collects an answer whose text is decoded as a whole at the end, and says when it may end.
+    """Collects the tokens of an answer whose text is decoded as a whole at the end, and says when it may end.
 
-    The text is followed as it would be streamed. That may differ from the whole text at borders (a space before the
-    first word, characters that are not complete); the whole text is what is cut, before the first stop string in it.
+    Stop strings are searched in the text as it would be streamed. That may differ from the whole text at its ends (a
+    space before the first word, incomplete characters); the whole text is cut before the first stop string in it.
 
     Args:
-        tokenizer: of mlx-lm.
-        stop_strings: to stop at; without any, nothing is followed.
+        tokenizer: tokenizer of mlx-lm.
+        stop_strings: strings to stop at; without any, nothing is decoded meanwhile.
 
     Attributes:
-        tokens: so far.
+        tokens: tokens so far.
 
     Raises:
         ValueError: a stop string is empty.
@@ -109,7 +109,7 @@ class StoppedTokens:
         self._streamed = ""
 
     def add(self, token: int) -> bool:
-        """Take the next token, end tokens excepted. Return whether no more are needed."""
+        """Add the next token, which is no end token. Return whether no more are needed."""
         self.tokens.append(token)
         if self._detokenizer is not None:
             self._detokenizer.add_token(token)
@@ -117,9 +117,9 @@ class StoppedTokens:
         return self._scanner.found is not None and self._is_decided()
 
     def _is_decided(self) -> bool:
-        """Return whether the whole text is cut where it is by what comes next, too: a stop string that begins before
-        the first one may still become whole, if the streamed text lacks what it begins with."""
-        text: str = self._tokenizer.decode(self.tokens).rstrip("\ufffd")  # without a character that is not complete
+        """Return whether further tokens cannot move the cut: a stop string that begins before the first one may still
+        be completed, if the streamed text lacks its beginning."""
+        text: str = self._tokenizer.decode(self.tokens).rstrip("\ufffd")  # without an incomplete character
         first = _first_stop(text, self._stops) or 0
         return not any(
             stop.startswith(text[begin:])

@@ -1,1 +1,1 @@
-"""python -m mlx_paged doctor: what works on this machine, and how fast."""
+"""The ``mlx_paged doctor`` command: what works on this machine, and how fast."""

@@ -1,22 +1,22 @@
-"""What the doctor runs besides single kernels, for its report: programs, each in a process of its own.
+"""Checks of the doctor's report besides single kernels: programs that the doctor runs in a process each.
 
     python -m mlx_paged.cli.doctor.checks PROGRAM [ARGUMENTS]
 
-``threads BLOCK_SIZE`` prints how many threads Metal allows in a group of each decode kernel, which hints at the
-registers it takes: an Apple GPU shares them among the threads of a group, and allows a kernel that needs more of them
-fewer than 1,024 threads. MLX does not give this number away, except in the error for a group that is too large ("Thread
-group size (2048) is greater than the maximum allowed threads per threadgroup (896)."), so each kernel is launched with
-2,048 threads on purpose, and never runs. A line of JSON for each shape of popular models.
+``threads BLOCK_SIZE`` prints a line of JSON per shape of popular models: how many threads Metal allows in a group of
+the shape's decode kernel. The number hints at register use: an Apple GPU shares its registers among the threads of a
+group, and allows fewer than 1,024 threads to a kernel that needs many. MLX reveals it only in the error for a group
+that is too large ("Thread group size (2048) is greater than the maximum allowed threads per threadgroup (896)."), so
+each kernel is launched with 2,048 threads on purpose, and never runs.
 
-``speed`` prints tokens per second of a small model, by stock mlx-lm and on the paged cache, as JSON. The model is the
-demo model where it is in the cache, or else a Llama with random weights.
+``speed`` prints, as JSON, the tokens per second of a small model on stock mlx-lm and on the paged cache. The model is
+the demo model if it is in the cache folder, else a Llama with random weights.
 
-``ordering SEED STEPS`` prints greedy tokens of requests that come and go in two generators over one pool, on two
-streams, as JSON, and how often attention took which path. Run with other limits on MLX's command buffers
-(MLX_MAX_OPS_PER_BUFFER), the kernels are cut into other buffers and the tokens must be the same: only the chain of
-fences orders them.
+``ordering SEED STEPS`` prints, as JSON, the greedy tokens of requests that come and go in two generators over one pool,
+on two streams, and how often attention took each path. With other limits on MLX's command buffers
+(MLX_MAX_OPS_PER_BUFFER) the kernels are cut into other buffers, and the tokens must stay the same: only the chain of
+fences orders the kernels.
 
-The variables of the paged cache (``MLX_PAGED_KERNEL``, ...) hold for all.
+All programs read the variables of the paged cache (``MLX_PAGED_KERNEL``, ...).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ROWS, _WIDTH = 9, 16
 
 
 def allowed_threads(message: str) -> int | None:
-    """Return the limit that MLX's error for a thread group that is too large names, or None in another text."""
+    """Return the limit in MLX's error for a thread group that is too large; None if the text is another error."""
     found = re.search(r"maximum allowed threads per threadgroup \((\d+)\)", message)
     return int(found[1]) if found else None
 
@@ -68,8 +68,8 @@ def probe(shape: Shape) -> dict[str, Any]:
     """Launch the decode kernel of a shape with too many threads.
 
     Returns:
-        ``shape``, ``needed`` (threads of the group that is used otherwise) and ``allowed`` as named in the error; None
-        where it names none, and then ``message`` has its text.
+        ``shape``, ``needed`` (threads of the group in normal use) and ``allowed`` (the limit in the error). If the
+        error names no limit, ``allowed`` is None and ``message`` has the first 500 characters of the error.
     """
     pools = [mx.zeros((_WIDTH + 1, _KV_HEADS, shape.block_size, shape.head_dim), shape.dtype) for _ in "kv"]
     heads = _KV_HEADS * shape.gqa
@@ -158,14 +158,14 @@ def random_llama(dtype: mx.Dtype = mx.float32, **changes: Any) -> Any:
 
 
 class Work(NamedTuple):
-    """How much is measured: tokens of the prompt, tokens generated, and how often."""
+    """Size of a measurement: prompt tokens, generated tokens, and timed runs."""
 
     prompt: int
     tokens: int
     repeats: int
 
 
-GPU_WORK, CPU_WORK = Work(256, 128, 2), Work(8, 6, 1)  # on a CPU to see that it works
+GPU_WORK, CPU_WORK = Work(256, 128, 2), Work(8, 6, 1)  # on a CPU only to see that it works
 RANDOM: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -176,7 +176,7 @@ RANDOM: dict[str, Any] = {
 
 
 def load_model() -> tuple[Any, int, str]:
-    """Return the model, the size of its vocabulary, and what it is, for people."""
+    """Return the model, the size of its vocabulary, and a description of the model."""
     folder = demo_folder()
     if folder is not None:
         from mlx_lm.utils import load_model as load
@@ -190,7 +190,7 @@ def load_model() -> tuple[Any, int, str]:
 
 
 def tokens_per_second(model: Any, prompt: mx.array, count: int) -> tuple[float, list[int]]:
-    """Return the rate of greedy decoding after a prompt, without the first token; and the tokens."""
+    """Return the tokens per second of greedy decoding, without prefill and the first token, and the tokens."""
     step = importlib.import_module("mlx_lm.generate").generate_step  # looked up now: patches replace it
     tokens: list[int] = []
     begin = 0.0
@@ -202,12 +202,12 @@ def tokens_per_second(model: Any, prompt: mx.array, count: int) -> tuple[float, 
 
 
 def measure() -> dict[str, Any]:
-    """Both, the better of some repeats, after one that is not counted.
+    """Measure stock mlx-lm and the paged cache: the fastest of several runs, after one warm-up.
 
     Returns:
-        ``model``, ``prompt`` and ``tokens`` (counts), ``stock`` and ``paged`` (tokens per second), ``path`` that the
-        paged cache's attention took last, and ``same_tokens``, how many of the tokens agree before the first that
-        does not (with weights in 16 bits they may part), and ``kept``, what is kept of the model.
+        ``model`` (description), ``prompt`` and ``tokens`` (counts), ``stock`` and ``paged`` (tokens per second),
+        ``path`` (the last that the paged cache's attention took), ``same_tokens`` (length of the common prefix of both
+        outputs, which may differ with 16-bit weights), and ``kept`` (the keys of :func:`kept_of`).
     """
     from ... import patches
     from ...attention.dispatch import last_dispatch
@@ -243,7 +243,7 @@ def measure() -> dict[str, Any]:
 PROMPTS = (1, 7, 33, 64, 150, 300)
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 WINDOW = 40
-# Tokens of the gathered blocks are what all others are compared with.
+# The run that all others are compared with: attention over gathered blocks, without kernels.
 REFERENCE = {"MLX_PAGED_KERNEL": "off"}
 VARIANTS = {
     "1 operation in a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
@@ -252,8 +252,8 @@ VARIANTS = {
 
 
 def tokens_of(seed: int, steps: int) -> dict[int, list[int]]:
-    """Tokens by request; requests come at random while there are ``steps`` steps to take, so that the pool grows and
-    blocks are used again. Whether the kernels run, the variable ``MLX_PAGED_KERNEL`` says."""
+    """Return the greedy tokens by request. Over ``steps`` steps, random requests go to a random generator, so that the
+    pool grows and blocks are reused. ``MLX_PAGED_KERNEL`` decides whether the kernels run."""
     from ... import patches
 
     upstream = importlib.import_module("mlx_lm.generate")
@@ -282,15 +282,15 @@ def tokens_of(seed: int, steps: int) -> dict[int, list[int]]:
 
 
 def tokens_with(seed: int, steps: int, **variables: str) -> Outcome:
-    """:func:`tokens_of` in a process of its own, with these variables: tokens by request, and calls by path."""
+    """Run ``ordering`` in a process of its own, with these variables: tokens by request, attention calls by path."""
     return run_program(PROGRAM, "ordering", str(seed), str(steps), variables=variables)
 
 
 def ordering_stress(seed: int = 0, steps: int = 100) -> dict[str, str]:
-    """Compare tokens under several limits on command buffers with those of gathered blocks.
+    """Compare the tokens under several limits on command buffers with those of gathered blocks.
 
     Returns:
-        What came out of each: ``same``, or how it differs or failed.
+        The outcome by limit: ``same``, or how the tokens differ, or why the run failed.
     """
     reference = tokens_with(seed, steps, **REFERENCE)
     if reference.error is not None or not reference.values:
@@ -309,7 +309,7 @@ def ordering_stress(seed: int = 0, steps: int = 100) -> dict[str, str]:
 
 
 def difference(expected: dict[str, list[int]], got: dict[str, list[int]]) -> str | None:
-    """Return where tokens by request differ first, and in how many requests; None if they do not."""
+    """Say where tokens by request differ first, and in how many requests; return None if they are equal."""
     wrong = [request for request, tokens in expected.items() if got.get(request) != tokens]
     if not wrong:
         return None
@@ -320,7 +320,7 @@ def difference(expected: dict[str, list[int]], got: dict[str, list[int]]) -> str
 
 
 def print_ordering(seed: int, steps: int) -> None:
-    """Print the tokens, and the calls by path."""
+    """Print the tokens by request, and attention's calls by path."""
     from ...attention.dispatch import dispatch_counts
 
     print(json.dumps(tokens_of(seed, steps)))
@@ -333,11 +333,11 @@ def print_ordering(seed: int, steps: int) -> None:
 # For the report -----------------------------------------------------------------------------------------------------
 
 KERNEL = {None: "auto", True: "on", False: "off"}
-Finding = tuple[bool, Any]  # whether it passed or could not be run, and what the report says of it
+Finding = tuple[bool, Any]  # passed (also if it cannot run here), and its section of the report
 
 
 def threads(config: PagedConfig) -> Finding:
-    """Return how many threads Metal allows in a group of each kernel; fails where it allows fewer than a kernel has."""
+    """Check that Metal allows each decode kernel at least the threads of its group."""
     if backend() != "metal":
         return True, {"not run": "only Metal has such a limit, and only MLX's errors there name it"}
     outcome = run_program(PROGRAM, "threads", str(config.block_size))
@@ -349,7 +349,7 @@ def threads(config: PagedConfig) -> Finding:
 
 
 def ordering(config: PagedConfig) -> Finding:
-    """Do tokens depend on how MLX cuts command buffers?"""
+    """Check that tokens do not depend on how MLX cuts command buffers."""
     why = device_unsupported_reason()
     if why is not None:
         return True, {"not run": f"{why}, so there are no command buffers"}
@@ -360,7 +360,7 @@ def ordering(config: PagedConfig) -> Finding:
 
 
 def speed(config: PagedConfig) -> Finding:
-    """Tokens per second of a small model, stock and paged."""
+    """Measure the tokens per second of a small model, stock and paged."""
     variables = {"MLX_PAGED_KERNEL": KERNEL[config.kernel], "MLX_PAGED_BLOCK_SIZE": str(config.block_size)}
     outcome = run_program(PROGRAM, "speed", variables=variables)
     if outcome.error is not None or not outcome.values:
@@ -368,7 +368,7 @@ def speed(config: PagedConfig) -> Finding:
     return True, outcome.values[-1]
 
 
-# The section of the report, what runs, and the check.
+# Section of the report, description, and check.
 CHECKS: tuple[tuple[str, str, Callable[[PagedConfig], Finding]], ...] = (
     ("threads", "threads that Metal allows in a group", threads),
     ("ordering", "the ordering stress", ordering),
@@ -377,7 +377,7 @@ CHECKS: tuple[tuple[str, str, Callable[[PagedConfig], Finding]], ...] = (
 
 
 def run_checks(report: Report, config: PagedConfig) -> int:
-    """Run all, print how they ended and add them to the report; returns how many failed."""
+    """Run all checks, print their outcomes, add them to the report, and return how many failed."""
     failed = 0
     for section, what, check in CHECKS:
         report.begin(what)

@@ -27,11 +27,11 @@ from ..terminal import add_version, orderly_end
 from .jobs import jobs, num_workers, rows_of_workers
 from .report import HEADER, Report, Row
 
-AT_A_TIME = 64  # jobs whose kernels are kept until they are timed
+AT_A_TIME = 64  # jobs handed to the workers at once; their kernels are kept until they are timed
 
 
 def facts() -> dict[str, str]:
-    """Versions and the device."""
+    """Return the versions, the system and the device, by label."""
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     info = mx.device_info() if on_gpu else {}
     names = {"mlx": "mlx", "mlx-lm": "mlx-lm"}
@@ -63,8 +63,7 @@ def _system() -> str:
 
 
 def _pages(page_format: PageFormat) -> str:
-    """Return what heads of popular sizes take in pages of this format, against 16 bits; or why they are not
-    quantised."""
+    """Describe pages of this format: bytes of a token's keys and values against 16 bits, for heads of popular sizes."""
     parts = []
     for dim in (64, 96, 128, 256):
         dense = Geometry(1, dim, dim, mx.bfloat16)
@@ -75,7 +74,7 @@ def _pages(page_format: PageFormat) -> str:
 
 
 def _memory(info: Mapping[str, Any]) -> str:
-    """Return the machine's memory, and what Metal recommends a process to use, in GiB."""
+    """Describe the machine's memory, Metal's recommended limit for a process, and its largest array, in GiB."""
     total = info.get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{total / 2**30:.0f} GiB"
     if "max_recommended_working_set_size" in info:
@@ -86,8 +85,8 @@ def _memory(info: Mapping[str, Any]) -> str:
 
 
 def _wheel() -> dict[str, str]:
-    """Return, on macOS, the release that MLX's wheel was built for. Those for macOS 26 have kernels for an M5's matrix
-    units."""
+    """Return the macOS release that MLX's wheel was built for, where it is known. Only wheels for macOS 26 have kernels
+    for an M5's matrix units."""
     release, mac = wheel_release(), platform.mac_ver()[0]
     if release is None:
         return {}
@@ -98,10 +97,10 @@ def _wheel() -> dict[str, str]:
 
 
 def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: Path | None = None) -> int:
-    """Print the facts and one line per variant; returns the number of lines that failed.
+    """Print the facts and one line per variant, and return the number of failures.
 
     Args:
-        report_file: where all of it is written, and what more is checked then.
+        report_file: file of the report, with which the checks of ``checks.CHECKS`` run, too; None: neither.
 
     Raises:
         ConfigError: the report cannot be written.
@@ -113,7 +112,7 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
         found["pages"] = _pages(config.page_format)
     for name, value in found.items():
         print(f"{name:<16}{value}")
-    # MLX compiles one CUDA kernel at a time in a process, in some seconds.
+    # MLX compiles one CUDA kernel at a time per process, which takes some seconds.
     workers = num_workers(free_memory()) if device_unsupported_reason() is None and backend() == "cuda" else 1
     if workers > 1:
         print(f"{'compiling':<16}in {workers} processes")
@@ -124,7 +123,7 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
         print(row, flush=True)
         report.add_row(row)
     if report.wanted:
-        from .checks import run_checks  # which needs mlx-lm
+        from .checks import run_checks  # needs mlx-lm
 
         print()
         failed += run_checks(report, config)
@@ -157,7 +156,7 @@ def _rows(block_size: int, config: PagedConfig, everything: bool, workers: int, 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit with 1 if a variant failed."""
+    """Run the doctor. Exits with status 1 if a line failed."""
     parser = argparse.ArgumentParser(prog="mlx_paged doctor", description=__doc__)
     PagedConfig.add_arguments(parser)
     parser.add_argument(

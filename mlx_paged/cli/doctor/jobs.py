@@ -1,4 +1,4 @@
-"""What the doctor runs: kernels for shapes of attention, and those that multiply a few rows; in several processes."""
+"""The doctor's jobs: kernels for shapes of attention and for products of a few rows, checked in several processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .report import Row
 
 
 class Shape(NamedTuple):
-    """What a kernel variant is made for."""
+    """A shape of attention that kernel variants are made for."""
 
     dtype: mx.Dtype
     head_dim: int
@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Attention of a model: ``head_dim``, query heads for each KV head, and what is done to the scores."""
+    """Attention of a model: ``head_dim``, query heads per KV head (``gqa``), and whether it has a softcap or sinks."""
 
     head_dim: int
     gqa: int
@@ -83,7 +83,7 @@ POPULAR = {
     Attention(256, 2, softcap=True): "Gemma 2 2B, 9B",
     Attention(256, 4): "Gemma 3 1B",
 }
-# Models come in bfloat16; of the other types, the most common shape.
+# Models come in bfloat16; other dtypes are checked with the most common shape only.
 POPULAR_DTYPE = mx.bfloat16
 COMMON = Attention(128, 4)
 
@@ -98,7 +98,7 @@ def popular_shapes(block_size: int) -> Iterator[Shape]:
 
 
 def all_shapes(block_size: int) -> Iterator[Shape]:
-    """Every dtype, head dimension, GQA ratio and block size, and softcap and sinks with one of them."""
+    """Yield every dtype, head dimension, GQA ratio and block size; softcap and sinks only with the commonest shape."""
     for dtype in DTYPES:
         for extras in ((True, False), (False, True), (True, True)):
             yield Shape(dtype, COMMON.head_dim, COMMON.gqa, block_size, *extras)
@@ -109,16 +109,16 @@ def all_shapes(block_size: int) -> Iterator[Shape]:
 
 
 def models_of(shape: Shape) -> str:
-    """Popular models with this shape, or an empty text."""
+    """Return the popular models with this shape, or an empty string."""
     return POPULAR.get(Attention(shape.head_dim, shape.gqa, shape.softcap, shape.sinks), "")
 
 
 _KV_HEADS = 2
-_ROWS, _TOKENS = 8, 1024  # that are timed
+_ROWS, _TOKENS = 8, 1024  # of a launch that is timed
 
 
 def launch_seconds(variant: Variant) -> float:
-    """Seconds of one decode launch for 8 sequences of 1,024 tokens and 2 KV heads, the kernels being compiled."""
+    """Return the seconds of one decode launch, without compiling, for 8 sequences of 1,024 tokens and 2 KV heads."""
     block, dtype = variant.block_size, variant.dtype
     per_row = _TOKENS // block
     dims = variant.head_dim, variant.value_dim
@@ -153,8 +153,8 @@ def launch_seconds(variant: Variant) -> float:
 
 
 def dense_seconds(variant: Variant) -> float | None:
-    """Seconds of MLX's own attention for the same shapes, over keys and values in one piece; None where it has none,
-    with a softcap."""
+    """Return the seconds of MLX's own attention for the same shapes, over contiguous keys and values; None with a
+    softcap, which it does not support."""
     if variant.softcap:
         return None
     dtype = variant.dtype
@@ -165,7 +165,7 @@ def dense_seconds(variant: Variant) -> float | None:
     mx.eval(q, k, v)
 
     def launches() -> list[mx.array]:
-        # Another scale each time, or one would be computed for all.
+        # A different scale each time: equal calls might be computed only once.
         scales = [variant.head_dim**-0.5 * (1 + i / 1024) for i in range(LAUNCHES)]
         return [mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=sinks) for scale in scales]
 
@@ -173,11 +173,11 @@ def dense_seconds(variant: Variant) -> float | None:
 
 
 class Checked(NamedTuple):
-    """A kernel that was compiled and checked, in this process.
+    """A kernel that was compiled and checked in this process.
 
     Attributes:
-        row: without times.
-        launch, dense: seconds of a launch, and of MLX's own attention; None where there is nothing to time.
+        row: its result, without times.
+        launch, dense: return the seconds of a launch, and of MLX's own attention; None if there is nothing to time.
     """
 
     row: Row
@@ -190,11 +190,11 @@ class Checked(NamedTuple):
 
 
 class ShapeJob(NamedTuple):
-    """The kernels for one shape, and the path that attention takes.
+    """A job that checks the kernels for one shape, and the path that attention takes.
 
     Attributes:
-        shape: of the queries and blocks.
-        every_body: also run the kernels that attention takes only if a better one fails.
+        shape: the shape of queries and blocks.
+        every_body: also check the kernels that attention takes only if a better one fails.
     """
 
     shape: Shape
@@ -205,11 +205,11 @@ class ShapeJob(NamedTuple):
 
     @property
     def pool(self) -> tuple[Any, ...]:
-        """Key of what jobs with the same kernels for their pool have in common."""
+        """Key that is equal for jobs whose pools need the same kernels."""
         return str(self.shape.dtype), self.shape.head_dim, self.shape.block_size
 
     def variants(self) -> tuple[Variant, ...]:
-        """Return the kernels for the shape, the one that attention takes first."""
+        """Return the decode kernels for the shape, the one that attention prefers first."""
         shape = self.shape
         return variants_of(
             shape.dtype, shape.head_dim, shape.head_dim, shape.gqa * _KV_HEADS, _KV_HEADS, shape.block_size,
@@ -217,7 +217,7 @@ class ShapeJob(NamedTuple):
         )  # fmt: skip
 
     def prefill_variants(self) -> tuple[Variant, ...]:
-        """Return the kernels for the new tokens of prompts; none where there is no kernel for the shape."""
+        """Return the prefill kernels for the shape; none where there is no kernel for it."""
         shape = self.shape
         if unsupported_prefill(shape.dtype, shape.head_dim, shape.head_dim, shape.gqa, shape.block_size):
             return ()
@@ -227,7 +227,7 @@ class ShapeJob(NamedTuple):
         )  # fmt: skip
 
     def run(self, config: PagedConfig) -> Iterator[Checked]:
-        """Run it: one for each kernel."""
+        """Check the path and the kernels; yield one result per kernel, or a single one where no kernel can run."""
         shape = self.shape
         passed, error, use = True, float("nan"), ""
         try:
@@ -257,12 +257,12 @@ class ShapeJob(NamedTuple):
 
 
 class ProductJob(NamedTuple):
-    """A kernel that multiplies a few rows, on CUDA."""
+    """A job that checks a CUDA kernel for products of a few rows."""
 
     body: str
     dtype: mx.Dtype
     tile: narrow_matmul.Tile
-    bits: int = 0  # of quantised weights
+    bits: int = 0  # of quantised weights; 0: not quantised
     around: narrow_matmul.Around = narrow_matmul.NOTHING
 
     def __str__(self) -> str:
@@ -271,11 +271,11 @@ class ProductJob(NamedTuple):
 
     @property
     def pool(self) -> tuple[Any, ...] | None:
-        """None: it has none."""
+        """None: a product uses no pool."""
         return None
 
     def run(self, config: PagedConfig) -> Iterator[Checked]:
-        """Like :meth:`ShapeJob.run`."""
+        """Check the kernel and yield its result."""
         result = narrow_matmul.self_check(*self)
         launch = partial(narrow_matmul.launch_seconds, *self)
         yield _checked(True, str(self), self.body + self.around.suffix, result, "compiled decode steps", launch)
@@ -285,9 +285,8 @@ Job = ShapeJob | ProductJob
 
 
 def jobs(block_size: int, *, everything: bool) -> list[Job]:
-    """Return what to run: the shapes of popular models, or all shapes; and products, where there are kernels for
-    them."""
-    # Those of popular models come first in any case; a shape that is in both is run once.
+    """Return the jobs: shapes of popular models, or all shapes if ``everything`` is set, and on CUDA products."""
+    # Shapes of popular models always come first; a shape in both lists runs once.
     shapes = dict.fromkeys([*popular_shapes(block_size), *(all_shapes(block_size) if everything else ())])
     dtypes = () if backend() != "cuda" else narrow_matmul.DTYPES if everything else (POPULAR_DTYPE,)
     products = [
@@ -296,13 +295,13 @@ def jobs(block_size: int, *, everything: bool) -> list[Job]:
         for dtype in dtypes
         for tile in narrow_matmul.TILES
         for body, around in narrow_matmul.KERNELS
-        if around.eps is None or tile == narrow_matmul.SMALL  # more rows have a norm of their own
+        if around.eps is None or tile == narrow_matmul.SMALL  # for larger tiles, the norm is a launch of its own
     ]
     return [*(ShapeJob(shape, everything) for shape in shapes), *products]
 
 
 def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
-    """Path of a real decode step over a small pool, and the RMS of its result against dense attention in float32."""
+    """Run a decode step over a small pool; return its path and its RMS difference from dense attention in float32."""
     lengths = (shape.block_size + 3, 1)
     choose = storage_choice(config.kernel)
     pool = BlockPool([LayerGroup((0,))], block_size=shape.block_size, choose_storage=choose)
@@ -336,7 +335,7 @@ def _checked(
     launch: Callable[[], float],
     dense: Callable[[], float | None] | None = None,
 ) -> Checked:
-    """Time a kernel that was checked; one that failed is not timed."""
+    """Return the result of a self-check; a kernel that failed it has nothing to time."""
     compiled = "no" if math.isnan(result.rms) and not result.ok else "yes"
     if not result.ok:
         return Checked(Row(False, shape, body, compiled, result.rms, None, None, f"{use} FAILED: {result.reason}"))
@@ -344,25 +343,28 @@ def _checked(
 
 
 MOST_WORKERS = 16
-WORKER_BYTES = 1 << 30  # of the GPU's memory, most of them for its context
-# Where MLX keeps the kernels that it does compile for all processes. It writes these files in place, so that another
-# process can read half of one: every worker has a folder of its own.
+WORKER_BYTES = 1 << 30  # GPU memory of a worker, most of it for the CUDA context
+# Variable for the folder where MLX keeps the kernels that it compiles. It writes these files in place, so that another
+# process can read a half-written one: every worker has a folder of its own.
 FOLDER = "MLX_PTX_CACHE_DIR"
-POOL_KERNELS = 3  # that the first job with some kind of pool compiles besides its own
+POOL_KERNELS = 3  # that a worker's first job with a kind of pool compiles besides its own
 
 
 def num_workers(free_bytes: int) -> int:
-    """Return how many processes compile best here, where a GPU has so much free memory."""
+    """Return how many worker processes to use: at most 16, one per core, and one per GiB of free GPU memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, MOST_WORKERS, free_bytes // WORKER_BYTES))
 
 
 def shares_of(listed: Mapping[int, Job], num: int) -> list[list[int]]:
-    """Jobs, by their numbers, for up to ``num`` processes, the largest share being as small as it can be: every job
-    goes to the first share with room for the kernels it has to compile there."""
-    order = sorted(listed, key=lambda index: str(listed[index].pool))  # those with the same pool one after the other
+    """Divide jobs among up to ``num`` processes: first fit, with the least limit of kernels per share that is enough.
+
+    Returns:
+        The numbers of each share's jobs.
+    """
+    order = sorted(listed, key=lambda index: str(listed[index].pool))  # jobs with the same pool are adjacent
     shares: list[list[int]] = []
-    most = 0  # kernels of a share
+    most = 0  # kernels per share
     while not shares or len(shares) > num:
         most += 1
         shares = []
@@ -379,12 +381,12 @@ def _num_kernels(share: Sequence[int], listed: Mapping[int, Job]) -> int:
 
 
 class Worker:
-    """A process with a share of the jobs.
+    """A process that checks a share of the jobs at once, and times them when asked.
 
     Args:
-        share: their numbers.
-        folder: of its own.
-        options: of :func:`jobs`, and of :meth:`ShapeJob.run`.
+        share: the numbers of its jobs.
+        folder: the worker's own folder for compiled kernels.
+        options: block size and ``everything`` for :func:`jobs`, and the configuration for :meth:`ShapeJob.run`.
     """
 
     def __init__(self, share: Sequence[int], folder: str, options: tuple[int, bool, PagedConfig]) -> None:
@@ -403,7 +405,7 @@ class Worker:
         return not self._ended and self.num_checked < len(self.share)
 
     def receive(self) -> Any:
-        """Return what it says next; None if it has ended."""
+        """Return the process's next message; None if it has ended."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
@@ -411,11 +413,11 @@ class Worker:
             return None
 
     def receive_checked(self) -> None:
-        """Take note of a job that was checked."""
+        """Wait until another job is checked, or the process has ended."""
         self.num_checked += self.receive() is not None
 
     def rows(self) -> dict[int, list[Row]]:
-        """Have it time its kernels; the rows of those jobs that it came to."""
+        """Time the kernels and return the rows by job; jobs that the process did not finish are missing."""
         try:
             self.connection.send("time")
         except OSError:
@@ -441,8 +443,8 @@ class Worker:
 def rows_of_workers(
     part: Sequence[int], block_size: int, config: PagedConfig, everything: bool, num: int, stream: TextIO
 ) -> Iterator[Row]:
-    """Yield the rows of some of the jobs in their order, with a bar on ``stream`` until they come. Jobs whose process
-    died have failed."""
+    """Run some of the jobs in up to ``num`` processes and yield their rows in order, with a progress bar on ``stream``.
+    Jobs whose process died count as failed."""
     listed = jobs(block_size, everything=everything)
     with ExitStack() as stack:
         workers: list[Worker] = []
@@ -469,8 +471,8 @@ def rows_of_workers(
 def _work(
     connection: Connection, share: Sequence[int], folder: str, block_size: int, everything: bool, config: PagedConfig
 ) -> None:
-    """Run a worker: send the number of each job that was checked; then, when asked, time all and send their rows."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    """Run a worker process: check each job and send its number; when asked, time all jobs and send their rows."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     warnings.simplefilter("ignore")  # a row says what failed
     os.environ[FOLDER] = folder
     listed = jobs(block_size, everything=everything)

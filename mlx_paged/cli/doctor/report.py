@@ -1,6 +1,6 @@
-"""What the doctor finds: its lines, and the file of ``--report``, which can be posted also where it came to no end.
+"""The doctor's findings: the lines it prints, and the file of ``--report``, usable even if the doctor crashes.
 
-Programs run in a process of their own: one that crashes or hangs is a line of the report.
+Programs run in processes of their own: one that crashes or hangs is only a line of the report.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ TIMEOUT = 300.0
 
 
 class Outcome(NamedTuple):
-    """What a program said.
+    """Output of a program.
 
     Attributes:
-        values: the JSON of each line that it wrote.
-        error: why it did not end well, or None.
+        values: the JSON values of the lines it printed; other lines are left out.
+        error: why it failed, or None.
     """
 
     values: list[Any]
@@ -33,11 +33,11 @@ class Outcome(NamedTuple):
 def run_program(
     module: str, *arguments: str, variables: Mapping[str, str] | None = None, timeout: float = TIMEOUT
 ) -> Outcome:
-    """Run ``python -m module``, which writes JSON, a value a line.
+    """Run ``python -m module``, which prints one JSON value per line.
 
     Args:
         variables: added to the environment.
-        timeout: in seconds; then it is ended.
+        timeout: in seconds; then the program is killed.
     """
     command = [sys.executable, "-m", module, *arguments]
     try:
@@ -58,7 +58,7 @@ def _values(output: bytes) -> list[Any]:
     for line in output.decode(errors="replace").splitlines():
         try:
             values.append(json.loads(line))
-        except json.JSONDecodeError:  # the rest of what was cut short, or what others print
+        except json.JSONDecodeError:  # a truncated line, or output that is not the program's own
             continue
     return values
 
@@ -79,15 +79,15 @@ VARIABLES = (
 
 
 class Row(NamedTuple):
-    """What came of one kernel for one shape.
+    """Result of one kernel for one shape: a line of the doctor's output.
 
     Attributes:
         passed: neither the kernel nor attention through it failed.
-        shape: for people.
-        body: of the kernel, or ``-`` where none runs.
+        shape: the shape, as text.
+        body: name of the kernel's body, or ``-`` where none runs.
         compiled: ``yes``, ``no``, or ``-`` where none runs.
-        rms: of the difference from attention in float32, or NaN.
-        seconds: of a launch that is compiled, or None.
+        rms: RMS difference from attention in float32, or NaN.
+        seconds: time of a launch, without compiling, or None.
         dense: seconds of MLX's own attention for the same shape, or None.
         use: the path that attention takes and why, models with the shape, and what failed.
     """
@@ -113,7 +113,7 @@ class Row(NamedTuple):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return it with numbers that JSON has: NaN is None, times are in microseconds."""
+        """Return the row as a JSON object: NaN becomes None, times are in microseconds."""
         return {
             "passed": self.passed,
             "shape": " ".join(self.shape.split()),
@@ -138,11 +138,11 @@ HEADER = _line("shape", "body", "compiled", "RMS", "launch", "dense", "dispatch"
 
 
 class Report:
-    """Collects what the doctor finds, and writes it whenever something is added: a process that a GPU's driver ends
-    leaves what it had, and what it was at.
+    """The findings, written to the file whenever one is added: if a GPU's driver ends the process, the file still has
+    all findings so far, and what was running.
 
     Args:
-        path: the file; its folder is made. None writes nothing.
+        path: the file, whose folder is created; None: nothing is written.
         facts: versions and the device.
 
     Raises:
@@ -167,27 +167,27 @@ class Report:
         return self._path is not None
 
     def begin(self, what: str) -> None:
-        """Say what runs now: if the file ends there, that is what ended it."""
+        """Note what runs now: if the process is killed, the file says what was running."""
         self._data["running"] = what
         self._save()
 
     def add_row(self, row: Row) -> None:
-        """Add a kernel."""
+        """Add the result of a kernel."""
         self._data["kernels"].append(row.as_json())
         self._save()
 
     def add(self, section: str, value: Any) -> None:
-        """Add what a check found, as JSON can hold it."""
+        """Add a section with what a check found, made of JSON values."""
         self._data[section] = value
         self._save()
 
     def finish(self, failed: int) -> None:
-        """All has run; so many lines failed."""
+        """Mark the report as finished, with the number of failures."""
         self._data.update(finished=True, running=None, failed=failed)
         self._save()
 
     def summary(self) -> list[str]:
-        """Return what the file says, in a few lines."""
+        """Return a summary of the report, in a few lines."""
         data = self._data
         lines = [f"{name}: {value}" for name, value in data["facts"].items()]
         rows = data["kernels"]
@@ -236,7 +236,7 @@ def _flat(value: Any) -> list[str]:
 
 
 def _without_home(value: Any) -> Any:
-    """Write ``~`` for the user's folder, wherever a message names it."""
+    """Replace the home folder by ``~`` in all texts of a JSON value."""
     if isinstance(value, dict):
         return {name: _without_home(entry) for name, entry in value.items()}
     if isinstance(value, list):

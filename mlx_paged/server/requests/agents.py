@@ -1,5 +1,5 @@
-"""What coding agents send that models cannot be given as it is: lines that change from turn to turn, system messages
-within a chat, tools that a server of the client's own vendor runs, and parts of results that are no text."""
+"""Adapts what coding agents send: lines that change from turn to turn, system messages within a chat, tools that only
+their vendor's server runs, and tool results that are not text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 MAX_TOOL_ORDERS = 256  # sets of tools
 DROP, TO_THE_SYSTEMS_END, TO_THE_LAST_MESSAGE = "drop", "to the end of the system message", "to the last message"
 _DATE = r"(?im)^[ \t]*(?:today's date|(?:the )?current (?:date|time|datetime|date (?:and|&) time))(?: is)?:?[ \t]"
-# Lines of the system message that change from turn to turn or from day to day, and what becomes of them: behind one
-# that stays where it is, no prefix is found again. The first rule that fits a line counts.
+# Lines of the system message that change with each turn or day, and where they go: a cached prefix ends at such a line.
+# The first rule that matches a line counts.
 VOLATILE: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?m)^x-anthropic-billing-header:[^\n]*\n?"), DROP),  # Claude Code: a version and a checksum
     (re.compile(_DATE + r"[^\n]{0,60}\d:\d\d[^\n]{0,40}(?:\n|\Z)"), TO_THE_LAST_MESSAGE),  # Goose: the time
@@ -23,7 +23,7 @@ VOLATILE: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def steady_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat whose leading system messages hold no line that changes, as :data:`VOLATILE` has it."""
+    """Return the chat with the :data:`VOLATILE` lines of its leading system messages moved or dropped."""
     steady: list[dict[str, Any]] = []
     lines: dict[str, list[str]] = {DROP: [], TO_THE_SYSTEMS_END: [], TO_THE_LAST_MESSAGE: []}
     system: dict[str, Any] | None = None  # the last one
@@ -38,7 +38,7 @@ def steady_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         system = message
     if not steady and not rest:
         return [dict(message) for message in messages]
-    can_end = bool(rest) and rest[-1].get("role") != "assistant"  # which may go on
+    can_end = bool(rest) and rest[-1].get("role") != "assistant"  # an assistant's message may be continued
     ends = lines[TO_THE_SYSTEMS_END] + ([] if can_end else lines[TO_THE_LAST_MESSAGE])
     if ends and system is None:
         steady.append({"role": "system", "content": "\n".join(ends)})
@@ -50,7 +50,7 @@ def steady_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _without_lines(content: Any, lines: Mapping[str, list[str]]) -> Any:
-    """Return a content without volatile lines, which go into ``lines`` by what becomes of them."""
+    """Return the content without volatile lines, which are added to ``lines`` by where they go."""
     if isinstance(content, list):
         parts = [
             {**p, "text": _without_lines(p["text"], lines)} if isinstance(p.get("text"), str) else p for p in content
@@ -65,7 +65,7 @@ def _without_lines(content: Any, lines: Mapping[str, list[str]]) -> Any:
 
 
 def result_text(parts: Iterable[Mapping[str, Any]]) -> str:
-    """Return the parts of a tool's result as text; a part that is none is named, so that the model knows of it."""
+    """Return the parts of a tool's result as text; a part of another type is named, so that the model knows of it."""
     texts = []
     for part in parts:
         kind = str(part.get("type"))[:80]
@@ -79,10 +79,13 @@ def result_text(parts: Iterable[Mapping[str, Any]]) -> str:
 
 
 def folded_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat whose only system message is the first, for templates that refuse others: those at the front are
-    joined, and each later one is a part of the message after it, or of the one before if no user's follows."""
+    """Return the chat with one system message, the first, for templates that refuse others.
+
+    Leading system messages are joined. A later one becomes part of the next message if that is a user's, else of the
+    message before it.
+    """
     folded: list[dict[str, Any]] = []
-    held = ""  # text that waits for the next user's message
+    held = ""  # text for the next user message
     for message in messages:
         message, role = dict(message), message.get("role")
         if role == "system":
@@ -106,7 +109,7 @@ def folded_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _put_behind(messages: list[dict[str, Any]], text: str) -> None:
-    """Add text for the model to the last message, or as a user's if that is an assistant's."""
+    """Append text to the last message if it is a user's or a tool's, else as a new user message."""
     last = messages[-1]
     if last.get("role") in ("user", "tool"):
         last["content"] = joined(last.get("content"), "\n\n" + text.rstrip())
@@ -121,7 +124,7 @@ def _text_of(content: Any) -> str:
 
 
 def joined(first: Any, second: Any) -> Any:
-    """Return two contents of messages as one."""
+    """Return two contents of messages, strings or lists of parts, as one."""
     if isinstance(first, list) or isinstance(second, list):
         both = (
             [{"type": "text", "text": each}] if isinstance(each, str) else list(each or ()) for each in (first, second)
@@ -134,14 +137,14 @@ def joined(first: Any, second: Any) -> Any:
 
 
 class ToolOrders:
-    """The order in which each set of tools first came: a client that sends them in another finds its prefixes again.
-    Keeps the latest sets."""
+    """The order in which each set of tools first came, so that a client that reorders its tools still finds its cached
+    prefixes. Keeps the :data:`MAX_TOOL_ORDERS` most recently used sets."""
 
     def __init__(self) -> None:
         self._orders: OrderedDict[tuple[Any, ...], list[bytes]] = OrderedDict()
 
     def steady(self, tools: list[dict[str, Any]], salt: str | None) -> list[dict[str, Any]]:
-        """Return the tools in the order that they first came in from those who share prefixes."""
+        """Return the tools in the order in which they first came under this salt."""
         digests = [hashlib.sha256(json.dumps(tool, sort_keys=True).encode()).digest() for tool in tools]
         key = (salt, *sorted(digests))
         order = self._orders.setdefault(key, digests)
@@ -159,9 +162,9 @@ class CallableTool(NamedTuple):
     """A tool that a model can call as a function.
 
     Attributes:
-        function: as chats have it, under a name that no other tool has.
-        name, namespace: as the client has them.
-        is_custom: its input is free text, which is the function's one argument.
+        function: its definition in the format of chats, with a unique name.
+        name, namespace: as the client sent them.
+        is_custom: its input is free text, the only argument of the function.
     """
 
     function: dict[str, Any]
@@ -171,17 +174,17 @@ class CallableTool(NamedTuple):
 
 
 def function_name(name: Any, namespace: Any) -> str:
-    """Return what a model calls a tool of a namespace, which may have the name of another's."""
+    """Return a tool's name for the model, which is unique: tools of two namespaces may share a name."""
     if not namespace:
         return str(name)
     return f"{namespace}{'' if str(namespace).endswith('__') else '__'}{name}"
 
 
 def callable_tools(tools: Sequence[Mapping[str, Any]], namespace: str | None = None) -> list[CallableTool]:
-    """Return the tools that a model can call, those of namespaces among them.
+    """Return the tools that a model can call, including those of namespaces.
 
     Raises:
-        ValueError: one has no name, or that of another.
+        ValueError: a tool has no name, or two have the same.
     """
     found: list[CallableTool] = []
     for tool in tools:
@@ -206,8 +209,8 @@ _TOLD = ("description", "parameters", "strict")
 
 
 def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the function of a custom tool. Its regular expression holds for the argument; a Lark grammar cannot, in
-    the JSON that the argument is written in, and is described."""
+    """Return a custom tool as a function. Its regular expression constrains the argument; a Lark grammar cannot, since
+    the argument is written as a JSON string, and is only described."""
     form = tool.get("format")
     text = str(tool.get("description") or "")
     argument: dict[str, Any] = {"type": "string", "description": "the tool's input, as it is"}
@@ -221,7 +224,7 @@ def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_of(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the types of tools that nobody here can run, and ``format.grammar`` where one is only described."""
+    """Return the types of tools that are not supported, and ``format.grammar`` if a Lark grammar is only described."""
     names = set()
     for tool in tools:
         kind, form = str(tool.get("type"))[:80], tool.get("format")

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def check_messages(given: Any) -> Any:
-    """Check the messages of a chat: of a body, or of a line of a prompts file. What else they hold is the chat
-    template's to read."""
+    """Check the messages of a request body or of a line of a prompts file. Other fields are left to the chat
+    template."""
     if not given:
         raise ValueError("must be a list that is not empty")
     for index, message in enumerate(given):
@@ -94,9 +94,9 @@ def template_kwargs(body: TemplateParameters, effort: str | None, thinks: bool |
     """Return the variables of the chat template.
 
     Args:
-        body: of the request.
-        effort: of reasoning; ``none`` is to think not at all.
-        thinks: whether to; None: as ``thinking`` or the template says.
+        body: body of the request.
+        effort: effort of reasoning; ``none`` switches thinking off.
+        thinks: whether to think; None: as ``thinking`` or the template says.
     """
     kwargs: dict[str, Any] = {}
     if thinks is None and body.thinking is not None and body.thinking.type != "adaptive":
@@ -144,11 +144,11 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
 
 
 def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return how tokens are chosen.
+    """Return the sampling parameters.
 
     Args:
-        said: fields of :class:`Sampling`, checked, of a body or of a line of a prompts file.
-        defaults: what the command line says where these say nothing.
+        said: checked fields of :class:`Sampling`, from a body or a line of a prompts file.
+        defaults: values of the command line for fields that are not given.
 
     Raises:
         ConfigError: a value is out of range.
@@ -162,7 +162,7 @@ def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> Samplin
     return SamplingParams(**chosen)
 
 
-# What a body says as the engine takes it; a field that SamplingParams lacks is an error, and not ignored.
+# Fields that go to SamplingParams unchanged; one that it lacks raises an error instead of being ignored.
 _SAMPLING = SamplingParameters.model_fields.keys() - {
     *("logit_bias", "seed", "prompt_lookup"),
     *("cache_salt", "priority", "structured_outputs"),
@@ -170,7 +170,7 @@ _SAMPLING = SamplingParameters.model_fields.keys() - {
 
 
 def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all APIs say alike, as attributes of a request."""
+    """Return the parameters that all APIs share, as attributes of a request."""
     return {
         "sampling": sampling_of(vars(body), defaults),
         "prompt_lookup": body.prompt_lookup,
@@ -186,7 +186,7 @@ def stop_list(stop: str | list[str] | None) -> StopList | None:
 
 
 def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
-    """Return what a chat asks for.
+    """Return the request of a chat body.
 
     Raises:
         RequestRefused: 400, naming the parameter.
@@ -195,13 +195,13 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
     if body.continue_final_message and body.messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message needs an assistant's message at the end", "continue_final_message")
     messages = [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in body.messages]
-    for message in messages:  # told as `reasoning`, and read by chat templates as `reasoning_content`
+    for message in messages:  # answers call it `reasoning`, chat templates `reasoning_content`
         if isinstance(message.get("reasoning"), str):
             message.setdefault("reasoning_content", message["reasoning"])
     fields = body.model_dump(include=set(_CONSTRAINING), exclude_none=True)
     n, top = body.n or 1, body.top_logprobs or 0
     return ServerRequest(
-        # A tool that must not be called is one that the model does not know of.
+        # With tool_choice none, the model is shown no tools.
         inputs=[
             ChatInput(
                 messages,
@@ -229,11 +229,11 @@ _CONSTRAINING = ("response_format", "structured_outputs", "tools", "tool_choice"
 
 
 class ChatForm:
-    """Answers to a chat.
+    """The form of answers to a chat.
 
     Args:
-        head: of the answer.
-        body: of the request.
+        head: fields that every object of the answer begins with.
+        body: body of the request.
     """
 
     stream_object = "chat.completion.chunk"
@@ -244,7 +244,7 @@ class ChatForm:
         self._head = head
         self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._tells_logprobs = bool(body.logprobs) or (body.top_logprobs or 0) > 0
-        self._begun: set[int] = set()  # answers that have said their role: clients join what deltas say
+        self._begun: set[int] = set()  # answers whose role was sent: clients concatenate the fields of deltas
 
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
         return []
@@ -284,7 +284,7 @@ class ChatForm:
         self._begun.add(piece.index)
         calls = piece.calls
         if key == "message":
-            message["content"] = piece.text if piece.text or not calls else None  # which has to be there
+            message["content"] = piece.text if piece.text or not calls else None  # the field is required
             calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
         elif piece.text:
             message["content"] = piece.text

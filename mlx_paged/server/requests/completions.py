@@ -35,7 +35,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def prompts_of(value: Any) -> list[str | list[int]]:
-    """Return the prompts of a ``prompt``."""
+    """Return the parameter ``prompt`` as a list of prompts."""
     return [value] if isinstance(value, str) or _is_token_ids(value) else list(value)
 
 
@@ -84,7 +84,7 @@ class CompletionBody(SamplingParameters, ModelParameters):
 
 
 def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> ServerRequest:
-    """Return what a completion asks for.
+    """Return the request of a completion body.
 
     Raises:
         RequestRefused: 400, naming the parameter.
@@ -124,16 +124,16 @@ def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> Ser
 
 
 def _num_top(body: CompletionBody) -> int | None:
-    """Return OpenAI's number; None where log-probabilities are not wanted, or in mlx-lm's form."""
+    """Return ``logprobs`` if it is OpenAI's number; None if it is missing or mlx-lm's boolean."""
     return None if body.logprobs is None or isinstance(body.logprobs, bool) else body.logprobs
 
 
 class CompletionForm(ChatForm):
-    """Answers to prompts.
+    """The form of answers to prompts.
 
     Args:
-        head: of the answer.
-        body: of the request.
+        head: fields that every object of the answer begins with.
+        body: body of the request.
     """
 
     stream_object = whole_object = "text_completion"
@@ -142,7 +142,7 @@ class CompletionForm(ChatForm):
     def __init__(self, head: Head, body: CompletionBody) -> None:
         super().__init__(head, body)
         self._num_top = _num_top(body)
-        self._offsets: dict[int, int] = {}  # of the texts so far, by index, in characters
+        self._offsets: dict[int, int] = {}  # characters of each answer so far, by index
 
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
         return [
@@ -169,7 +169,7 @@ class CompletionForm(ChatForm):
         return choice
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        """Return OpenAI's lists: of the tokens' texts, their log-probabilities, the likeliest, and places."""
+        """Return OpenAI's lists: the tokens' texts and log-probabilities, the most likely tokens, and text offsets."""
         offset, offsets = self._offsets.get(piece.index), []
         if offset is None:  # mlx-lm drops the space that an answer begins with
             is_cut = piece.tokens and piece.tokens[0].text.startswith(" ") and not piece.text.startswith(" ")
@@ -187,7 +187,7 @@ class CompletionForm(ChatForm):
 
 
 def _likeliest(token: Token) -> dict[str, float] | None:
-    """Return them by text, the token itself among them, as in OpenAI's; None at the first token of a prompt."""
+    """Return the most likely tokens by text, including the token itself; None for the first token of a prompt."""
     if token.logprob is None:
         return None
     likeliest: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The endpoints that are asked with POST, and the server's description of them and of its pages."""
+"""The POST endpoints, and the OpenAPI description of these and of the GET pages."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ ERRORS = {
 
 
 class Endpoint(NamedTuple):
-    """What is asked with POST.
+    """A POST endpoint.
 
     Attributes:
-        path: of its address.
-        summary: for readers of the documentation.
-        body: its model.
-        request, form: make what a body asks for, and the form of its answers; None: nothing is generated.
-        answer: gives the answer where nothing is generated, from the body, what makes prompts, and the model's texts.
+        path: path of its URL.
+        summary: summary in the OpenAPI description.
+        body: pydantic model of the body.
+        request, form: make the request from a body, and the form of its answers; None: nothing is generated.
+        answer: makes the answer if nothing is generated, from the body, the prompt maker and the model's texts.
         aliases: other paths.
     """
 
@@ -57,13 +57,13 @@ class Endpoint(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What is asked with GET.
+    """A GET endpoint.
 
     Attributes:
-        answer: gives the answer to a request.
-        summary: for readers of the documentation; "": it is not described there.
-        kind: media type of the answer.
-        is_open: whether it is answered without an API key.
+        answer: makes the response to a request.
+        summary: summary in the OpenAPI description; "": the page is left out there.
+        kind: media type of the response.
+        is_open: whether it is served without an API key.
     """
 
     answer: Callable[..., Any]
@@ -78,7 +78,7 @@ CHAT = Endpoint(
     ChatBody,
     chat_request,
     ChatForm,
-    ("/chat/completions",),  # of mlx-lm
+    ("/chat/completions",),  # as in mlx-lm
 )
 COMPLETIONS = Endpoint(
     "/v1/completions", "Texts that go on from prompts, as OpenAI's", CompletionBody, completion_request, CompletionForm
@@ -111,7 +111,7 @@ ENDPOINTS = {each.path: each for each in (CHAT, COMPLETIONS, RESPONSES, MESSAGES
 
 
 def support_of(body: type[Body], name: str) -> str:
-    """Return what becomes of a parameter: ``supported``, ``no effect`` or ``refused``."""
+    """Return how a parameter is treated: ``supported``, ``no effect`` or ``refused``."""
     extra = body.model_fields[name].json_schema_extra
     return str(extra[SUPPORT]) if isinstance(extra, dict) and SUPPORT in extra else "supported"
 
@@ -120,8 +120,8 @@ def description(version: str, pages: Mapping[str, Page], *, has_keys: bool = Fal
     """Return the server's OpenAPI description.
 
     Args:
-        version: of the server.
-        pages: what is asked with GET, by path.
+        version: version of the server.
+        pages: GET endpoints by path.
         has_keys: whether clients need an API key.
     """
     models = [(endpoint.body, "validation") for endpoint in ENDPOINTS.values()]

@@ -1,4 +1,4 @@
-"""What the bodies of the APIs have in common, as pydantic models: names, ranges, and what becomes of each."""
+"""Parameters that the bodies of the APIs share, as pydantic models: names, ranges, and which are ignored or refused."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ MAX_STOP_CHARACTERS = 16_000  # of all stop strings together
 MAX_SALT_LENGTH = 1000
 MAX_TOKEN_ID = 1 << 24
 MAX_CHOICES = 128  # answers to one prompt
-MAX_ANSWERS = 256  # to one request
+MAX_ANSWERS = 256  # answers to one request
 MAX_PENALTY = 1e4
 LEAST_REPETITION_PENALTY = 1e-3
 MAX_PRIORITY = 1 << 20
-MAX_VALUES = 1 << 21  # commas and brackets in a body: each may be an object of Python
+MAX_VALUES = 1 << 21  # commas and brackets in a body: each may become a Python object
 NO_EFFECT, REFUSED = "no effect", "refused"
 SUPPORT = "x-support"
 MOST_NOTED = 1000  # names of unknown parameters in the log
 
 
 def no_effect(kind: Any, why: str) -> Any:
-    """Return a parameter that is taken and changes nothing, by what it means."""
+    """Return the type of a parameter that is accepted without effect; ``why`` is its description."""
     return Annotated[kind | None, Field(description=why, json_schema_extra={SUPPORT: NO_EFFECT})]
 
 
 def refused(why: str, *neutral: Any) -> Any:
-    """Return a parameter that is known and cannot be served; neutral values ask for nothing."""
+    """Return the type of a parameter that is refused unless its value is None or one of ``neutral``."""
 
     def check(value: Any) -> Any:
         if value is not None and value not in neutral:
@@ -46,12 +46,12 @@ def refused(why: str, *neutral: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Part of a body. Unknown names are kept aside; see :func:`ignored_in`."""
+    """A body or an object in one. Unknown fields are kept apart; see :func:`ignored_in`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def unused(self) -> list[str]:
-        """Return the names of what is known, and is taken without any effect on this request."""
+        """Return the names of known parameters that have no effect on this request."""
         return []
 
 
@@ -68,7 +68,7 @@ class ModelParameters(Body):
 
 
 def _check_repetition(value: float) -> float:
-    """Return a smaller divisor makes logits infinite."""
+    """Return the penalty if it is in range: a smaller divisor would make logits infinite."""
     if 0 < value < LEAST_REPETITION_PENALTY:
         raise ValueError(f"must be 0 or at least {LEAST_REPETITION_PENALTY}")
     return value
@@ -103,7 +103,7 @@ class Sampling(Body):
 
 
 class SamplingParameters(Sampling):
-    """How tokens are chosen, and what goes with that for the engine."""
+    """Sampling parameters and other options of the engine."""
 
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = Field(
         None, description="only requests with the same one share prefixes"
@@ -141,7 +141,7 @@ _CACHE = "prefixes are found by their tokens"
 
 
 class RecordParameters(Body):
-    """What OpenAI's APIs keep or file a request under, and this server does not."""
+    """OpenAI's parameters for storing and labelling requests. Only ``prompt_cache_key`` has an effect here."""
 
     user: no_effect(str, _TRACE) = None  # type: ignore[valid-type]
     metadata: no_effect(dict[str, Any], _TRACE) = None  # type: ignore[valid-type]
@@ -159,12 +159,12 @@ class RecordParameters(Body):
 
 
 def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
-    """Return the body as a model, and the names in it that are not known.
+    """Return the parsed body, and the names in it that are unknown or have no effect.
 
     Args:
         raw: JSON text.
-        model: of the endpoint.
-        strict: refuse unknown names.
+        model: the endpoint's model of the body.
+        strict: refuse such names.
 
     Raises:
         RequestRefused: 400, naming the parameter, or 413.
@@ -189,7 +189,7 @@ def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any,
 
 
 def ignored_in(value: Any, where: str = "") -> Iterator[str]:
-    """Yield the names that a parsed body holds beyond what is known, with the names of the objects around them."""
+    """Yield the names in a parsed body that are unknown or have no effect, as paths: ``outer.inner``."""
     if isinstance(value, Body):
         for name, given in (value.model_extra or {}).items():
             if given is not None:
@@ -202,7 +202,7 @@ def ignored_in(value: Any, where: str = "") -> Iterator[str]:
 
 
 def _note_ignored(names: Sequence[str]) -> None:
-    """Log names, each once, in one line."""
+    """Log, in one line, names that were not logged before."""
     new = [name for name in names if name not in _noted][: MOST_NOTED - len(_noted)]
     if new:
         _noted.update(new)
@@ -213,7 +213,7 @@ _noted: set[str] = set()
 
 
 def refusal_of(error: ValidationError) -> RequestRefused:
-    """Return the first fault of a body, in words that name the parameter, what was given and what is allowed."""
+    """Return a 400 for the first invalid parameter of a body: its name, what is allowed and what was given."""
     faults = error.errors(include_url=False)
     fault = faults[0]
     place = [str(part) for part in fault["loc"]]

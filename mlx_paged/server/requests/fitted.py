@@ -1,4 +1,4 @@
-"""Chats as chat templates take them: what a template refuses is said in another way, the same in each turn."""
+"""Rewrites chats so that the model's chat template accepts them, in the same way in each turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .agents import folded_systems, joined
 
 Messages = list[dict[str, Any]]
-ID_LETTERS = 9  # which Mistral's templates ask for
+ID_LETTERS = 9  # length of call ids that Mistral's templates require
 _USER = {"role": "user", "content": "a"}
 _ANSWER = {"role": "assistant", "content": "b"}
 
@@ -19,13 +19,13 @@ class Refusals(NamedTuple):
     """What a chat template refuses, drops or moves.
 
     Attributes:
-        systems: system messages behind the first, where they stand.
-        tools: calls and their results.
-        several: several calls in one message; or shows the first only.
-        ids: ids of calls that do not have 9 letters and digits.
-        thoughts: a message of thinking, text and calls.
-        questions: a user's message right behind a result.
-        rows: two messages in a row from the user.
+        systems: system messages after the first, in their places.
+        tools: tool calls and their results.
+        several: several calls in one message (refused, or only the first is shown).
+        ids: ids of calls that are not 9 letters and digits.
+        thoughts: a message with thinking, text and calls.
+        questions: a user message directly after a tool result.
+        rows: two consecutive user messages.
     """
 
     systems: bool = False
@@ -41,7 +41,7 @@ def refusals_of(render: Callable[[Messages], str]) -> Refusals:
     """Return what a chat template refuses.
 
     Args:
-        render: a chat with the template; raises whatever it likes.
+        render: renders a chat with the template; may raise anything.
     """
 
     def refuses(*messages: dict[str, Any], shows: str = "") -> bool:
@@ -88,8 +88,8 @@ def _result(name: str) -> dict[str, Any]:
 
 
 def fitted(messages: Sequence[Mapping[str, Any]], refused: Refusals) -> Messages:
-    """Return a chat that the template takes. A message becomes what it became in the turn before, so that prefixes
-    are found again."""
+    """Return the chat in a form that the template accepts. A message is rewritten as in earlier turns, so that cached
+    prefixes are found."""
     chat = [dict(message) for message in messages]
     if refused.systems and any(message.get("role") == "system" for message in chat[1:]):
         chat = folded_systems(chat)
@@ -107,7 +107,7 @@ def fitted(messages: Sequence[Mapping[str, Any]], refused: Refusals) -> Messages
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls, or whose result, are text between tags."""
+    """Return the message with its calls, or its tool result, as text between tags."""
     if message.get("role") == "tool":
         return {
             "role": "user",
@@ -125,7 +125,7 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_by_one(chat: Messages) -> Messages:
-    """Return the chat with one call in a message, and its result behind it."""
+    """Return the chat with one call per message, each followed by its result."""
     result: Messages = []
     rest = list(chat)
     while rest:
@@ -161,7 +161,7 @@ def _short(name: Any) -> str:
 
 
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with calls whose text stands behind its thinking."""
+    """Return the message; if it has thinking, text and calls, the text is appended to the thinking."""
     thought, content = message.get("reasoning_content"), message.get("content")
     if message.get("tool_calls") and thought and content:
         message |= {"reasoning_content": joined(f"{thought}\n\n", content), "content": ""}
@@ -169,7 +169,7 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_answers(chat: Messages) -> Messages:
-    """Return the chat with an empty answer between a result and the user's message behind it."""
+    """Return the chat with an empty answer between a tool result and a user message that follows it."""
     result: Messages = []
     for message in chat:
         if message.get("role") == "user" and result and result[-1].get("role") == "tool":
@@ -179,7 +179,7 @@ def _with_answers(chat: Messages) -> Messages:
 
 
 def _without_rows(chat: Messages) -> Messages:
-    """Return the chat with messages in a row from the user, or of the assistant, as one."""
+    """Return the chat with consecutive messages of the user, or of the assistant without calls, merged."""
     result: Messages = []
     for message in chat:
         role, last = message.get("role"), result[-1] if result else {}

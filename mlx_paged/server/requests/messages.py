@@ -28,7 +28,7 @@ class MessageParam(Body):
     content: str | list[dict[str, Any]]
 
 
-# Tools that a client runs, and whose schemas Anthropic's models have learnt.
+# Types of tools that clients run and whose schemas only Anthropic's models know.
 TRAINED_TOOLS = ("bash_", "text_editor_", "computer_", "memory_")
 
 
@@ -109,7 +109,7 @@ class MessageBody(CountBody):
 
 
 def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerRequest:
-    """Return what a message asks for.
+    """Return the request of a Messages body.
 
     Raises:
         RequestRefused: 400, naming the parameter.
@@ -150,7 +150,7 @@ async def count_tokens(body: CountBody, prompts: PromptMaker, texts: ModelTexts)
 
 
 def _kept_part(body: CountBody) -> str:
-    """Return the part of the prompt that ``cache_control`` marks, as :class:`ServerRequest` has it."""
+    """Return the part of the prompt that ``cache_control`` marks (see ``ServerRequest.keeps``)."""
 
     def is_marked(content: Any) -> bool:
         return isinstance(content, list) and any(
@@ -179,7 +179,7 @@ def _system(given: Any) -> list[dict[str, Any]]:
 
 
 def _messages(given: MessageParam) -> list[dict[str, Any]]:
-    """Return the messages of a chat that one of Anthropic's is: results of tools are messages of their own there."""
+    """Return one of Anthropic's messages as messages of a chat, where tool results are messages of their own."""
     role = given.role
     parts: list[dict[str, Any]] = []
     calls, results, thoughts = [], [], []
@@ -199,7 +199,7 @@ def _messages(given: MessageParam) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
         elif kind == "redacted_thinking" and role == "assistant":
-            continue  # which only those who wrote it can read
+            continue  # encrypted: only its author can read it
         else:
             what = f"a block of type {str(kind)[:80]!r} is not supported in a message of {role!r}"
             raise invalid(f"messages: {what}", "messages")
@@ -254,17 +254,17 @@ def _format(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MessageForm:
-    """A message.
+    """The form of an answer in Anthropic's Messages.
 
     Args:
-        head: of the answer.
-        body: of the request.
+        head: id, model and time of the answer.
+        body: body of the request.
     """
 
     def __init__(self, head: Head, body: CountBody) -> None:
         self._head = head
         self._num_blocks = 0
-        self._open: str | None = None  # type of the block that is being said
+        self._open: str | None = None  # type of the open content block
         self._last = Piece()
 
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
@@ -276,7 +276,7 @@ class MessageForm:
         events = []
         calls = [call for call in piece.calls if "id" in call]
         for call in piece.calls:
-            if "id" not in call:  # of the call that is being said
+            if "id" not in call:  # more arguments of the open call
                 events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
         if piece.reasoning:
             events += self._to("thinking", {"thinking": "", "signature": ""})
@@ -340,7 +340,7 @@ class MessageForm:
         return self._event("content_block_delta", index=self._num_blocks - 1, delta={"type": kind, **values})
 
     def _to(self, kind: str, block: dict[str, Any]) -> list[Event]:
-        """Return the events that lead to a block of a type, if it is not the one that is being said."""
+        """Return the events that open a block of type ``kind``; none if one is open."""
         if self._open == kind:
             return []
         events = self._close()

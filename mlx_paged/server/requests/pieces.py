@@ -1,4 +1,4 @@
-"""What is learnt of answers while they are generated, and the form that a client gets them in."""
+"""Pieces of answers as they are generated, and the forms in which clients receive them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import RequestRefused
 
-LEAST = float("-inf")  # of tokens that the answer's grammar does not allow, and JSON has no word for
+LEAST = float("-inf")  # of tokens that the grammar does not allow; JSON cannot express it
 
 
 class Token(NamedTuple):
     """A token with its log-probability.
 
     Attributes:
-        id: of the vocabulary.
-        text: that it stands for alone.
-        bytes: UTF-8 of the text, or the part of a character that the token is.
+        id: index in the vocabulary.
+        text: the token decoded by itself.
+        bytes: its UTF-8 bytes, which may be part of a character.
         logprob: None for the first token of a prompt.
-        top: the likeliest at its place, the likeliest first; their own ``top`` is empty.
+        top: the most likely tokens at its position, most likely first; their own ``top`` is empty.
     """
 
     id: int
@@ -34,13 +34,13 @@ class Piece:
     """A part of one answer, or all of it.
 
     Attributes:
-        index: of the answer among those to the request.
-        text, reasoning: that were written.
-        calls: tool calls, as OpenAI's chats have them, each with its ``index``; without an ``id``, more of the
-            arguments of one that has begun.
-        tokens: with log-probabilities, if they are wanted.
-        finish: why the answer ends: ``stop``, ``length`` or ``tool_calls``; None: it goes on.
-        stop: the stop string that has ended it.
+        index: index of the answer in the request.
+        text, reasoning: new text of each kind.
+        calls: tool calls in the format of OpenAI's chats, each with its ``index``; one without an ``id`` holds more
+            arguments of the call that has begun.
+        tokens: tokens with log-probabilities, if requested.
+        finish: why the answer ended: ``stop``, ``length`` or ``tool_calls``; None: it goes on.
+        stop: the stop string that ended it.
     """
 
     index: int = 0
@@ -68,13 +68,13 @@ class Piece:
 
 
 class Usage(NamedTuple):
-    """Tokens of a request: each prompt counts once, all answers that were generated count.
+    """Token counts of a request: each prompt counts once, every generated answer counts.
 
     Attributes:
-        prompt: of the prompts.
-        cached: of these, found in the prefix cache.
-        completion: of the answers.
-        reasoning: of these, reasoning.
+        prompt: tokens of the prompts.
+        cached: those of them that were found in the prefix cache.
+        completion: tokens of the answers.
+        reasoning: those of them that are reasoning.
     """
 
     prompt: int = 0
@@ -102,7 +102,7 @@ class Usage(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What every answer begins with; ``id`` is without the form's prefix, ``created`` in seconds."""
+    """Fields common to all objects of an answer; ``id`` is without the form's prefix, ``created`` in Unix seconds."""
 
     id: str
     model: str
@@ -111,45 +111,45 @@ class Head(NamedTuple):
 
 
 class Echo(NamedTuple):
-    """A prompt, which its answers begin with; ``tokens`` have log-probabilities if these are wanted."""
+    """A prompt that its answers begin with; ``tokens`` are its tokens with log-probabilities, if requested."""
 
     text: str
     tokens: Sequence[Token] = ()
 
 
 class Event(NamedTuple):
-    """One event of a stream; ``data`` is JSON, or text as it is."""
+    """One event of a stream; ``data`` is a JSON value, or a string that is sent as it is."""
 
     data: Any
     name: str | None = None
 
 
 class Form(Protocol):
-    """How the answers to one request look to a kind of client."""
+    """Formats the answers to one request for one API."""
 
     def begin(self, usage: Usage, echoes: Sequence[Echo]) -> list[Event]:
-        """Return what a stream begins with; of the usage, what is known by then."""
+        """Return the first events of a stream; ``usage`` is what is known by then."""
         ...
 
     def piece(self, piece: Piece) -> list[Event]:
-        """Return a part of a stream; the last one of each answer says why it ends."""
+        """Return the events of a piece; the last one of each answer says why it ended."""
         ...
 
     def end(self, usage: Usage) -> list[Event]:
-        """Return what a stream ends with, after the last pieces."""
+        """Return the last events of a stream, after all pieces."""
         ...
 
     def failed(self, refusal: RequestRefused) -> list[Event]:
-        """Return what a stream ends with if it fails."""
+        """Return the last events of a stream that failed."""
         ...
 
     def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo]) -> dict[str, Any]:
-        """Return the answers without a stream, in the order of their indices."""
+        """Return the body of a response that is not a stream; ``answers`` are in the order of their indices."""
         ...
 
 
 def content_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
-    """Return log-probabilities as OpenAI's chats have them, with the tokens' ids as in mlx-lm."""
+    """Return log-probabilities in the format of OpenAI's chats, plus token ids as in mlx-lm."""
     return {
         "content": [
             {**_told(token), "top_logprobs": [_told(other) for other in token.top if other.logprob != LEAST]}

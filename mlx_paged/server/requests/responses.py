@@ -33,7 +33,7 @@ ITEMS = (
 )
 TEXTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
-# Of reasoning that is not encrypted, and of tools that OpenAI runs, there is nothing to tell.
+# All but LOGPROBS have no effect: reasoning is not encrypted, and tools of OpenAI do not run here.
 INCLUDED = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -113,7 +113,7 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
 
 
 def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerRequest:
-    """Return what a response asks for.
+    """Return the request of a Responses body.
 
     Raises:
         RequestRefused: 400, naming the parameter.
@@ -155,7 +155,7 @@ def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerR
 
 
 def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) -> None:
-    """Add an item to the messages of a chat, where calls and reasoning are parts of the assistant's message."""
+    """Add an input item to the messages of a chat; calls become parts of the assistant's message."""
     kind = item.get("type", "message")
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "message":
@@ -164,7 +164,7 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
             raise invalid(f"{where}.role must be user, assistant, system or developer", "input")
         message = {"role": "system" if role == "developer" else role, "content": _content(where, item.get("content"))}
         if role == "assistant" and last is not None and not last["content"] and "tool_calls" not in last:
-            last["content"] = message["content"]  # behind its reasoning
+            last["content"] = message["content"]  # joins the reasoning before it
         else:
             messages.append(message)
     elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
@@ -213,7 +213,7 @@ def _content(where: str, given: Any) -> Any:
 
 
 def _tool_choice(given: Any) -> Any:
-    """Return how a tool is chosen, as chats have it."""
+    """Return ``tool_choice`` in the format of chats."""
     if given is None or isinstance(given, str):
         return given
     if given.get("type") == "allowed_tools":
@@ -245,7 +245,7 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
 
 # The answer -------------------------------------------------------------------------------------------------------
 
-# Of the request, told again with the answer, and what they are if it does not say.
+# Parameters of the request that the response repeats, with their defaults.
 TOLD: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -265,12 +265,12 @@ TOLD: dict[str, Any] = {
 
 
 class _Item:
-    """An item of the answer that is being said, or has been.
+    """An output item, open or complete.
 
     Args:
         kind: ``reasoning``, ``message``, ``function_call`` or ``custom_tool_call``.
         place: its id without the kind's prefix.
-        call: that it is, if it is one, under the client's name.
+        call: fields of the call, under the client's name of the tool, if the item is one.
     """
 
     PREFIXES: ClassVar = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
@@ -292,7 +292,7 @@ class _Item:
         self._tokens += tokens
 
     def part(self) -> dict[str, Any]:
-        """Return what the item holds, as a field of it, or as its one part."""
+        """Return the content: a field of the item for calls, else its only part."""
         text = "".join(self._texts)
         if self.kind == "function_call":
             return {"arguments": text}
@@ -310,11 +310,11 @@ class _Item:
 
 
 class ResponseForm:
-    """A response.
+    """The form of an answer in OpenAI's Responses.
 
     Args:
-        head: of the answer.
-        body: of the request.
+        head: id, model and time of the answer.
+        body: body of the request.
     """
 
     def __init__(self, head: Head, body: ResponseBody) -> None:
@@ -323,8 +323,8 @@ class ResponseForm:
         tools = callable_tools([tool.model_dump() for tool in body.tools or ()])
         self._tools = {tool.function["function"]["name"]: tool for tool in tools}
         self._told = {name: given.get(name, default) for name, default in TOLD.items()}
-        self.keep: Callable[[dict[str, Any]], None] | None = None  # takes the response at its end
-        self._items: list[dict[str, Any]] = []  # those that are complete
+        self.keep: Callable[[dict[str, Any]], None] | None = None  # called with the finished response
+        self._items: list[dict[str, Any]] = []  # complete ones
         self._open: _Item | None = None
         self._last = Piece()
         self._number = -1
@@ -369,7 +369,7 @@ class ResponseForm:
         return _Item(kind, f"{self._head.id}_{len(self._items)}", call)
 
     def _begin(self, kind: str) -> list[Event]:
-        """Begin an item of reasoning or text, unless one of the kind is open."""
+        """Begin an item of reasoning or text unless one of that kind is open; return its events."""
         if self._open is not None and self._open.kind == kind:
             return []
         events, item = self._close(), self._item(kind)
@@ -389,7 +389,7 @@ class ResponseForm:
         return events if tool.is_custom else [*events, self._added(self._open.as_dict("in_progress"))]
 
     def _say(self, text: str, tokens: Sequence[Token] = ()) -> list[Event]:
-        """More of the open item; a custom tool's input is told at its end."""
+        """Add to the open item and return the events; a custom tool's input is sent when the item closes."""
         item = self._open
         if item is None:
             return []
@@ -453,7 +453,7 @@ class ResponseForm:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input of a custom tool; of a call that was cut off, what there is."""
+    """Return the input of a custom tool; the arguments as they are if the call was cut off."""
     try:
         given = json.loads(arguments)
     except ValueError:
@@ -469,7 +469,7 @@ def _logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
 
 # What is kept -------------------------------------------------------------------------------------------------------
 
-MAX_KEPT_BYTES = 64 << 20  # of JSON, a conversation's earlier items counted again with each of its responses
+MAX_KEPT_BYTES = 64 << 20  # of JSON; earlier items of a conversation count again for each response
 
 
 class Kept(NamedTuple):
@@ -481,10 +481,10 @@ class Kept(NamedTuple):
 
 
 class KeptResponses:
-    """Responses by API key and id; the least recently used go first. For the event loop.
+    """Stored responses by API key and id; the least recently used are dropped first. Used in the event loop only.
 
     Args:
-        max_bytes: that are kept; 0: nothing is.
+        max_bytes: most bytes of JSON to keep; 0: keep nothing.
     """
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
@@ -492,18 +492,18 @@ class KeptResponses:
         self._kept: OrderedDict[tuple[str | None, str], Kept] = OrderedDict()
 
     def open(self, body: ResponseBody, key: str | None, num_bytes: int) -> Callable[[dict[str, Any]], None] | None:
-        """Put the conversation that a request goes on before its input.
+        """Put the conversation that a request continues before its input.
 
         Args:
-            body: of the request; its input becomes the whole conversation.
+            body: body of the request; its input becomes the whole conversation.
             key: API key of the client.
-            num_bytes: of the body.
+            num_bytes: size of the body.
 
         Returns:
-            what keeps the response; None: it is not to be kept.
+            A function that stores the response; None: it is not to be stored.
 
         Raises:
-            RequestRefused: 404, what goes before is not kept, or 400, the response cannot be.
+            RequestRefused: 404, an earlier response or item is not stored; 400, this server stores no responses.
         """
         items: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
@@ -522,7 +522,7 @@ class KeptResponses:
         return self._find(key, name).response
 
     def delete(self, key: str | None, name: str) -> dict[str, Any]:
-        """Forget a response; those that follow it stay. Raises RequestRefused: 404."""
+        """Delete a response; those that continue it stay. Raises RequestRefused: 404."""
         self._num_bytes -= self._find(key, name).num_bytes
         del self._kept[key, name]
         return {"id": name, "object": "response", "deleted": True}
@@ -535,7 +535,7 @@ class KeptResponses:
         return found
 
     def _referenced(self, key: str | None, item: dict[str, Any]) -> dict[str, Any]:
-        """Return an item, looked up if it is only named."""
+        """Return the item, or the stored one that an ``item_reference`` names."""
         if item.get("type") != "item_reference":
             return item
         for (owner, _), kept in reversed(self._kept.items()):

@@ -33,7 +33,7 @@ class DetokenizeBody(Body):
 
 
 def _input(body: TokenizeBody) -> Input:
-    """Return what is to be tokenized. Raises RequestRefused: it is not one of a text and a chat."""
+    """Return the text or chat to tokenize. Raises RequestRefused unless exactly one is given."""
     if (body.prompt is None) == (body.messages is None):
         raise invalid("one of prompt and messages is needed, and not both", "prompt")
     if body.prompt is not None:
