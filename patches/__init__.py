@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .cache.prompt_cache import adopt_prompt_cache
     from .registry import PatchReport, apply_patches, is_applied, remove_patches
 
-# Imported when they are asked for: a version of mlx-lm may lack a name they need, and apply_patches() works without.
-# The registry is a command, too: Python warns of a module that is imported before it is run as one.
+# Imported lazily: a version of mlx-lm may lack a name that one of them needs, and apply_patches() must work without it.
+# The registry is also a command, and Python warns about a module that is imported before it is run with -m.
 _MODULES = {
     "PagedLayerCache": "cache.layer_cache",
     "PatchReport": "registry",

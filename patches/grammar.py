@@ -1,4 +1,4 @@
-"""Grammars for mlx-lm's tokenizers: tool calls in the form of a model's family, and what comes behind reasoning."""
+"""Grammars for mlx-lm's tokenizers: tool calls in the format of a model's family, and answers after reasoning."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ ANY_SCALAR = {"type": sorted(SCALARS)}
 
 
 class CallForm(NamedTuple):
-    """How a model writes a call, as text in which NAME is the function's name, ``~`` a line break that may lack, and
-    ``#`` a number.
+    """The text format of a model's calls. In it, NAME stands for the function's name, ``~`` for an optional line break,
+    and ``#`` for a number.
 
     Attributes:
-        begin, end: around the arguments.
-        key: before an argument, whose name is KEY and whose type TYPE; empty: the arguments are one JSON object.
-        value_end: behind an argument. A string is written as it is, what has another type in JSON.
-        repeats: several calls may stand between the marks of one.
-        comma: between arguments, and between calls that repeat.
-        around: what stands around the calls that repeat.
-        quote: on both sides of a string; empty: strings end with ``value_end``.
+        begin, end: text around the arguments.
+        key: text before an argument, with KEY for its name and TYPE for its type; empty: the arguments are one JSON
+            object.
+        value_end: text after an argument. Strings are written as they are, other types as JSON.
+        repeats: one pair of call marks may enclose several calls.
+        comma: separator of arguments, and of repeated calls.
+        around: text around the repeated calls.
+        quote: text on both sides of a string; empty: strings end with ``value_end``.
         strings: regular expression of a string between quotes.
-        containers: how objects and arrays are written: ``json``; ``bare``: with keys and strings like those of
-            arguments; or ``none``: they cannot be.
-        names: regular expression of names and keys that the parser reads.
+        containers: how objects and arrays are written: as ``json``; ``bare``, with keys and strings like those of
+            arguments; or ``none``, if the format has none.
+        names: regular expression of the names and keys that the parser can read.
     """
 
     begin: str
@@ -56,7 +57,7 @@ class CallForm(NamedTuple):
 
 
 _KIMI = "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>"
-FORMS = {  # by the module of mlx-lm's parser; laguna's is glm47's
+FORMS = {  # by the module that defines mlx-lm's parser; laguna uses glm47's
     "json_tools": CallForm('{"name": "NAME", "arguments": ', "}"),
     "qwen3_coder": CallForm("<function=NAME>\n", "</function>", "<parameter=KEY>\n", "\n</parameter>\n"),
     "glm47": CallForm("NAME~", "", "<arg_key>KEY</arg_key>~<arg_value>", "</arg_value>~"),
@@ -89,7 +90,7 @@ FORMS = {  # by the module of mlx-lm's parser; laguna's is glm47's
     "gemma4": CallForm(
         *("call:NAME{", "}", "KEY:"), repeats=True, comma=",", quote='<|"|>', containers="bare", names=r"[\w-]+"
     ),
-    # Its parser ends a call at the first brace, and an argument that is no string at the first comma.
+    # Its parser ends a call at the first closing brace, and an argument other than a string at the first comma.
     "function_gemma": CallForm(
         *("call:NAME{", "}", "KEY:"), comma=",", quote="<escape>", strings="[^}]*", containers="none", names=r"\w+"
     ),
@@ -98,13 +99,13 @@ MISTRAL_LIST = CallForm('{"name": "NAME", "arguments": ', "}", repeats=True, com
 
 
 class ToolFormat(NamedTuple):
-    """How a model marks and writes calls.
+    """The format of a model's calls and of the marks around them.
 
     Attributes:
-        start, end: what stands around them, as terms of a Lark grammar.
-        trigger: the tokens that ``start`` is; empty: it is text, which tokens may hold with other text.
-        form: of a call; None: OpenAI's Harmony.
-        special: texts that are special tokens, and not what their characters say, with their numbers.
+        start, end: the marks, as terms of a Lark grammar.
+        trigger: token ids of ``start``; empty if it is plain text, which tokens may contain together with other text.
+        form: format of a call; None: OpenAI's Harmony.
+        special: ids of special tokens by their text.
         texts: ``start`` and ``end`` as the model writes them.
         stop: any token that ends an answer, as a term.
     """
@@ -118,7 +119,7 @@ class ToolFormat(NamedTuple):
     stop: str = ""
 
     def terms(self, text: str, name: str = "", type_: str = "string") -> str:
-        """Return a text of the form as terms of a Lark grammar; without a name, KEY is a terminal."""
+        """Return a text of :class:`CallForm` as terms of a Lark grammar; without a name, KEY becomes a terminal."""
         found = []
         marks = sorted(self.special, key=len, reverse=True)
         for part in re.split("(" + "|".join([*map(re.escape, marks), "NAME", "KEY", "TYPE", "[~#]"]) + ")", text):
@@ -132,15 +133,15 @@ class ToolFormat(NamedTuple):
 
 
 def tool_format(tokenizer: Any, inner: Any) -> ToolFormat | None:
-    """Return how a model writes tool calls, if a grammar can say it.
+    """Return the format of a model's tool calls, or None if it is not known.
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        inner: the tokenizer of transformers in it.
+        inner: the transformers tokenizer in it.
     """
     known = getattr(inner, "added_tokens_decoder", {})
     texts = {str(token.content): (number, token.special) for number, token in known.items()}
-    # llguidance takes added tokens in angle brackets for special ones, whatever the tokenizer says.
+    # llguidance treats added tokens in angle brackets as special, whatever the tokenizer says.
     special = {
         text: number for text, (number, is_special) in texts.items() if is_special or text[:1] + text[-1:] == "<>"
     }
@@ -150,7 +151,7 @@ def tool_format(tokenizer: Any, inner: Any) -> ToolFormat | None:
     form = FORMS.get(name) if package == "mlx_lm.tool_parsers" else None
     if form is None:
         return None
-    if name == "mistral" and "[ARGS]" not in tokenizer.get_vocab():  # the older ones write a list
+    if name == "mistral" and "[ARGS]" not in tokenizer.get_vocab():  # older models write a JSON list
         form = MISTRAL_LIST
     stop = f"<[{','.join(map(str, sorted(tokenizer.eos_token_ids)))}]>"
     plain = ToolFormat("", "", (), form, special, (tokenizer.tool_call_start, tokenizer.tool_call_end), stop)
@@ -168,13 +169,13 @@ def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_free: bool =
 
     Args:
         tools: what may be called.
-        form: how the model writes a call.
-        answer: a JSON schema: the answer may be of that instead; None: it has to be a call.
-        is_free: other text may stand around calls. If the form has a trigger, the grammar begins behind it, and ends
-            with that call.
+        form: format of the model's calls.
+        answer: JSON schema of an answer that is allowed in place of calls; None: it must be a call.
+        is_free: other text may surround the calls. If the format has a trigger, the grammar starts after the trigger
+            and ends with that call.
 
     Raises:
-        GrammarError: the form cannot say the arguments of one of the tools.
+        GrammarError: the format cannot express the arguments of one of the tools.
     """
     try:
         return GrammarSource("tools", "\n".join(_Calls(tools, form).lines(answer, is_free=is_free)))
@@ -183,12 +184,12 @@ def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_free: bool =
 
 
 def _pattern(text: str) -> str:
-    """Return a text as a part of a regular expression of Lark."""
+    """Return a text escaped for a regular expression in Lark."""
     return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
 
 
 class _Calls:
-    """Makes the lines of one grammar."""
+    """Builder of the lines of one grammar."""
 
     def __init__(self, tools: Tools, form: ToolFormat) -> None:
         self._tools, self._form = tools, form
@@ -211,7 +212,7 @@ class _Calls:
         one = f"call ({between} call)*" if style.repeats and parallel else "call"
         begin, end = (text_in_lark(each) if each else r'"\n"?' for each in style.around)
         body = f"{begin} {one} {end} {form.end}"
-        if is_free and not form.end:  # what follows a call would be a part of it for the parser
+        if is_free and not form.end:  # the parser would take what follows for a part of the call
             body += (f" ({form.start} {body})*" if again else "") + f" {form.stop}"
         if is_free and form.trigger:
             self._lines.append(f"start: {body}")
@@ -242,7 +243,7 @@ class _Calls:
             self._lines.append(f"arguments_{index}: {json_in_lark(tool.schema)}")
 
     def _add_texts(self, style: CallForm) -> None:
-        """Add what a string is, and an argument that no schema names."""
+        """Add the rules of strings and of arguments that no schema names."""
         terms = self._form.terms
         self._lines.append(r"KEY: /[^<>\s\"]+/" if not style.names else r"KEY: /\w+/")
         other = json_in_lark(ANY_SCALAR) if style.quote else ""
@@ -253,7 +254,7 @@ class _Calls:
             return
         begin, end = terms(style.quote), style.quote or style.value_end.removesuffix("~")
         is_special = any(mark in end for mark in self._form.special)
-        # Parsers would take these for the call's end, wherever they stand.
+        # Parsers take these for the end of the call, wherever they occur.
         marks = [_pattern(each) for each in (style.end, self._form.texts[1]) if "<" in each]
         marks += [_pattern(end)] if is_special else []
         without = f" & ~/(?s:.*)({'|'.join(marks)})(?s:.*)/" if marks else ""
@@ -286,11 +287,11 @@ class _Calls:
         self._lines.append(f"{rule}: {terms(style.begin, tool.name)} {arguments} {terms(style.end)}")
 
     def _list(self, rule: str, items: Sequence[tuple[str, bool]]) -> str:
-        """Return terms of items in their order, of which those may lack that are not required."""
+        """Return the items as terms, in order; those that are not required are optional."""
         if not self._style.comma:
             return " ".join(name if is_required else f"{name}?" for name, is_required in items)
         comma = text_in_lark(self._style.comma)
-        for number, (name, is_required) in enumerate(items):  # from this item on, behind another one or not
+        for number, (name, is_required) in enumerate(items):  # _n: from here, after an item; _l: as the first
             behind, further = (
                 ("", "") if number + 1 == len(items) else (f"{rule}_l{number + 1}", f"{rule}_n{number + 1}")
             )
@@ -299,7 +300,7 @@ class _Calls:
         return f"{rule}_l0" if items else ""
 
     def _value(self, rule: str, given: Any, schema: Mapping[str, Any]) -> str:
-        """Return an argument and its end as terms: text for strings, JSON for what has another type."""
+        """Return an argument's value and its end as terms: text for strings, JSON for other types."""
         style = self._style
         end = self._form.terms(style.value_end)
         given, types = local_schema(given, schema), types_of(given, schema)
@@ -317,7 +318,7 @@ class _Calls:
         return f"({' | '.join(parts)})"
 
     def _other(self, rule: str, given: Any, types: set[str], schema: Mapping[str, Any]) -> str:
-        """Return a value that is no string as terms."""
+        """Return a value of these types, other than strings, as terms."""
         containers = types - SCALARS
         if not containers or self._style.containers == "json":
             shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
@@ -355,7 +356,7 @@ class _Calls:
     # Harmony --------------------------------------------------------------------------------------------------
 
     def _add_harmony(self, answer: Any, *, is_free: bool) -> None:
-        """Add the messages of an answer: reasoning, then a call or an answer; if it is free, any of them."""
+        """Add the rules of an answer's messages: reasoning, then a call or an answer; if it is free, in any order."""
         mark = {name: f"<[{number}]>" for name, number in self._form.special.items()}
         channel, message, begin = mark["<|channel|>"], mark["<|message|>"], mark["<|start|>"]
         ends = " | ".join(mark[name] for name in ("<|end|>", "<|call|>", "<|return|>") if name in mark)
@@ -381,7 +382,7 @@ class _Calls:
 
 
 class TokenizerGrammars:
-    """Compiles constraints, for any thread. llguidance reads the tokenizer when the first one comes.
+    """Compiler of constraints for one tokenizer, which llguidance reads at the first constraint. Thread-safe.
 
     Args:
         tokenizer: mlx-lm's wrapper.
@@ -395,15 +396,15 @@ class TokenizerGrammars:
     def compile(
         self, constraint: Constraint, *, is_cancelled: IsCancelled = lambda: False, is_checked: bool = False
     ) -> CompiledGrammar | None:
-        """Return the grammar of an answer; None: any answer will do. Blocks while it is tried and compiled.
+        """Return the compiled grammar of an answer; None if any answer is allowed. Blocks while it is tried and built.
 
         Args:
-            constraint: what the client says.
+            constraint: what the client asks for.
             is_cancelled, is_checked: see :meth:`GrammarCompiler.compile`.
 
         Raises:
-            RequestRefused: 400, it cannot be used; the message says where.
-            ConnectionAbortedError: it was cancelled.
+            RequestRefused: 400, the constraint cannot be used; the message says why.
+            ConnectionAbortedError: the request was cancelled.
         """
         wanted = self._wanted(constraint)
         if wanted is None:
@@ -419,7 +420,7 @@ class TokenizerGrammars:
         except RequestRefused as error:
             if not wanted.is_free:
                 raise
-            logging.warning("tools: strict does not hold: %.500s", error)  # clients say it of any schema
+            logging.warning("tools: strict does not hold: %.500s", error)  # clients set it for any schema
             return None
 
     def _known_compiler(self) -> GrammarCompiler:
@@ -469,14 +470,14 @@ class TokenizerGrammars:
 
 
 class _Wanted(NamedTuple):
-    """What is compiled for a constraint.
+    """The grammar to compile for a constraint.
 
     Attributes:
         source, trigger: see :meth:`GrammarCompiler.compile`.
-        param: the parameter of the request that it comes from.
-        parts: schemas that the source is made of and their parameters, which are checked one by one before, so that an
-            error names the one at fault.
-        is_free: the answer may be anything, but for its calls.
+        param: the request parameter that the grammar comes from.
+        parts: schemas within the source, with their parameters; checked one by one first, so that an error names the
+            one at fault.
+        is_free: only the calls in the answer are constrained.
     """
 
     source: GrammarSource
@@ -495,7 +496,7 @@ def _source_of(tool: Tool) -> GrammarSource:
 
 @contextmanager
 def _refusing(param: str) -> Iterator[None]:
-    """Turn what is wrong with a grammar into a refusal of the request that names the parameter."""
+    """Turn errors of a grammar into a refusal of the request that names the parameter."""
     try:
         yield
     except GrammarAbandoned:
@@ -505,12 +506,12 @@ def _refusing(param: str) -> Iterator[None]:
 
 
 def inner_of(tokenizer: Any) -> Any:
-    """Return the tokenizer of transformers in mlx-lm's wrapper."""
+    """Return the transformers tokenizer in mlx-lm's wrapper."""
     return getattr(tokenizer, "_tokenizer", tokenizer)
 
 
 def reasons_first(tokenizer: Any, prompt: list[int]) -> bool:
-    """Return whether the prompt ends in reasoning that the answer has to end, as mlx-lm's server finds out."""
+    """Return whether the prompt ends within reasoning; mlx-lm's server finds that out in the same way."""
     if not tokenizer.has_thinking:
         return False
     if tokenizer.response_initial_state:
@@ -521,12 +522,12 @@ def reasons_first(tokenizer: Any, prompt: list[int]) -> bool:
 def with_thinking_budget(
     grammar: CompiledGrammar | None, tokenizer: Any, num_tokens: int, *, is_open: bool
 ) -> CompiledGrammar:
-    """Return a grammar that also ends reasoning after ``num_tokens``; ``is_open``: the prompt ends in it."""
+    """Return a grammar that also ends reasoning after ``num_tokens``. ``is_open``: the prompt ends within reasoning."""
     free = CompiledGrammar(None, 0, sorted(tokenizer.eos_token_ids))
     begin, end = (tuple(tokens) for tokens in (tokenizer.think_start_tokens, tokenizer.think_end_tokens))
     return replace(grammar or free, thinking=ThinkingBudget(num_tokens, begin, end, is_open))
 
 
 def behind_reasoning(grammar: CompiledGrammar, tokenizer: Any) -> CompiledGrammar:
-    """Return the grammar of an answer that begins with reasoning, which is free."""
+    """Return the grammar for an answer that begins with reasoning, which is not constrained."""
     return grammar.begins_after(tokenizer.think_end_tokens)

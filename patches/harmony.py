@@ -1,4 +1,4 @@
-"""HarmonyParts: answers in OpenAI's Harmony format (gpt-oss), which mlx-lm's machine of texts does not know."""
+"""HarmonyParts: answers in OpenAI's Harmony format (gpt-oss), which mlx-lm's text state machine does not support."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ HEADERS = (
     "<|channel|>",
     "<|constrain|>",
     " to=",
-)  # what a header begins with; the prompt may hold its start
+)  # what a header begins with; the prompt may already contain its start
 BODY = "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MARKS = (*ENDS, "<|start|>", "<|channel|>")  # what ends a body
-MOST_HEADER = 1000  # characters, after which it is text
+MOST_HEADER = 1000  # characters; a longer header is treated as text
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 class HarmonyParts:
-    """Parts one answer: messages, each a header (role, channel, recipient) and a body. The channel ``analysis`` is
-    reasoning, a body for a recipient is a tool call, and what has no header is text.
+    """Splits one answer into messages, each a header (role, channel, recipient) and a body. The channel ``analysis`` is
+    reasoning, a body with a recipient is a tool call, and text without a header is normal text.
 
     Args:
-        state: that the prompt ends in.
+        state: the state that the prompt ends in.
     """
 
     def __init__(self, state: str) -> None:
@@ -35,7 +35,7 @@ class HarmonyParts:
         self._place = "start" if state == "normal" else "body"  # or "header"
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """Return the parts, with their kinds, that the next piece of the answer completes."""
+        """Take the next piece of the answer. Returns the parts recognised since the last call as (state, text)."""
         self._held += text
         parts: list[tuple[str, str]] = []
         take = {"start": self._take_start, "header": self._take_header, "body": self._take_body}
@@ -44,11 +44,11 @@ class HarmonyParts:
         return parts
 
     def flush(self) -> tuple[str, str]:
-        """Return the state and the rest; a header that was cut off is no text."""
+        """Return the state and the remaining text, without an incomplete header."""
         rest, self._held = "" if self._place == "header" else self._held, ""
         return self._state, rest
 
-    # Each takes one thing from what is held; False: more has to come first.
+    # Each consumes one element of the held text and returns True, or returns False if it needs more text.
 
     def _take_start(self, parts: list[tuple[str, str]]) -> bool:
         if self._held.startswith(HEADERS):
@@ -86,7 +86,7 @@ class HarmonyParts:
             return False
         if found[0] in ENDS:
             self._held = self._held[len(found[0]) :]
-        self._begin("normal", parts)  # a call is at its end, even if another follows
+        self._begin("normal", parts)  # ends the call, even if another follows
         self._place = "start"
         return True
 
@@ -100,13 +100,13 @@ def _begins_one_of(text: str, marks: tuple[str, ...]) -> bool:
 
 
 def _num_pending(text: str) -> int:
-    """Return how many characters at the end may begin a mark."""
+    """Return how many characters at the end may be the beginning of a mark."""
     longest = min(len(text), max(map(len, MARKS)) - 1)
     return next((n for n in range(longest, 0, -1) if _begins_one_of(text[-n:], MARKS)), 0)
 
 
 def harmony_call(text: str) -> dict[str, Any]:
-    """Return a call: ``NAME<|message|>{...}``, or without arguments. Raises ValueError."""
+    """Parse a call ``NAME<|message|>{...}``; the arguments may be empty. Raises ValueError if it is not one."""
     name, mark, arguments = text.partition(BODY)
     if not mark:
         raise ValueError("a call without a message")

@@ -1,4 +1,4 @@
-"""Embeddings, quantised layers and experts on CUDA: rows by a kernel, all rows in one product (kernels/products)."""
+"""Replacements for embeddings, quantised layers and experts on CUDA (kernels/embedding_rows.py, kernels/products)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LayerCall = Callable[[nn.Module, mx.array], mx.array]
 
 @replaces("mlx.nn.layers.embedding:Embedding.__call__", "b94cc661ed001c79", only_cuda=True)
 def adapt(original: LayerCall) -> LayerCall:
-    """Make the replacement of ``Embedding.__call__``."""
+    """Return the replacement of ``Embedding.__call__``."""
 
     def __call__(self: nn.Module, x: mx.array) -> mx.array:
         rows = embedding_rows(self["weight"], x)
@@ -28,7 +28,7 @@ def adapt(original: LayerCall) -> LayerCall:
 
 @replaces("mlx.nn.layers.quantized:QuantizedEmbedding.__call__", "c1fa7f3493126c18", only_cuda=True)
 def adapt_quantized(original: LayerCall) -> LayerCall:
-    """Make the replacement of ``QuantizedEmbedding.__call__``."""
+    """Return the replacement of ``QuantizedEmbedding.__call__``."""
 
     def __call__(self: nn.Module, x: mx.array) -> mx.array:
         parts = {name: self[name] for name in ("weight", "scales", "biases") if self.get(name) is not None}
@@ -45,7 +45,7 @@ def adapt_quantized(original: LayerCall) -> LayerCall:
 
 @replaces("mlx.nn.layers.quantized:QuantizedLinear.__call__", "5fab14e7eb47285d", only_cuda=True)
 def adapt_linear(original: LayerCall) -> LayerCall:
-    """Make the replacement of ``QuantizedLinear.__call__``."""
+    """Return the replacement of ``QuantizedLinear.__call__``."""
 
     def __call__(self: nn.Module, x: mx.array) -> mx.array:
         product = quantized_matmul.product(self, x)
@@ -58,7 +58,7 @@ def adapt_linear(original: LayerCall) -> LayerCall:
 
 @replaces("mlx.nn.layers.quantized:QuantizedEmbedding.as_linear", "330736b7d2fb8ff0", only_cuda=True)
 def adapt_as_linear(original: LayerCall) -> LayerCall:
-    """Make the replacement of ``QuantizedEmbedding.as_linear``."""
+    """Return the replacement of ``QuantizedEmbedding.as_linear``."""
 
     def as_linear(self: nn.Module, x: mx.array) -> mx.array:
         product = quantized_matmul.product(self, x)
@@ -69,7 +69,7 @@ def adapt_as_linear(original: LayerCall) -> LayerCall:
 
 @replaces("mlx_lm.models.switch_layers:QuantizedSwitchLinear.__call__", "ed21315c040a1498", only_cuda=True)
 def adapt_experts(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Make the replacement of ``QuantizedSwitchLinear.__call__``."""
+    """Return the replacement of ``QuantizedSwitchLinear.__call__``."""
 
     def __call__(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         product = quantized_matmul.sorted_experts_product(self, x, indices) if sorted_indices else None

@@ -1,4 +1,4 @@
-"""Patch: a symbol of mlx-lm and its replacement, registered where that is written; and names replaced for a while."""
+"""Patch: a symbol of mlx-lm and its replacement, and their registration; replaced(): a temporary replacement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 _MODELS = "mlx_lm.models"
-_SHARED = (f"{_MODELS}.base", f"{_MODELS}.cache")  # by all models
+_SHARED = (f"{_MODELS}.base", f"{_MODELS}.cache")  # modules that all models use
 
 Adapter = TypeVar("Adapter", bound=Callable[..., Any])
 
@@ -21,10 +21,10 @@ class Patch(NamedTuple):
     Attributes:
         module: upstream module.
         name: a function of the module, or ``Class.method``.
-        fingerprint: of the upstream source the replacement was written for (see :func:`fingerprint`).
-        adapt: from the original to its replacement.
+        fingerprint: fingerprint of the upstream source the replacement was written for (see :func:`fingerprint`).
+        adapt: takes the original and returns its replacement.
         adapts_attention: the symbol is the ``__call__`` of an attention class, whose layers then need no seam.
-        only_cuda: elsewhere the symbol is as good as its replacement, and stays.
+        only_cuda: the symbol is replaced only on CUDA; elsewhere the replacement has no advantage.
     """
 
     module: str
@@ -41,7 +41,7 @@ class Patch(NamedTuple):
 
     @property
     def can_wait(self) -> bool:
-        """Return whether the symbol is that of a model's module which nothing has imported yet."""
+        """Return whether the symbol belongs to a model's module that has not been imported yet."""
         is_of_model = self.module.startswith(f"{_MODELS}.") and self.module not in _SHARED
         return is_of_model and self.module not in sys.modules
 
@@ -66,14 +66,14 @@ def replaces(target: str, fingerprint: str, **kind: bool) -> Callable[[Adapter],
 
 
 def fingerprint(symbol: Any) -> str:
-    """First 16 hex digits of the SHA-256 of a function's source, blank lines and indentation of the whole removed."""
+    """Return the first 16 hex digits of the SHA-256 of a function's source, dedented and without blank lines."""
     lines = inspect.cleandoc("\n" + inspect.getsource(symbol)).splitlines()
     return hashlib.sha256("\n".join(line.rstrip() for line in lines if line.strip()).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def replaced(module: Any, **names: Any) -> Iterator[None]:
-    """Set attributes of a module for the time of a ``with`` block."""
+    """Set attributes of a module within a ``with`` block."""
     before = {name: getattr(module, name) for name in names}
     try:
         for name, value in names.items():

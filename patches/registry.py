@@ -1,6 +1,6 @@
-"""apply_patches() and remove_patches(): which upstream symbols are replaced, and only if they are the ones we know.
+"""apply_patches() and remove_patches(): replace upstream symbols if their fingerprints are known, and restore them.
 
-``python -m mlx_paged.patches.registry --fingerprint`` says how the installed mlx-lm differs from the one known.
+``python -m mlx_paged.patches.registry --fingerprint`` shows how the installed mlx-lm differs from the known one.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ ADAPTERS = (
 
 @dataclass
 class PatchReport:
-    """What :func:`apply_patches` did.
+    """The result of :func:`apply_patches`.
 
     Attributes:
         applied: upstream symbols that are replaced.
-        skipped: symbols left as they are, or modules of adapters that cannot be imported, with the reason.
+        skipped: symbols left unchanged, and modules of adapters that cannot be imported, with the reason.
         waiting: symbols of models that are not loaded yet; replaced when the first cache of such a model is made.
     """
 
@@ -55,19 +55,19 @@ _lock = threading.RLock()
 _config = PagedConfig()
 _originals: dict[Patch, Any] = {}
 _replacements: dict[Patch, Any] = {}
-_waiting: list[Patch] = []  # for their models' modules to be imported
+_waiting: list[Patch] = []  # until their models' modules are imported
 _adapted: set[type] = set()  # attention classes with an adapter
 
 
 def _has_adapter(layer: Any) -> bool:
-    # Asked for each layer of each new cache: attention is nearly always a part of the layer itself.
+    # Called for each layer of each new cache. Attention is nearly always a direct part of the layer.
     if isinstance(layer, dict) and any(type(part) in _adapted for part in layer.values()):
         return True
     return any(type(module) in _adapted for _, module in layer.named_modules())
 
 
 def _load_adapters() -> dict[str, str]:
-    """Import the adapters. Returns why others cannot be: what they import may be missing in this version of mlx-lm."""
+    """Import the adapters. Returns why some cannot be imported: this version of mlx-lm may lack a name they need."""
     unusable = {}
     for name in ADAPTERS:
         try:
@@ -79,26 +79,26 @@ def _load_adapters() -> dict[str, str]:
 
 
 def _patches() -> list[Patch]:
-    """Return all patches, for whatever device."""
+    """Return all patches, for any device."""
     _load_adapters()
     return PATCHES
 
 
 def _patches_here() -> list[Patch]:
-    """Those for this machine."""
+    """Return the patches for this machine."""
     return [patch for patch in _patches() if not patch.only_cuda or backend() == "cuda"]
 
 
 def is_applied() -> bool:
-    """Return whether the patches are in force."""
+    """Return whether the patches are applied."""
     return bool(_originals)
 
 
 def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) -> PatchReport:
     """Make mlx-lm generate through the paged cache.
 
-    Idempotent, reversible with :func:`remove_patches`, thread-safe. Called again, it only changes the configuration,
-    for caches made from then on.
+    Idempotent, reversible with :func:`remove_patches`, thread-safe. A second call only changes the configuration of
+    caches made afterwards.
 
     Example:
         >>> apply_patches(PagedConfig(kv_cache_memory="2GB"))
@@ -108,8 +108,8 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
 
     Args:
         config: options; None reads the ``MLX_PAGED_*`` variables (or keeps the present options if patched already).
-        strict: raise instead of skipping a symbol whose upstream source is not the one known; all model modules are
-            imported for that.
+        strict: raise instead of skipping a symbol whose upstream source is not the known one. Imports all model modules
+            to check them.
 
     Returns:
         Which symbols are replaced, which are not, and which will be when their model is used.
@@ -118,7 +118,7 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
         PatchError: strict, and a symbol, or a name that its replacement needs, is missing or has changed. Nothing is
             patched then.
         KernelUnavailableError: the configuration demands a kernel this device does not have.
-        ConfigError: an ``MLX_PAGED_*`` variable has an unusable value, or kv_rotate is without kv_bits.
+        ConfigError: an ``MLX_PAGED_*`` variable has an invalid value, or kv_rotate is set without kv_bits.
     """
     global _config
     with _lock:
@@ -136,8 +136,8 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
 
 
 def _apply(patches: Sequence[Patch], unusable: Mapping[str, str], *, strict: bool) -> PatchReport:
-    """Replace what these patches are for, and warn of what cannot be replaced; or raise PatchError, and replace
-    nothing.
+    """Apply these patches and warn of symbols that cannot be replaced; if strict, raise PatchError for such symbols and
+    replace nothing.
 
     Args:
         unusable: modules of adapters that cannot be imported, and why.
@@ -178,7 +178,7 @@ def _apply_to_loaded_models() -> None:
 
 
 def check_known(target: str) -> None:
-    """Raise PatchError if this upstream symbol is not the one that its adapter was written for."""
+    """Raise PatchError unless this upstream symbol is the one that its adapter was written for."""
     patch = next(patch for patch in _patches() if patch.target == target)
     reason = None if any(old.target == target for old in _originals) else _inspect(patch)[0]
     if reason is not None:
@@ -186,8 +186,8 @@ def check_known(target: str) -> None:
 
 
 def remove_patches() -> None:
-    """Put every upstream symbol back, as the very object it was. Caches made so far keep working where they are used
-    with mlx-lm's code through ``update_and_fetch``.
+    """Restore every upstream symbol to its original object. Existing caches keep working with mlx-lm's code that uses
+    them through ``update_and_fetch``.
 
     Example:
         >>> apply_patches()
@@ -200,21 +200,19 @@ def remove_patches() -> None:
         _replacements.clear()
         _waiting.clear()
         _adapted.clear()
-        _call_if_loaded(
-            "cache.layer_cache", "mask_rows", True
-        )  # batches that live on are read by mlx-lm's attention from now on
+        _call_if_loaded("cache.layer_cache", "mask_rows", True)  # mlx-lm's attention reads existing batches from now on
         _call_if_loaded("cache.pools", "forget_pools")
         _call_if_loaded("cache.layout", "forget_layouts")
 
 
 def _call_if_loaded(module: str, function: str, *args: Any) -> None:
-    """Call a function of another module of this package, if it has been imported: what it imports may be missing."""
+    """Call a function of another module of this package, if that was imported: mlx-lm may lack a name it needs."""
     if loaded := sys.modules.get(f"{__package__}.{module}"):
         getattr(loaded, function)(*args)
 
 
 def _owner(patch: Patch) -> tuple[Any, str]:
-    """Return the class or module that holds the symbol, and the attribute's name."""
+    """Return the class or module that contains the symbol, and the attribute's name."""
     owner: Any = importlib.import_module(patch.module)
     *path, attribute = patch.name.split(".")
     for part in path:
@@ -223,7 +221,7 @@ def _owner(patch: Patch) -> tuple[Any, str]:
 
 
 def _inspect(patch: Patch) -> tuple[str | None, Any]:
-    """Why the symbol cannot be patched (None if it can), and the symbol."""
+    """Return why the symbol cannot be patched, or None if it can, and the symbol."""
     try:
         owner, attribute = _owner(patch)
         original = getattr(owner, attribute)
@@ -244,7 +242,7 @@ def _replacement_of(patch: Patch, original: Any) -> Any:
 
 
 def _install(found: Mapping[Patch, tuple[Any, Any]]) -> None:
-    """Put replacements in the place of originals, given for each patch in this order."""
+    """Replace originals by replacements, given as (original, replacement) for each patch."""
     _replace(found)
     for patch, (original, replacement) in found.items():
         owner, _ = _owner(patch)
@@ -256,7 +254,7 @@ def _install(found: Mapping[Patch, tuple[Any, Any]]) -> None:
 
 def _replace(values: Mapping[Patch, tuple[Any, Any]]) -> None:
     """Replace the old value of each symbol by the new one: in its class, or in every module that imported it, the
-    caller's script included, of which a process has thousands: all symbols in one pass."""
+    caller's script included. A process has thousands of modules, so one pass replaces all symbols."""
     imported: list[tuple[str, Any, Any]] = []
     for patch, (old, new) in values.items():
         owner, attribute = _owner(patch)
@@ -278,7 +276,7 @@ def _replace(values: Mapping[Patch, tuple[Any, Any]]) -> None:
 
 
 def installed_fingerprint(target: str) -> str:
-    """Return the fingerprint of an upstream symbol as it is installed; the patches must not be applied.
+    """Return the fingerprint of an installed upstream symbol. The patches must not be applied.
 
     Args:
         target: such as ``mlx_lm.models.llama.Attention.__call__``.
@@ -292,7 +290,7 @@ def installed_fingerprint(target: str) -> str:
         try:
             symbol: Any = importlib.import_module(".".join(path))
         except ModuleNotFoundError as error:
-            if not f"{'.'.join(path)}.".startswith(f"{error.name}."):  # something that the module needs
+            if not f"{'.'.join(path)}.".startswith(f"{error.name}."):  # a dependency of the module
                 raise PatchError(f"{target} cannot be imported: {error}") from None
             inner.insert(0, path.pop())
             continue
@@ -308,8 +306,8 @@ def installed_fingerprint(target: str) -> str:
 
 
 def known_fingerprints() -> dict[str, str]:
-    """Return the upstream symbols that are replaced or recognised, those of the server included, and the fingerprints
-    they must have.
+    """Return the fingerprints that upstream symbols must have, by name: all that are replaced or recognised, and those
+    of the server.
 
     Raises:
         PatchError: the server's adapter cannot be imported with this version of mlx-lm.
@@ -325,11 +323,11 @@ def known_fingerprints() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print fingerprints of the installed mlx-lm, a line for each symbol: name, fingerprint, and whether it is the
-    known one. Exits with 1 if some symbol that is replaced is missing or another than the one known.
+    """Print fingerprints of the installed mlx-lm, one line per symbol: name, fingerprint, and whether it is the known
+    one. Exits with 1 if a symbol that is replaced is missing or differs from the known one.
 
     Raises:
-        SystemExit: with that status, or with a message where the symbol asked for does not exist.
+        SystemExit: with that status, or with a message if the requested symbol does not exist.
     """
     parser = argparse.ArgumentParser(
         prog="python -m mlx_paged.patches.registry", description="Fingerprints of mlx-lm as it is installed."

@@ -15,8 +15,8 @@ Rotate = Callable[..., mx.array]
 
 @replaces("mlx.nn.layers.positional_encoding:RoPE.__call__", "da0976afe4a30be1")
 def adapt(original: Rotate) -> Rotate:
-    """Make the replacement of ``RoPE.__call__``. On a CPU MLX computes the angles anew in each call, by 17 of 30
-    operations; what is left here are 7, with the same bits. On a GPU it is one kernel."""
+    """Return the replacement of ``RoPE.__call__``. On a CPU MLX computes the angles in each call, with 17 of its 30
+    operations; with shared angles 7 operations remain, with the same bits. On a GPU MLX has one kernel for all."""
 
     def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         shared = angles()
@@ -24,7 +24,7 @@ def adapt(original: Rotate) -> Rotate:
             return original(self, x, offset)
         key = self.dims, self.base, self.scale, x.dtype, id(offset) if isinstance(offset, mx.array) else offset
         known = shared.get(key)
-        if known is None:  # with the offset, whose id is another's when it is gone
+        if known is None:  # keeps the offset alive: its id must not be reused
             known = shared[key] = (offset, *_turned(original, self, x.dtype, offset))
         return _rotated(x, self.dims, *known[1:])
 
@@ -32,8 +32,8 @@ def adapt(original: Rotate) -> Rotate:
 
 
 def _turned(original: Rotate, rope: Any, dtype: mx.Dtype, offset: int | mx.array) -> tuple[mx.array, mx.array]:
-    """Return cosines twice, and sines negated and as they are, ``[B, 1, 1, dims]``, or ``[1, 1, 1, dims]`` for one
-    offset: MLX's own, as it rotates (1, 0) to (cos, sin)."""
+    """Return (cos, cos) and (-sin, sin), each ``[B, 1, 1, dims]``, or ``[1, 1, 1, dims]`` for one offset. The values
+    are MLX's own: it rotates (1, 0) to (cos, sin)."""
     half = rope.dims // 2
     rows = offset.size if isinstance(offset, mx.array) else 1
     unit = mx.repeat(mx.array([1, 0], dtype), half)

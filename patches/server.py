@@ -1,4 +1,4 @@
-"""Models of mlx-lm, as the server asks for them (mlx_paged.server.backend): mlx-lm's functions, by call."""
+"""The server's backend (mlx_paged.server.backend) over mlx-lm: loads models, batches requests, keeps prompt caches."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from .patch import fingerprint
 from .server_texts import LoadedTexts
 from .sharded import sharded_load
 
-# Upstream's code that is called here and whose meaning is relied on.
+# Fingerprints of upstream's code whose behaviour this module relies on.
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
-# Tokens of a prompt that are scored together, at least and at most; between two slices others have their steps.
+# Tokens of a prompt that are scored at a time, least and most. Between two slices the steps of other requests run.
 SCORED, MOST_SCORED, SLICE_SECONDS = 1, 256, 0.25
-MAX_TOKENS = 1 << 24  # of a sequence; what holds these holds any
+MAX_TOKENS = 1 << 24  # of a sequence; a budget that holds these counts as unlimited
 
 
 def changed() -> list[str]:
-    """Return the names of mlx-lm's server that are not those this module was written for."""
+    """Return the names of mlx-lm's server whose source is not the one this module was written for."""
     return [name for name, known in KNOWN.items() if not _is_known(name, known)]
 
 
@@ -71,10 +71,10 @@ def _is_known(name: str, known: str) -> bool:
 
 
 class Weights(NamedTuple):
-    """A model as it was loaded.
+    """A loaded model.
 
     Attributes:
-        key: what it was loaded from.
+        key: folders or hub repositories that it was loaded from.
         is_batchable: whether its requests can be computed together.
     """
 
@@ -92,20 +92,20 @@ class Weights(NamedTuple):
 
     @property
     def separate_draft(self) -> nn.Module | None:
-        """Return the draft model; None if it is a head of the model, which is for batches."""
+        """Return the draft model; None if there is none or it is a prediction head, which only batches use."""
         return None if isinstance(self.draft_model, MTPHead) else self.draft_model
 
 
 def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
-    """Load a model as mlx-lm's server does, but for its weights' bytes, which are read when they are needed.
+    """Load a model as mlx-lm's server does, except for the bytes of its weights, which are read on first use.
 
     Args:
         key: folders or hub repositories.
-        cli_args: of the command line.
-        group: of the ranks that the model is sharded over; None: it is all here.
+        cli_args: arguments of the command line.
+        group: the ranks that the model is sharded over; None: this process has all of it.
 
     Raises:
-        Exception: it cannot be loaded.
+        Exception: the model cannot be loaded.
     """
     path, adapter, draft = key
     for name in (path, draft):
@@ -142,10 +142,10 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
 
 
 def capacity(pool: BlockPool | None, chunk: int) -> int | None:
-    """Return the most tokens of one sequence, prompt and answer; None: any number, or the model has no pool.
+    """Return the most tokens of one sequence, prompt and answer; None if unlimited or without a pool.
 
     Args:
-        pool: of the model.
+        pool: the model's pool.
         chunk: tokens of a prompt that are computed at a time.
     """
     if pool is None or (budget := PoolBudget(pool, chunk=chunk)).holds(MAX_TOKENS):
@@ -154,9 +154,9 @@ def capacity(pool: BlockPool | None, chunk: int) -> int | None:
 
 
 def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks | None) -> PromptStore:
-    """Return the prompt cache of all models, as the options say."""
+    """Return the prompt cache that the options ask for; all models share it."""
     if not config.prefix_cache:
-        return LRUPromptCache(max_size=0)  # which keeps nothing
+        return LRUPromptCache(max_size=0)  # keeps nothing
     spill, folder = None, config.prefix_cache_dir
     if folder is not None and ranks is None:
         spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_size)
@@ -168,13 +168,13 @@ def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks |
 
 
 class LoadedModels:
-    """The model whose requests are computed, and those that can take its place, of which those of the command line stay
-    loaded while memory allows (:class:`mlx_paged.server.backend.Models`).
+    """The present model and those that can replace it; models of the command line stay loaded while memory allows.
+    Implements :class:`mlx_paged.server.backend.Models`.
 
     Args:
-        cli_args: of the command line.
-        config: of the server.
-        ranks: that compute the model together; None: it is all here.
+        cli_args: arguments of the command line.
+        config: options of the server.
+        ranks: the ranks that compute the model together; None: this process has all of it.
     """
 
     def __init__(self, cli_args: Any, config: ServerConfig, ranks: Ranks | None = None) -> None:
@@ -183,8 +183,8 @@ class LoadedModels:
         self.weights: Weights | None = None
         self.idle_unload = config.idle_unload
         self._loaded: OrderedDict[ModelKey, tuple[Weights, LoadedTexts]] = OrderedDict()  # least recently used first
-        self._all_texts: dict[ModelKey, LoadedTexts] = {}  # of those, and of what was unloaded
-        self._scored = SCORED  # tokens of the next slice of a prompt
+        self._all_texts: dict[ModelKey, LoadedTexts] = {}  # also of unloaded models of the command line
+        self._scored = SCORED  # tokens in the next slice of a scored prompt
         self.prompt_cache = make_prompt_cache(config, cli_args.prompt_cache_size, ranks)
         if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.spill is not None:
             self.prompt_cache.identify = self._identify
@@ -206,7 +206,7 @@ class LoadedModels:
         return ModelKey(args.model, args.adapter_path, args.draft_model)
 
     def load_default(self) -> None:
-        """Raises Exception: the model of the command line cannot be served."""
+        """Load the model of the command line, if there is one. Raises Exception if it cannot be served."""
         if self.cli_args.model is None:
             return
         group = None if self.ranks is None else self.ranks.group
@@ -214,7 +214,7 @@ class LoadedModels:
         mx.eval(weights.arrays)
         self._take(weights)
         pool = pool_of(weights.model)
-        if pool is not None:  # a request is a token of a prompt and one of an answer at least
+        if pool is not None:  # the smallest request has one token of prompt and one of answer
             budget = PoolBudget(pool, chunk=self.cli_args.prefill_step_size)
             if not budget.holds(2):
                 raise ConfigError(
@@ -225,13 +225,14 @@ class LoadedModels:
             raise ConfigError("several ranks serve models whose requests are computed in a batch, on pages")
 
     def load(self, key: ModelKey, make_way: Callable[[], None]) -> None:
-        """Load another model in the present one's place. One that cannot be loaded leaves everything as it is.
+        """Load another model in place of the present one. It stays if the other cannot be loaded, unless it was dropped
+        to make room for the weights.
 
-        Everything but the weights' bytes is read at first: configuration, tokenizer, names and shapes. So what can be
-        wrong with a model shows while the present one is still there.
+        Everything but the bytes of the weights is read first: configuration, tokenizer, names and shapes. So what is
+        wrong with a model shows while the present one is still loaded.
 
         Raises:
-            RequestRefused: 404, it cannot be loaded. Why, the log says: a client is not told what there is on disk.
+            RequestRefused: 404, it cannot be loaded. Only the log says why: clients must not learn what is on disk.
         """
         if (found := self._loaded.get(key)) is not None:
             make_way()
@@ -241,9 +242,9 @@ class LoadedModels:
         try:
             weights = load_weights(key, self.cli_args)
             if isinstance(self.prompt_cache, PagedPromptCache):
-                self.prompt_cache.tidy()  # the model's prefixes go with it
+                self.prompt_cache.tidy()  # the model's prefixes are dropped with it
             make_way()
-            self._texts = None  # until the new one's is known
+            self._texts = None  # until the new model's texts are ready
             needed = sum(x.nbytes for x in weights.arrays)
             while self._loaded and needed > free_memory():
                 logging.warning("memory does not hold another model: %.200s goes", next(iter(self._loaded)).model)
@@ -288,7 +289,7 @@ class LoadedModels:
         logging.info("the model %s is ready, with %s", weights.key.model, size)
 
     def _learn(self, weights: Weights) -> None:
-        """Make the model's pool known, so that prefixes on disk are found, and its tokenizer, to make prompts with."""
+        """Register the model's pool, so that its prefixes on disk are found, and its tokenizer."""
         caches = stock_cache.make_prompt_cache(weights.model)
         probe_geometry(weights.model, caches)
         if weights.separate_draft is not None:
@@ -301,13 +302,13 @@ class LoadedModels:
             self.prompt_cache.forget_unloaded()
             self.prompt_cache.learn_layout(weights.key, caches)
             if (pool := known_pool(weights.model)) is not None:
-                self.prompt_cache.tree_of(pool)  # with it a request takes more of the budget, whose size is told now
+                self.prompt_cache.tree_of(pool)  # with a tree requests need more; `capacity` counts that
         most = capacity(pool_of(weights.model), self.cli_args.prefill_step_size)
         self._texts = self._all_texts[weights.key] = LoadedTexts(weights, self.cli_args.chat_template_args, most)
         self._loaded[weights.key] = weights, self._texts
 
     def _identify(self, key: Hashable) -> str | None:
-        """Return what names the present models on disk; over ranks, None on all if one cannot tell."""
+        """Return the identity of a loaded model on disk; over ranks, None on all if one rank has none."""
         found, identity = [each for each, _ in self._loaded.values() if each.key == key], None
         if not found and self.weights is not None and self.weights.key == key:
             found = [self.weights]
@@ -344,7 +345,7 @@ class LoadedModels:
         return ServedBatch(self, self.weights, stream)
 
     def scores(self, tokens: list[int], num_top: int) -> Iterator[tuple[list[float], list[Any]] | None]:
-        """Run the model over a prompt, apart from the batch, with caches of its own, slice by slice."""
+        """Run the model over a prompt slice by slice, apart from the batch and with caches of its own."""
         assert self.weights is not None
         model = self.weights.model
         caches = stock_cache.make_prompt_cache(model)
@@ -362,14 +363,14 @@ class LoadedModels:
             seconds = time.monotonic() - started
             length = min(2 * length, MOST_SCORED) if seconds < SLICE_SECONDS / 2 else length
             length = max(length // 2, SCORED) if seconds > SLICE_SECONDS else length
-            self._scored = length  # the next prompt begins with what this one has learnt
+            self._scored = length  # the next prompt starts with this size
             yield None
         yield found, top
 
     def alone(
         self, request: ServerRequest, index: int, stream: mx.Stream, on_progress: Callable[[int, int], None]
     ) -> Iterator[Any]:
-        """Compute one answer in mlx-lm's own loop, as its server does: images, draft models, caches without batches."""
+        """Compute one answer in mlx-lm's own loop: with images, or a draft model or caches that cannot be batched."""
         weights, args = self.weights, self.cli_args
         assert weights is not None
         prompt, params = request.prompt_of(index), request.sampling_of(index)
@@ -435,7 +436,7 @@ class LoadedModels:
             cache.trim_to(n_bytes=args.prompt_cache_bytes - active)
 
     def mend(self) -> None:
-        """Mend after a failure: keep the pool if it is in order, else make it anew."""
+        """Recover from a failure: keep the pool if it is consistent, else make a new one."""
         weights, pool = self.weights, self.pool
         if weights is None:
             return
@@ -451,19 +452,20 @@ class LoadedModels:
 
     def close(self) -> None:
         if isinstance(self.prompt_cache, PagedPromptCache):
-            self.prompt_cache.close()  # to disk, if there is a folder for it
+            self.prompt_cache.close()  # to disk, if it has a folder
         self._texts = self.weights = None
         self._loaded.clear()
         gc.collect()
 
 
 class ServedBatch(PagedBatchGenerator):
-    """A batch generator that is asked by requests, and how these find and leave prefixes that it does not share itself.
+    """A batch generator for requests of the server. Where the engine does not share prefixes, it looks them up and
+    inserts them itself.
 
     Args:
-        models: whose present model it is.
-        weights: of that model.
-        stream: to compute on.
+        models: the server's models.
+        weights: the present model.
+        stream: stream to compute on.
     """
 
     def __init__(self, models: LoadedModels, weights: Weights, stream: mx.Stream) -> None:
@@ -488,10 +490,10 @@ class ServedBatch(PagedBatchGenerator):
         )
         self._store, self._weights = cache, weights
         self._end_tokens = make_stop_sequences(weights.tokenizer)
-        self._served: dict[int, tuple[ServerRequest, list[str]]] = {}  # with the types of segments to come
+        self._served: dict[int, tuple[ServerRequest, list[str]]] = {}  # and the types of segments left, last first
 
     def insert_request(self, request: ServerRequest) -> list[int]:
-        """Queue a request's answers. Raises: it cannot be served; nothing has been queued."""
+        """Queue a request's answers. If it raises, nothing has been queued."""
         prompts = [request.prompt_of(index) for index in range(request.num_answers)]
         parts = [(prompt.segments, prompt.segment_types) for prompt in prompts]
         caches: Any = None
@@ -502,7 +504,7 @@ class ServedBatch(PagedBatchGenerator):
             caches = [cache for cache, _ in found]
             num_cached = [len(prompt.tokens) - len(rest) for prompt, (_, rest) in zip(prompts, found, strict=True)]
             parts = [_without(*each, number) for each, number in zip(parts, num_cached, strict=True)]
-        elif not self.has_windows:  # any prefix can be served to the token: no need to stop anywhere
+        elif not self.has_windows:  # any prefix can be reused to the token, so chunks need not end with segments
             parts = [([prompt.tokens], ["assistant"]) for prompt in prompts]
         params = [request.sampling_of(index) for index in range(request.num_answers)]
         uids = self.insert_segments(
@@ -541,8 +543,8 @@ class ServedBatch(PagedBatchGenerator):
         return prompts, generated
 
     def end(self, response: Any) -> None:
-        """End an answer: with its last response, or with the one that ends a stop string, of which tokens know
-        nothing."""
+        """End an answer with its last response, or with the response that completes a stop string, which the batch does
+        not know of."""
         uid, is_running = response.uid, response.finish_reason is None
         request, _ = self._served.pop(uid, (None, []))
         if self.shares_prefixes:
@@ -579,7 +581,8 @@ def _without(segments: list[list[int]], types: list[str], num_cached: int) -> tu
 
 
 def _grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
-    """Return the grammar after the reasoning that the prompt has begun, if it has, with the budget of reasoning."""
+    """Return the request's grammar, which begins after reasoning that the prompt has begun, and bounds reasoning by its
+    budget."""
     grammar, reasons = request.grammar, prompt.initial_state == "reasoning"
     if not tokenizer.has_thinking:
         return grammar

@@ -1,4 +1,4 @@
-"""LoadedTexts: a model's tokenizer, as the server asks for it: prompts, grammars, and the parts of an answer's text."""
+"""LoadedTexts: a model's tokenizer for the server: prompts, grammars, and the parts of an answer's text."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from ..server.requests.fitted import Refusals, fitted, refusals_of
 from .grammar import TokenizerGrammars, inner_of, tool_format
 from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
 
-TEMPLATE = "<template>"  # what Jinja calls the code of a template
-PIECE = 1 << 17  # characters of a long text that are counted at a time
+TEMPLATE = "<template>"  # file name that Jinja gives to the code of a template
+PIECE = 1 << 17  # characters of a long text that are tokenized at a time, to count them
 EFFORT = "reasoning_effort"
-THINKING_BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}  # tokens, where the chat template reads no effort
-THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that call it otherwise
-# Arguments of apply_chat_template that templates read as variables, too, and that mlx-lm does not give itself.
+THINKING_BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}  # tokens, if the chat template reads no effort
+THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that use another name
+# Arguments of apply_chat_template that templates also read as variables, and that mlx-lm does not set itself.
 VARIABLES_AMONG_ARGUMENTS = frozenset({"documents"})
 
 
 class LoadedTexts:
-    """A model's tokenizer and what goes with it (:class:`mlx_paged.server.backend.ModelTexts`); holds no weights.
+    """A model's tokenizer, templates and grammars, without its weights. Implements
+    :class:`mlx_paged.server.backend.ModelTexts`.
 
     Args:
-        weights: of the model.
-        template_args: of the command line.
-        most_tokens: of a sequence that the budget holds.
+        weights: the loaded model.
+        template_args: arguments of the chat template from the command line.
+        most_tokens: most tokens of a sequence that the budget holds; None: unlimited.
     """
 
     def __init__(self, weights: Any, template_args: dict[str, Any], most_tokens: int | None) -> None:
@@ -64,7 +65,7 @@ class LoadedTexts:
         self.call_start = tokenizer.tool_call_start if tokenizer.has_tool_calling else None
         self._machine = make_text_state_machine(tokenizer)
         self._has_channels = tokenizer.get_vocab().keys() >= HARMONY_TOKENS
-        if self._has_channels:  # gpt-oss, which mlx-lm's machine does not know
+        if self._has_channels:  # gpt-oss, which mlx-lm's state machine does not support
             self.call_start = HARMONY_CALL
         end = tokenizer.think_end
         form = tool_format(tokenizer, inner_of(tokenizer))
@@ -72,7 +73,7 @@ class LoadedTexts:
         self._machine_without_calls = TextStateMachine({"normal": [], "reasoning": [(end, "normal")] if end else []})
 
     def make_prompt(self, given: Input, limits: PromptLimits) -> Prompt:
-        """Render and tokenize, as mlx-lm's server does.
+        """Render and tokenize a prompt as mlx-lm's server does.
 
         Raises:
             RequestRefused: 400, the prompt cannot be made, or has more tokens than allowed.
@@ -112,7 +113,7 @@ class LoadedTexts:
                     self.tokenizer, given.template_kwargs, given.tools, allow_template=limits.allow_template
                 )
             else:
-                upstream.process_message_content(messages)  # which mlx-lm does for templates only
+                upstream.process_message_content(messages)  # mlx-lm does that only for templates
                 if given.continues and messages[-1]["content"]:
                     request = upstream.CompletionRequest("text", _begun(messages, given.role_mapping), [], None, None)
             bounded.continues = given.continues
@@ -137,7 +138,7 @@ class LoadedTexts:
         return self._grammars.compile(constraint, is_cancelled=is_cancelled, is_checked=is_checked)
 
     def completed(self, request: ServerRequest) -> None:
-        """Fill in what the tokenizer knows of a request's sampling, and check it against the vocabulary."""
+        """Check a request's sampling against the vocabulary, and fill in what depends on the tokenizer."""
         params, vocab = request.sampling, self.vocab_size
         if any(not 0 <= token < vocab for token in params.logit_bias):
             raise invalid(f"logit_bias: token ids go from 0 to {vocab - 1}", "logit_bias")
@@ -170,7 +171,7 @@ class LoadedTexts:
         return str(self.tokenizer.decode(list(tokens)))
 
     def token(self, token_id: int) -> tuple[str, bytes]:
-        """Return the text that a token stands for alone, and its bytes, which may be a part of a character."""
+        """Return the text of a token by itself, and its bytes, which may be only part of a character."""
         (name,) = self.tokenizer.convert_ids_to_tokens([token_id])
         name = str(name)
         text = self.decode([token_id])
@@ -190,14 +191,14 @@ class LoadedTexts:
 
 
 def _begun(messages: list[dict[str, Any]], role_mapping: dict[str, Any] | None) -> str:
-    """Return mlx-lm's prompt of a chat without a template, up to the end of the last message."""
+    """Return mlx-lm's prompt for a chat without a template, up to the end of the last message."""
     *before, last = messages
     text = upstream.convert_chat([*before, {**last, "content": "\0"}], role_mapping)
     return f"{text[: text.rindex(chr(0))]}{last['content']}"
 
 
 class LoadedParts:
-    """mlx-lm's state machine over the text of one answer."""
+    """Parts of one answer's text, split by mlx-lm's state machine."""
 
     def __init__(self, machine: TextStateMachine, initial_state: str) -> None:
         self._state = machine.make_state(initial_state)
@@ -213,18 +214,18 @@ class LoadedParts:
 
 @functools.cache
 def _byte_level() -> dict[str, int]:
-    """Return the bytes that characters stand for in names of byte-level tokens."""
+    """Return the byte that each character stands for in names of byte-level tokens."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 class BoundedTokenizer:
-    """A tokenizer that counts before it works: no text is encoded that must have more tokens than allowed, and no chat
-    template runs for longer than it may.
+    """A tokenizer with limits: refuses texts that are sure to have too many tokens before it encodes them, and chat
+    templates that run for too long.
 
     Attributes:
-        continues: the last message of a chat is an answer that goes on.
+        continues: the answer continues the last message of the chat.
     """
 
     def __init__(self, tokenizer: Any, limits: PromptLimits) -> None:
@@ -242,7 +243,7 @@ class BoundedTokenizer:
         return self._counted(self._wrapped.encode(text, **options))
 
     def _check_length(self, text: str) -> None:
-        """Refuse a text that is too long before it is encoded as a whole, which takes some 140 bytes a character."""
+        """Refuse a text that is too long before it is encoded as a whole, which takes about 140 bytes a character."""
         limits, longest = self._limits, _most_characters(unwrapped(self._wrapped))
         if limits.tokens is None or longest is None:
             return
@@ -250,7 +251,7 @@ class BoundedTokenizer:
         least = 0
         for begin in range(0, len(text) if len(text) > PIECE else 0, PIECE):
             tokens = self._wrapped.encode(text[begin : begin + PIECE], add_special_tokens=False)
-            least += max(0, len(tokens) - longest)  # a cut makes no more tokens than that
+            least += max(0, len(tokens) - longest)  # a cut adds at most that many tokens
             limits.check(least, at_least=True)
 
     def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
@@ -270,8 +271,8 @@ class BoundedTokenizer:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Within, end the code of a chat template that runs for longer. It is traced for that: a loop in it calls nothing
-    that could look at a clock."""
+    """Limit the time of chat templates in a ``with`` block. Their code is traced, because a loop in a template calls
+    nothing that could check the time."""
     until, before = time.monotonic() + seconds, sys.gettrace()
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
@@ -292,17 +293,17 @@ def time_limit(seconds: float) -> Iterator[None]:
 def template_variables(
     tokenizer: Any, given: Mapping[str, Any], tools: Any = None, *, allow_template: bool = False
 ) -> dict[str, Any]:
-    """Return the part of ``given`` that may be handed on to ``apply_chat_template``.
+    """Return the part of ``given`` that may be passed to ``apply_chat_template``.
 
-    Allowed is what the template's own source reads without setting it (for a renderer in Python: what its signature
-    names), but for the arguments of ``apply_chat_template`` (messages, tools, padding, ...) and the special tokens.
-    What the template does not read would change nothing and is left out: clients send what other models know.
+    Allowed are variables that the template's own source reads without setting them (with a renderer in Python: the
+    parameters of its signature), except the special tokens and the arguments of ``apply_chat_template`` (messages,
+    tools, padding, ...). Variables that the template does not read are ignored: clients send those of other models.
 
     Args:
         tokenizer: mlx-lm's wrapper.
         given: ``chat_template_kwargs``.
-        tools: of the request; some models have a template of their own for them.
-        allow_template: ``chat_template`` may be among them.
+        tools: tools of the request; some models have a separate template for them.
+        allow_template: ``chat_template`` is allowed in ``given``.
 
     Raises:
         RequestRefused: 400, an argument of ``apply_chat_template`` that is not a variable.
@@ -343,12 +344,12 @@ def _read_by(tokenizer: Any, template: str | None, tools: Any) -> frozenset[str]
 
 
 def unwrapped(tokenizer: Any) -> Any:
-    """Return the tokenizer of transformers that mlx-lm's wrapper holds."""
+    """Return the transformers tokenizer in mlx-lm's wrapper."""
     return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
 
 
 def renders_jinja(tokenizer: Any) -> bool:
-    """Return whether ``apply_chat_template`` renders a Jinja template and then encodes the text, and no more."""
+    """Return whether ``apply_chat_template`` only renders a Jinja template and encodes the text."""
     inner = unwrapped(tokenizer)
     own = getattr(type(inner), "apply_chat_template", None)
     return getattr(tokenizer, "_chat_template", None) is None and own is PreTrainedTokenizerBase.apply_chat_template
@@ -356,15 +357,15 @@ def renders_jinja(tokenizer: Any) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _undeclared(template: str) -> frozenset[str]:
-    # Parsed as it is going to be rendered: with the tags that chat templates have beyond Jinja's.
+    # Parsed as it is rendered: with the tags that transformers adds to Jinja's.
     environment = chat_template_utils._compile_jinja_template(template).environment
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
 
 
 @functools.lru_cache(maxsize=2)
 def _most_characters(inner: Any) -> int | None:
-    """Return a number of characters that no token stands for more than, with room for normalisation, which can join up
-    to four to one; None: it is not known, or one token stands for any length of text."""
+    """Return an upper bound of the characters of text that one token stands for. Normalisation may join up to four
+    characters to one, so it is four times the longest token; None if there is no known bound."""
     if not isinstance(inner, PreTrainedTokenizerFast):
         return None
     model = json.loads(inner.backend_tokenizer.to_str())["model"]

@@ -1,4 +1,4 @@
-"""Models over ranks: sharded_load(), and an output layer of which each rank has a part."""
+"""Models over ranks: sharded_load(), and an output layer that is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .patch import replaced
 def sharded_load(
     repo: str, pipeline_group: Any = None, tensor_group: Any = None, *args: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """Load this rank's part of a model, with its part of the head. Takes and returns what mlx-lm's function does.
+    """Load this rank's part of a model, including the output layer. Has the signature of mlx-lm's function.
 
     Raises:
         ConfigError: the ranks have different files.
@@ -29,7 +29,7 @@ def sharded_load(
     group = tensor_group or mx.distributed.init()
     if group.size() > 1:
         folder = Path(repo) if Path(repo).exists() else utils.hf_repo_to_path(repo)
-        # Stages of a pipeline download only the weights that they compute.
+        # Stages of a pipeline download only the weights that they use.
         are_parts = pipeline_group is not None
         check_same(connect(group), "the model's files", model_files(folder), are_optional=are_parts)
     if pipeline_group is None and group.size() > 1 and shard_head(loaded[0], group):
@@ -38,7 +38,8 @@ def sharded_load(
 
 
 def _on_device() -> dict[str, Callable[..., mx.array]]:
-    """mlx-lm waits for all ranks with a reduction on the CPU, which NCCL does not have."""
+    """Return what to replace in ``mx.distributed``: with NCCL, ``all_sum`` on the default stream. mlx-lm waits for all
+    ranks by a reduction on the CPU, which NCCL does not have."""
     if mx.default_device() != mx.Device(mx.gpu) or "NCCL_HOST_IP" not in os.environ:
         return {}
     original = mx.distributed.all_sum
@@ -53,11 +54,11 @@ class ShardedHead(nn.Module):
     """An output layer of which each rank has some rows of the weight.
 
     Args:
-        head: the whole one, ``nn.Linear`` or ``nn.QuantizedLinear``, whose rows divide by the ranks.
-        group: of MLX.
+        head: the whole layer, ``nn.Linear`` or ``nn.QuantizedLinear``; its rows must divide by the number of ranks.
+        group: MLX's group of the ranks.
 
     Attributes:
-        is_gathered: what it gives is; see :func:`.world.has_same_logits`.
+        is_gathered: its output is gathered from all ranks; see :func:`.world.has_same_logits`.
     """
 
     is_gathered = True
@@ -67,16 +68,16 @@ class ShardedHead(nn.Module):
         self.part = shard_linear(head, "all-to-sharded", group=group)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, the same bits on every rank."""
+        """Return logits ``[..., vocab]`` of hidden states ``[..., hidden]``, with the same bits on every rank."""
         mine = self.part(x)
         parts = mx.distributed.all_gather(mine[None], group=self.part.group)
         return mx.moveaxis(parts, 0, -2).reshape(*mine.shape[:-1], -1)
 
 
 def shard_head(model: nn.Module, group: Any) -> bool:
-    """Shard a model's ``lm_head``, where it has one of its own that divides; whether it has been.
+    """Shard a model's ``lm_head`` if its rows divide by the number of ranks. Returns whether it was sharded.
 
-    Not: heads that are the embedding too, those that the model has sharded itself or computes with in its own way.
+    Heads are left unchanged if they are tied to the embedding, sharded by the model already, or of another class.
     """
     owner = next(
         (owner for owner in (model, model.get("language_model")) if owner is not None and "lm_head" in owner), None

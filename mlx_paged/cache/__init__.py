@@ -1,1 +1,1 @@
-"""mlx-lm's cache protocol over a pool: of one sequence, and of a batch."""
+"""mlx-lm's cache protocol over a pool, for one sequence and for a batch."""

@@ -1,4 +1,4 @@
-"""PagedBatchKVCache: what one attention layer sees of a decode step or a pack, over the block tables of its rows."""
+"""PagedBatchKVCache: one attention layer's cache for a decode step or a pack, over the block tables of its rows."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from .rows import LeftPadding, NotPackableError, Rows
 
 
 class PagedBatchKVCache:
-    """What one attention layer sees of several sequences' new tokens: rows of one token each. Of mlx-lm's cache
-    protocol it has what a model uses in a call.
+    """The cache of one attention layer for new tokens of several sequences, as rows of one token each. It has the part
+    of mlx-lm's cache protocol that a model uses in a call.
 
     Rows may differ in length; none is padded in the pool.
 
     Args:
-        rows: the sequences, shared by the caches of all layers; their new tokens are reserved.
+        rows: the sequences with their reserved new tokens, shared by the caches of all layers.
         layer: index of the model layer.
-        row_type: of the rows' own caches, which says whether attention needs array masks; asked at each mask, as that
-            changes when the patches are removed.
+        row_type: class of the rows' own caches, whose ``masks_rows`` says whether attention needs array masks; read for
+            each mask, as it changes when the patches are removed.
     """
 
     def __init__(self, rows: Rows, layer: int, row_type: type[PagedKVCache] = PagedKVCache) -> None:
         self.rows = rows
         self.layer = layer
         self.row_type = row_type
-        self.pool: BlockPool = rows.pool  # of the rows' blocks
+        self.pool: BlockPool = rows.pool
         self._kv: PoolLayer = rows.pool.layer(layer)
 
     @property
     def window(self) -> int | None:
-        """Most tokens that one sees, itself included, or None."""
+        """Most tokens that a token sees, itself included; None: all."""
         return self._kv.window
 
     @property
     def offset(self) -> mx.array:
-        """Position of each row's token; int32 ``[T]``. Of the next one, once it is written."""
+        """Position of each row's token, int32 ``[T]``; of the next token once the layer has written it."""
         return self.rows.offsets(self.layer)
 
     # Writing and reading --------------------------------------------------------------------------------------
@@ -66,16 +66,16 @@ class PagedBatchKVCache:
             queries: ``[T, n_q_heads, 1, head_dim]``, rotated.
             keys: ``[T, n_kv_heads, 1, head_dim]``, rotated.
             values: ``[T, n_kv_heads, 1, v_head_dim]``.
-            params: its mask is what :meth:`make_mask` gave: each row is masked by its own length. In a decode step
-                with another array mask, over what :meth:`update_and_fetch` returns, the blocks are gathered.
-            as_rows: they are few, and attended to like the rows of a decode step, whatever the rows say.
+            params: with a mask from :meth:`make_mask` each row is masked by its own length. In a decode step it may be
+                any other array mask over what :meth:`update_and_fetch` returns; the blocks are gathered then.
+            as_rows: attend with the decode kernel, as few tokens do, even if ``rows.as_rows`` is False.
 
         Returns:
             ``[T, n_q_heads, 1, v_head_dim]``.
 
         Raises:
-            GeometryError: shapes differ from the rows.
-            NotPackableError: the mask is another, in a pack.
+            GeometryError: shapes do not fit the rows.
+            NotPackableError: a pack with any other mask.
         """
         rows, layer = self.rows, self.layer
         shape = queries.shape
@@ -97,7 +97,8 @@ class PagedBatchKVCache:
     def _accepted(
         self, keys: mx.array, values: mx.array, params: AttentionParams | None = None, num_q_heads: int = 0
     ) -> tuple[mx.array, mx.array]:
-        """Return the keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
+        """Return the keys and values in the pool's dtype. Raises GeometryError if they do not fit otherwise, or, in a
+        pack, have another dtype."""
         kv, count = self._kv, self.rows.num_tokens
         if keys.ndim != 4 or keys.shape[2] != 1:
             raise GeometryError(f"keys {keys.shape} for {count} row(s) of one token")
@@ -109,7 +110,7 @@ class PagedBatchKVCache:
             else:
                 kv.group.validate(keys, values, count)
         except GeometryError:
-            if self.rows.is_pack:  # they may have to go to another pool: each sequence finds out alone
+            if self.rows.is_pack:  # a sequence may have to move to another pool, which it does alone
                 raise
             keys, values = kv.fitted(keys, values)
             kv.set_geometry(keys, values, batch=count, heads=heads)
@@ -120,7 +121,7 @@ class PagedBatchKVCache:
         """Write the tokens' keys and values ``[T, n_kv_heads, 1, head_dim]`` to the pool, and read nothing.
 
         Raises:
-            GeometryError: shapes differ from the rows.
+            GeometryError: shapes do not fit the rows.
         """
         rows, layer = self.rows, self.layer
         keys, values = self._accepted(keys, values)
@@ -129,12 +130,12 @@ class PagedBatchKVCache:
 
     @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the tokens' keys and values and return what the rows see.
+        """Write the tokens' keys and values, and return those that the rows see.
 
-        In a decode step these are the rows' visible keys and values, padded on the left to the longest, as in mlx-lm's
-        batch caches. Lazy, and unless they are short recognised as in :meth:`PagedKVCache.update_and_fetch`. In a pack
-        they are good for the attention function that replaces mlx-lm's only, where they stand for all that the tokens
-        see; :meth:`Rows.commit` raises if they are not used there.
+        In a decode step they are lazy and left-padded to the longest row, as in mlx-lm's batch caches; unless they are
+        short, they are recognised as in :meth:`PagedKVCache.update_and_fetch`. In a pack only the new ones are
+        returned, as placeholders for all that the tokens see: only the attention function that replaces mlx-lm's can
+        use them, and :meth:`Rows.commit` raises if it has not.
         """
         rows, kv, layer = self.rows, self._kv, self.layer
         compute_rewound(rows.pool, layer)
@@ -151,8 +152,8 @@ class PagedBatchKVCache:
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return what :meth:`update_and_fetch` returned last, for another layer that attends over it; in a pack a
-        stand-in that holds nothing."""
+        """Return what :meth:`update_and_fetch` returned last, for another layer that attends over it; in a pack
+        placeholders without data."""
         rows, geometry = self.rows, self._kv.group.geometry
         if rows.is_behind(self.layer) or geometry is None:
             raise PromptCacheError(f"layer {self.layer} has written nothing yet")
@@ -171,7 +172,7 @@ class PagedBatchKVCache:
         rows, kv = self.rows, self._kv
         written = kv.storage.fence() if kv.in_place else None
         fetched = columns.read(kv, tables, step)
-        is_hidden = columns.is_even or (columns.is_masked and self.row_type.masks_rows)  # what is padded
+        is_hidden = columns.is_even or (columns.is_masked and self.row_type.masks_rows)  # no padding is attended to
         if is_hidden and written is None and gather.reads_together(len(rows), *fetched):
             dispatch.record_gather(kv)
             return kv.watch_read(*fetched)
@@ -188,20 +189,20 @@ class PagedBatchKVCache:
         self, queries: tuple[mx.array, mx.array], latent: mx.array, rotated: mx.array, heads: LatentHeads, scale: float,
         expand: Expand,
     ) -> mx.array:  # fmt: skip
-        """Write the tokens' latents and attend from them over the keys and values that these stand for. Only where
-        :func:`..attention.latent_prompts.serves` says so.
+        """Write the tokens' latents, and attend over the keys and values that latents stand for. Call it only if
+        :func:`..attention.latent_prompts.serves` returns True.
 
         Args:
-            queries: part that is not rotated and part that is, ``[T, n_heads, 1, dim]`` each.
+            queries: the part that is not rotated and the part that is, ``[T, n_heads, 1, dim]`` each.
             latent: ``[T, 1, 1, rank]``.
             rotated: ``[T, 1, 1, rope]``.
-            heads, scale, expand: as :func:`..attention.latent_prompts.attend`.
+            heads, scale, expand: see :func:`..attention.latent_prompts.attend`.
 
         Returns:
             ``[T, n_heads, 1, value_dim]``.
 
         Raises:
-            GeometryError: shapes differ from the rows, or dtypes from the pool.
+            GeometryError: shapes do not fit the rows, or dtypes the pool.
         """
         rows, layer = self.rows, self.layer
         if queries[0].shape[0] != len(rows) or queries[0].shape[2] != 1:
@@ -212,7 +213,7 @@ class PagedBatchKVCache:
         return latent_prompts.attend(*queries, rows.pool, layer, tables, step, heads, scale, expand)
 
     def apart(self) -> list[PackedPart]:
-        """Each sequence by itself, for attention that nothing here serves: all of them have to write."""
+        """Return each sequence by itself, for attention that no method here computes. Each must write its tokens."""
         rows, layer = self.rows, self.layer
         rows.take(layer)
         rows.attended(layer)
@@ -222,18 +223,18 @@ class PagedBatchKVCache:
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """Mask of one token of each row.
+        """Return the mask of one token of each row.
 
         Returns:
-            None: each row is masked by its own length and window. In a pack, for a window narrower than the layer's, an
-            array that stands for it. In a decode step of rows of several lengths that is read by
-            :meth:`update_and_fetch`, on request, and for a window other than the layer's: a boolean array
-            ``[B, 1, 1, longest]`` over what that returns.
+            None if each row is masked by its own length and window. In a pack with a window narrower than the layer's,
+            a placeholder for that window. In a decode step a boolean array ``[B, 1, 1, longest]`` over what
+            :meth:`update_and_fetch` returns: on request, for a window other than the layer's, and if attention reads
+            rows of several lengths by ``update_and_fetch``.
 
         Raises:
-            GeometryError: several tokens of each row.
-            NotPackableError: the same in a pack; or a window wider than the layer's, by which a token sees more of its
-                own chunk than is held of what was before it.
+            GeometryError: ``N`` is not 1.
+            NotPackableError: in a pack, ``N`` is not 1, or the window is wider than the layer's: only that many tokens
+                before the pack are held, but a token would see more of the pack.
         """
         rows, window = self.rows, self.window
         if N != 1:
@@ -250,15 +251,15 @@ class PagedBatchKVCache:
         assert window_size is not None
         if window is not None and window_size > window:
             raise NotPackableError(f"a mask of {window_size} tokens over a window of {window}")
-        window_under(self._kv.spec, window_size)  # raises if there is no such mask
+        window_under(self._kv.spec, window_size)  # raises GeometryError for chunked attention
         return rows.narrow_mask(window_size)
 
     def _masks_rows(self) -> bool:
-        """Return whether attention over fetched arrays needs a mask: rows are padded."""
+        """Return whether attention over fetched arrays needs a mask, because rows are padded."""
         return self.row_type.masks_rows and not self.rows.columns(self.layer).is_even
 
     def size(self) -> int:
-        """Visible tokens of the longest sequence."""
+        """Return the number of visible tokens of the longest sequence."""
         longest = max(self.rows.lengths(self.layer), default=0)
         return longest if self.window is None else min(longest, self.window)
 
@@ -271,13 +272,13 @@ class PagedBatchKVCache:
 
 
 class PackedPart:
-    """What one attention layer sees of one sequence of a pack: of mlx-lm's cache protocol what it needs to write the
-    sequence's tokens and compute with what it fetches.
+    """The cache of one attention layer for one sequence of a pack. It has the part of mlx-lm's cache protocol that is
+    needed to write the sequence's tokens and to compute with what is fetched.
 
     Attributes:
-        tokens: of the sequence, among the pack's.
+        tokens: slice of the sequence's tokens in the pack.
         offset: position of the first of them.
-        mask: over what :meth:`update_and_fetch` gives: ``[n, length]``, or None for one token.
+        mask: causal mask over what :meth:`update_and_fetch` returns, ``[n, length]``; None for one token.
     """
 
     def __init__(self, rows: Rows, layer: int, index: int) -> None:
@@ -291,7 +292,7 @@ class PackedPart:
 
     @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the tokens' keys and values ``[1, n_kv_heads, n, head_dim]``; all visible ones, theirs included."""
+        """Write the tokens' keys and values ``[1, n_kv_heads, n, head_dim]``, and return all visible ones."""
         kv = self.pool.layer(self.layer)
         kv.set_geometry(keys, values, batch=1)
         if keys.shape[2] != self._step.num_tokens:
@@ -301,10 +302,10 @@ class PackedPart:
 
 
 class PackedKV(LazyKV):
-    """How to attend from a pack's tokens, for a pair of arrays that only stands for what they see.
+    """How to attend from a pack's tokens, for a pair of arrays that are placeholders for what the tokens see.
 
     Args:
-        is_new: the arrays are the layer's new keys and values, else nothing at all.
+        is_new: whether the arrays are the layer's new keys and values; else they hold no data.
     """
 
     def __init__(self, rows: Rows, layer: int, *, is_new: bool) -> None:
@@ -315,7 +316,7 @@ class PackedKV(LazyKV):
         self._pool = weakref.ref(rows.pool)
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
-        """Return True. Raises NotPackableError where nothing else could be done with the arrays either."""
+        """Return True. Raises NotPackableError for other queries or masks, as nothing else can use the arrays."""
         rows = self._rows()
         if not isinstance(rows, Rows) or queries.ndim != 4 or queries.shape[0] != len(rows) or queries.shape[2] != 1:
             raise NotPackableError(f"layer {self.layer} attends with queries of another shape, {queries.shape}")
@@ -324,7 +325,7 @@ class PackedKV(LazyKV):
 
     @in_turn
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
-        """Like :meth:`PagedBatchKVCache.attend`, for what is written. Call it only where :meth:`serves` says so."""
+        """Attend like :meth:`PagedBatchKVCache.attend`, from written tokens. Call it only after :meth:`serves`."""
         rows, layer = self._rows(), self.layer
         assert isinstance(rows, Rows)
         params = known_mask(rows, params)
@@ -337,8 +338,8 @@ class PackedKV(LazyKV):
 
 
 def known_mask(rows: Rows, params: AttentionParams) -> AttentionParams:
-    """Return the parameters with the window that the mask stands for instead of it. Raises NotPackableError for a mask
-    of the model's own."""
+    """Return the parameters with the mask replaced by the window that it stands for. Raises NotPackableError for a mask
+    that the model made itself."""
     if params.mask is None:
         return params
     window = rows.window_of(params.mask)
@@ -348,14 +349,14 @@ def known_mask(rows: Rows, params: AttentionParams) -> AttentionParams:
 
 
 def first_paged(caches: Any) -> PagedKVCache | PagedBatchKVCache | None:
-    """Return the first paged one of a model's caches; None if there is none, or if they are no list. Asked in every
-    call of a model, so it looks no further."""
+    """Return the first paged one of a model's caches; None if there is none, or if they are no list. It runs in every
+    model call, so it checks no others."""
     if not isinstance(caches, list | tuple):
         return None
     for cache in caches:
         if isinstance(cache, PagedKVCache | PagedBatchKVCache):
             return cache
-        found = first_paged(getattr(cache, "caches", None))  # of a composite
+        found = first_paged(getattr(cache, "caches", None))  # the parts of a composite
         if found is not None:
             return found
     return None

@@ -1,6 +1,6 @@
 """Composite caches (mlx-lm's ``CacheList``) and their parts: a part can be paged where the whole cannot.
 
-One is known by its parts, ``caches``, and is made anew from others of them.
+A composite is recognised by its attribute ``caches``, and made from other parts by its constructor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def with_leaves(caches: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
-    """Return caches composed as these are, of other parts."""
+    """Return caches with the structure of these and other leaves."""
     return _compose(caches, iter(parts))
 
 

@@ -1,4 +1,4 @@
-"""KeptStates: states of a sequence at the ends of its prompts and answers, to which its caches can be trimmed."""
+"""KeptStates: copies of a sequence's states at the ends of prompts and answers, to which it can be trimmed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..kv.owners import BlockHolder
 from ..kv.pool import BlockPool
 
 MOST_KEPT = 8
-# Of a pool's budget, for the states of one sequence. They are dropped before a block is missing.
+# Share of a pool's budget for the copies of one sequence. They are dropped before blocks run out.
 MOST_SHARE = 1 / 4
 
 
 class KeptStates(BlockHolder):
-    """Copies of a sequence's states, by the number of tokens that made them.
+    """Copies of a sequence's states, by the number of tokens before them.
 
-    A state cannot be cut, so a prompt cache with states can only go back to where a copy was made: where a prompt began
-    (the answer before it ended there) and where it ended, but for its last token. A holder of the pool, so that the
-    copies count in its budget and are dropped when blocks need their bytes.
+    A state cannot be trimmed, so a prompt cache with states can only go back to where a copy was made: at the start of
+    a prompt (the end of the answer before it) and at its end, without its last token. As a holder of the pool, this
+    counts in its budget, and drops copies when blocks need their bytes.
     """
 
     evictions = hit_tokens = 0
@@ -31,24 +31,24 @@ class KeptStates(BlockHolder):
     def __init__(self) -> None:
         self._slots: dict[int, StateSlot] = {}
         self._prompt_end: int | None = None
-        self._pool: BlockPool | None = None  # that asks for them
+        self._pool: BlockPool | None = None  # where this is a holder
 
     def begin_prompt(self, pool: BlockPool, length: int, states: Sequence[Any]) -> None:
-        """Copy the states of ``length`` tokens before more of a prompt is computed. Tokens that follow those of the
-        call before are of the same prompt, whose middle is not kept."""
+        """Copy the states after ``length`` tokens, before a chunk of a prompt is computed. If the chunk continues the
+        last one, it is of the same prompt: the copy between them is dropped instead."""
         if self._prompt_end == length:
             self._slots.pop(length, None)
         else:
             self._keep(pool, length, states)
 
     def end_prompt(self, pool: BlockPool, length: int, states: Sequence[Any]) -> None:
-        """Copy the states behind tokens of a prompt."""
+        """Copy the states after a chunk of a prompt, which ends at ``length`` tokens."""
         self._prompt_end = length
         self._keep(pool, length, states)
 
     def go_back(self, length: int) -> list[Any] | None:
-        """Return copies of the states of ``length`` tokens and forget those of more; None, and nothing is forgotten,
-        if there are none."""
+        """Return copies of the states after ``length`` tokens, and drop those after more. If there are none, return
+        None and drop nothing."""
         slot = self._slots.get(length)
         if slot is None:
             return None
@@ -56,13 +56,13 @@ class KeptStates(BlockHolder):
         return copy.deepcopy(slot.caches)  # type: ignore[no-any-return]
 
     def forget_behind(self, length: int) -> None:
-        """Forget the states of more than ``length`` tokens: others may follow."""
+        """Drop the states after more than ``length`` tokens, because other tokens may follow."""
         for each in [each for each in self._slots if each > length]:
             del self._slots[each]
         self._prompt_end = None
 
     def _keep(self, pool: BlockPool, length: int, states: Sequence[Any]) -> None:
-        if pool is not self._pool:  # a sequence may move until its first tokens are written
+        if pool is not self._pool:  # a sequence may change its pool until its first tokens are written
             self._pool = pool
             pool.add_holder(self)
         nbytes, most = sum(state.nbytes for state in states), int(pool.memory.budget * MOST_SHARE)
@@ -71,7 +71,7 @@ class KeptStates(BlockHolder):
         if nbytes <= most and pool.memory.make_room_for_state(nbytes):
             self._slots[length] = pool.memory.states.take(*copied(states))
 
-    # What a pool asks of who holds its blocks -----------------------------------------------------------------
+    # BlockHolder ----------------------------------------------------------------------------------------------
 
     @property
     def state_nbytes(self) -> int:
@@ -79,7 +79,7 @@ class KeptStates(BlockHolder):
         return sum(slot.nbytes for slot in self._slots.values())
 
     def evict_states(self, num_bytes: int) -> int:
-        """Drop copies of at least ``num_bytes`` bytes, oldest first. Returns how many bytes were freed."""
+        """Drop copies of at least ``num_bytes`` bytes, oldest first. Return how many bytes were freed."""
         freed = 0
         while self._slots and freed < num_bytes:
             freed += self._slots.pop(next(iter(self._slots))).nbytes
@@ -87,8 +87,8 @@ class KeptStates(BlockHolder):
 
 
 def copied(states: Sequence[Any]) -> tuple[int, list[Any]]:
-    """Return the bytes of caches with states, and copies of them. Arrays that are views are copied, so that a copy does
-    not keep what they were cut from."""
+    """Return the bytes of caches with states, and copies of them. Arrays that are views are copied as well, because a
+    view would keep the larger array alive."""
     copies = copy.deepcopy(list(states))
     for cache in copies:
         arrays = getattr(cache, "cache", None)

@@ -17,7 +17,7 @@ from .rows import Rows, SequenceTables
 
 
 class Fences(NamedTuple):
-    """In-place storage's fences around a write and the gather after it."""
+    """Fences of in-place storage: before a write, after it, and after the gather that follows."""
 
     before: mx.array
     written: mx.array
@@ -35,19 +35,19 @@ class Append(NamedTuple):
 class LazyKV:
     """How to attend over the blocks that a pair of arrays was gathered from, instead of over the arrays.
 
-    The arrays are real (lazy) copies: whoever computes with them gets what mlx-lm's cache would give. Only if both come
-    back together to an attention function does :meth:`attend` take their place; in-place storage then forgets the
-    gather, which falls out of the graph, and nothing of it is computed. Used otherwise it stays in the chain of
-    fences, in order with the writes before and after it.
+    The arrays are real, lazy copies, equal to what mlx-lm's cache would return. If both come back together to an
+    attention function, :meth:`attend` reads the blocks instead; in-place storage then forgets the gather, which drops
+    out of the graph and is never computed. Otherwise the gather stays in the chain of fences, ordered between the
+    writes before and after it.
 
-    Kept as long as the arrays are, and so it keeps neither tables nor pool: without them, the arrays are what they are.
+    It lives as long as the arrays, so it holds tables and pool weakly. Without them, the arrays are ordinary ones.
 
     Args:
-        rows, layer: where the keys and values lie, those of the step's tokens included.
-        append: what the attention kernel itself may still write.
-        fences: of in-place storage.
-        seen: the same keys and values as attention reads them, of functional storage: views of the blocks, which are
-            kept until attention takes them, or the layer's next tokens are written.
+        rows, layer: where the keys and values are, those of the step's tokens included.
+        append: new keys and values that the attention kernel may still write itself.
+        fences: fences of in-place storage.
+        seen: with functional storage, the same keys and values as views of the blocks, kept until attention takes them
+            or the layer's next tokens are written.
     """
 
     is_rewound = False  # whether in-place storage has forgotten the gather
@@ -68,13 +68,13 @@ class LazyKV:
         self._append = append
         self._fences = fences
         self.seen = seen
-        self._batched = isinstance(rows, Rows)  # each is masked by its own length: a mask with a window says no more
+        self._batched = isinstance(rows, Rows)  # masked by their own lengths: only a mask's window matters
         self._epoch = pool.layer(layer).group.epoch
-        self.thread = get_ident()  # which alone can compute the arrays
+        self.thread = get_ident()  # the only one that can compute the arrays
 
     @property
     def pool(self) -> BlockPool:
-        """Pool of the blocks; ask only where :meth:`serves` says so."""
+        """Pool of the blocks; read it only if :meth:`serves` returns True."""
         pool = self._pool()
         assert pool is not None
         return pool
@@ -90,7 +90,7 @@ class LazyKV:
             return False
         if rows.pool.layer(self.layer).group.epoch != self._epoch:
             return False  # tokens were written or dropped since: the arrays are not what the blocks hold
-        if self._batched:  # a mask of another kind holds for the arrays only
+        if self._batched:  # any other mask is for the arrays
             return shape[2] == 1 and (mask is None or rows.window_of(mask) is not None)
         # Without a mask each of several queries would see all keys, those after its own included.
         return shape[2] == 1 or mask is not None
@@ -103,8 +103,8 @@ class LazyKV:
         values: mx.array,
         params: AttentionParams,
     ) -> mx.array:
-        """Attention of ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values`` are
-        the arrays themselves. Only where :meth:`serves` says so."""
+        """Attend from queries ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values``
+        are the arrays themselves. Call it only if :meth:`serves` returns True."""
         rows = self._rows()
         assert rows is not None
         if params.mask is not None:
@@ -123,14 +123,14 @@ class LazyKV:
                 step = kv.step(tables, 1)
             return dispatch.attend(queries, (keys, values), kv, tables, step, params)
         is_fresh = not self._batched and tables[0].num_visible == num_tokens and not kv.is_quantized
-        if not is_fresh:  # else the arrays are all there is to attend over, and are used
+        if not is_fresh:  # else the arrays hold all tokens, and are attended over
             self._rewind(pool, to_write=False)
         new = (keys, values) if is_fresh else None
         step = kv.step(tables, num_tokens)
         return dispatch.attend(queries, new, kv, tables, step, params, is_written=True)
 
     def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
-        """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""
+        """Forget the gather, and with ``to_write`` the write before it. Return False if other kernels ran since."""
         storage = pool.layer(self.layer).storage
         if self._fences is None:
             return False
@@ -139,16 +139,16 @@ class LazyKV:
         return self.is_rewound
 
 
-# By the identity of the keys. Entries go with their arrays: a gather kept alive would keep the pool's buffer.
+# By id of the keys. Entries are dropped with their arrays: a gather kept alive would keep the pool's buffer.
 _handed_out: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], LazyKV]] = {}
 
 
 def hand_out(keys: Any, values: Any, fetched: LazyKV) -> None:
-    """Remember what a pair of arrays, or what stands for them while a step is traced, stands for, as long as the keys
+    """Register the LazyKV of a pair of arrays, or of their placeholders while a step is traced, as long as the keys
     live."""
     key, registry = id(keys), _handed_out
 
-    def forget(ref: weakref.ref[Any]) -> None:  # names of the module are gone when the interpreter ends
+    def forget(ref: weakref.ref[Any]) -> None:  # the module's globals are gone when the interpreter exits
         entry = registry.get(key)
         if entry is not None and entry[0] is ref:
             del registry[key]
@@ -157,9 +157,9 @@ def hand_out(keys: Any, values: Any, fetched: LazyKV) -> None:
 
 
 def compute_rewound(pool: BlockPool, layer: int) -> None:
-    """Compute, before a layer's next tokens, arrays that somebody still holds although attention took their blocks.
-    Outside the chain of fences their gather is not ordered before what is written next. Views of the blocks go, too:
-    they would make the write copy them."""
+    """Compute, before a layer's next write, arrays that are still held although attention has read the blocks instead.
+    Their gather is outside the chain of fences, so nothing else orders it before that write. Views of the blocks are
+    dropped, too: they would make the write copy the blocks."""
     if not _handed_out:
         return
     for keys, values, fetched in list(_handed_out.values()):
@@ -171,7 +171,7 @@ def compute_rewound(pool: BlockPool, layer: int) -> None:
 
 
 def lazy_kv_of(keys: object, values: object) -> LazyKV | None:
-    """Return what this very pair of arrays stands for, or None."""
+    """Return the LazyKV of exactly this pair of arrays, or None."""
     entry = _handed_out.get(id(keys))
     if entry is None or entry[0]() is not keys or entry[1]() is not values:
         return None

@@ -1,4 +1,4 @@
-"""PackedStates: what one layer with a state (SSM, convolution, linear attention) sees of a pack."""
+"""PackedStates: the states of a pack's sequences in one layer (SSM, convolution, linear attention)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Part(NamedTuple):
 
     Attributes:
         sequences: their indices, the one with the most new tokens first.
-        cache: the layer's cache of a batch of them.
+        cache: the layer's cache with these sequences as a batch.
     """
 
     sequences: list[int]
@@ -26,17 +26,17 @@ class _Part(NamedTuple):
 
 
 class PackedStates:
-    """States of a pack's sequences in one layer. The layer cannot take tokens of one sequence as rows, since each of
-    them changes the state for the next: :meth:`run` calls it with tokens of several sequences side by side.
+    """States of a pack's sequences in one layer. The layer cannot take the tokens of one sequence as rows, because each
+    token changes the state for the next: :meth:`run` calls it with the sequences side by side.
 
-    First come the tokens that all sequences have, then those that all but the shortest have, and so on. So nothing is
-    padded, and a scan is as long as the longest sequence. A sequence without a state is computed apart from those with
-    one, because some layers treat a first token in another way.
+    The first call has as many tokens as all sequences have, the next one the following tokens of all but the shortest,
+    and so on. So nothing is padded, and the calls together are as long as the longest sequence. Sequences without a
+    state are computed apart from those with one, because some layers treat a first token differently.
 
     Args:
-        parts: which cover every sequence once.
+        parts: groups of sequences that contain each sequence once.
         counts: new tokens of each sequence.
-        records: calls are kept, so that :meth:`batch` can go back to an earlier token.
+        records: whether calls are recorded, so that :meth:`batch` can go back to an earlier token.
     """
 
     def __init__(self, parts: Sequence[_Part], counts: Sequence[int], *, records: bool = False) -> None:
@@ -47,7 +47,7 @@ class PackedStates:
 
     @classmethod
     def of(cls, caches: Sequence[Any], counts: Sequence[int]) -> PackedStates:
-        """Return the states of sequences that have a cache each. The caches stay as they are."""
+        """Return the states of sequences that have a cache each. The caches are not changed."""
         order = sorted(range(len(caches)), key=lambda index: -counts[index])
         parts = []
         for is_empty in (False, True):
@@ -58,22 +58,22 @@ class PackedStates:
 
     @classmethod
     def over(cls, batch: Any, counts: Sequence[int]) -> PackedStates:
-        """Return the states of a decode batch's rows, to verify drafts. The batch's cache stays as it is."""
+        """Return the states of a decode batch's rows, to verify drafts. The batch's cache is not changed."""
         everyone = _Part(list(range(len(counts))), with_arrays(batch, batch.cache))
         return cls([_selected(everyone, set(everyone.sequences), counts)], counts, records=True)
 
     # What models do with it -----------------------------------------------------------------------------------
 
     def make_mask(self, N: int) -> None:
-        """None: nothing is padded."""
+        """Return None: nothing is padded."""
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a layer's module for all tokens of the pack.
 
         Args:
             call: the module's own code, which takes tokens ``[B, n, ...]`` and a cache of B sequences.
-            args, kwargs: as the model gives them: this object is the cache, arrays are of all tokens
-                ``[T, 1, ...]``, or positions ``[T]``.
+            args, kwargs: the model's arguments: this object as the cache, arrays of all tokens ``[T, 1, ...]``, or
+                positions ``[T]``.
 
         Returns:
             What ``call`` returns, with arrays of all tokens ``[T, 1, ...]``.
@@ -98,7 +98,7 @@ class PackedStates:
     # Afterwards -----------------------------------------------------------------------------------------------
 
     def of_each(self) -> list[list[Any]]:
-        """Return the arrays of each sequence's state behind its tokens, as copies: views would keep all of them."""
+        """Return the arrays of each sequence's state after its tokens, as copies: views would keep the whole batch."""
         found: list[list[Any]] = [[] for _ in self._counts]
         for sequences, cache in self._parts:
             for place, index in enumerate(sequences):
@@ -106,8 +106,8 @@ class PackedStates:
         return found
 
     def batch(self, counts: Sequence[int]) -> list[Any]:
-        """Return the arrays of the batch's states behind the first new tokens of each sequence, as many as ``counts``
-        says. Where these are not all, the recorded calls are repeated for them."""
+        """Return the arrays of the batch's states after the first ``counts`` new tokens of each sequence. For sequences
+        that have more new tokens, the recorded calls are repeated."""
         short = {index for index, count in enumerate(counts) if count < self._counts[index]}
         parts = [_selected(part, set(part.sequences) - short, self._counts) for part in self._parts]
         again = [_selected(part, short & set(part.sequences), counts) for part in self._before]
@@ -125,8 +125,8 @@ class PackedStates:
     def _scan(
         self, part: _Part, counts: Sequence[int], call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[Any, np.ndarray]], Any]:
-        """Call the module for the sequences of a part. Returns what each call gave and the places of its tokens in the
-        pack, and the cache behind all of them."""
+        """Call the module for the sequences of a part. Return each call's output with the places of its tokens in the
+        pack, and the cache after all of them."""
         found, finished = [], []
         left, cache, done = list(part.sequences), part.cache, 0
         while left:
@@ -144,26 +144,26 @@ class PackedStates:
         return found, _joined(finished[::-1])
 
     def _side_by_side(self, value: Any, places: np.ndarray, cache: Any) -> Any:
-        """Return an argument for a call with these tokens ``[k, n]`` of the pack."""
+        """Return an argument for a call with the tokens at these places ``[k, n]`` of the pack."""
         if value is self:
             return cache
         num_tokens = self._begins[-1]
         if not isinstance(value, mx.array) or value.shape[:1] != (num_tokens,):
             return value
-        if value.ndim == 1:  # positions: of each sequence's first token
+        if value.ndim == 1:  # positions: a call gets that of each sequence's first token
             return _taken(value, places[:, 0])
         return _taken(value, places.reshape(-1)).reshape(*places.shape, *value.shape[2:])
 
 
 def with_arrays(cache: Any, arrays: Sequence[Any]) -> Any:
-    """Return a cache like this one that holds these arrays of a batch in which nothing is padded."""
+    """Return a copy of a cache with other arrays, of a batch without padding."""
     made = copy.copy(cache)
     made.cache, made.left_padding, made.lengths = list(arrays), None, None
     return made
 
 
 def _joined(caches: Sequence[Any]) -> Any:
-    """Return the cache of all sequences, in order; either all of them have an array or none."""
+    """Return one cache of all sequences, in order. Each array is either in all of the caches or in none."""
     if len(caches) == 1:
         return with_arrays(caches[0], caches[0].cache)
     columns = zip(*(cache.cache for cache in caches), strict=True)
@@ -171,7 +171,7 @@ def _joined(caches: Sequence[Any]) -> Any:
 
 
 def _selected(part: _Part, sequences: set[int], counts: Sequence[int]) -> _Part:
-    """Return the states of some of a part's sequences, the one with the most new tokens first."""
+    """Return a part with only these sequences, the one with the most new tokens first."""
     places = [place for place, index in enumerate(part.sequences) if index in sequences]
     places.sort(key=lambda place: -counts[part.sequences[place]])
     if places == list(range(len(part.sequences))):
@@ -181,7 +181,7 @@ def _selected(part: _Part, sequences: set[int], counts: Sequence[int]) -> _Part:
 
 
 def _taken(x: Any, places: np.ndarray) -> Any:
-    """Return the rows of an array at some places, without a copy where they follow each other."""
+    """Return the rows of an array at some places, without a copy if they are consecutive."""
     if x is None or len(places) == 0:
         return x
     first, last = int(places[0]), int(places[-1])
@@ -195,7 +195,7 @@ def _cut(x: Any, begin: int, end: int | None) -> Any:
 
 
 def _in_order(outputs: Sequence[Any], places: np.ndarray) -> Any:
-    """Return the outputs of calls ``[k, n, ...]`` as one of all tokens ``[T, 1, ...]``, in the order of the pack."""
+    """Join the outputs of calls ``[k, n, ...]`` to one of all tokens ``[T, 1, ...]``, in the order of the pack."""
     order = np.argsort(places)
     columns = [[leaf for _, leaf in tree_flatten(output)] for output in outputs]
     names = [name for name, _ in tree_flatten(outputs[0])]

@@ -22,8 +22,8 @@ from .rows import SequenceTables
 
 
 class PagedKVCache:
-    """What one attention layer sees of a sequence. Stands in for mlx-lm's ``KVCache`` and, in a group with a sliding
-    window, for its ``RotatingKVCache``.
+    """The cache of one attention layer of one sequence. It replaces mlx-lm's ``KVCache`` and, in a group with a sliding
+    window, its ``RotatingKVCache``.
 
     Args:
         sequence: the sequence's tables, shared by the caches of all its layers.
@@ -53,17 +53,17 @@ class PagedKVCache:
 
     @property
     def window(self) -> int | None:
-        """Most tokens that one sees, itself included, or None."""
+        """Most tokens that a token sees, itself included; None: all."""
         return self._kv.window
 
     @property
     def sees(self) -> Window | None:
-        """Return what a token sees of those before it; None: all."""
+        """Return the window of earlier tokens that a token sees; None: all."""
         return self._kv.sees
 
     @property
     def offset(self) -> int:
-        """Tokens this layer has seen: the position of the next one."""
+        """Number of tokens that this layer has seen, which is the position of the next one."""
         return self.sequence.offset(self.layer)
 
     # Writing and reading --------------------------------------------------------------------------------------
@@ -81,13 +81,13 @@ class PagedKVCache:
     def _reserve(
         self, keys: mx.array, values: mx.array, heads: QueryHeads | None
     ) -> tuple[PoolLayer, list[BlockTable], Step, mx.array, mx.array]:
-        """Reserve positions for the next tokens. Returns where they go, and the tokens in the pool's dtype; the first
-        call of a group chooses its storage by the queries' ``heads``."""
+        """Reserve positions for the next tokens. Return where they go, and the keys and values in the pool's dtype. The
+        first call of a group chooses its storage by the queries' ``heads``."""
         kv = self.sequence.pool.layer(self.layer)
         try:
             kv.set_geometry(keys, values, batch=1, heads=heads)
         except GeometryError:
-            if self.sequence.move(keys.dtype):  # such as a model's after set_dtype()
+            if self.sequence.move(keys.dtype):  # another dtype, as after a model's set_dtype()
                 raise MovedError from None
             keys, values = kv.fitted(keys, values)
             kv.set_geometry(keys, values, batch=1, heads=heads)
@@ -102,13 +102,13 @@ class PagedKVCache:
         values: mx.array,
         params: AttentionParams,
     ) -> mx.array:
-        """Write the next tokens and attend from them: what an attention layer does between projection and output.
+        """Write the next tokens and attend from them.
 
         Args:
             queries: ``[1, n_q_heads, n_new, head_dim]``, rotated.
             keys: ``[1, n_kv_heads, n_new, head_dim]``, rotated.
             values: ``[1, n_kv_heads, n_new, v_head_dim]``.
-            params: its mask is what :meth:`make_mask` gave, or another.
+            params: its mask may come from :meth:`make_mask` or be any other.
 
         Returns:
             ``[1, n_q_heads, n_new, v_head_dim]``.
@@ -124,9 +124,9 @@ class PagedKVCache:
         self, queries: tuple[mx.array, mx.array], latent: mx.array, rotated: mx.array, heads: LatentHeads, scale: float,
         expand: Expand,
     ) -> mx.array:  # fmt: skip
-        """Write the next tokens' latents and attend from them over the keys and values that these stand for, as a pack
-        of one sequence: all arrays, and the result, have a row for each of the n tokens. The rest is as in
-        :meth:`.batch_cache.PagedBatchKVCache.attend_expanded`.
+        """Write the next tokens' latents, and attend over the keys and values that latents stand for, as a pack of one
+        sequence: all arrays, and the result, have a row for each of the n tokens. See
+        :meth:`.batch_cache.PagedBatchKVCache.attend_expanded` for the rest.
         """
         kv, count = self._kv, latent.shape[0]
         kv.set_geometry(latent, rotated, batch=count)
@@ -138,9 +138,9 @@ class PagedKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the next tokens and return all visible keys and values, gathered lazily, by position.
 
-        Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
-        gathered. Of one new token they are views of functional blocks, as mlx-lm's cache gives them; of a group's last
-        layer copies, as it is not known who reads them and when, and the next step's writes wait for that.
+        The attention function that replaces mlx-lm's (``patches/models/seam.py``) recognises them, and nothing is
+        gathered. For one new token in functional storage they are views of the blocks, as from mlx-lm's cache; in a
+        group's last layer copies, because the next step's writes wait for their reads, which may come at any time.
         """
         sequence, layer = self.sequence, self.layer
         compute_rewound(sequence.pool, layer)
@@ -163,8 +163,8 @@ class PagedKVCache:
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, by position (a copy), also those
-        that another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
+        """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, by position (a copy), also for another
+        layer that attends over them; recognised as those of :meth:`update_and_fetch` are."""
         return self._fetch(self._kv, self.table, None, None)
 
     def _fetch(
@@ -183,21 +183,21 @@ class PagedKVCache:
 
     @in_turn
     def load(self, keys: mx.array, values: mx.array, offset: int, *, stored: bool = False) -> None:
-        """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
+        """Fill an empty cache with dense keys and values, in order of position.
 
         Args:
             keys: ``[1, n_kv_heads, n, head_dim]`` of positions ``offset - n .. offset - 1``.
             values: ``[1, n_kv_heads, n, v_head_dim]``.
-            offset: tokens seen so far; more than ``n`` only behind a sliding window.
-            stored: keys and values are as :meth:`PoolLayer.read_stored` gives them of pages like these, which are known
-                already: rows of quantised pages stay as they are.
+            offset: tokens seen so far; more than ``n`` only with a sliding window.
+            stored: whether keys and values come from :meth:`PoolLayer.read_stored` of pages like these, whose geometry
+                is known already: quantised rows are written as they are.
 
         Raises:
             PromptCacheError: the cache is not empty, or tokens the layer still needs are missing.
             GeometryError, PoolExhaustedError: before anything is changed.
         """
         start, spec = offset - keys.shape[2], self._kv.spec
-        surplus = -start % spec.stride  # tokens of a chunk that has begun before them
+        surplus = -start % spec.stride  # tokens of a chunk whose first tokens are missing
         if self.offset or start < 0 or start + surplus > spec.first_kept(offset):
             raise PromptCacheError(
                 f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache at "
@@ -254,7 +254,7 @@ class PagedKVCache:
         return self.table.num_blocks * group.bytes_per_block // len(group.spec.layers)
 
     def size(self) -> int:
-        """Visible tokens, at most the window."""
+        """Return the number of visible tokens, at most the window."""
         return self.offset if self.window is None else min(self.offset, self.window)
 
     def empty(self) -> bool:
@@ -262,15 +262,15 @@ class PagedKVCache:
         return self.offset == 0
 
     def is_trimmable(self) -> bool:
-        """Say whether it can be trimmed: always, except in a sliding window that is full, as in mlx-lm."""
+        """Return whether it can be trimmed: always, unless a sliding window is full, as in mlx-lm."""
         ring = self._kv.spec.ring
         return ring is None or self.offset < ring
 
     def trim(self, n: int) -> int:
-        """Drop up to ``n`` tokens from the end. Returns how many.
+        """Drop up to ``n`` tokens from the end. Return how many.
 
         Raises:
-            TrimError: what the token after the new end sees is no longer held (see :meth:`is_trimmable`).
+            TrimError: tokens that the one after the new end sees are no longer held (see :meth:`is_trimmable`).
         """
         n = min(self.offset, n)
         if n > 0:
@@ -278,13 +278,13 @@ class PagedKVCache:
         return n
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """Mask for the next ``N`` tokens over the visible ones and themselves, the same as mlx-lm's dense caches give.
+        """Return the mask of the next ``N`` tokens over the visible ones and themselves, as mlx-lm's dense caches do.
 
         Returns:
             None (all visible), "causal", or a boolean array ``[N, visible + N]``.
         """
         mask, window = self._mask(N, return_array, window_size)
-        # A wide one would be kept; that of latents is never computed where it is asked for.
+        # Remembering a wide mask would keep its memory; that of latents is lazy, and never computed.
         if isinstance(mask, mx.array) and (N <= dispatch.MOST_FEW_TOKENS or self._kv.spec.latent):
             self.sequence.masks[self.table.group] = (mask, window)
         return mask
@@ -307,7 +307,7 @@ class PagedKVCache:
             return "causal", seen
         if window_size is None or self.offset < window_size or own.size <= window_size:
             return None, own
-        # A narrower window than the one kept, over one new token.
+        # One new token, under a window narrower than what is kept.
         visible = min(self.offset + 1, self.window)
         return mx.arange(visible) >= visible - window_size, seen
 

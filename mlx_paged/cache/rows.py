@@ -1,5 +1,5 @@
 """Rows: the block tables of sequences in a model call, and which layers have written its tokens. LeftPadding: how such
-rows lie side by side in mlx-lm's batch caches.
+rows are padded in mlx-lm's batch caches.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .kept_states import KeptStates
 
 
 class LeftPadding:
-    """The visible tokens of B rows for their next token each, which lies in the last column.
+    """Layout of B rows of different lengths, padded on the left; the last column is each row's new token.
 
     Args:
-        offsets: tokens each row has had.
-        window: of the layer, or None.
+        offsets: tokens of each row before the new one.
+        window: the layer's window, or None.
     """
 
     def __init__(self, offsets: Sequence[int], window: Window | None) -> None:
@@ -43,10 +43,10 @@ class LeftPadding:
         return ends + mx.arange(-self.longest, 0, dtype=mx.int32)
 
     def mask(self, window: Window | None) -> mx.array:
-        """Return what each new token sees, boolean ``[B, 1, 1, longest]``.
+        """Return the mask of the new tokens, boolean ``[B, 1, 1, longest]``.
 
         Args:
-            window: of the mask, at most that of the layer.
+            window: the mask's window, at most the layer's.
         """
         self.is_masked = True
         if not (window and any(map(window.first_seen, self.before))):
@@ -56,12 +56,12 @@ class LeftPadding:
         return self._indices()[:, None, None] >= mx.array(first)
 
     def read(self, kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
-        """Keys ``[B, n_kv_heads, longest, k_head_dim]`` and values of a layer. Padding repeats a row's first visible
-        token: a mask hides it, and it is a number if the row's own are.
+        """Return the keys ``[B, n_kv_heads, longest, k_head_dim]`` and values of a layer. Padding repeats a row's first
+        visible token: a mask hides it, and it is no NaN unless the row has one itself.
 
         Args:
             kv: the layer.
-            tables, step: of the rows, with the new token of each.
+            tables, step: the rows' tables and step, with the new token of each.
         """
         known = step.columns.get(self.longest)
         if known is None and not kv.in_place:
@@ -75,21 +75,21 @@ class LeftPadding:
 
 
 class NotPackableError(Exception):
-    """The model does something with its caches that packs have no answer to. Requests go through it one by one."""
+    """The model uses its caches in a way that packs do not support. Its requests are then computed one by one."""
 
 
 class FailedRow(NamedTuple):
-    """A row for which no block could be had, and why; the error has no frames."""
+    """A row for which no block could be allocated, and the error, without its traceback."""
 
     row: int
     error: Exception
 
 
 class Ledger:
-    """What is reserved for the present step, and which layers have written it.
+    """The positions reserved for the current step, and which layers have written them.
 
-    Each group reserves its positions once; each of its layers then takes them once. Between two steps every layer is at
-    the end of its table.
+    In a step each group reserves its positions once, and each of its layers takes them once. Between two steps every
+    layer is at the end of its table.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -99,12 +99,12 @@ class Ledger:
         self.pool = pool
         self._place = {layer: index for index, group in enumerate(pool.groups) for layer in group.spec.layers}
         self.set_level()
-        # The latest mask made for each group, with its window: a mask that comes back can then be told to a kernel.
+        # The latest mask of each group, with its window: a kernel takes the window for a mask that comes back.
         self.masks: dict[int, tuple[mx.array, Window]] = {}
-        self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)  # the latest of each
+        self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)  # the latest of each group
 
     def _step_of(self, group: int, tables: Sequence[BlockTable], counts: Sequence[int] | int) -> Step:
-        """Return the last positions of the tables of a group, made and checked once for all its layers."""
+        """Return the step of a group's tables, made and checked once for all its layers."""
         known = self._steps[group]
         step = None if known is None else known()
         if step is None or not self.pool.groups[group].is_current(step):
@@ -118,12 +118,12 @@ class Ledger:
         return len(self._place)
 
     def set_level(self) -> None:
-        """Have every layer end where its table does."""
-        # Layers of each group that have not taken what is reserved.
+        """Mark every layer as being at the end of its table."""
+        # Layers of each group that have not taken the reserved positions.
         self._behind: list[set[int]] = [set() for _ in self.pool.groups]
 
     def is_level(self) -> bool:
-        """Return whether every layer ends where its table does."""
+        """Return whether every layer is at the end of its table."""
         return not any(self._behind)
 
     def is_behind(self, layer: int) -> bool:
@@ -134,14 +134,14 @@ class Ledger:
         self._behind[group] = set(self.pool.groups[group].spec.layers)
 
     def take(self, layer: int) -> None:
-        """Note that a layer writes the positions that are reserved for it. Raises BlockStateError if there are none."""
+        """Record that a layer writes its reserved positions. Raises BlockStateError if there are none."""
         try:
             self._behind[self._place[layer]].remove(layer)
         except KeyError:
             raise self._not_reserved(layer) from None
 
     def _take_all(self) -> None:
-        """Note that every layer writes what is reserved for it. Raises like :meth:`take`; nothing is noted then."""
+        """Record that every layer writes its reserved positions. Raises like :meth:`take`, and records nothing then."""
         for group, behind in zip(self.pool.groups, self._behind, strict=True):
             if len(behind) < len(group.spec.layers):
                 raise self._not_reserved(next(layer for layer in group.spec.layers if layer not in behind))
@@ -151,7 +151,7 @@ class Ledger:
         return BlockStateError(f"layer {layer} takes what is not reserved for it")
 
     def give_up(self) -> None:
-        """Undo :meth:`take` of every layer; the positions stay reserved, for the layers to take again."""
+        """Undo :meth:`take` of every layer. The positions stay reserved, and the layers can take them again."""
         for group in range(len(self._behind)):
             self._note_reserved(group)
 
@@ -170,11 +170,11 @@ class SequenceTables(Ledger):
     ``copy.deepcopy`` makes a fork: references to the same blocks, no bytes.
 
     Args:
-        pool: of the blocks.
-        elsewhere: from a dtype of keys to a pool of the same groups that holds such keys, or None if there is none.
+        pool: the pool of the blocks.
+        elsewhere: returns the pool of the same groups for keys of a dtype, or None if there is none.
 
     Attributes:
-        kept: where layers keep states, copies of these to which the sequence can be trimmed. A fork has none.
+        kept: if layers have states, copies of these to which the sequence can be trimmed; None in a fork.
     """
 
     kept: KeptStates | None = None
@@ -183,11 +183,11 @@ class SequenceTables(Ledger):
         super().__init__(pool)
         self._elsewhere = elsewhere
         self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
-        self._counts = [0] * len(self.tables)  # tokens of each group's present step
+        self._counts = [0] * len(self.tables)  # new tokens of each group in the current step
 
     @classmethod
     def over(cls, pool: BlockPool, tables: Sequence[BlockTable]) -> SequenceTables:
-        """Return a sequence on these tables, one per group, which become its own; every layer is at their end."""
+        """Return a sequence that takes over these tables, one per group. Every layer is at their end."""
         sequence = object.__new__(cls)
         sequence._lay_out(pool)
         sequence._elsewhere = None
@@ -196,7 +196,7 @@ class SequenceTables(Ledger):
         return sequence
 
     def move(self, dtype: mx.Dtype) -> bool:
-        """Go to a pool for keys of this dtype, if there is one and nothing has been written yet."""
+        """Move to the pool for keys of this dtype, if nothing has been written yet. Return whether it moved."""
         if self._elsewhere is None or any(table.length for table in self.tables):
             return False
         pool = self._elsewhere(dtype)
@@ -213,26 +213,26 @@ class SequenceTables(Ledger):
         return self.tables[self._place[layer]]
 
     def tables_of(self, layer: int) -> list[BlockTable]:
-        """Return the layer's table, as that of a batch of one."""
+        """Return a list of the layer's table, as a batch of one."""
         return [self.tables[self._place[layer]]]
 
     @property
     def length(self) -> int:
-        """Tokens that all layers have seen."""
+        """Number of tokens that all layers have seen."""
         counts = zip(self.tables, self._behind, self._counts, strict=True)
         return min(table.length - bool(behind) * count for table, behind, count in counts)
 
     def offset(self, layer: int) -> int:
-        """Tokens that the layer has seen."""
+        """Return the number of tokens that the layer has seen."""
         group = self._place[layer]
         length = self.tables[group].length
         return length - self._counts[group] if layer in self._behind[group] else length
 
     def take_next(self, layer: int, num_tokens: int) -> BlockTable:
-        """Take positions for the layer's next tokens; the first layer of a group to come by in a step reserves them.
+        """Take positions for the layer's next tokens; in a step the first layer of a group reserves them.
 
         Raises:
-            BlockStateError: other layers of the group have not taken theirs of the step before, or other numbers.
+            BlockStateError: other layers of the group have not finished the last step, or take another number.
         """
         group = self._place[layer]
         table, behind = self.tables[group], self._behind[group]
@@ -252,11 +252,11 @@ class SequenceTables(Ledger):
         return table
 
     def take_all(self) -> list[list[BlockTable]]:
-        """Reserve one position, unless it is, and have every layer take it. Returns the table of each group, as that of
-        a batch of one.
+        """Reserve one position, unless it is reserved, and take it for every layer. Return a list of each group's
+        table, as batches of one.
 
         Raises:
-            BlockStateError: some layers of a group have taken theirs already, or other numbers.
+            BlockStateError: some layers have taken it already, or more positions are reserved.
         """
         self.begin(1)
         if any(count != 1 for count in self._counts):
@@ -265,16 +265,16 @@ class SequenceTables(Ledger):
         return [[table] for table in self.tables]
 
     def begin_layer(self, layer: int, num_tokens: int) -> tuple[list[BlockTable], Step]:
-        """:meth:`take_next`. Returns the layer's table, as that of a batch of one, and the positions: made and checked
+        """Call :meth:`take_next`. Return a list of the layer's table, as a batch of one, and the step, made and checked
         once for all layers of a group."""
         tables = [self.take_next(layer, num_tokens)]
         return tables, self._step_of(self._place[layer], tables, num_tokens)
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve positions for the next tokens in all groups, for :meth:`take_next` to find.
+        """Reserve positions for the next tokens in all groups, which :meth:`take_next` then takes.
 
         Raises:
-            Exception: as :meth:`BlockPool.append_tokens`; nothing is reserved then.
+            Exception: from :meth:`BlockPool.append_tokens`; nothing is reserved then.
         """
         if len(self.tables) > 1:
             self.pool.ensure_free_for(self.tables, num_tokens)
@@ -291,7 +291,7 @@ class SequenceTables(Ledger):
         self.give_up()
 
     def begin(self, num_tokens: int) -> None:
-        """:meth:`reserve` in those groups that have nothing reserved yet; nothing else is reserved if that fails."""
+        """Reserve positions for the next tokens in the groups that have none reserved yet."""
         level = [group for group, behind in enumerate(self._behind) if not behind]
         if len(level) == len(self.tables):
             self.reserve(num_tokens)
@@ -302,7 +302,7 @@ class SequenceTables(Ledger):
             self._note_reserved(group)
 
     def cut(self, num_tokens: int) -> None:
-        """Drop the last tokens of all layers, which are all at the end of their tables; or undo :meth:`reserve`."""
+        """Drop the last tokens of all layers, which must be at the end of their tables; or undo :meth:`reserve`."""
         if num_tokens:
             for table in self.tables:
                 self.pool.trim(table, num_tokens)
@@ -311,7 +311,7 @@ class SequenceTables(Ledger):
             self.kept.forget_behind(self.length)
 
     def trim(self, layer: int, num_tokens: int) -> None:
-        """Take the layer back; the table follows when its last layer has been trimmed.
+        """Drop the layer's last tokens; the table is trimmed with the last of its layers.
 
         Raises:
             BlockStateError: other layers of the group are being trimmed by another number, or are in a step.
@@ -330,11 +330,11 @@ class SequenceTables(Ledger):
                 self.kept.forget_behind(table.length)
 
     def load(self, layer: int, length: int, start: int) -> BlockTable:
-        """Return the layer's table with ``length`` tokens for it to write, those before ``start`` not held; the first
-        layer of a group to be loaded makes it, of an empty sequence.
+        """Return the layer's table with ``length`` tokens for it to write, without blocks for those before ``start``.
+        The first layer of a group makes the table, of an empty sequence.
 
         Raises:
-            BlockStateError: the table is otherwise, or the layer has been loaded.
+            BlockStateError: the table has another length or start, or the layer has been loaded.
         """
         group = self._place[layer]
         table = self.tables[group]
@@ -362,21 +362,21 @@ class SequenceTables(Ledger):
 
 
 class Rows(Ledger):
-    """New tokens of B sequences in a model call, T in all, for the model a batch of T rows of one token each. Shared by
-    the caches of all layers; its members never change.
+    """The T new tokens of B sequences in a model call; to the model they are a batch of T rows of one token. Shared by
+    the caches of all layers; its sequences never change.
 
-    A decode step is one of a token of each sequence, and goes on from step to step. A pack has several tokens of some:
-    for the model's own code each is a row at its own position, and what it sees of the tokens before it, those of the
-    pack included, only attention knows. So nothing is padded.
+    In a decode step each sequence has one token, and the same object serves step after step. In a pack some have
+    several: for the model's own code each token is a row at its own position, and only attention knows which tokens it
+    sees, in the pack and before it. So nothing is padded.
 
     Args:
-        pool: of all the sequences.
+        pool: the pool of all sequences.
         sequences: each at the end of its tables in all layers.
-        counts: new tokens of each, at least one; None: one of each.
-        as_rows: they are few behind many, so they are attended to like the rows of a decode step.
+        counts: new tokens of each sequence, at least one; None: one each.
+        as_rows: attend with the decode kernel: few tokens after long contexts.
 
     Raises:
-        BlockStateError: a sequence stopped in the middle of a step, or is of another pool.
+        BlockStateError: a sequence is in the middle of a step, or of another pool.
     """
 
     def __init__(
@@ -406,7 +406,7 @@ class Rows(Ledger):
         self._narrow_masks: dict[int, mx.array] = {}
 
     def __len__(self) -> int:
-        """Rows that the model sees: tokens."""
+        """Return the number of rows that the model sees, one per token."""
         return self.num_tokens
 
     def tables_of(self, layer: int) -> list[BlockTable]:
@@ -414,17 +414,17 @@ class Rows(Ledger):
         return self.tables[self._place[layer]]
 
     def step(self, layer: int) -> Step:
-        """Return the positions in the layer's group, made and checked once for all its layers."""
+        """Return the step of the layer's group, made and checked once for all its layers."""
         group = self._place[layer]
         return self._step_of(group, self.tables[group], self.counts)
 
     def begin_layer(self, layer: int) -> tuple[list[BlockTable], Step]:
-        """:meth:`take` for a layer that attends to what it writes. Returns :meth:`tables_of` and :meth:`step`."""
+        """Record that a layer writes its tokens and attends to them. Return :meth:`tables_of` and :meth:`step`."""
         group = self._place[layer]
         tables = self.tables[group]
         step = self._step_of(group, tables, self.counts)
         self.take(layer)
-        if self.is_pack:  # nothing else is asked whether it was attended to
+        if self.is_pack:  # only commit() of a pack checks this
             self._attended.add(layer)
         return tables, step
 
@@ -434,10 +434,10 @@ class Rows(Ledger):
         """Reserve the new tokens of every sequence in every group.
 
         Returns:
-            None; or the sequence for which a block was missing, and why. Nothing has been reserved then.
+            None; or the sequence for which a block was missing, and the error. Nothing has been reserved then.
 
         Raises:
-            BlockStateError: a layer has not written what was reserved before.
+            BlockStateError: a layer has not written its last reserved tokens.
         """
         if not self.is_level():
             raise BlockStateError("a layer has not written the tokens of the step before")
@@ -457,7 +457,7 @@ class Rows(Ledger):
             if done < len(self.tables):
                 for group in range(done):
                     self._trim(group)
-            failed = None  # whose error's frames hold this one
+            failed = None  # in case its error's traceback holds this frame
         self.is_reserved = True
         return None
 
@@ -477,7 +477,7 @@ class Rows(Ledger):
             self.pool.trim(self.tables[group][index], self.counts[index])
 
     def take_back(self) -> None:
-        """Undo the latest :meth:`reserve`; what layers wrote for it is forgotten."""
+        """Undo the latest :meth:`reserve`; what layers have written for it is dropped."""
         if self.is_reserved:
             for group in range(len(self.tables)):
                 self._trim(group)
@@ -489,18 +489,18 @@ class Rows(Ledger):
         return NotPackableError(f"layer {layer} writes twice") if self.is_pack else super()._not_reserved(layer)
 
     def take_all(self) -> list[list[BlockTable]]:
-        """Every layer writes and attends to its tokens in one go. Returns the tables of each group."""
+        """Record that every layer writes its tokens and attends to them. Return the tables of each group."""
         self._take_all()
         self._attended.update(self._place)
         return self.tables
 
     def give_up(self) -> None:
-        """Have every layer end where its table does, and forget which have attended."""
+        """Undo :meth:`take` of every layer, and forget which have attended to their tokens."""
         super().give_up()
         self._attended.clear()
 
     def attended(self, layer: int) -> None:
-        """Note that what the layer has written has been attended to."""
+        """Record that a layer has attended to what it has written."""
         self._attended.add(layer)
 
     def commit(self) -> None:
@@ -516,8 +516,8 @@ class Rows(Ledger):
     # What layers see ------------------------------------------------------------------------------------------
 
     def offsets(self, layer: int) -> mx.array:
-        """Position of each token, int32 ``[T]``; of the one behind it once the layer has written it. One array for all
-        layers."""
+        """Return the position of each token, int32 ``[T]``; of the next token once the layer has written it. All layers
+        share the array."""
         behind = self.is_behind(layer)
         known = self._offsets.get(behind)
         if known is None:
@@ -534,12 +534,12 @@ class Rows(Ledger):
         return known
 
     def lengths(self, layer: int) -> list[int]:
-        """Tokens that the layer has seen of each sequence."""
+        """Return the number of tokens of each sequence that the layer has seen."""
         behind = self.is_behind(layer)
         return [table.length - behind * n for table, n in zip(self.tables_of(layer), self.counts, strict=True)]
 
     def columns(self, layer: int) -> LeftPadding:
-        """Return where the rows of a decode step lie side by side; made once for all layers of a group."""
+        """Return the left-padded layout of a decode step's rows, made once for all layers of a group."""
         group = self._place[layer]
         known = self._columns.get(group)
         if known is None:
@@ -548,8 +548,8 @@ class Rows(Ledger):
         return known
 
     def narrow_mask(self, window: int) -> mx.array:
-        """Return an array that stands in a pack for a window narrower than the layer's, to be recognised when it comes
-        back."""
+        """Return the placeholder mask of a pack for a window narrower than the layer's; :meth:`window_of` recognises
+        it."""
         made = self._narrow_masks.get(window)
         if made is None:
             made = self._narrow_masks[window] = mx.ones((len(self), 1, 1, 1), mx.bool_)

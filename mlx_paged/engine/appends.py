@@ -1,4 +1,4 @@
-"""What requests are going to append to a pool, asked of its budget."""
+"""Appends of requests to a pool: whether they fit its budget, and growing the pool for them."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from .request import Request
 from .scheduler import Growth, ScheduledStep
 from .sharing import CheckpointSharing, PrefixSharing
 
-# Tokens to be generated that the pool grows for at once (docs/adr/0001).
+# Most generated tokens of a request that the pool grows for at once (docs/adr/0001).
 GENERATED_AHEAD = 512
 
 Sharing = PrefixSharing | CheckpointSharing | None
 
 
 def append_of(request: Request, num_tokens: int, sharing: Sharing = None, block_size: int = 1) -> Append:
-    """Return the request's next tokens; a cache that it came with stays as it is.
+    """Return the append of the request's next tokens. A cache that it came with is forked, not written to.
 
     Args:
-        request: that grows.
-        num_tokens: by so many.
-        sharing: finds its prefix if it has not started; None: there is none.
-        block_size: of that prefix.
+        request: the request that grows.
+        num_tokens: tokens that it grows by, those of a cached prefix included.
+        sharing: finds the prefix of a request that has not started; None: no prefix.
+        block_size: tokens per block of that prefix.
     """
     is_forked = request.caches is None and request.given is not None
     if request.sequence is not None or sharing is None:
         return Append(request.tables, num_tokens, is_forked)
     cached = min(sharing.available(request), num_tokens - 1)
     cached -= cached % block_size  # a block shared in part is copied
-    # The pool counts these among the blocks that can be had. Once the request holds them, they cannot.
+    # The pool counts the prefix's blocks as evictable; once the request holds them, they are not.
     return Append(request.tables, num_tokens - cached, is_forked, sharing.held_alone(request), cached)
 
 
 def fits(budget: PoolBudget, growth: Growth, sharing: Sharing, evict: Callable[[], bool]) -> bool:
-    """Return whether all these requests can grow by so many tokens.
+    """Return whether all these requests can grow together.
 
     Args:
-        budget: of their pool.
-        growth: requests and tokens.
+        budget: budget of their pool.
+        growth: requests, and the number of tokens that each grows by.
         sharing: see :func:`append_of`.
-        evict: frees something unused; False if there is nothing left.
+        evict: frees something unused; returns False if nothing is left.
     """
     num_blocks = len(growth)
     if {num_tokens for _, num_tokens in growth} == {1} and (
         budget.fits_blocks(num_blocks) or budget.has_blocks(num_blocks)
     ):
-        return True  # every decode step asks, and there mostly is plenty
-    # Counted before anything is freed: blocks of a prefix that a finished cache shared would then count as taken over,
-    # with a copy of the last one, for which a request at the budget's end has no room.
+        return True  # fast path: every decode step asks, and free blocks are mostly plentiful
+    # Listed before `evict` frees finished caches: prefix blocks that one of them shared would then count as taken over,
+    # plus a copy of the last one, for which a request that just fits the budget has no room.
     listed = [append_of(request, num_tokens, sharing, budget.pool.block_size) for request, num_tokens in growth]
     while not budget.fits(listed):
         if not evict():
@@ -59,7 +59,7 @@ def fits(budget: PoolBudget, growth: Growth, sharing: Sharing, evict: Callable[[
 
 
 def has_room(budget: PoolBudget, growth: Growth) -> bool:
-    """Return whether running requests can grow by so many tokens, without evicting prefixes."""
+    """Return whether running requests can grow by these tokens. Unused prefixes count as room, but are not evicted."""
     most = sum(budget.most_blocks(num_tokens) for _, num_tokens in growth)
     return budget.fits_blocks(most) or fits(budget, growth, None, lambda: False)
 
@@ -67,21 +67,21 @@ def has_room(budget: PoolBudget, growth: Growth) -> bool:
 def grow_for(
     budget: PoolBudget, plan: ScheduledStep, requests: Iterable[Request], most_running: int, sharing: Sharing
 ) -> None:
-    """Have the pool grow for a step, once for the requests known now.
+    """Grow the pool if a step needs it: at once for all that the known requests are expected to append.
 
     Args:
-        budget: of the pool.
+        budget: budget of the pool.
         plan: the step.
-        requests: all that run or wait, oldest first.
-        most_running: most of them that run at a time.
-        sharing: finds the prefixes of requests that have not started; None: there are none.
+        requests: all requests that run or wait, oldest first.
+        most_running: most requests that run at a time.
+        sharing: finds the prefixes of requests that have not started; None: no prefixes.
     """
     pool = budget.pool
     enough = len(plan.decode) + sum(chunk.num_tokens // pool.block_size + 2 for chunk in plan.chunks)
     if all(group.allocator.num_free >= enough for group in pool.groups):
         return
     soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
-    with suppress(Exception):  # an append without room grows the pool then, or fails alone
+    with suppress(Exception):  # without room the append itself grows the pool, or fails alone
         budget.grow_for(
             [append_of(request, num_tokens) for request, num_tokens in soon],
             lambda: _expected(budget, list(islice(requests, most_running)), sharing),
@@ -89,9 +89,8 @@ def grow_for(
 
 
 def _expected(budget: PoolBudget, requests: Sequence[Request], sharing: Sharing) -> list[Append]:
-    """Return what requests that can run together are going to append: their prompts but for what they will find cached,
-    and the tokens that they may generate, no more than :data:`GENERATED_AHEAD` of them: few answers are as long as they
-    may be."""
+    """Return the appends expected of requests that can run together: their prompts without the cached part, and at
+    most :data:`GENERATED_AHEAD` generated tokens each, since few answers reach ``max_tokens``."""
     expected = []
     left = budget.pool.memory.unheld_bytes
     cached = [0] * len(requests) if sharing is None else sharing.will_find(requests)

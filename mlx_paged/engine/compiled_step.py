@@ -1,4 +1,4 @@
-"""CompiledStep: a decode step traced once and run again; its layers and the rows it is for."""
+"""CompiledStep: a decode step of a whole model, traced once and run again; its layers, rows and shapes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .narrow_layers import narrow_layers
 
 
 class GroupArrays(NamedTuple):
-    """What the layers of a group share in a step.
+    """Arrays that the layers of a group share in a step.
 
     Attributes:
-        visible: block tables, ends and starts, of :meth:`Step.visible`.
+        visible: block tables, ends and starts; see :meth:`Step.visible`.
         offsets: position of each row's new token, int32 ``[B]``.
-        slots: of a pack, where its tokens are written before any of them is attended to, ``[B]``; else nothing.
-        items: what thread groups read together, of :meth:`Step.items`; else nothing.
+        slots: slots of a pack's tokens, ``[B]``, which are all written before attention; else empty.
+        items: work items of thread groups that read common blocks, see :meth:`Step.items`; else empty.
     """
 
     visible: tuple[mx.array, mx.array, mx.array]
@@ -47,7 +47,7 @@ class GroupArrays(NamedTuple):
 
 
 class StepRows:
-    """The rows that a step's caches belong to: of a decode step or a pack, or one sequence alone."""
+    """The rows of a step: those of a decode step or a pack, or a single sequence."""
 
     def __init__(self, rows: Rows | SequenceTables) -> None:
         self.rows = rows
@@ -64,32 +64,32 @@ class StepRows:
         return self.num_tokens > len(self.counts)
 
     def take(self) -> list[list[BlockTable]]:
-        """Return the tables of each group, every layer having taken its next tokens."""
+        """Have every layer take its next tokens, and return the tables of each group."""
         return self.rows.take_all()
 
     def give_up(self) -> None:
-        """Have the layers take the positions again, which stay reserved."""
+        """Undo :meth:`take`; the positions stay reserved."""
         self.rows.give_up()
 
     def items(
         self, layer: PoolLayer, tables: Sequence[BlockTable], storage: Storage, shape: tuple[int, int]
     ) -> tuple[mx.array, ...]:
-        """Return what thread groups read together in the layers of a group, with block tables of the shape."""
+        """Return :attr:`GroupArrays.items` of a group for block tables padded to ``shape``."""
         if not isinstance(storage, InPlaceStorage):
             return ()
         items = storage.items(tables, layer.step(tables, self.counts), layer.sees, shape)
         return () if items is None else (items,)
 
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
-        """Return what the layers of a group share, with block tables of the shape."""
+        """Return the arrays of a group for block tables padded to ``shape``, without ``items``."""
         step = layer.step(tables, self.counts)
         slots = (step.slots(tables, shape[0]),) if self.is_pack else ()
         return GroupArrays(step.visible(tables, layer.sees, None, shape), step.offsets(shape[0]), slots)
 
 
 def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
-    """Return the paged ones of a model's caches and those that hold states; None if a state cannot be the input of a
-    compiled step: it is missing or padded, or a cache is of another kind."""
+    """Return a model's paged caches, and those that hold states. None if one cannot be an input of a compiled step: a
+    state is missing or padded, or a cache is of another kind."""
     paged: list[Any] = []
     states: list[Any] = []
     for cache in leaves(caches):
@@ -106,7 +106,7 @@ def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
 
 
 def rows_of(caches: Sequence[Any]) -> Rows | SequenceTables | None:
-    """Return the rows these paged caches belong to, if they are the same for all, and cover the pool's layers."""
+    """Return the rows of these paged caches; None unless all have the same rows and they cover the pool's layers."""
     rows = _rows_behind(caches[0]) if caches else None
     if rows is None or len(caches) != rows.num_layers or any(_rows_behind(cache) is not rows for cache in caches):
         return None
@@ -120,14 +120,14 @@ def _rows_behind(cache: Any) -> Rows | SequenceTables | None:
 
 
 class NotCompilable(Exception):
-    """The model does something in a decode step that the compiled step has no answer to."""
+    """The model does something in a decode step that a compiled step does not support."""
 
 
 class StepLayer:
-    """What an attention layer sees of its cache while a decode step is traced.
+    """An attention layer's cache while a decode step is traced.
 
-    An adapter calls :meth:`attend`. Any other attention calls :meth:`update_and_fetch` and hands what it gets, which is
-    good for nothing else, to the attention function that replaces mlx-lm's.
+    An adapter calls :meth:`attend`. Any other attention calls :meth:`update_and_fetch` and passes the placeholders to
+    the attention function that replaces mlx-lm's; they support nothing else.
     """
 
     def __init__(self, blocks: TracedBlocks, arrays: GroupArrays, window: Window | None) -> None:
@@ -143,20 +143,20 @@ class StepLayer:
 
     @property
     def window(self) -> int | None:
-        """Most tokens that one sees, itself included, or None."""
+        """Most tokens that a query sees, its own included; None: all."""
         return None if self._sees is None else self._sees.size
 
     def check_attended(self) -> None:
-        """Check at the end of the trace. Raises NotCompilable unless the layer's new tokens have been attended to,
-        which is what writes them, and nothing else has been tried, even if whoever tried it went on."""
+        """Raise NotCompilable, at the end of the trace, if the layer's new tokens were not attended to, which is what
+        writes them, or if a placeholder was misused, even if the model caught the error."""
         if self._misuses:
             raise NotCompilable(self._misuses[0])
         if not self._attended:
             raise NotCompilable("not every layer writes and attends")
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """None: rows are masked by their own lengths and the layer's window, whatever kind of mask is asked for. For a
-        window that is narrower, what stands for it."""
+        """Return None, since rows are masked by their own lengths and the layer's window; a :class:`NarrowMask` for a
+        narrower window."""
         if N != 1:
             raise NotCompilable("the model asks for a mask for several tokens")
         return None if window_size is None or self._has(window_size) else NarrowMask(self._misuses, window_size)
@@ -168,19 +168,19 @@ class StepLayer:
         values: mx.array,
         params: AttentionParams,
     ) -> mx.array:
-        """Like :meth:`PagedKVCache.attend`, for one new token per row, in the kernel."""
+        """Attend in the kernel for one new token per row; see :meth:`PagedKVCache.attend`."""
         self._take(keys, values)
         return self.attend_fetched(queries, params)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Take the new keys and values ``[B, n_kv_heads, 1, head_dim]``. What is returned stands for all that the rows
-        see, and is for the attention function only: it has no shape, and nobody can compute with it."""
+        """Take the new keys and values ``[B, n_kv_heads, 1, head_dim]``. Returns placeholders for all keys and values
+        that the rows see: only the attention function accepts them, they have neither shape nor values."""
         self._take(keys, values)
-        self.offset = self.offset + 1  # where the model asks again
+        self.offset = self.offset + 1  # for a model that reads the offset after the update
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """Return a placeholder for another layer that attends to what this one has been given."""
+        """Return placeholders for this layer's keys and values, which another layer may attend to as well."""
         if self._new is None:
             raise NotCompilable("a layer attends before there is anything to attend to")
         keys, values = (FetchedKV(self._misuses, array.dtype) for array in self._new)
@@ -195,7 +195,7 @@ class StepLayer:
         self._new = keys, values
 
     def attend_fetched(self, queries: mx.array, params: AttentionParams) -> mx.array:
-        """Attention of ``[B, n_q_heads, 1, head_dim]`` to what the rows see. The first one writes the new tokens."""
+        """Attend with ``[B, n_q_heads, 1, head_dim]`` to what the rows see. The first call writes the new tokens."""
         assert self._new is not None
         keys, values = self._new
         if queries.ndim != 4 or queries.shape[2] != 1 or len(queries) != len(keys):
@@ -209,7 +209,7 @@ class StepLayer:
         return self.blocks.decode(queries, visible, append, params._replace(mask=None, window=window), slots, items)
 
     def _seen_under(self, mask: Any) -> tuple[Window | None, tuple[mx.array, mx.array, mx.array]]:
-        """Return what rows see of their blocks under a mask that the model gives to attention."""
+        """Return the window, and the visible positions, of a mask that the model passes to attention."""
         # Causality hides nothing from a row's newest token.
         if mask is None or isinstance(mask, str) or (isinstance(mask, NarrowMask) and self._has(mask.window_size)):
             return self._sees, self._visible
@@ -219,17 +219,17 @@ class StepLayer:
         return Window(mask.window_size), (tables, ends, mx.maximum(starts, ends - mask.window_size))
 
     def _has(self, window_size: int) -> bool:
-        """Return whether the layer's own window hides as much as this one."""
+        """Return whether a window of this size hides nothing that the layer's own window does not hide."""
         return self.window is not None and window_size >= self.window
 
 
 class StandIn:
-    """Stands for an array while a step is traced. To recognise it is all that anybody can do with it: whatever computes
-    with it, asks for its shape or compares it raises, and the step is not compiled.
+    """Placeholder for an array while a step is traced. It can only be recognised: computing with it, asking for its
+    shape or comparing it raises, and the step is not compiled.
 
     Args:
-        misuses: where it is noted if somebody tries: MLX goes on where an object is no array, to raise or to say that
-            it equals none.
+        misuses: list that each attempt is added to, because MLX may swallow the error: with an object that is no array
+            it raises another one, or compares as unequal.
     """
 
     __slots__ = ("__weakref__", "_misuses")
@@ -273,21 +273,21 @@ class NarrowMask(StandIn):
 
 
 class StepKV(LazyKV):
-    """What a pair of :class:`FetchedKV` stands for. Does not keep the layer: an entry of what was handed out would."""
+    """How to attend for a pair of :class:`FetchedKV`. Weak: the registry of pairs would keep the layer alive."""
 
     def __init__(self, layer: StepLayer) -> None:
         self._step_layer = weakref.ref(layer)
         self.thread = get_ident()
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
-        """Return True; otherwise there are no arrays that could serve, and :meth:`attend` raises."""
+        """Return True: there are no arrays to fall back on, so :meth:`attend` raises where it cannot serve."""
         return True
 
     def attend(self, queries: mx.array, keys: Any, values: Any, params: AttentionParams) -> mx.array:
-        """Like :meth:`StepLayer.attend`, for what the layer has been given.
+        """Attend to what the layer has been given; see :meth:`StepLayer.attend_fetched`.
 
         Raises:
-            NotCompilable: with a mask, for several tokens, or after the trace.
+            NotCompilable: the mask is the model's own, queries are of several tokens, or the trace is over.
         """
         layer = self._step_layer()
         if layer is None:
@@ -299,30 +299,30 @@ class StepKV(LazyKV):
         return False
 
 
-# From the model, tokens [B, 1] and, by its name, the `cache` of the layers to logits [B, 1, vocab].
+# Takes the model, tokens [B, 1] and, as keyword, the `cache` of its layers; returns logits [B, 1, vocab].
 Forward = Callable[..., mx.array]
 
 
 MOST_FAILURES = 3
-# Steps of the same shapes that run uncompiled first, in a row or not: a trace takes as long as some steps save, and
-# while prompts join or requests finish, many shapes come that are not seen again. Packs, which are verifications of
-# drafts, do not: whether drafts pay is judged by what they take.
+# Steps of a shape that run uncompiled before it is traced: a trace costs what several compiled steps save, and many
+# shapes occur only once while prompts join or requests finish. Packs (verifications of drafts) are traced at once:
+# their time decides whether drafts pay.
 PATIENCE = 4
-PATIENCE_PADDED = 32  # where a step of larger shapes serves meanwhile
-ANY_ROWS = 32  # a step may be padded to so many rows, or to twice as many as it has
-MOST_TRACES = 256  # kept, the latest used ones; of as many other shapes steps are counted, then counts begin anew
+PATIENCE_PADDED = 32  # the same while steps of a shape can be padded to a larger trace
+ANY_ROWS = 32  # a step may be padded to this many rows, or to twice its own if that is more
+MOST_TRACES = 256  # kept, least recently used ones dropped; counts of uncompiled shapes restart at as many shapes
 compile_function: Callable[[Any], Any] = mx.compile
 
 
 class StepShapes(NamedTuple):
-    """What a trace of a step is made for.
+    """Shapes that a trace of a step is made for.
 
     Attributes:
-        num_rows: of the batch.
-        widths: of each group's block tables.
-        sizes: blocks of each group.
+        num_rows: rows of the batch, padding included.
+        widths: width of each group's block tables, in blocks.
+        sizes: number of blocks of each group.
         is_pack: several rows may be tokens of one sequence.
-        items: of each group, how many parts of rows thread groups take where they read blocks together.
+        items: number of work items of each group whose rows read common blocks together; empty if there are none.
     """
 
     num_rows: int
@@ -341,15 +341,15 @@ class StepShapes(NamedTuple):
         is_pack: bool = False,
         has_states: bool = False,
     ) -> StepShapes:
-        """Return the smallest for so many rows with these tables, one list for each group. Rows with states are not
-        padded: that would copy the states."""
+        """Return the smallest shapes for ``num_rows`` rows with these tables, a list per group. Rows with states are
+        not padded, because that would copy the states."""
         sizes = tuple(group.allocator.num_blocks for group in pool.groups)
         padded = padded_pack if is_pack else padded_rows
         return cls(num_rows if has_states else padded(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
 
     def can_hold(self, other: StepShapes) -> bool:
-        """Return whether a step of the other's shapes can be padded to these. One row alone never is, and no step whose
-        rows read blocks together."""
+        """Return whether a step of the other's shapes can be padded to these. A single row never is, nor a step whose
+        rows read common blocks together."""
         return (
             1 < other.num_rows <= self.num_rows <= max(ANY_ROWS, 2 * other.num_rows)
             and (self.sizes, self.is_pack) == (other.sizes, other.is_pack)
@@ -359,35 +359,35 @@ class StepShapes(NamedTuple):
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of the compiled step for so many: some more, which see nothing and write nothing, so that a batch that gains
-    and loses rows comes back to few shapes."""
+    """Return the number of rows of a compiled step for ``num_rows`` rows. The added ones see and write nothing; with
+    them a batch that gains and loses rows has few shapes."""
     return num_rows if num_rows <= 2 else rounded_up(num_rows, 4)
 
 
 def padded_pack(num_tokens: int) -> int:
-    """Return the same for the tokens of a pack. On CUDA kernels multiply 16 rows in the time of one, and a shape that
-    is compiled takes as long as some steps: verifications of any number of drafts of a row have one."""
+    """Return the number of rows of a compiled step for a pack of ``num_tokens`` tokens. CUDA kernels multiply 16 rows
+    in the time of one, and compiling a shape costs several steps; so verifications of one row share a shape."""
     return rounded_up(num_tokens, 16) if backend() == "cuda" else padded_rows(num_tokens)
 
 
 class CompiledStep:
     """Runs decode steps of one model over one pool as a compiled function.
 
-    In a decode step the host, not the GPU, is what takes time at small batches: building the graph of the same few
-    hundred operations anew for each token. Compiled, it is built once per shape of the batch and of its block tables.
+    At small batches the host, not the GPU, limits a decode step: for each token it builds the same graph of a few
+    hundred operations. Compiled, the graph is built once per shape of the batch and of its block tables.
 
-    Batches are padded to a few sizes. A step is taken only if every layer's cache is paged, in place, and its last step
-    ran in the kernel, or holds a state, which is an input of the function and comes out of it. Weights are inputs, too,
-    so replaced or updated ones are seen. All else that a trace reads of the model is compared before every step
-    (:class:`ModelState`); once it is not what it was, the traces are dropped, and that step runs uncompiled.
+    Batches are padded to a few sizes. A step qualifies only if every layer's cache holds a state, or is paged in place
+    and ran in the kernel in its last step. States are inputs and outputs of the function. Weights are inputs, so
+    replaced or updated ones take effect. Everything else that a trace reads of the model is compared before every step
+    (:class:`ModelState`); if it has changed, all traces are dropped and that step runs uncompiled.
 
     Args:
-        pool: of the caches.
+        pool: pool of the caches.
         forward: the model's own step.
 
     Attributes:
         forward: as given.
-        failure: why no step is compiled any more.
+        failure: why steps are no longer compiled; None while they are.
     """
 
     def __init__(self, pool: BlockPool, forward: Forward) -> None:
@@ -398,11 +398,11 @@ class CompiledStep:
         self._geometries: list[Geometry] = []  # of each layer
         self._paged: list[weakref.ref[Any]] = []  # caches of the last step, if all are paged
         self._model: Any = None
-        self._caches: Sequence[Any] = ()  # how the model expects them composed
+        self._caches: Sequence[Any] = ()  # as the model expects them, composites included
         self._state: ModelState | None = None  # what all traces have read
         self._failures = 0  # in a row
-        self._traces = 0  # made
-        # By the shapes of a step, latest used last. One function each: MLX compares a call with every trace of its own.
+        self._traces = 0  # made so far
+        # By shapes, most recently used last. One function each: MLX compares a call with all traces of a function.
         self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
         self._uncompiled: Counter[StepShapes] = Counter()
 
@@ -411,7 +411,7 @@ class CompiledStep:
         return sorted(layer for group in pool.groups for layer in group.spec.layers)
 
     def __call__(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
-        """Take the step, compiled or, while its shapes are new, not: positions are reserved, keys and values written.
+        """Take the step, compiled, or uncompiled while its shapes are new. Keys and values are written.
 
         Args:
             model: the same at every call.
@@ -419,10 +419,10 @@ class CompiledStep:
             caches: as the model expects them, of one sequence or of one batch.
 
         Returns:
-            Logits ``[B, 1, vocab]``; None if this step is not one for it, and nothing has been done.
+            Logits ``[B, 1, vocab]``; None, with nothing done, if the step does not qualify or cannot be compiled.
 
         Raises:
-            PoolExhaustedError: as the step itself would.
+            PoolExhaustedError: as an uncompiled step would.
         """
         parts = self._parts_of(caches)
         if self.failure is not None or parts is None:
@@ -436,22 +436,22 @@ class CompiledStep:
             return None
         logits = self._compiled(rows, storages, model, tokens, caches, *parts)
         if logits is None and self.failure is None:
-            # With the products of a compiled step: which steps are compiled does not show in what they give.
+            # With a compiled step's matrix products, so that results do not depend on which steps are compiled.
             with narrow_layers(model, tokens.shape[0]):
                 logits = self.forward(model, tokens, cache=caches)
         return logits
 
     def _parts_of(self, caches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        """Return :func:`parts_of` the caches, if the paged ones are of the same rows and cover the pool's layers.
+        """Return :func:`parts_of` the caches; None if the paged ones do not share rows that cover the pool's layers.
 
-        A cache stays with its rows, so those of the last step need not be looked at again if all are paged.
+        A cache never changes its rows, so the last step's caches are not checked again if all are paged.
         """
         if [cache() for cache in self._paged] == caches:
             return caches, ()
         parts = parts_of(caches)
         if parts is None or rows_of(parts[0]) is None:
             return None
-        if parts[0] == list(caches):  # and not their parts
+        if parts[0] == list(caches):  # none is composite
             self._paged = list(map(weakref.ref, caches))
         return parts
 
@@ -465,8 +465,8 @@ class CompiledStep:
         paged: Sequence[Any],
         states: Sequence[Any],
     ) -> mx.array | None:
-        """Return the step, compiled; None if it is not, and nothing has been done. The caches' leaves are ``paged`` or
-        ``states``."""
+        """Run the compiled step and return its logits; None if there is none or it fails. Nothing has been done then.
+        The leaves of ``caches`` are in ``paged`` or ``states``."""
         pool = rows.pool
         arrays = []
         tables = rows.take()
@@ -501,12 +501,12 @@ class CompiledStep:
             for cache, own in zip(states, after, strict=True):
                 cache.cache = list(own)
         except Exception as error:
-            # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
-            # says so itself.
+            # The step runs uncompiled now. The failure may concern this step only; a model that fails there, too,
+            # raises its own error.
             rows.give_up()
             self._failures += 1
             if isinstance(error, NotCompilable | StateNotKnown) or self._failures == MOST_FAILURES:
-                said = str(error).splitlines() or [""]  # MLX goes on with all forms of its functions
+                said = str(error).splitlines() or [""]  # MLX appends all overloads of its functions
                 self.failure = f"{type(error).__name__}: {said[0]}"
             return None
         finally:
@@ -516,10 +516,10 @@ class CompiledStep:
         return logits[: len(rows)] if missing else logits
 
     def _weights_of(self, model: Any) -> list[mx.array] | None:
-        """Return the model's arrays; None if it is not what it was when it was traced, and no trace is left.
+        """Return the model's arrays. If the model has changed since it was traced, drop all traces and return None.
 
         Raises:
-            StateNotKnown: that cannot be told of this model.
+            StateNotKnown: changes of this model cannot be noticed.
         """
         if self._state is None:
             self._state = ModelState(model)
@@ -531,8 +531,8 @@ class CompiledStep:
         return weights
 
     def _shapes_for(self, own: StepShapes, *, may_pad: bool) -> StepShapes | None:
-        """Return the shapes of the compiled step to take: these, or larger ones if the step may be padded; None as long
-        as there is none."""
+        """Return the shapes of the compiled step to take: these, or larger ones if the step may be padded; None if it
+        has to run uncompiled. Adds a function for shapes that have come often enough."""
         if own in self._functions:
             self._functions.move_to_end(own)
             return own
@@ -547,7 +547,7 @@ class CompiledStep:
             return larger
         if len(self._functions) == MOST_TRACES:
             self._functions.popitem(last=False)
-        trace = weakref.WeakMethod(self._trace)  # what is compiled is kept here, and must not keep this in turn
+        trace = weakref.WeakMethod(self._trace)  # weak, as this keeps the compiled function: no cycle
         self._functions[own] = compile_function(lambda *inputs: cast(Any, trace())(*inputs))
         return own
 
@@ -575,7 +575,7 @@ class CompiledStep:
                 continue
             parts.append(with_arrays(cache, next(of_states)))
             own_states.append(parts[-1])
-        # What is dequantised in a trace would all be alive in a step.
+        # Weights dequantised in a trace would all be alive at once in a step.
         with (
             substituted(self._model, weights),
             narrow_layers(self._model, tokens.shape[0]),

@@ -25,11 +25,11 @@ from .sampling.token_choice import Choice, Places, TokenChoice
 from .step_logits import StepLogits, TokenLogits
 from .upstream import Upstream
 
-KEPT_STEPS = 2  # whose logits live on while somebody keeps a token of them
+KEPT_STEPS = 2  # latest steps whose logits stay whole for tokens that callers hold; older tokens get a copied row
 
 
 class Delivery(NamedTuple):
-    """A token that a step brought to the caller's side; ``logits`` is where its log-probabilities are."""
+    """A token to deliver to the caller; ``logits`` holds its log-probabilities."""
 
     row: Request
     token: int
@@ -37,13 +37,13 @@ class Delivery(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The batch's caches for some members.
+    """The batch's caches, for its present members.
 
     Attributes:
-        caches: one per layer, parts of composite ones by themselves.
+        caches: one per layer, composite ones split into their parts.
         composed: as the model expects them.
         states: those of layers without blocks.
-        of_arrays: of these, those that hold arrays by rows.
+        of_arrays: those of ``states`` that hold arrays by row.
     """
 
     caches: list[Any]
@@ -56,16 +56,16 @@ _NOT_FOUND = _Parts([], [], [], [])
 
 
 class DecodeBatch:
-    """Rows in the order they joined, one step ahead of what was delivered, as in mlx-lm: while the caller looks at a
-    token, the next one is being computed.
+    """The rows that decode, in the order they joined. One step ahead of delivery, as in mlx-lm: while the caller
+    handles a token, the next one is computed.
 
     Layers with a paged cache share the rows' block tables; joining and leaving moves references. Other layers (SSM
-    states) use mlx-lm's own batch caches. Every row joins with its whole prompt computed, so none is padded.
+    states) use mlx-lm's own batch caches. Every row joins with its prompt computed, so none is padded.
 
     Args:
-        model: whose forward pass takes ``cache``, a list.
-        upstream: of mlx-lm.
-        ranks: that the model is sharded over; None: it is all here.
+        model: called with tokens and ``cache``, a list.
+        upstream: what the engine uses of mlx-lm.
+        ranks: ranks that the model is sharded over; None: it is not sharded.
     """
 
     kind = "together"
@@ -80,22 +80,22 @@ class DecodeBatch:
         self.members: set[Request] = set()
         self.failed: list[tuple[Request, Exception]] = []
         self.choice = TokenChoice(upstream)
-        self.proposer: Proposer | None = None  # of drafts
+        self.proposer: Proposer | None = None  # proposes drafts
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
         self._tables: Rows | None = None
-        # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
+        # One per layer, composite ones split into their parts; paged ones are rebuilt when members change.
         self._caches: list[Any] = []
         self._parts = _NOT_FOUND
         self._has_grammars = False
         self._changed = True
-        self._told: deque[list[weakref.ref[TokenLogits]]] = deque()  # of the last steps
+        self._told: deque[list[weakref.ref[TokenLogits]]] = deque()  # logits of tokens that the last steps delivered
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of what layers without blocks keep for the rows."""
+        """Bytes of the rows' states in layers without blocks."""
         return sum(cache.nbytes for cache in self._caches if not (cache is None or _is_paged(cache)))
 
     def state(self, place: int) -> Any:
@@ -103,7 +103,7 @@ class DecodeBatch:
         return self._caches[place]
 
     def set_state(self, place: int, arrays: Sequence[Any]) -> None:
-        """Set what such a layer keeps for the rows, and start computing it."""
+        """Set the arrays of the cache of a layer without blocks, and start computing them."""
         self._caches[place].cache = list(arrays)
         mx.async_eval([x for x in arrays if x is not None])
 
@@ -120,7 +120,7 @@ class DecodeBatch:
     # Members --------------------------------------------------------------------------------------------------
 
     def add(self, rows: Sequence[Request]) -> None:
-        """Rows whose prompt is computed up to its last token."""
+        """Add rows whose prompt is computed except for its last token."""
         if not rows:
             return
         inputs = mx.array([row.next_input() for row in rows], mx.uint32)
@@ -136,7 +136,7 @@ class DecodeBatch:
             self.proposer.add(rows, self.choice)
 
     def _merge(self, rows: Sequence[Request]) -> None:
-        """Take the rows' states into the batch's."""
+        """Merge the rows' states into the batch's caches."""
         self._settle()
         caches = [leaves(row.caches) for row in rows if row.caches is not None]
         merged = [
@@ -150,11 +150,11 @@ class DecodeBatch:
                     mine.extend(theirs)
 
     def remove(self, rows: Sequence[Request], *, keep_caches: bool = True) -> None:
-        """Take rows out. With ``keep_caches`` their own caches hold all they computed: block tables are just let go,
-        states of other layers are copied, so that nothing of the batch lives on in them.
+        """Remove rows. With ``keep_caches`` their own caches then hold all that was computed for them: states of layers
+        without blocks are copied, so that they do not keep the batch's arrays alive.
 
-        The step that is under way was given their blocks. They may be reused at once all the same: whatever writes
-        them next depends on the pool's tensors, or on its fence, and so comes after that step.
+        The step under way still uses the rows' blocks. They may be reused at once, because the next write to them
+        depends on the pool's tensors, or on its fence, and so comes after that step.
         """
         leaving = self.members.intersection(rows)
         if not leaving:
@@ -182,8 +182,7 @@ class DecodeBatch:
             self.proposer.remove(leaving)
 
     def leave(self, rows: Sequence[Request]) -> None:
-        """Take rows out that are going to join again with their own caches, and remember the token of each that was not
-        delivered yet."""
+        """Remove rows that will join again with their own caches, and keep the undelivered token of each."""
         leaving = self.members.intersection(rows)
         if leaving:
             for index, (row, token) in enumerate(zip(self.rows, _as_ints(self._inputs), strict=True)):
@@ -192,8 +191,8 @@ class DecodeBatch:
             self.remove(rows)
 
     def disband(self) -> list[Request]:
-        """Take all rows out, to compute them again as after :meth:`suspend`, and touch no cache: for when the batch's
-        own are in an unknown state. Returns the rows."""
+        """Remove all rows and return them, to be recomputed as after :meth:`suspend`. Touches no cache: for a batch
+        whose caches are in an unknown state."""
         rows = self.rows
         for index, (row, token) in enumerate(zip(rows, _as_ints(self._inputs) if rows else (), strict=True)):
             self._remember(row, index, token)
@@ -210,7 +209,7 @@ class DecodeBatch:
         self._parts = _NOT_FOUND
 
     def settle_tables(self) -> None:
-        """Take back what no layer has written, to use the rows by themselves."""
+        """Undo a reservation that not all layers have written, so that the rows' own tables can be used."""
         if self._tables is not None and not self._tables.is_level():
             self._tables.take_back()
 
@@ -246,7 +245,7 @@ class DecodeBatch:
         return with_leaves(row.caches, forked)
 
     def suspend(self, row: Request) -> None:
-        """Take a row out to compute it again later: remember the token that was not delivered yet."""
+        """Remove a row that will be recomputed later, and keep its undelivered token."""
         assert self._inputs is not None
         index = self.rows.index(row)
         self._remember(row, index, _as_ints(self._inputs[index : index + 1])[0])
@@ -261,14 +260,14 @@ class DecodeBatch:
     # Steps ----------------------------------------------------------------------------------------------------
 
     def reserve(self) -> FailedRow | None:
-        """Return a block position for every row's next token; see :meth:`Rows.reserve`."""
+        """Reserve a block position for every row's next token; see :meth:`Rows.reserve`."""
         if self._changed:
             self._caches, self._tables = batch_of(self.rows, self._caches)
             self._changed = False
         return self._tables.reserve() if self._tables is not None else None
 
     def _composed(self) -> list[Any]:
-        """Return the layers' batch caches as the model expects them; found once for the members."""
+        """Return the layers' batch caches as the model expects them; composed anew only when members change."""
         if self._parts.caches is not self._caches:
             states = [cache for cache in self._caches if not (cache is None or _is_paged(cache))]
             of_arrays = [cache for cache in states if isinstance(cache, self.upstream.state_cache)]
@@ -282,7 +281,7 @@ class DecodeBatch:
         return self._parts.states
 
     def _state_caches(self) -> list[Any]:
-        """Return those of :meth:`_states` that hold arrays by rows, which can be cut and put back."""
+        """Return those of :meth:`_states` that hold arrays by row, which can be sliced and restored."""
         self._composed()
         return self._parts.of_arrays
 
@@ -290,7 +289,7 @@ class DecodeBatch:
         """Dispatch the next token of every row, then return the ones computed by the step before.
 
         :meth:`reserve` must have succeeded. A row whose computation, grammar, processor or sampler raises is in
-        ``failed`` afterwards, for the caller to take out; the others go on.
+        ``failed`` afterwards, for the caller to remove; the others go on.
         """
         self.let_go()
         logits = self._forward()
@@ -305,13 +304,13 @@ class DecodeBatch:
     def accept(
         self, rows: Sequence[Request], tokens: Sequence[int], step: StepLogits, places: Sequence[int]
     ) -> list[Delivery]:
-        """Deliver the tokens that a step was given, except the last ones of prompts.
+        """Deliver a step's input tokens, except the last tokens of prompts, and update the rows.
 
         Args:
-            rows: whose they are; one with drafts may come several times.
-            tokens: one for each.
-            step: what their next ones are chosen from.
-            places: in the step, of each.
+            rows: the row of each token; one with drafts may come several times.
+            tokens: the input tokens.
+            step: logits that their next tokens are chosen from.
+            places: index of each token in the step.
         """
         deliveries = []
         for row, token, place in zip(rows, tokens, places, strict=True):
@@ -325,8 +324,8 @@ class DecodeBatch:
         return deliveries
 
     def let_go(self, *, all_steps: bool = False) -> None:
-        """Whoever keeps log-probabilities from before the last step keeps copies of them, not the logits of all rows.
-        (The last ones are often still in the hands of a loop that is about to drop them.)"""
+        """Detach tokens of steps before the last one that callers still hold: each keeps a copy of its row of logits,
+        and the rest is freed. (Tokens of the last step are often held by a loop that is about to drop them.)"""
         while len(self._told) >= (1 if all_steps else KEPT_STEPS):
             for reference in self._told.popleft():
                 if (logits := reference()) is not None:
@@ -338,15 +337,15 @@ class DecodeBatch:
         """Choose a token from each of the logits ``[T, vocab]``, and start computing them.
 
         Args:
-            rows: whose logits they are; one that looks tokens up may come several times.
-            inputs: the tokens that they follow, ``[T]``.
-            places: where rows do not come once each, in order.
+            rows: the row of each of the logits; one with drafts may come several times.
+            inputs: the tokens that the logits follow, ``[T]``.
+            places: see :class:`Places`; None if each row comes once, in order.
         """
         logits, tokens, unanswerable = self._constrain(rows, logits, inputs)
         choice = self.choice.choose(logits, inputs, places)
         if self.ranks is not None and not (self._has_same_logits and self.choice.only_compares):
             choice = choice._replace(tokens=self.ranks.agreed(choice.tokens))
-        # States and offsets that no layer happens to read would otherwise become chains, a few nodes a step.
+        # States and offsets are evaluated, too: unread ones would grow their graphs by a few nodes each step.
         if self._tables is not None:
             for group in self._tables.pool.groups:
                 group.begin_reads()
@@ -355,7 +354,7 @@ class DecodeBatch:
         return choice._replace(broken=unanswerable | choice.broken, inputs=tokens)
 
     def _forward(self) -> mx.array | None:
-        """Logits ``[B, vocab]`` of the rows that could be computed; the others have left."""
+        """Return logits ``[B, vocab]`` of the rows whose call succeeded, if any. The others move to ``failed``."""
         assert self._inputs is not None
         states = self._state_caches()
         before = [list(cache.cache) for cache in states]
@@ -363,7 +362,7 @@ class DecodeBatch:
             logits: mx.array = self.call(self._inputs[:, None], cache=self._composed())[:, -1, :]
         except Exception as error:
             if self._tables is None or not all(_is_paged(cache) or cache in states for cache in self._caches):
-                # Caches of other kinds may have taken the token already: no row can be computed again.
+                # Caches of other kinds may hold the token already, so no row can be recomputed.
                 self.fail_all(error)
                 return None
             self._tables.take_back()
@@ -373,7 +372,7 @@ class DecodeBatch:
         else:
             for cache in states:
                 if cache.left_padding is not None:
-                    cache.finalize()  # nothing is padded; the counter would become a chain of one node a step
+                    cache.finalize()  # nothing is padded; the graph of the counter would grow by a node each step
             return logits
         broken = [(self.rows[index], part) for index, part in found.items() if isinstance(part, Exception)]
         self.failed += broken
@@ -383,7 +382,7 @@ class DecodeBatch:
         return mx.concatenate(parts) if parts else None
 
     def _forward_parts(self, indices: list[int], error: Exception) -> dict[int, mx.array | Exception]:
-        """Logits or error of each row: those that failed together are tried in halves, until who fails is alone."""
+        """Return logits or error of each row. Rows that failed together are tried in halves until one fails alone."""
         if len(indices) == 1:
             return {indices[0]: error}
         assert self._inputs is not None
@@ -413,30 +412,30 @@ class DecodeBatch:
         return found
 
     def _states_of(self, cache: Any, indices: Sequence[int]) -> Any:
-        """Return some rows' states of a layer; of other layers what is given."""
+        """Return a state cache with only some rows; any other cache unchanged."""
         if not isinstance(cache, self.upstream.state_cache):
             return cache
         return with_arrays(cache, [None if x is None else x[mx.array(list(indices))] for x in cache.cache])
 
     def fail_all(self, error: Exception) -> None:
-        """Give up all rows: a step failed as a whole, so no row's state is known."""
+        """Fail and remove all rows: a step failed as a whole, so no row's state is known."""
         self.failed += [(row, error) for row in self.rows]
         self._clear()
 
     def _constrain(
         self, rows: Sequence[Request], logits: mx.array, inputs: mx.array
     ) -> tuple[mx.array, list[int], dict[int, Exception]]:
-        """Logits of what the rows' grammars allow; the inputs, if they had to be read; rows whose grammar raised."""
+        """Return logits masked by the rows' grammars; the inputs, if they had to be read; grammars' errors by index."""
         if not self._has_grammars or all(row.grammar is None for row in rows):
             return logits, [], {}
-        mx.async_eval(logits)  # goes on while the inputs, of the step before, are looked at
+        mx.async_eval(logits)  # computed while the host reads the inputs, which the step before chose
         tokens = _as_ints(inputs)
         logits, unanswerable = constrain(logits, rows, tokens, is_timed=self.ranks is None)
         return logits, tokens, unanswerable
 
 
 def _with_rows(x: mx.array | None, new: mx.array, indices: Sequence[int], num_rows: int) -> mx.array:
-    """Return x ``[num_rows, ...]`` with other values of some consecutive rows; None: no row has a value yet."""
+    """Return x ``[num_rows, ...]`` with ``new`` as some consecutive rows; x is None if no row has a value yet."""
     first, last = indices[0], indices[-1]
     if x is None:
         x = mx.zeros((num_rows, *new.shape[1:]), new.dtype)
@@ -444,7 +443,7 @@ def _with_rows(x: mx.array | None, new: mx.array, indices: Sequence[int], num_ro
 
 
 def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:
-    """Those of x ``[n]``, indices ascending: run by run, as MLX would have to compile a kernel to gather them."""
+    """Return ``x[indices]``, indices ascending. Joins slices: for a gather MLX would have to compile a kernel."""
     ends = [i for i, index in enumerate(indices) if i + 1 == len(indices) or indices[i + 1] != index + 1]
     begins = [0, *(end + 1 for end in ends[:-1])]
     return mx.concatenate([x[indices[a] : indices[b] + 1] for a, b in zip(begins, ends, strict=True)])
@@ -465,7 +464,7 @@ def batch_of(rows: Sequence[Request], states: Sequence[Any]) -> tuple[list[Any],
 
 
 def _extract(cache: Any, index: int, state_cache: type[Any]) -> Any:
-    """One row of a layer's state, as a copy: a view would keep the whole batch's alive."""
+    """Return a copy of one row of a layer's state; a view would keep the whole batch's arrays alive."""
     extracted = cache.extract(index)
     for leaf in leaves([extracted]):
         if isinstance(leaf, state_cache):
@@ -483,9 +482,9 @@ def _is_paged(cache: Any) -> bool:
 
 
 class RowByRowBatch(DecodeBatch):
-    """A DecodeBatch whose rows keep their own caches, each of which sees a single sequence.
+    """A DecodeBatch that calls the model once per row, with the row's own caches.
 
-    Slower than one call for all rows, and right for every model: nothing is padded, and offsets are numbers.
+    Slower than one call for all rows, but correct for every model: nothing is padded, and offsets are numbers.
     """
 
     kind = "one by one"
@@ -494,7 +493,7 @@ class RowByRowBatch(DecodeBatch):
         self._collect([*self.rows, *rows])
 
     def _collect(self, rows: Sequence[Request]) -> None:
-        """Collect what is to be computed with each step beside the logits, and counted: the caches without blocks."""
+        """Collect the caches without blocks, which are evaluated in each step and counted in :attr:`state_nbytes`."""
         self._caches = [c for row in rows for c in leaves(row.caches or []) if not isinstance(c, PagedKVCache)]
 
     def _states(self) -> list[Any]:
@@ -523,8 +522,7 @@ class RowByRowBatch(DecodeBatch):
         return [copy.deepcopy(cache, memo) for cache in row.caches]
 
     def reserve(self) -> FailedRow | None:
-        """Return a block position for every row's next token in every group; the layers find it when they are
-        computed."""
+        """Reserve a block position for every row's next token in every group; layers take it in their calls."""
         done = []
         for index, row in enumerate(self.rows):
             sequence = row.sequence

@@ -1,4 +1,4 @@
-"""Engine: continuous batching of one model's requests on block tables, in a memory budget."""
+"""Engine: continuous batching of one model's requests on block tables, within a memory budget."""
 
 from __future__ import annotations
 
@@ -47,39 +47,39 @@ from .sharing import CheckpointSharing, PrefixSharing
 from .step_logits import TokenLogits
 from .upstream import TokenResponse
 
-CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
-# Of the GPU's memory, what that cache may hold without being cleared: on CUDA a clearing stops the device for 10 ms.
+CLEAR_AFTER_PREFILLS = 8  # prefill steps, of different sizes, between clearings of MLX's buffer cache
+# Up to 1/64 of the device's memory stays in that cache: on CUDA clearing it stops the device for 10 ms.
 KEPT_PART = 64
 CLEAR_EVERY = 512  # decode steps between clearings, as in mlx-lm
-IDLE_SECONDS = 5  # without work, until the pool gives memory back
+IDLE_SECONDS = 5  # seconds without work until the pool returns memory
 
 
 class Engine:
-    """Runs requests, step by step: the scheduler decides, prefill and the decode batch compute. It is the scheduler's
-    memory, too (:class:`.scheduler.Memory`): it admits, preempts, cancels and fails requests.
+    """Runs requests step by step: the scheduler decides, prefill and the decode batch compute. It also implements the
+    scheduler's :class:`.scheduler.Memory`: it admits, preempts, cancels and fails requests.
 
-    What fails for one request, in whatever part of its life, fails that request: it is noted where it happens, and the
-    request fails where everything else is in order (``_note`` and ``_fail_noted``). If what fails is the decode batch
-    itself, its other requests are computed again.
+    An error that concerns one request fails only that request: it is noted where it happens (``_note``), and the
+    request fails once everything else is in a consistent state (``_fail_noted``). If the decode batch itself fails, its
+    other requests are recomputed.
 
     Args:
-        batch: an empty one of the model, whose prompt caches are paged, or hold states that mlx-lm can batch, or both.
+        batch: an empty batch of the model. Its prompt caches are paged, or hold states that mlx-lm can batch, or both.
         counters: mlx-lm's counters of work done.
-        prefill_step_size: tokens computed in a step (see Scheduler).
+        prefill_step_size: prompt tokens computed in a step (see Scheduler).
         completion_batch_size: most requests that run at a time.
         prefill_batch_size: most of them whose prompt is being computed.
         prefixes: a prefix cache.
-        factory: makes the requests' caches; all of them in one pool.
-        packs: chunks of several prompts go through the model as packs, if it :func:`.prefill.can_pack`; None: see
+        factory: makes the requests' caches, all of them in one pool.
+        packs: compute chunks of several prompts as packs if the model :func:`.prefill.can_pack`; None: see
             :func:`.prefill.packs_by_default`.
         reads_blocks_only: see :func:`.prefill.can_pack`.
         state_interval: see :class:`CheckpointSharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
             time bounds them (see :class:`PrefillPace`).
-        proposer: of drafts; None: rows that ask for it look tokens up.
+        proposer: proposes drafts; None: rows that ask for prompt look-up get it.
 
     Raises:
-        ConfigError: the model cannot verify drafts, and there is a proposer.
+        ConfigError: there is a proposer, and the model cannot verify drafts.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Engine:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
         self.failures: deque[RequestFailedError] = deque()
-        self._noted: dict[Request, Exception] = {}  # requests that are going to fail
+        self._noted: dict[Request, Exception] = {}  # requests that will fail, and why
         self._finished: weakref.WeakValueDictionary[int, TokenResponse] = weakref.WeakValueDictionary()  # oldest first
         self._fresh = factory
         fresh = factory()
@@ -137,13 +137,13 @@ class Engine:
             self.drafts = DraftSteps(batch, self.pool, has_room, proposer or LookUp(depth_of(self.pool, batch.ranks)))
         elif proposer is not None:
             raise ConfigError(f"no draft model can be used with {type(batch.model).__module__}: {WHY_NOT}")
-        # Over ranks, whose clocks differ, and where chunks lie on a grid, the tokens of a step do not depend on time.
+        # Steps are not bounded by time over ranks, whose clocks differ, nor (but on Metal) where chunks lie on a grid.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None
         if self.agreement is None and (bounded or self._is_on_metal or (self.packs and on_metal())):
             self._pace = PrefillPace(batch.model, prefill_latency, self._least_fused())
             self.scheduler.yields = True
-            # On a CPU a row costs as much beside others as alone; a draft model would compute what left again.
+            # On a CPU a row costs as much beside others as alone. A draft model would recompute rows that were held.
             self.scheduler.holds = not on_metal() and proposer is None
         self._step_tokens = self.scheduler.token_budget
         self._prefill_steps = 0
@@ -157,29 +157,29 @@ class Engine:
         return self.in_place and on_metal()
 
     def _least_fused(self) -> int:
-        """Return the tokens of a step below which MLX's attention, where it attends, would make all scores."""
+        """Return the least tokens of a step for which MLX's attention is fused and does not make all scores; 0: any."""
         if not self._is_on_metal or self.pool is None or self.packs:
             return 0
         dims = [group.geometry.k_head_dim for group in self.pool.groups if group.geometry is not None]
         return max((least_fused_queries(dim, has_nax()) for dim in dims), default=0)
 
     def _new_scheduler(self, step_size: int, most_running: int, most_prefilling: int) -> Scheduler:
-        """Return a scheduler whose steps suit the way prompts are computed."""
+        """Return a scheduler with the step sizes that suit how prompts are computed."""
         chunk = min(step_size, most_step_tokens())
         grid = min(step_size, grid_tokens()) if self.in_place or self.packs else step_size
         token_budget, has_chunks = grid, self.packs or self._is_on_metal
-        if has_chunks:  # a step size that was chosen bounds every step
+        if has_chunks:  # an explicit step size bounds every step
             token_budget = chunk if chunk < UPSTREAM_STEP_TOKENS else most_step_tokens()
             if self._is_on_metal and self.agreement is not None:  # no bound by time: the clocks of ranks differ
                 token_budget = chunk = min(chunk, IN_PLACE_STEP_TOKENS)
         chosen_by_none = self.packs and most_prefilling >= UPSTREAM_PREFILLING
         return Scheduler(
-            weakref.proxy(self),  # its owner: an engine that is dropped goes at once, with what its requests hold
+            weakref.proxy(self),  # weak: a dropped engine is freed at once, with what its requests hold
             token_budget=token_budget,
             chunk=chunk if has_chunks else None,
             grid=grid if self.in_place or self.packs or self.keeps_tokens else None,
             max_running=most_running,
-            # A step of packs is bounded by its tokens, unless fewer prompts were chosen.
+            # A step of packs is bounded by its tokens only, unless a smaller number of prompts was chosen.
             max_prefilling=max(most_prefilling, most_running) if chosen_by_none else most_prefilling,
             headroom=1 if self.pool is None else self.pool.block_size,
         )
@@ -206,7 +206,7 @@ class Engine:
                 return prompts, generated
 
     def _return_memory(self) -> None:
-        """Give memory back that nothing has needed for a while; to be called now and then without work."""
+        """Return unused memory of the pool after :data:`IDLE_SECONDS` without work. Call repeatedly while idle."""
         is_due = self._worked_at is not None and time.perf_counter() - self._worked_at >= IDLE_SECONDS
         if self.agreement is not None:
             is_due = self.agreement.ranks.broadcast(is_due)
@@ -219,7 +219,7 @@ class Engine:
         self.num_steps += 1
         if self.agreement is not None:
             self.agreement.begin_step()
-            while self._drop_finished():  # who holds a response, and how long, may differ
+            while self._drop_finished():  # callers may hold responses for different times on each rank
                 pass
         if self._pace is not None:
             most = self._pace.most_tokens(len(self.scheduler) == 1)
@@ -278,12 +278,12 @@ class Engine:
             self._finish_drafts(unwanted)
         self._remove_from_batch([request for request, _ in finished])
         for request, response in finished:
-            failed.pop(request, None)  # what failed is a token that will not be delivered
+            failed.pop(request, None)  # the token that failed is not delivered
             self._cut(request, unwanted[request])
             self._finish(request, response)
         for request, error in failed.items():
             self._note(request, error)
-        if finished and self._noted:  # a request that failed as it finished has not finished
+        if finished and self._noted:  # a request that failed while finishing has not finished
             lost = {response.uid for request, response in finished if request in self._noted}
             responses = [response for response in responses if response.uid not in lost]
         if deliveries:
@@ -295,11 +295,11 @@ class Engine:
         return responses
 
     def _reserve(self) -> None:
-        """Blocks for every request's next token. The plan saw to it that there are; if not, evict, preempt or fail."""
+        """Reserve blocks for every row's next token. The plan has made room; if not enough, evict, preempt or fail."""
         while self.batch.rows:
             try:
                 failed = self.batch.reserve()
-            except Exception as error:  # not for want of blocks: what went well before fails with who joined last
+            except Exception as error:  # not for lack of blocks: fail the row that joined last, as it worked before
                 failed = FailedRow(len(self.batch.rows) - 1, error)
             if failed is None:
                 return
@@ -313,8 +313,8 @@ class Engine:
     def _deliver_all(
         self, deliveries: Sequence[Delivery]
     ) -> tuple[list[TokenResponse], list[tuple[Request, TokenResponse]], Counter[Request]]:
-        """Return what the callers get; the requests that end, with their last response; and how many tokens of each
-        request come behind its last one."""
+        """Return the callers' responses; the requests that end, with their last response; and how many tokens of each
+        request follow its last one."""
         responses, finished = [], []
         ended: set[Request] = set()
         unwanted: Counter[Request] = Counter()
@@ -342,7 +342,7 @@ class Engine:
             self._note_failed()
 
     def _cut(self, request: Request, num_tokens: int) -> None:
-        """Have a request that is out of the batch end where its last tokens are not in its cache."""
+        """Drop the last tokens of a request that has left the batch from its cache."""
         if num_tokens and request not in self._noted:
             try:
                 assert request.sequence is not None
@@ -385,9 +385,9 @@ class Engine:
         if not chunks:
             return []
         if self._pace is not None and not self.in_place and self.batch.rows:
-            mx.eval(self.batch.inputs)  # the step under way is no part of the time that is learned from
+            mx.eval(self.batch.inputs)  # keeps the step under way out of the measured time
         begin = time.perf_counter()
-        # Without caches: preempted for a request that the plan had counted less for.
+        # Requests without caches were preempted for one that needed more blocks than planned.
         chunks = [chunk for chunk in chunks if self._is_alive(chunk.request) and chunk.request.caches is not None]
         computed = self.prefill.compute(chunks, self._call_failed)
         self.computed_prompt_tokens += sum(num_tokens for request, num_tokens in chunks if request in computed)
@@ -420,17 +420,17 @@ class Engine:
         return responses
 
     def _call_failed(self, call: Sequence[Chunk], error: Exception) -> None:
-        # Others may have taken a block that the plan had counted on: then it waits for them.
+        # Others may have taken a block that the plan had counted on; then the request waits for them.
         must_wait = isinstance(error, PoolExhaustedError) and len(self.scheduler.running) > 1
         if len(call) == 1 and not must_wait:
             self._fail(call[0].request, error)
             return
-        for request, _ in call:  # whose fault it is shows when each is computed again, alone
+        for request, _ in call:  # computed again alone, the request at fault shows
             request.alone = True
             self.scheduler.preempt(request)
 
     def _report(self, request: Request) -> Any | None:
-        """Progress of a prompt; None while what was reported before is computed again."""
+        """Return the progress of a prompt; None while what was reported before is recomputed."""
         done = request.length - request.kept
         if request.logits is not None or done <= request.num_reported:
             return None
@@ -439,34 +439,33 @@ class Engine:
         at_end = request.length in request.segment_ends or request.length == request.prefill_end
         return self.batch.upstream.prompt_response(request.uid, (done, request.prompt_length), at_end, False)
 
-    # What the scheduler asks (scheduler.Memory); nothing of it raises while a step is planned ----------------------
+    # scheduler.Memory: nothing here raises while a step is planned --------------------------------------------
 
     def holds(self, num_tokens: int) -> bool:
-        """Return whether the budget can hold a request of so many tokens, were it alone."""
+        """Return whether the budget can hold a request of ``num_tokens`` tokens with nothing else in the pool."""
         return self.budget is None or self.budget.holds(num_tokens)
 
     def fits(self, growth: Growth) -> bool:
-        """Return whether the growth fits; drops finished requests' caches until it does."""
+        """Return whether the growth fits, after dropping caches of finished requests if necessary."""
         try:
             return self.budget is None or appends.fits(self.budget, growth, self.sharing, self._drop_finished)
-        except Exception as error:  # on behalf of the last one, which fails before anything is appended
+        except Exception as error:  # charged to the last request, which fails before anything is appended
             self._note(growth[-1][0], error)
             return True
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks that so many tokens can take."""
+        """Return the most blocks of each group that an append of ``num_tokens`` tokens can take."""
         return 0 if self.budget is None else self.budget.most_blocks(num_tokens)
 
     def has_blocks(self, num_blocks: int) -> bool:
-        """Return whether so many blocks are free or can be made free."""
+        """Return whether ``num_blocks`` blocks of each group are free or can be freed."""
         try:
             return self.budget is None or self.budget.has_blocks(num_blocks)
-        except Exception:  # :meth:`fits` knows whose fault it is to be
+        except Exception:  # :meth:`fits`, called next, charges it to a request
             return False
 
     def _drop_finished(self) -> bool:
-        """Release a finished request's cache that came with its last response and was not read. Returns whether there
-        was one."""
+        """Release the oldest finished request's cache that nobody has read. Returns whether there was one."""
         while (uid := next(iter(self._finished), None)) is not None:
             response = self._finished.pop(uid, None)
             if response is not None and response.drop_cache():
@@ -474,7 +473,7 @@ class Engine:
         return False
 
     def admit(self, request: Request) -> None:
-        """Give the request its caches; an error is noted."""
+        """Give the request its caches. Errors are noted, not raised."""
         if request not in self._noted:
             try:
                 self._admit(request)
@@ -493,7 +492,7 @@ class Engine:
         request.num_reported = max(request.num_reported, request.length)
 
     def must_wait(self, request: Request) -> bool:
-        """Return whether another request computes this one's prefix at present."""
+        """Return whether a running request is computing this one's prefix."""
         try:
             return self.sharing is not None and self.sharing.must_wait(request)
         except Exception as error:
@@ -501,7 +500,7 @@ class Engine:
             return False
 
     def release(self, request: Request) -> None:
-        """Take the blocks of a preempted request back; whole blocks stay in the prefix cache."""
+        """Release the blocks of a preempted request; whole blocks stay in the prefix cache."""
         has_computed = request.num_generated > 0 or request.length != request.num_cached
         if not has_computed:
             request.num_cached = None  # it may find less when it starts again
@@ -542,7 +541,7 @@ class Engine:
         """Raise RequestTooLargeError if the request could not even begin to decode."""
         if request.given is None or self.budget is None:
             self.scheduler.check(request.prefill_end + 1)
-        # The cache that it came with stays as it is.
+        # The cache that it came with stays as it is, and counts as well.
         elif not self.budget.holds(request.prefill_end + 2 - request.kept, request.tables):
             raise RequestTooLargeError(request.prefill_end + 1)
 
@@ -556,8 +555,8 @@ class Engine:
         self.scheduler.add(request)
 
     def remove(self, uids: Sequence[int], *, finished: bool = False) -> None:
-        """Cancel requests; what they held is released, and a failure not reported yet is dropped. With ``finished``
-        other requests find all that was computed, as after a stop token."""
+        """Cancel requests: release what they hold, and drop failures not reported yet. With ``finished`` all that they
+        computed goes to the prefix cache, as after a stop token; else whole blocks."""
         if self.agreement is not None:
             self.agreement.note_removal(uids, finished)
         named = set(uids)
@@ -588,7 +587,7 @@ class Engine:
     # Failures -------------------------------------------------------------------------------------------------
 
     def _note(self, request: Request, error: Exception) -> None:
-        """Note that something has failed for a request, which fails when the others are in order."""
+        """Note an error of a request, which fails once the others are in a consistent state."""
         self._noted.setdefault(request, error)
 
     def _fail_noted(self) -> None:
@@ -596,12 +595,12 @@ class Engine:
             self._fail(*self._noted.popitem())
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Fail a request; the others are in order."""
+        """Fail a request; the others must be in a consistent state."""
         self.scheduler.remove(request)
         self._end_failed(request, error)
 
     def _end_failed(self, request: Request, error: Exception) -> None:
-        """Fail a request that the scheduler has forgotten already."""
+        """Fail a request that the scheduler has already removed."""
         self._remove_from_batch([request], keep_caches=False)
         self._release(request)
         if self.sharing is not None:
@@ -617,7 +616,7 @@ class Engine:
             self._note(request, error)
 
     def _join(self, requests: Sequence[Request]) -> None:
-        """Have requests join the decode batch, except those for which that fails."""
+        """Add requests to the decode batch; those for which that fails are noted."""
         try:
             self.batch.add(requests)
         except Exception as error:
@@ -625,19 +624,19 @@ class Engine:
             if len(requests) == 1:
                 self._note(requests[0], error)
                 return
-            for request in requests:  # whose fault it is shows when each joins alone
+            for request in requests:  # joining alone, the request at fault shows
                 self._join([request])
 
     def _leave(self, requests: Sequence[Request]) -> None:
-        """Have rows leave the decode batch with what they hold, to join it again."""
+        """Remove rows from the decode batch with their caches, to join it again."""
         try:
             self.batch.leave(requests)
-        except Exception:  # whose fault it is shows when each is computed again
+        except Exception:  # recomputed, the request at fault shows
             self._disband()
 
     def _remove_from_batch(self, requests: Sequence[Request], *, keep_caches: bool = True) -> None:
-        """Remove requests from the decode batch. A request for which that fails is out of it, too, but its caches are
-        no good."""
+        """Remove requests from the decode batch. One for which that fails is noted: it has left the batch, but its
+        caches cannot be used."""
         try:
             self.batch.remove(requests, keep_caches=keep_caches)
         except Exception as error:
@@ -648,14 +647,14 @@ class Engine:
             for request in requests:
                 if request in self.batch.members:
                     self._remove_from_batch([request], keep_caches=keep_caches)
-                else:  # taken out with all others, when one of these failed
+                else:  # removed with the whole batch when another one failed
                     self._note(request, error)
 
     def _disband(self) -> None:
         """Preempt all rows of the decode batch, whose state is unknown; they are computed again."""
         try:
             requests = self.batch.disband()
-        except Exception as error:  # not even the tokens can be had
+        except Exception as error:  # even the undelivered tokens cannot be read
             self.batch.fail_all(error)
             self._note_failed()
             return
@@ -664,7 +663,7 @@ class Engine:
                 self.scheduler.preempt(request)
 
     def _note_failed(self) -> None:
-        """Note the requests that the batch has found failing."""
+        """Note the errors of rows that the batch has collected."""
         failed, self.batch.failed = self.batch.failed, []
         for request, error in failed:
             self._note(request, error)

@@ -1,4 +1,4 @@
-"""ModelState: what a trace of a model has read of it besides arrays, compared with the model as it is now."""
+"""ModelState: all that a trace has read of a model besides arrays, to be compared with the model later."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-MOST_WATCHED = 1024  # objects that are no modules, such as a model's arguments
+MOST_WATCHED = 1024  # most objects that are not modules, such as a model's arguments
 
-# What is the same as long as it is equal, and is never changed in place.
+# Values that are never changed in place: they are compared by equality, and not copied.
 _CONSTANTS = (
     bool, int, float, complex, str, bytes, type(None), mx.Dtype, type, types.ModuleType, types.FunctionType,
     types.BuiltinFunctionType, types.MethodType, functools.partial,
@@ -35,18 +35,17 @@ class Member(NamedTuple):
 
 
 class ModelState:
-    """The structure, classes and plain attributes of a model when this was made.
+    """A snapshot of a model's structure, classes and plain attributes.
 
-    Compared with the model before every decode step, so it is a few flat passes, in functions that run in C. No module
-    and no array is kept alive: what is replaced is free to go. Plain attributes count as the same if they are equal.
-    Classes are compared attribute by attribute, so a method that is replaced is seen; functions that the methods call,
-    and objects without a ``__dict__``, are not looked into.
+    It is compared with the model before every decode step, in a few flat passes that run in C. It keeps no module and
+    no array alive. Plain attributes are compared by equality. Classes are compared attribute by attribute, so a
+    replaced method is noticed; functions that methods call, and objects without a ``__dict__``, are not inspected.
 
     Args:
         model: a tree of modules, dicts and lists.
 
     Raises:
-        StateNotKnown: it keeps arrays or modules in plain attributes or in tuples.
+        StateNotKnown: it keeps arrays or modules in plain attributes or tuples, or more than 1,024 other objects.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +53,7 @@ class ModelState:
         inner = [member for member in members if isinstance(member.value, dict | list)]
         holders = {id(each): each for each in [model, *(member.value for member in inner)]}
         modules = [each for each in holders.values() if isinstance(each, nn.Module)]
-        # Modules are referred to weakly; other dicts and lists, which cannot be, are found where they are held.
+        # Modules are referenced weakly. Other dicts and lists cannot be: they are looked up in their holders.
         plain = {id(member.value): member for member in inner if not isinstance(member.value, nn.Module)}
         containers = [*modules, *(member.value for member in plain.values())]
         numbers = {id(each): number for number, each in enumerate(containers)}
@@ -67,7 +66,7 @@ class ModelState:
         self._inner_then = _picker([numbers[id(member.value)] for member in inner])
         self._arrays = _Places([member for member in members if isinstance(member.value, mx.array)], numbers)
         self._constants = _Places(constants, numbers)
-        # Of modules, and of objects that are none: attributes as they are now, and as they were.
+        # Attributes of modules and of other objects: the live dicts, and copies made here.
         self._attributes: list[dict[str, Any]] = []
         self._attributes_then: list[dict[str, Any]] = []
         self._seen: dict[int, Any] = {}
@@ -79,7 +78,7 @@ class ModelState:
         self._classes_then = list(map(dict, self._classes))
 
     def arrays_of(self, model: nn.Module) -> list[mx.array] | None:
-        """Return the model's arrays, in the order of :func:`members_of`; None if anything else is not what it was."""
+        """Return the model's arrays, in the order of :func:`members_of`; None if anything else has changed."""
         try:
             containers: list[Any] = [module() for module in self._modules]
             if containers[0] is not model:
@@ -95,18 +94,18 @@ class ModelState:
                 and list(self._constants.values(containers)) == self._constants_then
             ):
                 return list(self._arrays.values(containers))
-        except Exception:  # something is not there any more, or cannot be compared
+        except Exception:  # something is gone, or cannot be compared
             pass
         return None
 
     def _watch(self, attributes: dict[str, Any]) -> None:
-        # Of a module's own two, `_no_grad` says what to train, and is changed in place.
+        # `_no_grad`, the names of a module's frozen parameters, matters only in training: changes in place are ignored.
         then = {name: value if name == "_no_grad" else self._copy(value) for name, value in attributes.items()}
         self._attributes.append(attributes)
         self._attributes_then.append(then)
 
     def _copy(self, value: Any) -> Any:
-        """Return what the value is compared with later on: of what can be changed in place, a copy."""
+        """Return what the value is compared with later: a copy if it can be changed in place."""
         if isinstance(value, mx.array | nn.Module):
             raise StateNotKnown(f"{type(value).__name__} in a plain attribute or a tuple")
         if isinstance(value, types.MethodType):
@@ -131,11 +130,11 @@ class ModelState:
 
 
 class _Places:
-    """Places of some values in a model.
+    """Places of some values in a model: container and key.
 
     Args:
-        members: of the model.
-        numbers: of the containers, by id.
+        members: the values.
+        numbers: number of each container, by id.
     """
 
     def __init__(self, members: Sequence[Member], numbers: dict[int, int]) -> None:
@@ -143,7 +142,7 @@ class _Places:
         self._keys = [member.key for member in members]
 
     def values(self, containers: list[Any]) -> Iterable[Any]:
-        """Return what is there now. Raises LookupError, when iterated over, where there is nothing."""
+        """Return the present values. Iterating over them raises LookupError if one is missing."""
         return map(getitem, self._owners(containers), self._keys)
 
 
@@ -155,10 +154,10 @@ def _picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def members_of(model: nn.Module) -> Iterator[Member]:
-    """Every value in a model's modules, dicts and lists, those that are held in several places at each of them."""
+    """Yield every value in a model's modules, dicts and lists; one that is held in several places, at each of them."""
     seen = {id(model)}
     holders: list[Any] = [model]
-    for holder in holders:  # which grows meanwhile
+    for holder in holders:  # grows meanwhile
         for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
             yield Member(holder, key, value)
             if isinstance(value, dict | list) and id(value) not in seen:
@@ -168,7 +167,7 @@ def members_of(model: nn.Module) -> Iterator[Member]:
 
 @contextmanager
 def substituted(model: nn.Module, arrays: Sequence[mx.array]) -> Iterator[None]:
-    """Put other arrays into a model, in the order of :func:`members_of`, for the time of a ``with`` block."""
+    """Replace a model's arrays, in the order of :func:`members_of`, within a ``with`` block."""
     places = [member for member in members_of(model) if isinstance(member.value, mx.array)]
 
     def put(values: Iterable[mx.array]) -> None:

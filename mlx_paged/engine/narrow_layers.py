@@ -1,4 +1,4 @@
-"""Linear layers that multiply few rows in one kernel launch, for as long as a decode step is built or traced."""
+"""Linear layers that multiply few rows in one kernel launch, in use while a decode step is built or traced."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ..kernels.products import narrow_matmul
 from ..kernels.products.narrow_matmul import PackedWeight
 from .ranks.world import group_of
 
-# Of a model's arrays: in a step of one row, larger ones keep the GPU busier than its launches do the host, and MLX
-# reads them as fast (docs/adr/0011).
+# Largest model whose steps of one row use narrow layers. With larger ones the GPU, not the host's launches, is the
+# limit, and MLX reads weights as fast (docs/adr/0011).
 MOST_BYTES_OF_ONE_ROW = 1 << 33
-# The same of a rank's part of a model: the host captures two reductions a layer besides (docs/adr/0035).
+# The limit for a rank's part of a model: the host also captures two reductions per layer (docs/adr/0035).
 MOST_BYTES_OF_ONE_ROW_OVER_RANKS = 1 << 34
 
 
 class NarrowLinear(nn.Linear):
-    """A linear layer; see :func:`narrow_matmul.products`."""
+    """A linear layer that multiplies few rows by :func:`narrow_matmul.products`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight, bias = self["weight"], self.get("bias")
@@ -38,7 +38,7 @@ class NarrowLinear(nn.Linear):
 
 
 class NarrowEmbedding(nn.Embedding):
-    """An embedding whose weight is the output layer's as well."""
+    """An embedding whose weight is also that of the output layer."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         weight = self["weight"]
@@ -48,7 +48,7 @@ class NarrowEmbedding(nn.Embedding):
 
 
 class NarrowQuantizedLinear(nn.QuantizedLinear):
-    """A linear layer with a quantised weight; see :func:`narrow_matmul.products`."""
+    """A :class:`NarrowLinear` with a quantised weight."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight, bias = PackedWeight.of(self), self.get("bias")
@@ -58,7 +58,7 @@ class NarrowQuantizedLinear(nn.QuantizedLinear):
 
 
 class NarrowQuantizedEmbedding(nn.QuantizedEmbedding):
-    """An embedding whose quantised weight is the output layer's as well."""
+    """A :class:`NarrowEmbedding` with a quantised weight."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         weight = PackedWeight.of(self)
@@ -68,7 +68,7 @@ class NarrowQuantizedEmbedding(nn.QuantizedEmbedding):
 
 
 class NarrowAllToShardedLinear(AllToShardedLinear):
-    """A linear layer with some of the rows of its weight, of which the other ranks have the others."""
+    """A linear layer with this rank's rows of the weight; the other ranks have the others."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight, bias = self["weight"], self.get("bias")
@@ -78,7 +78,7 @@ class NarrowAllToShardedLinear(AllToShardedLinear):
 
 
 class NarrowQuantizedAllToShardedLinear(QuantizedAllToShardedLinear):
-    """Like its base, with a quantised weight."""
+    """A :class:`NarrowAllToShardedLinear` with a quantised weight."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight, bias = PackedWeight.of(self), self.get("bias")
@@ -88,7 +88,7 @@ class NarrowQuantizedAllToShardedLinear(QuantizedAllToShardedLinear):
 
 
 class NarrowShardedToAllLinear(ShardedToAllLinear):
-    """A linear layer with some of the columns of its weight: the products of all ranks are added."""
+    """A linear layer with this rank's columns of the weight; the products of all ranks are added."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = self["weight"]
@@ -98,7 +98,7 @@ class NarrowShardedToAllLinear(ShardedToAllLinear):
 
 
 class NarrowQuantizedShardedToAllLinear(QuantizedShardedToAllLinear):
-    """Like its base, with a quantised weight."""
+    """A :class:`NarrowShardedToAllLinear` with a quantised weight."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = PackedWeight.of(self)
@@ -113,11 +113,11 @@ def _summed(layer: nn.Module, product: mx.array) -> mx.array:
 
 
 class Unnormed(NamedTuple):
-    """Rows that a norm has still to be applied to, by the kernel that multiplies them if it can.
+    """Rows before their norm, which the kernel that multiplies them applies if it can.
 
     Attributes:
         x: ``[B, L, hidden]``.
-        norm: of them.
+        norm: the norm to apply.
     """
 
     x: mx.array
@@ -125,18 +125,18 @@ class Unnormed(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of x."""
+        """Shape of ``x``."""
         return self.x.shape
 
     @property
     def fused(self) -> narrow_matmul.Norm | None:
-        """Return the norm as the kernel takes it; None if it is of another kind."""
+        """The norm as the kernel takes it; None if the kernel does not support it."""
         norm: Any = self.norm
         return narrow_matmul.Norm(norm["weight"], norm.eps) if type(norm) is nn.RMSNorm else None
 
 
 def is_narrow(layer: nn.Module) -> bool:
-    """Return whether a kernel may multiply a few rows with the layer, here and now."""
+    """Return whether the layer is at present one that a kernel may multiply few rows with."""
     return type(layer) in _MULTIPLIED
 
 
@@ -148,8 +148,8 @@ def normed(x: mx.array | Unnormed) -> mx.array:
 def _taken(
     x: mx.array | Unnormed, covers: Callable[[mx.array, narrow_matmul.Norm | None], bool]
 ) -> tuple[mx.array, narrow_matmul.Norm | None] | None:
-    """Return rows and the norm of them that a kernel covers, None: none, or it has been applied; None if it covers
-    neither."""
+    """Return the rows for a kernel and the norm that it is to apply (None: none, or applied already). Return None if
+    the kernel covers neither form of the rows."""
     norm = x.fused if isinstance(x, Unnormed) else None
     if isinstance(x, Unnormed) and norm is not None and covers(x.x, norm):
         return x.x, norm
@@ -160,12 +160,12 @@ def _taken(
 def projected(
     layers: Sequence[nn.Module], x: mx.array | Unnormed, heads: Sequence[int] | None = None
 ) -> list[mx.array]:
-    """``layer(x)`` of each layer, in one kernel launch if they are narrow ones.
+    """Return ``layer(x)`` of each layer, in one kernel launch if the layers are narrow.
 
     Args:
-        layers: not more than three.
+        layers: up to three layers.
         x: ``[B, L, hidden]``; L is 1 with ``heads``.
-        heads: of each layer's result, which has the shape ``[B, n_heads, 1, head_dim]`` then.
+        heads: heads of each layer's result, which then has the shape ``[B, n_heads, 1, head_dim]``.
     """
     found = fused_projections(layers, x, heads)
     if found is not None:
@@ -183,8 +183,8 @@ def fused_projections(
     heads: Sequence[int] | None = None,
     turn: narrow_matmul.Turn | None = None,
 ) -> list[mx.array] | None:
-    """Like :func:`projected`, with the first two results (queries and keys) rotated if that is asked for; None where
-    no kernel launch does all of it."""
+    """Return what :func:`projected` does, in one kernel launch, the first two results (queries and keys) rotated by
+    ``turn``; None if no launch can do all of it."""
     weights = _weights_of(layers)
     if weights is None:
         return None
@@ -192,7 +192,7 @@ def fused_projections(
     if taken is None:
         return None
     rows, norm = taken
-    # Given their shapes at once: in a decode step each operation that only gives another one counts as well.
+    # The launch gives results their final shapes: in a decode step even an operation that only reshapes costs time.
     shapes = None
     if heads is not None:
         shapes = [(rows.shape[0], n, 1, w.shape[0] // n) for w, n in zip(weights, heads, strict=True)]
@@ -200,11 +200,11 @@ def fused_projections(
 
 
 def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
-    """``residual + layer(x)``, in one kernel launch if the layer is a narrow one.
+    """Return ``residual + layer(x)``, in one kernel launch if the layer is narrow.
 
     Args:
-        layer: from the values of a row of x to those of a row of the residual.
-        x: in any shape, rows one after the other, such as ``[B, n_heads, 1, head_dim]``.
+        layer: maps a row of x to a row of the residual.
+        x: rows one after the other, in any shape, such as ``[B, n_heads, 1, head_dim]``.
         residual: ``[B, L, width]``.
     """
     weights = _weights_of([layer])
@@ -215,7 +215,7 @@ def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
 
 
 def gated(gate: nn.Module, up: nn.Module, x: mx.array | Unnormed) -> mx.array | None:
-    """``silu(gate(x)) * up(x)`` in one kernel launch; None if these are not narrow layers."""
+    """Return ``silu(gate(x)) * up(x)`` from one kernel launch; None if no launch can do it."""
     weights = _weights_of([gate, up])
     if weights is None:
         return None
@@ -225,7 +225,7 @@ def gated(gate: nn.Module, up: nn.Module, x: mx.array | Unnormed) -> mx.array | 
 
 
 def _weights_of(layers: Sequence[nn.Module]) -> list[narrow_matmul.Matrix] | None:
-    """None if these are not narrow layers without biases."""
+    """Return the layers' weights; None unless all are narrow layers without bias."""
     weights: list[narrow_matmul.Matrix] = []
     for layer in layers:
         weight = None
@@ -265,8 +265,8 @@ def _gains(model: nn.Module, num_rows: int) -> bool:
 
 @contextmanager
 def narrow_layers(model: Any, num_rows: int) -> Iterator[None]:
-    """Within, the model's own linear layers and embeddings (not classes derived from them) are narrow ones, where that
-    is faster."""
+    """Make the model's linear layers and embeddings narrow within a ``with`` block, where that is faster. Layers of
+    derived classes stay as they are."""
     changed: list[tuple[nn.Module, type]] = []
     try:
         if isinstance(model, nn.Module) and _gains(model, num_rows):

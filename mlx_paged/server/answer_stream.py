@@ -1,4 +1,4 @@
-"""AnswerStream: what goes from the thread that computes to one client's coroutine."""
+"""AnswerStream: carries answers from the engine thread to one client's coroutine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 from ..errors import without_frames
 from .errors import RequestRefused
 
-MOST_UNREAD = 4096  # items, and the likeliest tokens told with them, that wait for a client that reads nothing
-STALL_SECONDS = 0.25  # in one write to a client, after which it is taken to read nothing
+MOST_UNREAD = 4096  # unread tokens, their top log-probabilities included, after which a stalled client is dropped
+STALL_SECONDS = 0.25  # in one write, after which the client counts as stalled
 
 
 class Begun(NamedTuple):
-    """An answer begins: so many tokens of its prompt were found cached."""
+    """Start of an answer; ``num_cached`` tokens of its prompt came from the prefix cache."""
 
     answer: int
     num_cached: int
 
 
 class Progress(NamedTuple):
-    """So many tokens of an answer's prompt are computed."""
+    """Prefill progress: ``done`` of ``total`` prompt tokens of an answer are computed."""
 
     answer: int
     done: int
@@ -32,14 +32,14 @@ class Generated(NamedTuple):
     """The next token of an answer.
 
     Attributes:
-        answer: which of the request's.
-        token: of the vocabulary.
-        text: that can be shown now.
-        finish: why the answer ends here: ``stop`` or ``length``; None: it goes on.
+        answer: index among the request's answers.
+        token: token id.
+        text: text that can be shown now.
+        finish: why the answer ends here, ``stop`` or ``length``; None: it continues.
         stop: the stop string that ends it.
-        logprob, top: of the token and of the likeliest, ``(id, log-probability)``, if they are wanted.
-        num_shown: at the end, how many tokens are part of the answer: an end token is not, nor one behind a stop
-            string; None: all are.
+        logprob, top: log-probability of the token, and ``(id, log-probability)`` of the most likely ones, if requested.
+        num_shown: with the last token, how many tokens are part of the answer, without an end token or those from a
+            stop string on; None: all.
     """
 
     answer: int
@@ -53,7 +53,7 @@ class Generated(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of a prompt's own tokens but the first, and the likeliest at the same places."""
+    """Log-probabilities of a prompt's tokens from the second on, and the most likely tokens at these positions."""
 
     prompt: int
     logprobs: list[float]
@@ -65,11 +65,11 @@ class ClientGone(Exception):
 
 
 class AnswerStream:
-    """Items in order, ended by an exception or by the reader. Made in the event loop, and used there.
+    """Items for one client in order, until an exception or the reader ends it. Made and used in the event loop.
 
     Attributes:
-        is_wanted: whether the client is there and wants more; read by the thread that computes.
-        writing_since: when the write to the client began that is going on, in seconds of the monotonic clock.
+        is_wanted: whether the client is connected and wants more; read by the engine thread.
+        writing_since: start of the current write to the client, in seconds of the monotonic clock; None: there is none.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class AnswerStream:
         self._arrived = asyncio.Event()
 
     def feed(self, items: list[Any]) -> None:
-        """Add items from the thread that computes; an exception among them ends the stream."""
+        """Add items from the engine thread; an exception among them ends the stream."""
         for item in items:
             if isinstance(item, BaseException):
                 self.fail(item)
@@ -95,7 +95,7 @@ class AnswerStream:
             self.fail(RequestRefused(408, "the answer was not read: too much of it waited"))
 
     def fail(self, error: BaseException) -> None:
-        """End the stream, whatever still comes; what has come is read first."""
+        """End the stream and drop later items; earlier ones are still read, unless the client has gone."""
         if self._error is None:
             self._error, self.is_wanted = without_frames(error), False
             if isinstance(error, ClientGone):
@@ -103,11 +103,11 @@ class AnswerStream:
             self._arrived.set()
 
     async def receive(self, seconds: float | None = None) -> list[Any]:
-        """Return what has come, at least one item.
+        """Return all unread items, waiting up to ``seconds`` for the first.
 
         Raises:
-            TimeoutError: nothing has come in that time.
-            Exception: that the stream ended with.
+            TimeoutError: there was none in that time.
+            Exception: the error that ended the stream.
         """
         if not self._items and self._error is None:
             self._arrived.clear()
@@ -119,19 +119,19 @@ class AnswerStream:
         return items
 
     def close(self) -> None:
-        """Say that nothing more is wanted."""
+        """Tell the engine thread that nothing more is wanted, and drop unread items."""
         self.is_wanted = False
         self._items.clear()
 
 
 class Outbox:
-    """Collects what a step has to tell, so that the event loop is woken once. For the thread that computes."""
+    """Items of one step, delivered together so that the event loop wakes once. For the engine thread."""
 
     def __init__(self) -> None:
         self._waiting: dict[AnswerStream, list[Any]] = {}
 
     def put(self, stream: AnswerStream | None, item: Any) -> None:
-        """Args: stream: None on ranks without clients."""
+        """Add an item for a stream; dropped if ``stream`` is None, as on ranks without clients."""
         if stream is not None:
             self._waiting.setdefault(stream, []).append(item)
 

@@ -1,6 +1,6 @@
-"""Answers: what the sequences of a request say, parted into text, reasoning and tool calls, in the form of its API.
+"""Answers: the answers to a request, split into text, reasoning and tool calls, in the format of its API.
 
-An AnswerResponse is that as JSON, or as server-sent events with signs of life in between.
+An AnswerResponse sends them as JSON, or as server-sent events with keep-alive comments in between.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 class Answer:
-    """One sequence.
+    """One answer to a request, fed token by token.
 
     Args:
-        index: among the answers to the request.
-        request: it answers.
-        texts: of the model.
-        streams: arguments of calls are told while they are written.
+        index: its position among the request's answers.
+        request: the request that it answers.
+        texts: the model's tokenizer and parsers.
+        streams: whether arguments of tool calls are sent while they are generated.
 
     Attributes:
-        num_cached: tokens of its prompt that were found cached; None: it has not begun.
-        num_tokens: generated so far.
-        num_reasoning: of these, reasoning.
-        sum_logprobs: of the tokens, if log-probabilities are wanted.
+        num_cached: prompt tokens that came from the prefix cache; None: the answer has not begun.
+        num_tokens: tokens generated so far.
+        num_reasoning: reasoning tokens among them.
+        sum_logprobs: sum of the tokens' log-probabilities, if requested.
     """
 
     def __init__(self, index: int, request: ServerRequest, texts: ModelTexts, *, streams: bool = False) -> None:
@@ -49,7 +49,7 @@ class Answer:
         self._request, self._texts = request, texts
         constraint = request.constraint
         self._state = request.prompt_of(index).initial_state
-        # Where the answer's text is constrained, it may hold what otherwise would begin a tool call.
+        # Constrained text without tools is not parsed for calls: it may contain what looks like one.
         self._parts = texts.parts(self._state, has_calls=constraint is None or constraint.tools is not None)
         self._names = names_of(request.tools)
         if self._names and (constraint is None or constraint.answer is None):
@@ -60,18 +60,18 @@ class Answer:
         self._text = self._reasoning = ""
         self._calls: list[dict[str, Any]] = []
         self._tokens: list[Token] = []
-        self._num_shown = 0  # tokens
+        self._num_shown = 0  # tokens in earlier pieces
 
     @property
     def mean_logprob(self) -> float:
         return self.sum_logprobs / max(1, self.num_tokens)
 
     def next(self, said: Generated) -> Piece | None:
-        """Return what can be told when the next token is there, if anything can; at the end, always something."""
+        """Add the next token. Return the piece that can be sent now, or None; the last token always gives a piece."""
         if self._request.has_no_answer:
             return Piece(self.index, finish="length")
         if self.num_tokens == 0 and self._request.echo and said.num_shown is None:
-            # The answer follows its prompt: mlx-lm drops the space that an answer begins with.
+            # The answer continues its prompt's text: restore the leading space that mlx-lm drops.
             begins_apart = self._texts.decode([said.token]).startswith(" ") and not said.text.startswith(" ")
             self._text = " " if begins_apart else ""
         for state, text in self._parts.feed(said.text):
@@ -116,7 +116,7 @@ class Answer:
         self._state = state
 
     def _end_call(self, *, is_whole: bool) -> None:
-        """A call is at its end. One that cannot be read is text, as the model wrote it."""
+        """End the current tool call. One that cannot be parsed becomes text, as the model wrote it."""
         text, self._call = self._call, ""
         arguments, self._arguments = self._arguments, ArgumentStream()
         if arguments.name in self._names:
@@ -129,7 +129,7 @@ class Answer:
             return
         try:
             calls = [openai_call(call) for call in self._parsed(text, is_whole=is_whole)]
-        except Exception as error:  # parsers raise what they like
+        except Exception as error:  # parsers raise any exception
             logging.warning("a tool call cannot be read, and is told as text: %s: %.200s", type(error).__name__, error)
             self._text += f"{self._texts.call_start or ''}{text}"
             return
@@ -138,7 +138,7 @@ class Answer:
             self._num_calls += 1
 
     def _tell_arguments(self, text: str) -> None:
-        """Tell more of the arguments of the call that is being written; first its name."""
+        """Add more arguments of the current call to the next piece; the first ones come with the function's name."""
         arguments = self._arguments
         if not text or arguments.name not in self._names:
             return
@@ -157,7 +157,7 @@ class Answer:
             self._calls.append({"index": self._num_calls - 1, "function": {"arguments": text}})
 
     def _parsed(self, text: str, *, is_whole: bool) -> list[dict[str, Any]]:
-        """Return the calls of a text; ``is_whole``: the model has ended it. Raises Exception: it holds none."""
+        """Return the calls in a text; ``is_whole``: the model finished the call. Raises Exception if there are none."""
         parse = lambda given: self._texts.parse_calls(given, self._request.tools)  # noqa: E731
         try:
             return parse(text)
@@ -179,19 +179,19 @@ class Answer:
 
 
 class Answers:
-    """All answers to one request, from the items of its stream.
+    """All answers to one request, built from the items of its stream.
 
     Args:
-        request: whose prompts are made.
-        texts: of the model.
-        form: what the client gets them in.
-        streams: the client is told the answers while they are generated.
+        request: the request, with its prompts.
+        texts: the model's tokenizer and parsers.
+        form: the API's response format.
+        streams: whether the answers are sent while they are generated.
     """
 
     def __init__(self, request: ServerRequest, texts: ModelTexts, form: Form, *, streams: bool = False) -> None:
         self._request, self._texts, self._form = request, texts, form
         self._answers = [Answer(index, request, texts, streams=streams) for index in range(request.num_answers)]
-        self._pieces: list[Piece] = []  # not told yet
+        self._pieces: list[Piece] = []  # not sent yet
         self._scores: dict[int, Scores] = {}
         self._num_open = request.num_answers
         self._first_at: float | None = None
@@ -203,7 +203,7 @@ class Answers:
         return not self._num_open
 
     def add(self, items: Sequence[Any]) -> None:
-        """Add what has come from the engine."""
+        """Add items from the engine."""
         for item in items:
             if isinstance(item, Generated):
                 self._first_at = time.monotonic() if self._first_at is None else self._first_at
@@ -218,8 +218,8 @@ class Answers:
                 self.progress = f"keepalive {item.done}/{item.total}"
 
     def events(self) -> list[Event]:
-        """Return the events of what was added since. There are none until all answers have begun, so that it is known
-        how much of their prompts was cached."""
+        """Return the events for what was added since the last call. There are none until all answers have begun,
+        because the first event may report the cached prompt tokens."""
         events: list[Event] = []
         if not self._has_begun:
             if any(answer.num_cached is None for answer in self._answers):
@@ -231,7 +231,7 @@ class Answers:
         return events + self._form.end(self.usage()) if self.are_over else events
 
     def whole(self) -> dict[str, Any]:
-        """Return all answers as one."""
+        """Return the body of a response that is not streamed."""
         best = self._best()
         by_answer: dict[int, list[Piece]] = {index: [] for index in range(len(self._answers))}
         for piece in self._pieces:
@@ -242,14 +242,14 @@ class Answers:
         return self._form.whole(told, self.usage(), self._echoes(best))
 
     def note_in(self, log: RequestLog) -> None:
-        """Note what the log says of the answers."""
+        """Set the token counts and the time to the first token in the log entry."""
         usage = self.usage()
         log.prompt, log.cached, log.generated = usage.prompt, usage.cached, usage.completion
         if self._first_at is not None:
             log.first_token = self._first_at - self._request.asked_at
 
     def _best(self) -> list[int]:
-        """Return which answers are told."""
+        """Return the indices of the answers to send: per prompt, the ``n`` with the highest mean log-probability."""
         request, best = self._request, []
         if request.best_of == request.n:
             return list(range(len(self._answers)))
@@ -259,7 +259,7 @@ class Answers:
         return best
 
     def usage(self) -> Usage:
-        """Return what is known by now."""
+        """Return the token counts so far; a prompt's cached tokens are the fewest that any of its answers had."""
         request, answers = self._request, self._answers
         cached = 0
         for first in range(0, len(answers), request.best_of):
@@ -271,7 +271,7 @@ class Answers:
         return Usage(prompt, cached, sum(a.num_tokens for a in answers), sum(a.num_reasoning for a in answers))
 
     def _echoes(self, told: Sequence[int]) -> list[Echo]:
-        """Return what each of the answers that are told begins with."""
+        """Return the prompt that each of these answers begins with; none without ``echo``."""
         request = self._request
         if not request.echo:
             return []
@@ -291,18 +291,18 @@ class Answers:
 
 # The response -------------------------------------------------------------------------------------------------------
 
-BEAT_SECONDS = 1.0  # without anything written, after which a comment is
+BEAT_SECONDS = 1.0  # without a write, after which a keep-alive comment is sent
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Client:
-    """A client that waits for its answer, in the event loop.
+    """A client that waits for its answer; watches for its disconnect. For the event loop.
 
     Args:
-        receive: of ASGI; the request's body has been read.
+        receive: ASGI's; the request body has been read.
 
     Attributes:
-        stream: of what it waits for; ended when the client goes.
+        stream: carries the answer; fails with ClientGone when the client disconnects.
     """
 
     def __init__(self, receive: Any) -> None:
@@ -316,23 +316,23 @@ class Client:
         self.stream.fail(ClientGone())
 
     def close(self) -> None:
-        """Say that nothing more is wanted."""
+        """Stop watching, and close the stream."""
         self._watch.cancel()
         self.stream.close()
 
 
 class AnswerResponse(Response):
-    """An answer. A stream of events begins with the first thing that there is to tell, or after a second: what can be
-    wrong with a request has been found by then, and has had its status.
+    """The HTTP response with a request's answers. An event stream starts with the first event, or after a second:
+    errors found before that still get their HTTP status.
 
     Args:
-        client: of the answer.
-        answers: made of its stream.
-        form: of the answer.
-        log: of the request.
-        headers: of the answer, beyond its own.
-        work: what the engine's thread knows of the request, as long as this lives.
-        streams: whether it is a stream.
+        client: the client that waits for it.
+        answers: the answers, fed from the client's stream.
+        form: the API's response format.
+        log: log entry of the request.
+        headers: additional headers.
+        work: the engine's record of the request, kept alive here because the engine thread lists it weakly.
+        streams: whether the response is an event stream.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class AnswerResponse(Response):
         self._last = time.monotonic()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Raises Exception: before anything was sent, so that it can still have a status."""
+        """Send the response. Raises ClientGone, and other errors only while the response can still get a status."""
         self._send_message = send
         try:
             if self._streams:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .backend import ModelTexts
     from .service import Service
 
-SMALL_JSON = 256 << 10  # of a body that is parsed in the event loop
+SMALL_JSON = 256 << 10  # bytes; smaller bodies are parsed in the event loop
 HEALTHY = ("ok", "degraded")  # "ok" is mlx-lm's word
 
 
@@ -55,7 +55,7 @@ async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
 
 
 class App:
-    """Answers requests of one server."""
+    """The handlers of one server's routes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -113,7 +113,7 @@ class App:
         return request, texts
 
     def check_key(self, http: Request) -> str | None:
-        """Return the API key that the request came with, if the server has any."""
+        """Return the request's API key; None if the server has none. Raises RequestRefused (401) for a wrong key."""
         keys = self._service.config.api_keys
         key = keys.find(http.headers.get("authorization") or f"Bearer {http.headers.get('x-api-key', '')}")
         if keys and key is None:
@@ -124,7 +124,7 @@ class App:
     # GET ------------------------------------------------------------------------------------------------------
 
     def shown(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
-        """Return what answers a request for a page: whoever asks has a key, but for open ones."""
+        """Return the handler of a page, which checks the API key unless the page is open."""
 
         async def answer(http: Request) -> Response:
             if not page.is_open:
@@ -135,7 +135,7 @@ class App:
         return answer
 
     def pages(self) -> dict[str, Page]:
-        """Return what is asked with GET, by path; routes and the description are made from it."""
+        """Return the GET pages by path; the routes and the OpenAPI description are made from them."""
         return {
             "/health": Page(self.health, "Whether the server is ready", is_open=True),
             "/version": Page(self.version, "Versions"),
@@ -152,7 +152,7 @@ class App:
     async def root(self, http: Request) -> Response:
         return RedirectResponse("/cache", 307)
 
-    async def cache(self, http: Request) -> Response:  # has no figures in it; it asks for them, and for the key
+    async def cache(self, http: Request) -> Response:  # open: it holds no figures, but fetches them with the key
         return Response(cache_page(), 200, CACHE_PAGE_HEADERS, "text/html")
 
     async def health(self, http: Request) -> Response:
@@ -206,7 +206,7 @@ def _head(body: Any, fingerprint: str) -> Head:
 
 
 def _asked_priority(body: Any, http: Request) -> int | None:
-    """Return the priority that a body or else the header asks for. Raises RequestRefused: that is no number."""
+    """Return the priority in the body, or else in the header. Raises RequestRefused if the header is no number."""
     asked = http.headers.get("x-priority")
     if body.priority is not None or asked is None:
         priority: int | None = body.priority
@@ -222,5 +222,5 @@ def _log(http: Request) -> RequestLog:
 
 
 def _header(names: list[str]) -> str:
-    """Return names as a header's value: in printable ASCII, and not too long."""
+    """Return names as a header's value: printable ASCII, at most 1000 characters."""
     return ", ".join(name.encode("unicode_escape").decode() for name in names)[:1000].strip()

@@ -1,4 +1,4 @@
-"""What the server asks of the library whose models it serves; handed in by the patches."""
+"""Protocols of what the server needs from mlx-lm, implemented in ``patches/server.py`` and ``server_texts.py``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .request import Input, ModelKey, Prompt, ServerRequest
 
 
 class PromptLimits(NamedTuple):
-    """Bounds of the work for one prompt.
+    """Limits on the work for one prompt.
 
     Attributes:
-        tokens: more than these are refused; None: any number.
-        seconds: that its template may run.
+        tokens: most tokens; None: no limit.
+        seconds: time limit of the chat template.
         allow_template: whether the client may bring its own chat template.
-        of_model: ``tokens`` is the model's context, and not what the budget holds.
+        of_model: whether ``tokens`` is the model's context length, rather than what the memory budget holds.
     """
 
     tokens: int | None = None
@@ -40,21 +40,21 @@ class PromptLimits(NamedTuple):
 
 
 class TextParts(Protocol):
-    """Parts an answer's text into ``(state, text)``; states are ``normal``, ``reasoning`` and ``tool``."""
+    """Splitter of an answer's text into ``(state, text)``; states are ``normal``, ``reasoning`` and ``tool``."""
 
     def feed(self, text: str) -> list[tuple[str, str]]: ...
     def flush(self) -> tuple[str, str]: ...
 
 
 class ModelTexts(Protocol):
-    """A model's tokenizer and what goes with it; for any thread.
+    """A model's tokenizer, chat template and parsers; for any thread.
 
     Attributes:
-        vocab_size: tokens that the model knows.
+        vocab_size: size of the vocabulary.
         capacity: most tokens of a sequence, prompt and answer, that the memory budget holds; None: any number.
-        context_length: tokens that the model was made for; None: it does not say.
-        takes_images: whether prompts may hold some.
-        call_start: what a tool call begins with, in text; None: the model calls no tools.
+        context_length: the model's context length in tokens; None: its configuration has none.
+        takes_images: whether prompts may contain images.
+        call_start: text that begins a tool call; None: the model has no tool calls.
     """
 
     key: ModelKey
@@ -77,10 +77,10 @@ class ModelTexts(Protocol):
 
 
 class Models(Protocol):
-    """The model that is loaded, and those that can be; for the thread that computes.
+    """The present model, and those that can be loaded; for the engine thread.
 
     Attributes:
-        prompt_cache: of all models.
+        prompt_cache: the prompt cache of all models.
         idle_unload: seconds without a request after which :meth:`unload` is called; None: never.
     """
 
@@ -89,7 +89,7 @@ class Models(Protocol):
 
     @property
     def texts(self) -> ModelTexts | None:
-        """Texts of the present model; None before the first is loaded. Any thread may read it."""
+        """Texts of the present model; None before the first is loaded. For any thread."""
         ...
 
     @property
@@ -97,32 +97,32 @@ class Models(Protocol):
     @property
     def pools(self) -> list[BlockPool]: ...
     def texts_of(self, key: ModelKey | None) -> ModelTexts | None:
-        """Return texts of a model that is loaded or was unloaded; None: of the present one. Any thread may ask."""
+        """Return a model's texts, None if they are not known; with ``key`` None the present model's. For any thread."""
         ...
 
     def is_present(self, key: ModelKey) -> bool: ...
     def load_default(self) -> None: ...
     def load(self, key: ModelKey, make_way: Callable[[], None]) -> None: ...
     def unload(self) -> None:
-        """Let go of all models and their pools. Texts stay."""
+        """Unload all models and their pools; their texts stay."""
         ...
 
     def batches(self, request: ServerRequest) -> bool:
-        """Return whether a request can be computed with others."""
+        """Return whether a request can run in the batch."""
         ...
 
     def batch(self, stream: mx.Stream) -> Any:
-        """Return what computes requests together: mlx-lm's batch generator, which is asked by requests."""
+        """Return a batch generator: mlx-lm's interface and ``insert_request``."""
         ...
 
     def alone(
         self, request: ServerRequest, index: int, stream: mx.Stream, on_progress: Callable[[int, int], None]
     ) -> Iterator[Any]:
-        """Yield the tokens of a request that cannot, with their texts."""
+        """Yield the tokens and texts of one answer to a request that cannot run in the batch."""
         ...
 
     def scores(self, tokens: list[int], num_top: int) -> Iterator[tuple[list[float], list[Any]] | None]:
-        """Yield None while a prompt's log-probabilities are computed, slice by slice, and then these."""
+        """Compute a prompt's log-probabilities in slices: yield None after each slice, and finally the result."""
         ...
 
     def mend(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Batches: requests that are answered when nobody else waits, as OpenAI's batches and Anthropic's Message Batches."""
+"""Batches: files of requests at the lowest priority, with OpenAI's API and Anthropic's Message Batches."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .requests.fields import MAX_PRIORITY
 if TYPE_CHECKING:
     from .service import Service
 
-MAX_BYTES = 256 << 20  # of all files
-MAX_LINES = 50_000  # requests of a batch, as OpenAI has it
+MAX_BYTES = 256 << 20  # of all files together
+MAX_LINES = 50_000  # requests in a batch; OpenAI's limit
 MAX_KEPT = 1000  # batches
-MAX_OPEN = 16  # batches that are not over
-NUM_AT_ONCE = 16  # requests of a batch
+MAX_OPEN = 16  # unfinished batches
+NUM_AT_ONCE = 16  # concurrent requests of one batch
 MESSAGES = endpoints.MESSAGES.path
 URLS = tuple(path for path, each in endpoints.ENDPOINTS.items() if each.request is not None)
 OPEN = ("in_progress", "cancelling")
@@ -38,21 +38,21 @@ TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expire
 
 
 class Batches:
-    """Files and batches of one server, in memory, and in a folder if there is one: what is not over there goes on
-    after a restart. For the event loop.
+    """Files and batches of one server. With a folder they are kept on disk, and unfinished batches run again after a
+    restart. For the event loop.
 
     Args:
-        service: that answers.
-        folder: None: nothing goes to disk.
+        service: the server that answers the requests.
+        folder: where files and batches are kept; None: in memory only.
     """
 
     def __init__(self, service: Service, folder: Path | None) -> None:
         self._service, self._folder = service, folder
-        self._files: dict[str, dict[str, Any]] = {}  # with their owners; contents are in memory without a folder alone
-        self._contents: dict[str, bytes] = {}
+        self._files: dict[str, dict[str, Any]] = {}  # each with its "owner"
+        self._contents: dict[str, bytes] = {}  # only without a folder
         self._batches: dict[str, dict[str, Any]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.app: Any = None  # of the whole server
+        self.app: Any = None  # the server's ASGI application
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in folder.glob("*.json"):
@@ -60,7 +60,7 @@ class Batches:
                 (self._batches if kept["object"] == "batch" else self._files)[kept["id"]] = kept
 
     def resume(self) -> None:
-        """Go on with what was not over when the server ended."""
+        """Run the batches again that were unfinished when the server ended."""
         for batch in self._batches.values():
             if batch["status"] in OPEN:
                 self._start(batch)
@@ -68,7 +68,7 @@ class Batches:
     # Files ----------------------------------------------------------------------------------------------------
 
     def add_file(self, owner: str | None, name: str, purpose: str, content: bytes) -> dict[str, Any]:
-        """Raises RequestRefused: 413, there is no room."""
+        """Store a file. Raises RequestRefused: 413, all files together are too large."""
         if sum(file["bytes"] for file in self._files.values()) + len(content) > MAX_BYTES:
             raise RequestRefused(413, f"files have at most {MAX_BYTES >> 20} MiB together: delete some")
         new = _new_id("file-")
@@ -98,7 +98,7 @@ class Batches:
     # Batches --------------------------------------------------------------------------------------------------
 
     def add_batch(self, owner: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin a batch. Raises RequestRefused: 400, it cannot be run; 404, there is no file; 429, too many run."""
+        """Start a batch. Raises RequestRefused: 400, it is invalid; 404, no such file; 429, too many are unfinished."""
         endpoint, file = body.get("endpoint"), body.get("input_file_id")
         if endpoint not in URLS:
             raise invalid(f"endpoint must be one of {', '.join(URLS)}", "endpoint")
@@ -124,17 +124,17 @@ class Batches:
         return batch
 
     def cancel(self, owner: str | None, name: str) -> dict[str, Any]:
-        """End a batch; what has been answered is kept."""
+        """Cancel a batch; the answers so far are kept."""
         batch = _found(self._batches, owner, name)
         if batch["status"] == "in_progress":
             batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
             self._tasks[name].cancel()
         return batch
 
-    # Anthropic's: the same, without a file that the client sees ------------------------------------------------
+    # Anthropic's: requests come in the body, and not in a file -------------------------------------------------
 
     def add_messages(self, owner: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin a batch of messages. Raises RequestRefused, as :meth:`add_batch`."""
+        """Start a batch of messages. Raises RequestRefused, as :meth:`add_batch`."""
         given = body.get("requests")
         if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
             raise invalid("requests must be a list of objects", "requests")
@@ -149,7 +149,7 @@ class Batches:
             raise
 
     def delete_messages(self, owner: str | None, name: str) -> dict[str, Any]:
-        """Forget a batch that is over, and its answers."""
+        """Delete a finished batch and its files."""
         batch = _found(self._batches, owner, name)
         if batch["status"] in OPEN:
             raise invalid("the batch is not over: cancel it first")
@@ -159,7 +159,7 @@ class Batches:
         return {"id": name, "type": "message_batch_deleted"}
 
     def message_results(self, owner: str | None, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the result of each request of a batch that is over. Raises RequestRefused: 400, it is not."""
+        """Yield the result of each request of a finished batch. Raises RequestRefused: 400, it is unfinished."""
         batch = _found(self._batches, owner, name)
         if batch["status"] in OPEN:
             raise invalid("the batch is not over")
@@ -181,7 +181,7 @@ class Batches:
         task.add_done_callback(lambda _: self._tasks.pop(batch["id"], None))
 
     async def _run(self, batch: dict[str, Any]) -> None:
-        lines: dict[int, dict[str, Any]] = {}  # answers by the number of their request
+        lines: dict[int, dict[str, Any]] = {}  # answers by request number
         try:
             requests = _requests(self.content(batch["owner"], batch["input_file_id"]), batch["endpoint"])
             batch["request_counts"] = counts = {"total": len(requests), "completed": 0, "failed": 0}
@@ -198,7 +198,7 @@ class Batches:
             batch |= {"status": "completed", "completed_at": int(time.time())}
         except asyncio.CancelledError:
             if batch["status"] != "cancelling":
-                raise  # the server ends
+                raise  # the server shuts down
             batch |= {"status": "cancelled", "cancelled_at": int(time.time())}
         except Exception as error:
             logging.exception("a batch failed")
@@ -216,7 +216,7 @@ class Batches:
         self._save(batch)
 
     async def _answered(self, batch: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the line of an answer: the server is asked as a client asks it, again where it says so."""
+        """Send a request through the server's application; retry on 429 and 503. Return the answer's line."""
         key = self._service.config.api_keys.key_of(batch["owner"])
         body = json.dumps({**request["body"], "stream": False, "priority": MAX_PRIORITY}).encode()
         headers = {"authorization": f"Bearer {key}", "user-agent": "batch", "host": "localhost"}
@@ -244,14 +244,14 @@ class Batches:
     # HTTP -----------------------------------------------------------------------------------------------------
 
     async def _body(self, http: Request) -> dict[str, Any]:
-        """Return the object that a batch is described by, while the server takes requests."""
+        """Return the request body, a JSON object. Raises RequestRefused: 503, the server takes no more requests."""
         async with body_of(http, self._service.bodies) as raw:
             body = _object(raw, "the request body")
         self._service.check_open()
         return body
 
     def routes(self, owner_of: Callable[[Request], str | None]) -> list[Route]:
-        """Return the routes. ``owner_of`` checks a request's key, and returns what tells its holder from others."""
+        """Return the routes. ``owner_of`` checks a request's API key, and returns an id of the key's holder."""
 
         async def files(http: Request) -> Response:
             owner = owner_of(http)
@@ -318,7 +318,7 @@ class Batches:
 
 
 async def asked(app: Any, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
-    """Return what an ASGI application answers to a POST: status, headers and content."""
+    """Send a POST to an ASGI application. Return the response's status, headers and body."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Any] = []
 
@@ -336,7 +336,7 @@ async def asked(app: Any, path: str, body: bytes, headers: Mapping[str, str]) ->
 
 
 def _requests(content: bytes, endpoint: str, param: str = "input_file_id") -> list[dict[str, Any]]:
-    """Return the requests of a file. Raises RequestRefused: 400, a line is none."""
+    """Return the requests in a file. Raises RequestRefused: 400, a line is invalid."""
     requests = []
     for number, line in enumerate(filter(bytes.strip, content.split(b"\n")), 1):
         request = _object(line, f"request {number}")
@@ -361,7 +361,7 @@ def _object(raw: bytes, what: str) -> dict[str, Any]:
 
 
 def _form(content_type: str, raw: bytes) -> dict[str, tuple[str, bytes]]:
-    """Return the parts of multipart/form-data by name, each with its file's name."""
+    """Return the parts of multipart/form-data by name: file name and content."""
     message = message_from_bytes(f"Content-Type: {content_type}\r\n\r\n".encode("latin-1") + raw, policy=policy.HTTP)
     parts = {}
     for part in message.iter_parts() if message.is_multipart() else ():
@@ -382,7 +382,7 @@ def _shown(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_messages(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch as Anthropic's API has it."""
+    """Return a batch in Anthropic's format."""
     counts, is_over = batch["request_counts"], batch["status"] not in OPEN
     left = counts["total"] - counts["completed"] - counts["failed"]
     ended = next((batch[time] for time in ("completed_at", "cancelled_at", "failed_at") if batch[time]), None)

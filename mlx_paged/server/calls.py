@@ -1,4 +1,4 @@
-"""Tool calls as models write them: in parts, and without the marks, end or arguments that their parsers expect."""
+"""Parsing of tool calls that are incomplete: still streaming, or without the marker, end or arguments they need."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .backend import TextParts
 
-BEGIN, END = "<function=", "</function>"  # of Qwen3-Coder's calls, which it often writes without the mark before them
-OBJECT = '{"name":'  # what a call in JSON begins with
-MOST_HELD = 1 << 16  # characters of what may be a call
+BEGIN, END = "<function=", "</function>"  # of Qwen3-Coder's calls; it often omits the marker before them
+OBJECT = '{"name":'  # start of a call in JSON
+MOST_HELD = 1 << 16  # characters held back while they may be a call
 MOST_HEAD = 1000  # characters of a call before its arguments
 CLOSINGS = ("", END, "}", "}}", "]}}")
 _NAME = re.compile(r"\s*([\w.:-]+)\s*(?:\(\s*\))?\s*")
 
 
 def names_of(tools: Any) -> frozenset[str]:
-    """Return the names of functions."""
+    """Return the names of the tools' functions."""
     functions = (tool.get("function") for tool in tools or () if isinstance(tool, dict))
     return frozenset(str(each.get("name")) for each in functions if isinstance(each, dict))
 
@@ -28,15 +28,15 @@ def names_of(tools: Any) -> frozenset[str]:
 def loose_calls(
     text: str, names: Collection[str], parse: Callable[[str], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Return the calls of a text that ``parse`` alone does not read: one whose end lacks, or a bare name.
+    """Return the calls in a text that ``parse`` rejects: a call without its end, or a bare function name.
 
     Args:
-        text: of a call, which the model has ended.
-        names: of the tools.
-        parse: of the model.
+        text: a call that the model has finished.
+        names: names of the tools.
+        parse: the model's parser.
 
     Raises:
-        Exception: ``parse`` raised; it is no call.
+        Exception: the text is no call.
     """
     bare = _NAME.fullmatch(text)
     if bare is not None and bare[1] in names:
@@ -47,7 +47,7 @@ def loose_calls(
         for read in (parse, _read):
             try:
                 calls = read(text.rstrip() + closing)
-            except Exception:  # parsers raise what they like
+            except Exception:  # parsers raise any exception
                 continue
             if calls and all(call.get("name") in names for call in calls):
                 return calls
@@ -55,7 +55,7 @@ def loose_calls(
 
 
 def _read(text: str) -> list[dict[str, Any]]:
-    """Return calls as JSON, or as Qwen3-Coder's tags. Raises ValueError."""
+    """Parse calls in JSON or in Qwen3-Coder's tags. Raises ValueError."""
     begin = text.find(BEGIN)
     if begin < 0:
         value = json.loads(text)
@@ -81,7 +81,7 @@ def _known(calls: list[dict[str, Any]], names: Collection[str]) -> list[dict[str
 
 
 def local_schema(given: Any, root: Mapping[str, Any]) -> Any:
-    """Return a schema, or the one of ``root`` that it refers to."""
+    """Return a schema, or the one in ``root`` that its ``$ref`` leads to."""
     for _ in range(8):
         if not isinstance(given, dict) or not isinstance(given.get("$ref"), str):
             break
@@ -93,7 +93,7 @@ def local_schema(given: Any, root: Mapping[str, Any]) -> Any:
 
 
 def types_of(given: Any, root: Mapping[str, Any], depth: int = 0) -> set[str] | None:
-    """Return the types of JSON that a schema allows; None: it does not say. References lead into ``root``."""
+    """Return the JSON types that a schema allows; None: not known. References are resolved in ``root``."""
     given = local_schema(given, root)
     if not isinstance(given, dict) or depth > 8:
         return None
@@ -117,8 +117,8 @@ _TYPES: tuple[tuple[Any, str], ...] = (
 
 
 def with_types(call: dict[str, Any], tools: Any) -> dict[str, Any]:
-    """Return a call whose arguments have types of its tool's schema: where a model writes arguments as bare text,
-    parsers guess, and take "12" for a number or null for no text."""
+    """Return a call with its arguments converted to the types in its tool's schema. Where a model writes arguments as
+    bare text, parsers guess, and may read a string as a number or null."""
     functions = (tool.get("function") or {} for tool in tools or ())
     schema = next((each.get("parameters") for each in functions if each.get("name") == call.get("name")), None)
     properties, arguments = (schema or {}).get("properties"), call.get("arguments")
@@ -145,23 +145,23 @@ def _typed(value: Any, types: set[str] | None) -> Any:
 
 
 class LooseParts:
-    """Parts of an answer's text, with calls that no mark begins among them.
+    """Splitter of an answer's text that also finds tool calls without a marker.
 
     Args:
-        parts: of the model.
-        names: of the tools; what names no other is text.
+        parts: the model's splitter.
+        names: names of the tools; calls of other functions are text.
     """
 
     def __init__(self, parts: TextParts, names: Collection[str]) -> None:
         self._parts, self._names = parts, names
-        self._held, self._is_first = "", True  # the first text of the answer
+        self._held, self._is_first = "", True  # no text but white space so far
 
     def feed(self, text: str) -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []
         for state, part in self._parts.feed(text):
             if state == "normal":
                 self._held += part
-                found += [("normal", ""), *self._scan()]  # a call before it is at its end, whatever is held
+                found += [("normal", ""), *self._scan()]  # "" ends a call before it, whatever is held
             else:
                 found += [*self._release(), (state, part)]
         return found
@@ -174,11 +174,11 @@ class LooseParts:
         return ("tool", held) if self._is_call(held) else ("normal", held)
 
     def cut_off(self) -> None:
-        """Take the rest for text: the answer ends because it is long enough, and not because the model ended it."""
+        """Treat the rest as text, because the model did not finish the answer."""
         self._names = frozenset()
 
     def _scan(self) -> list[tuple[str, str]]:
-        """Return what is known to be text or a call of what is held."""
+        """Return the parts of the held text that are known to be text or a call."""
         found: list[tuple[str, str]] = []
         while self._held:
             begin = self._held.find(BEGIN)
@@ -191,7 +191,7 @@ class LooseParts:
                 call, self._held = self._held[: end + len(END)], self._held[end + len(END) :]
                 found += [("tool" if self._is_call(call) else "normal", call), ("normal", "")]
             elif self._is_first and _may_begin(self._held.lstrip(), OBJECT) and len(self._held) < MOST_HELD:
-                return found  # until the answer's end says what it is
+                return found  # decided at the answer's end
             else:
                 pending = next((n for n in range(len(BEGIN) - 1, 0, -1) if self._held.endswith(BEGIN[:n])), 0)
                 if len(self._held) > pending:
@@ -225,7 +225,7 @@ def _may_begin(text: str, mark: str) -> bool:
 
 
 def openai_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call that a model has written as OpenAI's chats have it: the arguments are the text of an object.
+    """Return a model's call in the format of OpenAI's chats: the arguments are a JSON object as text.
 
     Raises:
         ValueError: it names no function.
@@ -244,7 +244,7 @@ def openai_call(call: dict[str, Any]) -> dict[str, Any]:
     elif not isinstance(arguments, dict):
         arguments = {"value": arguments}
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    text.encode()  # ValueError: it holds half a character
+    text.encode()  # ValueError: it contains a lone surrogate
     return {
         "function": {"name": name, "arguments": text},
         "type": "function",
@@ -253,12 +253,12 @@ def openai_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class ArgumentStream:
-    """The arguments of a call in JSON or in gpt-oss's form, while the model writes it.
+    """The arguments of a tool call in JSON or gpt-oss's format, streamed while the model writes it.
 
     Attributes:
-        name: of the function; None: it is not known yet, or the call has another form.
-        missing: what closes the arguments; empty within a string, too, which nothing can close.
-        is_told: the name has been told.
+        name: name of the function; None: not known yet, or the call has another format.
+        missing: brackets that close the arguments; empty inside a string, which cannot be closed.
+        is_told: whether the name has been sent.
     """
 
     _HEADS = re.compile(
@@ -270,7 +270,7 @@ class ArgumentStream:
         self.name: str | None = None
         self.is_told = False
         self._head = ""
-        self._open: list[str] = []  # closing brackets
+        self._open: list[str] = []  # brackets that close the open ones
         self._is_string = self._is_escaped = self._is_over = False
 
     @property
@@ -278,7 +278,7 @@ class ArgumentStream:
         return "" if self._is_string else "".join(reversed(self._open))
 
     def feed(self, text: str) -> str:
-        """Return more of the arguments."""
+        """Add text of the call. Return the arguments in it."""
         if self.name is None and len(self._head) < MOST_HEAD:
             self._head += text
             if (found := self._HEADS.match(self._head)) is None:

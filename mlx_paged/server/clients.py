@@ -1,4 +1,4 @@
-"""Clients: who asks the server: under which name, how urgently, and how much in a minute."""
+"""Clients of the server: API keys, names, priorities and limits per minute."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ VARIABLE = "MLX_PAGED_API_KEY"
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What the holder of a key may do.
+    """Name and limits of an API key's holder.
 
     Attributes:
-        name: of the holder, in the log and in figures.
-        priority: the most urgent of its requests; None: any.
-        requests_per_minute, tokens_per_minute: the most of them; of tokens, those that are computed. None: any number.
+        name: the holder's name in the log and in metrics.
+        priority: most urgent priority of its requests; None: any.
+        requests_per_minute, tokens_per_minute: limits; cached tokens do not count. None: no limit.
     """
 
     name: str
@@ -47,18 +47,18 @@ LIMITS = ("priority", "requests_per_minute", "tokens_per_minute")
 
 
 class ApiKeys:
-    """Bearer tokens. Without any, everybody is let in.
+    """The server's API keys. Without any, every request is accepted.
 
     Args:
-        keys: white space around them does not belong to them: a key read from a file ends in a newline.
-        source: where they are from, for errors.
-        rules: of keys; others have none but their number for a name.
+        keys: the keys; surrounding white space is stripped, because a key read from a file ends in a newline.
+        source: where they come from, for error messages.
+        rules: rules by key; a key without one is named by its number.
 
     Attributes:
-        rules: by key; empty if there is one key without a rule: nobody is to be told apart.
+        rules: rules by key; empty for a single key without a rule, because there is only one client.
 
     Raises:
-        ConfigError: a key is empty, which would let nobody in or everybody, or cannot be sent in a header.
+        ConfigError: a key is empty, which would admit nobody or everybody, or cannot be sent in a header.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class ApiKeys:
 
     @classmethod
     def from_options(cls, given: Sequence[str] | None, variable: str | None) -> ApiKeys:
-        """Make it from the command line's keys, or else from the variable's, which are separated by commas. One that
-        begins with ``@`` names a file of keys, see :func:`read_keys`."""
+        """Return the command line's keys, or else those of the environment variable, separated by commas. ``@FILE``
+        stands for the keys in a file, see :func:`read_keys`."""
         if given is None and variable is None:
             return cls()
         rules: dict[str, KeyRule] = {}
@@ -103,26 +103,26 @@ class ApiKeys:
         return f"ApiKeys({len(self.keys)})"  # never the keys: configurations are logged
 
     def find(self, authorization: str) -> str | None:
-        """Return the key that an ``Authorization`` header carries, or None if it is none of these."""
+        """Return the key in an ``Authorization`` header; None if it is not one of these."""
         scheme, _, given = authorization.partition(" ")
-        # As bytes: headers are read as Latin-1, whatever they are, and compare_digest takes no other text than ASCII.
+        # As bytes: headers are decoded as Latin-1, and compare_digest accepts only ASCII as str.
         raw = given.strip().encode("latin-1", "replace")
         found = None
-        for key in self.keys:  # all of them, so that the time tells nothing
+        for key in self.keys:  # all of them, against timing attacks
             if hmac.compare_digest(raw, key.encode()) and scheme.lower() == "bearer":
                 found = key
         return found
 
     def key_of(self, owner: str | None) -> str | None:
-        """Return the key whose holder has this salt."""
+        """Return the key whose :meth:`salt` is ``owner``, or None."""
         return next((key for key in self.keys if self.salt(key, None) == owner), None)
 
     def salt(self, key: str | None, cache_salt: str | None) -> str | None:
-        """Return what keeps a request's prefixes apart from those of others; None: they are everybody's.
+        """Return the salt that keeps a request's prefixes apart from other clients'; None: everybody shares them.
 
         Args:
-            key: the request's; its holder is told apart from others only if there are several keys.
-            cache_salt: the request's parameter of that name.
+            key: the request's API key; ignored unless the server has several.
+            cache_salt: the request's parameter ``cache_salt``.
         """
         if len(self.keys) < 2:
             key = None
@@ -135,7 +135,7 @@ def read_keys(path: Path) -> dict[str, KeyRule]:
     """Return the keys of a file and their rules: ``{"NAME": {"key": "KEY", "priority": 1, ...}, ...}``.
 
     Raises:
-        ConfigError: it cannot be read, or says something else.
+        ConfigError: it cannot be read, or has another format.
     """
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ def read_keys(path: Path) -> dict[str, KeyRule]:
 
 
 def unknown(values: dict[str, Any]) -> bool:
-    """Return whether a key's values are not those of a rule."""
+    """Return whether a key's values are no valid rule."""
     limits = {name: value for name, value in values.items() if name != "key"}
     numbers = all(type(value) in (int, float) and value == value for value in limits.values())
     return not (
@@ -169,19 +169,19 @@ def unknown(values: dict[str, Any]) -> bool:
 
 # Who asks, and how much ---------------------------------------------------------------------------------------------
 
-MAX_NAMES = 64  # of clients that are told apart; further ones are OTHER
-MAX_OPEN = 256  # requests of one of several keys at a time
+MAX_NAMES = 64  # clients with figures of their own; further ones count as OTHER
+MAX_OPEN = 256  # concurrent requests of one key that has a rule
 OTHER = "other"
 _PRODUCT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 FIGURES = ("requests", "prompt_tokens", "cached_tokens", "generated_tokens")
 
 
 class Allowance:
-    """Units that may be taken in a minute, all at once or one after another. What is taken beyond them is waited for.
+    """A token bucket, refilled within a minute. It may be overdrawn; the next unit then waits longer.
 
     Args:
-        per_minute: None: any number.
-        clock: seconds.
+        per_minute: size of the bucket, and units refilled per minute; None: no limit.
+        clock: returns seconds.
     """
 
     def __init__(self, per_minute: float | None, clock: Callable[[], float]) -> None:
@@ -189,7 +189,7 @@ class Allowance:
         self._left, self._at = self._most, clock()
 
     def seconds(self) -> float:
-        """Return after how many seconds one unit may be taken."""
+        """Return the seconds until one unit may be taken."""
         if self._most == math.inf:
             return 0.0
         now = self._clock()
@@ -203,12 +203,12 @@ class Allowance:
 
 
 class Clients:
-    """The clients of one server: holders of keys where there are several, else programs by their User-Agent. For the
-    event loop; :meth:`figures` for any thread.
+    """The clients of one server: holders of API keys with rules, else programs by their User-Agent. For the event
+    loop; :meth:`figures` for any thread.
 
     Args:
-        keys: of the server, with their rules.
-        clock: seconds.
+        keys: the server's keys and their rules.
+        clock: returns seconds.
     """
 
     def __init__(self, keys: ApiKeys, clock: Callable[[], float] = time.monotonic) -> None:
@@ -221,10 +221,10 @@ class Clients:
         )
 
     def enter(self, key: str | None, user_agent: str) -> str:
-        """Take a request, and return its client's name.
+        """Admit a request, and return its client's name.
 
         Raises:
-            RequestRefused: 429, the key's limits are reached, with the seconds to wait.
+            RequestRefused: 429, a limit of the key is reached; with the seconds to wait.
         """
         rule = self._keys.rules.get(key or "")
         if rule is None:
@@ -248,7 +248,7 @@ class Clients:
         return name
 
     def leave(self, log: RequestLog) -> None:
-        """Count what a request that has entered has used: tokens that were computed."""
+        """Count an admitted request and its tokens when it ends; only computed tokens count against the limit."""
         name = log.client
         self._open[name] -= 1
         self._figures[name].update(
@@ -258,14 +258,14 @@ class Clients:
             tokens.take(log.prompt - log.cached + log.generated)
 
     def priority(self, key: str | None, asked: int | None) -> int:
-        """Return a request's priority: what it asks for, but no more urgent than its key's."""
+        """Return a request's priority: what it asks for, but no more urgent than its key allows."""
         rule = self._keys.rules.get(key or "")
         if rule is None or rule.priority is None:
             return asked or 0
         return rule.priority if asked is None else max(asked, rule.priority)
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return what each client has asked for and how much of its prompts was cached, the busiest first."""
+        """Return the requests and tokens of each client, those with the most prompt tokens first."""
         rows: list[dict[str, Any]] = [
             {"client": name, **{figure: counts[figure] for figure in FIGURES}}
             for name, counts in list(self._figures.items())
@@ -274,7 +274,7 @@ class Clients:
 
 
 class Turns:
-    """Lets one at a time go on: the clients that wait take turns, whoever has more to do."""
+    """A lock that waiting clients get in turn, however many requests each has."""
 
     def __init__(self) -> None:
         self._is_taken = False

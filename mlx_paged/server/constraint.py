@@ -1,4 +1,4 @@
-"""constraint_of(): what a request says its answer has to be: a text of some form, or calls of tools."""
+"""constraint_of(): the constraint that a request puts on its answer: a format of the text, or tool calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Tool(NamedTuple):
     """A function that the model may call.
 
     Attributes:
-        name: of the function.
-        schema: of its arguments.
-        param: where the request says so.
+        name: name of the function.
+        schema: JSON schema of its arguments.
+        param: where the schema is in the request.
     """
 
     name: str
@@ -27,13 +27,13 @@ class Tool(NamedTuple):
 
 
 class Tools(NamedTuple):
-    """The calls of an answer.
+    """The tool calls that an answer may or must have.
 
     Attributes:
-        callable: what may be called.
-        required: the answer is a call, or several.
-        parallel: several may follow one another.
-        strict: the answer's calls are constrained although none is required.
+        callable: the tools that may be called.
+        required: whether the answer must be one or more calls.
+        parallel: whether several calls may follow each other.
+        strict: whether calls are constrained even if none is required.
     """
 
     callable: Sequence[Tool]
@@ -43,13 +43,13 @@ class Tools(NamedTuple):
 
 
 class Constraint(NamedTuple):
-    """What an answer has to be, for any model.
+    """The constraint on an answer, independent of the model.
 
     Attributes:
-        answer: what its text has to be; None: anything.
-        param: the parameter that says so.
-        schema: of ``answer``, if it is JSON.
-        tools: calls that it has to make, or whose arguments have to be right; None: there are no such.
+        answer: grammar of its text; None: any text.
+        param: the parameter that requires it.
+        schema: JSON schema of ``answer``, if it has one.
+        tools: required or constrained tool calls; None: there are none.
     """
 
     answer: GrammarSource | None
@@ -59,11 +59,11 @@ class Constraint(NamedTuple):
 
 
 def constraint_of(body: Mapping[str, Any], *, chat: bool) -> Constraint | None:
-    """Return what a request's parameters say of its answer; None: nothing.
+    """Return the constraint that a request's parameters put on its answer; None: there is none.
 
     Args:
         body: the parameters that are not null.
-        chat: whether there may be tools.
+        chat: whether the API has tools.
 
     Raises:
         RequestRefused: with status 400, naming the parameter.
@@ -139,12 +139,11 @@ def _json(schema: Any, param: str) -> Constraint:
 
 
 def tools_of(body: Mapping[str, Any], *, always: bool = False) -> Tools | None:
-    """Return the calls that a request asks for, or of which it wants the arguments to be right; None: it leaves them
-    free.
+    """Return the tool calls that a request requires or constrains; None: calls are free.
 
     Args:
-        body: of the request; ``tools`` is a list of objects.
-        always: tools that nothing is asked of count as well.
+        body: the request's parameters; ``tools`` is a list of objects.
+        always: also return tools that the request neither requires nor constrains.
 
     Raises:
         RequestRefused: with status 400.
@@ -188,7 +187,7 @@ def tools_of(body: Mapping[str, Any], *, always: bool = False) -> Tools | None:
 
 
 def _named(given: Any) -> str:
-    """Return the name of the function that an object names."""
+    """Return the name of the function in an object of ``tool_choice``."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or given.get("type") != "function" or not isinstance(function.get("name"), str):
         raise invalid("tool_choice must name a function: type function, and function with a name", "tool_choice")

@@ -1,4 +1,4 @@
-"""EngineLoop: takes requests and computes them, until it is told to end or fails."""
+"""EngineLoop: takes requests from the queue and computes them, until the server stops or the loop fails."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 0.1
 TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
-RETURN_MEMORY_SECONDS = 5  # without work, until pools give memory back
+RETURN_MEMORY_SECONDS = 5  # without work, after which pools return memory
 CLOSING = "the server is shutting down"
 
 
 @dataclass(eq=False)
 class Work:
-    """A request in the thread that computes.
+    """A request in the engine thread.
 
     Attributes:
-        stream: to its client; None on a rank without clients.
-        request: None: only the model is wanted, to make the prompts with.
-        key: of the model.
-        is_gone: it has failed, or, on several ranks, its client has gone, as all of them know.
-        is_shared: several ranks compute it: whether it is wanted changes only between their turns.
-        scoring: the rest of the prompts' scores.
+        stream: carries the answers to its client; None on a rank without clients.
+        request: the request; None: only the model's texts are wanted, to make prompts with.
+        key: the model that it needs; None: the present one.
+        is_gone: it has failed, or, on several ranks, all of them know that its client has gone.
+        is_shared: several ranks compute it, so they notice only between turns, together, that its client has gone.
+        scoring: yields the rest of its prompts' scores.
         rows: answers that have begun.
-        state: for people to look at.
+        state: ``queued``, ``batched``, ``scoring`` or ``alone``; for reports only.
     """
 
     stream: AnswerStream | None
@@ -64,7 +64,7 @@ class Work:
 
 
 class Row:
-    """One answer that is computed: its text, and where that ends."""
+    """One answer that is being computed: decodes its tokens and looks for stop strings."""
 
     def __init__(self, work: Work, index: int, detokenizer: Any) -> None:
         assert work.request is not None
@@ -72,15 +72,15 @@ class Row:
         self.request: ServerRequest = work.request
         self.num_tokens = 0
         self.has_started = False
-        self.last_at: float | None = None  # when its last token came
+        self.last_at: float | None = None  # time of its last token
         self._detokenizer = detokenizer
         self._scanner = None if work.request.stops is None else StopScanner(work.request.stops)
-        self._starts: list[int] = []  # of the tokens' texts, in characters; kept where somebody asks for the tokens
-        self._length = self._num_characters = 0  # of the text, and of what could be shown
+        self._starts: list[int] = []  # of the tokens' texts, in characters; only with log-probabilities
+        self._length = self._num_characters = 0  # of the text, and of its part that was shown
 
     @property
     def name(self) -> str:
-        """The request's number, and where it has several answers, the answer's."""
+        """The request's number, followed by the answer's if there are several."""
         request = self.request
         return f"{request.number}.{self.index + 1}" if request.num_answers > 1 else str(request.number)
 
@@ -89,10 +89,10 @@ class Row:
         return round(time.monotonic() - self.request.asked_at, 1)
 
     def next(self, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Generated:
-        """Return what is told of the next token.
+        """Add the next token. Return the item for the client.
 
         Args:
-            response: token and reason to end; with a text, where the library has decoded it.
+            response: token and finish reason, and its text if mlx-lm has decoded it.
         """
         finish, text = response.finish_reason, getattr(response, "text", None)
         self.num_tokens += 1
@@ -116,17 +116,18 @@ class Row:
 
 
 class EngineLoop:
-    """One life of what computes: a batch, and the requests that wait for it or are computed alone.
+    """The loop of the engine thread: a batch, and the requests that wait for it or run alone. A new loop replaces one
+    that has failed.
 
-    Only :meth:`run` and what it calls change anything here, in its thread; the rest may be called by any.
+    Only :meth:`run` and what it calls change anything here, in the engine thread; any thread may call the rest.
 
     Args:
         models: the model and its caches.
-        requests: that have come.
-        stats: of the server.
-        memory_watch: says when memory is short.
-        is_stopping: whether the server ends.
-        clock: seconds.
+        requests: queue of new requests.
+        stats: the server's figures.
+        memory_watch: watches the memory in use.
+        is_stopping: returns whether the server is shutting down.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -151,13 +152,13 @@ class EngineLoop:
         self._memory = memory_watch
         self._clock = clock
         self._tidied, self._worked_at = clock(), 0.0
-        self._used_at: float | None = clock()  # None: the model has been unloaded since
-        self._score_at = 0.0  # when the next slice of a prompt's scores may be computed beside others
+        self._used_at: float | None = clock()  # None: the models have been unloaded since
+        self._score_at = 0.0  # before it, no slice of a prompt's scores is computed while other requests run
 
     # By any thread --------------------------------------------------------------------------------------------
 
     def progress(self) -> object:
-        """Return a value that changes with each turn, step, slice, and token of a request computed alone."""
+        """Return a value that changes with all progress: each turn, each step of the batch, each prompt chunk alone."""
         batch = self.batch
         return self._num_turns, None if batch is None else batch.num_steps
 
@@ -167,7 +168,7 @@ class EngineLoop:
         return self.requests.qsize() + len(self.pending) + (0 if batch is None else batch.num_waiting)
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Return how far each answer of the batch is."""
+        """Return the progress of each answer in the batch."""
         rows, batch = dict(self.rows), self.batch
         return [
             {**each, "number": row.name, "order": (row.request.number, row.index), "age_seconds": row.age}
@@ -178,13 +179,13 @@ class EngineLoop:
     # The loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until the server ends. Raises whatever ends it otherwise."""
+        """Run until the server stops. Raises the error that ends the loop otherwise."""
         self.stream = mx.default_stream(mx.default_device())
         while not self.is_stopping():
             self.guarded_turn()
 
     def guarded_turn(self) -> None:
-        """One turn; what fails in it fails the batch's requests."""
+        """Run one turn; an error in it fails the batch's requests."""
         try:
             self.turn()
         except Exception as error:
@@ -215,11 +216,11 @@ class EngineLoop:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether somebody waits for an answer, as far as is known here."""
+        """Return whether any request is pending or running; those still in the queue do not count."""
         return bool(self.pending or self.rows or self.scoring or self.alone is not None)
 
     def arrived(self, seconds: float) -> list[Work]:
-        """Return the requests that have come, after at most this time."""
+        """Return all new requests, waiting up to ``seconds`` for the first."""
         found = []
         with suppress(Empty):
             found.append(self.requests.get(timeout=seconds))
@@ -228,31 +229,31 @@ class EngineLoop:
         return found
 
     def receive(self) -> None:
-        """Note the requests that have come; if there is nothing to do, wait for them a little, and tidy up."""
+        """Take new requests; when idle, wait up to IDLE_SECONDS for one, and then tidy up."""
         is_busy = self.is_busy
         self.pending += self.arrived(0 if is_busy else IDLE_SECONDS)
         if not is_busy and not self.pending:
 
             def is_wanted() -> bool:
-                self._num_turns += 1  # asked between prefixes that are written to disk, which may take long
+                self._num_turns += 1  # called between prefixes written to disk: slow, but progress
                 return not self.requests.empty() or self.is_stopping()
 
             self.tidy_while_idle(is_wanted)
         self.drop_gone()
 
     def drop_gone(self) -> None:
-        """Let go of requests that have not begun, and whose clients have gone."""
+        """Drop requests that wait or are being scored, and whose clients have gone."""
         for queue in (self.pending, self.scoring):
             for work in [work for work in queue if not work.is_wanted]:
                 queue.remove(work)
-                work.scoring = None  # and its blocks, whoever still holds the request
+                work.scoring = None  # frees its blocks, even if something still holds the request
         if self.is_busy:
             self._worked_at = self._used_at = self._clock()
 
     # Requests begin -------------------------------------------------------------------------------------------
 
     def _start(self, work: Work) -> bool:
-        """Begin a request, or answer it at once. False if it has to wait until the batch is done."""
+        """Start a request, or answer it at once. Return False if it must wait until the running requests are done."""
         models, request = self.models, work.request
         is_busy = bool(self.rows or self.scoring)
         if self.alone is not None:
@@ -263,7 +264,7 @@ class EngineLoop:
                     return False
                 self.is_loading = True
                 models.load(work.key, lambda: self.close_batch(None))
-            if request is None:  # only the model was wanted
+            if request is None:  # only the model's texts are wanted
                 if models.texts is None:
                     raise RequestRefused(404, "the server was started without --model: name one", param="model")
                 self.outbox.put(work.stream, models.texts)
@@ -284,7 +285,7 @@ class EngineLoop:
         return True
 
     def _insert(self, work: Work, request: ServerRequest) -> None:
-        """Have the answers to a request computed in the batch: all of them, or none."""
+        """Add the answers to a request to the batch: all of them, or none if it raises."""
         models, texts = self.models, self.models.texts
         assert texts is not None
         if self.batch is None:
@@ -304,7 +305,7 @@ class EngineLoop:
                 yield None if found is None else Scores(number, *found)
 
     def _score(self) -> None:
-        """Compute one slice, between the steps of others, who have as much time as the slices."""
+        """Compute one slice of the scores; while other requests run, slices take at most half of the time."""
         if not self.scoring or (self.rows and self._clock() < self._score_at):
             return
         work, begin = self.scoring[0], self._clock()
@@ -327,7 +328,7 @@ class EngineLoop:
     # The batch ------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Compute until there is something to tell, and tell it. A request that failed is told so; others go on."""
+        """Run the batch until it has responses, and send them. If a request fails, the others go on."""
         unwanted = [uid for uid, row in self.rows.items() if not row.work.is_wanted]
         if unwanted:
             self.batch.remove(unwanted)
@@ -345,7 +346,7 @@ class EngineLoop:
             computed = batch.computed_prompt_tokens
             self.stats.count(computed_prompt_tokens=computed - self._num_computed)
             self._num_computed = computed
-        if not prompts and not generated:  # nothing is left to do, and so nobody may be waiting for it
+        if not prompts and not generated:  # nothing is left to compute, but rows still wait
             self.close_batch(RuntimeError("the batch has lost its requests"))
             return
         for response in prompts:
@@ -367,10 +368,10 @@ class EngineLoop:
                 self._fail_row(response.uid, error)
 
     def _tell(self, row: Row, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
-        """Tell a client the next token of its answer. Return whether it is the last.
+        """Send a client the next token of its answer. Return whether it is the last.
 
         Raises:
-            ValueError: a log-probability is not a number, which no JSON has a word for.
+            ValueError: a log-probability is NaN, which JSON cannot express.
         """
         stream, request = row.work.stream, row.request
         if any(value != value for value in (logprob, *(value for _, value in top))):
@@ -394,15 +395,15 @@ class EngineLoop:
         return True
 
     def _note_start(self, row: Row) -> None:
-        """Count a row's start once something of it has been computed."""
+        """Count a row's time in the queue, once the first part of it has been computed."""
         if not row.has_started:
             row.has_started = True
             self.stats.count(queue_seconds=time.monotonic() - row.request.asked_at)
 
     def _fail_row(self, uid: int, error: Exception) -> None:
-        """A row has failed: its request fails, with its other rows."""
+        """Fail a row's request, with its other rows."""
         if isinstance(error.__cause__, PoolExhaustedError) and hasattr(self.models.prompt_cache, "others"):
-            self.models.prompt_cache.others.trim_to(n_sequences=0)  # copies that the pool cannot ask for their blocks
+            self.models.prompt_cache.others.trim_to(n_sequences=0)  # cached copies whose blocks the pool cannot evict
         row = self.rows.pop(uid, None)
         if row is not None:
             self.fail(row.work, error)
@@ -415,7 +416,7 @@ class EngineLoop:
     # Alone ----------------------------------------------------------------------------------------------------
 
     def _compute_alone(self, work: Work, request: ServerRequest) -> Iterator[None]:
-        """Compute the answers to a request that the batch cannot, one after the other."""
+        """Compute the answers to a request that cannot run in the batch, one after the other."""
         texts = self.models.texts
         assert texts is not None
 
@@ -448,7 +449,7 @@ class EngineLoop:
     # Ends -----------------------------------------------------------------------------------------------------
 
     def close_batch(self, error: Exception | None) -> None:
-        """Let go of the batch; its requests, if it has any, fail with ``error``."""
+        """Close the batch; its requests, if it has any, fail with ``error``."""
         batch, self.batch = self.batch, None
         rows, self.rows = self.rows, {}
         if error is not None:
@@ -459,7 +460,7 @@ class EngineLoop:
             batch.close()
 
     def refuse_all(self) -> None:
-        """End in order."""
+        """Refuse all requests at an orderly shutdown."""
         refusal = unavailable(CLOSING)
         self.alone = None
         self.close_batch(refusal)
@@ -467,19 +468,18 @@ class EngineLoop:
             self.fail(work, refusal)
 
     def abandon(self) -> None:
-        """Let go of everything after :meth:`run` has failed. Nothing is kept of what was being computed, since nobody
-        knows how far that has come."""
+        """Drop everything after :meth:`run` has failed. Unfinished work is lost, because its state is unknown."""
         batch, self.batch, self.alone, self.rows = self.batch, None, None, {}
         with suppress(Exception):
             if batch is not None:
                 batch.abandon()
         del batch
-        with suppress(Exception):  # no more is being computed in this thread
+        with suppress(Exception):  # wait until this thread computes nothing any more
             mx.synchronize(self.stream)
         gc.collect()
 
     def tidy_while_idle(self, is_wanted: Callable[[], bool]) -> None:
-        """Write prefixes to disk, give memory back, and look at the memory."""
+        """Write prefixes to disk, return unused memory, unload idle models, and check the memory in use."""
         cache = self.models.prompt_cache
         self._tidied = self._clock()
         if hasattr(cache, "tidy"):
@@ -500,16 +500,16 @@ class EngineLoop:
 
 
 def for_seconds(seconds: float) -> Callable[[], bool]:
-    """Return a function that says whether so many seconds have passed."""
+    """Return a function that returns whether ``seconds`` have passed since now."""
     begin = time.monotonic()
     return lambda: time.monotonic() - begin > seconds
 
 
 def fetch_logprobs(asking: list[tuple[Any, int]]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-    """Return, by uid, the log-probability of each token and of the likeliest.
+    """Return, by uid, the log-probability of each token and of the most likely ones.
 
     Args:
-        asking: responses, and how many of the likeliest each wants.
+        asking: responses, each with its number of most likely tokens.
     """
     if not asking:
         return {}
@@ -520,14 +520,14 @@ def fetch_logprobs(asking: list[tuple[Any, int]]) -> dict[int, tuple[float, tupl
 
 
 def likeliest_of(rows: mx.array, tokens: list[int], num_top: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
-    """Return the log-probability of each row's token, and the row's likeliest tokens with theirs: all computed
-    together, in one transfer."""
+    """Return the log-probability of each row's token, and the row's ``num_top`` most likely tokens with theirs, in one
+    transfer."""
     wanted, most = mx.array(tokens)[:, None], min(num_top, rows.shape[-1])
     if most:
         likeliest = mx.argpartition(-rows, kth=most - 1, axis=-1)[:, :most].astype(mx.int32)
         wanted = mx.concatenate([wanted, likeliest], axis=1)
     values = mx.take_along_axis(rows, wanted, axis=1).astype(mx.float32)
-    # Both in one array; float32 is exact for as many tokens as there are.
+    # Ids and values in one array: float32 is exact for ids up to 2**24.
     fetched: Any = mx.stack([wanted.astype(mx.float32), values], axis=1).tolist()
     return [
         (logprobs[0], tuple(sorted(zip(map(int, ids[1:]), logprobs[1:], strict=True), key=lambda pair: -pair[1])))
@@ -536,7 +536,7 @@ def likeliest_of(rows: mx.array, tokens: list[int], num_top: int) -> list[tuple[
 
 
 def check_pool(pool: BlockPool, prompt_cache: Any) -> None:
-    """Raise unless a pool's accounts and prefixes agree, and what is in it can be computed in this thread."""
+    """Raise if a pool or its prefix tree is inconsistent, or its pending work cannot be computed in this thread."""
     pool.check_integrity()
     if hasattr(prompt_cache, "tree_of"):
         prompt_cache.tree_of(pool).check_integrity()

@@ -1,4 +1,4 @@
-"""EngineThread: the one thread that computes, and what becomes of it when it fails or hangs."""
+"""EngineThread: the one thread that computes; restarted after a failure, watched for hangs."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from .report import ServerStats
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: a service manager starts the server again
-LAST_SECONDS = 1.5  # for answers to clients when the process has to end
-FRESH_SECONDS = 60.0  # after a restart, for which the server is degraded
+LAST_SECONDS = 1.5  # for errors to reach clients before the process exits
+FRESH_SECONDS = 60.0  # after a restart, while the server counts as degraded
 MAX_WAITING = 1024  # requests
-# Seconds without progress that are a hang. A step may compile kernels, and on a CPU its two thousand tokens of a prompt
+# Seconds without progress that count as a hang. A step may compile kernels, and on a CPU its two thousand prompt tokens
 # take minutes.
 GPU_TIMEOUT, CPU_TIMEOUT = 300.0, 3600.0
 
 
 class EngineThread:
-    """Runs an :class:`EngineLoop`. If it fails where no request is at fault, another one follows it once, in the same
-    thread, since streams of MLX belong to threads; its pool and prefixes are kept if they are in order. A second
-    failure ends the process with :data:`EXIT_STATUS`, and so does a hang: nothing can end a thread.
+    """The thread that runs an :class:`EngineLoop`. If the loop fails through no request's fault, a new one replaces it
+    once, in the same thread, because MLX's streams belong to threads; pool and prefixes are kept if they are intact. A
+    second failure ends the process with :data:`EXIT_STATUS`, and so does a hang, because a thread cannot be killed.
 
     Args:
         models: the model and its caches.
-        stats: of the server.
-        memory_watch: says when memory is short.
-        timeout: seconds without progress that are a hang; 0: none are; None: by the device.
-        make_loop: makes the loop, from this; None: an EngineLoop.
-        on_start_error: told why the server's own model cannot be served.
+        stats: the server's figures.
+        memory_watch: watches the memory in use.
+        timeout: seconds without progress that count as a hang; 0: no watchdog; None: the device's default.
+        make_loop: makes a loop for this thread; None: an EngineLoop.
+        on_start_error: called with the error if the server's own model cannot be served.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class EngineThread:
     # The event loop's side ------------------------------------------------------------------------------------
 
     def submit(self, work: Work) -> Work:
-        """Queue a request whose prompts are made, or that wants the model alone.
+        """Queue a request whose prompts are made, or that only wants the model's texts.
 
         Raises:
-            RequestRefused: 503, nothing computes any more; 429, too many wait.
+            RequestRefused: 503, the engine has stopped or failed; 429, too many requests wait.
         """
         self.check()
         if self.loop.num_waiting >= MAX_WAITING:
@@ -92,17 +92,17 @@ class EngineThread:
         return work
 
     def check(self) -> None:
-        """Raise RequestRefused (503) if nothing computes any more."""
+        """Raise RequestRefused (503) if the engine has stopped or failed."""
         if self.start_error is not None:
             raise RequestRefused(503, "the model could not be loaded: see the server's log")
         if self.is_dead or self.is_stopping:
             raise unavailable(CLOSING if self.is_stopping else "the engine's thread has died: see the server's log")
 
     async def texts_for(self, key: ModelKey | None) -> ModelTexts:
-        """Return a model's tokenizer and what goes with it; the model is loaded if it is another one.
+        """Return a model's tokenizer and parsers; the model is loaded if they are not known yet.
 
         Raises:
-            RequestRefused: it cannot be had.
+            RequestRefused: the model cannot be loaded.
         """
         if (texts := self.models.texts_of(key)) is not None:
             return texts
@@ -126,7 +126,7 @@ class EngineThread:
         return "degraded" if is_short or is_fresh else "ok"
 
     def health(self) -> dict[str, Any]:
-        """Return what ``/health`` says. Waits for nobody."""
+        """Return the body of ``/health``. Never blocks on the engine thread."""
         since = round(time.monotonic() - self._restarted_at, 1) if self.num_restarts else None
         return {
             "status": self.state,
@@ -137,19 +137,19 @@ class EngineThread:
         }
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Return how far each answer of the batch is, and each request that is in no batch, in the order they came."""
+        """Return the progress of each answer in the batch and of each request outside it, in order of arrival."""
         outside = [work for work in list(self._open) if work.request is not None and work.state != "batched"]
         found = [*self.loop.sequences(), *(_figures(work) for work in outside if work.is_wanted)]
         return sorted(found, key=lambda each: each["order"])
 
     def fail_all(self, message: str) -> None:
-        """Tell every client that waits. By any thread."""
+        """Fail all open requests with a 503. For any thread."""
         for work in list(self._open):
             if work.stream is not None and work.stream.is_wanted and not work.stream.loop.is_closed():
                 work.stream.loop.call_soon_threadsafe(work.stream.fail, unavailable(message))
 
     def stop(self, seconds: float | None) -> bool:
-        """End in order, and wait for that. Return whether it has ended."""
+        """Stop the thread in order, waiting up to ``seconds``. Return whether it has ended."""
         self.is_stopping = True
         if self.thread.ident is not None:
             self.thread.join(seconds)
@@ -167,10 +167,10 @@ class EngineThread:
             self._die(f"the engine's thread cannot be started again: {type(error).__name__}: {error}")
         finally:
             self.is_dead = not self.is_stopping
-            mx.clear_streams()  # a thread that ends with a stream of the CPU may end the process
+            mx.clear_streams()  # a thread that ends with a CPU stream may abort the process
 
     def _load_default(self) -> None:
-        """Load the model that the command line names. If it cannot be served, the process is to end."""
+        """Load the model of the command line. If it cannot be served, report it, so that the process ends."""
         try:
             self.models.load_default()
             self.has_started = True
@@ -182,7 +182,7 @@ class EngineThread:
             self._on_start_error(error)
 
     def _live(self) -> bool:
-        """Run one loop. Return whether the server has ended in order."""
+        """Run one loop. Return True after an orderly shutdown, False if another loop is to follow."""
         loop = self.loop
         try:
             loop.run()
@@ -192,7 +192,7 @@ class EngineThread:
         else:
             loop.refuse_all()
             loop.outbox.flush()
-            self.models.close()  # in this thread: arrays go where they were made
+            self.models.close()  # in this thread: arrays must be freed where they were made
             return True
         loop.abandon()
         if self.num_restarts:
@@ -206,7 +206,7 @@ class EngineThread:
     # The end of the process -----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Look at the thread several times in each timeout, and end the process if it makes no progress."""
+        """Check the thread several times per timeout, and end the process if it makes no progress."""
         seen, since = None, time.monotonic()
         while self.thread.is_alive():
             time.sleep(min(1.0, self._timeout / 8))
@@ -220,18 +220,18 @@ class EngineThread:
                 self._die(why)
 
     def _progress(self) -> object:
-        """Return a value that changes with all work; None: the thread is at something without bounds, such as loading
-        a model."""
+        """Return a value that changes with all progress; None: the thread does something without a time limit, such as
+        loading a model."""
         loop = self.loop
         if self.is_stopping or not self.has_started or loop.is_loading:
             return None
         return loop, loop.progress()
 
     def _die(self, why: str) -> NoReturn:
-        """End the process, for whoever started it to start it again."""
+        """End the process, so that a service manager restarts it."""
         self.is_dead = True
         self.fail_all(f"the server ends: {why}")
-        time.sleep(LAST_SECONDS)  # for the last words to clients
+        time.sleep(LAST_SECONDS)  # for errors to reach clients
         print(f"mlx_paged.server: {why}; the process ends", file=sys.stderr, flush=True)
         logging.shutdown()
         os._exit(EXIT_STATUS)
@@ -242,7 +242,7 @@ def new_loop(thread: EngineThread) -> EngineLoop:
 
 
 def _figures(work: Work) -> dict[str, Any]:
-    """Return what is known of a request that is in no batch."""
+    """Return the progress of a request outside the batch."""
     request = work.request
     assert request is not None
     return {

@@ -1,4 +1,4 @@
-"""RequestRefused: why a request is not served, in the words of each API."""
+"""RequestRefused: an error response, in the format of each API."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ RETRY_SECONDS = 5
 
 
 class RequestRefused(Exception):
-    """A request that is not served.
+    """A request is refused or has failed.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         kind: OpenAI's ``error.type``.
-        param: the parameter at fault, if one is.
-        code: OpenAI's ``error.code``, a word for programs, or None.
-        retry_after: seconds after which it may be served, if it may.
+        param: the parameter at fault, or None.
+        code: OpenAI's ``error.code``, or None.
+        retry_after: seconds after which the client may retry, or None.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class RequestRefused(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """Return the error as OpenAI's API words it."""
+        """Return the error in OpenAI's format."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Return the error as Anthropic's API words it."""
+        """Return the error in Anthropic's format."""
         status = int(self.status)
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         message = str(self)
@@ -76,7 +76,7 @@ def not_found(message: str, *, param: str | None = None, code: str | None = None
 
 
 def refusal_of(error: BaseException) -> RequestRefused:
-    """Return what a client is told of an error; log what only the server's owner can mend."""
+    """Return the response to an error; an unexpected error is logged and becomes a 500."""
     if isinstance(error, RequestRefused):
         return error
     if isinstance(error, RequestTooLargeError):

@@ -1,4 +1,4 @@
-"""HTTP: what uvicorn and starlette leave open: bounds of connections and bodies, who may ask, a line in the log."""
+"""HTTP beyond uvicorn and starlette: limits on connections and bodies, checks of origin and host, the access log."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from .errors import RequestRefused, invalid, refusal_of
 if TYPE_CHECKING:
     from .service import Service
 
-SOCKET_SECONDS = 60  # without a byte from or to a client, after which it is taken to be gone
+SOCKET_SECONDS = 60  # without a byte from or to a client, after which it counts as gone
 MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096
-SPARE_FILES = 256  # for everything else that the process opens
-MAX_PIPELINED = 64 << 10  # bytes of further requests that are kept while one is answered
+SPARE_FILES = 256  # open files for everything but connections
+MAX_PIPELINED = 64 << 10  # bytes of pipelined requests that are buffered while one is answered
 MAX_BODY_BYTES = 32 << 20  # Anthropic's own limit
 MAX_BODIES_BYTES = 128 << 20  # of all connections together, until their prompts are made
-SMALL_BODY = 64 << 10  # of which each connection may have one
-QUIET = ("/v1/cache/stats", "/health", "/metrics")  # asked for again and again, by the page and by monitors
+SMALL_BODY = 64 << 10  # bytes; smaller bodies are not counted
+QUIET = ("/v1/cache/stats", "/health", "/metrics")  # polled by the page and by monitors: logged at DEBUG only
 LOOPBACK = re.compile(r"localhost|.+\.localhost|127(\.\d+){3}|\[?::1\]?")
-# Pages of this machine, and what is no page of a site: extensions and applications.
+# Pages of this machine, browser extensions and applications; no web sites.
 LOCAL_ORIGINS = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?|(?!https?:|null)[a-z][a-z0-9+.-]*:.*"
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1, with errors in JSON, a bound of connections, and one of the time without a request."""
+    """uvicorn's HTTP/1.1, with errors in JSON, a limit of connections, and a timeout for idle ones."""
 
     max_connections = MAX_CONNECTIONS
-    _waits_since: float | None = None  # for the headers of a request, of which some bytes may have come
+    _waits_since: float | None = None  # start of the wait for a request's headers, which may have come in part
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,7 +63,7 @@ class Protocol(H11Protocol):
             self._wait_for_request()
         else:
             self._waits_since = None
-        # uvicorn stops reading where a further request waits, and then does not see that the client has gone.
+        # uvicorn stops reading while a pipelined request waits, and then misses that the client has gone.
         rest, is_closed = self.conn.trailing_data
         if self.conn.their_state is h11.DONE and not is_closed and 0 < len(rest) < MAX_PIPELINED:
             self.flow.resume_reading()
@@ -94,7 +94,7 @@ class Protocol(H11Protocol):
 
 
 def raised_file_limit() -> int:
-    """Let the process open as many files as it may. Return how many these are."""
+    """Raise the limit of open files to what MAX_CONNECTIONS needs, as far as allowed. Return the limit."""
     try:
         import resource
     except ImportError:
@@ -114,13 +114,13 @@ def raised_file_limit() -> int:
 
 
 class BodyBudget:
-    """Bytes of bodies that are being read or made into prompts."""
+    """Limit on the bytes of all bodies that are being read or made into prompts."""
 
     def __init__(self, most: int = MAX_BODIES_BYTES) -> None:
         self._most, self.used = most, 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Raise RequestRefused (429) if there is no room."""
+        """Reserve bytes. Raises RequestRefused (429) if there is no room; one body alone always fits."""
         if self.used and self.used + num_bytes > self._most:
             raise RequestRefused(429, "too many large requests are waiting", kind="overloaded", retry_after=5)
         self.used += num_bytes
@@ -131,10 +131,10 @@ class BodyBudget:
 
 @asynccontextmanager
 async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytes]:
-    """Read a request's body, whose bytes count until the ``async with`` block ends.
+    """Read a request's body; its bytes count against the budget until the ``async with`` block ends.
 
     Raises:
-        RequestRefused: 408, 413 or 429.
+        RequestRefused: 408, timeout; 413, the body is too large; 429, too many large bodies.
         ClientDisconnect: the client has gone.
     """
     too_large = RequestRefused(413, f"a request body has at most {MAX_BODY_BYTES} bytes")
@@ -169,13 +169,13 @@ async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytes]:
 
 @dataclass
 class RequestLog:
-    """What the log says of a request, as far as it is known.
+    """The log entry of a request, filled in as it is answered.
 
     Attributes:
-        id: of the request, as the client is told it.
-        reason: of a status that is an error.
+        id: the request's id, which the client gets as well.
+        reason: the error message, if there is one.
         outcome: ``ok``, ``refused`` (4xx), ``failed`` (5xx) or ``cancelled``.
-        client: its name; empty: it has not been let in.
+        client: the client's name; empty before it is admitted.
     """
 
     id: str
@@ -215,15 +215,14 @@ class RequestLog:
 
 
 class Gate(CORSMiddleware):
-    """The outermost ASGI application: checks who asks, words what is raised, counts and logs.
+    """The outermost ASGI application: checks origin and host, turns exceptions into responses, counts and logs.
 
-    A page of another site that drives a server on the loopback interface has its own origin, or, with a name that it
-    lets point here, that name as the host (DNS rebinding). Clients with an API key, which pages do not know, may use
-    any host.
+    A web page that attacks a server on the loopback interface sends its own origin, or, with DNS rebinding, its own
+    name as the host. If the server has API keys, which pages do not know, any host is allowed.
 
     Args:
-        app: that answers.
-        service: whose server this is.
+        app: the application that answers.
+        service: the server.
     """
 
     def __init__(self, app: Callable[..., Any], service: Service) -> None:
@@ -240,8 +239,8 @@ class Gate(CORSMiddleware):
         )
 
     def check(self, headers: Headers) -> None:
-        """Raise RequestRefused: 403 for a page that may not ask, 400 for a host that is none, 431 for too many bytes:
-        h11 bounds those of headers only where they come in several reads."""
+        """Raise RequestRefused: 403 for a forbidden origin or host, 400 for an invalid host, 431 for headers that are
+        too large, which h11 limits only if they come in several reads."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise RequestRefused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
         origin = headers.get("origin")
@@ -261,7 +260,7 @@ class Gate(CORSMiddleware):
         headers, begin = Headers(scope=scope), time.monotonic()
         given = headers.get("x-request-id", "")
         log = RequestLog(given if _ID.fullmatch(given) else uuid.uuid4().hex)
-        scope["app"] = self  # starlette raises what it answers otherwise
+        scope["app"] = self  # makes starlette raise HTTPException instead of answering
         scope.setdefault("state", {})["log"] = log
         is_post = scope["method"] == "POST"
 
@@ -289,7 +288,7 @@ class Gate(CORSMiddleware):
                 self._service.stats.requests[log.outcome] += 1
             if log.client:
                 self._service.clients.leave(log)
-            path = scope["raw_path"].decode("ascii", "backslashreplace")  # whatever %0A it holds, one line
+            path = scope["raw_path"].decode("ascii", "backslashreplace")  # percent-encoded: no line breaks
             quiet = path in QUIET and log.status in (200, 503)
             logging.log(logging.DEBUG if quiet else logging.INFO, "%s", log.line(scope["method"], path))
 
@@ -298,9 +297,9 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 
 
 def error_response(error: Exception, scope: Any, log: RequestLog) -> Response:
-    """Return an error in the words of the API that was asked."""
+    """Return the response to an error, in the format of the API that was called."""
     headers = {}
-    if isinstance(error, HTTPException):  # starlette's, of a method
+    if isinstance(error, HTTPException):  # starlette's, for a method that is not allowed
         headers["allow"] = (error.headers or {}).get("Allow", "")
         error = RequestRefused(error.status_code, f"method not allowed; use {headers['allow']}")
     refusal = refusal_of(error)
@@ -312,5 +311,5 @@ def error_response(error: Exception, scope: Any, log: RequestLog) -> Response:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return JSON as it is: without numbers that are none."""
+    """Return a JSON response. Raises ValueError for NaN and infinity, which JSON cannot express."""
     return Response(json.dumps(value, allow_nan=False), status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""MemoryWatch: how full the memory is, and what makes room above the watermark."""
+"""MemoryWatch: reads how much memory is in use, and frees some above the watermark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..kv.pool import BlockPool
 
 @cache
 def _trim() -> Any:
-    """glibc's ``malloc_trim``; None: this C library has none."""
+    """Return glibc's ``malloc_trim``; None if the C library has none."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
@@ -26,21 +26,21 @@ def _trim() -> Any:
 
 
 def trim_heap() -> None:
-    """MLX's buffers on a CPU come from there, and a freed one stays resident between others that are in use. For times
-    without work, or with too little memory: it looks through the whole heap, and what comes next faults pages in."""
+    """Return freed heap memory to the system: MLX's buffers on a CPU come from the heap, and stay resident when freed
+    between others. Call it only when idle or short of memory: it walks the heap, and later buffers fault pages in."""
     trim = _trim()
     if trim is not None:
         trim(0)
 
 
-UNLIMITED = 1 << 60  # cgroups of version 1 say so much, and a little less, for none
+UNLIMITED = 1 << 60  # cgroup v1 reports nearly 1 << 63 if there is no limit
 
 
 class MemoryReading(NamedTuple):
-    """Bytes in use, and the most there can be.
+    """Memory in use and its limit, in bytes.
 
     Attributes:
-        used: what could not be had by asking for it. Files that the system may forget are not part of it.
+        used: memory in use, without cached files, which the system can drop.
         limit: see :func:`read_memory`.
         source: ``metal``, ``cuda``, ``cgroup`` or ``system``.
     """
@@ -55,11 +55,11 @@ class MemoryReading(NamedTuple):
 
 
 def read_memory() -> MemoryReading | None:
-    """Read the default device's memory now. Costs some files or a call: use it a few times a second, not for every
-    step.
+    """Return the memory in use on the default device; None if the system does not report it. It reads files or calls
+    the driver: use it a few times a second, not in every step.
 
-    Metal: what MLX holds, of the recommended working set. CUDA: what of the device's memory is not free. CPU: the
-    control group's limit or the machine's memory, whichever is nearer. None: the system does not say.
+    Metal: MLX's memory against the recommended working set. CUDA: the device's memory that is not free. CPU: a control
+    group's memory or the machine's, whichever has the largest share in use.
     """
     if mx.default_device() == mx.Device(mx.gpu):
         info = mx.device_info()
@@ -73,12 +73,12 @@ def read_memory() -> MemoryReading | None:
 
 
 def nearest(readings: list[MemoryReading]) -> MemoryReading | None:
-    """Return the one of which the largest share is used."""
+    """Return the reading with the largest share in use."""
     return max(readings, key=lambda reading: reading.share, default=None)
 
 
 def system_readings(meminfo: Path = Path("/proc/meminfo")) -> Iterator[MemoryReading]:
-    """Yield the machine's memory, and what of it is not available."""
+    """Yield the machine's memory, as ``/proc/meminfo`` reports it."""
     lines = _read(meminfo).splitlines()
     values = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     try:
@@ -92,8 +92,7 @@ def system_readings(meminfo: Path = Path("/proc/meminfo")) -> Iterator[MemoryRea
 def control_group_readings(
     groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[MemoryReading]:
-    """Return readings of this process's control groups that have a limit, the inner ones and those around them, of both
-    versions."""
+    """Yield readings of the control groups with a limit that this process is in, parents included; cgroup v1 and v2."""
     for line in _read(groups).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -104,8 +103,8 @@ def control_group_readings(
 
 
 def _readings_up(mount: Path, path: str, limit_name: str, used_name: str, prefix: str) -> Iterator[MemoryReading]:
-    """Yield readings up the path. In a container the path is often the host's, and not to be found: then its root is
-    the group."""
+    """Yield readings from a group up to the root. In a container the path is often the host's and does not exist: then
+    the root is the group."""
     inner = mount / path.strip("/")
     folder = inner if inner.is_dir() else mount
     while True:
@@ -118,7 +117,7 @@ def _readings_up(mount: Path, path: str, limit_name: str, used_name: str, prefix
 
 
 def _forgettable(stat: Path, prefix: str) -> int:
-    """Bytes of files that a group's processes have read, and the system drops before it says no to anybody."""
+    """Return the bytes of a group's cached files, which the system drops before an allocation fails."""
     names = (f"{prefix}inactive_file", f"{prefix}active_file")
     pairs = (line.split() for line in _read(stat).splitlines())
     return sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names and pair[1].isdigit())
@@ -137,27 +136,27 @@ def _read(path: Path) -> str:
 
 
 WATERMARK = 0.95  # of the limit
-SLACK = 0.02  # of the limit, below the watermark, before everything is as it was
+SLACK = 0.02  # of the limit: pressure ends when use is this far below the watermark
 EVERY_SECONDS = 0.5
 
 
 class Pressure(IntEnum):
-    """What is done, each with all before it."""
+    """Level of memory pressure; each level also does what those before it do."""
 
     NONE = 0
-    EVICTING = 1  # cached prefixes go
-    HOLDING = 2  # no request starts beside one that runs
-    PREEMPTING = 3  # the youngest running request makes room
+    EVICTING = 1  # evict cached prefixes
+    HOLDING = 2  # start no request while another runs
+    PREEMPTING = 3  # preempt the youngest running request
 
 
 class MemoryWatch:
-    """Goes a level up with each reading above the watermark: what the level before gave up was not enough. Below it by
-    some slack, everything is as it was. Between the two, requests that wait go on waiting.
+    """The memory pressure. Each reading above the watermark raises it by a level, because the last one did not free
+    enough. It ends :data:`SLACK` below the watermark; in between, waiting requests still wait.
 
     Args:
-        watermark: share of the limit; 0: nothing is watched.
+        watermark: share of the limit; 0 disables the watch.
         read: reads memory in use and the limit.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -173,15 +172,15 @@ class MemoryWatch:
         self._next = clock()
 
     def look(self) -> int | None:
-        """Read the memory and set the pressure. Return the bytes above the watermark, negative below it; None until it
-        is time for another reading; may be called often."""
+        """Read the memory and set the pressure, if a reading is due. Return the bytes above the watermark, negative
+        below it; None if there was no reading. May be called often."""
         now = self._clock()
         if not self.watermark or now < self._next:
             return None
         self.last, before = self._read(), self.pressure
         self._next = now + EVERY_SECONDS
         if self.last is None:
-            self._next = now + 60 * EVERY_SECONDS  # a system that does not say will not say soon
+            self._next = now + 60 * EVERY_SECONDS  # a system that reports nothing will not soon
             return None
         used, limit, source = self.last
         mark = self.watermark * limit
@@ -196,12 +195,12 @@ class MemoryWatch:
         return int(used - mark)
 
     def keep(self, batch: Any, pool: BlockPool | None, prompt_cache: Any) -> None:
-        """Make room between two steps; only a look at the clock unless a reading is due. For the engine's thread.
+        """Free memory between two steps, if a reading is due and above the watermark. For the engine thread.
 
         Args:
-            batch: of the requests that run; None: none do.
-            pool: of the present model.
-            prompt_cache: of all models; what is copied there goes, too.
+            batch: the running batch, or None.
+            pool: the present model's pool, or None.
+            prompt_cache: the prompt cache of all models; cached copies in it are dropped, too.
         """
         excess = self.look()
         if excess is None:
@@ -223,7 +222,7 @@ class MemoryWatch:
             others.trim_to(n_bytes=max(0, int(others.nbytes) - excess))
 
     def as_dict(self) -> dict[str, Any] | None:
-        """Return what ``/health`` shows; None where nothing is watched or known."""
+        """Return what ``/health`` shows; None if there has been no reading."""
         if self.last is None:
             return None
         shown = {"used_bytes": self.last.used, "limit_bytes": self.last.limit, "source": self.last.source}

@@ -1,1 +1,1 @@
-"""What replaces names of mlx_lm/models/cache.py, and how a model's layers come to lie in a pool."""
+"""Replacements for names of mlx_lm/models/cache.py, and the code that lays out a model's layers in a pool."""

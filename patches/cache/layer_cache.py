@@ -1,4 +1,4 @@
-"""The paged caches of a model's layers, which stand for mlx-lm's and can turn into them."""
+"""Paged caches of a model's layers, which stand in for mlx-lm's caches and can be converted to them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ...warn import warn_once
 
 
 class PagedLayerCache(PagedKVCache):
-    """PagedKVCache that can turn into mlx-lm's caches, for what is not paged.
+    """A PagedKVCache that can be converted to mlx-lm's caches, for operations that are not paged.
 
-    For ``isinstance`` it is a ``KVCache``, or with a window a ``RotatingKVCache`` or ``ChunkedKVCache``: scripts ask
-    which of them a layer has. It inherits nothing of them; ``type`` distinguishes it. mlx-lm's library asks for none.
+    ``isinstance`` says that it is a ``KVCache``, or with a window a ``RotatingKVCache`` or ``ChunkedKVCache``, because
+    scripts check that. It inherits nothing from them, and ``type`` tells it apart. mlx-lm itself makes no such checks.
     """
 
     def __init__(self, sequence: SequenceTables, layer: int) -> None:
@@ -40,26 +40,27 @@ class PagedLayerCache(PagedKVCache):
 
     @property
     def max_size(self) -> int:
-        """Like ``RotatingKVCache``'s. Raises AttributeError without a sliding window."""
+        """Size of the sliding window, as in ``RotatingKVCache``. Raises AttributeError without one."""
         return self._if(RotatingKVCache, "max_size", self.window)
 
     @property
     def keep(self) -> int:
-        """Like ``RotatingKVCache``'s. Raises AttributeError without a sliding window."""
+        """Number of pinned tokens, as in ``RotatingKVCache``: 0. Raises AttributeError without a sliding window."""
         return self._if(RotatingKVCache, "keep", 0)
 
     @property
     def chunk_size(self) -> int:
-        """Like ``ChunkedKVCache``'s. Raises AttributeError without chunks."""
+        """Size of a chunk, as in ``ChunkedKVCache``. Raises AttributeError without chunks."""
         return self._if(ChunkedKVCache, "chunk_size", self.window)
 
     @property
     def start_position(self) -> int:
-        """The first token that the next one sees, as of a ``ChunkedKVCache``. Raises AttributeError without chunks."""
+        """Position of the first token that the next one sees, as in ``ChunkedKVCache``. Raises AttributeError without
+        chunks."""
         return self._if(ChunkedKVCache, "start_position", self._kv.spec.first_kept(self.offset))
 
     def maybe_trim_front(self) -> None:
-        """Like ``ChunkedKVCache``'s: what the next token does not see goes when that is written."""
+        """Do nothing: tokens that the next one does not see are released when it is written."""
 
     def _if(self, kind: type, name: str, value: int | None) -> int:
         if self._stands_for is not kind or value is None:
@@ -69,15 +70,15 @@ class PagedLayerCache(PagedKVCache):
 
     @property
     def has_stock_form(self) -> bool:
-        """Return whether mlx-lm has a cache that holds the same bytes: of quantised ones neither with a window, nor
-        with keys of other bits than values, nor rotated."""
+        """Return whether mlx-lm has a cache that holds the same bytes. It has none for quantised pages that have a
+        window, are rotated, or use different bits for keys and values."""
         held = self._kv.group.geometry
         if held is None or held.format is None:
             return True
         return self.window is None and held.format.stock_bits is not None
 
     def to_stock(self) -> KVCache | RotatingKVCache | ChunkedKVCache | QuantizedKVCache:
-        """Return the same tokens in mlx-lm's own cache, bit for bit and by position (a copy); dequantised unless
+        """Return a copy in mlx-lm's own cache, in order of position and bit for bit; dequantised unless
         :attr:`has_stock_form`."""
         if self._kv.is_quantized and self.has_stock_form and not self.empty():
             return self._to_stock_quantized()
@@ -91,13 +92,13 @@ class PagedLayerCache(PagedKVCache):
         keys, values = self.keys_and_values()
         if self.split_keys:
             keys = mx.concatenate([keys, values], axis=-1)
-            values = mx.zeros_like(keys)  # as mlx-lm's indexers have them
+            values = mx.zeros_like(keys)  # mlx-lm's indexers cache zeros as values
         if ring is None:
             chunks = () if self.window is None else (self.window, self.offset - keys.shape[2])
             stock.state = (keys, values, self.offset, *chunks)
             return stock
-        # A full ring has `window` slots. The token just behind the window may be released already: mlx-lm overwrites
-        # its slot before reading it, so zeros do.
+        # A full ring has `window` slots. The oldest token may already be released; mlx-lm overwrites its slot before
+        # it reads it, so zeros can take its place.
         missing = max(0, min(self.offset, ring) - keys.shape[2])
         if missing:
             keys, values = (mx.concatenate([mx.zeros_like(x[:, :, :missing]), x], axis=2) for x in (keys, values))
@@ -121,7 +122,7 @@ class PagedLayerCache(PagedKVCache):
         return self._kv.spec.split_keys
 
     def load(self, keys: mx.array, values: mx.array, offset: int, *, stored: bool = False) -> None:
-        """Like :meth:`PagedKVCache.load`, also for whole keys where pages hold halves; ``values`` are not used then."""
+        """Like :meth:`PagedKVCache.load`; splits whole keys and ignores ``values`` where pages hold half keys."""
         geometry = self._kv.group.geometry
         if self.split_keys and geometry is not None and keys.shape[3] == geometry.k_head_dim + geometry.v_head_dim:
             keys, values = mx.split(keys, [geometry.k_head_dim], axis=-1)
@@ -129,10 +130,10 @@ class PagedLayerCache(PagedKVCache):
 
     @in_turn
     def load_quantized(self, stock: QuantizedKVCache) -> None:
-        """Fill an empty cache with what mlx-lm's quantised one holds, byte for byte; :meth:`load` says more.
+        """Fill an empty cache from mlx-lm's quantised one, byte for byte; see also :meth:`load`.
 
         Raises:
-            PromptCacheError: it is quantised otherwise than the pages.
+            PromptCacheError: bits or group size differ from the pages'.
         """
         (codes, scales, _), (v_codes, *_) = stock.keys, stock.values
         k_dim, v_dim = (x.shape[3] * 32 // stock.bits for x in (codes, v_codes))
@@ -150,8 +151,8 @@ class PagedLayerCache(PagedKVCache):
         self.load(keys, values, stock.offset, stored=True)
 
     def takes(self, batch: int) -> bool:
-        """Return whether the paged path can take ``batch`` rows. A paged cache holds one sequence: an empty one that
-        meets several rows turns into mlx-lm's own cache, in place, and is one from then on."""
+        """Return whether the paged path can take ``batch`` rows. A paged cache holds one sequence; if an empty one is
+        given several rows, it is converted to mlx-lm's own cache, in place and permanently."""
         if batch == 1 or not self.empty():
             return True  # a mismatch raises GeometryError when the keys are written
         warn_once("several sequences in one cache are not paged: mlx-lm's own cache is used")
@@ -161,11 +162,11 @@ class PagedLayerCache(PagedKVCache):
         return False
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """Return the cache itself, if its pages are of that many bits; else mlx-lm's quantised cache, which is not
-        paged.
+        """Return mlx-lm's quantised cache, which is not paged; or this cache, if its pages already have these bits and
+        this group size, or if it has chunks, which mlx-lm cannot quantise.
 
         Raises:
-            PromptCacheError: the pages are quantised otherwise.
+            PromptCacheError: the pages are quantised with other bits or another group size.
         """
         held = self.pool.page_format
         if held is not None:
@@ -173,18 +174,17 @@ class PagedLayerCache(PagedKVCache):
                 return self
             raise PromptCacheError(f"these pages hold {held}, and are not made {bits} bits in groups of {group_size}")
         if self._stands_for is ChunkedKVCache:
-            return self  # as mlx-lm's, which cannot be quantised
+            return self  # mlx-lm's chunked cache cannot be quantised either
         warn_once(STOCK_QUANTISES)
         return self.to_stock().to_quantized(group_size=group_size, bits=bits)
 
     @classmethod
     def merge(cls, caches: Sequence[PagedLayerCache]) -> Any:
-        """Return mlx-lm's own batch of copies of these caches, which is not paged. The batch generator that replaces
-        mlx-lm's has no use for it: it is for mlx-lm's own, where that could not be replaced, and for mlx-lm's server,
-        which asks by this name whether requests of a model can be batched.
+        """Return mlx-lm's own batch of copies of these caches, which is not paged. Only mlx-lm's batch generator calls
+        it, where that could not be replaced; mlx-lm's server checks for this name to see if requests can be batched.
 
         Raises:
-            PromptCacheError: they hold quantised tokens, of which mlx-lm has no batches.
+            PromptCacheError: mlx-lm has no batches of such caches: they are quantised or have chunks.
         """
         stock = [cache.to_stock() for cache in caches]
         if not hasattr(stock[0], "merge"):
@@ -194,12 +194,12 @@ class PagedLayerCache(PagedKVCache):
 
 
 def mask_rows(value: bool) -> None:
-    """Whether batches give masks for their rows' lengths, as mlx-lm's attention needs."""
+    """Set whether batches return masks for their rows' lengths, which mlx-lm's own attention needs."""
     PagedLayerCache.masks_rows = value
 
 
 class SeamLayerCache(PagedLayerCache):
-    """Cache of a layer without an adapter: its attention calls ``update_and_fetch`` and then mlx-lm's attention
+    """Cache of a layer without an adapter, whose attention calls ``update_and_fetch`` and then mlx-lm's attention
     function."""
 
     masks_rows = True
@@ -208,5 +208,5 @@ class SeamLayerCache(PagedLayerCache):
         """Write the layer's new keys and values. Returns all of them, gathered only if something reads them."""
         if keys.shape[0] == 1 or self.takes(keys.shape[0]):
             return super().update_and_fetch(keys, values)
-        fetched: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)  # mlx-lm's own by now
+        fetched: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)  # self is mlx-lm's own cache now
         return fetched

@@ -24,12 +24,12 @@ PROBE_ROWS = 3
 
 
 class Probed(NamedTuple):
-    """What one layer does.
+    """What a probe found out about one layer.
 
     Attributes:
-        geometry: of its keys and values.
-        heads: what attends over them through the attention function that the seam replaces; None if nothing does.
-        split_keys: as of :class:`LayerGroup`.
+        geometry: geometry of its keys and values.
+        heads: query heads that attend over them through the attention function that the seam replaces; None if none do.
+        split_keys: see :class:`LayerGroup`.
     """
 
     geometry: Geometry
@@ -38,10 +38,10 @@ class Probed(NamedTuple):
 
 
 class ProbeLayer:
-    """Has of a cache's interface what a paged one has, and no more: attention that touches anything else raises.
+    """A cache with only the interface of a paged one: attention that uses anything else raises.
 
     Attributes:
-        geometry, heads, split_keys: as of :class:`Probed`; an adapter sets the last one.
+        geometry, heads, split_keys: see :class:`Probed`; an adapter sets ``split_keys``.
     """
 
     __slots__ = ("__weakref__", "_stock", "geometry", "heads", "split_keys")
@@ -57,7 +57,7 @@ class ProbeLayer:
         return int(self._stock.offset)
 
     @property
-    def start_position(self) -> int:  # of chunks; for any other cache an AttributeError
+    def start_position(self) -> int:  # AttributeError unless the stock cache has chunks
         return int(self._stock.start_position)
 
     def maybe_trim_front(self) -> None:
@@ -91,7 +91,7 @@ class ProbeLayer:
 
 
 class _ProbeFetched(LazyKV):
-    """Notes that the arrays came back to the attention function. Does not keep the layer, which keeps the arrays."""
+    """Notes that the arrays reached the attention function. Refers to the layer weakly: the layer keeps the arrays."""
 
     def __init__(self, layer: ProbeLayer) -> None:
         self._probe = weakref.ref(layer)
@@ -107,8 +107,8 @@ class _ProbeFetched(LazyKV):
 
 
 def probing_pass(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
-    """Build a forward pass, of which nothing is computed, and return its logits. The model stays as it was: some clip a
-    weight in each pass and keep the result (Gemma 3n), which would be one that only this thread can compute."""
+    """Build a forward pass without computing it, and return its logits. Restores the model's arrays: some models clip a
+    weight in each pass and keep the result (Gemma 3n), an array that only this thread could compute."""
     before = [(module, dict(module)) for module in model.modules()]
     try:
         logits: mx.array = model(tokens, cache=caches)
@@ -121,15 +121,15 @@ def probing_pass(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.arra
 
 
 def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -> dict[int, Probed]:
-    """Return what each of some layers does with its cache, by a pass of two tokens; a layer not in the result does
-    nothing.
+    """Return how the candidate layers use their caches, found by a pass of two tokens; a layer that does not use its
+    cache is not in the result.
 
     Args:
-        caches: mlx-lm's own, empty; used up.
-        candidates: indices of those to look at.
+        caches: mlx-lm's own, empty; not usable afterwards.
+        candidates: indices of the layers to probe.
 
     Raises:
-        Exception: whatever the model raises when a cache has nothing but what a paged one has.
+        Exception: the model's own error, if it needs more of a cache than a paged one has.
     """
     probes = leaves(caches)
     for layer in candidates:
@@ -143,7 +143,7 @@ def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -
 
 
 def probe_rows(model: Any, caches: Sequence[Any]) -> str | None:
-    """Why a decode step of several rows of different lengths in one call is not possible, or None.
+    """Return why one call cannot decode several rows of different lengths, or None if it can.
 
     Args:
         caches: mlx-lm's own, empty.
@@ -165,12 +165,12 @@ class PagedLayout(NamedTuple):
     """What :func:`layout_for` found out.
 
     Attributes:
-        groups: of the layers to page; a layer is an index into the model's list of caches,
-            in which the parts of composite ones count by themselves.
-        geometries: of each group, with the queries that attend over it; empty where an adapter determines it.
+        groups: groups of the layers to page; a layer is an index into the model's list of caches, in which each part of
+            a composite cache counts as one.
+        geometries: geometry of each group and the query heads that attend over it; empty with adapters.
         adapted: attention goes through adapters, not through the seam.
-        reasons: why other layers keep mlx-lm's own caches, one per kind. States have none: what blocks do for keys and
-            values (budget, shared prefixes, files, batches) slots and checkpoints do for them.
+        reasons: why other layers keep mlx-lm's own caches, one reason per kind. Layers with states have no reason:
+            slots and checkpoints do for them what blocks do elsewhere (budget, shared prefixes, files, batches).
     """
 
     groups: tuple[LayerGroup, ...]
@@ -180,12 +180,12 @@ class PagedLayout(NamedTuple):
 
     @property
     def layers(self) -> frozenset[int]:
-        """The layers that are paged."""
+        """Indices of the paged layers."""
         return frozenset(layer for group in self.groups for layer in group.layers)
 
 
-# Models whose attention depends on where in the buffer a key is, or how long it is, which padding changes; unless an
-# adapter has taken that away.
+# Models whose attention depends on a key's place in the buffer or on the buffer's length, both of which padding
+# changes. An adapter of the model's body may remove that dependence (`takes_rows`).
 PADDING_MATTERS = {
     "mlx_lm.models.afm7": "layers that reuse keys take their position from the length of the longest row",
     "mlx_lm.models.phi3small": "its block-sparse attention counts from the first column, padding included",
@@ -193,17 +193,17 @@ PADDING_MATTERS = {
 }
 
 _lock = threading.RLock()
-# A model's layouts by the kinds of its caches (max_kv_size), the latest one last.
+# A model's layouts by the kinds of its caches, which max_kv_size changes; the most recently used last.
 _layouts: ByModel[dict[tuple[Hashable, ...], PagedLayout]] = ByModel("layouts")
 MAX_LAYOUTS = 8
 
 
 def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bool) -> PagedLayout:
-    """Return the model's layout; made at the first call, by a forward pass that is built and dropped, and kept.
+    """Return the model's layout. The first call finds it by a forward pass that is built and dropped, and keeps it.
 
     Args:
-        stock: mlx-lm's own caches, one per layer, and the parts of composite ones by themselves.
-        spare: as many again, composed as the model expects them, to be used up.
+        stock: mlx-lm's own caches, with composite ones taken apart.
+        spare: a second set, composed as the model expects; not usable afterwards.
         adapted: every layer has an attention adapter.
     """
     key = (adapted, *[_kind(cache) for cache in stock])
@@ -219,10 +219,10 @@ def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: 
 
 
 def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
-    """Why the rows of a batch must be computed one after the other, or None.
+    """Return why the rows of a batch must be computed one by one, or None.
 
     Args:
-        fresh: one of mlx-lm's own caches per layer, empty.
+        fresh: mlx-lm's own caches, one per layer, empty.
     """
     layout = layout_of(model)
     if layout is not None and layout.adapted:
@@ -238,15 +238,16 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
 
 
 def takes_rows(model: Any) -> bool:
-    """Return whether an adapter of the model's body computes rows of different lengths, whatever upstream's code
-    does."""
+    """Return whether an adapter of the model's body can compute rows of different lengths."""
     return bool(getattr(type(getattr(model, "model", None)).__call__, "takes_rows", False))
 
 
 def reads_blocks_only(model: Any) -> bool:
-    """Return whether the model's attention does nothing with keys and values but hand them to an attention function
-    that is replaced here: of a model with adapters, or one of mlx-lm's that was seen to do so in a probe. Or it
-    computes with latents, and every layer that does so has an adapter."""
+    """Return whether the model's attention only passes keys and values to an attention function that is replaced here.
+
+    True for models with adapters, for mlx-lm's own models that did so in the probe, and for models with latents if
+    every such layer has an adapter.
+    """
     layout = layout_of(model)
     if layout is None or not layout.groups:
         return False
@@ -259,7 +260,7 @@ def reads_blocks_only(model: Any) -> bool:
 
 
 def layout_of(model: Any) -> PagedLayout | None:
-    """Return the layout made for the model last, or None if there is none yet."""
+    """Return the model's most recently used layout, or None if there is none yet."""
     layouts = _layouts.get(model)
     return None if layouts is None else next(reversed(layouts.values()), None)
 
@@ -270,24 +271,23 @@ def name_of(model: Any) -> str:
 
 
 def forget_layouts() -> None:
-    """Look at every model anew."""
+    """Forget all layouts, so that every model is probed again."""
     with _lock:
         _layouts.clear()
 
 
 def can_be_paged(cache: Any) -> bool:
-    """Return whether a stock cache is one that blocks can stand in for; with chunks, only where an adapter makes the
-    masks."""
+    """Return whether blocks can replace a stock cache; one with chunks only where an adapter makes the masks."""
     return type(cache) in (KVCache, ChunkedKVCache) or (type(cache) is RotatingKVCache and not cache.keep)
 
 
 def pinned_in(cache: Any) -> int:
-    """Tokens at the start that a cache never drops."""
+    """Return how many tokens at the start a cache never drops."""
     return int(getattr(cache, "keep", 0))
 
 
 def window_of(cache: Any) -> Window | None:
-    """Return what a token sees in a cache that can be paged."""
+    """Return the window of a cache that can be paged, or None if tokens see everything before them."""
     if isinstance(cache, ChunkedKVCache):
         return Window(int(cache.chunk_size), int(cache.chunk_size))
     return Window(int(cache.max_size)) if isinstance(cache, RotatingKVCache) else None
@@ -346,7 +346,7 @@ def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _why_not(error: Exception) -> str:
-    """Why a model could not be probed."""
+    """Return why a model could not be probed."""
     if isinstance(error, AttributeError):
         return f"attention that reaches into its cache ({error.name})"
     if isinstance(error, GeometryError):
@@ -355,7 +355,8 @@ def _why_not(error: Exception) -> str:
 
 
 def _seam_can_page(cache: Any) -> bool:
-    """Without an adapter: chunks are masked by what a model's own code knows of mlx-lm's cache."""
+    """Return whether blocks can replace a cache without an adapter; not with chunks: the model's own code masks them by
+    what it knows of mlx-lm's cache."""
     return can_be_paged(cache) and type(cache) is not ChunkedKVCache
 
 

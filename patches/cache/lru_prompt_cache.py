@@ -22,32 +22,32 @@ from ...prefix.spill import SpillStore
 from ...prefix.store import Salted, SharedPrefixes, salted
 from .layer_cache import PagedLayerCache
 
-# A prompt cache may be of several models, target and draft: (pool, classes of its caches, composed as they are) of
-# each, in order.
+# A prompt cache may hold the caches of several models, target and draft. The layout lists for each model, in order, its
+# pool and the classes of its caches, composed as the caches are.
 _Kinds = list[Any]
 _Layout = list[tuple[weakref.ref[BlockPool], _Kinds]]
-MAX_OTHERS = 10  # as in mlx-lm: nothing else bounds what is copied
+MAX_OTHERS = 10  # mlx-lm's default; nothing else bounds the caches that are copied
 
 
 class PagedPromptCache:
     """Stands in for mlx-lm's ``LRUPromptCache``, with these differences:
 
     - paged caches go in and come out by reference: nothing is copied, and blocks shared by prefixes count once;
-    - the longest common prefix is found to the token, also behind sliding windows where the window is still held;
+    - the longest common prefix is found to the token, with sliding windows too where the window is still held;
     - at least one token is always left to compute, where mlx-lm returns an empty remainder;
-    - an entry is a prefix that is no other's beginning, so entries that a longer one contains are not counted.
+    - an entry is a prefix that is not the beginning of another, so entries that a longer one contains do not count.
 
-    Caches that are not paged, or that pin tokens, are kept whole by an ``LRUPromptCache`` of mlx-lm's inside.
-    The key of a model names its weights, as in mlx-lm: weights that are changed in place need another key.
+    Caches that are not paged, or that pin tokens, are kept whole in an ``LRUPromptCache`` of mlx-lm's.
+    As in mlx-lm, a model's key must identify its weights: weights that are changed in place need another key.
 
     Args:
-        max_size: most entries, paged and others each. None: as many paged ones as fit, and 10 others.
+        max_size: most entries, for paged and other caches separately. None: no limit for paged ones, 10 others.
         max_bytes: most bytes of blocks held.
-        ttl: seconds after which an unused prefix is given up.
-        clock: seconds.
-        spill: where prefixes that are given up go, and come back from.
-        identify: what names a model on disk, across restarts (see ``model_identity``): asked once each time
-            it is loaded. Without it nothing is spilled.
+        ttl: evict prefixes idle for longer than this, in seconds.
+        clock: returns the time in seconds.
+        spill: store on disk that evicted prefixes are written to and restored from.
+        identify: returns the name of a model on disk that stays the same across restarts (see ``model_identity``);
+            called once each time a model is loaded. If it returns None, nothing is spilled.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class PagedPromptCache:
         self._layouts: dict[Hashable, _Layout] = {}
         self._salt: Hashable = None
         self._saved: weakref.WeakKeyDictionary[BlockPool, int] = weakref.WeakKeyDictionary()
-        # Of what is in a pool: a model loaded again under its name has another pool, and may be another model.
+        # By pool, not by key: a model loaded again under the same key has another pool and may be a different model.
         self._identities: weakref.WeakKeyDictionary[BlockPool, str] = weakref.WeakKeyDictionary()
 
     def tree_of(self, pool: BlockPool) -> RadixTree:
-        """Return the pool's tree, also for batches that share its prefixes. Salts are ``(model, number)``: the key the
-        caches were inserted under, and 0 for a model's own caches (1 for its draft model's); and :class:`Salted` ones
-        of these."""
+        """Return the pool's tree, which batches may share. Its salts are ``(model, number)``: the key of the model, and
+        0 for the model's own caches or 1 for its draft model's. Requests with a salt use :class:`Salted` ones of these.
+        """
         tree = self._trees.get(pool)
         if tree is None:
             tree = self._trees[pool] = RadixTree(
@@ -83,8 +83,8 @@ class PagedPromptCache:
         return tree
 
     def shared_prefixes(self, model: Hashable, pool: BlockPool) -> SharedPrefixes:
-        """Return the prefixes of a model's own caches as the store of a batch. What a batch leaves there is bounded by
-        the pool's budget and the time to live; the next :meth:`insert_cache` or :meth:`trim_to` counts it too."""
+        """Return the prefixes of a model's own caches, for a batch to share. The pool's budget and the time to live
+        bound what the batch inserts; :meth:`insert_cache` and :meth:`trim_to` count it too when next called."""
         self._note_identity(model, [pool])
         if self.spill is None:
             return SharedPrefixes(self.tree_of(pool), (model, 0))
@@ -93,7 +93,7 @@ class PagedPromptCache:
 
     @contextmanager
     def salted(self, salt: Hashable) -> Iterator[None]:
-        """Within a ``with`` block, fetch and insert prefixes of requests with this salt alone."""
+        """Limit a ``with`` block to the prefixes of requests with this salt."""
         before, self._salt = self._salt, salt
         try:
             yield
@@ -101,7 +101,7 @@ class PagedPromptCache:
             self._salt = before
 
     def learn_layout(self, model: Hashable, caches: Sequence[Any]) -> None:
-        """Know which pools a model's caches lie in, from a list of them: needed for what is on disk only."""
+        """Note which pools a model's caches lie in. Needed only to restore from disk before the first insert."""
         sequences = _sequences(caches)
         if sequences:
             own = [[c for c in caches if leaves([c])[0].sequence is s] for s in sequences]
@@ -110,29 +110,29 @@ class PagedPromptCache:
             self._note_identity(model, [sequence.pool for sequence in sequences])
 
     def _note_identity(self, model: Hashable, pools: Sequence[BlockPool]) -> None:
-        """Remember what the blocks of a model's pools are of, as long as these are there."""
+        """Remember the model's identity for its pools, as long as the pools exist."""
         if self.spill is not None and any(pool not in self._identities for pool in pools):
             identity = self.identify(model)
             if identity is not None:
                 self._identities.update(dict.fromkeys(pools, identity))
 
     def forget_unloaded(self) -> None:
-        """Another model has been loaded: give up the caches that are not paged, which do not go with their model. Under
-        the same name, it need not be the same."""
+        """Drop the caches that are not paged when another model is loaded. They do not go with their model, and the new
+        one may be a different model under the same name."""
         self.others.trim_to(n_sequences=0)
 
     def forget_pool(self, pool: BlockPool) -> None:
-        """Forget a broken pool, and save nothing of it. Never blocks on its compute thread."""
+        """Forget a broken pool without saving its prefixes. Never blocks on the compute thread."""
         self._trees.pop(pool, None)
         self._identities.pop(pool, None)
-        self._salt = None  # of the request that was being computed
+        self._salt = None  # it was that of the request being computed
 
     def tidy(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
-        """In idle moments, drop what has expired, and write what is not on disk yet, so that it outlives a crash.
+        """Evict expired prefixes and write those that are not on disk yet, so that they survive a crash. For idle time.
 
         Args:
-            is_wanted: asked between prefixes; once it is true, the rest is left for another time. Prefixes are taken
-                in random order, so that short moments reach all of them in the end.
+            is_wanted: called between prefixes; once it returns True, the rest is left for the next call. Prefixes are
+                written in random order, so that repeated short calls reach all of them.
         """
         for tree in list(self._trees.values()):
             tree.expire()
@@ -154,8 +154,8 @@ class PagedPromptCache:
     # mlx-lm's interface ---------------------------------------------------------------------------------------
 
     def fetch_nearest_cache(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """Return a cache with the longest known prefix of ``tokens``, the caller's to go on with, and the tokens it
-        lacks."""
+        """Return a cache with the longest known prefix of ``tokens``, which the caller may extend, and the remaining
+        tokens."""
         pools = self._pools(model)
         length = self._common_length(model, pools, tokens)
         if not length:
@@ -170,7 +170,7 @@ class PagedPromptCache:
     def insert_cache(
         self, model: Hashable, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
-        """Remember that ``prompt_cache`` holds ``tokens``. It stays the caller's, who may go on with it."""
+        """Remember that ``prompt_cache`` holds ``tokens``. The caller keeps the cache and may extend it."""
         sequences = _sequences(prompt_cache)
         if not sequences:
             self.others.insert_cache(salted(model, self._salt), tokens, prompt_cache, cache_type=cache_type)
@@ -184,7 +184,7 @@ class PagedPromptCache:
         self._trim(self.max_size, self.max_bytes, newest=(model, tokens))
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Give entries up, least recently used ones of the most dispensable type first, down to these numbers."""
+        """Evict entries down to these numbers, least recently used ones of the most dispensable type first."""
         self._trim(
             None if n_sequences is None else max(0, n_sequences), 1 << 63 if n_bytes is None else max(0, n_bytes)
         )
@@ -200,11 +200,11 @@ class PagedPromptCache:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all trees: runs of tokens between places where prefixes part."""
+        """Number of nodes in all trees; a node is a run of tokens between two branching points."""
         return self._num_of(lambda tree, node: True)
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Entries and bytes by type; a block shared by several counts for the type of the first node that has it."""
+        """Return entries and bytes by type; a block that several nodes share counts for the type of the first."""
         result: dict[str, dict[str, int]] = self.others.stats_by_type()
         for tree in list(self._trees.values()):
             for name, counted in tree.pool.turn.glance(partial(self._by_type, tree)).items():
@@ -225,7 +225,7 @@ class PagedPromptCache:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """Return what ``/v1/cache/stats`` says of it."""
+        """Return the figures for ``/v1/cache/stats``."""
         return {
             "entries": len(self),
             "bytes": self.nbytes,
@@ -238,7 +238,7 @@ class PagedPromptCache:
         }
 
     def _checkpoints(self) -> dict[str, int]:
-        """Return how many prefixes carry states of layers without blocks, their bytes, and how many were dropped."""
+        """Return the number of checkpoints of states, their bytes, and how many were dropped."""
         held = [tree.checkpoints for tree in list(self._trees.values())]
         return {
             "number": sum(map(len, held)),
@@ -250,7 +250,7 @@ class PagedPromptCache:
         return self._num_paged() + len(self.others)
 
     def close(self) -> None:
-        """Give everything up; with a spill store, to disk."""
+        """Drop everything; with a spill store, write it to disk first."""
         self._saved.clear()
         self.tidy()
         for tree in list(self._trees.values()):
@@ -270,11 +270,11 @@ class PagedPromptCache:
         return pools
 
     def _key(self, model: Hashable, number: int) -> Hashable:
-        """Return the tree's salt for what is fetched and inserted now."""
+        """Return the tree's salt for the present request."""
         return salted((model, number), self._salt)
 
     def _restore(self, model: Hashable, tokens: Sequence[int], salt: Hashable = None) -> None:
-        """Bring back from disk what extends the prefixes in memory."""
+        """Restore blocks from disk that extend the prefixes in memory."""
         if self.spill is None:
             return
         for number, (pool, _) in enumerate(self._pools(model)):
@@ -285,16 +285,16 @@ class PagedPromptCache:
                 key = salted((model, number), salt)
                 self.spill.restore(self.tree_of(pool), list(tokens), key, _on_disk(identity, number, salt))
             except PoolExhaustedError:
-                return  # what is in the tree has to do
+                return  # use what is in the tree
 
     def _restore_checkpoint(
         self, model: Hashable, ref: weakref.ref[BlockPool], tokens: Sequence[int], salt: Hashable = None
     ) -> None:
-        """Bring a deeper checkpoint than those in memory back from disk, with the blocks before it."""
+        """Restore from disk a checkpoint deeper than those in memory, and the blocks before it."""
         pool = ref()
         identity = None if pool is None else self._identities.get(pool)
         if self.spill is not None and pool is not None and identity is not None:
-            with suppress(PoolExhaustedError):  # what is in the tree has to do
+            with suppress(PoolExhaustedError):  # use what is in the tree
                 tree, key = self.tree_of(pool), salted((model, 0), salt)
                 self.spill.restore_checkpoint(tree, list(tokens), key, _on_disk(identity, 0, salt))
 
@@ -353,7 +353,8 @@ class PagedPromptCache:
             tree.remove(node)
 
     def _next_victim(self, keep: RadixNode | None) -> tuple[RadixTree, RadixNode] | None:
-        """mlx-lm's order: a type gives an entry if it has at least as many as the next, else the next type is asked."""
+        """Return the next entry to evict, in mlx-lm's order: of the first type with at least as many entries as the
+        type after it."""
         by_kind: dict[str, list[tuple[RadixTree, RadixNode]]] = {kind: [] for kind in self._kinds}
         for tree in self._trees.values():
             for node in tree.leaves():
@@ -362,14 +363,14 @@ class PagedPromptCache:
         for kind, following in zip(self._kinds, [*self._kinds[1:], None], strict=True):
             if by_kind[kind] and (following is None or len(by_kind[kind]) >= len(by_kind[following])):
                 return min(by_kind[kind], key=lambda each: each[1].used_at)
-        # None has as many as the next: those before the last that has any are passed over.
+        # No type has: take an entry of the last type that has any.
         return next((min(by_kind[k], key=lambda each: each[1].used_at) for k in self._kinds[::-1] if by_kind[k]), None)
 
     def _kind(self, node: RadixNode) -> str:
         return node.label if isinstance(node.label, str) and node.label in self._kinds else self._kinds[0]
 
     def _counts(self, tree: RadixTree, node: RadixNode) -> bool:
-        """Return whether the node is an entry; a draft model's prefixes belong to its target's entries."""
+        """Return whether the node is an entry: a leaf that does not belong to a draft model."""
         salt: Any = tree.salt_of(node)
         key: Any = salt.base if isinstance(salt, Salted) else salt
         return not node.children and key[1] == 0
@@ -378,14 +379,14 @@ class PagedPromptCache:
         return self._num_of(self._counts)
 
     def _num_of(self, counts: Callable[[RadixTree, RadixNode], bool]) -> int:
-        """Return how many nodes of all trees count."""
+        """Return how many nodes of all trees satisfy ``counts``."""
         return sum(tree.pool.turn.glance(partial(_num_nodes, tree, counts)) for tree in list(self._trees.values()))
 
     def _paged_bytes(self) -> int:
         return sum(tree.nbytes for tree in list(self._trees.values()))
 
 
-# A server's prompt cache: mlx-lm's where nothing is to be kept.
+# The server's prompt cache: mlx-lm's, of size 0, if the prefix cache is disabled.
 PromptStore: TypeAlias = PagedPromptCache | LRUPromptCache
 
 
@@ -399,13 +400,12 @@ def _num_nodes(tree: RadixTree, counts: Callable[[RadixTree, RadixNode], bool], 
 
 
 def _on_disk(identity: str, number: int, salt: Hashable) -> str:
-    """Return what a model's prefixes are found under on disk; those of requests with a salt apart from the others."""
+    """Return the name of a model's prefixes on disk; requests with a salt have a separate one."""
     return f"{identity}/{number}" if salt is None else f"{identity}/{number}/{salt}"
 
 
 def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:
-    """Return the sequences that a prompt cache is made of, or none unless every layer of each is there, paged, and can
-    be shared by prefix."""
+    """Return the sequences of a prompt cache; none unless all layers of each are paged and present, in order."""
     parts = leaves(caches)
     if not parts or not all(isinstance(cache, PagedLayerCache) for cache in parts):
         return []

@@ -33,8 +33,8 @@ class _Pools:
     """Pools of one model.
 
     Attributes:
-        latest: the pool that its latest prompt cache lies in, and what that was made for.
-        in_use: also those before, as long as they are referenced: with and without max_kv_size it has two.
+        latest: the pool of the latest prompt cache, and the configuration and layout it was made for.
+        in_use: this and earlier pools, as long as they are referenced: with and without max_kv_size a model has two.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ _state_pools: ByModel[tuple[PagedConfig, BlockPool]] = ByModel("pool of states")
 
 
 def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
-    """Return the model's pool; a new one if there is none yet for these groups and this configuration.
+    """Return the model's pool for this layout and configuration, made if there is none yet.
 
     Args:
-        dtype: of the keys, where it is not what it was when the layout or the present pool was made. The pool for it is
-            the model's from then on.
+        dtype: dtype of the keys if it has changed since the layout or the present pool was made. The pool of this dtype
+            is the model's pool from then on.
 
     Raises:
         KernelUnavailableError: the configuration demands a kernel and there is none for the model's attention.
@@ -88,7 +88,7 @@ def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dt
         page_format=config.page_format,
     )
     known = zip(layout.groups, layout.geometries, strict=False)
-    # The smallest first: a budget is refused by what is known, and others are taken to be like that.
+    # Smallest first: the budget is checked against the groups known so far, and the others are assumed to be like them.
     for group, (geometry, heads) in sorted(known, key=lambda pair: pair[1][0].bytes_per_token()):
         if dtype is not None:
             geometry = geometry._replace(dtype=dtype)
@@ -97,15 +97,13 @@ def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dt
 
 
 def known_pool(model: Any) -> BlockPool | None:
-    """Return the block pool that the model's latest prompt cache lies in, or None if there is none yet. Makes
-    nothing."""
+    """Return the block pool of the model's latest prompt cache, or None if there is none yet. Never makes one."""
     pools = _pools.get(model)
     return None if pools is None or pools.latest is None else pools.latest[2]
 
 
 def pool_of(model: Any) -> BlockPool | None:
-    """Return the block pool of a model: where its latest prompt cache lies, or if it had none yet, where its next one
-    will.
+    """Return the block pool of a model: that of its latest prompt cache, or if it has had none, of its next one.
 
     Example:
         >>> model, tokenizer = mlx_lm.load("path/to/model")
@@ -115,8 +113,8 @@ def pool_of(model: Any) -> BlockPool | None:
         model: as loaded by mlx-lm.
 
     Returns:
-        The pool, or None if nothing of the model is paged: the patches are not applied, or no layer has a cache that
-        blocks can stand in for (one warning has said why).
+        The pool, or None if nothing of the model is paged: the patches are not applied, or blocks cannot replace the
+        cache of any layer (a warning has said why).
 
     Raises:
         KernelUnavailableError: the configuration demands a kernel and there is none for the model's attention.
@@ -129,8 +127,8 @@ def pool_of(model: Any) -> BlockPool | None:
 
 
 def prefix_pool_of(model: Any) -> BlockPool:
-    """Return the pool that a model's prefixes count in: that of its blocks, or one without blocks, for checkpoints of a
-    model whose layers keep states alone."""
+    """Return the pool whose budget a model's prefixes count in: that of its blocks, or, if its layers keep only states,
+    one without blocks for their checkpoints."""
     pool = pool_of(model)
     if pool is not None:
         return pool
@@ -144,21 +142,22 @@ def prefix_pool_of(model: Any) -> BlockPool:
 
 
 def forget_pool(model: Any) -> None:
-    """Let the registry drop a model's pools: its next prompt cache lies in a new one. Never waits for a turn."""
+    """Drop the registry's references to a model's pools, so that its next prompt cache gets a new one. Never waits for
+    a turn."""
     with _lock:
         _pools.put(model, _Pools())
         _state_pools.forget(model)
 
 
 def forget_pools() -> None:
-    """Let the registry drop its pools; caches in use keep theirs alive."""
+    """Drop the registry's references to all pools; caches in use keep theirs alive."""
     with _lock:
         _pools.clear()
         _state_pools.clear()
 
 
 class ProbeCache(PagedLayerCache):
-    """Notes the geometry of the keys and values an attention layer makes, and writes nothing."""
+    """A cache that notes the geometry of an attention layer's keys and values, and writes nothing."""
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
         """Note the geometry. Returns zeros."""
@@ -173,9 +172,9 @@ class ProbeCache(PagedLayerCache):
 
 
 def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
-    """Let the pool of ``fresh`` caches know the size of its blocks, which the budget is counted in, before the first
-    prompt: a forward pass is built and dropped, nothing of it is computed. Where the model's keys are of another dtype
-    than they were, the caches move to another pool."""
+    """Tell the pool of ``fresh`` caches the size of its blocks before the first prompt, so that the budget can be
+    counted in blocks. Builds a forward pass and drops it uncomputed. If the dtype of the model's keys has changed, the
+    caches move to another pool."""
     sequence = sequence_of(fresh)
     if sequence is None:
         return

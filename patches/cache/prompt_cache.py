@@ -1,4 +1,4 @@
-"""What replaces names of mlx_lm/models/cache.py: paged prompt caches, and their way to and from mlx-lm's own."""
+"""Replacements for names of mlx_lm/models/cache.py: paged prompt caches, converted from and to mlx-lm's own."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .pools import pool_for
 
 
 class CacheFactory:
-    """Makes prompt caches of one model in one pool, whatever is configured later.
+    """Makes prompt caches of one model in one pool. Later changes of the configuration do not affect it.
 
     Args:
         stock: makes mlx-lm's own caches.
         model: the model; None if nothing is paged.
-        layout: which layers are.
-        config: of the pool.
+        layout: which layers are paged.
+        config: configuration of the pool.
 
     Attributes:
-        config: the configuration, whatever is configured later.
+        config: the configuration that its caches are made with.
     """
 
     def __init__(
@@ -74,20 +74,20 @@ class CacheFactory:
         return with_leaves(caches, parts)
 
     def settle_in(self, pool: BlockPool | None) -> None:
-        """Make all caches in this pool from now on: they stay there."""
+        """Make all caches in this pool from now on; they no longer move to another pool when the dtype changes."""
         self.pool, self._elsewhere = pool, None
 
 
 def is_patched() -> bool:
-    """Return whether prompt caches are paged at present."""
+    """Return whether ``make_prompt_cache`` is patched at present."""
     return hasattr(make_prompt_cache, "factory")
 
 
 def factory_of(
     model: Any, max_kv_size: int | None, change: Callable[[PagedConfig], PagedConfig] | None = None
 ) -> CacheFactory:
-    """Return what makes the model's prompt caches, as it is configured now, or after a ``change`` to that."""
-    make = make_prompt_cache  # by name, so that where there is none this module cannot be imported
+    """Return the factory of the model's prompt caches, for the present configuration or what ``change`` makes of it."""
+    make = make_prompt_cache  # imported by name: without it this module fails to import, and is skipped
     if hasattr(make, "factory"):
         factory: CacheFactory = make.factory(model, max_kv_size, change)
         return factory
@@ -101,13 +101,13 @@ def make_prompt_cache_patch(
     adapted: Callable[[Any], bool],
     prepare: Callable[[], None] = lambda: None,
 ) -> Callable[..., list[Any]]:
-    """Return the replacement of ``make_prompt_cache``: paged caches where a layer's stock cache can be paged.
+    """Return the replacement of ``make_prompt_cache``, which pages each layer whose stock cache can be paged.
 
     Args:
         original: mlx-lm's function.
-        config: gives the present options.
-        adapted: whether a layer's attention has an adapter.
-        prepare: called before a model's caches are looked at.
+        config: returns the present configuration.
+        adapted: returns whether a layer's attention has an adapter.
+        prepare: called before a model's caches are inspected.
     """
 
     def factory(
@@ -139,7 +139,7 @@ def make_prompt_cache_patch(
 
 
 def _keeping_states(caches: list[Any]) -> list[Any]:
-    """Have a caller's prompt cache keep its states where it may be trimmed to, if it has any beside paged layers."""
+    """Make a prompt cache with states beside paged layers keep copies of the states, so that it can be trimmed."""
     parts = leaves(caches)
     paged = [cache for cache in parts if isinstance(cache, PagedLayerCache)]
     if paged and len(paged) < len(parts) and all(isinstance(c, PagedLayerCache | ArraysCache) for c in parts):
@@ -149,9 +149,9 @@ def _keeping_states(caches: list[Any]) -> list[Any]:
 
 @replaces("mlx_lm.models.cache:trim_prompt_cache", "685735679648951a")
 def trim_prompt_cache_patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``trim_prompt_cache``: a cache with states beside paged layers goes back to where these were copied (see
-    :class:`KeptStates`). To any other length it is not trimmed, as mlx-lm's own is not: the function returns 0.
-    ``can_trim_prompt_cache`` asks for no length, so it stays as it is, and says False for states."""
+    """Replace ``trim_prompt_cache`` by one that trims a cache with states beside paged layers to a length at which the
+    states were copied (see :class:`KeptStates`). To other lengths it returns 0, as mlx-lm does for any states.
+    ``can_trim_prompt_cache`` is not told a length; it stays mlx-lm's and returns False for states."""
 
     @functools.wraps(original)
     def trim_prompt_cache(cache: list[Any], num_tokens: int) -> Any:
@@ -161,7 +161,7 @@ def trim_prompt_cache_patch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _go_back(caches: Sequence[Any], num_tokens: int) -> int:
-    """Trim paged layers and states where the sequence keeps states. Returns by how many tokens."""
+    """Trim paged layers and states if the sequence has copies of its states there. Returns the number of tokens."""
     parts = leaves(caches)
     paged = [cache for cache in parts if isinstance(cache, PagedLayerCache)]
     if not paged or num_tokens <= 0 or not all(cache.is_trimmable() for cache in paged):
@@ -185,7 +185,7 @@ def _go_back(caches: Sequence[Any], num_tokens: int) -> int:
 
 @replaces("mlx_lm.models.cache:save_prompt_cache", "5b558636d4e25be6")
 def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace ``save_prompt_cache``: paged caches are saved in mlx-lm's own format."""
+    """Replace ``save_prompt_cache`` by one that saves paged caches in mlx-lm's own format."""
 
     def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
         if any(isinstance(c, PagedLayerCache) and not c.has_stock_form for c in leaves(cache)):
@@ -194,7 +194,7 @@ def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None
                 "none of rotated ones: such layers of a prompt cache are saved dequantised"
             )
         stock = with_leaves(cache, [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(cache)])
-        # mlx-lm saves a plain cache with its spare room; what is saved here has none, and loads the same.
+        # mlx-lm saves a plain cache with its spare capacity; these have none, and load the same way.
         original(file_name, stock, metadata or {})
 
     save_prompt_cache.__doc__ = original.__doc__
@@ -202,16 +202,16 @@ def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None
 
 
 def use_quantized_pages(models: Sequence[Any], options: dict[str, Any]) -> None:
-    """Give a call with ``kv_bits`` a prompt cache of such pages, in place of the options' own.
+    """Give a call with ``kv_bits`` a prompt cache with quantised pages: convert the caller's, or make one.
 
     Args:
-        models: that the prompt cache is of, one after the other.
-        options: keyword arguments of mlx-lm's ``generate_step``, which are changed. Layers that are not paged are left
-            to mlx-lm, as without pages.
+        models: the models whose caches the prompt cache holds, in order.
+        options: keyword arguments of mlx-lm's ``generate_step``; changed in place. Layers that are not paged are left
+            to mlx-lm to quantise.
 
     Raises:
-        PromptCacheError: the prompt cache handed in is quantised otherwise.
-        ConfigError: it is not paged, and mlx-lm knows no such number of bits.
+        PromptCacheError: the given prompt cache is quantised in another way.
+        ConfigError: keys and values have different bits and no layer is paged, which mlx-lm does not support.
     """
     asked = KVBits.of(options)
     if asked is None or not is_patched():
@@ -225,11 +225,11 @@ def use_quantized_pages(models: Sequence[Any], options: dict[str, Any]) -> None:
     if isinstance(asked.bits, tuple):
         if not any(isinstance(cache, PagedLayerCache) for cache in leaves(options["prompt_cache"])):
             raise ConfigError(f"kv_bits={asked.bits} is for pages, and this prompt cache is mlx-lm's own")
-        options["kv_bits"] = None  # which mlx-lm's own layers know nothing of
+        options["kv_bits"] = None  # mlx-lm's own layers do not support a tuple
 
 
 def _convert(models: Sequence[Any], given: list[Any], asked: KVBits) -> None:
-    """Quantise a prompt cache that was handed in, in place, as mlx-lm does."""
+    """Quantise the caller's prompt cache in place, as mlx-lm does."""
     parts = leaves(given)
     paged = [cache for cache in parts if isinstance(cache, PagedLayerCache)]
     present = {cache.pool.page_format for cache in paged}
@@ -250,16 +250,16 @@ def _convert(models: Sequence[Any], given: list[Any], asked: KVBits) -> None:
 
 
 def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | None = None) -> list[Any]:
-    """Return a paged prompt cache of the model with the contents of mlx-lm's own one (as loaded from a file).
+    """Return a paged prompt cache with the contents of mlx-lm's own one, such as one loaded from a file.
 
     Args:
         model: the model the cache was computed with.
-        cache: one cache per layer; paged ones and ones that cannot be paged are returned as they are.
-        factory: makes the paged one; None makes it as it is configured now.
+        cache: one cache per layer; returned unchanged if one is paged already or cannot be paged.
+        factory: makes the paged cache; None uses the present configuration.
 
     Raises:
-        PromptCacheError: number of layers, heads, head dimension or window are not the model's, or it is quantised and
-            the pages are not, or otherwise.
+        PromptCacheError: the number of layers, heads, head dimension or window differ from the model's, or the cache is
+            quantised and the pages are not, or differently.
         PoolExhaustedError: the tokens do not fit the pool.
     """
     if not cache or any(isinstance(c, PagedLayerCache) for c in leaves(cache)):
@@ -314,10 +314,10 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
 
 
 def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: CacheFactory) -> list[Any]:
-    """Return a cache handed in with a request, as one of the engine's: mlx-lm's own is copied into the pool.
+    """Return the prompt cache given with a request, paged if it can be: mlx-lm's own is copied into the pool.
 
     Raises:
-        PromptCacheError: it has not one cache of the right kind for each layer, or belongs to another model.
+        PromptCacheError: it lacks a cache of the right kind for some layer, or belongs to another model.
         PoolExhaustedError: there is no room for it.
     """
     if len(given) != len(fresh):
@@ -345,7 +345,7 @@ def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: Cac
 
 
 def layer_path(model: Any, layer: int) -> str:
-    """Name of a layer in the model, such as ``model.layers.3``."""
+    """Return the name of a layer in the model, such as ``model.layers.3``."""
     layers = list(getattr(model, "layers", []))
     if layer < len(layers):
         for name, module in model.named_modules():
@@ -361,7 +361,7 @@ def _can_be_paged(cache: Any) -> bool:
 
 
 def _in_order(cache: Any) -> tuple[mx.array, mx.array]:
-    """Keys and values of a stock cache by position."""
+    """Return the keys and values of a stock cache in order of position."""
     if isinstance(cache, RotatingKVCache):
         keys, values = cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
         count = min(cache.offset, keys.shape[2])
@@ -371,7 +371,7 @@ def _in_order(cache: Any) -> tuple[mx.array, mx.array]:
 
 
 def kv_shape_of(model: Any) -> tuple[int, int] | None:
-    """(n_kv_heads, head_dim) of the model's first attention layer, or None if it does not say."""
+    """Return (n_kv_heads, head_dim) of the model's first attention layer, or None if they are not known."""
     for layer in getattr(model, "layers", []):
         for _, module in layer.named_modules():
             if hasattr(module, "n_kv_heads") and hasattr(module, "k_proj"):

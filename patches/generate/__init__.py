@@ -1,1 +1,1 @@
-"""What replaces names of mlx_lm/generate.py: the batch generator and the loops that make tokens."""
+"""Replacements for names of mlx_lm/generate.py: the batch generator and the generators of steps."""

@@ -1,4 +1,4 @@
-"""What replaces names of mlx_lm/generate.py: the batch generator, on block tables."""
+"""Replacement for BatchGenerator of mlx_lm/generate.py, on block tables."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     The interface is mlx-lm's. Beyond it:
 
-    - A request that does not fit the pool at present waits; if a running one needs a block and there is none, the
-      youngest makes room and is computed again later, without delivering anything twice.
-    - ``insert`` raises RequestTooLargeError for a request that the whole budget could not hold.
-    - ``next`` raises RequestFailedError, once, for a request that failed; the others go on with the next call.
-    - ``finish`` ends a request early and leaves what it computed to the prefix cache.
-    - ``draft_model`` proposes up to ``num_draft_tokens`` tokens a step for each request, which the model verifies: what
-      is generated stays the same. ConfigError says why a model cannot be used so. It may be the model's own head for
+    - A request that does not fit the pool at present waits. If a running request needs a block and none is left, a
+      running request is preempted and computed again later; no token is delivered twice.
+    - ``insert`` raises RequestTooLargeError for a request that does not fit the whole budget.
+    - ``next`` raises RequestFailedError, once, for a request that failed; the next call continues the others.
+    - ``finish`` ends a request early and keeps its tokens in the prefix cache.
+    - ``draft_model`` proposes up to ``num_draft_tokens`` tokens a step for each request. The model verifies them, so
+      the answers stay the same. ConfigError says why a model cannot be used so. It may be the model's own head for
       multi-token prediction (:func:`mlx_paged.patches.models.mtp.load_head`).
 
-    A prompt cache of plain, unpaged layers only runs in mlx-lm's own machinery.
+    Models whose layers all have plain, unpaged caches run in mlx-lm's own batch generator.
     """
 
     packs: bool | None = None
@@ -65,8 +65,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         draft_prefixes: SharedPrefixes | None = None,
         **options: Any,
     ) -> None:
-        self._old_wired_limit = None  # close() needs it, whatever happens below
-        self._factory = factory_of(model, options.get("max_kv_size"))  # what was configured holds for all its requests
+        self._old_wired_limit = None  # close() reads it even if __init__ raises
+        self._factory = factory_of(model, options.get("max_kv_size"))  # for all its requests
         fresh = self._factory()
         super().__init__(model, **options)
         self._engine: Engine | None = None
@@ -100,7 +100,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             raise ConfigError("a draft model needs a paged cache, and this model's is mlx-lm's own")
 
     def insert(self, prompts: list[list[int]], *args: Any, **options: Any) -> list[int]:
-        """Queue requests whose prompts are not in segments; the rest is as in :meth:`insert_segments`."""
+        """Queue requests whose prompts are not in segments; see :meth:`insert_segments`."""
         return self.insert_segments([[prompt] for prompt in prompts], *args, **options)
 
     def insert_segments(
@@ -115,12 +115,12 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         *,
         options: Sequence[RequestOptions] | None = None,
     ) -> list[int]:
-        """Queue requests, as in mlx-lm; ``options``, one for each, say what mlx-lm has no argument for. None: what is
-        configured.
+        """Queue requests, as in mlx-lm. ``options``, one per request, hold what mlx-lm has no argument for; None means
+        the configured values.
 
         Raises:
-            RequestTooLargeError: one could never run; PromptCacheError: a cache handed in is not the model's;
-            ConfigError: a request has a seed that cannot be used, or there are options for another number of prompts.
+            RequestTooLargeError: one could never run; PromptCacheError: a given cache is not the model's;
+            ConfigError: a request has a seed that cannot be used, or the number of options is not that of the prompts.
             Nothing has been queued then.
         """
         if self._engine is None:
@@ -144,7 +144,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
             )
             queued = list(self._unprocessed_sequences)
-            with mx.stream(self._stream):  # caches that come with requests are forked
+            with mx.stream(self._stream):  # given caches are forked
                 requests = [
                     self._request(*parts, options=own)
                     for parts, own in zip(queued, options or [RequestOptions()] * len(queued), strict=True)
@@ -173,7 +173,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         *,
         options: RequestOptions,
     ) -> Request:
-        """Make a request of what mlx-lm queues for a prompt."""
+        """Return a Request made from mlx-lm's queue entry for a prompt."""
         return Request(
             uid,
             segments,
@@ -190,7 +190,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return options if options.prompt_lookup is not None else options._replace(prompt_lookup=self.prompt_lookup)
 
     def extract_cache(self, uids: Any) -> dict[int, tuple[list[Any], list[int]]]:
-        """Return the caches of unfinished requests, and the tokens in them; references to the same blocks."""
+        """Return the caches of unfinished requests, as references to the same blocks, and the tokens in them."""
         engine = self._engine
         if engine is None:
             return dict(super().extract_cache(uids))
@@ -198,7 +198,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             return {uid: engine.extract(uid) for uid in uids if uid in engine.requests}
 
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
-        """Cancel requests and release what they hold."""
+        """Cancel requests and release their blocks."""
         if self._engine is None:
             return dict(super().remove(uids, return_prompt_caches))
         caches = self.extract_cache(uids) if return_prompt_caches else {}
@@ -207,8 +207,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return caches
 
     def finish(self, uids: Sequence[int]) -> None:
-        """End requests of which no more tokens are wanted: :meth:`remove`, but what they have computed stays in the
-        prefix cache as after a stop token."""
+        """End requests early. Like :meth:`remove`, but keeps all their tokens in the prefix cache, as after a stop
+        token."""
         if self._engine is None:
             super().remove(uids)
             return
@@ -224,17 +224,17 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     @property
     def prompt_lookup(self) -> int:
-        """Most tokens that are looked up in a step for a request that says nothing of it."""
+        """Default of the most tokens that are looked up in a step for a request."""
         return self._factory.config.prompt_lookup
 
     @property
     def preemptions(self) -> int:
-        """Return how often a request had to make room."""
+        """Number of preemptions so far."""
         return 0 if self._engine is None else self._engine.scheduler.preemptions
 
     @property
     def shares_prefixes(self) -> bool:
-        """Return whether requests find their own prefixes (``prefixes``), so that they need not come with a cache."""
+        """Return whether requests find their prefixes themselves (``prefixes``), so that callers pass no caches."""
         return self._engine is not None and self._engine.sharing is not None
 
     @property
@@ -250,18 +250,18 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     @property
     def computed_prompt_tokens(self) -> int:
-        """Tokens of prompts computed, again after a preemption included; what was found cached is not."""
+        """Number of prompt tokens computed, including those computed again after a preemption, without cached ones."""
         return 0 if self._engine is None else self._engine.computed_prompt_tokens
 
     @property
     def num_steps(self) -> int:
-        """Steps of prompts and of tokens that have been computed."""
-        engine = self._engine  # which another thread may abandon
+        """Number of steps computed."""
+        engine = self._engine  # another thread may call abandon()
         return 0 if engine is None else engine.num_steps
 
     @property
     def admits(self) -> bool:
-        """Return whether requests that wait may start beside those that run."""
+        """Return whether waiting requests may start beside running ones."""
         return self._engine is None or self._engine.scheduler.admits
 
     @admits.setter
@@ -270,30 +270,29 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             self._engine.scheduler.admits = value
 
     def preempt_youngest(self) -> bool:
-        """Have the youngest of several running requests make room, as if its blocks were needed: it waits, and is
-        computed again later. Returns whether one has."""
+        """Preempt the youngest running request unless it runs alone. Returns whether one was preempted."""
         if self._engine is None:
             return False
         with mx.stream(self._stream):
             return self._engine.scheduler.preempt_youngest()
 
     def abandon(self) -> None:
-        """Let go of all requests after a call has failed half-way. Nothing of them is kept."""
+        """Drop all requests after a call has failed half-way. Nothing of them is kept."""
         self._engine = None
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not started."""
+        """Number of requests that wait."""
         engine = self._engine
         return len(self._unprocessed_sequences) if engine is None else len(engine.scheduler.waiting)
 
     def progress(self) -> list[dict[str, Any]]:
-        """Return how far each unfinished request is. May be called by any thread, and is only about right then."""
+        """Return the progress of each unfinished request. Any thread may call it; figures are approximate then."""
         engine = self._engine
         return [] if engine is None else [request_progress(request) for request in list(engine.requests.values())]
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """Responses of prompts and of generated tokens; both empty when nothing is left to do."""
+        """Return responses for prompts and for generated tokens; both are empty when nothing is left to do."""
         if self._engine is None:
             return tuple(super().next())  # type: ignore[return-value]
         agreement = self._engine.agreement
@@ -311,7 +310,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
 
 def with_grammars(processors: Sequence[Any], options: Sequence[RequestOptions]) -> list[Any]:
-    """Return requests' logits processors, their grammars among them, for mlx-lm's own batches."""
+    """Return the logits processors of requests in mlx-lm's own batches, each with the request's grammar first."""
     if all(option.grammar is None for option in options):
         return list(processors)
     return [
@@ -321,14 +320,14 @@ def with_grammars(processors: Sequence[Any], options: Sequence[RequestOptions]) 
 
 
 def is_batched_here(fresh: Sequence[Any]) -> bool:
-    """Return whether the batch runs in this package's engine: always but for plain caches alone, which stay with
-    mlx-lm. Its padded prefill corrupts states in models that do not mask it, and its batches forget which tokens are
-    kept."""
+    """Return whether batches run in this package's engine: False only if all caches are mlx-lm's plain ones. Other
+    unpaged caches run here too: mlx-lm's padded prefill corrupts states in models that do not mask it, and its batches
+    forget which tokens are kept."""
     return not all(type(cache) is KVCache for cache in fresh)
 
 
 def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
-    """Return a batch for rows of the model: in one call where its attention allows it, else one row after the other."""
+    """Return a batch that computes all rows in one call if the model's attention allows it, else row by row."""
     kept = next((cache for cache in leaves(fresh) if not isinstance(cache, PagedKVCache) and pinned_in(cache)), None)
     if kept is not None:
         why: str | None = f"{type(kept).__name__} forgets in a batch which tokens it keeps (max_kv_size)"

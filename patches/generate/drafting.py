@@ -1,4 +1,4 @@
-"""Draft models of batches: a pool within the budget of the model's, and a proposer over it."""
+"""Draft models of batches: a pool that shares the budget of the model's pool, and a proposer over it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..cache.prompt_cache import CacheFactory, factory_of
 from ..models.mtp import MTPHead
 from .upstream import UPSTREAM
 
-NUM_DRAFT_TOKENS = 3  # as mlx-lm's
-MOST_DRAFT_TOKENS = 64  # as the server's
+NUM_DRAFT_TOKENS = 3  # mlx-lm's default
+MOST_DRAFT_TOKENS = 64  # the server's limit
 
 _partners: weakref.WeakKeyDictionary[BlockPool, weakref.ref[BlockPool]] = weakref.WeakKeyDictionary()
 
 
 def share_budget(pool: BlockPool, draft_pool: BlockPool) -> None:
-    """Divide a pool's budget between it and the pool of its draft model, by what a token takes in each; once."""
+    """Divide a pool's budget between it and its draft model's pool, in proportion to the bytes of a token; once."""
     known = _partners.get(pool)
     if known is not None and known() is draft_pool:
         return
@@ -42,7 +42,7 @@ def share_budget(pool: BlockPool, draft_pool: BlockPool) -> None:
 
 
 def known_factory(draft_model: Any) -> CacheFactory:
-    """Return what makes a draft model's prompt caches, in a pool that knows the size of its blocks."""
+    """Return the factory of a draft model's prompt caches, whose pool knows the size of its blocks."""
     factory = factory_of(draft_model, None)
     fresh = factory()
     probe_geometry(draft_model, fresh)
@@ -52,21 +52,20 @@ def known_factory(draft_model: Any) -> CacheFactory:
 
 
 def check_one_proposer(args: argparse.Namespace) -> None:
-    """Raise ConfigError if the flags of a command name a draft model and ask for the model's own head, too."""
+    """Raise ConfigError if the flags ask for both a draft model and the model's prediction head."""
     if args.mtp and args.draft_model is not None:
         raise ConfigError("--draft-model and --mtp both propose tokens: choose one")
 
 
 def check_draft_tokens(num_draft_tokens: int) -> None:
-    """Raise ConfigError for a number of draft tokens that cannot be used."""
+    """Raise ConfigError unless the number of draft tokens is from 0 to 64."""
     is_whole = isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool)
     if not is_whole or not 0 <= num_draft_tokens <= MOST_DRAFT_TOKENS:
         raise ConfigError(f"num_draft_tokens must be from 0 to {MOST_DRAFT_TOKENS}, got {num_draft_tokens!r}")
 
 
 def check_same_tokens(tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Raise ConfigError if a token of one tokenizer is another one, or none, in the other: drafts would be other
-    texts."""
+    """Raise ConfigError unless both tokenizers have the same vocabulary: else drafts would stand for other texts."""
     own, other = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     if own == other:
         return
@@ -78,7 +77,7 @@ def check_same_tokens(tokenizer: Any, draft_tokenizer: Any) -> None:
 
 
 def why_not_drafted(model: Any, draft_model: Any) -> str | None:
-    """Return why batches of a model cannot have this draft model, or prediction head, or None."""
+    """Return why batches of a model cannot use this draft model or prediction head, or None if they can."""
     if ranks_of(model) is not None:
         return "a draft model does not go with several ranks, and a prediction head does not either"
     if draft_model is model:
@@ -97,17 +96,17 @@ def why_not_drafted(model: Any, draft_model: Any) -> str | None:
 def drafting(
     model: Any, draft_model: Any, num_draft_tokens: int, pool: BlockPool | None, prefixes: SharedPrefixes | None = None
 ) -> DraftModel:
-    """Return a proposer of a draft model for batches of a model, whose pool gives it a part of its budget.
+    """Return a proposer that drafts tokens for batches of a model. The model's pool gives up part of its budget for it.
 
     Args:
-        model: that verifies the drafts.
-        draft_model: with the same tokens, or the model's own prediction head.
+        model: the model that verifies the drafts.
+        draft_model: a model with the same vocabulary, or the model's own prediction head.
         num_draft_tokens: most drafts of a row in a step.
-        pool: of the model.
-        prefixes: over the draft model's pool; None: new ones.
+        pool: the model's pool.
+        prefixes: shared prefixes over the draft model's pool; None makes new ones.
 
     Raises:
-        ConfigError: the models cannot be used so; nothing has changed.
+        ConfigError: the models cannot be used together; nothing has changed.
     """
     check_draft_tokens(num_draft_tokens)
     if (why_not := why_not_drafted(model, draft_model)) is not None:

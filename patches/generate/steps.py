@@ -1,4 +1,4 @@
-"""How mlx-lm's generators and model calls take turns at a pool (see kv/turn.py)."""
+"""Replacements for mlx-lm's generators of steps, which take turns at a pool (see kv/turn.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..patch import replaces
 
 @replaces("mlx_lm.generate:generate_step", "640f5f80cac74587")
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Make the replacement of ``generate_step``: each token is a step of its own, in whatever thread."""
+    """Return the replacement of ``generate_step``, in which each token is one Stepwise step, whichever thread asks."""
 
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -40,25 +40,26 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
                         return
                 yield token
         finally:
-            # MLX's stream context cannot be left in another thread, and mlx-lm's generator is in one. All else is done.
+            # mlx-lm's generator is inside an MLX stream context, which raises RuntimeError if another thread leaves it.
+            # Everything else in close() has been done by then.
             with suppress(RuntimeError) if threading.get_ident() != begun_by else nullcontext():
                 steps.close()  # type: ignore[attr-defined]
             if not sys.is_finalizing() and threading.get_ident() != threading.main_thread().ident:
-                # A step may be being computed still: MLX ends the process if the thread ends before it is done.
-                with suppress(Exception):  # there is no such stream in this thread, and nothing to wait for
+                # MLX ends the process if the thread ends while a step is still being computed.
+                with suppress(Exception):  # this thread has no such stream, so nothing to wait for
                     mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
 
     return generate_step
 
 
 class TwoCaches(list[Any]):
-    """The caches of a model and its draft model. mlx-lm parts them at the model's number of layers, but a model whose
-    layers share keys has fewer caches; cut there, this list is cut where the model's caches end.
+    """A list of the caches of a model and its draft model. mlx-lm slices it at the model's number of layers, but a
+    model whose layers share keys has fewer caches; those slices of this list are taken where the model's caches end.
 
     Args:
-        caches: of both models.
-        num_layers: where mlx-lm cuts.
-        num_caches: of the first model.
+        caches: caches of both models.
+        num_layers: index at which mlx-lm slices.
+        num_caches: number of the first model's caches.
     """
 
     def __init__(self, caches: Sequence[Any], num_layers: int, num_caches: int) -> None:
@@ -80,8 +81,8 @@ def _is_chunked(cache: Any) -> bool:
 
 @replaces("mlx_lm.generate:speculative_generate_step", "c508203c7dac4b66")
 def adapt_speculative(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Make the replacement of ``speculative_generate_step``: a prompt cache of two models is parted where the first
-    one's ends."""
+    """Return the replacement of ``speculative_generate_step``, which splits a prompt cache of two models where the
+    first one's caches end."""
     original = adapt(original)
 
     def speculative_generate_step(
@@ -102,8 +103,9 @@ def adapt_speculative(original: Callable[..., Iterator[Any]]) -> Callable[..., I
                     raise PromptCacheError(
                         f"the prompt cache has {len(prompt_cache)} parts, the model and its draft model {expected}"
                     )
-            # Drafts go one by one past the end of a chunk and are taken back behind it, where its blocks are gone. What
-            # mlx-lm's own cache has lost by then, it says nothing of; of drafts that is no matter.
+            # Drafts may cross the end of a chunk and then be trimmed back into it, but paged blocks of that chunk are
+            # released already. mlx-lm's own cache trims without an error although it has lost tokens by then, which
+            # drafts can bear: the model verifies them.
             for place, cache in enumerate(prompt_cache[num_caches:], num_caches):
                 if _is_chunked(cache):
                     prompt_cache[place] = cache.to_stock()

@@ -1,4 +1,4 @@
-"""What the engine is handed of mlx-lm: its responses, and its samplers and processors, read from their closures."""
+"""The parts of mlx-lm that the engine uses: responses, and samplers and processors, read from their closures."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..patch import fingerprint
 
 
 def request_progress(request: Request) -> dict[str, Any]:
-    """May be called by any thread, and is only about right then.
+    """Return a request's progress. Any thread may call it; figures are approximate then.
 
-    ``tokens`` are in its cache, ``cached_tokens`` of them were found there, ``computing_tokens`` are being computed
-    behind them; ``blocks`` are, for each group, runs of the blocks that it holds: ``[first, number]``.
+    ``tokens`` are in the request's cache, ``cached_tokens`` of them were found in a prefix cache, ``computing_tokens``
+    are being computed after them. ``blocks`` lists, for each group, runs of the blocks held as ``[first, number]``.
     """
     tables = request.tables if request.caches is not None else None
     is_prefilled = request.is_prefilled
@@ -51,7 +51,7 @@ def request_progress(request: Request) -> dict[str, Any]:
 
 
 def runs(block_ids: Iterable[int]) -> list[list[int]]:
-    """Consecutive ids as ``[first, number]``, without null blocks."""
+    """Return runs of consecutive ids as ``[first, number]``, without null blocks."""
     found: list[list[int]] = []
     for block_id in sorted({block_id for block_id in block_ids if block_id != NULL_BLOCK}):
         if found and block_id == sum(found[-1]):
@@ -62,18 +62,18 @@ def runs(block_ids: Iterable[int]) -> list[list[int]]:
 
 
 class Response(GenerationBatch.Response):  # type: ignore[misc]
-    """A token of a request; a dataclass with the fields of mlx-lm's, which can be set and replaced as there.
+    """A token of a request: a dataclass with mlx-lm's fields, which can be set and replaced as there.
 
-    Log-probabilities are computed when they are read. The cache of a finished request keeps that request's blocks, and
-    no others, for as long as the response or the cache is kept; until ``prompt_cache`` was read, requests
-    that need the blocks may take them.
+    Log-probabilities are computed when they are read. The last response of a request keeps the request's blocks for as
+    long as the response or its cache is referenced. Until ``prompt_cache`` is read, other requests that need the
+    blocks may take them.
 
     Args:
-        logprobs: of the token's step, ``[vocab]``, or where they are to be had from.
+        logprobs: log-probabilities of the token's step, ``[vocab]``, or the object that computes them.
 
     Attributes:
-        num_cached: tokens of the prompt that were found in a prefix cache. Not a field: 0 in what
-            ``dataclasses.replace`` makes.
+        num_cached: tokens of the prompt that were found in a prefix cache. Not a dataclass field: 0 after
+            ``dataclasses.replace``.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
 
     @property
     def logprobs(self) -> mx.array:
-        """Log-probabilities ``[vocab]`` the token was sampled from."""
+        """Log-probabilities ``[vocab]`` that the token was sampled from."""
         if isinstance(self._logprobs, mx.array):
             return self._logprobs
         return self._logprobs.logprobs()
@@ -110,7 +110,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
 
     @property
     def prompt_cache(self) -> list[Any] | None:
-        """The caches of all layers, if this is the request's last token. Setting it lets go of them.
+        """Caches of all layers, if this is the request's last token, else None. Setting it drops them.
 
         Raises:
             PromptCacheError: the blocks were needed before this was read.
@@ -130,15 +130,15 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         self._request, self._prompt_cache, self._is_dropped = None, value, False
 
     def attach(self, request: Request) -> None:
-        """Hand over the finished request, which is this response's from now on."""
+        """Take ownership of the finished request."""
         self._request = request
 
     def drop_cache(self) -> bool:
-        """Release the cache unless it was read. Returns whether it was released."""
+        """Release the cache unless it has been read. Returns whether it was released."""
         if self._request is None or self._claimed:
             return False
         request, self._request, self._is_dropped = self._request, None, True
-        with suppress(Exception):  # the request has ended; its tables give their blocks back when they are dropped
+        with suppress(Exception):  # if it fails, the tables give their blocks back when they are dropped
             request.release()
         return True
 
@@ -146,7 +146,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         return f"Response(uid={self.uid}, token={self.token}, finish_reason={self.finish_reason!r})"
 
 
-# Upstream's code whose closures are read, and whose meaning the engine's sampling repeats.
+# Fingerprints of the upstream functions whose closures are read, and which the engine's sampling reimplements.
 KNOWN = {
     "make_sampler": "3634f01145e0de6d",
     "make_logits_processors": "f895d7a476e06b41",
@@ -161,13 +161,13 @@ KNOWN = {
     "make_frequency_penalty": "c7b4ed6855056ea1",
 }
 _PENALTIES = ("repetition", "presence", "frequency")
-# A method of a sampler is a lambda over these of make_sampler's arguments; they differ in each.
+# Each sampling method is a lambda that closes over some of these arguments of make_sampler, no two over the same ones.
 _METHODS = ("top_p", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "xtc_special_tokens", "top_k")
 
 
 @lru_cache(maxsize=1)
 def is_known() -> bool:
-    """Return whether samplers and processors of the installed mlx-lm are recognised."""
+    """Return whether the installed mlx-lm has the samplers and processors that are recognised here."""
     try:
         return all(fingerprint(getattr(sample_utils, name)) == known for name, known in KNOWN.items())
     except (AttributeError, OSError, TypeError):
@@ -175,8 +175,7 @@ def is_known() -> bool:
 
 
 def known_sampler(sampler: Callable[..., mx.array]) -> Mapping[str, Any] | None:
-    """Return the arguments of ``SamplingParams`` that ``make_sampler`` has made a sampler of; None: it is not one of
-    those."""
+    """Return the arguments of ``SamplingParams`` that describe a sampler of ``make_sampler``; None for any other."""
     if not is_known():
         return None
     if sampler is sample_utils.greedy_sampler:
@@ -191,8 +190,8 @@ def known_sampler(sampler: Callable[..., mx.array]) -> Mapping[str, Any] | None:
 
 
 def known_processors(processors: Sequence[Callable[..., mx.array]]) -> Mapping[str, Any] | None:
-    """Return the arguments of ``SamplingParams`` that ``make_logits_processors`` has made a request's processors of;
-    None: it has not, or they are not in its order."""
+    """Return the arguments of ``SamplingParams`` that describe processors of ``make_logits_processors``; None for any
+    others, or if they are in another order."""
     if not is_known():
         return None
     fields: dict[str, Any] = {}
@@ -225,7 +224,7 @@ def _penalty(processor: Any, name: str) -> dict[str, Any] | None:
 
 
 def _cells(function: Any, maker: str, name: str) -> dict[str, Any] | None:
-    """Return what a function holds of the one that made it, by name; None: that one has not made it."""
+    """Return the variables that a function closes over, by name; None unless it is ``name``, defined in ``maker``."""
     if not isinstance(function, FunctionType) or not any(function.__code__ is code for code in _codes(maker, name)):
         return None
     cells = function.__closure__ or ()
@@ -234,7 +233,7 @@ def _cells(function: Any, maker: str, name: str) -> dict[str, Any] | None:
 
 @lru_cache
 def _codes(maker: str, name: str) -> tuple[CodeType, ...]:
-    """Return the code of the functions of this name that one of mlx-lm's defines."""
+    """Return the code of the functions called ``name`` that mlx-lm's function ``maker`` defines."""
     constants = getattr(sample_utils, maker).__code__.co_consts
     return tuple(code for code in constants if isinstance(code, CodeType) and code.co_name == name)
 
@@ -243,7 +242,8 @@ UPSTREAM = Upstream(Response, PromptProcessingBatch.Response, TokenBuffer, known
 
 
 def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:
-    """Return mlx-lm's sampler, for where it computes; the same one each time, so that its rows are sampled together."""
+    """Return mlx-lm's sampler with these parameters, for requests that mlx-lm computes. Equal parameters give the same
+    object, so that their rows are sampled together."""
     make = sample_utils.make_sampler
     given = _given(make, params) | {"xtc_special_tokens": tuple(params.xtc_special_tokens)}
     return _sampler(make, params.temperature, tuple(given.items()))
@@ -259,11 +259,11 @@ def _sampler(
 
 
 def processors_of(params: SamplingParams) -> list[Any]:
-    """Return mlx-lm's logits processors, for where it computes."""
+    """Return mlx-lm's logits processors with these parameters, for requests that mlx-lm computes."""
     make = sample_utils.make_logits_processors
     return list(make(**_given(make, params) | {"logit_bias": dict(params.logit_bias) or None}))
 
 
 def _given(make: Callable[..., Any], params: SamplingParams) -> dict[str, Any]:
-    """Return what a function of mlx-lm takes of the parameters: names are the same."""
+    """Return the parameters that are arguments of mlx-lm's function, by name."""
     return {name: getattr(params, name) for name in inspect.signature(make).parameters if hasattr(params, name)}

@@ -1,1 +1,1 @@
-"""What replaces names of mlx_lm/models: attention, MLPs, blocks and models, and the attention function."""
+"""Replacements for names of mlx_lm/models: attention, MLPs, blocks and models, and the attention function."""

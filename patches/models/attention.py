@@ -1,4 +1,4 @@
-"""Attention adapters: one per way to make queries, keys and values."""
+"""Attention adapters: one for each way in which models compute queries, keys and values."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def paged_call(
     project: Callable[[Any, mx.array | Unnormed, int | mx.array], Sequence[mx.array]],
     softcap: Callable[[Any], float | None] = lambda module: None,
 ) -> Callable[..., AttentionCall]:
-    """Make the adapter of an attention module whose projections are ``project``.
+    """Return the adapter of an attention module that projects with ``project``.
 
     Args:
-        project: from the module, x ``[B, L, hidden]`` and the position of each row to queries
-            ``[B, n_q_heads, L, head_dim]``, keys and values ``[B, n_kv_heads, L, head_dim]``, rotated.
-        softcap: from the module to its cap on the scores.
+        project: function of the module, x ``[B, L, hidden]`` and each row's position. Returns rotated queries
+            ``[B, n_q_heads, L, head_dim]``, keys and values ``[B, n_kv_heads, L, head_dim]``.
+        softcap: function of the module. Returns its cap on the scores, or None.
 
     Returns:
-        A function from upstream's ``__call__`` to its replacement, which takes the paged path for a paged cache and
-        upstream's for any other. On the replacement, ``before_output`` is what it does before ``o_proj``, which takes
-        heads last.
+        A function that takes upstream's ``__call__`` and returns its replacement: the paged path for a paged cache,
+        upstream's code for any other. The attribute ``before_output`` of the replacement does all but the move of the
+        heads to the last axis and ``o_proj``.
     """
 
     def attended(self: Any, x: mx.array | Unnormed, mask: mx.array | str | None, cache: Any) -> mx.array:
@@ -55,7 +55,7 @@ def paged_call(
 
 
 def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
-    """Return whether the paged path serves ``batch`` rows with this cache."""
+    """Return whether the paged path supports ``batch`` rows with this cache."""
     if isinstance(cache, PagedLayerCache):
         return cache.takes(batch)
     return isinstance(cache, PagedBatchKVCache | StepLayer)
@@ -67,9 +67,9 @@ def project_heads(
     heads: Sequence[int],
     norms: Sequence[Norm | None] = (None,) * 3,
 ) -> list[mx.array]:
-    """Projections of x ``[B, L, hidden]`` by these layers, as ``[B, n_heads, L, head_dim]``, each head normalised.
+    """Project x ``[B, L, hidden]`` by these layers. Returns ``[B, n_heads, L, head_dim]``, each head normalised.
 
-    One operation less for one token, where the order of elements is the same: in a decode step the host counts.
+    One token needs no transposition, as the order of elements is the same; that saves host time in a decode step.
     """
     batch, length = x.shape[:2]
     if length == 1:
@@ -82,8 +82,8 @@ def project_heads(
 
 
 def turn_of(rope: Any, offset: mx.array, head_dim: int) -> Turn | None:
-    """Return a rotation of whole heads of one token each as a kernel does it with the product before; None if it is of
-    a kind that none does.
+    """Return the arguments of a kernel that projects and rotates whole heads of one token each; None if no kernel
+    supports this rotation.
 
     Args:
         offset: position of each row, int32 ``[B]``.
@@ -101,11 +101,11 @@ def rotated(
     """Return queries and keys ``[B, n_heads, L, head_dim]``, rotated.
 
     Args:
-        rope: of the module.
-        offset: of a batch an array, one per row.
+        rope: the module's rotation.
+        offset: position of the first token; in a batch an array, one per row.
 
-    One token's are rotated together on a CPU, where MLX computes angles by operations, as many as the rotation itself
-    takes: 92 us a layer in place of 157, with the same bits.
+    On a CPU one token's queries and keys are rotated together, because MLX computes the angles in each call, with as
+    many operations as the rotation itself: 92 us a layer instead of 157, with the same bits.
     """
     if queries.shape[2] > 1 or mx.default_device().type != mx.DeviceType.cpu or queries.dtype != keys.dtype:
         return rope(queries, offset=offset), rope(keys, offset=offset)
@@ -114,7 +114,7 @@ def rotated(
 
 
 def heads_last(x: mx.array) -> mx.array:
-    """``[B, n_heads, L, head_dim]`` to ``[B, L, n_heads * head_dim]``."""
+    """Return ``[B, n_heads, L, head_dim]`` as ``[B, L, n_heads * head_dim]``."""
     batch, _, length, _ = x.shape
     return (x if length == 1 else x.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
 
@@ -136,7 +136,7 @@ def _heads_of(self: Any) -> tuple[int, int, int]:
 
 
 def _rotate_llama(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> Sequence[mx.array]:
-    """Return :func:`project_llama`'s, rotated; of one token in one launch where a kernel does all of it."""
+    """Return :func:`project_llama`'s result, rotated; for one token in one kernel launch if there is such a kernel."""
     if x.shape[1] == 1 and is_narrow(self.q_proj):
         positions = offset if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
         turn = turn_of(self.rope, positions, self.q_proj.weight.shape[0] // self.n_heads)
@@ -148,13 +148,13 @@ def _rotate_llama(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> 
 
 
 def _rotate_qwen3(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> Sequence[mx.array]:
-    """Like :func:`_rotate_llama`, with queries and keys normalised per head before they are rotated."""
+    """Return rotated queries, keys and values; queries and keys are normalised per head before."""
     queries, keys, values = project_heads(x, _layers_of(self), _heads_of(self), (self.q_norm, self.k_norm, None))
     return *rotated(self.rope, queries, keys, offset), values
 
 
 def _rotate_gemma3(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> Sequence[mx.array]:
-    """Like :func:`_rotate_qwen3`, with queries and keys normalised after the heads are moved first."""
+    """Like :func:`_rotate_qwen3`, but normalises queries and keys after the heads are moved first."""
     queries, keys, values = project_llama(self, x)
     return *rotated(self.rope, self.q_norm(queries), self.k_norm(keys), offset), values
 
@@ -171,14 +171,14 @@ _register("gemma3_text", "e9ebcce92c86c40c", paged_call(_rotate_gemma3))
 
 @replaces("mlx_lm.models.llama4:Attention.__call__", "ec00d284640b9a07", adapts_attention=True)
 def adapt_llama4(original: AttentionCall) -> AttentionCall:
-    """Replace Llama 4's ``Attention.__call__``: layers that see the chunk of a token's position, and layers that see
-    everything, which are not rotated."""
+    """Replace Llama 4's ``Attention.__call__``. Some layers see only the chunk that a token is in; the others see all
+    tokens and are not rotated."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if not takes(cache, x.shape[0]):
             return original(self, x, mask, cache)
         queries, keys, values = project_llama(self, x)
-        offset = cache.offset  # of a batch: an array, one offset per row
+        offset = cache.offset  # in a batch an array, one offset per row
         if self.use_rope:
             queries, keys = rotated(self.rope, queries, keys, offset)
         if self.use_qk_norm:
@@ -191,7 +191,7 @@ def adapt_llama4(original: AttentionCall) -> AttentionCall:
 
 
 def _temperatures(self: Any, offset: int | mx.array, num_tokens: int) -> mx.array:
-    """Factors on the queries of layers without rotation, which grow with the position: ``[B or 1, 1, L, 1]``."""
+    """Return factors of queries in layers without rotation, which grow with the position: ``[B or 1, 1, L, 1]``."""
     if isinstance(offset, int):
         positions = mx.arange(offset + 1, offset + num_tokens + 1)[None]
     else:
@@ -202,15 +202,15 @@ def _temperatures(self: Any, offset: int | mx.array, num_tokens: int) -> mx.arra
 
 @replaces("mlx_lm.models.llama4:LlamaModel.__call__", "4c6a95216c9a7968")
 def adapt_llama4_model(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Replace upstream's ``LlamaModel.__call__``, which masks chunks by what it knows of mlx-lm's cache, by one that
-    has each paged cache make its mask, of one sequence or of many."""
+    """Replace Llama 4's ``LlamaModel.__call__``, which makes masks of chunks from internals of mlx-lm's cache. The
+    replacement lets each paged cache make its mask, for one sequence or many."""
 
     def __call__(self: Any, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        # Not a generator: an empty cache that meets several rows turns into mlx-lm's own, and all must.
+        # A list, not a generator: `takes` converts an empty cache to mlx-lm's own for several rows, and must reach all.
         if not cache or not all([takes(own, inputs.shape[0]) for own in cache]):
             return original(self, inputs, cache)
         h = self.embed_tokens(inputs)
-        masks: dict[int | None, mx.array | str | None] = {}  # by the size of the chunk
+        masks: dict[int | None, mx.array | str | None] = {}  # by size of the chunk; None: all tokens
         for layer, own in zip(self.layers, cache, strict=True):
             if own.window not in masks:
                 masks[own.window] = create_attention_mask(h, own)

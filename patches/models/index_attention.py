@@ -1,11 +1,11 @@
 """Attention to the tokens that an indexer chooses (DeepSeek V3.2, GLM DSA), over pages of latents and of index keys.
 
-Beside a token's latents each layer keeps an index key. An indexer scores all tokens that a query sees by these keys,
-and attention takes the ``index_topk`` best of them. mlx-lm keeps index keys in a second cache of each layer. Here that
-is a paged layer, too, whose pages hold the two halves of a key as key and value.
+Beside latents each layer keeps an index key for every token. By these keys an indexer scores all tokens that a query
+sees, and attention uses the ``index_topk`` best ones. mlx-lm keeps index keys in a second cache of each layer. Here it
+is paged too: its pages hold the two halves of a key as key and value.
 
-A context of at most ``index_topk`` tokens has nothing to choose from: where a kernel attends over latents, it serves.
-A longer one is gathered and goes through mlx-lm's own code, on any device.
+In a context of at most ``index_topk`` tokens nothing has to be chosen, and the kernel over latents is used where there
+is one. A longer context is gathered and goes through mlx-lm's own code, on any device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHOSEN = Dispatch("gather", "attention to the tokens that an indexer chooses")
 
 
 class GatheredCache:
-    """What mlx-lm's code sees of a paged cache: also the arrays that it reaches for, which are what was fetched last.
+    """A paged cache for mlx-lm's code, with the attributes that it reads: the arrays that were fetched last.
 
     Attributes:
         keys, values: what the latest :meth:`update_and_fetch` returned. Setting them changes no page.
@@ -44,17 +44,17 @@ class GatheredCache:
         return self._cache.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the next tokens and return all that they see."""
+        """Write the next tokens and return all keys and values that they see."""
         self.keys, self.values = fetched = self._cache.update_and_fetch(keys, values)
         return fetched
 
 
 class IndexKeys(GatheredCache):
-    """Like :class:`GatheredCache`, for index keys ``[B, 1, n, dim]``, whose halves are a page's keys and values.
+    """A :class:`GatheredCache` for index keys ``[B, 1, n, dim]``, whose halves are stored as a page's keys and values.
 
     Args:
-        cache: of the pages.
-        is_read: False where nothing is chosen: keys are written only, and what is returned holds nothing.
+        cache: the paged cache.
+        is_read: False if nothing has to be chosen: keys are only written, and the returned arrays are empty.
     """
 
     def __init__(self, cache: Any, is_read: bool = True) -> None:
@@ -64,7 +64,7 @@ class IndexKeys(GatheredCache):
             cache.split_keys = True
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the next tokens' index keys and return all that they see, twice. ``values`` are not used."""
+        """Write the next tokens' index keys and return all that they see, twice. ``values`` are ignored."""
         halves = mx.split(keys, [keys.shape[-1] // 2], axis=-1)
         if self._is_read:
             fetched = mx.concatenate(list(super().update_and_fetch(*halves)), axis=-1)
@@ -77,7 +77,7 @@ class IndexKeys(GatheredCache):
 
 @replaces("mlx_lm.models.deepseek_v32:DeepseekV32Attention.__call__", "b29a1627f43386fb")
 def adapt(original: AttentionCall) -> AttentionCall:
-    """Return the adapter of DeepSeek V3.2's attention, which GLM DSA has, too."""
+    """Return the adapter of DeepSeek V3.2's attention, which GLM DSA uses too."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if cache is None:
@@ -85,14 +85,14 @@ def adapt(original: AttentionCall) -> AttentionCall:
         latents, index = cache[0], cache[1]
         for part in (latents, index):
             if isinstance(part, PagedLayerCache):
-                part.takes(x.shape[0])  # else it is mlx-lm's own from here on
+                part.takes(x.shape[0])  # converts it to mlx-lm's own if there are several rows
         if _is_stock(latents) or _is_stock(index):
             return original(self, x, mask, (_whole(latents, GatheredCache), _whole(index, IndexKeys)))
         chooses = _longest(latents, x.shape[1]) > self.indexer.index_topk
         if not chooses:
             out = attend_in_kernel(self, x, None, mask, latents, finish)
             if out is not None:
-                # Nothing is chosen, so that queries are not computed, whatever they are made of.
+                # Nothing is chosen, so the indexer's queries are never computed: zeros do as their input.
                 queries = mx.zeros((*x.shape[:2], self.q_lora_rank), x.dtype)
                 self.indexer(x, queries, None, cache=IndexKeys(index, is_read=False))
                 return out
@@ -116,12 +116,12 @@ def _is_stock(cache: Any) -> bool:
 
 
 def _whole(cache: Any, kind: type[GatheredCache]) -> Any:
-    """Return what mlx-lm's code can have for this cache: mlx-lm's own as it is."""
+    """Return the cache as mlx-lm's code can use it: its own unchanged, a paged one wrapped in ``kind``."""
     return cache if _is_stock(cache) else kind(cache)
 
 
 def _longest(cache: Any, num_tokens: int) -> int:
-    """Return the length of the longest sequence with its new tokens."""
+    """Return the length of the longest sequence, including its new tokens."""
     if isinstance(cache, PagedBatchKVCache):
         return max(table.length for table in cache.rows.tables_of(cache.layer))
     return int(cache.offset) + num_tokens

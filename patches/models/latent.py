@@ -1,10 +1,10 @@
 """Multi-head latent attention (MLA) of DeepSeek V3 and its relatives, over pages of latents.
 
-A token's cache is a latent and a part of a key that is rotated by its position, of one head. mlx-lm gives the one as
-keys and the other as values to the cache, fetches both, and multiplies for itself. Where a kernel attends over the
-blocks, one new token per row does what mlx-lm's code does for one token (the absorbed form), but for the fetching; and
-new tokens of prompts what it does for several: keys and values of heads are made of the latents, for all sequences of a
-pack together. Where there is no kernel, everything goes through mlx-lm's own code, a pack sequence by sequence.
+For each token the cache holds a latent and the rotated part of a key, both of one head. mlx-lm caches the latent as key
+and the rotated part as value, fetches both, and computes attention itself. Where a kernel attends over the blocks, one
+new token per row is computed as in mlx-lm's code for one token (the absorbed form), but without the fetch. New tokens
+of prompts are computed as in its code for several: keys and values of the heads are made from the latents, for all
+sequences of a pack together. Without a kernel mlx-lm's own code runs, for a pack sequence by sequence.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
 from .attention import AttentionCall, takes
 
-# Sequences of a pack that have no more new tokens take the kernel of decode steps, which attends to latents as they
-# are: to make keys and values of a long context for a few tokens costs more.
+# A pack with at most this many new tokens per sequence uses the kernel of decode steps, which attends over the latents
+# directly: for a few tokens it would cost more to make the keys and values of a long context.
 MOST_AS_ROWS = 32
-# From so many rows on, a head's matrix is multiplied with all of them at once, and not read again for each.
+# With at least this many rows, a head's matrix is multiplied with all rows at once instead of being read once per row.
 LEAST_BY_HEAD = 4
 Finish = Callable[[Any, mx.array, mx.array], mx.array]
 
 
 class Projected(NamedTuple):
-    """What attention is given for one token of each row.
+    """Inputs of attention for one token of each row.
 
     Attributes:
         nope: part of the queries that is not rotated, ``[B, n_heads, 1, qk_nope_head_dim]``.
-        rope: part that is, ``[B, n_heads, 1, qk_rope_head_dim]``.
+        rope: rotated part of the queries, ``[B, n_heads, 1, qk_rope_head_dim]``.
         latent: ``[B, 1, 1, kv_lora_rank]``.
-        rotated: part of the key, ``[B, 1, 1, qk_rope_head_dim]``.
+        rotated: rotated part of the key, ``[B, 1, 1, qk_rope_head_dim]``.
     """
 
     nope: mx.array
@@ -51,7 +51,7 @@ class Projected(NamedTuple):
 
 
 def project(self: Any, x: mx.array, offset: Any) -> Projected:
-    """Project x ``[B, 1, hidden]`` by the operations of mlx-lm's modules."""
+    """Project x ``[B, 1, hidden]`` as mlx-lm's modules do."""
     batch, heads = x.shape[0], _heads_of(self)
     if getattr(self, "q_lora_rank", None) is None:
         q = self.q_proj(x)
@@ -72,30 +72,30 @@ def project(self: Any, x: mx.array, offset: Any) -> Projected:
 
 
 def finish(self: Any, out: mx.array, x: mx.array) -> mx.array:
-    """Turn heads ``[B, n_heads, 1, v_head_dim]`` to ``[B, 1, hidden]``."""
+    """Project heads ``[B, n_heads, 1, v_head_dim]`` to ``[B, 1, hidden]``."""
     return (self.dense if "dense" in self else self.o_proj)(out.reshape(x.shape[0], 1, -1))
 
 
 def finish_gated(self: Any, out: mx.array, x: mx.array) -> mx.array:
-    """Like :func:`finish`, where values of heads may be gated (Kimi K3)."""
+    """Like :func:`finish`, with an optional gate on each channel of the heads (Kimi K3)."""
     out = out.reshape(x.shape[0], 1, -1)
     return self.o_proj(out * mx.sigmoid(self.g_proj(x)) if self.use_gate else out)
 
 
 def finish_heads_gated(self: Any, out: mx.array, x: mx.array) -> mx.array:
-    """Like :func:`finish`, where heads are gated (Bailing V3)."""
+    """Like :func:`finish`, with a gate on each head (Bailing V3)."""
     gate = mx.sigmoid(self.g_proj(x).astype(mx.float32)).astype(out.dtype)
     return self.dense((out.reshape(*gate.shape, -1) * gate[..., None]).reshape(x.shape[0], 1, -1))
 
 
 def latent_call(finish: Finish) -> Callable[[AttentionCall], AttentionCall]:
-    """Make the adapter of an attention module whose queries, latents and keys :func:`project` makes.
+    """Return the adapter of an attention module that projects with :func:`project`.
 
     Args:
-        finish: from the module, the heads' outputs and x to its result.
+        finish: function of the module, the heads' outputs and x. Returns the module's result.
 
     Returns:
-        A function from upstream's ``__call__`` to its replacement.
+        A function that takes upstream's ``__call__`` and returns its replacement.
     """
 
     def adapt(original: AttentionCall) -> AttentionCall:
@@ -136,12 +136,12 @@ def adapt_scaled(original: AttentionCall) -> AttentionCall:
 
 
 def latent_caches_of(module: Any) -> int:
-    """Return how many caches a module's attention computes with through an adapter of latents; 0 without one."""
+    """Return how many caches a module's latent adapter computes with; 0 without such an adapter."""
     return getattr(type(module).__call__, "latent_caches", 0)
 
 
 def marked(call: AttentionCall, caches: int = 1) -> AttentionCall:
-    """Return the adapter, marked with the number of caches it computes with."""
+    """Mark the adapter with the number of caches it computes with, and return it."""
     call.latent_caches = caches  # type: ignore[attr-defined]
     return call
 
@@ -155,11 +155,11 @@ def _attention(
     finish: Finish,
     apart: Callable[..., mx.array],
 ) -> mx.array:
-    """Attend by whatever kernel there is for it, or mlx-lm's code.
+    """Attend by a kernel if there is one, else by mlx-lm's code.
 
     Args:
-        scales: of the queries, by their positions: ``[L, 1]``, or ``[B, 1, L, 1]`` where rows have their own.
-        apart: upstream's code, of x, a mask and a cache, and, for the tokens of a sequence in a pack, which they are.
+        scales: factors of the queries by position: ``[L, 1]``, or ``[B, 1, L, 1]`` if rows have their own.
+        apart: upstream's code; takes x, a mask, a cache and, for a sequence of a pack with ``scales``, its tokens.
     """
     out = attend_in_kernel(self, x, scales, mask, cache, finish)
     if out is not None:
@@ -176,14 +176,13 @@ def _attention(
 def attend_in_kernel(
     self: Any, x: mx.array, scales: mx.array | None, mask: mx.array | str | None, cache: Any, finish: Finish
 ) -> mx.array | None:
-    """Attend by a kernel, or return None, with nothing written, where there is none. Arguments are as in
-    :func:`_attention`."""
+    """Attend by a kernel; if there is none, write nothing and return None. See :func:`_attention` for the arguments."""
     if _is_pack(cache):
         return _packed(self, x, scales, mask, cache, finish)
     if x.shape[1] == 1 and _serves(cache, self, x.shape[0]):
         return finish(self, _absorbed(self, _projected(self, x, cache.offset, scales), mask, cache), x)
     if x.shape[1] > 1 and _is_causal(cache, x, mask):
-        # As rows of one token, like a pack of one sequence.
+        # Computed as rows of one token each, like a pack of one sequence.
         rows, count, heads = x.swapaxes(0, 1), x.shape[1], _latent_heads(self)
         few = count <= MAX_QUERY_LENGTH and dispatch.serves_latents(heads.num_heads, cache.pool, cache.layer)
         if few or latent_prompts.serves(heads, x.dtype, cache.pool, cache.layer):
@@ -223,33 +222,33 @@ def _projected(self: Any, x: mx.array, offset: Any, scales: mx.array | None) -> 
 
 
 def _absorbed(self: Any, made: Projected, mask: mx.array | str | None, cache: Any, **how: bool) -> mx.array:
-    """Attention over latents: ``[B, n_heads, 1, v_head_dim]``"""
+    """Attend over the latents themselves. Returns ``[B, n_heads, 1, v_head_dim]``."""
     queries = _absorbed_queries(self, made)
     params = AttentionParams(self.scale, mask, latent=True)
     return _by_head(self.unembed_out, cache.attend(queries, made.latent, made.rotated, params, **how))
 
 
 def _absorbed_few(self: Any, made: Projected, mask: mx.array | str | None, cache: PagedLayerCache) -> mx.array:
-    """Like :func:`_absorbed`, for a few tokens of one sequence, ``[n, n_heads, 1, v_head_dim]``."""
+    """Like :func:`_absorbed`, for n tokens of one sequence. Returns ``[n, n_heads, 1, v_head_dim]``."""
     queries, latent, rotated = (x.swapaxes(0, 2) for x in (_absorbed_queries(self, made), made.latent, made.rotated))
     out = cache.attend(queries, latent, rotated, AttentionParams(self.scale, mask, latent=True))
     return _by_head(self.unembed_out, out.swapaxes(0, 2))
 
 
 def _absorbed_queries(self: Any, made: Projected) -> mx.array:
-    """Return queries as long as a latent and its rotated part, ``[B, n_heads, 1, rank + rope]``."""
+    """Return queries that match a latent and its rotated part, ``[B, n_heads, 1, rank + rope]``."""
     return mx.concatenate([_by_head(self.embed_q, made.nope), made.rope], axis=-1)
 
 
 def _by_head(layer: Any, x: mx.array) -> mx.array:
-    """Return what a layer of a matrix for each head makes of x ``[B, n_heads, 1, dim]``."""
+    """Apply a layer with one matrix per head to x ``[B, n_heads, 1, dim]``."""
     if x.shape[0] < LEAST_BY_HEAD:
         return layer(x)
     return layer(x.swapaxes(0, 2)).swapaxes(0, 2)
 
 
 def _expanded(self: Any, made: Projected, cache: PagedBatchKVCache | PagedLayerCache) -> mx.array:
-    """Attention over what latents stand for: ``[T, n_heads, 1, v_head_dim]``."""
+    """Attend over the keys and values made from the latents. Returns ``[T, n_heads, 1, v_head_dim]``."""
 
     def expand(latents: mx.array, heads: slice) -> tuple[mx.array, mx.array]:
         return _of_heads(self.embed_q, latents, heads, False), _of_heads(self.unembed_out, latents, heads, True)
@@ -259,7 +258,7 @@ def _expanded(self: Any, made: Projected, cache: PagedBatchKVCache | PagedLayerC
 
 
 def _of_heads(layer: Any, x: mx.array, heads: slice, transpose: bool) -> mx.array:
-    """Return what mlx-lm's layer of a matrix for each head makes of x ``[1, 1, n, dim]`` for some heads."""
+    """Apply mlx-lm's layer with one matrix per head to x ``[1, 1, n, dim]``, for some of the heads."""
     weight = layer["weight"][heads]
     if not isinstance(layer, QuantizedMultiLinear):
         return x @ (weight.swapaxes(-1, -2) if transpose else weight)
@@ -287,7 +286,7 @@ def _latent_heads(self: Any) -> LatentHeads:
 
 
 def _serves(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
-    """Return whether a kernel attends over this cache's latents, for one new token of each of so many rows."""
+    """Return whether a kernel attends over this cache's latents for ``batch`` rows of one new token."""
     if not isinstance(cache, PagedLayerCache | PagedBatchKVCache | StepLayer) or not takes(cache, batch):
         return False
     if isinstance(cache, StepLayer):
@@ -296,7 +295,7 @@ def _serves(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | 
 
 
 def _is_causal(cache: Any, x: mx.array, mask: mx.array | str | None) -> TypeGuard[PagedLayerCache]:
-    """Return whether these are several new tokens of a sequence, under the mask that its cache makes for them."""
+    """Return whether these are new tokens of one sequence under a plain causal mask."""
     if not isinstance(cache, PagedLayerCache) or x.shape[0] != 1 or mask is None:
         return False
     return isinstance(mask, str) or cache.sequence.window_of(mask) == Window(cache.offset + x.shape[1])

@@ -1,4 +1,4 @@
-"""Calls of a model over a pool: each is one turn at it (see kv/turn.py), and decode steps run compiled."""
+"""Wrappers of a model's calls over a pool: each call is one turn (see kv/turn.py), and decode steps run compiled."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ...kv.pool import BlockPool
 from ...warn import warn_once
 
 ModelCall = Callable[..., mx.array]
-_steps: ByModel[CompiledStep] = ByModel("compiled step")  # by pool
+_steps: ByModel[CompiledStep] = ByModel("compiled step")  # keyed by pool
 
 
 def adapt(original: ModelCall) -> ModelCall:
-    """Replace a model class's ``__call__`` by one that takes decode steps by :class:`CompiledStep` where it can: calls
-    with one token per row and a ``cache``, and nothing else."""
+    """Replace a model class's ``__call__`` by one that computes decode steps with :class:`CompiledStep` where possible:
+    calls with one token per row, a ``cache``, and no other arguments."""
     names = list(inspect.signature(original).parameters)[2:]
 
-    @functools.wraps(original)  # mlx-lm asks for the signature
+    @functools.wraps(original)  # mlx-lm inspects the signature
     def __call__(self: Any, inputs: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         caches = given.pop("cache", None)
@@ -38,7 +38,7 @@ def adapt(original: ModelCall) -> ModelCall:
             is_pack = isinstance(first, PagedBatchKVCache) and first.rows.is_pack and not first.rows.as_rows
             if first is not None and not is_pack and first.pool.layer(first.layer).in_place:
                 step = step_of(first.pool, original)
-                # Of a model in a model, whichever is called first has the step; the other is a part of it.
+                # If a model wraps another one, the first to be called owns the step; the other is a part of it.
                 if step.forward is original and step.failure is None:
                     with first.pool.turn:
                         logits = step(self, inputs, caches)
@@ -52,7 +52,7 @@ def adapt(original: ModelCall) -> ModelCall:
 
 
 def in_turns(call: ModelCall) -> ModelCall:
-    """Return a model class's ``__call__`` each call of which over a pool is one turn."""
+    """Wrap a model class's ``__call__`` so that each call over a pool is one turn."""
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def in_turns(call: ModelCall) -> ModelCall:
         if first is None:
             return call(self, *args, **kwargs)
         pool = first.pool
-        # Before the first write, too: what MLX would compile for the first prompt takes seconds.
+        # Our kernels are allowed before the first write, too: MLX would take seconds to compile its own for a prompt.
         is_functional = any(group.geometry is not None and not group.in_place for group in pool.groups)
         on_cpu = is_functional and mx.default_device().type == mx.DeviceType.cpu
         with pool.turn, Inference(allowed=not is_functional, shares_angles=on_cpu):
@@ -77,8 +77,8 @@ def in_turns(call: ModelCall) -> ModelCall:
 
 
 def is_upstreams(call: ModelCall) -> bool:
-    """Return whether a model class's ``__call__`` is as mlx-lm wrote it: what others put in its place may do things by
-    the way that a trace would do once only."""
+    """Return whether a model class's ``__call__`` is mlx-lm's own. A replacement may have side effects, which a trace
+    would run only once."""
     module: str = getattr(call, "__globals__", {}).get("__name__", "")
     return module.startswith("mlx_lm.models.")
 
@@ -94,8 +94,8 @@ _PAGED = PagedKVCache | PagedBatchKVCache
 
 
 def guard(model: Any) -> None:
-    """Make each call of the model over a pool one turn. Otherwise each layer's part of it is one, which is as right,
-    but has MLX compute every layer by itself. Decode steps of mlx-lm's own models run compiled where they can."""
+    """Make each call of the model over a pool one turn, and compile decode steps of mlx-lm's own models where possible.
+    Without it each layer takes a turn of its own, which is also correct, but MLX then computes layer by layer."""
     kind = type(model)
     if kind in _guarded:
         return
@@ -111,7 +111,7 @@ def guard(model: Any) -> None:
 
 
 def unguard() -> None:
-    """Put the calls of all models back."""
+    """Restore the ``__call__`` of all guarded model classes."""
     with _lock:
         for kind in list(_guarded):
             original = kind.__dict__["__call__"].guarded
@@ -123,6 +123,6 @@ def unguard() -> None:
 
 
 def _keeping(cache: PagedKVCache | PagedBatchKVCache) -> Any:
-    """Return the cache's sequence, if it keeps states to be trimmed to."""
+    """Return the cache's sequence if it keeps copies of its states for trimming, else None."""
     sequence = getattr(cache, "sequence", None)
     return None if sequence is None or sequence.kept is None else sequence

@@ -1,4 +1,4 @@
-"""Multi-token prediction: heads that checkpoints have beside the model, which mlx-lm drops, and how they are loaded."""
+"""Multi-token prediction: the heads that some checkpoints contain and mlx-lm drops, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...engine.drafts.prediction_head import HiddenStates
 from ...errors import ConfigError
 from .model_calls import adapt, in_turns
 
-LAYER = "model.layers.0."  # of the model of one layer that the head's layer is made as
+LAYER = "model.layers.0."  # in the model of one layer that the head's layer is taken from
 
 
 class Layout(NamedTuple):
@@ -27,10 +27,10 @@ class Layout(NamedTuple):
 
     Attributes:
         own: prefix of the names of the head's own weights; ``{n}`` stands for the model's number of layers.
-        layer: prefix of those of its decoder layer.
-        names: of the norms of the token's embedding and the hidden state, the projection of both and the final norm.
-        hidden_first: the hidden state comes before the embedding in what is projected.
-        goes_on_normed: what the head is given after a draft is its output behind the final norm.
+        layer: prefix of the names of its decoder layer's weights.
+        names: names of the norms of the token's embedding and of the hidden state, the projection, and the final norm.
+        hidden_first: the hidden state comes before the embedding in the input of the projection.
+        goes_on_normed: the hidden state for the next draft is the head's output after the final norm, not before it.
         one_layer: arguments of a model whose only layer is of the head's kind.
     """
 
@@ -80,17 +80,17 @@ LAYOUTS = {
     "glm4_moe_lite": DEEPSEEK,
     "mimo": MIMO,
 }
-# The embedding and the output that the head shares with the model, which some checkpoints have once more.
+# The embedding and output layer that the head shares with the model; some checkpoints contain a second copy.
 SHARED = ("embed_tokens.", "shared_head.head.")
 
 
 def text_of(model: Any) -> Any:
-    """Return the language model of a model, which has a body and an output."""
+    """Return the language model within a model: the module with the body and the output layer."""
     return getattr(model, "language_model", model)
 
 
 def logits_of(model: Any, hidden: mx.array) -> mx.array:
-    """Return the model's logits of last hidden states."""
+    """Return the model's logits for its last hidden states."""
     text = text_of(model)
     logits: mx.array = text.lm_head(hidden) if "lm_head" in text else text.model.embed_tokens.as_linear(hidden)
     return logits
@@ -100,9 +100,9 @@ class MTPHead(nn.Module):  # type: ignore[misc]
     """A head that predicts the token after the next one.
 
     Args:
-        model: whose embedding and output it shares.
-        layer: its decoder layer, one of mlx-lm's.
-        layout: of the family.
+        model: the model whose embedding and output layer it shares.
+        layer: its decoder layer, a module of mlx-lm's.
+        layout: layout of the model's family.
     """
 
     def __init__(self, model: Any, layer: Any, layout: Layout) -> None:
@@ -114,7 +114,7 @@ class MTPHead(nn.Module):  # type: ignore[misc]
         self.layer = layer
         self.args = args
         self._layout = layout
-        self._model = lambda: model  # not as a part: its weights are no weights of the head
+        self._model = lambda: model  # in a function: nn.Module would count its weights as the head's
 
     @property
     def layers(self) -> list[Any]:
@@ -131,21 +131,21 @@ class MTPHead(nn.Module):  # type: ignore[misc]
 
         Args:
             inputs: tokens ``[B, L]``.
-            cache: of the layer.
-            hidden: of the tokens before them, the model's or the head's; None: zeros.
+            cache: a list of the layer's cache.
+            hidden: hidden states of the tokens before them, from the model or the head; None: zeros.
         """
         tokens = text_of(self.model).model.embed_tokens(inputs)
         hidden = mx.zeros_like(tokens) if hidden is None else hidden.astype(tokens.dtype)
         both = [self.token_norm(tokens), self.hidden_norm(hidden)]
         x = self.projection(mx.concatenate(both[::-1] if self._layout.hidden_first else both, axis=-1))
         own = None if cache is None else cache[0]
-        # Latent attention adds the mask to scores, so that it has to be an array.
+        # Latent attention adds the mask to the scores, so it must be an array.
         mask = create_attention_mask(x, own, return_array=hasattr(self.args, "kv_lora_rank"))
         x = self.layer(x, mask, own)
         return self.norm(x) if self._layout.goes_on_normed else x
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return logits of the tokens behind the head's inputs, of what it has returned for these."""
+        """Return the logits of the tokens after the head's inputs, given the hidden states that it returned."""
         return logits_of(self.model, hidden if self._layout.goes_on_normed else self.norm(hidden))
 
 
@@ -153,11 +153,11 @@ class MTPHead(nn.Module):  # type: ignore[misc]
 
 
 class HeadFiles(NamedTuple):
-    """The files of a head, all of whose weights are there.
+    """A model's folder that contains the weights of a head.
 
     Attributes:
-        folder: of the model.
-        layout: of its family.
+        folder: the model's folder.
+        layout: layout of its family.
     """
 
     folder: Path
@@ -165,10 +165,10 @@ class HeadFiles(NamedTuple):
 
 
 def find_head(folder: Path) -> HeadFiles:
-    """Return the head of a model's folder. Reads names of weights, and nothing else.
+    """Return the files of the head in a model's folder. Reads only the configuration and the names of weights.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the folder has no head.
     """
     config = json.loads((folder / "config.json").read_text())
     kind = config.get("model_type")
@@ -198,16 +198,16 @@ def _names_in(file: Path) -> list[str]:
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a model, a folder or the name of a hub repository, which is fetched if it is not there."""
+    """Return the folder of a model, given as a path or as a hub repository, which is downloaded if necessary."""
     folder = Path(name).expanduser()
     return folder if folder.exists() else Path(utils._download(name))
 
 
 def load_head(model: Any, files: HeadFiles) -> MTPHead:
-    """Return the head of a model that was loaded from the same folder, its weights not read yet.
+    """Return the head of a model that was loaded from the same folder. Its weights are read when they are first used.
 
     Raises:
-        ConfigError: its weights are not as they should be.
+        ConfigError: weights are missing or do not fit the head.
     """
     folder, layout = files
     shell = _one_layer(model, layout)
@@ -241,7 +241,7 @@ def load_head(model: Any, files: HeadFiles) -> MTPHead:
 
 
 def _one_layer(model: Any, layout: Layout) -> Any:
-    """Return a model of the same kind with one layer, that of the head; nothing of it is computed."""
+    """Return a model of the same kind whose only layer is of the head's kind; its weights are never computed."""
     args = text_of(model).args
     fields = {field.name for field in dataclasses.fields(args)}
     changed = {name: value for name, value in layout.one_layer.items() if name in fields}
@@ -259,17 +259,17 @@ def _sanitized(
     own: str,
     layer: str,
 ) -> dict[str, mx.array]:
-    """Return a head's weights by the names of its modules, made ready as mlx-lm makes those of the model.
+    """Return a head's weights by the names of its modules, sanitized by mlx-lm like those of the model.
 
     Args:
-        convolutions: of the model, by which mlx-lm tells whether norms are stored less one.
+        convolutions: one of the model's, from which mlx-lm tells whether norms are stored minus one.
         own: prefix of the head's own weights.
-        layer: of those of its layer.
+        layer: prefix of its layer's weights.
     """
     names = {f"{own}{name}": part for name, part in zip(layout.names, PARTS, strict=True)}
     apart = {name: next((p for p in names if name.startswith(f"{p}.")), None) for name in weights}
     as_layer = {f"{LAYER}{k.removeprefix(layer)}": v for k, v in weights.items() if apart[k] is None}
-    # Beside the layer: scales of eight bits, of which mlx-lm makes weights, may be those of the projection.
+    # The head's own weights go in beside the layer's: the projection may have 8-bit scales, which mlx-lm dequantises.
     as_layer |= {f"{LAYER}{names[p]}{k.removeprefix(p)}": weights[k] for k, p in apart.items() if p is not None}
     given = as_layer[f"{LAYER}input_layernorm.weight"]
     found: dict[str, mx.array] = {}
@@ -277,7 +277,7 @@ def _sanitized(
         inner = name.removeprefix("language_model.")
         if inner.startswith(LAYER):
             found[inner.removeprefix(LAYER)] = value
-    offset = found["input_layernorm.weight"] is not given  # then norms are stored less one
+    offset = found["input_layernorm.weight"] is not given  # then norms are stored minus one
     result = {}
     for name, value in found.items():
         part = name.partition(".")[0]
@@ -292,7 +292,7 @@ def _sanitized(
 
 
 def _with_hidden(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
-    """Return logits and, behind them, last hidden states, of tokens ``[B, 1]``: one array, as a compiled step has."""
+    """Return logits and last hidden states of tokens ``[B, 1]``, joined: a compiled step returns one array."""
     hidden = text_of(model).model(inputs, cache=cache)
     logits = logits_of(model, hidden)
     return mx.concatenate([logits, hidden.astype(logits.dtype)], axis=-1)
@@ -309,7 +309,7 @@ _apart: Callable[..., mx.array] = in_turns(_hidden)
 
 
 def _may_be_compiled(inputs: mx.array, caches: Sequence[Any]) -> bool:
-    """Return whether a call is one that compiled steps may take: all of its logits are needed, and blocks in place."""
+    """Return whether a compiled step may compute the call: all logits are needed, and all blocks are in place."""
     first = first_paged(caches)
     if not isinstance(first, PagedBatchKVCache) or inputs.shape[1] > 1:
         return False
@@ -319,11 +319,11 @@ def _may_be_compiled(inputs: mx.array, caches: Sequence[Any]) -> bool:
 
 
 class HiddenCall:
-    """Calls a model in the place of the model itself, and notes the last hidden states of what it computes.
+    """A replacement of a model in calls, which also notes the last hidden states.
 
     Args:
-        model: of a family with heads.
-        states: where they are noted.
+        model: a model of a family with heads.
+        states: where the hidden states are noted.
     """
 
     def __init__(self, model: Any, states: HiddenStates) -> None:
@@ -339,6 +339,6 @@ class HiddenCall:
         else:
             hidden = _apart(self.model, inputs, cache=cache)
             logits = logits_of(self.model, hidden)
-            mx.async_eval(hidden)  # of a prompt nothing else needs them, and blocks must not be read later
+            mx.async_eval(hidden)  # else a prompt's may be computed later, when blocks must not be read
         self.states.note(places, hidden.reshape(-1, hidden.shape[-1]))
         return logits

@@ -1,4 +1,4 @@
-"""The seam every model goes through that has no adapter of its own: mlx-lm's attention function."""
+"""The seam: mlx-lm's attention function, through which every model without an adapter is paged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .attention import AttentionCall, heads_last, rotated
 @replaces("mlx_lm.models.base:scaled_dot_product_attention", "a13838be6e6c5293")
 def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Replace ``mlx_lm.models.base.scaled_dot_product_attention`` by one that attends over blocks if it is given the
-    very keys and values that a paged cache has just fetched, and does what it did with any others."""
+    very keys and values that a paged cache has just fetched. Any others go to the original."""
 
     def scaled_dot_product_attention(
         queries: mx.array,
@@ -43,7 +43,8 @@ def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 @replaces("mlx_lm.models.stablelm:Attention.__call__", "cd350373ffb9d079")
 def adapt_stablelm(original: AttentionCall) -> AttentionCall:
-    """StableLM attends in f32. Attention over blocks adds up in f32 by itself, and takes keys as they are stored."""
+    """Replace StableLM's attention, which casts queries and keys to f32. Attention over blocks accumulates in f32 by
+    itself, and takes keys as they are stored."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if not _is_paged(cache):
@@ -64,8 +65,8 @@ def adapt_stablelm(original: AttentionCall) -> AttentionCall:
 
 @replaces("mlx_lm.models.plamo:Attention.__call__", "d419e2fb5c647aae")
 def adapt_plamo(original: AttentionCall) -> AttentionCall:
-    """PLaMo repeats the heads of keys one after the other, not each by itself: query head ``h`` goes with key head
-    ``h % n``. With the queries in the other order nothing is repeated."""
+    """Replace PLaMo's attention, which tiles the heads of keys: query head ``h`` uses key head ``h % n``. With the
+    queries reordered no keys are repeated."""
 
     def __call__(
         self: Any, hidden_states: mx.array, attention_mask: mx.array | str | None = None, cache: Any | None = None
@@ -87,7 +88,7 @@ def adapt_plamo(original: AttentionCall) -> AttentionCall:
 
 @replaces("mlx_lm.models.phi:PhiAttention.__call__", "2eac47853096f4d3")
 def adapt_phi(original: AttentionCall) -> AttentionCall:
-    """Phi attends in f32, as StableLM does: its queries are cast when they have been rotated."""
+    """Replace Phi's attention, which casts rotated queries to f32; see :func:`adapt_stablelm`."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if not _is_paged(cache):
@@ -100,7 +101,7 @@ def adapt_phi(original: AttentionCall) -> AttentionCall:
 
 @replaces("mlx_lm.models.phixtral:RoPEAttention.__call__", "7515a9221787da81")
 def adapt_phixtral(original: AttentionCall) -> AttentionCall:
-    """Like :func:`adapt_phi`, with one projection for all."""
+    """Like :func:`adapt_phi`, with one projection for queries, keys and values."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if not _is_paged(cache):
@@ -129,7 +130,7 @@ def _phi(
 
 @replaces("mlx_lm.models.plamo2:Attention.__call__", "07f12104004abcf5")
 def adapt_plamo2(original: AttentionCall) -> AttentionCall:
-    """PLaMo 2 calls MLX's attention, not mlx-lm's function."""
+    """Replace PLaMo 2's attention, which calls MLX's attention and not mlx-lm's function."""
 
     def __call__(
         self: Any, hidden_states: mx.array, mask: mx.array | str | None = None, cache: Any | None = None
@@ -152,7 +153,7 @@ def adapt_plamo2(original: AttentionCall) -> AttentionCall:
 
 @replaces("mlx_lm.models.gpt_bigcode:GPTBigCodeModel.__call__", "d5a8f0bf92fed57f")
 def adapt_bigcode(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """GPT BigCode (the model without its head) makes positions of a number; rows have one each."""
+    """Replace GPT BigCode's body, which supports only one offset for all rows; rows of a batch have one each."""
 
     def __call__(self: Any, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         if not cache or not isinstance(offsets := cache[0].offset, mx.array):
@@ -170,7 +171,8 @@ def adapt_bigcode(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 @replaces("mlx_lm.models.afm7:AFMModel.__call__", "465229dcd50f6525")
 def adapt_afm7(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """AFM's layers that reuse keys take their position from the number of these, padding included; rows know theirs."""
+    """Replace AFM's body, whose layers that reuse keys take their position from the number of keys, padding included.
+    The replacement uses each row's own offset."""
 
     def __call__(self: Any, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         if not cache or not isinstance(offsets := cache[-1].offset, mx.array):
@@ -212,15 +214,15 @@ def _rotated_attention(
     scale: float,
     mask: mx.array | str | None,
 ) -> mx.array:
-    """Return what all models do next that have nothing else in mind."""
+    """Rotate queries and keys, write keys and values to the cache, and attend."""
     queries, keys = rotated(rope, queries, keys, cache.offset)
     keys, values = cache.update_and_fetch(keys, values)
-    attend = base.scaled_dot_product_attention  # by name: it is replaced
+    attend = base.scaled_dot_product_attention  # looked up here: it is replaced
     out: mx.array = attend(queries, keys, values, cache=cache, scale=scale, mask=mask)
     return out
 
 
 def _heads_exchanged(x: mx.array, outer: int, inner: int) -> mx.array:
-    """Return ``[B, outer * inner, L, head_dim]`` with heads as ``[inner, outer]``."""
+    """Reorder the heads of x ``[B, outer * inner, L, head_dim]`` from ``[outer, inner]`` to ``[inner, outer]``."""
     batch, heads, length, _ = x.shape
     return x.reshape(batch, outer, inner, length, -1).swapaxes(1, 2).reshape(batch, heads, length, -1)

@@ -1,4 +1,4 @@
-"""Layers with states in packs; gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid); Mamba 2; Jamba; n-grams."""
+"""Layers with states: packs, gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid), Mamba 2, Jamba, n-gram embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...kernels import delta_rule
 from ..patch import replaces
 from .attention import heads_last, rotated
 
-# The classes whose calls read and write a layer's state, and the fingerprints of these calls.
+# Classes whose ``__call__`` reads and writes a layer's state, and its fingerprints.
 MIXERS = {
     "bailing_hybrid:LinearAttention": "8e96bfec8ac78ed2",
     "bailing_moe_linear:LinearAttention": "cf3e3d916d14b062",
@@ -42,7 +42,7 @@ MIXERS = {
 
 
 def adapt_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a replacement that takes the tokens of a pack sequence by sequence, or several sequences side by side."""
+    """Return a replacement that computes a pack's tokens sequence by sequence, or several sequences side by side."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         for given in (*args, *kwargs.values()):
@@ -59,7 +59,7 @@ for _target, _fingerprint in MIXERS.items():
 
 @replaces("mlx_lm.models.baichuan_m1:Attention.__call__", "d1e1c0124db30b53")
 def adapt_baichuan(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Make a replacement for attention whose keys and values are convolved with those of the token before."""
+    """Return a replacement for attention whose keys and values are convolved with those of the previous token."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> mx.array:
         if cache is None or not isinstance(cache[0], PackedStates):
@@ -72,7 +72,7 @@ def adapt_baichuan(original: Callable[..., mx.array]) -> Callable[..., mx.array]
         queries, keys, values = (each.swapaxes(1, 2) for each in (queries, keys, values))
         queries, keys = rotated(self.rope, queries, keys, blocks.offset)
         keys, values = blocks.update_and_fetch(keys, values)
-        attend = base.scaled_dot_product_attention  # by name: it is replaced
+        attend = base.scaled_dot_product_attention  # looked up here: it is replaced
         out = attend(queries, keys, values, cache=blocks, scale=self.scale, mask=mask)
         return self.o_proj(heads_last(out))
 
@@ -80,8 +80,8 @@ def adapt_baichuan(original: Callable[..., mx.array]) -> Callable[..., mx.array]
 
 
 def _convolved(self: Any, keys: mx.array, values: mx.array, state: Any) -> tuple[mx.array, mx.array]:
-    """Return keys and values ``[B, n, heads, head_dim]``, each convolved with the one before; the state holds the last
-    ones of before."""
+    """Convolve keys and values ``[B, n, heads, head_dim]`` with the previous token's. The state holds the
+    keys and values of the previous call's last token."""
     found = []
     for slot, (new, weights) in enumerate(((keys, self.conv_k), (values, self.conv_v))):
         heads_first = new.swapaxes(1, 2)
@@ -92,8 +92,8 @@ def _convolved(self: Any, keys: mx.array, values: mx.array, state: Any) -> tuple
 
 @replaces("mlx_lm.models.gated_delta:gated_delta_ops", "dbaebb7ab54e37d2")
 def adapt_gated_delta(original: delta_rule.DeltaRule) -> delta_rule.DeltaRule:
-    """Make the replacement of mlx-lm's loop over tokens: prompts go by chunks of tokens. On Metal mlx-lm calls a kernel
-    of its own instead."""
+    """Return the replacement of mlx-lm's loop over tokens, which computes prompts by chunks of tokens. On Metal mlx-lm
+    calls its own kernel instead of this loop."""
 
     def gated_delta_ops(
         q: mx.array,
@@ -113,10 +113,10 @@ def adapt_gated_delta(original: delta_rule.DeltaRule) -> delta_rule.DeltaRule:
 
 @replaces("mlx_lm.models.ssm:ssm_attn", "1667919b35dc6e1e")
 def adapt_ssm(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Make the replacement of mlx-lm's state-space layer (Falcon-H1, Granite hybrid, Nemotron-H, Mamba 2, PLaMo 2)
-    where it has no kernel: one token of each sequence is 35 nodes of MLX's graph, not 69. On Metal mlx-lm calls a
-    kernel of its own instead."""
-    from mlx_lm.models import ssm  # with the first model that has such layers, and not before
+    """Return the replacement of mlx-lm's state-space layer (Falcon-H1, Granite hybrid, Nemotron-H, Mamba 2, PLaMo 2)
+    where mlx-lm has no kernel: one token of each sequence takes 35 nodes of MLX's graph instead of 69. On Metal mlx-lm
+    calls its own kernel instead."""
+    from mlx_lm.models import ssm  # imported only with the first model that has such layers
 
     def ssm_attn(
         x: mx.array,
@@ -142,8 +142,8 @@ def adapt_ssm(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..
 def _one_token(
     x: mx.array, A_log: mx.array, B: mx.array, C: mx.array, D: mx.array, dt: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return what ``ssm_attn`` returns for one token ``[batch, 1, heads, size]`` of each sequence, bit for bit: its
-    products and sums without those by one, and those over one token."""
+    """Return the result of ``ssm_attn`` for one token ``[batch, 1, heads, size]`` of each sequence, bit for bit,
+    without multiplications by one and sums over one token."""
     batch, _, num_heads, size = x.shape
     groups, state_size = B.shape[2:]
     by_group = batch, groups, num_heads // groups
@@ -159,8 +159,8 @@ def _one_token(
 
 @replaces("mlx_lm.models.jamba:JambaMambaMixer.ssm_step", "de88f510c3e38fb3")
 def adapt_jamba(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Make the replacement of a Mamba layer's loop over tokens: one token of each sequence is not cut from arrays of
-    all tokens, and ``-exp(A_log)`` is computed once, not in every step."""
+    """Return the replacement of a Mamba layer's loop over tokens. For one token of each sequence it cuts no slices, and
+    computes ``-exp(A_log)`` once instead of in every step."""
     from mlx_lm.models import jamba
 
     def ssm_step(self: Any, x: mx.array, A: mx.array, state: mx.array | None = None) -> tuple[mx.array, mx.array]:
@@ -171,13 +171,13 @@ def adapt_jamba(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[
     return ssm_step
 
 
-# By the id of the weight that they are made of, and no longer than it lives. In an attribute of the layer they would be
-# state of the model, of which a compiled step knows nothing (engine/model_state.py).
+# Keyed by the id of the weight that they are computed from; dropped with it. As an attribute of the layer they would be
+# state of the model that a compiled step does not know (engine/model_state.py).
 _rates: dict[int, mx.array] = {}
 
 
 def _computed_once(weight: mx.array, rates: mx.array) -> mx.array:
-    """Return the rates that were given for this weight first."""
+    """Return the rates that were passed first for this weight."""
     known = _rates.get(id(weight))
     if known is None:
         known = _rates[id(weight)] = rates
@@ -188,7 +188,7 @@ def _computed_once(weight: mx.array, rates: mx.array) -> mx.array:
 def _one_mamba_token(
     self: Any, x: mx.array, A: mx.array, state: mx.array, fma: Callable[..., mx.array]
 ) -> tuple[mx.array, mx.array]:
-    """Return what ``ssm_step`` returns for one token ``[batch, 1, size]`` of each sequence, bit for bit."""
+    """Return the result of ``ssm_step`` for one token ``[batch, 1, size]`` of each sequence, bit for bit."""
     batch, _, size = x.shape
     rank, state_size = self.time_step_rank, self.ssm_state_size
     delta, B, C = mx.split(self.x_proj(x), [rank, rank + state_size], axis=-1)
@@ -203,8 +203,8 @@ def _one_mamba_token(
 
 @replaces("mlx_lm.models.longcat_flash_ngram:NgramEmbedding.__call__", "062dbfc9a30b941b")
 def adapt_ngrams(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Make a replacement that keeps tokens of one length, however short the prompt is: rows of other lengths cannot be
-    one batch. Zeros are what the embedding takes for tokens before the first one."""
+    """Return a replacement that always keeps n - 1 tokens, padded with zeros in front: rows must have equal
+    numbers to be batched. The embedding itself uses zeros for tokens before the first one."""
 
     def __call__(self: Any, input_ids: mx.array, cache: Any = None) -> mx.array:
         if isinstance(cache, PackedStates):

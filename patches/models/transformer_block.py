@@ -1,5 +1,5 @@
-"""Transformer blocks of Llama and Qwen3, and their MLPs and Gemma 3's: in a compiled decode step, activation and
-additions to the residual are part of the products before them, where a kernel does both."""
+"""Transformer blocks of Llama and Qwen3, and MLPs of these and of Gemma 3. In a compiled decode step, activations and
+additions of the residual are fused with the products before them, if there is such a kernel."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ ModuleCall = Callable[..., mx.array]
 @replaces("mlx_lm.models.llama:MLP.__call__", "ec6fbfefb1f0b4c0")
 @replaces("mlx_lm.models.qwen3:MLP.__call__", "ec6fbfefb1f0b4c0")
 def adapt_mlp(original: ModuleCall) -> ModuleCall:
-    """Make the replacement of upstream's ``MLP.__call__``; on it, ``before_output`` is what it does before
-    ``down_proj``."""
+    """Return the replacement of ``MLP.__call__``. Its attribute ``before_output`` does everything but ``down_proj``."""
 
     def activated(self: Any, x: mx.array | Unnormed) -> mx.array:
         fused = gated(self.gate_proj, self.up_proj, x)
@@ -35,7 +34,7 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
         return swiglu(gate, up) if product is None else product
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        if not is_inference():  # no kernel stands in: on a CPU the host counts
+        if not is_inference():  # no kernel applies: skip the checks, which cost host time
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return self.down_proj(activated(self, x))
 
@@ -46,8 +45,8 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
 @replaces("mlx_lm.models.llama:TransformerBlock.__call__", "4614a766e7f00ade")
 @replaces("mlx_lm.models.qwen3:TransformerBlock.__call__", "4614a766e7f00ade")
 def adapt(original: ModuleCall) -> ModuleCall:
-    """Replace upstream's ``TransformerBlock.__call__`` by one whose output layers add the residual and whose first
-    layers apply the norm, while a step is traced and if attention and MLP are the adapted ones."""
+    """Replace upstream's ``TransformerBlock.__call__``. While a step is traced and attention and MLP are adapted, their
+    first layers apply the norm and their output layers add the residual."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
         if not isinstance(cache, StepLayer):
@@ -68,7 +67,7 @@ def _before_output(module: Any) -> ModuleCall | None:
 
 @replaces("mlx_lm.models.gemma3_text:MLP.__call__", "40fa7af8e58d245e")
 def adapt_gemma_mlp(original: ModuleCall) -> ModuleCall:
-    """Replace Gemma 3's ``MLP.__call__`` by one that multiplies for gate and up together where a kernel does."""
+    """Replace Gemma 3's ``MLP.__call__`` by one that projects gate and up together if a kernel can."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         gate, up = projected((self.gate_proj, self.up_proj), x)

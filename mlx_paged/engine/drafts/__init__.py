@@ -1,1 +1,1 @@
-"""Drafts: who proposes tokens for rows of a batch, how many, and how the model verifies them."""
+"""Drafts: which tokens are proposed for rows of a batch, how many, and how the model verifies them."""

@@ -1,4 +1,4 @@
-"""Depth: how many drafts a step is worth, from what steps take, what was accepted, and what drafts have cost so far."""
+"""Depth: how many drafts to verify in a step, by the time of steps, acceptance, and what drafts have cost so far."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-MEMORY = 16  # measurements that an estimate goes by, roughly
-LEAST_KNOWN = 2  # plain steps of a number of rows before drafts are tried with it
-MEASURE_EVERY = 256  # steps with drafts; then plain ones are timed again
+MEMORY = 16  # measurements that an estimate averages over, roughly
+LEAST_KNOWN = 2  # measured plain steps of a number of rows before drafts are tried with it
+MEASURE_EVERY = 256  # steps with drafts, after which plain steps are timed again
 EXPECTED = 0.7  # acceptance before anything is known
-# What drafts may cost: a part of the time of all steps, and a larger one of that of the first ones.
+# Share of the time of steps that drafts may cost: of all steps, and of the first ones.
 SHARE, FIRST_SHARE, FIRST_STEPS = 0.005, 0.015, 256
-MOST_PATIENCE = 8  # times a trial's price that is put aside for one, after as many that were too dear
-MOST_TRIED = 4  # drafts of a row in a trial
-NEW = 8  # measured steps with drafts in which kernels may be compiled
-LEAST_COST = 0.25  # plain steps; drafts that were known to cost less may have cost twice this
-WEIGHT = 0.25  # of what is assumed of the fixed part of a cost, in measurements
-# Plain steps that a token of a prompt is taken to cost a draft model, before that is measured: on a GPU, and on a CPU.
+MOST_PATIENCE = 8  # most times its price that a trial must save up; one more after each too expensive one
+MOST_TRIED = 4  # most drafts of a row in a trial
+NEW = 8  # first measured steps with drafts, in which kernels may be compiled
+LEAST_COST = 0.25  # least cost of drafts, in plain steps, that the cap on pauses assumes
+WEIGHT = 0.25  # weight of the assumed share of the fixed part of a cost, in measurements
+# Assumed cost of a prompt token in a draft model until it is measured, in plain steps: on a GPU, and on a CPU.
 PROMPT_PRICE, CPU_PROMPT_PRICE = 1 / 256, 1 / 8
-TRIAL_CONTEXT = 16  # tokens of a row, its last ones, that a trial goes by where more are missing
+TRIAL_CONTEXT = 16  # last tokens of a row that a trial computes where more are missing
 
 
 class Acceptance:
-    """How often drafts of a row, or of all of them, were right, given that those before them in the step were.
+    """How often drafts of a row, or of all rows, were right, given that those before them in the step were.
 
     Args:
-        memory: steps that it goes by.
-        expected: what it is before there are any; weighs as much as 4 drafts.
+        memory: number of steps to average over, roughly.
+        expected: the estimate before any step; weighs as much as 4 drafts.
     """
 
     def __init__(self, memory: int = MEMORY, expected: float = EXPECTED) -> None:
@@ -40,28 +40,28 @@ class Acceptance:
 
     @property
     def chance(self) -> float:
-        """Return the estimate: the chance of a draft of being right."""
+        """Estimated chance that a draft is right."""
         return self._right / self._tried
 
     def chances(self, most: int) -> list[float]:
-        """Return the chances of so many drafts of being accepted, each with all before it."""
+        """Return the chance of acceptance of each of ``most`` drafts, which requires that of all before it."""
         return list(accumulate(repeat(self.chance, most), mul))
 
     def note(self, drafted: int, accepted: int) -> None:
-        """Note a step: drafts behind one that was wrong say nothing."""
+        """Note a step's drafts; those after a wrong one do not count."""
         self._right = self._right * self._keep + accepted
         self._tried = self._tried * self._keep + min(drafted, accepted + 1)
 
 
 class Assumed(NamedTuple):
-    """What a step with drafts is taken to cost beyond a plain one, in plain steps, before one is measured in batches
-    of its size.
+    """Assumed extra cost of a step with drafts over a plain step, in plain steps, until it is measured in batches of
+    the same size.
 
     Attributes:
-        fixed: whatever the number of drafts. When measured, too, the fixed part is this much of a step with one draft
-            of each row, as long as all measured steps had the same number.
-        draft: a draft of each row.
-        token: a draft of one row.
+        fixed: cost whatever the number of drafts. As long as all measured steps had the same number of drafts, it has
+            the share of their cost that is assumed here for one draft of each row.
+        draft: cost of a draft of each row.
+        token: cost of a draft of one row.
     """
 
     fixed: float
@@ -69,11 +69,11 @@ class Assumed(NamedTuple):
     token: float = 0.0
 
     def of(self, num_rows: int) -> _Cost:
-        """Return the cost in batches of so many rows, of which nothing is measured."""
+        """Return the cost in batches of ``num_rows`` rows, without measurements."""
         return _Cost(self.fixed, self.draft + self.token * num_rows)
 
 
-# Drafts that a model computes: on a GPU, where a step with drafts waits for its own tokens, and on a CPU.
+# Drafts computed by a model: on a GPU, where a step with drafts waits for its own tokens, and on a CPU.
 COMPUTED, CPU_COMPUTED = Assumed(0.75, 0.25), Assumed(0.0, 1.25)
 # Drafts that are looked up: on a GPU, whose small steps read the weights once, and on a CPU.
 LOOKED_UP, CPU_LOOKED_UP = Assumed(1.0, 0.0, 1 / 32), Assumed(0.625, 0.625)
@@ -83,9 +83,9 @@ class Candidate(NamedTuple):
     """A row that can have drafts.
 
     Attributes:
-        chances: of each draft that it can have in this step, of being accepted; none is above the one before it.
+        chances: chance of acceptance of each draft that it can have in this step, not increasing.
         left: tokens that it can still get.
-        missing: tokens that have to be computed for it, by the proposer, before its first draft.
+        missing: tokens that the proposer has to compute for it before its first draft.
     """
 
     chances: Sequence[float]
@@ -94,14 +94,14 @@ class Candidate(NamedTuple):
 
 
 class _Estimate:
-    """A mean of the latest measurements."""
+    """Moving average of the latest measurements."""
 
     def __init__(self) -> None:
         self.value: float | None = None
         self.count = 0
 
     def note(self, value: float, most: float) -> None:
-        """Note a measurement, of which a pause of the process counts ``most``."""
+        """Note a measurement; all but the first are capped at ``most``, in case the process was paused."""
         self.count += 1
         if self.value is None:
             self.value = value
@@ -110,17 +110,17 @@ class _Estimate:
 
 
 class _Cost:
-    """What steps with drafts cost beyond plain ones, in plain steps: a fixed part and a price of a draft of each row,
-    by least squares of the latest measurements. One of less than half of what was known makes that forgotten.
+    """Extra cost of steps with drafts over plain ones, in plain steps: a fixed part and a price of a draft of each
+    row, fitted to the latest measurements by least squares. One below half the known cost nearly replaces the others.
 
     Args:
-        fixed: part, before anything is measured.
-        price: of a draft of each row, likewise.
+        fixed: fixed part before anything is measured.
+        price: price of a draft of each row before anything is measured.
 
     Attributes:
-        fixed: part.
-        price: of a draft of each row.
-        count: measurements.
+        fixed: fixed part.
+        price: price of a draft of each row.
+        count: number of measurements.
     """
 
     def __init__(self, fixed: float, price: float) -> None:
@@ -130,7 +130,7 @@ class _Cost:
         self._ones = self._drafts = self._squares = self._costs = self._products = 0.0
 
     def of(self, drafts: float) -> float:
-        """Return the cost of a step with so many drafts of a row, on average."""
+        """Return the cost of a step with ``drafts`` per row, on average."""
         return self.fixed + self.price * drafts
 
     def note(self, drafts: float, cost: float) -> None:
@@ -161,7 +161,7 @@ class _Account:
     """Seconds that drafts may cost: a share of the time of all steps, and what drafts have saved.
 
     Attributes:
-        saved: by all steps with drafts and the prompts computed for them; below 0: what they have cost.
+        saved: seconds saved by all steps with drafts, less the prompts computed for them; negative: lost.
     """
 
     def __init__(self) -> None:
@@ -177,17 +177,17 @@ class _Account:
         self._for_trials += 0.0 if has_drafts else share
 
     def pay(self, seconds: float, patience: int = 0) -> None:
-        """Take what drafts have cost; below 0: what they have saved. Trials are paid from the share of plain steps
-        alone, or all that was saved would be lost when drafts do not pay any more: ``patience`` times, 0 for others."""
+        """Charge what drafts have cost; negative: what they have saved. A trial is also charged ``patience`` times to
+        the share of plain steps, or all savings would be lost once drafts no longer pay. Other steps have 0."""
         self.saved -= seconds
         self._for_trials -= max(0.0, seconds) * patience
 
     def has(self, seconds: float) -> bool:
-        """Return whether so much may be spent."""
+        """Return whether this much may be spent."""
         return self._allowed + self.saved >= seconds
 
     def has_for_trial(self, seconds: float, patience: int) -> bool:
-        """Return whether so much may be spent for a trial that is paid ``patience`` times."""
+        """Return whether this much may be spent on a trial that is charged ``patience`` times."""
         return self.has(seconds) and self._for_trials >= seconds * patience
 
 
@@ -195,13 +195,13 @@ class _Step:
     """A step that has begun.
 
     Attributes:
-        began: when.
-        num_rows: of the batch.
-        before: drafts verified in the step before it, if that was of the same rows and computed no prompt; None: it
-            was not.
-        proposed: drafts of a row, on average over the batch.
-        accepted: tokens that rows got beyond their next ones, on average; None: no draft was verified.
-        patience: how many times its price is paid if it is a trial, as drafts are not known to pay; 0: they are.
+        began: when it began.
+        num_rows: rows of the batch.
+        before: drafts per row verified in the step before it; None unless that had the same rows and computed no
+            prompt.
+        proposed: drafts per row of the batch, on average.
+        accepted: accepted drafts per row of the batch, on average; None: no draft was verified.
+        patience: how many times a trial is charged; 0: no trial, as drafts are known to pay.
         is_new: a step was compiled in it.
     """
 
@@ -214,12 +214,12 @@ class _Step:
 
 
 class _First(NamedTuple):
-    """A step with drafts behind a plain one, until a plain step shows how long it waited for the one before it.
+    """A step with drafts after a plain one, until the next plain step shows how long it waited for that one.
 
     Attributes:
         step: the step.
-        seconds: that passed while it was computed.
-        waited: part of a plain step that it was taken to wait for.
+        seconds: its duration.
+        waited: part of a plain step that it was assumed to wait for.
     """
 
     step: _Step
@@ -228,25 +228,25 @@ class _First(NamedTuple):
 
 
 class Depth:
-    """Decides how many drafts rows get in a step, whoever proposes them: the number that makes the tokens of all rows,
-    one of each and the chances of their drafts, most for the time of the step. In large batches each draft costs more
-    of a step, so it falls. A row gets fewer where its drafts are not likely enough to be worth verifying.
+    """Decides how many drafts rows get in a step, for any proposer: the number with the most expected tokens for the
+    time of the step, counting one token of each row and the chances of its drafts. Large batches get fewer, because
+    each draft costs more of a step. A row gets fewer where its drafts are too unlikely to be worth verifying.
 
     Nothing is computed for drafts that could cost more than the account holds: 0.5% of the time of all steps, 1.5% of
-    that of the first 256, and what drafts have saved. Where drafts are not known to pay they are tried, up to four of a
-    row, when the share of time that trials have allows it; what a row misses is then computed of its last tokens alone.
-    Trials too dear for right drafts become rarer.
+    that of the first 256, and what drafts have saved. Where drafts are not known to pay, trials of up to four drafts of
+    a row are made as the trials' share of the time allows; only the last tokens that a row misses are computed for
+    them. Trials that would be too expensive even if all their drafts were right become rarer.
 
     Args:
-        clock: in seconds, of what steps take or cost.
-        prompt_price: of a token of a prompt, in plain steps, before that is measured.
-        assumed: cost of drafts before that is measured.
+        clock: returns seconds; times the steps.
+        prompt_price: assumed cost of a prompt token until it is measured, in plain steps.
+        assumed: assumed cost of drafts until it is measured.
 
     Attributes:
-        steps: number of steps by the drafts of the row with most of them.
-        acceptance: of all rows.
-        pays: drafts were known to pay when they were chosen last.
-        caller: ``id`` of the proposer that has begun the last step, where several share this.
+        steps: number of verifications, by the largest number of drafts of a row in them.
+        acceptance: acceptance of all rows' drafts.
+        pays: drafts were known to pay at the last choice.
+        caller: ``id`` of the proposer that began the last step, where several share this.
     """
 
     def __init__(
@@ -262,30 +262,30 @@ class Depth:
         self.clock = clock
         self._account = _Account()
         self._prompt_price, self._assumed = prompt_price, assumed
-        self._prompts: tuple[float, float] = (0.0, 0.0)  # seconds and tokens of prompts, the latest ones most
+        self._prompts: tuple[float, float] = (0.0, 0.0)  # seconds and tokens of prompts, the latest weighted most
         self._plain: dict[int, _Estimate] = {}  # seconds of a plain step, by number of rows
         self._costs: dict[int, _Cost] = {}  # of steps with drafts, by size of batch
-        self._in_vain: dict[int, int] = {}  # latest trials too dear for right drafts, by size of batch
-        # Seconds that the account lacked when rows were looked at last, and whether for a trial, by size of batch.
+        self._in_vain: dict[int, int] = {}  # latest trials in a row that were too expensive, by size of batch
+        # Price in seconds that the account lacked at the last choice, and whether of a trial, by size of batch.
         self._lacked: dict[int, tuple[float, bool]] = {}
         self._last: _Step | None = None
         self._first: _First | None = None
-        # Part of a plain step that the next one waits for: all of it, unless the host takes longer than the device.
+        # Part of a plain step that the next one waits for: all of it, unless the host is slower than the device.
         self._waited = _Estimate()
         self._since_measured = 0
 
     @property
     def seconds_saved(self) -> float:
-        """Return the seconds that drafts have saved, as measured; below 0: that they have cost."""
+        """Seconds that drafts have saved, as measured; negative: lost."""
         return self._account.saved
 
     # Time -----------------------------------------------------------------------------------------------------
 
     def begin(self, num_rows: int, *, is_like_last: bool) -> None:
-        """Note that a step begins. The last one's time is known then, with what the caller did in between.
+        """Note that a step begins, and the time of the last one, which ends now: the caller's work in between counts.
 
         Args:
-            num_rows: of the batch.
+            num_rows: rows of the batch.
             is_like_last: since the last step began no row has joined or left, and no prompt was computed.
         """
         now, last = self.clock(), self._last
@@ -296,9 +296,8 @@ class Depth:
         self._last = _Step(now, num_rows, before)
 
     def _note_time(self, step: _Step, seconds: float, is_complete: bool) -> None:
-        """Note what a step took. A plain step ends with the one before it, whose tokens it waits for; one with drafts
-        waits for its own, too. So the plain step behind it has nothing to wait for, and is shorter by what it was
-        longer."""
+        """Note the time of a step. A plain step waits for the tokens of the step before it; one with drafts waits for
+        its own, too. So the plain step after it waits for nothing, and is as much shorter as that one was longer."""
         known = self._plain.setdefault(step.num_rows, _Estimate())
         plain = known.value
         is_measured = is_complete and step.before is not None
@@ -315,7 +314,7 @@ class Depth:
         self._account.note_step(seconds if is_measured else min(seconds, plain or 0.0), has_drafts=False)
 
     def _note_drafts(self, step: _Step, plain: float, seconds: float | None) -> None:
-        """Note what a step with drafts took, None: not known, and what they have saved."""
+        """Note the time of a step with drafts, None if it is not known, and what the drafts saved."""
         is_verified, gained = step.accepted is not None, 1 + (step.accepted or 0.0)
         if seconds is None:
             took = plain * (is_verified + self._cost(step.num_rows, step.proposed))
@@ -335,8 +334,8 @@ class Depth:
             self._in_vain[size] = self._in_vain.get(size, 0) + 1 if is_dear else 0
 
     def _end_first(self, waited: float | None) -> None:
-        """Note what the first of some steps with drafts cost, when it is known how much of a plain step it waited for;
-        None: it is not going to be known."""
+        """Note the cost of the first of several steps with drafts, once it is measured which part of a plain step it
+        waited for; None: it will not be measured."""
         first, self._first = self._first, None
         if first is None:
             return
@@ -350,8 +349,8 @@ class Depth:
         self._note_cost(first.step, self._took(first.step, first.seconds - waited * plain, plain) / plain - 1)
 
     def _took(self, step: _Step, seconds: float, plain: float) -> float:
-        """Return what a step counts for, by what passed. In the first steps with drafts, where kernels are compiled, a
-        pause counts as twice what drafts were known to cost."""
+        """Return the time that counts for a step of this duration. Pauses are capped: at twice the known cost of drafts
+        in the first steps with drafts, in which kernels are compiled, later at 4 plain steps per token of a row."""
         known = self._costs.get(step.num_rows.bit_length())
         if known is None or known.count < NEW:
             most = plain * (1 + 2 * max(LEAST_COST, self._cost(step.num_rows, step.proposed)))
@@ -364,21 +363,21 @@ class Depth:
         known.note(step.proposed, cost)
 
     def note_prompt(self, seconds: float, tokens: int) -> None:
-        """Note what tokens of prompts took that were computed in the step that has begun, for drafts of the rows."""
+        """Note the time of prompt tokens that were computed for drafts in the current step."""
         self._prompts = (self._prompts[0] * 0.75 + seconds, self._prompts[1] * 0.75 + tokens)
         self._account.pay(seconds, 0 if self._last is None else self._last.patience)
         if self._last is not None:
-            self._last.began += seconds  # it says nothing of the step
+            self._last.began += seconds  # not part of the step's time
 
     def _measured(self, num_rows: int) -> _Cost | None:
-        """Return what is known of batches like this, or else of those with fewer or more rows."""
+        """Return the measured cost in batches of this size, or else of the nearest size; None: nothing is measured."""
         size = num_rows.bit_length()
         nearest = min(self._costs, key=lambda known: (abs(known - size), -known), default=None)
         return None if nearest is None else self._costs[nearest]
 
     def _cost(self, num_rows: int, drafts: float) -> float:
-        """Return what drafts cost a batch, in plain steps: as measured; until then as assumed, if that is more than
-        with fewer or more rows."""
+        """Return the cost of drafts in plain steps: as measured in batches of this size; until then the larger of the
+        assumed cost and that of the nearest measured size."""
         known = self._costs.get(num_rows.bit_length())
         if known is not None:
             return known.of(drafts)
@@ -397,19 +396,19 @@ class Depth:
 
     @property
     def is_trial(self) -> bool:
-        """Return whether the drafts that were chosen last are not known to pay."""
+        """Whether the drafts chosen last are a trial: they are not known to pay."""
         return self._last is not None and self._last.patience > 0
 
     def _plain_seconds(self, num_rows: int) -> float | None:
-        """Return what a plain step takes, None where that has to be measured first."""
+        """Return the time of a plain step; None if it has to be measured first."""
         known = self._plain.get(num_rows)
         if known is None or known.count < LEAST_KNOWN:
             return None
         return known.value
 
     def may_choose(self, num_rows: int) -> bool:
-        """Return whether rows could get drafts in the step that has begun: whether the account holds what it did not
-        when they were looked at last. Until then nobody has to look at them, which would be in no account."""
+        """Return whether rows could get drafts in the current step: whether the account holds the price that it lacked
+        at the last choice. Until then proposers need not search for drafts: no account covers the host's time."""
         plain = self._plain_seconds(num_rows)
         if plain is None:
             return False
@@ -422,12 +421,12 @@ class Depth:
         return self._account.has(seconds)
 
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
-        """Return how many drafts each of these rows gets in the step that has begun. One that misses tokens gets some
-        if these are to be computed.
+        """Return how many drafts each of these rows gets in the current step. A row that misses tokens gets drafts only
+        if those tokens are to be computed now.
 
         Args:
-            rows: those that can have drafts.
-            num_rows: of the batch, others included.
+            rows: rows that can have drafts.
+            num_rows: rows of the batch, others included.
         """
         if self._since_measured >= MEASURE_EVERY and num_rows in self._plain:
             self._since_measured = 0
@@ -440,8 +439,7 @@ class Depth:
         return self._tried(rows, num_rows, plain) if counts is None else counts
 
     def _paying(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int] | None:
-        """Return the numbers of drafts that pay, 0 where the account does not hold their price; None: drafts do not
-        pay."""
+        """Return the numbers of drafts that pay, 0 if the account does not hold their price; None: no drafts pay."""
         known = self._measured(num_rows)
         if known is None:
             return None
@@ -461,7 +459,7 @@ class Depth:
                     started[index] = best.counts[index]
                 elif seconds < gain:
                     lacked.append(seconds)
-        # In a batch of this size the first draft says what it costs.
+        # In a batch of a new size one draft of each row measures the cost.
         most = None if size in self._costs else 1
         ready = [row._replace(chances=() if row.missing else row.chances[:most]) for row in rows]
 
@@ -475,7 +473,7 @@ class Depth:
         return [started.get(index, count) for index, count in enumerate(best.counts)]
 
     def _tried(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int]:
-        """Return the drafts of a trial, if one may be made: as many of each row as seem to come nearest to paying."""
+        """Return the numbers of drafts of a trial, those that come nearest to paying; zeros if none may be made."""
         none = [0] * len(rows)
         known = self._measured(num_rows) or self._assumed.of(num_rows)
         few = [row._replace(chances=row.chances[:MOST_TRIED]) for row in rows]
@@ -497,13 +495,13 @@ class Depth:
     # What came of it ------------------------------------------------------------------------------------------
 
     def note_proposed(self, num_drafts: int) -> None:
-        """Note that drafts are being computed in the step that has begun, so many of all rows."""
+        """Note the number of drafts, of all rows, that are computed in the current step."""
         if self._last is not None:
             self._last.proposed = num_drafts / self._last.num_rows
 
     def note(self, num_rows: int, drafted: Sequence[int], accepted: Sequence[int], *, is_new: bool = False) -> None:
-        """Note what the step that has begun has verified of the rows with drafts, and what was accepted; ``is_new``: a
-        step was compiled in it, so its time counts as what was assumed or known."""
+        """Note the numbers of drafts that the current step verified and accepted, by row. With ``is_new`` a step was
+        compiled in it, so the known or assumed cost counts, not its time."""
         depth = max(drafted)
         self.steps[depth] = self.steps.get(depth, 0) + 1
         self._since_measured += 1
@@ -515,12 +513,12 @@ class Depth:
 
 
 class _Best(NamedTuple):
-    """Numbers of drafts that bring most tokens for the time.
+    """The numbers of drafts with the most expected tokens for the time.
 
     Attributes:
-        counts: of each row.
-        rate: tokens of a row for a plain step's time.
-        least: drafts of a row, on average, from which on they pay; None: they do not.
+        counts: drafts of each row.
+        rate: expected tokens per row in the time of a plain step.
+        least: fewest drafts per row, on average, that pay; None: none do.
     """
 
     counts: list[int]
@@ -536,11 +534,11 @@ def _best(
     *,
     has_to_pay: bool = True,
 ) -> _Best:
-    """Return the best numbers of drafts. All rows get as many, but for drafts less likely than half their price.
+    """Return the best numbers of drafts. All rows get the same, but no drafts less likely than half their price.
 
     Args:
-        may: whether a step may have so many drafts of a row, on average.
-        has_to_pay: none are better than drafts that do not pay; otherwise each row gets some, however unlikely.
+        may: returns whether a step may have this many drafts per row, on average.
+        has_to_pay: give no drafts if none pay; False: give each row some, however unlikely.
     """
     least_chance, best_rate = (cost.price / 2, 1.0) if has_to_pay else (0.0, 0.0)
     worth = [sum(chance >= least_chance for chance in row.chances) for row in rows]
@@ -557,8 +555,8 @@ def _best(
 
 
 def new_depth(assumed: Assumed = COMPUTED, on_cpu: Assumed = CPU_COMPUTED) -> Depth:
-    """Return what decides how many drafts rows get, and what is assumed of their cost. On a CPU what steps cost is the
-    process's own time, whatever else runs beside it; on a GPU it is what the host waits for."""
+    """Return a :class:`Depth` for the default device. On a CPU it measures the process's own CPU time, so that other
+    processes do not count; on a GPU the time that passes."""
     if mx.default_device() == mx.Device(mx.cpu):
         return Depth(time.process_time, CPU_PROMPT_PRICE, on_cpu)
     return Depth(time.perf_counter, PROMPT_PRICE, assumed)

@@ -1,4 +1,4 @@
-"""DraftModel: drafts of a smaller model with the same tokens, over pages of its own."""
+"""DraftModel: drafts from a smaller model with the same vocabulary, whose caches are paged in a pool of their own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..sampling.token_choice import TokenChoice
 from .depth import TRIAL_CONTEXT, Acceptance, Candidate, Depth
 from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 
-# Tokens of a row that its first draft step computes beside its next one: those that it has got since the last. Of more,
-# a prompt or what plain steps have brought, chunks are computed before, and their time is known apart.
+# Most tokens of a row that its first draft step computes besides its next one: those since its last draft. Of more (a
+# prompt, or tokens of plain steps) chunks are computed before, and timed separately.
 MOST_BEHIND = 16
-CHUNK = 512  # tokens of prompts beside a decode step
+CHUNK = 512  # most tokens of prompts computed beside a decode step
 
 
 def is_paged(caches: Sequence[Any]) -> bool:
@@ -45,8 +45,9 @@ class DraftRow:
 
     Attributes:
         caches: one per layer.
-        length: tokens in them that are the row's; all that :attr:`sequence` holds, between steps.
-        acceptance: of the row's drafts.
+        length: position after the last of the row's tokens in them; drafts do not count, earlier tokens may have been
+            skipped.
+        acceptance: acceptance of the row's drafts.
     """
 
     def __init__(self, caches: list[Any], acceptance: Acceptance) -> None:
@@ -64,29 +65,29 @@ class DraftRow:
 
 
 class DraftModel:
-    """Proposes what a draft model says. A :class:`.proposal.Proposer`.
+    """Proposes a draft model's most likely tokens. A :class:`.proposal.Proposer`.
 
-    All rows take their draft steps together: the first computes what the rows have got since the last, as a pack; each
-    other one a token of each row. A draft is the draft model's most likely token, whatever the row's sampler is.
+    All rows take their draft steps together: the first computes, as a pack, the tokens that rows got since the last
+    one; each later one computes a token of each row. Drafts are the most likely tokens whatever the row's sampler is.
 
-    Nothing is computed for a row, not even its prompt, before ``depth`` gives it drafts. Nothing is done for a draft
-    that a request would miss: a row that finds no block in the draft model's pool goes on without drafts.
+    Nothing is computed for a row, not even its prompt, before ``depth`` gives it drafts. Requests never give way to
+    drafts: a row that finds no block in the draft model's pool goes on without drafts.
 
     Args:
-        model: whose forward pass takes ``cache``, a list.
+        model: called with tokens and ``cache``, a list.
         factory: makes its prompt caches, all of them paged.
-        num_draft_tokens: most drafts of a row in a step, where its request does not say.
+        num_draft_tokens: most drafts of a row in a step, unless its request says otherwise.
         depth: decides how many drafts rows get.
         prefixes: a prefix cache over the draft model's pool.
 
     Attributes:
-        rows: that can have drafts, and what they hold.
+        rows: rows that can have drafts, and their draft model caches.
 
     Raises:
         ConfigError: not all of the model's layers are paged.
     """
 
-    keeps_accepted = True  # what is computed of a draft is right for good where the draft is
+    keeps_accepted = True  # keys and values of an accepted draft stay valid
     first = 0  # position of the first token that is in the caches
 
     def __init__(
@@ -106,16 +107,16 @@ class DraftModel:
         self.rows: dict[Request, DraftRow] = {}
         self.pool: BlockPool = sequence.pool
         self._factory = factory
-        # Behind a window nothing can be taken back that several steps wrote: those steps write to a fork.
+        # Behind a sliding window the writes of several steps cannot be undone, so they go to a fork.
         self._forks = any(group.spec.window is not None for group in self.pool.groups)
-        self._last: list[int] = []  # uids of the batch's rows in the last step, if its time says something of others
-        self._ahead: dict[Request, int] = {}  # tokens of each row that are drafts, in its own tables
+        self._last: list[int] = []  # row uids of the last step; empty if a prompt was computed beside it
+        self._ahead: dict[Request, int] = {}  # number of drafts in each row's own tables
 
     # Rows -----------------------------------------------------------------------------------------------------
 
     def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
-        """Draft for rows that do not refuse it, whose tokens are known, and whose next token depends on nothing but the
-        tokens before it and on chance."""
+        """Add the rows that want drafts, whose cached tokens are known, and whose sampling allows drafts
+        (:meth:`TokenChoice.takes_drafts`)."""
         for row in rows:
             if self._most(row) and row.knows_history and choice.takes_drafts(row):
                 self.rows[row] = own = DraftRow(self._factory(), Acceptance(expected=self.depth.acceptance.chance))
@@ -126,7 +127,7 @@ class DraftModel:
                     own.sequence.set_level()
 
     def remove(self, rows: Collection[Request]) -> None:
-        """Release what the draft model holds of rows, and leave their prefixes to the prefix cache."""
+        """Release the draft model's blocks of rows, and donate their prefixes to the prefix cache."""
         for row in rows:
             self._take_back(row)
             own = self.rows.pop(row, None)
@@ -137,13 +138,12 @@ class DraftModel:
             try:
                 if tokens and own.sequence.length == len(tokens):  # nothing was skipped
                     self.prefixes.donate(tokens, own.sequence.tables, salt)
-            except Exception as error:  # nobody misses a draft's prefix
+            except Exception as error:  # no request depends on the prefix of drafts
                 self._warn(error)
             own.release()
 
     def _shared(self, row: Request) -> tuple[list[int], Hashable]:
-        """Return the row's tokens from :attr:`first` on, and the salt by which others may have what is computed of
-        them."""
+        """Return the row's tokens from :attr:`first` on, and the salt under which their prefix is shared."""
         return [*row.history, *row.source], row.options.salt
 
     def _most(self, row: Request) -> int:
@@ -151,7 +151,7 @@ class DraftModel:
         return self.num_draft_tokens if most is None else most
 
     def _take_back(self, row: Request, kept: int = 0) -> None:
-        """Drop what the row's tables hold of drafts, but for the first ones."""
+        """Drop the drafts in the row's tables, except the first ``kept``."""
         ahead = self._ahead.pop(row, 0)
         if ahead:
             kept = min(kept, ahead)
@@ -164,9 +164,9 @@ class DraftModel:
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
         """Return the draft model's most likely tokens; see :meth:`.proposal.Proposer.propose`."""
-        for row in list(self._ahead):  # which nobody has verified
+        for row in list(self._ahead):  # drafts that were not verified
             self._take_back(row)
-        if vocab_size is None:  # a draft model with more tokens than the model might propose one of those
+        if vocab_size is None:  # a draft model with a larger vocabulary might propose tokens that the model lacks
             return None
         uids = [row.uid for row in rows]
         self.depth.begin(len(rows), is_like_last=uids == self._last)
@@ -185,7 +185,7 @@ class DraftModel:
             return self._draft(rows, chosen, inputs, vocab_size)
         except PoolExhaustedError:
             return None
-        except Exception as error:  # nobody misses a draft
+        except Exception as error:  # no request depends on a draft
             self._warn(error)
             self.remove([rows[index] for index in chosen])
             return None
@@ -196,25 +196,25 @@ class DraftModel:
         return self.depth.seconds_saved
 
     def _candidate(self, row: Request, share: int) -> Candidate:
-        """Return what is known of a row that can have drafts, up to ``share`` of them in a step."""
+        """Return a row that can have drafts as a candidate for up to ``share`` of them."""
         own, left = self.rows[row], most_drafts(row)
         missing = 0 if self._is_ready(row) else num_known(row) - own.length
         return Candidate(own.acceptance.chances(max(0, min(share, self._most(row), left))), left, missing)
 
     def knows(self, row: Request) -> bool:
-        """Return whether everything is known that drafts of the row depend on."""
+        """Return whether everything that the row's drafts depend on is known."""
         return True
 
     def forward(
         self, tokens: mx.array, layers: list[Any], spans: Sequence[Span] = (), before: mx.array | None = None
     ) -> tuple[mx.array, mx.array | None]:
-        """Return logits of the next tokens, and what the call after this one is given as ``before``.
+        """Return logits of the next tokens, and ``before`` for the next call.
 
         Args:
             tokens: ``[1, T]`` of a sequence, or ``[T, 1]`` of several.
-            layers: of the caches.
-            spans: the tokens' places; none: they are drafts, a token of each row.
-            before: of the call that these drafts come from.
+            layers: the layers' caches.
+            spans: positions of the tokens; empty: they are drafts, one of each row.
+            before: returned by the call that these drafts come from.
         """
         return self.model(tokens, cache=layers), None
 
@@ -222,24 +222,24 @@ class DraftModel:
         warn_once(f"the draft model {type(self.model).__module__} fails: {type(error).__name__}: {error}")
 
     def _reserve(self, tables: Rows, rows: Sequence[Request]) -> None:
-        """Reserve positions. A row for which there are none gets no more drafts; then PoolExhaustedError is raised."""
+        """Reserve positions. If a row finds no block, it gets no more drafts, and its error is raised."""
         failed = tables.reserve()
         if failed is not None:
             self.remove([rows[failed.row]])
             try:
                 raise failed.error
             finally:
-                failed = None  # whose error's frames hold this one
+                failed = None  # the frames of its error refer to this one
 
     def _is_ready(self, row: Request) -> bool:
         return row in self.rows and num_known(row) - self.rows[row].length <= MOST_BEHIND
 
     def _catch_up(self, rows: Sequence[Request], inputs: NextTokens) -> None:
-        """Compute chunks of what the draft model lacks of rows, up to a number of tokens, and note what they took."""
+        """Compute up to :data:`CHUNK` tokens of rows that the draft model lacks, and note their time."""
         behind = [row for row in rows if not self._is_ready(row)]
         if not behind:
             return
-        mx.eval(inputs.array)  # the step under way is no part of that time
+        mx.eval(inputs.array)  # keeps the step under way out of that time
         begin, left = self.depth.clock(), CHUNK
         for row in behind:
             if left <= 0:
@@ -298,8 +298,8 @@ class DraftModel:
     def _first(
         self, rows: Sequence[Request], indices: list[int], inputs: NextTokens
     ) -> tuple[mx.array, mx.array | None]:
-        """Compute what rows have got since the last draft step, and their next tokens. Returns the logits behind these,
-        ``[R, vocab]``, and what the next call is given."""
+        """Compute the tokens that rows got since the last draft step, and their next tokens. Returns the logits after
+        these, ``[R, vocab]``, and ``before`` for the next call."""
         own = [self.rows[rows[index]] for index in indices]
         flat: list[int] = []
         ends: list[int] = []
@@ -347,7 +347,7 @@ class DraftModel:
         *,
         is_new: bool,
     ) -> None:
-        """Take back what the draft model has computed behind a draft that was wrong."""
+        """Drop what the draft model computed after a wrong draft, and note acceptance."""
         able = []
         for row, tried, right in zip(rows, drafted, accepted, strict=True):
             own = self.rows.get(row)
@@ -361,7 +361,7 @@ class DraftModel:
 
 
 def _tokens(row: Request, begin: int, end: int) -> list[int]:
-    """Return the row's tokens from one position to another."""
+    """Return the row's tokens at positions ``begin`` to ``end``."""
     known = len(row.history)
     if begin >= known:
         return row.source[begin - known : end - known]

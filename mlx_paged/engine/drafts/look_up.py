@@ -1,4 +1,4 @@
-"""LookUp: drafts that repeat what a row had before, and Predictor, the index of n-grams that finds them."""
+"""LookUp: drafts that repeat earlier tokens of a row. NgramIndex finds where, Predictor follows what stood there."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..sampling.token_choice import TokenChoice
 from .depth import CPU_LOOKED_UP, LOOKED_UP, Candidate, Depth, new_depth
 from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 
-# Tokens at the end that are looked for, most first. What a single one was followed by says next to nothing.
+# Lengths of the n-grams that are looked up, longest first. A single token predicts next to nothing.
 SIZES = (3, 2)
-MOST_COMPARED = 8  # further back a match is not measured
-MOST_AT_ONCE = 1 << 16  # tokens of a prompt that are indexed, its last ones: some 10 ms
-TOKEN_BITS = 21  # of a token id: three fit a key of 64 bits
+MOST_COMPARED = 8  # longest length of a match that is measured
+MOST_AT_ONCE = 1 << 16  # last tokens of a prompt that are indexed: some 10 ms
+TOKEN_BITS = 21  # bits of a token id: three fit a key of 64 bits
 
 
 class _Runs(NamedTuple):
-    """Runs of tokens in a prompt.
+    """The n-grams of one length in a prompt.
 
     Attributes:
-        keys: int64, ascending, each once.
-        ends: int64, the position behind the last run with that key.
+        keys: n-grams as int64, ascending, each once.
+        ends: int64, the position after the last n-gram with that key.
     """
 
     keys: array[int]
@@ -37,12 +37,12 @@ class _Runs(NamedTuple):
 
     @classmethod
     def of(cls, tokens: np.ndarray, size: int, first: int) -> _Runs:
-        """Return those of ``size`` tokens in tokens that begin at position ``first``, but for the run at the end."""
+        """Return the n-grams of ``size`` tokens, except the one at the end; ``first`` is the first token's position."""
         count = max(0, len(tokens) - size)
         keys = np.zeros(count, np.int64)
         for place in range(size):
             keys = keys << TOKEN_BITS | tokens[place : place + count]
-        latest, places = np.unique(keys[::-1], return_index=True)  # the first of the reversed ones is the last
+        latest, places = np.unique(keys[::-1], return_index=True)  # first in reversed order: the last one
         return cls(array("q", latest.tobytes()), array("q", (first + size + count - 1 - places).tobytes()))
 
     def end_of(self, run: tuple[int, ...]) -> int | None:
@@ -54,25 +54,25 @@ class _Runs(NamedTuple):
 
 
 class NgramIndex:
-    """A row's tokens, and where each run of 2 and of 3 of them ended last, but for the run at the end. A token is added
-    in constant time. The prompt's runs lie in sorted arrays, made when something is looked for.
+    """A row's tokens, and where each n-gram of 2 and of 3 tokens ended last, except the one at the end. Adding a token
+    takes constant time. The prompt's n-grams are in sorted arrays, made by the first :meth:`find`.
 
     Args:
-        tokens: of the row so far.
+        tokens: the row's tokens so far.
 
     Attributes:
-        tokens: all of them.
+        tokens: all of the row's tokens.
     """
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self.tokens = list(tokens)
         self._prompt_length = len(self.tokens)
         self._prompt_runs: list[_Runs] | None = None
-        self._later: list[dict[tuple[int, ...], int]] = [{} for _ in SIZES]  # of runs that end behind the prompt's
-        self._latest = [tuple(self.tokens[-size:]) for size in SIZES]  # the runs at the end, or all there is
+        self._later: list[dict[tuple[int, ...], int]] = [{} for _ in SIZES]  # n-grams that end after the prompt
+        self._latest = [tuple(self.tokens[-size:]) for size in SIZES]  # the n-grams at the end, or all tokens
 
     def add(self, token: int) -> None:
-        """Take the row's next token."""
+        """Add the row's next token."""
         tokens = self.tokens
         end = len(tokens)
         (long, short), (long_ends, short_ends) = self._latest, self._later
@@ -81,7 +81,7 @@ class NgramIndex:
         self._latest = [(*long[-2:], token), (*short[-1:], token)]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take the row's next tokens."""
+        """Add the row's next tokens."""
         first = len(self.tokens)
         self.tokens += tokens
         for size, later in zip(SIZES, self._later, strict=True):
@@ -97,8 +97,8 @@ class NgramIndex:
         self._latest = [tuple(self.tokens[-size:]) for size in SIZES]
 
     def find(self) -> tuple[int, int] | None:
-        """Find where the last tokens have stood before: the position behind them, and how many tokens are the same, up
-        to 8."""
+        """Find the latest earlier occurrence of the last tokens. Returns the position after it and the length of the
+        match, up to 8; None if there is none."""
         if self._prompt_runs is None:
             first = max(0, self._prompt_length - MOST_AT_ONCE)
             prompt = np.array(self.tokens[first : self._prompt_length], np.int64)
@@ -115,7 +115,7 @@ class NgramIndex:
 
 
 def _common_end(tokens: Sequence[int], a: int, b: int) -> int:
-    """Return how many tokens before two positions are the same, as far as is looked."""
+    """Return how many tokens before two positions are equal, up to 5."""
     length = 0
     most = min(a, MOST_COMPARED - SIZES[0])
     while length < most and tokens[a - length - 1] == tokens[b - length - 1]:
@@ -123,8 +123,8 @@ def _common_end(tokens: Sequence[int], a: int, b: int) -> int:
     return length
 
 
-MEMORY = 8  # predictions that an estimate goes by, roughly
-LEAST_CHANCE = 1 / 16  # of a draft of being accepted; less likely ones are not worth anything
+MEMORY = 8  # predictions that an estimate averages over, roughly
+LEAST_CHANCE = 1 / 16  # least chance of acceptance of a draft; less likely ones are not proposed
 
 
 class Drafts(NamedTuple):
@@ -132,7 +132,7 @@ class Drafts(NamedTuple):
 
     Attributes:
         tokens: in order.
-        chances: of each, of being accepted.
+        chances: chance of acceptance of each.
     """
 
     tokens: list[int]
@@ -140,24 +140,23 @@ class Drafts(NamedTuple):
 
 
 class Predictor:
-    """Follows what stood behind a row's latest tokens before, as long as the row repeats it.
+    """Predicts what followed an earlier occurrence of a row's latest tokens, as long as the row repeats it.
 
-    Each token of the row shows whether it was the one predicted, proposed or not. How often that is
-    so is kept by how many tokens had matched, so a row that repeats nothing stops proposing, and begins again when it
-    does: watching costs no step.
+    Each token of the row is compared with the prediction, proposed or not. Hit rates are kept by length of the match,
+    so a row that repeats nothing gets no drafts, and gets them again once it does: watching costs no step.
 
     Args:
-        tokens: of the row so far.
-        most: drafts at a time.
+        tokens: the row's tokens so far.
+        most: most drafts at a time.
     """
 
     def __init__(self, tokens: Sequence[int], most: int) -> None:
         self.most = most
         self._index = NgramIndex(tokens)
-        # Of the next token being the one that follows, by the number of tokens that match; before anything is known.
+        # Chance that the predicted token is right, by length of the match; starts as assumed here.
         self._chances = [1 - 0.5 ** (matched / 3) for matched in range(MOST_COMPARED + 1)]
         self._next = 0  # position of the token that is predicted
-        self._matched = 0  # tokens before it that are the row's latest ones; 0: nothing is predicted
+        self._matched = 0  # length of the match before it; 0: nothing is predicted
         self._look()
 
     @property
@@ -167,14 +166,14 @@ class Predictor:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the row that are known here."""
+        """Number of the row's tokens that were added."""
         return len(self._index.tokens)
 
     def _look(self) -> None:
         self._next, self._matched = self._index.find() or (0, 0)
 
     def follow(self, row: Request) -> None:
-        """Take those of the row's tokens that are not known here yet. What was predicted long ago is not followed."""
+        """Add the row's tokens that are missing here. If more than ``most + 1`` are, look up a new prediction."""
         tokens = row.source[max(0, self.num_tokens - len(row.history)) :]
         if self._matched and len(tokens) <= self.most + 1:
             for token in tokens:
@@ -184,7 +183,7 @@ class Predictor:
             self._look()
 
     def add(self, token: int) -> None:
-        """Take the row's next token, delivered or about to be."""
+        """Add the row's next token, delivered or about to be."""
         if self._matched:
             is_hit = self._index.tokens[self._next] == token
             self._chances[self._matched] += (is_hit - self._chances[self._matched]) / MEMORY
@@ -198,16 +197,16 @@ class Predictor:
         self._look()
 
     def drafts(self, skipped: int, most: int) -> Drafts | None:
-        """Return what is expected next, as far as it is likely; None: nothing.
+        """Return the tokens predicted next, as far as they are likely enough; None: there are none.
 
         Args:
-            skipped: so many tokens are being computed already; the drafts come behind them.
-            most: drafts, if that is less than always.
+            skipped: number of predicted tokens to skip, because they are being computed already.
+            most: most drafts, if fewer than the Predictor's.
         """
         if not self._matched:
             return None
         tokens, most = self._index.tokens, min(self.most, most)
-        period = len(tokens) - self._next  # a row that has come to its own end goes on with what it is repeating
+        period = len(tokens) - self._next  # at the row's own end the repeated part starts over
         chance, drafts, chances = 1.0, [], []
         for step in range(skipped + most):
             chance *= self._chances[min(self._matched + step, MOST_COMPARED)]
@@ -219,16 +218,16 @@ class Predictor:
         return Drafts(drafts, chances) if drafts else None
 
 
-# Tokens of context that a step reads again for drafts: the kernel reads the row's for each.
+# Most context tokens that a step reads again for drafts: the kernel reads a row's whole context for each draft.
 MOST_READS = 1 << 18
-WATCH_EVERY = 4  # in large batches: tokens of a row that repeats nothing between looks at whether it does
+WATCH_EVERY = 4  # in large batches, tokens of a row without a match between searches for one
 
 _depths: weakref.WeakKeyDictionary[BlockPool, Depth] = weakref.WeakKeyDictionary()
 
 
 def depth_of(pool: BlockPool, ranks: Ranks | None) -> Depth:
-    """Return what decides how many drafts rows get; one for all batches over the pool, as what they cost is the same.
-    Ranks go by the clock of rank 0, as all of them have to decide alike."""
+    """Return the :class:`Depth` of all batches over the pool, in which drafts cost the same. Ranks use the clock of
+    rank 0, because all have to decide alike."""
     depth = _depths.get(pool)
     if depth is None:
         depth = _depths[pool] = new_depth(LOOKED_UP, CPU_LOOKED_UP)
@@ -239,21 +238,21 @@ def depth_of(pool: BlockPool, ranks: Ranks | None) -> Depth:
 
 
 class LookUp:
-    """Proposes what rows are going to repeat. A :class:`.proposal.Proposer`.
+    """Proposes tokens that rows may repeat. A :class:`.proposal.Proposer`.
 
-    Rows are not even looked at while drafts could not pay, or be tried, if all of them were right.
+    Rows are not searched while ``depth`` could not pay for drafts (:meth:`Depth.may_choose`).
 
     Args:
         depth: decides how many drafts rows get.
 
     Attributes:
-        rows: those that look tokens up.
+        rows: rows that use look-up, and their predictors.
     """
 
     def __init__(self, depth: Depth) -> None:
         self.rows: dict[Request, Predictor] = {}
         self.depth = depth
-        self._last: list[int] = []  # uids of the batch's rows in the last step, if its time says something of others
+        self._last: list[int] = []  # row uids of the last step; empty if a prompt was computed beside it
 
     @property
     def seconds_saved(self) -> float:
@@ -261,8 +260,7 @@ class LookUp:
         return self.depth.seconds_saved
 
     def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
-        """Look up tokens of those rows that ask for it, and whose next token depends on nothing but the tokens before
-        it and on chance."""
+        """Add the rows that ask for look-up and whose sampling allows drafts (:meth:`TokenChoice.takes_drafts`)."""
         for row in rows:
             most = row.options.prompt_lookup or 0
             if most > 0 and choice.takes_drafts(row):
@@ -276,7 +274,7 @@ class LookUp:
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
-        """Return drafts of the rows that have some, as many as are worth a step."""
+        """Return as many drafts of the rows as pay; see :meth:`.proposal.Proposer.propose`."""
         uids = [row.uid for row in rows]
         self.depth.begin(len(rows), is_like_last=uids == self._last and self.depth.caller == id(self))
         self._last, self.depth.caller = uids if is_alone else [], id(self)
@@ -311,7 +309,7 @@ class LookUp:
         *,
         is_new: bool,
     ) -> None:
-        """Follow the rows up to their next tokens, which the next drafts come behind."""
+        """Note acceptance, and add the tokens of rows with drafts up to their next one, which later drafts follow."""
         self.depth.note(len(rows), drafted, accepted, is_new=is_new)
         for row, count, token in zip(rows, drafted, following, strict=True):
             predictor = self.rows.get(row)

@@ -1,5 +1,5 @@
-"""PredictionHead: drafts of the model's own head for tokens further ahead (multi-token prediction). HiddenStates: what
-the model's calls leave for it."""
+"""PredictionHead: drafts from the model's own head for later tokens (multi-token prediction). HiddenStates: the
+model's hidden states that it needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .depth import TRIAL_CONTEXT, Depth
 from .draft_model import MOST_BEHIND, DraftModel, Span
 from .proposal import NextTokens, Proposal, num_known
 
-MOST_KEPT = 1024  # positions of a sequence, and of a call; older calls are dropped
+MOST_KEPT = 1024  # most positions kept of a sequence, and of a call; older calls are dropped
 
 
 class HiddenSpan(NamedTuple):
@@ -26,9 +26,9 @@ class HiddenSpan(NamedTuple):
 
     Attributes:
         begin: the first position.
-        end: behind the last one.
-        array: ``[T, hidden]``, in which they are rows.
-        row: of the first one.
+        end: the position after the last one.
+        array: ``[T, hidden]``, whose rows they are among.
+        row: row of the first one in ``array``.
     """
 
     begin: int
@@ -37,22 +37,21 @@ class HiddenSpan(NamedTuple):
     row: int
 
     def part(self, begin: int, end: int) -> mx.array:
-        """Return those of some of the positions."""
+        """Return the hidden states of positions ``begin`` to ``end``."""
         return self.array[self.row + begin - self.begin : self.row + end - self.begin]
 
 
 class HiddenStates:
-    """Keeps the last hidden states of sequences as long as these are there: of each, those of the calls with its last
-    :attr:`kept` positions. Positions that are computed again, because drafts there were refused, replace what was kept
-    of them.
+    """The model's last hidden states of sequences, kept as long as a sequence exists: those of the calls with its last
+    :attr:`kept` positions. Positions that are computed again after refused drafts replace the earlier ones.
 
     Attributes:
-        kept: positions, :data:`MOST_KEPT` at most.
+        kept: number of positions to keep, at most :data:`MOST_KEPT`.
     """
 
     def __init__(self) -> None:
         self.kept = MOST_KEPT
-        # Of each sequence, consecutive ones: each begins where the one before it ends.
+        # Consecutive spans of each sequence: each begins where the one before it ends.
         self._spans: weakref.WeakKeyDictionary[SequenceTables, deque[HiddenSpan]] = weakref.WeakKeyDictionary()
 
     @staticmethod
@@ -60,12 +59,12 @@ class HiddenStates:
         """Return the sequences of a call, the first new position of each, and the number of its new tokens.
 
         Args:
-            caches: of the call, which is about to be made.
-            num_tokens: new ones of a sequence alone.
+            caches: caches of the call, which is about to be made.
+            num_tokens: new tokens, if the call is of a single sequence.
         """
         first = first_paged(caches)
         if isinstance(first, PagedBatchKVCache):
-            rows = first.rows  # whose tokens are reserved
+            rows = first.rows  # their new tokens are reserved already
             return [(own, own.length - n, n) for own, n in zip(rows.sequences, rows.counts, strict=True)]
         return [] if first is None else [(first.sequence, first.sequence.length, num_tokens)]
 
@@ -89,18 +88,18 @@ class HiddenStates:
             row += count
 
     def drop(self, sequence: SequenceTables, begin: int) -> None:
-        """Drop what is kept of calls before position ``begin``."""
+        """Drop the hidden states of calls that end before position ``begin``."""
         spans = self._spans.get(sequence)
         while spans and spans[0].end <= begin:
             spans.popleft()
 
     def known(self, sequence: SequenceTables, end: int) -> int | None:
-        """Return the first position from which on, up to ``end``, all are kept; None: that before ``end`` is not."""
+        """Return the first position from which all up to ``end`` are kept; None if the one before ``end`` is not."""
         spans = self._spans.get(sequence)
         return spans[0].begin if spans and spans[0].begin < end <= spans[-1].end else None
 
     def of(self, sequence: SequenceTables, begin: int, end: int) -> list[mx.array]:
-        """Return those of some positions, the last of which are kept, in parts: zeros before them."""
+        """Return the hidden states of positions ``begin`` to ``end``, in parts; zeros for leading ones not kept."""
         found: list[mx.array] = []
         for span in reversed(self._spans[sequence]):
             if span.end <= begin:
@@ -114,22 +113,22 @@ class HiddenStates:
 
 
 class PredictionHead(DraftModel):
-    """Proposes what a prediction head says: a layer that is given a token and the model's last hidden state of the
-    token before it. A :class:`.proposal.Proposer`.
+    """Proposes tokens of a prediction head: a layer that takes a token and the model's last hidden state of the token
+    before it. A :class:`.proposal.Proposer`.
 
-    The head's keys and values are paged as those of a draft model are. Those of the row's tokens come from the model's
-    hidden states; those of a draft come from the head's own output, and are dropped when the draft is verified. Of a
-    prefix that was not computed for the row the head sees what it has computed for others. It does not see what is more
-    than :data:`MOST_KEPT` positions before the row's first draft, or what comes before drafts pay.
+    The head's keys and values are paged like those of a draft model. For the row's tokens they come from the model's
+    hidden states; for drafts from the head's own output, and are dropped when the draft is verified. In a prefix that
+    was not computed for the row the head sees what it computed for others. It does not see tokens more than
+    :data:`MOST_KEPT` positions before the row's first draft (:data:`.TRIAL_CONTEXT` if drafts did not pay then).
 
     Args:
         head: called with tokens, ``hidden`` of the tokens before them and ``cache``, a list. Returns a hidden state of
-            each token, of which ``head.logits`` makes the logits of the next.
+            each token, which ``head.logits`` turns into the logits of the next.
         factory: makes its prompt caches, all of them paged.
-        num_draft_tokens: most drafts of a row in a step, where its request does not say.
+        num_draft_tokens: most drafts of a row in a step, unless its request says otherwise.
         depth: decides how many drafts rows get.
         prefixes: a prefix cache over the head's pool.
-        hidden: of the model.
+        hidden: the model's hidden states.
     """
 
     keeps_accepted = False
@@ -148,7 +147,7 @@ class PredictionHead(DraftModel):
         self.hidden = hidden
 
     def _shared(self, row: Request) -> tuple[list[int], Hashable]:
-        """Return the row's tokens but the first, and a salt that tells that one: hidden states depend on it."""
+        """Return the row's tokens but the first, and a salt with that one, because hidden states depend on it."""
         tokens, salt = super()._shared(row)
         return tokens[1:], (salt, *tokens[:1])
 
@@ -156,12 +155,12 @@ class PredictionHead(DraftModel):
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
         """See :meth:`.proposal.Proposer.propose`."""
-        self.hidden.kept = MOST_KEPT if self.depth.pays else TRIAL_CONTEXT  # those that nobody reads take memory
+        self.hidden.kept = MOST_KEPT if self.depth.pays else TRIAL_CONTEXT  # unread ones take memory
         return super().propose(rows, inputs, vocab_size, is_alone=is_alone)
 
     def knows(self, row: Request) -> bool:
-        """Return whether the hidden state before the row's next token is known. What the head lacks without a known one
-        is skipped, but for few tokens between its prefix and the model's, so that positions stay right."""
+        """Return whether the hidden state before the row's next token is kept. Tokens whose hidden states are not kept
+        are skipped; but up to :data:`MOST_BEHIND` after a prefix get zeros, so that positions stay right."""
         own, end = self.rows[row], num_known(row)
         if row.sequence is None:
             return False

@@ -1,4 +1,4 @@
-"""Proposer: what every source of drafts is to the decode batch; Proposal: the drafts of one step."""
+"""Proposer: the interface of a source of drafts; Proposal: the drafts of one step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import mlx.core as mx
 from ..request import Request
 from ..sampling.token_choice import TokenChoice
 
-MOST_TOKENS = 256  # of a step: with more, matrix products take longer
+MOST_TOKENS = 256  # most tokens of a step with drafts: with more, matrix products take longer
 
 
 class Proposal(NamedTuple):
-    """Tokens proposed to stand behind the next token of rows.
+    """Tokens proposed to follow the next token of rows.
 
     Attributes:
         counts: drafts of each row of the batch, in order; 0 where there are none.
-        tokens: the drafts, row by row; an array may still be being computed.
+        tokens: the drafts, row by row; an array may not be computed yet.
     """
 
     counts: list[int]
@@ -30,7 +30,7 @@ class NextTokens(NamedTuple):
 
     Attributes:
         array: ``[B]``.
-        known: the same, if the host has read them.
+        known: the same on the host; None if they have not been read.
     """
 
     array: mx.array
@@ -38,8 +38,8 @@ class NextTokens(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Proposes drafts for the rows of a decode batch. It says which tokens the model is to verify and decides nothing
-    else: what a row gets is drawn from the model's own logits.
+    """Proposes drafts for the rows of a decode batch. It only chooses which tokens the model verifies: what a row gets
+    is sampled from the model's own logits.
     """
 
     @property
@@ -48,10 +48,10 @@ class Proposer(Protocol):
 
     @property
     def seconds_saved(self) -> float:
-        """Return the seconds that drafts have saved, as far as that is measured; below 0: that they have cost."""
+        """Seconds that drafts have saved, as far as measured; negative: lost."""
 
     def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
-        """Note that rows have joined the batch. Those that want no drafts are ignored; ``choice`` samples tokens."""
+        """Note that rows have joined the batch; those that want no drafts are ignored. ``choice`` samples tokens."""
 
     def remove(self, rows: Collection[Request]) -> None:
         """Note that rows have left, or get no more drafts; those that had none are ignored."""
@@ -62,9 +62,9 @@ class Proposer(Protocol):
         """Return drafts for a step of the batch; None: the step goes without.
 
         Args:
-            rows: of the batch.
-            inputs: their next tokens, which the drafts come behind.
-            vocab_size: tokens of the model; None: not known yet.
+            rows: rows of the batch.
+            inputs: their next tokens, which the drafts follow.
+            vocab_size: size of the model's vocabulary; None: not known yet.
             is_alone: no prompt is computed in the step.
         """
 
@@ -77,20 +77,20 @@ class Proposer(Protocol):
         *,
         is_new: bool,
     ) -> None:
-        """Note what a verification has accepted of each row's drafts. What was accepted is part of ``row.source`` now.
+        """Note how many of each row's drafts a verification accepted; they are in ``row.source`` now.
 
         Args:
-            rows: of the batch.
-            drafted: drafts of each.
+            rows: rows of the batch.
+            drafted: number of drafts of each.
             accepted: how many of them were right, from the first on.
             following: the next token of each.
-            is_new: a step of this shape was compiled in it, so its time says nothing of others.
+            is_new: a step of this shape was compiled in it, so its time is no measure of others.
         """
 
 
 def most_drafts(row: Request) -> int:
-    """Return how many drafts the row could use: its last token is one of its own."""
-    is_delivered = row.logits is not None  # with this step, its next token
+    """Return how many drafts the row could use: the tokens that it may get after its next one."""
+    is_delivered = row.logits is not None  # its next token, in this step
     return row.max_tokens - row.num_generated - is_delivered
 
 

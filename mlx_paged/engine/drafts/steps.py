@@ -1,4 +1,4 @@
-"""DraftSteps: the steps of a decode batch in which rows take several tokens, because drafts of them were right."""
+"""DraftSteps: steps of a decode batch that verify drafts, so that rows may take several tokens."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ WHY_NOT = "a layer pins tokens, or computes with keys and values by itself, or n
 
 
 class DraftSteps:
-    """Has the model verify what a proposer expects: a call takes each row's next token and its drafts, and each row
+    """Steps that verify a proposer's drafts: a model call takes each row's next token and its drafts, and each row
     keeps the drafts that it would have chosen itself.
 
-    A token is sampled at every position with the row's own sampler, from logits with the row's penalties and behind its
-    grammar's mask there. In order, those that equal the next draft are taken, and so is the first that does not; it was
-    sampled behind nothing but tokens of the row, as without drafts.
+    A token is sampled at every position with the row's own sampler, from logits with the row's penalties and grammar
+    mask at that position. Sampled tokens are taken in order, up to and including the first that differs from its draft:
+    that one was sampled after tokens of the row only, as without drafts.
 
     Args:
-        batch: of the rows; their layers are paged or keep states, and the model packs.
-        pool: of their blocks.
-        has_room: whether rows can grow by so many tokens, nobody making room for them.
-        proposer: of the drafts.
+        batch: the decode batch; its layers are paged or keep states, and the model packs.
+        pool: pool of its blocks.
+        has_room: returns whether rows can grow by these tokens without anything being preempted.
+        proposer: proposes the drafts.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class DraftSteps:
         self.proposer = batch.proposer = proposer
         self.pool = pool
         self._has_room = has_room
-        # The rows' next tokens, if they are known on the host: the batch's array, and what it holds.
+        # The rows' next tokens, if the host knows them: the batch's array, and its values.
         self._known: tuple[mx.array | None, list[int]] = (None, [])
         # States of the step's rows by layer, and how many of its tokens each row has kept, until :meth:`finish`.
         self._states: dict[int, PackedStates] = {}
@@ -56,15 +56,14 @@ class DraftSteps:
         self._is_new = False  # a step was compiled for the latest call
 
     def step(self, others: Growth) -> list[Delivery] | None:
-        """Return a step of the batch with drafts, in the place of :meth:`DecodeBatch.reserve` and
-        :meth:`DecodeBatch.step`.
+        """Take a step with drafts, in place of :meth:`DecodeBatch.reserve` and :meth:`DecodeBatch.step`.
 
         Args:
-            others: what else is going to grow before the next step.
+            others: growth of other requests before the next step.
 
         Returns:
-            The tokens, several of a row in order. None if the rows are to take a step without: nothing that is worth
-            it is expected, there are no blocks for it, or the call has failed, and nothing has changed.
+            The tokens to deliver, those of a row in order. None if the rows have to take a plain step: no drafts are
+            proposed, blocks are missing, or the call failed. Nothing has changed then.
         """
         self._states = {}
         batch = self.batch
@@ -84,8 +83,8 @@ class DraftSteps:
         return None if found is None else self._deliver(*found, counts)
 
     def finish(self, unwanted: Mapping[Request, int]) -> None:
-        """Have the states of rows end before their last tokens, when what a step gave was delivered and all rows are
-        still in the batch. Block tables are cut apart from that."""
+        """Drop ``unwanted`` last tokens of rows from their states, once a step is delivered and while all its rows are
+        still in the batch. Block tables are cut separately."""
         if self._states and unwanted:
             for index, row in enumerate(self.batch.rows):
                 self._kept[index] -= unwanted.get(row, 0)
@@ -101,8 +100,8 @@ class DraftSteps:
     def _logits(
         self, proposal: Proposal, counts: Sequence[int], known: list[int] | None
     ) -> tuple[mx.array, mx.array] | None:
-        """Return the tokens of the call ``[T]``, row by row, and their logits ``[T, vocab]``, with the rows' caches
-        behind all of them; None if that cannot be had, and nothing has changed."""
+        """Call the model with all next tokens and drafts. Returns these tokens ``[T]``, row by row, and their logits
+        ``[T, vocab]``; the rows' caches hold all of them. None if the call failed; nothing has changed then."""
         batch = self.batch
         batch.settle_tables()
         sequences = [sequence for row in batch.rows if (sequence := row.sequence) is not None]
@@ -124,13 +123,13 @@ class DraftSteps:
             self._is_new = self.pool.traces > traces
             rows.commit()
             self._states = {place: each for place, each in enumerate(layers) if isinstance(each, PackedStates)}
-        except Exception as error:  # a step without drafts says whose fault it is
+        except Exception as error:  # a plain step shows which row is at fault
             rows.take_back()
             if isinstance(error, NotPackableError):
                 self.proposer.remove(list(self.proposer.rows))
                 batch.proposer = None
                 warn_once(f"tokens are not proposed in models of {type(batch.model).__module__}: {error}")
-            elif not isinstance(error, PoolExhaustedError):  # it may be for a draft, which nobody has to compute
+            elif not isinstance(error, PoolExhaustedError):  # it may be the fault of a draft
                 self.proposer.remove([row for row, count in zip(batch.rows, counts, strict=True) if count > 1])
             return None
         return inputs, logits
@@ -164,7 +163,7 @@ class DraftSteps:
         chosen: list[int] = choice.tokens.tolist()  # type: ignore[assignment]
         following: list[int] = []
         places_kept: list[int] = []
-        taken: list[int] = []  # drafts of each row
+        taken: list[int] = []  # accepted drafts of each row
         first = 0
         for row, count in zip(rows, counts, strict=True):
             accepted = 0
@@ -188,7 +187,7 @@ class DraftSteps:
         self.pool.draft_depth = max(drafted)
         self.proposer.note(rows, drafted, taken, following, is_new=self._is_new)
         batch.choice.sampler.skip(taken)
-        # An error behind a draft that was refused is nobody's.
+        # Errors after a refused draft concern no row.
         ends = [place + count for place, count in zip(_starts(counts), taken, strict=True)]
         batch.failed += [
             (owners[index], error) for index, error in choice.broken.items() if index <= ends[places.rows[index]]
@@ -205,8 +204,8 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 @functools.lru_cache(maxsize=32)
 def _order(counts: tuple[int, ...]) -> mx.array:
-    """Return where, in the next tokens of all rows and behind them the drafts of all rows, the tokens of a call are,
-    which has each row's next token and then its drafts."""
+    """Return the index that takes the tokens of a call (each row's next token, then its drafts) from the next tokens of
+    all rows followed by the drafts of all rows."""
     order, draft = [], len(counts)
     for index, count in enumerate(counts):
         order += [index, *range(draft, draft + count)]
