@@ -1,1 +1,1 @@
-"""Decides and takes decode steps: the scheduler, compiled steps, narrow products."""
+"""The engine: scheduler, prefill, decode batch, prefix sharing and compiled steps."""

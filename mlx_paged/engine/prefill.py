@@ -1,4 +1,4 @@
-"""Prefill: the chunks of prompts of a step, in as few model calls as is good."""
+"""Prefill: computes the prompt chunks of a step, in as few model calls as pays off."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ..warn import warn_once
 from .request import Request
 from .scheduler import Chunk
 
-LATENCY_MS = 500  # default for the prompts of a step beside requests that decode or wait
-ALONE_SECONDS = 5.0  # for a prompt with nobody beside it: until then it cannot be cancelled
-LEAST_TOKENS = 32  # fewer take hardly less time: the weights are read once for all of them
-GRID = 32  # tokens; shapes that are multiples of it recur
-# Operations a second until a step has shown how many there are: of some CPU cores, in float32; with quantised weights.
+LATENCY_MS = 500  # default time for the prompts of a step beside requests that decode or wait
+ALONE_SECONDS = 5.0  # time for a step of the only request, which cannot be cancelled meanwhile
+LEAST_TOKENS = 32  # fewer take hardly less time, since each step reads all weights
+GRID = 32  # tokens; multiples of it give few shapes, which recur
+# Operations per second assumed until a step is measured: of some CPU cores, in float32 and with quantised weights.
 ASSUMED_SPEED, ASSUMED_QUANTIZED_SPEED = 1e11, 3e9
-ASSUMED_METAL_SPEED = 5e12  # of an Apple GPU, with any weights
-WEIGHTS_PER_WORD = 8  # of quantised weights in 4 bits
+ASSUMED_METAL_SPEED = 5e12  # an Apple GPU, with any weights
+WEIGHTS_PER_WORD = 8  # quantised weights of 4 bits
 
 
 class PrefillPace:
-    """Learns how long prompt tokens take, and bounds a step by time: on a CPU, and on Metal (docs/adr/0063).
+    """Learns how long prompt tokens take, and limits a step's prompts by time on a CPU and on Metal (docs/adr/0063).
 
-    There a chunk of 2,048 tokens can take seconds or minutes. Where it takes less than the bound, nothing changes.
+    There a chunk of 2,048 tokens can take seconds or minutes. Chunks that take less than the limit are not changed.
 
     Args:
-        model: whose parameters give the first estimate.
-        latency_ms: for the prompts of a step beside requests that decode or wait.
-        least_alone: tokens of a step without such requests, however long they take.
+        model: its parameters give the first estimate.
+        latency_ms: limit for the prompts of a step beside requests that decode or wait.
+        least_alone: least tokens of a step of the only request, however long they take.
     """
 
     def __init__(self, model: Any, latency_ms: int = LATENCY_MS, least_alone: int = 0) -> None:
@@ -53,15 +53,15 @@ class PrefillPace:
         self.seconds_per_token = 2 * others / speeds[0] + 2 * quantized / speeds[1]
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step's chunks: their tokens, and how long they took."""
-        if num_tokens >= LEAST_TOKENS:  # fewer cost more each
+        """Learn from the number of tokens of a step's chunks, and the seconds they took."""
+        if num_tokens >= LEAST_TOKENS:  # fewer take more time per token
             self.seconds_per_token += (seconds / num_tokens - self.seconds_per_token) / 2
 
     def most_tokens(self, is_alone: bool) -> int | None:
-        """Return the prompt tokens of the next step, a multiple of :data:`GRID`; None if there is no bound.
+        """Return the most prompt tokens of the next step, in multiples of :data:`GRID`; None: no limit.
 
         Args:
-            is_alone: there is one request in all.
+            is_alone: there is only one request, running or waiting.
         """
         if not self.seconds_per_token:
             return None
@@ -69,43 +69,43 @@ class PrefillPace:
         return max(least, int(seconds / self.seconds_per_token) // GRID * GRID)
 
 
-# Prompt tokens a step on a GPU without packs: less memory and shorter waits for decode than with longer chunks
-# (docs/adr/0006). Prompts are cut at its multiples.
+# Prompt tokens per step on a GPU without packs: longer chunks take more memory and delay decoding (docs/adr/0006).
+# Prompts are cut at multiples of it.
 IN_PLACE_STEP_TOKENS = 512
-# On Metal they are cut at multiples of this, so that a step takes no longer than others may wait (docs/adr/0063).
+# On Metal prompts are cut at multiples of this, so that a step can stay within its time limit (docs/adr/0063).
 METAL_GRID = 128
-# The same with packs (docs/adr/0023).
+# Prompt tokens per step with packs (docs/adr/0023).
 STEP_TOKENS = 4096
-# A chunk alone goes as a pack up to this context: MLX's attention would prepare a plan of some 30 ms for its length.
-# Of longer ones attention is so much of the work that MLX's, which is faster once it has its plan, pays.
+# On CUDA a single chunk is a pack if it ends within this many tokens: MLX's attention prepares a plan for each length,
+# in some 30 ms. At longer contexts attention dominates, and MLX's pays off: once planned, it is faster.
 MOST_ALONE = 4096
-# What mlx-lm has where nobody has chosen a step size: most of one prompt in a step.
+# mlx-lm's default step size: most tokens of one prompt in a step.
 UPSTREAM_STEP_TOKENS = 2048
-UPSTREAM_PREFILLING = 8  # the same for prompts that are computed at a time
+UPSTREAM_PREFILLING = 8  # mlx-lm's default number of prompts computed at a time
 
 
 def most_step_tokens() -> int:
-    """Prompt tokens a step with packs, and on a Mac without: what time allows there is often less."""
+    """Return the most prompt tokens of a step with packs, or on a Mac, where the time limit often allows fewer."""
     return UPSTREAM_STEP_TOKENS if on_metal() else STEP_TOKENS
 
 
 def grid_tokens() -> int:
-    """Return what multiples of tokens prompts are cut at where blocks are in place."""
+    """Return the number of tokens at whose multiples prompts are cut if blocks are in place."""
     return METAL_GRID if on_metal() else IN_PLACE_STEP_TOKENS
 
 
-_not_packed: ByModel[str] = ByModel("why not packed")  # why not, of models that packs turned out to be nothing for
+_not_packed: ByModel[str] = ByModel("why not packed")  # by model: why it cannot take packs, found out at a call
 
 
 class Prefill:
-    """Computes chunks. As packs where several share a call, which suits MLX on CUDA; a chunk alone, with nothing padded
-    and MLX's fused causal attention, else.
+    """Computes chunks of prompts: several in one call as a pack, which suits MLX on CUDA, or each by itself, without
+    padding and with MLX's fused causal attention.
 
     Args:
-        model: whose forward pass takes ``cache``, a list.
+        model: its forward pass takes ``cache``, a list.
         in_place: the caches write blocks in place.
         packs: all chunks of a step go through the model together, as a pack.
-        call: calls the model; None: it is called itself.
+        call: calls the model; None: the model itself.
     """
 
     def __init__(
@@ -120,22 +120,22 @@ class Prefill:
         self.call = model if call is None else call
         self.in_place = in_place
         self.packs = packs and _not_packed.get(model) is None
-        self._under_way: list[mx.array] = []  # ready when the chunks are that were computed last
-        self._launched = (0, 0.0)  # their tokens, and when that began
-        self.took: list[tuple[int, float]] = []  # tokens and seconds of those waited for, until read
+        self._under_way: list[mx.array] = []  # fences of the last chunks
+        self._launched = (0, 0.0)  # tokens of the last chunks, and when they began
+        self.took: list[tuple[int, float]] = []  # tokens and seconds of chunks waited for; the engine clears it
 
     def compute(
         self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
     ) -> list[Request]:
-        """Compute the chunks of requests that run. Returns the requests for which that worked, which are longer now.
-        Where blocks are written in place, the device may still be at it: see :meth:`wait`.
+        """Compute chunks of running requests. Returns the requests that succeeded, with their new length. If blocks are
+        written in place, the device may still be computing: see :meth:`wait`.
 
         Args:
-            on_failure: told of the chunks of a model call, and what it raised, before the next call.
+            on_failure: called with the chunks of a failed model call and its error, before the next call.
         """
         self.wait()
         if self.packs and on_metal() and _attend_apart(chunks):
-            self.packs = False  # as without a kernel for packs: MLX's attention has no plans to prepare there
+            self.packs = False  # packs gain nothing without a kernel: on Metal, MLX's attention prepares no plans
         begin = time.perf_counter()
         done: set[Request] = set()
         for call in packs_of(chunks) if self.packs else [[chunk] for chunk in chunks]:
@@ -161,7 +161,7 @@ class Prefill:
         return [request for request, _ in computed]
 
     def wait(self) -> None:
-        """Return when the chunks are there that were computed last, so that no more than one step is under way."""
+        """Wait for the last chunks, so that at most one step of prompts is under way."""
         under_way, self._under_way = self._under_way, []
         mx.eval(under_way)
         if under_way:
@@ -172,26 +172,25 @@ class Prefill:
         if not self.packs or len(call) > 1:
             return self.packs
         request, num_tokens = call[0]
-        if on_metal():  # MLX's attention takes a chunk without a prefix as it is, and for others a copy of the prefix
+        if on_metal():  # MLX's attention suits a first chunk; for later ones the prefix would be copied
             return not request.alone and request.length > 0
         return not request.alone and request.length + num_tokens <= MOST_ALONE
 
     def _call(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> Sequence[Chunk]:
-        """Compute the chunks of a call. Returns those for which there was room."""
+        """Compute the chunks of one model call. Returns those that found room in the pool."""
         packed = self._packed(call, on_failure) if self._is_pack(call) else None
         if packed is None:
             for request, num_tokens in call:
                 self.call(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
-        if not self.in_place:  # its reads must be over before the next one writes, or the pool is copied
+        if not self.in_place:  # reads must end before the next call writes, or MLX copies the pool
             mx.eval([cache.state for request, _ in call for cache in request.caches or ()])
         return call if packed is None else packed
 
     def _packed(
         self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
     ) -> Sequence[Chunk] | None:
-        """Compute the chunks as a pack. Returns those for which there was room; None if the model does not pack, as it
-        turns out, and a chunk that is alone is to be computed otherwise. Several are for whoever catches the
-        NotPackableError."""
+        """Compute the chunks as a pack. Returns those that found room in the pool. If the model turns out not to take
+        packs, returns None for a single chunk, and raises NotPackableError for several."""
         try:
             return compute_pack(self.call, chunks, on_failure)
         except NotPackableError as error:
@@ -204,20 +203,20 @@ class Prefill:
 
 
 def _attend_apart(chunks: Sequence[Chunk]) -> bool:
-    """Return whether a kernel for packs turned out not to serve some layers of these requests."""
+    """Return whether some layers of these requests turned out to have no kernel for packs."""
     pools = [request.sequence.pool for request, _ in chunks if request.sequence is not None]
     return any(why for pool in pools for group in pool.groups for why in group.packs_unsupported.values())
 
 
 def _fences(requests: Sequence[Request]) -> list[mx.array]:
-    """Return what is ready when all that these requests have written is, where every layer writes in place: requests of
-    one pool have the same."""
+    """Return arrays that are ready once all writes of these requests are done, if every layer writes in place. Requests
+    of one pool share them."""
     pools = {id(request.sequence.pool): request.sequence.pool for request in requests if request.sequence is not None}
     return [array for pool in pools.values() for group in pool.groups for array in group.latest()]
 
 
 def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Return which chunks are computed in one call: all but those that have failed with others."""
+    """Group chunks into model calls: one for all, but one each for requests whose pack has failed."""
     pack = [chunk for chunk in chunks if not chunk.request.alone]
     alone = [[chunk] for chunk in chunks if chunk.request.alone]
     return [pack, *alone] if pack else alone
@@ -230,10 +229,10 @@ def can_pack(
     must be paged, or keep a state.
 
     Args:
-        caches: of a sequence.
+        caches: one sequence's caches.
         state_cache: class of the caches that hold states.
-        reads_blocks_only: the model's attention hands keys and values to attention functions, and does nothing else. A
-            model without a paged layer attends to nothing.
+        reads_blocks_only: the model's attention uses keys and values only through attention functions; without effect
+            if no layer is paged.
         takes_rows: the model computes several rows in one call.
     """
     of_layers = leaves(caches)
@@ -242,19 +241,19 @@ def can_pack(
 
 
 def packs_by_default(pool: BlockPool | None, *, over_ranks: bool) -> bool:
-    """Return whether prompts go through the model as packs where nobody has chosen: blocks are in place, and a GPU has
-    a kernel for packs. A Mac that finds its kernel wrong packs no more; ranks would have to do the same."""
+    """Return whether prompts go through the model as packs by default: blocks are in place on a GPU that has a kernel
+    for packs. Not on Metal over ranks: a Mac stops packing if its kernel fails, and the other ranks would not."""
     in_place = pool is None or all(group.in_place for group in pool.groups)
     return in_place and packs_prompts() and not (on_metal() and over_ranks)
 
 
 def pack_layers(rows: Rows | None, caches: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:
-    """Return what the layers see of a pack.
+    """Return the layers' caches for a pack.
 
     Args:
-        rows: of the sequences; None: no layer is paged.
+        rows: block tables of the sequences; None: no layer is paged.
         caches: leaves of each sequence's caches.
-        counts: new tokens of each.
+        counts: new tokens of each sequence.
     """
     return [
         PagedBatchKVCache(rows, layer[0].layer, type(layer[0]))
@@ -267,17 +266,17 @@ def pack_layers(rows: Rows | None, caches: Sequence[Sequence[Any]], counts: Sequ
 def compute_pack(
     model: Any, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
 ) -> list[Chunk]:
-    """Build the call for all chunks as a pack.
+    """Build one model call for all chunks as a pack.
 
     Args:
-        on_failure: told of a chunk for which there is no room.
+        on_failure: called with each chunk that finds no room in the pool.
 
     Returns:
-        The chunks for which there was.
+        The other chunks.
 
     Raises:
-        NotPackableError: the model cannot be called so.
-        Exception: whatever the model or the pool raises. Nothing is reserved then, and no state has changed.
+        NotPackableError: the model cannot take packs.
+        Exception: whatever the model or the pool raises. Nothing stays reserved, and no state has changed.
     """
     ready = [chunk for chunk in chunks if chunk.request.caches is not None]
     rows: Rows | None = None

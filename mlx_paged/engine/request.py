@@ -22,18 +22,17 @@ class RequestOptions(NamedTuple):
     """Options of one request.
 
     Attributes:
-        salt: only requests with the same one share prefixes.
-        seed: the answer's tokens are a function of it and of the logits, in any batch; None draws from
-            ``mx.random``'s state. It needs a sampler of mlx-lm's ``make_sampler``; others draw as they do.
-        grammar: what its answer has to be; None: anything.
-        prompt_lookup: most tokens proposed in a step because the prompt or the answer had them before; 0:
+        salt: only requests with the same salt share prefixes.
+        seed: the answer's tokens depend only on it and on the logits, in any batch; None draws from ``mx.random``'s
+            state. It has no effect on samplers that mlx-lm's ``make_sampler`` did not make.
+        grammar: constrains the answer; None: unconstrained.
+        prompt_lookup: most drafts per step from prompt lookup, i.e. from earlier tokens of the prompt or the answer; 0:
             none; None: as configured.
-        sampling: how its tokens are chosen, as numbers; its sampler and processors are not asked then. None: they are.
+        sampling: parameters that replace the request's sampler and processors; None: those are used.
         priority: requests with lower numbers are admitted first, and preempt those with higher ones.
-        client: those of one priority are admitted in turns, one request of each client.
-        num_draft_tokens: most tokens that a draft model proposes in a step, if there is one; 0: none; None: as
-            configured.
-        keep: tokens at the prompt's beginning that the prefix cache evicts after others.
+        client: clients of one priority are admitted in turns, one request each.
+        num_draft_tokens: most drafts per step from a draft model, if there is one; 0: none; None: as configured.
+        keep: number of tokens at the prompt's start that the prefix cache evicts after others.
     """
 
     salt: Hashable = None
@@ -52,34 +51,34 @@ class Request:
     ``history + source[: length - kept]``.
 
     Args:
-        uid: the caller's name for it; of two requests, the later one has the larger.
-        segments: of the prompt; a chunk ends where one does.
-        max_tokens: to generate.
-        caches: one per layer, empty or with what came with the request. Those are forked: their owner may go on.
-        history: the tokens in them, as far as the caller gave them.
-        sampler, processors, matcher: of mlx-lm, or like its own.
-        options: what else the caller says of it.
+        uid: the caller's id; later requests have larger ones.
+        segments: parts of the prompt; chunks end where they do.
+        max_tokens: most tokens to generate.
+        caches: one per layer, empty or filled by the caller. Filled ones are forked, so that the caller may use them.
+        history: the tokens in filled caches, as far as the caller gave them.
+        sampler, processors, matcher: mlx-lm's, or compatible ones.
+        options: other options.
 
     Attributes:
         admitted: number of its first admission; None before.
         length: tokens in its cache now.
-        prefill_end: tokens that must be in its cache before it decodes: all of the prompt but the last one, and after
-            a preemption all that was computed.
-        kept: tokens in the cache that came with the request: they stay when it is preempted.
+        prefill_end: tokens that must be in its cache before it decodes: the prompt without its last token, and after a
+            preemption all that was computed.
+        kept: tokens in the cache that came with the request; a preemption does not release them.
         boundaries: positions where a chunk must end, ascending.
-        source: tokens computed here: the prompt, then what was generated and delivered.
-        prompt_length: of the prompt.
+        source: the prompt's tokens, then those generated and delivered; without the history.
+        prompt_length: tokens of the prompt.
         given: a fork of the cache that came with the request, never written to; None if there was none.
         caches: one per layer while the request runs, else None.
-        num_cached: tokens it found computed when it first started; None before.
+        num_cached: tokens it found cached when it first started; None before.
         num_reported: tokens of the prompt whose progress was reported.
         num_generated: tokens delivered.
-        undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
-        logits: where the log-probabilities of the next token are; None as long as nothing was sampled.
-        context: its tokens, for its processors; None outside of a batch or without any.
-        grammar: what it may go on with; None: anything. Knows the tokens that were delivered and no others.
-        alone: its prompt is computed in calls of its own, because one with others failed.
-        common: tokens that its own and those of other requests, by uid, begin with alike, where they differ after them.
+        undelivered: the next token, if the request left the batch between its computation and its delivery; else None.
+        logits: the logits of the next token; None until one is sampled.
+        context: token buffer for its processors; None before it is in a batch, or without processors.
+        grammar: state of its grammar after the delivered tokens; None: unconstrained.
+        alone: its prompt is computed in its own model calls, because one shared with others failed.
+        common: length of the common prefix with other requests, by uid, if both go on after it.
     """
 
     def __init__(
@@ -135,19 +134,18 @@ class Request:
 
     @property
     def knows_history(self) -> bool:
-        """Return whether :meth:`cached_tokens` are all tokens in its cache: those of a cache that came with it were
-        given."""
+        """Whether :meth:`cached_tokens` are all tokens in its cache: it came without one, or with all of its tokens."""
         return self.given is None or 0 < len(self.history) == self.kept
 
     @property
     def is_prefilled(self) -> bool:
-        """Return whether it decodes."""
+        """Whether its prefill is done, so that it decodes."""
         return self.length >= self.prefill_end
 
     def chunk_length(self, most: int | None, grid: int | None = None) -> int:
-        """Return the length of its next chunk: to the next boundary or the end of the prefill, ``most`` tokens at most.
-        What has to be cut with ``grid`` is cut at the last of its multiples that is not further, if need be at the next
-        one; without ``most``, always at the next one."""
+        """Return the length of its next chunk: up to the next boundary or the end of the prefill, at most ``most``
+        tokens. With ``grid``, a chunk that is cut ends at its last multiple within ``most`` tokens, or at the next one
+        if there is none; without ``most``, it always ends at the next one."""
         while self.boundaries and self.boundaries[0] <= self.length:
             self.boundaries.popleft()
         end = min(self.boundaries[0], self.prefill_end) if self.boundaries else self.prefill_end
@@ -159,7 +157,7 @@ class Request:
 
     @property
     def sequence(self) -> SequenceTables | None:
-        """The block tables it holds, those of the cache it came with included."""
+        """Block tables of its caches; while it does not run, those of the cache it came with."""
         caches = self.caches if self.caches is not None else self.given
         if self._known[0] is not caches:  # asked for in every step
             self._known = (caches, sequence_of(caches or ()))
@@ -172,8 +170,7 @@ class Request:
 
     @property
     def num_missing(self) -> int:
-        """Tokens that are still to be put into its cache if it generates as many as it may, and the one computed
-        ahead of them."""
+        """Tokens still to be cached if it generates ``max_tokens``, with the one computed ahead."""
         return self.kept + self.prompt_length + self.max_tokens - self.length
 
     def cached_tokens(self) -> list[int]:
@@ -186,14 +183,14 @@ class Request:
         return self.source[start : start + num_tokens]
 
     def next_input(self) -> int:
-        """Return the token it decodes next: one sampled before it made room, or the last of its prompt."""
+        """Return the token it decodes next: the one sampled before it left the batch, or the last of its prompt."""
         if self.undelivered is not None:
             return self.undelivered
         return self.source[-1]
 
     def release(self) -> None:
-        """Give back the blocks that it holds beyond the cache it came with."""
-        # Let go first: if something fails below, tables that are dropped give their blocks back.
+        """Release the blocks that it holds beyond the cache it came with."""
+        # Cleared first: if a release below fails, the dropped tables give their blocks back.
         caches, self.caches, self._known = self.caches, None, (None, None)
         sequence = None if caches is None else sequence_of(caches)
         if sequence is not None:

@@ -1,12 +1,12 @@
-"""Scheduler: which requests run, wait, or are preempted, step by step. Knows lengths and an order, no model and no
-tensor.
+"""Scheduler: decides in each step which requests run, wait or are preempted. It knows lengths and an order, no model
+and no tensor.
 
-Requests that run are ordered by priority, then by when they were admitted first. The first always goes first, and only
-later ones are preempted for it; so it always advances, and every request finishes unless more urgent ones never end.
-Requests that decode take a token in every step, beside prompts of up to ``token_budget`` tokens: no prompt delays them
-by more than that, and on a CPU by the first token behind it, see :meth:`Scheduler._held`. Clients of one priority take
-turns at the tokens of a step, and where no room is left, a client makes room for another that runs fewer requests. The
-same calls give the same decisions on every rank.
+Running requests are ordered by priority, then by first admission. The first one is served first, and only later ones
+are preempted for it; so it always advances, and every request finishes unless more urgent ones never end. Decoding
+requests take a token in every step, beside up to ``token_budget`` prompt tokens: prompts delay them by no more than
+that, and on a CPU by the wait for another client's first token (:meth:`Scheduler._held`). Clients of one priority take
+turns at the prompt tokens of a step. If there is no room, requests of a client are preempted for another client that
+runs fewer. The same calls give the same decisions on every rank.
 """
 
 from __future__ import annotations
@@ -18,46 +18,44 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import RequestTooLargeError
 
-if TYPE_CHECKING:  # of a request, only lengths are read and written here
+if TYPE_CHECKING:  # only a request's attributes are used here
     from .request import Request
 
 
 Growth = Sequence[tuple["Request", int]]
-MOST_HELD = 3  # steps in a row in which rows wait for another client's first token: it takes as many
-# Least prompt tokens of a step for each row of a client that another one's first token is awaited beside. On a CPU a
-# row takes the time of 1 to 2 prompt tokens, so that the prompt has at least half of the time.
+MOST_HELD = 3  # most steps in a row that rows wait for another client's first token, which takes as many
+# Least prompt tokens of a step for each decoding row that delays another client's first token. On a CPU a row takes as
+# long as 1 to 2 prompt tokens, so that prompts get at least half of the time.
 TOKENS_PER_ROW = 2
 
 
 class Memory(Protocol):
-    """What the scheduler asks of whoever holds the tokens. What fails for a request is for the holder to note, and to
-    :meth:`Scheduler.remove` the request when the plan is made: nothing may be raised while it is."""
+    """The memory of requests' tokens, as the scheduler sees it. Nothing may raise while a plan is made: the memory
+    notes errors, and calls :meth:`Scheduler.remove` for failed requests after the plan."""
 
     def holds(self, num_tokens: int) -> bool:
-        """Return whether one sequence of so many tokens fits when nothing else is held."""
+        """Return whether a sequence of ``num_tokens`` tokens fits if nothing else is held."""
 
     def fits(self, growth: Growth) -> bool:
-        """Return whether all these requests can grow by so many tokens, prefixes that nobody uses being evicted for
-        it."""
+        """Return whether all these requests can grow by their numbers of tokens, after evicting unused prefixes."""
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks of each group a request takes at most that grows by so many tokens."""
+        """Return the most blocks of each group that a request takes to grow by ``num_tokens`` tokens."""
 
     def has_blocks(self, num_blocks: int) -> bool:
-        """Return whether so many blocks of each group can be had, prefixes that nobody uses being evicted for it."""
+        """Return whether ``num_blocks`` blocks of each group can be had, after evicting unused prefixes."""
 
     def must_wait(self, request: Request) -> bool:
-        """Return whether a request that could start is better off later, when one that runs has computed their common
-        prefix."""
+        """Return whether a request should start later, when a running one has computed their common prefix."""
 
     def admit(self, request: Request) -> None:
-        """Start the request; sets its length to the tokens it finds cached."""
+        """Start the request, and set its length to the tokens it finds cached."""
 
     def release(self, request: Request) -> None:
-        """Give back what the request holds beyond the ``kept`` tokens; what it needs to go on later is remembered."""
+        """Release what the request holds beyond its ``kept`` tokens, and remember what it needs to resume."""
 
     def exhausted(self, request: Request, num_tokens: int) -> Exception:
-        """Return the error to report for a request that cannot grow by so many tokens."""
+        """Return the error to report for a request that cannot grow by ``num_tokens`` tokens."""
 
 
 class Chunk(NamedTuple):
@@ -71,10 +69,10 @@ class ScheduledStep(NamedTuple):
     """One step.
 
     Attributes:
-        decode: requests that take one token each, in the order of those that run.
-        held: requests that would, and wait for the first token of another client.
-        chunks: parts of prompts, in the same order, at most one for each request.
-        failed: requests that cannot go on, with the reason. The scheduler has forgotten them.
+        decode: requests that take one token each, in the order of running requests.
+        held: decoding requests that wait for another client's first token instead.
+        chunks: parts of prompts, at most one per request.
+        failed: requests that cannot go on, with their errors; the scheduler has removed them.
     """
 
     decode: list[Request]
@@ -84,19 +82,19 @@ class ScheduledStep(NamedTuple):
 
 
 class WaitingQueue:
-    """Requests that wait. The next one has the lowest ``priority``; of these, the client that runs the fewest requests
-    comes first; then one that was preempted before those that never ran; then the client whose last request was
-    admitted longest ago.
+    """Waiting requests. The next one has the lowest ``priority`` number; among equals, its client runs the fewest
+    requests; then preempted requests come before new ones, in the order of admission; new ones go to the client whose
+    last request was admitted longest ago.
 
-    A client that asks a thousand times delays another client's request by one of its own, not by a thousand.
+    A client with a thousand requests delays another client's request by one of its own, not by a thousand.
     """
 
     def __init__(self) -> None:
-        # By priority and client: those that were preempted, and those that never ran, oldest first.
+        # By priority and client: preempted requests, and new ones, oldest first.
         self._groups: dict[tuple[int, Hashable], tuple[dict[Request, None], dict[Request, None]]] = {}
         self._turns: dict[Hashable, int] = {}  # number of the last admission, by client
         self._num_admitted = 0
-        self._firsts: dict[tuple[int, Hashable], Request] = {}  # of groups; those that are known
+        self._firsts: dict[tuple[int, Hashable], Request] = {}  # next request of a group, where known
 
     def __len__(self) -> int:
         return sum(len(part) for group in self._groups.values() for part in group)
@@ -112,7 +110,7 @@ class WaitingQueue:
         self._firsts.pop(name, None)
 
     def remove(self, requests: Collection[Request]) -> None:
-        """Forget requests that may be here."""
+        """Remove requests, if they are queued."""
         for request in requests:
             name = request.options.priority, request.options.client
             group = self._groups.get(name)
@@ -125,10 +123,10 @@ class WaitingQueue:
             self._firsts.pop(name, None)
 
     def next(self, num_running: Mapping[Hashable, int]) -> Request | None:
-        """Return the request to admit next. Asked in every step: only groups that have changed are searched.
+        """Return the request to admit next. Called in every step, so only groups that have changed are searched.
 
         Args:
-            num_running: requests that run, by client; clients without any may be left out.
+            num_running: number of running requests by client; clients without any may be left out.
         """
         for name, (preempted, fresh) in self._groups.items():
             if name not in self._firsts:
@@ -154,21 +152,20 @@ class Scheduler:
     """Admits, orders and preempts requests.
 
     Args:
-        memory: holds the tokens.
-        token_budget: most tokens of prompts to compute in a step. Requests that decode take one each besides.
+        memory: the memory of the tokens.
+        token_budget: most prompt tokens to compute in a step. Decoding requests take one token each besides.
         max_running: most requests that run at a time.
         max_prefilling: most of them whose prompt is being computed.
-        grid: cut prompts at multiples of so many tokens.
-        chunk: most tokens of one request in a step. None: all that the step may take; with a grid, no further than to
-            the next of its multiples.
-        headroom: tokens a running request must be able to grow by when another one is admitted, so that what is
-            admitted is not preempted again at once.
+        grid: cut prompts at multiples of this many tokens.
+        chunk: most tokens of one request in a step. None: the step's budget; with a grid, up to its next multiple.
+        headroom: tokens that every running request must be able to grow by when another one is admitted, so that this
+            one is not preempted again at once.
 
     Attributes:
-        token_budget: of the next step, where fewer tokens are better; see :meth:`_least_budget`.
-        yields: where prompts take long, chunks of a client wait while another one's first token is awaited, see
+        token_budget: most prompt tokens of the next step; the engine may lower it. See also :meth:`_least_budget`.
+        yields: set where prompts take long: chunks of a client wait for another client's first token, see
             :meth:`_must_yield`.
-        holds: where rows take long, those of a client wait, too, while another one's first token is computed, see
+        holds: set where rows take long: rows of a client wait, too, while another client's first token is computed, see
             :meth:`_held`.
     """
 
@@ -195,11 +192,11 @@ class Scheduler:
         self.preemptions = 0
         self.yields = self.holds = False
         self.admits = True  # whether requests may start beside those that run
-        self._preempted: set[Request] = set()  # since planning began: they start in the next step at the earliest
-        self._blocks_ahead: int | None = None  # that those running may take before another may start; None: not counted
-        self._num_running: Counter[Hashable] = Counter()  # requests by client, while a plan is made
-        self._awaited: set[tuple[int, Hashable]] = set()  # priorities and clients of running ones without a token yet
-        self._num_held = 0  # last steps in a row that held rows
+        self._preempted: set[Request] = set()  # since planning began; they start in the next step at the earliest
+        self._blocks_ahead: int | None = None  # that running requests may take, for admissions; None: not counted
+        self._num_running: Counter[Hashable] = Counter()  # running requests by client, while a plan is made
+        self._awaited: set[tuple[int, Hashable]] = set()  # priorities and clients of running requests without a token
+        self._num_held = 0  # number of last steps in a row that held rows
         self._num_plans = 0
         self._served: dict[Hashable, int] = {}  # number of the last plan with a chunk of the client
 
@@ -223,11 +220,11 @@ class Scheduler:
         self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request that finished, failed or was cancelled. Its memory is the caller's to release."""
+        """Forget a request that finished, failed or was cancelled. The caller releases its memory."""
         self.remove_all([request])
 
     def remove_all(self, requests: Collection[Request]) -> None:
-        """:meth:`remove` many, in one go through those that wait."""
+        """Forget several requests like :meth:`remove`, in one pass over the running ones."""
         self._blocks_ahead = None
         gone = set(requests)
         self.running = [request for request in self.running if request not in gone]
@@ -235,7 +232,7 @@ class Scheduler:
         self._preempted -= gone
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's memory and queue it again. What it had computed becomes prefilled again."""
+        """Release a running request's memory and queue it again. What it had computed will be prefilled again."""
         self.running.remove(request)
         self._blocks_ahead = None
         self._num_running[request.options.client] -= 1
@@ -249,12 +246,12 @@ class Scheduler:
     # Planning -------------------------------------------------------------------------------------------------
 
     def plan(self) -> ScheduledStep:
-        """Decide the next step. Requests that are preempted have been released and queued when this returns."""
+        """Decide the next step. On return, preempted requests have been released and queued."""
         failed: list[tuple[Request, Exception]] = []
         self._blocks_ahead = None
         self._preempted.clear()
         self._awaited = {_group(each) for each in self.running if not each.num_generated} if self.yields else set()
-        # Nobody waits: what is preempted meanwhile does not start in this step.
+        # Not needed if none waits: requests preempted meanwhile do not start in this step.
         is_counted = self.waiting or self._awaited
         self._num_running = Counter(each.options.client for each in self.running) if is_counted else Counter()
         while True:
@@ -264,7 +261,7 @@ class Scheduler:
             if not self.preempt_for(self.running[0]):
                 self._fail(self.running[0], 1, failed)
         held = self._held(decode, ()) if self._num_held else []
-        # What a failed request held is released after the plan: the next one counts with it.
+        # A failed request's memory is released after the plan, and available to the next plan.
         chunks = [] if failed or held else self._plan_chunks(decode, failed)
         if not self._num_held:
             held = self._held(decode, chunks)
@@ -288,15 +285,15 @@ class Scheduler:
         return [(request, num_tokens) for request, num_tokens in growth if request in running]
 
     def preempt_for(self, request: Request) -> bool:
-        """Preempt a running request that comes after ``request``: the last one of the client with most of the last
-        priority. Returns whether there is one."""
+        """Preempt a running request that comes after ``request``: of the least urgent ones, the last request of the
+        client that runs the most. Returns whether there is one."""
         later = [each for each in self.running if _rank(each) > _rank(request)]
         if later:
             self.preempt(_last_of_largest(self.running, later[-1].options.priority, later))
         return bool(later)
 
     def preempt_youngest(self) -> bool:
-        """Preempt the last running request, between two steps, unless it runs alone. Returns whether one was."""
+        """Preempt the last running request, between two steps, unless it runs alone. Returns whether it did."""
         if len(self.running) < 2:
             return False
         self.preempt(self.running[-1])
@@ -339,30 +336,30 @@ class Scheduler:
             if chunks and num_tokens > budget - used:
                 break
             num_blocks += self.memory.most_blocks(num_tokens)
-            # Mostly there is plenty: no table is looked at.
+            # Usually there is plenty, and no table is looked at.
             if not self.memory.has_blocks(num_blocks) and not self._fits_chunk(planned, request, num_tokens, failed):
                 admits, queue = False, deque(each for each in queue if _rank(each) < _rank(request))
-                continue  # older ones go on, and will finish
+                continue  # older requests go on, and will finish
             used += num_tokens
             planned.append((request, num_tokens))
             chunks.append(Chunk(request, num_tokens))
         return chunks
 
     def _least_budget(self, decode: Growth) -> int:
-        """Return the least prompt tokens of a step with these rows: enough that most of its time is not that of rows
-        beside which another client's first token is awaited."""
+        """Return the least prompt tokens of a step with these rows: :data:`TOKENS_PER_ROW` for each row that delays
+        another client's first token."""
         if not self._awaited:
             return 0
         return min(self.most_tokens, TOKENS_PER_ROW * sum(self._must_yield(row, self._awaited) for row, _ in decode))
 
     def _must_yield(self, request: Request, awaited: Collection[tuple[int, Hashable]]) -> bool:
-        """Return whether a request waits, so that steps are short until somebody else has a first token: a more urgent
-        request, or one of a client that runs at least two fewer. A client that runs no more than one request more than
-        others never waits, so each goes on.
+        """Return whether a request must wait, to keep steps short until another request has its first token: a more
+        urgent one, or one of a client that runs at least two fewer requests. A client that runs at most one request
+        more than the others waits for none of its priority, so every client advances.
 
         Args:
-            request: that runs or may start.
-            awaited: priorities and clients of those whose first token is awaited.
+            request: a running request, or one that may start.
+            awaited: priorities and clients of requests whose first token is awaited.
         """
         priority, client = _group(request)
         number = self._num_running[client]
@@ -372,13 +369,13 @@ class Scheduler:
         )
 
     def _held(self, decode: Growth, chunks: Sequence[Chunk]) -> list[Request]:
-        """Return the requests that take no token in this step for the sake of a first token: from the step on that
-        computes the last of its prompt, until it is there, and that is the only chunk they wait for. Then they take a
-        token before they wait again.
+        """Return the decoding requests that take no token in this step, so that another client's first token comes
+        sooner. They wait from the step that computes the last chunk of its prompt until that token is delivered, at
+        most :data:`MOST_HELD` steps. Then they take a token before they wait again.
 
         Args:
-            decode: those that would take one.
-            chunks: of this step.
+            decode: the requests that would take a token.
+            chunks: the chunks of this step.
         """
         if not self.holds or self._num_held == MOST_HELD:
             return []
@@ -391,11 +388,11 @@ class Scheduler:
         return [request for request, _ in decode if self._must_yield(request, awaited)] if awaited else []
 
     def _turn(self, request: Request) -> tuple[int, int]:
-        """Return what decides whose chunk is next: the priority, then which client was served longest ago."""
+        """Return the sort key of chunks: the priority, then the last plan that served the client."""
         return request.options.priority, self._served.get(request.options.client, 0)
 
     def _chunk_length(self, request: Request, budget: int) -> int:
-        """Return the length of a request's next chunk; more than the budget if not even the least of it fits."""
+        """Return the length of a request's next chunk; more than the budget if not even the smallest chunk fits."""
         if self.grid is None:
             return request.chunk_length(budget)
         return request.chunk_length(None if self.chunk is None else min(budget, self.chunk), self.grid)
@@ -403,7 +400,7 @@ class Scheduler:
     def _fits_chunk(
         self, planned: Growth, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]
     ) -> bool:
-        """Return whether the chunk can be computed in this step, after younger ones have been preempted for it."""
+        """Return whether the chunk fits in this step, after preempting other requests for it if necessary."""
         while not self.memory.fits([*self._alive(planned, failed), (request, num_tokens)]):
             if self._make_room(request, self.running) or self.preempt_for(request):
                 continue
@@ -413,7 +410,7 @@ class Scheduler:
         return True
 
     def _admit(self, request: Request, failed: list[tuple[Request, Exception]]) -> bool:
-        """Start a request that waits, if it may. Others make room for it, see :meth:`_make_room`."""
+        """Start a waiting request if others make room for it (:meth:`_make_room`). Returns whether it started."""
         prefilling = [each for each in self.running if not each.is_prefilled]
         if request in self._preempted:
             return False
@@ -423,7 +420,7 @@ class Scheduler:
             return False
         if self.running and not self.admits:
             return False
-        # Room for all of its prompt and a token more, beyond what those running are going to need.
+        # Room for its whole prompt and one more token, beyond what running requests will need.
         num_tokens = request.prefill_end - request.length + 1
         while not (has_plenty := self._has_plenty_for(num_tokens)):
             if self.memory.fits([*self._growth_ahead(), (request, num_tokens)]):
@@ -443,13 +440,14 @@ class Scheduler:
         if not has_plenty and len(self.running) > 1:
             growth = [(r, n) for r, n in self._growth_ahead() if r is not request]
             if not self.memory.fits([*growth, (request, request.prefill_end - request.length + 1)]):
-                self.preempt(request)  # what it has found cached is no longer there for those it was counted for
+                self.preempt(request)  # it has taken cached blocks that others were counted to evict
                 return False
         return True
 
     def _make_room(self, request: Request, running: Sequence[Request]) -> bool:
-        """Preempt the last of these if its priority is a larger number; else, of the client with most of the same
-        priority, the last one, if its client then still has more than the request's. Returns whether one was."""
+        """Preempt one of ``running`` for a request: the last one if its priority number is larger; else the last one of
+        the client that runs the most of the request's priority, if that is at least two more than the request's client
+        runs. Returns whether one was preempted."""
         priority = request.options.priority
         if running and running[-1].options.priority > priority:
             self.preempt(running[-1])
@@ -461,8 +459,8 @@ class Scheduler:
         return True
 
     def _has_plenty_for(self, num_tokens: int) -> bool:
-        """Return whether a request may start by the blocks that everybody takes at most, its prefix's and a copy of the
-        last of them included. They are summed up once in a plan."""
+        """Return whether a request can start by an upper bound of the blocks that it and running requests take, with
+        those of its prefix and a copy of the last of these. The running requests' bound is summed up once per plan."""
         blocks = self.memory.most_blocks
         if self._blocks_ahead is None:
             prompts = [request for request in self.running if not request.is_prefilled]
@@ -471,7 +469,7 @@ class Scheduler:
         return self.memory.has_blocks(self._blocks_ahead + blocks(num_tokens) + 1)
 
     def _tokens_ahead(self, request: Request) -> int:
-        """Tokens by which a running request must be able to grow when another one is admitted."""
+        """Return the tokens that a running request must be able to grow by when another one is admitted."""
         return max(request.prefill_end - request.length + 1, self.headroom)
 
     def _growth_ahead(self) -> list[tuple[Request, int]]:
@@ -479,7 +477,7 @@ class Scheduler:
 
 
 def _rank(request: Request) -> tuple[int, int]:
-    """Return what requests that have been admitted are ordered by."""
+    """Return the sort key of admitted requests."""
     assert request.admitted is not None
     return request.options.priority, request.admitted
 
@@ -489,7 +487,7 @@ def _group(request: Request) -> tuple[int, Hashable]:
 
 
 def _last_of_largest(running: Sequence[Request], priority: int, among: Sequence[Request]) -> Request:
-    """Return the last one of these with a priority that is of the client that runs most of it, of several the last."""
+    """Return the last of ``among`` with this priority whose client runs the most requests of it."""
     number = Counter(each.options.client for each in running if each.options.priority == priority)
     peers = [each for each in among if each.options.priority == priority]
     return max(reversed(peers), key=lambda each: number[each.options.client])

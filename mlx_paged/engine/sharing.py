@@ -1,4 +1,4 @@
-"""Prefixes that requests share through the radix tree: to the token, or where layers keep states, up to checkpoints."""
+"""Prefixes shared by requests through the radix tree: of any length, or up to checkpoints if layers keep states."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _Start = tuple[Hashable, tuple[int, ...]]  # the salt, and the tokens of the fir
 
 
 class PrefixSharing:
-    """Finds prefixes when a request starts: in the prefix cache, or in the blocks of a request that still runs.
+    """Finds the prefix of a request that starts, in the prefix cache or in the blocks of a running request.
 
-    The blocks of a running request are put into the cache, by reference, when another request needs them. Where a
-    window moves on they would be gone by then, so there they are put in as they are computed.
+    The blocks of a running request are put into the cache, by reference, when another request needs them. With sliding
+    windows they would be released by then, so they are put in as they are computed.
 
     Args:
         prefixes: the prefix cache.
-        pool: of the blocks.
+        pool: the pool of the blocks.
     """
 
     def __init__(self, prefixes: SharedPrefixes, pool: BlockPool) -> None:
         self.prefixes = prefixes
         self.pool = pool
-        self._siblings: dict[_Start, dict[int, Request]] = {}  # that run, by how they begin, and by uid
-        self._starts: dict[int, _Start] = {}  # by uid, as they were when it was admitted
+        self._siblings: dict[_Start, dict[int, Request]] = {}  # running requests by how they begin, and by uid
+        self._starts: dict[int, _Start] = {}  # of running requests by uid, as of their admission
         self.has_windows = any(group.spec.window is not None for group in pool.groups)
 
     # Matching -------------------------------------------------------------------------------------------------
 
     def available(self, request: Request) -> int:
-        """Tokens that the request would not have to compute if it started now."""
+        """Return how many tokens the request would find computed if it started now."""
         if request.given is not None:
             return 0
         longest = self._longest(request)
@@ -49,13 +49,13 @@ class PrefixSharing:
         )
 
     def held_alone(self, request: Request) -> Sequence[int]:
-        """Blocks of each group that :meth:`match` would take and that only the prefix cache holds now: they can be
-        evicted until the request has them, and no longer."""
+        """Return how many blocks of each group :meth:`match` would take that only the prefix cache holds now. They can
+        be evicted until the request takes them."""
         return () if request.given is not None else self.prefixes.held_alone(request.source, request.options.salt)
 
     def will_find(self, requests: Sequence[Request]) -> list[int]:
-        """Return how many tokens each request is going to find, oldest first, when those before it have been computed:
-        what is cached, or what it has in common with the oldest of them that begins with the same block."""
+        """Return how many tokens each request (oldest first) will find computed once those before it have run: in the
+        prefix cache, or in common with the oldest one that begins with the same block."""
         oldest: dict[tuple[Hashable, tuple[int, ...]], Request] = {}
         found = []
         for request in requests:
@@ -68,8 +68,8 @@ class PrefixSharing:
         return found
 
     def must_wait(self, request: Request) -> bool:
-        """Return whether a running request is about to compute a block or more of this one's tokens, beyond what is
-        there."""
+        """Return whether a running request will compute at least one block more of this one's tokens than are
+        available."""
         if request.given is not None:
             return False
         known: int | None = None
@@ -86,8 +86,7 @@ class PrefixSharing:
         return False
 
     def match(self, request: Request) -> int:
-        """Put the longest known prefix under the fresh caches of a request that is not computed yet, nor was given a
-        cache. Returns its length."""
+        """Put the longest known prefix into the empty caches of a request that starts. Returns its length in tokens."""
         longest = self._longest(request)
         start = self._starts[request.uid] = self._start(request)
         self._siblings.setdefault(start, {})[request.uid] = request
@@ -95,7 +94,7 @@ class PrefixSharing:
             length, other = longest
             if length > self.prefixes.held(request.source, request.options.salt):
                 self._insert(request.source[:length], other)
-        # No more than can be used: behind a window, what was taken could not be cut.
+        # No more than can be used: with a window, surplus tokens could not be cut off.
         length, tables = self.prefixes.adopt(request.source[: request.prefill_end + 1], request.options.salt)
         if not length or request.sequence is None:
             return 0
@@ -107,13 +106,13 @@ class PrefixSharing:
         return request.options.salt, tuple(request.source[: self.pool.block_size])
 
     def _running(self, request: Request) -> list[Request]:
-        """Return the others that run and begin with the same block, under the same salt. None of them came with a
-        cache: its tokens are not known for certain."""
+        """Return the other running requests with the same salt and first block. None of them came with a cache, whose
+        tokens are not known for certain."""
         siblings = self._siblings.get(self._start(request), {})
         return [other for other in siblings.values() if other is not request and other.caches]
 
     def forget(self, request: Request) -> None:
-        """Note that the request gives its blocks back."""
+        """Forget a request that releases its blocks."""
         start = self._starts.pop(request.uid, None)
         if start is not None:
             del self._siblings[start][request.uid]
@@ -121,7 +120,7 @@ class PrefixSharing:
                 del self._siblings[start]
 
     def _longest(self, request: Request) -> tuple[int, Request] | None:
-        """Return the longest prefix that a running request has computed, and that request."""
+        """Return the length of the longest prefix that a running request has computed, and that request."""
         best: tuple[int, Request] | None = None
         for other in self._running(request):
             length = min(_common(request, other), other.length, len(request.source) - 1)
@@ -132,28 +131,28 @@ class PrefixSharing:
     # Inserting ------------------------------------------------------------------------------------------------
 
     def insert_chunk(self, request: Request) -> None:
-        """Keep what a chunk of the request's prompt computed. Whole blocks only, except at the prompt's end: a request
-        that goes on would have to copy the last one."""
+        """Keep what a chunk of a prompt has computed, if there are windows. Whole blocks only, except at the prompt's
+        end: the request would have to copy a partial block before it writes on."""
         if self.has_windows and request.caches is not None:
             tokens = request.cached_tokens()
             at_end = request.is_prefilled
             self._insert(tokens if at_end else tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_delivered(self, request: Request) -> None:
-        """Keep whole blocks of what was delivered: the request gives its blocks back before it has finished."""
+        """Keep the whole blocks of a request that releases its blocks before it has finished."""
         self.forget(request)
         if request.caches is not None:
             tokens = request.cached_tokens()
             self._insert(tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_all(self, request: Request, tokens: Sequence[int]) -> None:
-        """Take what a finished request leaves; ``tokens`` are in its cache."""
+        """Keep all ``tokens`` of a finished request, which are in its cache."""
         self.forget(request)
         if len(tokens) == request.length:
             self._insert(tokens, request)
 
     def _insert(self, tokens: Sequence[int], request: Request) -> None:
-        # Without the tokens of a cache that came with it, positions and tokens do not agree.
+        # If tokens of the cache that came with it are unknown, positions and tokens do not agree.
         if tokens and request.sequence is not None and request.knows_history:
             self.prefixes.donate(tokens, request.sequence.tables, request.options.salt, request.options.keep)
 
@@ -162,7 +161,7 @@ class PrefixSharing:
 
 
 def _common(request: Request, other: Request) -> int:
-    """:func:`common_length` of their tokens. Asked in every step: where they differ is found once."""
+    """Return :func:`common_length` of their tokens. Called in every step, so the place where they differ is cached."""
     known = request.common.get(other.uid)
     if known is None:
         known = common_length(request.source, other.source)
@@ -172,7 +171,7 @@ def _common(request: Request, other: Request) -> int:
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that two lists begin with alike; compares slices, not single tokens."""
+    """Return the length of two lists' common prefix. Compares slices, not single tokens."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -183,53 +182,52 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-LEAST_SHARED = 32  # tokens; a state costs as much as many of them
-# By default checkpoints of a prompt take up to 16 KiB a token, about what keys and values of a dense model of 1B take.
+LEAST_SHARED = 32  # tokens; shorter prefixes are not worth a state, which costs as much as many tokens
+# By default a prompt's checkpoints take up to 16 KiB per token, about as much as keys and values of a dense 1B model.
 BYTES_PER_TOKEN = 16 << 10
 LEAST_INTERVAL, MOST_INTERVAL = 64, 4096
 
 
 class CheckpointSharing:
-    """Finds prefixes when a request starts, and keeps checkpoints as prompts are computed.
+    """Finds the prefix of a request that starts, and keeps checkpoints as prompts are computed.
 
-    A state cannot be cut: it belongs to all the tokens that made it, and serves those that begin with all of them. So
-    checkpoints are kept every ``interval`` tokens of a prompt, at the ends of the caller's segments (system prompts,
-    turns), where a prompt parts from one that waits or was there before, at the prompt's end and at the answer's.
+    A state cannot be cut to an earlier token: it serves only requests that begin with all of its tokens. So checkpoints
+    are kept every ``interval`` tokens of a prompt, at the ends of the caller's segments (system prompts, turns), where
+    a prompt diverges from a waiting or an earlier one, and at the ends of the prompt and of the answer.
 
     Args:
         prefixes: the prefix cache.
         requests: the requests by uid, oldest first.
-        interval: tokens between checkpoints of a prompt; 0: none but at the ends; None: by the size of the states.
+        interval: tokens between checkpoints of a prompt; 0: only the other ones; None: by the size of the states.
     """
 
-    has_windows = True  # prefixes are found at some ends only
+    has_windows = True  # as with windows, prefixes are found at some positions only
 
     def __init__(self, prefixes: SharedPrefixes, requests: Mapping[int, Request], interval: int | None = None) -> None:
-        self.prefixes, self.pool = prefixes, prefixes.pool  # which a tree does not keep alive
+        self.prefixes, self.pool = prefixes, prefixes.pool  # the tree does not keep the pool alive
         self.requests = requests
         self.interval = interval
 
     # Matching -------------------------------------------------------------------------------------------------
 
     def available(self, request: Request) -> int:
-        """Tokens that the request would not have to compute if it started now."""
+        """Return how many tokens the request would find computed if it started now."""
         return 0 if request.given is not None else self._held(request)[0]
 
     def held_alone(self, request: Request) -> Sequence[int]:
-        """Return how many blocks of each group :meth:`match` would take and that only the prefix cache holds now."""
+        """Return how many blocks of each group :meth:`match` would take that only the prefix cache holds now."""
         return () if request.given is not None else self._held(request)[1]
 
     def _held(self, request: Request) -> tuple[int, Sequence[int]]:
         return self.prefixes.held_checkpoint(request.source, request.options.salt)
 
     def will_find(self, requests: Sequence[Request]) -> list[int]:
-        """Return how many tokens each request finds, oldest first; what those before it will have left is not
-        counted."""
+        """Return how many computed tokens each request finds now; what earlier ones will leave is not counted."""
         return [self.available(request) for request in requests]
 
     def must_wait(self, request: Request) -> bool:
-        """Return whether a running request is about to come to an end that this one can go on from, beyond what is
-        there."""
+        """Return whether a running request will keep a checkpoint that this one can start from, longer than any it
+        finds now."""
         if request.given is not None:
             return False
         expected = 0
@@ -267,14 +265,14 @@ class CheckpointSharing:
         return length
 
     def _add_ends(self, request: Request, length: int) -> None:
-        """Let chunks end where checkpoints are to be kept."""
+        """Make chunks of a request end where checkpoints are to be kept."""
         ends = set(request.boundaries)
         for other in self._alike(request, running=False):
             common = min(common_length(request.source, other.source), len(other.source) - 1)
             if common - length >= LEAST_SHARED and common < request.prefill_end:
                 ends.add(common)
         if request.given is None:
-            # Others began like this before: more are going to.
+            # Earlier requests began with this prefix; later ones probably will.
             known = self.prefixes.known_length(request.source, request.options.salt)
             if known - length >= LEAST_SHARED and known < request.prefill_end:
                 ends.add(known)
@@ -282,8 +280,8 @@ class CheckpointSharing:
         request.boundaries = deque(sorted(ends))
 
     def _alike(self, request: Request, *, running: bool) -> list[Request]:
-        """Return the other requests that run, or wait, and begin with the same tokens under the same salt. Thousands
-        may wait, and to find where two prompts part takes long."""
+        """Return the other running (or waiting) requests with the same salt and first :data:`LEAST_SHARED` tokens. Only
+        these are compared further, which takes long: thousands may wait."""
         start, salt = request.source[:LEAST_SHARED], request.options.salt
         return [
             other
@@ -296,8 +294,8 @@ class CheckpointSharing:
         ]
 
     def _interval_ends(self, request: Request, length: int) -> range:
-        """Return the multiples of the interval in what is to be computed. Until it is known, only the first of the
-        least one: a state is computed there, so that the rest of the very first prompt has checkpoints, too."""
+        """Return the multiples of the interval that are still to be computed. Until the interval is known, only the
+        first multiple of :data:`LEAST_INTERVAL`: the state there gives the interval for the rest of the prompt."""
         if self.interval == 0:
             return range(0)
         interval = self.interval or LEAST_INTERVAL
@@ -307,7 +305,7 @@ class CheckpointSharing:
     # Inserting ------------------------------------------------------------------------------------------------
 
     def insert_chunk(self, request: Request) -> None:
-        """Keep a checkpoint where a chunk of the request's prompt ended."""
+        """Keep a checkpoint at the end of a chunk, if this is a boundary or the prompt's end."""
         if request.caches is None or not request.knows_history:
             return
         if self.interval is None:
@@ -316,18 +314,18 @@ class CheckpointSharing:
             self._keep(request.cached_tokens(), request)
 
     def insert_delivered(self, request: Request) -> None:
-        """Keep the checkpoints of a request that gives its caches back before it has finished."""
+        """Do nothing: a request's checkpoints are kept as they are computed."""
 
     def forget(self, request: Request) -> None:
-        """Forget a failed request."""
+        """Do nothing: no request is remembered here."""
 
     def insert_all(self, request: Request, tokens: list[int]) -> None:
-        """Take what a finished request leaves; ``tokens`` are in its caches."""
+        """Keep a checkpoint at the end of a finished request, whose ``tokens`` are in its caches."""
         if request.caches is not None and request.knows_history and len(tokens) == request.length:
             self._keep(tokens, request)
 
     def _choose_interval(self, request: Request) -> None:
-        """Choose the interval once a state was computed and its size is known."""
+        """Choose the interval from the size of a computed state, and add its multiples to running requests."""
         nbytes = sum(cache.nbytes for cache in leaves(request.caches or []) if not _is_paged(cache))
         self.interval = interval_of(nbytes)
         for other in self.requests.values():
@@ -341,7 +339,7 @@ class CheckpointSharing:
 
 
 def interval_of(nbytes: int) -> int:
-    """Return the tokens between checkpoints whose states have so many bytes: a power of two."""
+    """Return the interval in tokens between checkpoints of ``nbytes`` bytes: a power of two."""
     interval = LEAST_INTERVAL
     while interval < MOST_INTERVAL and interval * BYTES_PER_TOKEN < nbytes:
         interval *= 2

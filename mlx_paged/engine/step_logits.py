@@ -1,4 +1,4 @@
-"""StepLogits and TokenLogits: what a decode step computed for its rows, and what is kept of it for one token."""
+"""StepLogits and TokenLogits: the logits of a decode step, and of one token in it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Sampler = Callable[[mx.array], mx.array]
 
 
 class StepLogits:
-    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed only on request; those of all
-    rows take the logits' place."""
+    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed only on request; those of all rows replace
+    the logits."""
 
     def __init__(self, logits: mx.array, *, is_normalised: bool = False) -> None:
         self._values = logits
@@ -23,27 +23,27 @@ class StepLogits:
         return int(self._values.shape[0])
 
     def logprobs(self) -> mx.array:
-        """Log-probabilities of all rows, ``[B, vocab]``."""
+        """Return the log-probabilities of all rows, ``[B, vocab]``."""
         if not self._is_normalised:
             self._values, self._is_normalised = normalised(self._values), True
         return self._values
 
     def row(self, index: int) -> mx.array:
-        """Log-probabilities of one row, ``[vocab]``."""
+        """Return the log-probabilities of one row, ``[vocab]``."""
         values = self._values[index]
         return values if self._is_normalised else normalised(values)
 
     def kept(self, index: int) -> StepLogits:
-        """One row of it, without the others' memory."""
+        """Return a copy of one row, without the memory of the others."""
         return StepLogits(mx.contiguous(self._values[index : index + 1]), is_normalised=self._is_normalised)
 
 
 class TokenLogits:
-    """One row of a step, that of a token that was delivered. The step's rows share their memory: to keep one for
+    """One row of a step's logits, which a token is chosen from. The rows of a step share memory: to keep one for
     longer, copy it (:meth:`detach`).
 
     Args:
-        step, index: where it is.
+        step, index: the step's logits, and the index of the row.
     """
 
     __slots__ = ("__weakref__", "_index", "_is_detached", "_step")
@@ -53,11 +53,11 @@ class TokenLogits:
         self._is_detached = False
 
     def logprobs(self) -> mx.array:
-        """Log-probabilities, ``[vocab]``, that the token was chosen from."""
+        """Return the log-probabilities ``[vocab]`` that the token was chosen from."""
         return self._step.row(self._index)
 
     def detach(self) -> None:
-        """Take a copy of the row, and let go of the step."""
+        """Copy the row, and drop the reference to the step."""
         if not self._is_detached:
             self._step, self._index, self._is_detached = self._step.kept(self._index), 0, True
             mx.async_eval(self._step._values)

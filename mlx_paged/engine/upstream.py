@@ -1,4 +1,4 @@
-"""Upstream: what the engine uses of the library that it works for."""
+"""Upstream: what the engine uses of mlx-lm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mlx.core as mx
 
 
 class TokenResponse(Protocol):
-    """What the caller gets of a token."""
+    """The response to the caller for one token."""
 
     uid: int
     token: int
@@ -17,7 +17,7 @@ class TokenResponse(Protocol):
     all_tokens: list[int] | None
 
     def attach(self, request: Any) -> None:
-        """Hand over the finished request, whose cache is this response's from now on."""
+        """Take ownership of the finished request and its cache."""
 
     def drop_cache(self) -> bool:
         """Release that cache unless it was read. Returns whether it was released."""
@@ -27,13 +27,14 @@ class Upstream(NamedTuple):
     """Classes and functions of mlx-lm, given by the patches, so that the engine imports none of it.
 
     Attributes:
-        response: makes what the caller gets of a token, from uid, token, where its log-probabilities are, the reason
-            why it is the last one or None, and ``num_cached``.
-        prompt_response: makes what the caller gets of a prompt's progress, from uid, (tokens done, tokens in all),
-            whether a segment ends there, and whether the prompt does.
+        response: makes the response for a token, from uid, token, its :class:`.step_logits.TokenLogits`, the finish
+            reason or None, and ``num_cached``.
+        prompt_response: makes the response for a prompt's progress, from uid, (tokens done, tokens in all), whether a
+            segment ends there, and whether the prompt does.
         token_buffer: keeps a request's tokens for its logits processors.
-        known_sampler: what a sampler does, as arguments of :class:`SamplingParams`, if that is known; else None.
-        known_processors: likewise, of all of a request's logits processors.
+        known_sampler: returns a sampler's parameters as arguments of :class:`SamplingParams`; None if it is not
+            recognised.
+        known_processors: likewise, for all of a request's logits processors together.
         state_cache: class of the caches of layers that keep a state instead of keys and values.
     """
 

@@ -1,7 +1,7 @@
-"""Which schemas, expressions and grammars are taken: bounds, and a trial in llguidance.
+"""Limits on schemas, regular expressions and grammars, and their trial compilation in llguidance.
 
-Also a script, which a process apart runs (:mod:`.trial`): llguidance can crash, hang or take all memory on what a
-client sends. It imports nothing of this package, so that the process starts in a tenth of a second.
+Also a script, run in a separate process (:class:`.compiler.TrialProcess`): llguidance can crash, hang or take all
+memory on what a client sends. It imports nothing of this package, so that the process starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from decimal import Decimal
 from typing import Any
 
 MAX_CHARACTERS = 1 << 18
-MAX_DEPTH = 128  # of lists and objects within each other; llguidance's parser of JSON takes no more
-MAX_REFERENCES = 2_000  # each takes some 7 KB of stack if one leads to the next
-MAX_LINES = 4_000  # of a Lark grammar; a rule takes at least one, and some 3 KB of stack
-TRIAL_SECONDS = 3.0  # of CPU time, for one grammar
-TRIAL_BYTES = 1 << 30  # of memory, for one grammar; without effect on macOS, which does not enforce RLIMIT_AS
-MAX_BYTES = 64 << 20  # of memory that a compiled grammar takes; objects of 3,000 properties take 11 MB
+MAX_DEPTH = 128  # nesting of lists and objects; llguidance's JSON parser accepts no more
+MAX_REFERENCES = 2_000  # in a chain, each takes some 7 KB of stack
+MAX_LINES = 4_000  # of a Lark grammar; a rule takes at least one line and some 3 KB of stack
+TRIAL_SECONDS = 3.0  # CPU time for one grammar
+TRIAL_BYTES = 1 << 30  # memory for one grammar; no effect on macOS, which does not enforce RLIMIT_AS
+MAX_BYTES = 64 << 20  # size of a compiled grammar; an object with 3,000 properties takes 11 MB
 COMPILE_STACK = 64 << 20
-STEP_STACK = 1 << 20  # less than any thread has that computes masks
+STEP_STACK = 1 << 20  # smaller than the stack of any thread that computes masks
 NUM_STEPS = 3
-MAX_PLACES = 200  # parts of a schema that are tried to find the one at fault
+MAX_PLACES = 200  # parts of a schema compiled by themselves to find the one at fault
 
-# A mask takes up to 9 ms with 200,000 units of a lexer's fuel, and some 6 ms with 3,000 items. Items of a row take time
-# in their square where rules are ambiguous: 4 ms for 600, 100 to 300 ms for 2,000. An object has four items for each
-# optional property, so schemas may have more; :meth:`.grammar.Grammar.count` ends answers that make use of it.
+# A mask takes up to 9 ms with 200,000 units of lexer fuel, and some 6 ms with 3,000 items. Where rules are ambiguous,
+# time grows with the square of the items in a row: 4 ms for 600, 100 to 300 ms for 2,000. An object has four items per
+# optional property, so schemas have a higher limit; :meth:`.grammar.Grammar.count` ends answers that take too long.
 LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 20_000,
@@ -42,7 +42,7 @@ LIMITS = {
 OF_RULES = {"max_items_in_row": 600, "step_max_items": 3_000}
 OF_SCHEMAS = {"max_items_in_row": 2_000, "step_max_items": 5_000}
 
-# Between the parts of JSON: nothing or one space. A small model that may begin a new line does little else.
+# Between JSON tokens: nothing or one space. Small models that may write newlines write little else.
 WHITE_SPACE = "[ ]"
 JSON_OPTIONS = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
 
@@ -56,15 +56,15 @@ BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-SHARED = ("$defs", "definitions")  # what references of any part lead to
+SHARED = ("$defs", "definitions")  # targets of references from any part
 ANNOTATIONS = ("default", "example", "examples")
 
 
 def fault_of_size(kind: str, text: str) -> str:
-    """Return what is too large or too deep for llguidance, or "".
+    """Return what makes a source too large or too deep for llguidance, or "".
 
     Args:
-        kind, text: of the source.
+        kind, text: see :class:`.compiler.GrammarSource`.
     """
     if len(text) > MAX_CHARACTERS:
         return f"it has {len(text):,} characters, of at most {MAX_CHARACTERS:,}"
@@ -98,7 +98,7 @@ class Checker:
     Args:
         library: the module llguidance.
         tokenizer: llguidance's.
-        seconds: CPU time of :meth:`try_out`; half of it is for finding out where a fault is.
+        seconds: CPU time of :meth:`try_out`; the search for the part at fault stops after half of it.
     """
 
     def __init__(self, library: Any, tokenizer: Any, seconds: float = TRIAL_SECONDS) -> None:
@@ -107,7 +107,7 @@ class Checker:
         self._of_schemas = library.LLParserLimits(**LIMITS, **OF_SCHEMAS)
 
     def matcher(self, kind: str, text: str) -> tuple[str, Any]:
-        """Return what is wrong, or "", and a matcher that has computed what an answer may begin with."""
+        """Return an error message or "", and a matcher that has computed its first mask (None after an error)."""
         make = self._library.LLMatcher
         try:
             if kind == "json":
@@ -126,7 +126,7 @@ class Checker:
         return ("there is no answer that it allows" if fault.startswith("NoExtension") else fault), None
 
     def try_out(self, kind: str, text: str) -> tuple[str, int]:
-        """Return what is wrong with a grammar, and where, or ""; and how many bytes it takes. Takes some first steps.
+        """Compile a grammar and take the first steps of an answer. Returns an error message or "", and its bytes.
 
         Raises:
             RecursionError: it is nested too deeply.
@@ -152,7 +152,7 @@ class Checker:
         return str(fault), num_bytes
 
     def _step(self, matcher: Any) -> None:
-        """Begin an answer, with the last reference to a matcher, on a stack as small as any that masks are made on."""
+        """Begin an answer. Holds the last reference to the matcher, so that it is also freed on this small stack."""
         for _ in range(NUM_STEPS if matcher is not None else 0):
             mask = matcher.compute_bitmask()
             token = next((8 * index + (byte & -byte).bit_length() - 1 for index, byte in enumerate(mask) if byte), None)
@@ -179,8 +179,7 @@ class Checker:
         return ""
 
     def _is_kept(self, number: float) -> bool:
-        """Return whether llguidance takes a number for itself: of some with 16 digits and more it takes the
-        neighbour."""
+        """Return whether llguidance keeps a number exactly; it replaces some of 16 digits or more by a neighbour."""
         fault, matcher = self.matcher("json", json.dumps({"const": number}))
         if fault:
             return False
@@ -188,10 +187,10 @@ class Checker:
         return text == str(number) if isinstance(number, int) else float(text) == number
 
     def _allowed_outside(self, bounds: dict[str, Any]) -> str:
-        """Return a number out of range that llguidance allows all the same, or ""."""
+        """Return a number outside the bounds that llguidance nevertheless allows, or ""."""
         fault, matcher = self.matcher("json", json.dumps(bounds))
         if fault:
-            return ""  # that of the whole schema, which was reported
+            return ""  # nothing to test: these bounds do not compile by themselves
         given = [bounds[name] for name in BOUNDS if name in bounds]
         texts = {str(number) for number in LIMITS_OF_INTEGERS}
         for number in given:
@@ -208,10 +207,10 @@ class Checker:
 
 
 def on_stack(num_bytes: int, work: Callable[[], None]) -> None:
-    """Run something in a thread whose stack has this size, and wait for it.
+    """Run ``work`` in a thread with a stack of this size, and wait for it.
 
     Raises:
-        BaseException: what ``work`` has raised.
+        BaseException: whatever ``work`` raises.
     """
     raised: list[BaseException] = []
 
@@ -233,11 +232,11 @@ def on_stack(num_bytes: int, work: Callable[[], None]) -> None:
         raise raised.pop()
 
 
-_stack_size = threading.Lock()  # the size is the process's, for the next thread
+_stack_size = threading.Lock()  # threading.stack_size holds for the whole process
 
 
 def reason(matcher: Any) -> str:
-    """Return why a matcher failed, without the state that llguidance adds."""
+    """Return why a matcher failed, without the parser state that llguidance appends."""
     return str(matcher.get_error()).partition("\n<")[0].strip()
 
 
@@ -251,8 +250,10 @@ def _children(part: Any) -> list[Any]:
 
 
 def walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield each value in a schema but annotations: a JSON pointer to it, the value, and what it is: ``schema`` or a
-    keyword of one, ``names`` (of schemas), or ``answer``, a part of what ``const`` or ``enum`` allows."""
+    """Yield a JSON pointer, the value and its kind for each value in a schema except annotations.
+
+    The kind is ``schema`` (a schema or a keyword's value), ``names`` (schemas by name) or ``answer`` (in a ``const`` or
+    ``enum``)."""
     todo: list[tuple[str, Any, str]] = [("#", schema, "schema")]
     while todo:
         place, value, kind = todo.pop()
@@ -276,14 +277,14 @@ def walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def numbers(schema: Any) -> Iterator[tuple[str, int | float, bool]]:
-    """Yield a JSON pointer to each number, the number, and whether it is an answer's or part of one."""
+    """Yield a JSON pointer to each number, the number, and whether it is in a ``const`` or ``enum``."""
     for place, value, kind in walk(schema):
         if type(value) in (int, float):
             yield place, value, kind == "answer"
 
 
 def is_long(number: float) -> bool:
-    """Return whether a parser that reckons in doubles may read the number as its neighbour."""
+    """Return whether a parser that uses doubles may read the number as a neighbouring one."""
     if isinstance(number, int):
         return abs(number) > LARGEST_INTEGER
     _, digits, power = Decimal(repr(number)).normalize().as_tuple()
@@ -291,7 +292,7 @@ def is_long(number: float) -> bool:
 
 
 def ranges(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the bounds of each part of a schema that llguidance may get wrong, with the part's type, and its place."""
+    """Yield a JSON pointer to each part of a schema whose bounds llguidance may get wrong, and these with its type."""
     seen = set()
     for place, part, kind in walk(schema):
         if kind != "schema" or not isinstance(part, dict):
@@ -317,12 +318,12 @@ def _is_within(number: Decimal, bounds: dict[str, Any]) -> bool:
 
 
 def place_of_fault(schema: Any, fault: str, fault_of: Callable[[Any], str | None]) -> str:
-    """Return a JSON pointer, ``#`` for the whole, to the innermost part that has the same fault alone.
+    """Return a JSON pointer to the innermost part of a schema that has the same fault by itself; ``#`` is the whole.
 
     Args:
         schema: parsed.
-        fault: what is wrong with it.
-        fault_of: says what is wrong with a schema, "" if nothing, None if there is no time to find out.
+        fault: its error message.
+        fault_of: returns the error message of a schema, "" if there is none, None if no time is left to find out.
     """
     place, part, trials = "#", schema, 0
     visited = {place}
@@ -346,7 +347,7 @@ def place_of_fault(schema: Any, fault: str, fault_of: Callable[[Any], str | None
 
 
 def _parts(schema: Any, place: str, part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each schema within one, or that it refers to, and where it is."""
+    """Yield a JSON pointer to each subschema and to the target of ``$ref``, and the schema."""
     reference = part.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         target: Any = schema
@@ -374,17 +375,17 @@ def escaped(name: str) -> str:
     return json.dumps(name)[1:-1].replace("~", "~0").replace("/", "~1")
 
 
-# The process apart ----------------------------------------------------------------------------------------------------
+# The separate process -------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Answer lines of JSON: first ``[tokenizer, eos_tokens]``, then a ``[kind, text]`` for each grammar, with what is
-    wrong and the number of bytes."""
+    """Answer lines of JSON: ``[tokenizer, eos_tokens]`` first, with ``"ready"``, then ``[kind, text]`` of each grammar,
+    with ``[fault, num_bytes]``."""
     folder, seconds, num_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     sys.path.append(folder)  # where llguidance is
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the owner says when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process, too; its parent ends it
     source, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # what libraries print goes to stderr
 
     import llguidance
 
@@ -395,7 +396,7 @@ def main() -> None:
     answers.write(b'"ready"\n')
     answers.flush()
     while line := source.readline():
-        # The signal's default is to end the process, in the middle of native code, too.
+        # By default SIGPROF ends the process, even inside native code.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             answer = checker.try_out(*json.loads(line))
@@ -411,13 +412,13 @@ def main() -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let the process take this many bytes beyond what it has, where the system says what that is."""
+    """Limit the process to this many bytes more than it has now, if /proc says how many that are."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_pages_of_memory()[0] * resource.getpagesize() + num_bytes,) * 2)
 
 
 def resident_bytes() -> int:
-    """Return the memory of the process; on macOS, the most it has had."""
+    """Return the resident memory of the process in bytes; on macOS its peak."""
     try:
         return _pages_of_memory()[1] * resource.getpagesize()
     except OSError:

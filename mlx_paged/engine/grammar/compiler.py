@@ -1,6 +1,6 @@
-"""GrammarSource and GrammarCompiler: from what an answer has to be, as text, to a grammar of one tokenizer's tokens.
+"""GrammarSource and GrammarCompiler: compile schemas, regular expressions and grammars for one tokenizer.
 
-Each new grammar is tried first in a process apart (Trials), which may crash, hang or take too much memory.
+Each new grammar is first compiled in a separate process (Trials), which may crash, hang or take too much memory.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ NUM_PROCESSES = 2
 AFRESH_BYTES = 8 << 20
 POLL_SECONDS = 0.1
 START_SECONDS = 120.0  # to start and to read the tokenizer, on a busy machine
-WALL_FACTOR = 20  # of the CPU time, in seconds of the clock, for a process that was stopped
+WALL_FACTOR = 20  # limit of wall-clock time, in units of the CPU time, for a process that was stopped
 SCRIPT = Path(check.__file__).resolve()
 
 IsCancelled = Callable[[], bool]
 
 
 class Verdict(NamedTuple):
-    """What a trial has found.
+    """Outcome of a trial.
 
     Attributes:
         fault: what is wrong with the grammar, or "".
-        num_bytes: memory that it takes once it is compiled.
+        num_bytes: size of the compiled grammar.
     """
 
     fault: str
@@ -55,13 +55,12 @@ class Verdict(NamedTuple):
 
 
 class Trials:
-    """Tries grammars in up to two processes, which are started when needed, and again after one was ended. By any
-    thread.
+    """Up to two processes that try grammars, started on demand and restarted after one ended. Thread-safe.
 
     Args:
-        describe: returns the tokenizer, as JSON that the library tokenizers writes; asked whenever a process starts.
+        describe: returns the tokenizer as JSON of the library tokenizers; called whenever a process starts.
         eos_tokens: tokens that end an answer.
-        library: the folder that the module llguidance is in.
+        library: folder that llguidance is imported from.
     """
 
     def __init__(self, describe: Callable[[], str], eos_tokens: Sequence[int], library: str) -> None:
@@ -69,15 +68,15 @@ class Trials:
         self._changed = threading.Condition()
 
     def try_out(self, kind: str, text: str, is_cancelled: IsCancelled) -> Verdict:
-        """Return whether a grammar can be used.
+        """Compile a grammar in one of the processes.
 
         Args:
-            kind, text: of the source.
-            is_cancelled: asked again and again; once it says yes, the trial is ended.
+            kind, text: see :class:`GrammarSource`.
+            is_cancelled: polled while waiting; once it returns True, the trial is ended.
 
         Raises:
             GrammarAbandoned: it was cancelled.
-            GrammarError: the process was ended from outside.
+            GrammarError: the process did not start, or was ended from outside.
         """
         with self._process(is_cancelled) as process:
             return process.try_out(kind, text, is_cancelled)
@@ -89,7 +88,7 @@ class Trials:
                 self._changed.wait(POLL_SECONDS)
                 if is_cancelled():
                     raise GrammarAbandoned("the grammar was cancelled before it was tried")
-            process = self._idle.pop()  # the one that was used last has most likely been started
+            process = self._idle.pop()  # the one used last is most likely running
         try:
             yield process
         finally:
@@ -99,10 +98,10 @@ class Trials:
 
 
 class TrialProcess:
-    """One process. For one thread at a time. It ends with this object.
+    """One process that tries grammars, for one thread at a time. It is killed when this object goes.
 
     Attributes:
-        num_started: how often one was started.
+        num_started: how often a process was started.
     """
 
     def __init__(self, describe: Callable[[], str], eos_tokens: Sequence[int], library: str) -> None:
@@ -119,7 +118,7 @@ class TrialProcess:
         if answer is not None:
             verdict = Verdict(*answer)
             if verdict.num_bytes > AFRESH_BYTES:
-                self._end()  # memory that it has freed and keeps would not be counted for the next one
+                self._end()  # memory that it freed but keeps would not be counted in the next trial
             return verdict
         assert self._process is not None
         status = self._process.wait()
@@ -133,7 +132,7 @@ class TrialProcess:
 
     def _start(self, is_cancelled: IsCancelled) -> None:
         self._end()
-        # Isolated: no code of the current folder, and no variables of the environment, reach it.
+        # Isolated mode: neither code in the current folder nor PYTHON* variables affect it.
         limits = [str(check.TRIAL_SECONDS), str(check.TRIAL_BYTES)]
         command = [sys.executable, "-I", str(SCRIPT), self._library, *limits]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -144,7 +143,7 @@ class TrialProcess:
             raise GrammarError("the process that tries grammars does not start")
 
     def _ask(self, message: object, seconds: float, is_cancelled: IsCancelled) -> Any:
-        """Return its answer; None if it ends, or is ended because it takes too long."""
+        """Return the process's answer; None if it ends, or is killed because it takes longer than ``seconds``."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError):
@@ -172,7 +171,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # what was not sent
+            with suppress(OSError):  # unsent data
                 pipe.close()
 
 
@@ -186,26 +185,26 @@ INSTALL = "constrained answers need the package llguidance: pip install llguidan
 
 
 def json_in_lark(schema: Any) -> str:
-    """Return JSON of a schema, as a term of a Lark grammar."""
+    """Return a term of a Lark grammar for JSON that matches a schema."""
     return "%json " + _escaped(json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
 
 
 def text_in_lark(text: str) -> str:
-    """Return a text as a term of a Lark grammar."""
+    """Return a term of a Lark grammar for a literal text."""
     return _escaped(json.dumps(text, ensure_ascii=False))
 
 
 def _escaped(text: str) -> str:
-    """Escape what JSON may have as it is, and Lark may not: DEL."""
+    """Escape DEL, which may stand unescaped in JSON but not in Lark."""
     return text.replace("\x7f", "\\u007f")
 
 
 class GrammarSource(NamedTuple):
-    """What an answer has to be, as text, for any model.
+    """The text of a grammar, for any model.
 
     Attributes:
-        kind: ``json`` (a JSON schema), ``regex``, ``lark``, or ``tools``: Lark that was made from schemas of tools.
-        text: the schema, expression or grammar.
+        kind: ``json`` (a JSON schema), ``regex``, ``lark``, or ``tools`` (Lark made from the schemas of tools).
+        text: the schema, regular expression or grammar.
     """
 
     kind: str
@@ -213,7 +212,7 @@ class GrammarSource(NamedTuple):
 
     @classmethod
     def json(cls, schema: Any) -> GrammarSource:
-        """Return the source of an answer that is JSON of a schema, given parsed."""
+        """Return the source of an answer that is JSON matching a schema, given parsed."""
         return cls("json", json.dumps(schema))
 
     @classmethod
@@ -229,15 +228,15 @@ class GrammarSource(NamedTuple):
     @classmethod
     def choice(cls, answers: Sequence[str]) -> GrammarSource:
         """Return the source of an answer that is one of these texts."""
-        # One terminal: as a rule, each answer takes an item of the parser's, which are bounded.
+        # One terminal: as rules, each answer would take an item of the parser, whose number is limited.
         return cls("lark", "start: ANSWER\nANSWER: " + " | ".join(map(text_in_lark, answers)))
 
 
 class GrammarCompiler:
-    """Compiles and keeps grammars, the latest ones. By any thread.
+    """Compiles grammars, and caches the latest ones. Thread-safe.
 
-    Each new grammar is tried in a process apart first (:mod:`.trial`): what crashes llguidance, or takes too much time
-    or memory, is refused there. What is accepted is compiled here, in a thread with a larger stack.
+    Each new grammar is first compiled in a separate process (:class:`Trials`), which rejects grammars that crash
+    llguidance or take too much time or memory. Accepted ones are compiled here, in a thread with a larger stack.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -263,7 +262,7 @@ class GrammarCompiler:
         self.trials = Trials(lambda: _described(tokenizer), self._eos_tokens, folder)
         self._kept: OrderedDict[GrammarSource, tuple[CompiledGrammar, int]] = OrderedDict()
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # by the digest of a source
-        self._busy: set[GrammarSource] = set()  # that some thread tries or compiles
+        self._busy: set[GrammarSource] = set()  # sources that a thread tries or compiles
         self._changed = threading.Condition()
 
     def compile(
@@ -274,16 +273,16 @@ class GrammarCompiler:
         is_cancelled: IsCancelled = lambda: False,
         is_checked: bool = False,
     ) -> CompiledGrammar:
-        """Return a grammar for the tokenizer's tokens. Blocks; to be called from a thread that may wait.
+        """Return the compiled grammar. Blocks, so call it from a thread that may wait.
 
         Args:
-            source: what an answer has to be.
+            source: the grammar's text.
             trigger: see :class:`CompiledGrammar`.
-            is_cancelled: asked again and again while the grammar is tried; once it says yes, the trial is ended.
-            is_checked: it has been tried with this tokenizer elsewhere, as on another rank.
+            is_cancelled: polled while waiting; once it returns True, the trial is ended.
+            is_checked: skip the trial: it was passed with this tokenizer elsewhere, e.g. on another rank.
 
         Raises:
-            GrammarError: it cannot be used; the message says where.
+            GrammarError: the grammar cannot be used; the message says why and, for a schema, where.
             GrammarAbandoned: it was cancelled.
         """
         compiled = self._find(source)
@@ -297,7 +296,7 @@ class GrammarCompiler:
         return replace(compiled, trigger=trigger) if trigger else compiled
 
     def check(self, source: GrammarSource, *, is_cancelled: IsCancelled = lambda: False) -> None:
-        """Try a grammar; what came of it is kept.
+        """Try a grammar, and cache the verdict.
 
         Raises:
             GrammarError, GrammarAbandoned: as :meth:`compile`.
@@ -307,7 +306,7 @@ class GrammarCompiler:
 
     @contextmanager
     def _alone(self, source: GrammarSource, is_cancelled: IsCancelled) -> Iterator[None]:
-        """Let one thread at a time have a source: the next one finds what came of it."""
+        """Lock a source for one thread; the next one finds the result cached."""
         with self._changed:
             while source in self._busy:
                 self._changed.wait(POLL_SECONDS)
@@ -322,7 +321,7 @@ class GrammarCompiler:
                 self._changed.notify_all()
 
     def _tried(self, source: GrammarSource, is_cancelled: IsCancelled) -> int:
-        """Return how many bytes a grammar takes when it is compiled. Raises GrammarError."""
+        """Return the compiled size of a grammar in bytes, from its trial. Raises GrammarError."""
         if fault := fault_of_size(*source):
             raise GrammarError(fault)
         digest = hashlib.sha256(f"{source.kind} {source.text}".encode("utf-8", "surrogatepass")).digest()
@@ -354,7 +353,7 @@ class GrammarCompiler:
             self._kept.move_to_end(source)
         matcher = compiled.matcher.deep_copy()
         matcher.compute_bitmask()
-        # All answers share the states of the lexer, of which there may be a bounded number: it may have used them up.
+        # All answers share the lexer's states, whose number is limited: they may be used up.
         return None if matcher.is_error() else compiled
 
     def _keep(self, source: GrammarSource, compiled: CompiledGrammar, num_bytes: int) -> None:

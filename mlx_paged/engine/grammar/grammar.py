@@ -1,4 +1,4 @@
-"""Compiled grammars, budgets of reasoning, the state of one answer in them, and masks of logits."""
+"""Compiled grammars, thinking budgets, the state of one answer, and masks of logits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MAX_EXCESS_SECONDS = 0.2
 
 
 class ThinkingBudget(NamedTuple):
-    """A bound of an answer's reasoning, whose end is forced there.
+    """A limit on an answer's reasoning, at which its end is forced.
 
     Attributes:
-        num_tokens: of reasoning, its end not counted.
-        begin, end: tokens that it begins and ends with.
-        is_open: the prompt ends within it.
+        num_tokens: most tokens of reasoning, the end tokens not counted.
+        begin, end: tokens that reasoning begins and ends with.
+        is_open: the prompt ends inside the reasoning.
     """
 
     num_tokens: int
@@ -39,16 +39,16 @@ class ThinkingBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar for one tokenizer's tokens, which any number of answers start from. Never changes.
+    """A grammar compiled for one tokenizer, shared by any number of answers. Immutable.
 
     Attributes:
-        matcher: llguidance's, at the beginning; only copies of it move. None: the answer is free.
+        matcher: llguidance's matcher at the start; answers advance copies of it. None: the answer is unconstrained.
         num_tokens: size of the tokenizer's vocabulary, and so of a matcher's mask.
         eos_tokens: tokens that end an answer.
-        after: the grammar begins behind these tokens, e.g. the end of a model's reasoning; empty: at once.
-        trigger: tokens that begin what the grammar describes, any number of times, within an answer that is free
-            otherwise; empty: the grammar describes the whole answer.
-        thinking: bound of the reasoning that is free; None: there is none.
+        after: the grammar begins after these tokens, e.g. the end of a model's reasoning; empty: at once.
+        trigger: tokens that begin a part which the grammar describes, any number of times, in an otherwise
+            unconstrained answer; empty: the grammar describes the whole answer.
+        thinking: limit on the reasoning; None: no limit.
     """
 
     matcher: Any = field(repr=False)
@@ -59,7 +59,7 @@ class CompiledGrammar:
     thinking: ThinkingBudget | None = None
 
     def begins_after(self, tokens: Sequence[int]) -> CompiledGrammar:
-        """Return the grammar for an answer that is free up to these tokens."""
+        """Return the grammar for an answer that is unconstrained up to these tokens."""
         return replace(self, after=tuple(tokens))
 
     def start(self) -> Grammar:
@@ -68,7 +68,7 @@ class CompiledGrammar:
 
 
 class Part(Enum):
-    """The part of an answer that a grammar is at."""
+    """The part of an answer that its next token belongs to."""
 
     BEFORE = "what comes before it, and is free"
     BETWEEN = "what comes between the parts that it describes, and is free"
@@ -77,7 +77,7 @@ class Part(Enum):
 
 
 class Grammar:
-    """The state of one answer: a function of its tokens so far, whatever became of the request in between.
+    """The state of one answer. It depends only on the tokens so far, not on preemptions in between.
 
     Attributes:
         tokens: the answer so far.
@@ -93,21 +93,21 @@ class Grammar:
         self.tokens: list[int] = []
         self._matcher: Any = None
         thinking = self._compiled.thinking
-        self._num_thought = 0 if thinking is not None and thinking.is_open else None  # None: it does not reason now
+        self._num_thought = 0 if thinking is not None and thinking.is_open else None  # None: not inside reasoning
         if self._compiled.after:
             self.part = Part.BEFORE
         else:
             self._enter()
 
     def _enter(self) -> None:
-        """Begin the grammar's own part of the answer."""
+        """Begin the part of the answer after ``after``."""
         if self._compiled.trigger or self._compiled.matcher is None:
             self.part = Part.BETWEEN
         else:
             self.part, self._matcher = Part.WITHIN, self._compiled.matcher.deep_copy()
 
     def fork(self) -> Grammar:
-        """Return a copy, to go on with tokens that the answer may not get."""
+        """Return a copy, to advance by drafts that may be rejected."""
         copy = object.__new__(Grammar)
         copy.__dict__.update(self.__dict__)
         copy.tokens = list(self.tokens)
@@ -115,7 +115,7 @@ class Grammar:
         return copy
 
     def accept(self, token: int) -> None:
-        """Go on with a token of the answer.
+        """Advance by a token of the answer.
 
         Raises:
             GrammarError: the token is not allowed, or the grammar takes more work than is allowed for a token.
@@ -149,7 +149,7 @@ class Grammar:
 
     @property
     def _forced(self) -> int | None:
-        """Return the token that has to come next because the reasoning has had its budget, if it has."""
+        """The token forced next because the reasoning has used up its budget; else None."""
         thinking = self._compiled.thinking
         if thinking is None or self._num_thought is None or self._num_thought < thinking.num_tokens:
             return None
@@ -157,7 +157,7 @@ class Grammar:
         return next(end[n] for n in range(len(end) - 1, -1, -1) if n == 0 or self._ends_with(end[:n]))
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Go to the state behind these tokens, which may lack some that were accepted before.
+        """Set the state to the end of these tokens, starting over if they lack some that were accepted before.
 
         Raises:
             GrammarError: as :meth:`accept`.
@@ -170,11 +170,11 @@ class Grammar:
             self.accept(token)
 
     def mask(self, out: np.ndarray) -> None:
-        """Write which tokens may come next.
+        """Write the mask of tokens that may come next.
 
         Args:
-            out: uint32 ``[words]``, contiguous: token t is bit t % 32 of word t // 32. Tokens that the tokenizer does
-                not have are not allowed where the grammar says what is.
+            out: uint32 ``[words]``, contiguous: token t is bit t % 32 of word t // 32. Where the grammar applies,
+                tokens that the tokenizer lacks are not allowed.
 
         Raises:
             GrammarError: no token may come next, or the grammar takes more work than is allowed for a token.
@@ -189,7 +189,7 @@ class Grammar:
             out[token // 32] = np.uint32(1 << token % 32)
             return
         out[:] = 0 if self.part is Part.ENDED else ALL
-        if self.part is not Part.BETWEEN:  # an answer does not end before its grammar has begun
+        if self.part is not Part.BETWEEN:  # EOS is forbidden before the grammar begins, and forced after its end
             for token in self._compiled.eos_tokens:
                 if token // 32 < len(out):
                     out[token // 32] ^= np.uint32(1 << token % 32)
@@ -207,10 +207,10 @@ class Grammar:
             out[:] = target[: len(out)]
 
     def count(self, seconds: float) -> None:
-        """Count the CPU time of a token and its mask.
+        """Record the CPU time of a token and its mask.
 
         Raises:
-            GrammarError: the last tokens took :data:`MAX_EXCESS_SECONDS` more than :data:`SECONDS_PER_TOKEN` each.
+            GrammarError: the last tokens took over :data:`MAX_EXCESS_SECONDS` more than :data:`SECONDS_PER_TOKEN` each.
         """
         self._excess = max(0.0, self._excess + seconds - SECONDS_PER_TOKEN)
         if self._excess > MAX_EXCESS_SECONDS:
@@ -226,7 +226,7 @@ class Grammar:
 
 
 class Constrained(Protocol):
-    """A row of a batch, as :func:`constrain` sees it; see :class:`.request.Request`."""
+    """What :func:`constrain` reads of a batch's row; see :class:`.request.Request`."""
 
     grammar: Grammar | None
     source: list[int]
@@ -237,22 +237,22 @@ class Constrained(Protocol):
 def constrain(
     logits: mx.array, rows: Sequence[Constrained], inputs: Sequence[int], *, is_timed: bool = True
 ) -> tuple[mx.array, dict[int, Exception]]:
-    """Return the logits ``[B, vocab]`` with minus infinity where a row's grammar does not allow the token, and by index
-    the errors of rows whose grammar raised; these rows are unchanged.
+    """Return the logits ``[B, vocab]`` with minus infinity for tokens that a row's grammar forbids, and by index the
+    errors of rows whose grammar raised; these rows are unchanged.
 
-    The logits may still be being computed: the host computes the masks meanwhile.
+    The logits need not be computed yet: the host computes the masks meanwhile.
 
     Args:
         logits: of the step.
-        rows: of the batch, with or without a grammar; one with drafts comes once for its next token and, behind that,
-            once for each draft.
-        inputs: the token that each of the logits comes after.
-        is_timed: whether rows whose grammars take too much time fail; not over ranks, which have to decide alike.
+        rows: the row of each of the logits, with or without a grammar; one with drafts comes once for its next token
+            and then once for each draft.
+        inputs: the token that each of the logits follows.
+        is_timed: fail rows whose grammars take too much CPU time; not over ranks, which must decide alike.
     """
     vocab = logits.shape[-1]
     words = np.full((len(rows), -(-vocab // 32)), ALL, np.uint32)
     broken: dict[int, Exception] = {}
-    ahead: Grammar | None = None  # behind the drafts so far; None: one of them was not allowed
+    ahead: Grammar | None = None  # state after the drafts so far; None: one of them was not allowed
     for index, (row, token) in enumerate(zip(rows, inputs, strict=True)):
         grammar = row.grammar
         if grammar is None:
@@ -262,8 +262,8 @@ def constrain(
             if index and rows[index - 1] is row:
                 ahead = _behind_draft(ahead, token, words[index - 1], words[index])
                 continue
-            # What was delivered before, if the grammar has not seen it, and then this step's input. The first input is
-            # the last token of the prompt.
+            # First the delivered tokens that the grammar has not seen, then this step's input, unless that is the last
+            # token of the prompt.
             for delivered in row.source[row.prompt_length + len(grammar.tokens) :]:
                 grammar.accept(delivered)
             if row.logits is not None and len(grammar.tokens) == len(row.source) - row.prompt_length:
@@ -281,16 +281,16 @@ def constrain(
 
 
 def _behind_draft(ahead: Grammar | None, draft: int, allowed: np.ndarray, out: np.ndarray) -> Grammar | None:
-    """Write which tokens may come behind a draft.
+    """Write the mask of tokens that may follow a draft.
 
     Args:
-        ahead: the state before the draft; None: an earlier draft was not allowed, and what comes here is not used.
+        ahead: the state before the draft; None: an earlier draft was not allowed, and this mask is not used.
         draft: the token.
-        allowed: what may come where it stands.
+        allowed: the mask at the draft's position.
         out: see :meth:`Grammar.mask`.
 
     Returns:
-        The state behind the draft; None if it is not allowed, and so going to be refused.
+        The state after the draft; None if it is not allowed and will be rejected.
 
     Raises:
         GrammarError: as :meth:`Grammar.accept` and :meth:`Grammar.mask`.
@@ -317,10 +317,10 @@ def _bits() -> mx.array:
 
 
 class GrammarProcessor:
-    """A logits processor for a sequence that is computed alone. It follows the tokens it is given, so that some may be
-    taken back between calls, as when a draft model's are refused.
+    """A logits processor for a sequence outside a batch. Tokens may be taken back between calls, e.g. when a draft
+    model's are rejected.
 
-    It has to be the first processor: penalties come after the mask.
+    It must be the first processor: penalties come after the mask.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
@@ -335,7 +335,7 @@ class GrammarProcessor:
             logits: ``[1, vocab]``.
 
         Raises:
-            GrammarError: the answer is not what the grammar allows, or cannot be followed.
+            GrammarError: see :meth:`Grammar.accept` and :meth:`Grammar.mask`.
         """
         mx.async_eval(logits)
         if self._prompt_length is None:

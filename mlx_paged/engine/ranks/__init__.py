@@ -1,1 +1,1 @@
-"""Several processes that compute one model together: what they send each other beside the model's own reductions."""
+"""Several processes that compute one model together: the messages between them, besides the model's reductions."""

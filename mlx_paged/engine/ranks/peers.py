@@ -1,6 +1,6 @@
-"""Peer and Watch: connections to the other ranks, how they are made, and how a rank that is gone is noticed.
+"""Peer and Watch: connections to the other ranks, and the detection of ranks that are gone.
 
-Rank 0 listens, and says where by one reduction of the model's own network.
+Rank 0 listens, and sends its address to the others in one reduction over the model's own network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from ...errors import RankError
 
-_HEAD = struct.Struct(">Ic")  # bytes of the value, and the kind
+_HEAD = struct.Struct(">Ic")  # length of the body in bytes, kind
 MOST_BYTES = 1 << 30
 
 DATA, BEAT, FAULT, LEAVE = b"D", b"B", b"F", b"L"
@@ -40,7 +40,7 @@ def send_frame(connection: socket.socket, kind: bytes, value: Any) -> int:
 
 
 def read_frame(connection: socket.socket) -> tuple[bytes, Any]:
-    """Return the next frame. Raises OSError, or ValueError for what is none; EOFError at the end."""
+    """Return the kind and value of the next frame. Raises OSError; ValueError: it is no frame; EOFError at the end."""
     length, kind = _HEAD.unpack(read_bytes(connection, _HEAD.size))
     if length > MOST_BYTES:
         raise ValueError(f"a frame of {length} bytes")
@@ -60,17 +60,17 @@ def read_bytes(connection: socket.socket, count: int) -> bytes:
 
 
 class Peer:
-    """Another rank, as this one sees it. A thread reads what it sends.
+    """The connection to another rank. A thread reads what it sends.
 
     Args:
-        rank: of the other.
-        connection: to it; this object's from now on.
+        rank: the other rank.
+        connection: to it; owned by this object from now on.
 
     Attributes:
-        heard_at: when something came last, by ``time.monotonic``.
-        idle_since: since when it says it is in no step; None: it is in one.
+        heard_at: when it last sent something, by ``time.monotonic``.
+        idle_since: since when it reports to be in no step; None: it is in one.
         step: the last step it has begun.
-        has_left: it has said that it is done.
+        has_left: it has announced that it ends.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -85,10 +85,10 @@ class Peer:
         self._inbox: SimpleQueue[Any] = SimpleQueue()
 
     def start(self, on_fault: Callable[[Peer, Any], None]) -> None:
-        """Begin to read.
+        """Start the reading thread.
 
         Args:
-            on_fault: called by the reading thread with what the other reports; None: it has ended without a report.
+            on_fault: called by that thread with the other rank's report, or None if it has ended without one.
         """
         threading.Thread(target=self._read_all, args=(on_fault,), name=f"rank {self.rank}", daemon=True).start()
 
@@ -112,12 +112,12 @@ class Peer:
                 on_fault(self, None)
 
     def send(self, kind: bytes, value: Any) -> None:
-        """Send a message. Raises RankError: the other is gone."""
+        """Send a message. Raises RankError: the other rank is gone."""
         try:
             with self._sending:
                 size = send_frame(self._connection, kind, value)
         except OSError as error:
-            # A connection that is closed at the other end raises the same here as in the thread that reads from it.
+            # The same words for a connection closed at the other end as in Watch._reported, whichever comes first.
             closed = isinstance(error, BrokenPipeError | ConnectionResetError)
             what = "has ended" if self.has_left else "has died" if closed else f"cannot be reached: {error}"
             raise RankError(f"rank {self.rank} {what}") from None
@@ -126,7 +126,7 @@ class Peer:
             self.bytes_sent += size
 
     def receive(self) -> Any:
-        """Return the next value that the other has sent, waiting for it. Raises RankError: it has left."""
+        """Wait for the next value from the other rank, and return it. Raises RankError: it has left."""
         value = self._inbox.get()
         if value is None:
             self._inbox.put(None)
@@ -140,30 +140,30 @@ class Peer:
         self._connection.close()
 
 
-EXIT_STATUS = 70  # of a process that ends because of another
-STEP_FACTOR = 4  # a step in which every rank is busy may take so many timeouts: it may have to compile
-GRACE_SECONDS = 2.0  # for the last words: reports to other ranks, answers to clients
+EXIT_STATUS = 70  # of a process that ends because of another rank
+STEP_FACTOR = 4  # timeouts that a step may take if every rank is busy: it may have to compile
+GRACE_SECONDS = 2.0  # before the process ends, for reports to other ranks and answers to clients
 
 
 class Watch:
-    """Threads beside the one that computes.
+    """Threads that end this process if another rank is gone or the ranks hang.
 
-    - A connection that closes without a farewell: the other has died. Noticed at once.
-    - A rank that says nothing for ``timeout`` seconds: it is stopped, or its machine or network is gone.
-    - This rank is in a step for ``timeout`` seconds while another has been in none: one of them is where the other
-      will never come.
-    - All are in a step for several times that: they hang.
+    - A connection closes without a ``LEAVE``: the other rank has died. Noticed at once.
+    - A rank sends nothing for ``timeout`` seconds: it is stopped, or its machine or network is gone.
+    - This rank has been in a step for ``timeout`` seconds, and another in none for as long: one of them waits where the
+      other never arrives.
+    - All ranks have been in a step for :data:`STEP_FACTOR` times ``timeout``: they hang.
 
     Args:
-        rank, size: of this process.
-        peers: that it is connected to.
-        timeout: seconds.
+        rank, size: this rank, and the number of ranks.
+        peers: the ranks it is connected to.
+        timeout: in seconds.
     """
 
     def __init__(self, rank: int, size: int, peers: Sequence[Peer], timeout: float) -> None:
         self.rank, self.size, self.peers, self.timeout = rank, size, peers, timeout
         self.on_fault: list[Callable[[str], None]] = []
-        self.explain: Callable[[Any], str] = str  # what another rank reports, in words
+        self.explain: Callable[[Any], str] = str  # turns another rank's report into text
         self.step = 0
         self._idle_since: float | None = time.monotonic()
         self._busy_since = 0.0
@@ -179,10 +179,10 @@ class Watch:
             threading.Thread(target=target, name=f"ranks: {target.__name__}", daemon=True).start()
 
     def close(self) -> None:
-        """Stop the threads at their next look."""
+        """Stop the threads, and ignore what other ranks report."""
         self._closed.set()
 
-    # What the computing thread says ---------------------------------------------------------------------------------
+    # For the computing thread ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Note that a step begins, or goes on after a wait."""
@@ -198,8 +198,8 @@ class Watch:
         return self._idle_since is None
 
     def await_fault(self) -> None:
-        """Wait for a fault that the threads may be about to notice. If they do, the process ends and this does not
-        return."""
+        """Wait up to :data:`GRACE_SECONDS` for the threads to notice a fault. If they do, the process ends, and this
+        does not return."""
         if self._is_ending.wait(min(GRACE_SECONDS, self.timeout / 2)):
             threading.Event().wait()
 
@@ -209,14 +209,14 @@ class Watch:
         while not self._closed.wait(min(1.0, self.timeout / 6)):
             idle = self._idle_since
             for peer in self.peers:
-                with suppress(RankError):  # the reading thread knows
+                with suppress(RankError):  # the reading thread notices
                     peer.send(BEAT, [self.step, None if idle is None else time.monotonic() - idle])
 
     def _look(self) -> None:
         looked_at = time.monotonic()
         while not self._closed.wait(min(0.5, self.timeout / 6)):
             now = time.monotonic()
-            if now - looked_at > self.timeout / 2:  # this process was stopped itself, and has received nothing
+            if now - looked_at > self.timeout / 2:  # this process itself was stopped, and received nothing
                 for peer in self.peers:
                     peer.heard_at = now
             looked_at = now
@@ -241,7 +241,7 @@ class Watch:
             return f"rank {self.rank} has been in step {self.step} for {busy:.0f} s, and so have the others"
         return None
 
-    # Ends -----------------------------------------------------------------------------------------------------------
+    # Ending ---------------------------------------------------------------------------------------------------------
 
     def _reported(self, peer: Peer, report: Any) -> None:
         if self._closed.is_set():
@@ -252,7 +252,7 @@ class Watch:
     def end_process(self, text: str) -> None:
         """Report to all ranks what has happened, and end the process. Does not return."""
         if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # another thread is at it
+            threading.Event().wait()  # another thread already ends the process
         self._is_ending.set()
         last = threading.Thread(target=self._last_words, args=(text,), daemon=True)
         last.start()
@@ -277,8 +277,8 @@ class Watch:
             peer.send(FAULT, text)
 
 
-_MOST_BYTES = 1024  # of the address, as integers in a reduction
-SECRET_VARIABLE = "MLX_PAGED_RANK_SECRET"  # the same on all ranks, or unset
+_MOST_BYTES = 1024  # of rank 0's address; in the reduction each byte is an int32
+SECRET_VARIABLE = "MLX_PAGED_RANK_SECRET"  # has the same value on all ranks, or is unset
 _NONCE_BYTES = _PROOF_BYTES = 32
 _PROOF_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -286,21 +286,21 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def meet(group: Any, timeout: float) -> list[Peer]:
-    """Return the other ranks: all of them for rank 0, rank 0 for the others. A collective call.
+    """Connect rank 0 to all others, and return the peers of this rank. A collective call.
 
     Args:
-        group: of MLX.
-        timeout: seconds to wait for each other.
+        group: MLX's group.
+        timeout: seconds to wait for the other ranks.
 
     Raises:
-        RankError: they have not met.
+        RankError: the ranks could not connect.
     """
     if group.rank() == 0:
         hosts = _own_hosts()
         is_local = all(host.startswith(_LOOPBACK) for host in hosts)
         with _listen(is_local, hosts[0] if len(hosts) == 1 else None) as listener:
             token = secrets.token_hex(16)
-            # The loopback comes last: on another machine it is another process's.
+            # The loopback address comes last: on another machine it leads to another process.
             where = [[*hosts, "127.0.0.1"], listener.getsockname()[1], token]
             _tell(group, where)
             return _accept(listener, group.size(), token, timeout)
@@ -309,7 +309,7 @@ def meet(group: Any, timeout: float) -> list[Peer]:
 
 
 def _own_hosts() -> list[str]:
-    """Return where others may reach this process, as the launcher's variables say; else the machine's own names."""
+    """Return up to 8 addresses of this process: from the launcher's variables, else the machine's own."""
     hosts: list[str] = []
     with suppress(KeyError, OSError, ValueError, IndexError, TypeError):
         listed = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
@@ -325,7 +325,7 @@ def _own_hosts() -> list[str]:
 
 
 def _listen(is_local: bool, host: str | None) -> socket.socket:
-    """Listen on the interface of ``host``; on all where there are several, or this machine does not have it."""
+    """Listen on the loopback if ``is_local``, else on ``host``; on all interfaces if it is None or not here."""
     if is_local:
         return socket.create_server(("127.0.0.1", 0))
     if host is not None:
@@ -338,7 +338,7 @@ def _listen(is_local: bool, host: str | None) -> socket.socket:
 
 
 def _tell(group: Any, where: list[Any] | None) -> list[Any]:
-    """Rank 0's value on every rank, by a reduction: there is no other way yet."""
+    """Return rank 0's value on every rank, by a reduction: there are no connections yet."""
     encoded = b"" if where is None else json.dumps(where).encode()
     if len(encoded) > _MOST_BYTES:
         raise RankError(f"rank 0 has too many addresses: {len(encoded)} bytes")
@@ -352,7 +352,7 @@ def _tell(group: Any, where: list[Any] | None) -> list[Any]:
 
 
 def _accept(listener: socket.socket, size: int, token: str, timeout: float) -> list[Peer]:
-    """Wait for the other ranks. A thread per connection: a stranger delays no rank."""
+    """Wait for the other ranks. Each connection has a thread, so that a stranger delays no rank."""
     found: Queue[tuple[int, socket.socket]] = Queue()
     peers: dict[int, Peer] = {}
     until = time.monotonic() + timeout
@@ -375,9 +375,9 @@ def _accept(listener: socket.socket, size: int, token: str, timeout: float) -> l
 
 
 def _prove(connection: socket.socket, token: str, size: int, found: Queue[tuple[int, socket.socket]]) -> None:
-    """Have the other end prove that it knows the token, then prove it to the other end.
+    """Check that the other end knows the token, then prove to it that this one does.
 
-    Each side signs the other's random bytes. What a stranger sends has a fixed size and is not parsed.
+    Each side signs the other's random bytes. At most a fixed number of bytes is read from a stranger, and none parsed.
     """
     with suppress(OSError, EOFError):
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -386,7 +386,7 @@ def _prove(connection: socket.socket, token: str, size: int, found: Queue[tuple[
         until = time.monotonic() + _PROOF_SECONDS
         said = b""
         while len(said) < 4 + _NONCE_BYTES + _PROOF_BYTES:
-            connection.settimeout(max(0.01, until - time.monotonic()))  # for all of it, not for each byte
+            connection.settimeout(max(0.01, until - time.monotonic()))  # one limit for the whole message
             part = connection.recv(4 + _NONCE_BYTES + _PROOF_BYTES - len(said))
             if not part:
                 raise EOFError

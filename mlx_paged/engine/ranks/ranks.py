@@ -1,4 +1,4 @@
-"""Ranks: the processes that compute one model together, as one of them sees it; and what they agree on."""
+"""Ranks: messages between the processes that compute one model together. Agreement: the decisions they compare."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def checkpoint(pool: BlockPool) -> Callable[[], None]:
-    """Return a function that undoes the writes built after this. It is to be dropped before anything is computed: it
-    keeps buffers that are to be written in place. Tables and lengths are their owner's to put back."""
+    """Return a function that undoes writes built after this call. Drop it before anything is computed: it keeps buffers
+    alive that are to be written in place. The caller restores tables and lengths."""
     states = [(group, [storage.checkpoint() for storage in group.storages]) for group in pool.groups]
 
     def go_back() -> None:
@@ -41,12 +41,12 @@ def checkpoint(pool: BlockPool) -> Callable[[], None]:
             for group, checkpoints in states:
                 for storage, each in zip(group.storages, checkpoints, strict=False):
                     storage.go_back(each)
-                group.note_read()  # nothing: its reads are not going to be computed
+                group.note_read()  # none: the reads noted before will not be computed
 
     return go_back
 
 
-KEPT = 4  # entries that a report can show; others may have been a step ahead
+KEPT = 4  # latest entries in a report; several, as another rank may be a step ahead
 
 
 class StepRecord:
@@ -63,7 +63,7 @@ class StepRecord:
         self._last: deque[tuple[int, str, dict[str, list[int]]]] = deque(maxlen=KEPT)
 
     def note(self, what: str, values: Mapping[str, Iterable[int]], remark: str = "") -> None:
-        """Add an entry: ``what`` it is, integers by what they are, and a remark for reports, which is not compared."""
+        """Add an entry: its kind, integers by name, and a remark, which is in reports but not compared."""
         listed = {name: list(each) for name, each in values.items()}
         self.count += 1
         flat = [each for name in listed for each in (len(listed[name]), *listed[name])]
@@ -87,26 +87,26 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Messages between ranks, beside the model's reductions (docs/adr/0035).
+    """Messages between ranks, besides the model's reductions (docs/adr/0035).
 
-    All ranks run the same program: they make the same calls here, in the same order, from one thread. What comes from
-    outside (a file, a client, a clock, free memory) is known to rank 0 or differs; :meth:`broadcast` and
-    :meth:`exchange` make it the same. Messages go over connections of their own, not through reductions: one that rank
-    0 sends is there when the others come to it, while the step before is still being computed.
+    All ranks run the same program: they make the same calls here, in the same order, from one thread. Outside inputs
+    (files, clients, clocks, free memory) are known only to rank 0 or differ between ranks; :meth:`broadcast` and
+    :meth:`exchange` make them the same. Messages have their own connections and do not go through reductions, so that
+    one from rank 0 arrives while the step before is still being computed.
 
-    With each message goes a checksum of all that was decided before it (:attr:`record`). If it is another rank's than
-    rank 0's, every process ends with a report of both, as it does when a rank dies, stops or hangs (:class:`Watch`).
+    Each message carries a checksum of all earlier decisions (:attr:`record`). If a rank's checksum differs from rank
+    0's, every process ends with a report of both, as it does when a rank dies, stops or hangs (:class:`Watch`).
 
     Args:
-        group: of MLX, of more than one rank. All its ranks make this at the same time.
-        timeout: seconds without a sign of a rank until the others end.
+        group: MLX's group, of more than one rank. All its ranks create this object at the same time.
+        timeout: seconds without a sign of life from a rank until the others end.
 
     Raises:
-        RankError: the ranks have not found each other.
+        RankError: the ranks could not connect.
 
     Attributes:
-        rank, size: of this process, and of the group.
-        record: of what this rank has decided.
+        rank, size: this rank, and the number of ranks.
+        record: this rank's decisions.
         now: rank 0's clock as last sent to the others, in seconds; for what must be due on all ranks at once.
     """
 
@@ -116,7 +116,7 @@ class Ranks:
         self.size: int = group.size()
         self.record = StepRecord()
         self.now = 0.0
-        self._compared = 0  # entries of the record that were compared
+        self._compared = 0  # entries of the record that a message has covered
         self._sequence = 0
         self._peers: list[Peer] = meet(group, timeout)
         self._watch = Watch(self.rank, self.size, self._peers, timeout)
@@ -128,14 +128,14 @@ class Ranks:
 
     @property
     def is_compared(self) -> bool:
-        """Return whether all that was decided so far was compared with rank 0's."""
+        """Whether a message has carried the checksum of all decisions so far."""
         return self._compared == self.record.count
 
     def broadcast(self, value: T | None = None) -> T:
-        """Rank 0's value, on every rank. Rank 0 does not wait for the others.
+        """Return rank 0's value on every rank. Rank 0 does not wait for the others.
 
         Args:
-            value: of what JSON has; rank 0's counts.
+            value: JSON-serialisable; ignored on the other ranks.
 
         Raises:
             RankError: rank 0 has ended.
@@ -151,10 +151,10 @@ class Ranks:
         """Return the values of all ranks, by rank. Waits for all of them.
 
         Raises:
-            RankError: one has ended.
+            RankError: a rank has ended.
         """
         head = self._head("exchange")
-        if self.size == 2:  # each sends its own, and neither waits for an answer to that
+        if self.size == 2:  # both send at once, which saves a round trip
             self._peers[0].send(DATA, [*head, value])
             theirs = self._received(head, self._peers[0])
             return [value, theirs] if self.rank == 0 else [theirs, value]
@@ -169,24 +169,24 @@ class Ranks:
         return self._received(head, self._peers[0])  # type: ignore[no-any-return]
 
     def are_of_one_kind(self) -> bool:
-        """Return whether all ranks compute the same bits from the same bits: on devices of one name, with one MLX.
-        Asked for the first time by all of them together."""
+        """Return whether all ranks compute the same bits from the same inputs: their device names and MLX versions are
+        equal. A collective call."""
         kinds = self.exchange(f"{mx.device_info().get('device_name')}, MLX {importlib.metadata.version('mlx')}")
         return all(kind == kinds[0] for kind in kinds)
 
     def agreed(self, tokens: mx.array) -> mx.array:
-        """Rank 0's tokens on every rank, as part of the step that is being built: ranks whose last bits differ, as of
-        different machines, would choose differently where two tokens are equally likely."""
-        # By their own: a step that nothing depends on would not be computed.
+        """Return rank 0's tokens on every rank, as part of the graph being built. Ranks whose logits differ in the last
+        bits, e.g. on different machines, would choose differently between two equally likely tokens."""
+        # Not zeros: a result that does not depend on this rank's step would leave that uncomputed.
         mine = tokens if self.rank == 0 else tokens * 0
         return mx.distributed.all_sum(mine, group=self.group)
 
     def agreeing(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the model, whose calls fail on all ranks if they fail on one.
+        """Return a wrapper of the model whose calls fail on all ranks if they fail on one.
 
-        MLX is lazy: when a call returns nothing has been computed, so no rank is in a reduction where the one that
-        failed will not come, and what it has built of writes to blocks is undone. What raises later, while it is
-        computed, cannot be shared; see :class:`Watch`.
+        MLX is lazy: when a call returns, nothing has been computed yet, so no rank waits in a reduction for the one
+        that failed, and the writes to blocks built so far can be undone. Errors raised later, during computation,
+        cannot be shared; see :class:`Watch`.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ class Ranks:
             try:
                 raise RankError(f"rank {failed}: {failures[failed]}") if error is None else error
             finally:
-                error = None  # its traceback holds this frame, and so what the call was given
+                error = None  # its traceback holds this frame, and so the call's arguments
 
         return call
 
@@ -213,7 +213,7 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Return a section in which the ranks compute together: one that stays in it alone hangs. Sections nest."""
+        """Mark a section in which the ranks compute together; staying in it alone is a fault. Sections nest."""
         if self._watch.is_busy:
             yield
             return
@@ -228,31 +228,31 @@ class Ranks:
             self._watch.end()
 
     def await_fault(self, *errors: BaseException) -> None:
-        """Wait until the watch has noticed the rank whose end may have caused an error, and ends this process.
+        """Give the watch time to notice a rank whose end may have caused an error; if so, it ends this process.
 
-        MLX's network and the watch have connections of their own: a step may fail before the watch knows which rank is
-        gone, and clients are to be told. Returns if none is.
+        MLX's network and the watch use separate connections: a step may fail before the watch knows which rank is gone,
+        and clients should be told. Returns if no rank is gone.
         """
         causes = (error.__cause__ if isinstance(error, RequestFailedError) else error for error in errors)
         if any(isinstance(cause, RuntimeError) for cause in causes):  # MLX's, or a RankError
             self._watch.await_fault()
 
     def on_fault(self, callback: Callable[[str], None]) -> None:
-        """Have it called, in a thread of its own, before this process ends because of another; it has two seconds."""
+        """Register a callback for the end of this process because of another: it gets its own thread, and 2 s."""
         self._watch.on_fault.append(callback)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks because of what has happened in this one."""
+        """End all ranks because of an error in this one."""
         self.await_fault(error)
         self._watch.end_process(f"rank {self.rank} has failed: {type(error).__name__}: {error}")
         raise AssertionError  # not reached
 
     def close(self) -> None:
-        """Say farewell to the other ranks. May be called again."""
+        """Tell the other ranks that this one ends, and close the connections. May be called again."""
         atexit.unregister(self.close)
         raised = getattr(sys, "last_value", None)
         if raised is not None and not hasattr(sys, "ps1") and not isinstance(raised, KeyboardInterrupt):
-            self.fail(raised)  # the interpreter ends with it, and the others must not wait
+            self.fail(raised)  # the interpreter exits with this error, and the other ranks must not wait
         self._watch.close()
         for peer in self._peers:
             with suppress(RankError):
@@ -283,14 +283,14 @@ class Ranks:
 
     def _received(self, head: list[Any], peer: Peer) -> Any:
         *theirs, value = self._wait_for(peer)
-        # Rank 0 leaves it to the others to find another checksum than its own: they report theirs.
+        # Rank 0 does not compare checksums: the other ranks do, and report theirs.
         alike = 2 if self.rank == 0 else 3
         if theirs[:alike] != head[:alike]:
             self._diverged_from(peer, theirs)
         return value
 
     def _diverged_from(self, peer: Peer, theirs: list[Any]) -> NoReturn:
-        """End all ranks: this one and ``peer`` have not decided alike."""
+        """End all ranks: this one's decisions differ from those of ``peer``."""
         mine = [self._sequence, self.record.count, self.record.describe()]
         if self.rank == 0:
             self._watch.end_process(f"rank {peer.rank} makes another call than rank 0: {theirs}; rank 0: {mine}")
@@ -322,11 +322,11 @@ def _in_words(decided: list[Any]) -> str:
 
 
 class Agreement:
-    """Notes each decision of an engine in the ranks' record, and has the record compared before every step.
+    """Adds each decision of an engine to the ranks' record, which is compared before every step.
 
     Args:
-        ranks: that the engine's model is sharded over.
-        pool: of its requests.
+        ranks: the ranks that the engine's model is sharded over.
+        pool: its requests' pool; None: no layer is paged.
     """
 
     def __init__(self, ranks: Ranks, pool: BlockPool | None) -> None:
@@ -338,7 +338,7 @@ class Agreement:
         return self.ranks.step()
 
     def begin_step(self) -> None:
-        """Have all that was decided compared, unless a message has done so already."""
+        """Compare all decisions so far, unless a message has done so already."""
         if not self.ranks.is_compared:
             self.ranks.broadcast()
 
@@ -384,19 +384,19 @@ class Agreement:
 
 
 def _blocks_of_last(table: BlockTable, num_tokens: int) -> Sequence[int]:
-    """Return the blocks that the last tokens of a table may be in."""
+    """Return the ids of a table's blocks from the first of its last ``num_tokens`` tokens on."""
     return table.block_ids[max(0, table.length - num_tokens) // table.block_size :]
 
 
 def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
-    """Return the least of all ranks' budgets for their pools, each of its own part of the heads.
+    """Return the smallest of the ranks' pool budgets, in bytes. Each rank's pool holds its part of the heads.
 
     Args:
-        num_bytes: this rank's.
-        options: what is configured, in words, which must be the same everywhere.
+        num_bytes: this rank's budget.
+        options: text of the options, which must be the same on all ranks.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the options differ.
     """
     configured = ranks.exchange(f"{options} on {backend() or 'the CPU'}")
     for rank, theirs in enumerate(configured):
@@ -406,10 +406,10 @@ def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
 
 
 def agreed_storage(ranks: Ranks, choose: ChooseStorage) -> ChooseStorage:
-    """Return how pools choose their storage where all ranks have the same: in place if that works on each of them.
+    """Return a storage choice that is the same on all ranks: in place only if that works on each of them.
 
     Args:
-        choose: how this rank would.
+        choose: this rank's own choice.
     """
     without_kernel = storage_choice(False)
 

@@ -1,4 +1,4 @@
-"""The world of ranks: how one is found from the outside, and what makes sure that all start alike."""
+"""Find the ranks that a model is sharded over, and check that all of them start alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _connected: dict[tuple[int, int], Ranks] = {}  # by rank and size
 
 
 def parse_timeout(text: str | float) -> float:
-    """Seconds, at least 1. Raises ConfigError."""
+    """Return a timeout in seconds, at least 1. Raises ConfigError."""
     try:
         value = float(text)
     except ValueError:
@@ -43,14 +43,14 @@ def parse_timeout(text: str | float) -> float:
 
 
 def connect(group: Any, timeout: float | None = None) -> Ranks:
-    """Return the connection of this process to the other ranks of a group; made at the first call, by all of them.
+    """Return this process's connection to the other ranks of a group. The first call makes it, and is collective.
 
     Args:
-        group: of MLX, of more than one rank.
-        timeout: see :class:`Ranks`; None: what the variable says, or 30 seconds. The first call's counts.
+        group: MLX's group, of more than one rank.
+        timeout: see :class:`Ranks`; None: the environment variable, or 30 seconds. Only the first call's counts.
 
     Raises:
-        RankError: they have not found each other. ConfigError: the variable is unusable.
+        RankError: the ranks could not connect. ConfigError: the variable is invalid.
     """
     with _lock:
         key = (group.rank(), group.size())
@@ -62,9 +62,9 @@ def connect(group: Any, timeout: float | None = None) -> Ranks:
 
 
 def group_of(model: Any) -> Any | None:
-    """Return the group that a model is sharded over; None: all of it is here, or its layers are in several places.
+    """Return the group that a model's layers are sharded over; None: it has no sharded layers.
 
-    A process may be one of several and compute a model of its own, as in an evaluation: the layers decide.
+    The layers decide, since one of several processes may compute a whole model by itself, as in an evaluation.
     """
     if not isinstance(model, nn.Module) or not mx.distributed.is_available():
         return None
@@ -73,19 +73,18 @@ def group_of(model: Any) -> Any | None:
 
 
 def ranks_of(model: Any) -> Ranks | None:
-    """Return the ranks that a model is sharded over; None if all of it is here. A collective call where it is
-    sharded."""
+    """Return the ranks that a model is sharded over; None if it is not. A collective call if it is."""
     group = group_of(model)
     return None if group is None else connect(group)
 
 
 def has_same_logits(model: Any) -> bool:
-    """Return whether each rank of a sharded model has the same bits of logits: they are gathered from all."""
+    """Return whether all ranks of a sharded model have the same bits of logits, because these are gathered."""
     return isinstance(model, nn.Module) and any(getattr(module, "is_gathered", False) for module in model.modules())
 
 
 def check_heads(model: nn.Module, ranks: Ranks) -> None:
-    """Raise ConfigError if heads of keys and values do not divide by the ranks: mlx-lm shards them all the same."""
+    """Raise ConfigError if the key and value heads are not divisible by the ranks; mlx-lm would shard them anyway."""
     for module in model.modules():
         if not isinstance(getattr(module, "k_proj", None), SHARDED):
             continue
@@ -116,13 +115,13 @@ def check_same(ranks: Ranks, what: str, mine: Mapping[str, Any], *, are_optional
     """Compare values by name. A collective call.
 
     Args:
-        ranks: all of them call this.
-        what: the values, in words.
-        mine: this rank's values, of what JSON has. They are sent: no secrets.
+        ranks: the ranks to compare.
+        what: name of the values, for the message.
+        mine: this rank's values, JSON-serialisable. They are sent to other ranks: no secrets.
         are_optional: compare only names that both ranks have.
 
     Raises:
-        ConfigError: on all ranks alike; it names what differs.
+        ConfigError: values differ; raised on all ranks alike, naming what differs.
     """
     found = ranks.exchange(dict(mine))
     for rank, theirs in enumerate(found[1:], 1):
@@ -174,7 +173,7 @@ def _digest(path: Path) -> str:
 
 
 def _samples(header: bytes) -> Iterator[tuple[int, int]]:
-    """Yield where to read behind the header, and how many bytes."""
+    """Yield the offset behind the header, and the number of bytes, of each sample."""
     tensors = json.loads(header or b"{}")
     for name in sorted(tensors):
         if name != "__metadata__":

@@ -1,1 +1,1 @@
-"""How the next token of each row of a batch is chosen, for all rows in one set of operations, on the device."""
+"""Sampling: choose the next token of every row of a batch, in one set of operations on the device."""

@@ -1,6 +1,6 @@
-"""BatchSampler: chooses the next token of every row of a batch, in one set of operations, and sorts nothing.
+"""BatchSampler: chooses the next token of every row of a batch, in one set of operations and without sorting.
 
-The parameters of the rows stand side by side as arrays; filters say which tokens are left, draws which one is taken.
+The rows' parameters are arrays. Filters mask the tokens that may be drawn; then one of these is drawn.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .penalties import Penalties
 
 
 class RowParameters:
-    """What draws the tokens of some rows. A parameter that no row uses is None; in rows that do not use one it is a
-    value that changes nothing.
+    """Sampling parameters of some rows, as arrays. A parameter that no row uses is None; rows that do not use one have
+    a neutral value.
 
     Args:
         rows: in the order of the logits.
         vocab_size: of the model.
 
     Attributes:
-        draws: some row's tokens are drawn.
-        greedy: which rows' are not, ``[R, 1]``; None: no row's are not.
+        draws: some rows draw their tokens at random.
+        greedy: which rows do not, ``[R, 1]``; None: all rows draw.
         temperature, top_p, log_min_p, xtc_probability, xtc_threshold: ``[R, 1]``, float32.
         top_k, min_kept: ``[R, 1]``, int32; ``top_k`` is the size of the vocabulary in rows without.
-        xtc_special: ``[R, vocab]``, tokens that XTC leaves alone.
-        drops_tokens: any of these is not None.
-        keys: of the rows with a seed, ``[R, 2]``; None: no row has one.
-        seeded: which rows have one, ``[R, 1]``; None: all.
+        xtc_special: ``[R, vocab]``, tokens that XTC never drops; None: there are none.
+        drops_tokens: some row has a filter.
+        keys: random keys of the rows' seeds, ``[R, 2]``; None: no row has a seed.
+        seeded: which rows have a seed, ``[R, 1]``; None: all, if there are keys.
     """
 
     def __init__(self, rows: Sequence[SamplingParams], vocab_size: int) -> None:
@@ -80,12 +80,12 @@ def _column(values: Sequence[float], dtype: mx.Dtype = mx.float32) -> mx.array:
 
 _LOG2_E = 1.4426950408889634
 _SIGN = 0x80000000
-# Bits of a float32 that distinguish values of these dtypes.
+# Leading bits of a float32 that distinguish values of these dtypes.
 _BITS = {mx.bfloat16: 16, mx.float16: 19}
 
 
 def exponential(x: mx.array) -> mx.array:
-    """Return e to the power of x. MLX's own takes four times as long as its power on a CPU."""
+    """Return e to the power of x. On a CPU ``mx.exp`` takes four times as long as ``mx.power``."""
     return mx.exp(x) if mx.default_device() == mx.Device(mx.gpu) else mx.power(2.0, x * _LOG2_E)
 
 
@@ -95,26 +95,26 @@ def bits_of(dtype: mx.Dtype) -> int:
 
 
 def largest_above(x: mx.array, weights: mx.array | None, target: mx.array, bits: int = 32) -> mx.array:
-    """Return the largest value t of each row of x such that what is not less than t weighs ``target`` or more: with
-    weights of 1 and a target of k, the k-th largest value.
+    """Return the largest value t of each row of x such that the weights of all values >= t sum to at least ``target``.
+    With weights of 1 and a target of k, this is the k-th largest value.
 
     Args:
         x: ``[R, n]`` float32.
-        weights: ``[R, n]``, none negative, or whether they count at all; None: 1 each.
+        weights: ``[R, n]``, non-negative or boolean; None: 1 each.
         target: ``[R, 1]``, positive.
         bits: number of leading bits that distinguish the values of x.
 
     Returns:
-        ``[R, 1]``; minus infinity where all of it weighs less.
+        ``[R, 1]``; minus infinity where the sum of all weights is less.
     """
-    # Built from its first bit on; as unsigned numbers, keys are in the order of the floats they stand for.
+    # The key is built from its highest bit down; keys, as unsigned integers, have the order of the floats they encode.
     key = mx.zeros(target.shape, mx.uint32)
     for bit in range(31, 31 - bits, -1):
         candidate = key | mx.array(1 << bit, mx.uint32)
         above = x >= _float_of(candidate)
         weight = (above if weights is None else above * weights).sum(axis=-1, keepdims=True)
         key = mx.where(weight >= target, candidate, key)
-    is_least = key <= mx.array(0x007FFFFF, mx.uint32)  # of minus infinity; what is below stands for no number
+    is_least = key <= mx.array(0x007FFFFF, mx.uint32)  # the key of minus infinity; lower ones encode NaN
     return mx.where(is_least, -mx.inf, _float_of(key))
 
 
@@ -124,8 +124,8 @@ def _float_of(key: mx.array) -> mx.array:
 
 
 def largest(x: mx.array, count: mx.array, bits: int, among: mx.array | None = None) -> mx.array:
-    """Return which values of each row of x ``[R, n]`` are its ``count`` ``[R, 1]`` largest ``among`` some (``[R, n]``,
-    all if None); of equal ones the first. All of them, if there are not so many."""
+    """Return a mask ``[R, n]`` of the ``count`` ``[R, 1]`` largest values in each row of x ``[R, n]``, or of all if
+    there are fewer; of equal ones the first. Only values in the mask ``among`` ``[R, n]`` count (None: all)."""
     least = largest_above(x, among, count, bits)
     above, equal = x > least, x == least
     if among is not None:
@@ -135,16 +135,16 @@ def largest(x: mx.array, count: mx.array, bits: int, among: mx.array | None = No
 
 
 def kept_tokens(logits: mx.array, rows: RowParameters, drawn: mx.array) -> mx.array | None:
-    """Return which tokens are left after top-p, min-p, XTC and top-k, in mlx-lm's order. All filters see the logits as
-    they are, not as the temperature changes them.
+    """Return a mask of the tokens left after top-p, min-p, XTC and top-k, in mlx-lm's order. The filters see the logits
+    before the temperature is applied.
 
     Args:
         logits: ``[R, vocab]``; their probabilities, which XTC and top-p need, are computed in float32.
         rows: their parameters.
-        drawn: ``[R, 1]``, uniformly from [0, 1), for XTC.
+        drawn: ``[R, 1]``, uniform in [0, 1), for XTC.
 
     Returns:
-        ``[R, vocab]``, or None if nothing can be dropped.
+        ``[R, vocab]``, or None if no row has a filter.
     """
     if not rows.drops_tokens:
         return None
@@ -179,16 +179,16 @@ def _both(first: mx.array | None, second: mx.array) -> mx.array:
     return second if first is None else first & second
 
 
-_BLOCK = 128  # tokens; about the root of a vocabulary, and a divisor of most
+_BLOCK = 128  # tokens; about the square root of a vocabulary's size, and a divisor of most sizes
 
 _uniforms = mx.vmap(lambda key: mx.random.uniform(shape=(3,), key=key))
 
 
 def uniforms(rows: RowParameters, positions: mx.array) -> mx.array:
-    """Numbers for the tokens at ``positions`` ``[R]`` (uint32) of the rows' answers, ``[R, 3]``."""
+    """Return three numbers in [0, 1) for the token at ``positions`` ``[R]`` (uint32) of each answer, ``[R, 3]``."""
     if rows.keys is None:
         return mx.random.uniform(shape=(positions.shape[0], 3))
-    # Seeds first, or neighbouring ones would share keys at other positions.
+    # The seed is hashed before the position is mixed in, or neighbouring seeds would share keys at other positions.
     mixed = _uniforms(rows.keys)[:, :2].view(mx.uint32)
     own = _uniforms(mx.stack([mixed[:, 0], mixed[:, 1] ^ positions], axis=-1))
     if rows.seeded is None:
@@ -199,14 +199,14 @@ def uniforms(rows: RowParameters, positions: mx.array) -> mx.array:
 def draw(
     logits: mx.array, kept: mx.array | None, temperature: mx.array, numbers: mx.array, *, keeps_top: bool
 ) -> mx.array:
-    """Return a token of each row with probabilities ``softmax(logits / temperature)`` among those kept. First a
-    block of tokens is drawn and then one of it: sums stay short, so that float32 loses nothing of unlikely tokens.
+    """Return a token of each row, drawn with probabilities ``softmax(logits / temperature)`` among those kept. A block
+    of tokens is drawn first, then one of its tokens: sums stay short, so that float32 does not lose unlikely tokens.
 
     Args:
         logits: ``[R, vocab]``.
         kept: which tokens may be drawn, ``[R, vocab]``; None: all.
         temperature: ``[R, 1]``.
-        numbers: ``[R, 2]`` or more in [0, 1).
+        numbers: at least two per row in [0, 1), ``[R, 2]``.
         keeps_top: the largest logit of every row is kept.
 
     Returns:
@@ -227,8 +227,8 @@ def draw(
 
 
 def _place(weights: mx.array, numbers: mx.array) -> mx.array:
-    """Return which of the weights ``[R, n]`` the numbers ``[R, 1]`` fall on, ``[R, 1]``; never on a weight of 0."""
-    ends = mx.where(weights > 0, mx.cumsum(weights, axis=-1), 0)  # a parallel sum need not ascend to the last bit
+    """Return the indices ``[R, 1]`` of the weights ``[R, n]`` that the numbers ``[R, 1]`` fall on, none of weight 0."""
+    ends = mx.where(weights > 0, mx.cumsum(weights, axis=-1), 0)  # a parallel sum may not be monotonic in its last bits
     return mx.argmax((ends > numbers * ends.max(axis=-1, keepdims=True)).astype(mx.int32), axis=-1, keepdims=True)
 
 
@@ -236,17 +236,17 @@ _SEEDS = 1 << 64
 
 
 class KernelRows:
-    """How one launch chooses the tokens of some rows. A row's token is a function of its logits, its key and the
-    position, so it is the same whatever rows are beside it. XTC's tokens are not the first ones by
-    likelihood: MLX's operations find them, for the rows that need it.
+    """Sampling parameters of some rows, for the kernel that chooses all their tokens in one launch. A row's token
+    depends only on its logits, key and position, not on the other rows. The kernel does not support XTC, whose tokens
+    are not the most likely ones: MLX's operations filter the rows that use it.
 
     Args:
         rows: in the order of the logits.
         vocab_size: of the model.
 
     Attributes:
-        draws: some row's tokens are drawn.
-        greedy: which rows' are not, ``[R, 1]``; None: no row's are not.
+        draws: some rows draw their tokens at random.
+        greedy: which rows do not, ``[R, 1]``; None: all rows draw.
     """
 
     def __init__(self, rows: Sequence[SamplingParams], vocab_size: int) -> None:
@@ -254,7 +254,7 @@ class KernelRows:
         self.draws = any(row.draws for row in rows)
         self.greedy = None if all(row.draws for row in rows) else mx.array([not row.draws for row in rows])[:, None]
         self._params = mx.array([row.params() for row in drawn], mx.float32)
-        # Rows without a seed have a key from mx.random's state: positions count on from there.
+        # Rows without a seed draw a key from mx.random's state once; after that only their positions advance.
         words = np.array([row.key_words() for row in drawn], np.uint32)
         self._keys = mx.array(words)
         has_none = [row.seed is None for row in rows]
@@ -271,7 +271,7 @@ class KernelRows:
 
         Args:
             logits: ``[R, vocab]``.
-            positions: of the tokens in their answers, ``[R]`` uint32.
+            positions: positions of the tokens in their answers, ``[R]`` uint32.
         """
         if self._filtered is not None:
             kept = kept_tokens(logits, self._filtered, uniforms(self._filtered, positions)[:, 2:])
@@ -281,7 +281,7 @@ class KernelRows:
 
 
 def _needs_operations(row: SamplingParams) -> bool:
-    """Return whether MLX's operations have to find what is left of a row's tokens; then by all of its parameters."""
+    """Return whether MLX's operations must filter a row's tokens; they then apply all of its filters."""
     return row.draws and row.uses_xtc
 
 
@@ -301,16 +301,16 @@ def _drawn_row(row: SamplingParams) -> DrawnRow:
     )
 
 
-MOST_KEPT = 8  # selections of rows whose arrays are kept
+MOST_KEPT = 8  # selections of rows whose parameter arrays are cached
 
 
 class SampledRow(NamedTuple):
-    """A row that joins.
+    """A row to add.
 
     Attributes:
-        params: of its request.
-        tokens: that it has seen, without the one that the next step is given; needed if there are penalties.
-        position: in its answer, of the token that the next step chooses.
+        params: its request's parameters.
+        tokens: its tokens before the next step's input; only needed for penalties.
+        position: position in its answer of the token that the next step chooses.
     """
 
     params: SamplingParams
@@ -319,31 +319,31 @@ class SampledRow(NamedTuple):
 
 
 class BatchSampler:
-    """The rows of a batch, in its order. Arrays of their parameters are made when the rows change; a step computes only
-    what some row needs: an argmax if all are greedy.
+    """Samples the rows of a batch, in its order. Arrays of their parameters are made when the rows change; a step
+    computes only what some row needs, e.g. just an argmax if all are greedy.
 
     Logits are ``[B, vocab]``, in any float dtype, and never changed.
     """
 
     def __init__(self) -> None:
         self.rows: list[SamplingParams] = []
-        self._positions: list[int] = []  # of the rows' next tokens, less the steps until now
+        self._positions: list[int] = []  # of the rows' next tokens, minus the steps so far
         self._num_steps = 0
         self._penalties = Penalties()
-        self._penalised: list[int] = []  # rows, in the order of the penalties
+        self._penalised: list[int] = []  # indices of rows, in the order of the penalties
         self._is_settled = True
-        self._draws = False  # whether some row does
-        # The last step's positions: whose they are, which step that was, and the array.
+        self._draws = False  # whether any row draws at random
+        # Positions of the last step: its rows, its number, and the array.
         self._counted: tuple[tuple[int, ...], int, mx.array] | None = None
-        self._biased: list[int] = []  # rows
+        self._biased: list[int] = []  # indices of rows
         self._bias: tuple[mx.array, mx.array] | None = None  # tokens [R, n] and values
-        # By rows, and whether the kernel draws for them.
+        # Parameter arrays by rows, and by whether the kernel draws.
         self._parameters: dict[tuple[tuple[int, ...], bool], RowParameters | KernelRows] = {}
 
     # Rows -----------------------------------------------------------------------------------------------------
 
     def add(self, rows: Sequence[SampledRow]) -> None:
-        """Rows join at the end."""
+        """Append rows."""
         first = len(self.rows)
         self._penalties.add([(row.params, row.tokens) for row in rows if row.params.has_penalties])
         self._penalised += [first + i for i, row in enumerate(rows) if row.params.has_penalties]
@@ -352,7 +352,7 @@ class BatchSampler:
         self._is_settled = False
 
     def keep(self, indices: Sequence[int]) -> None:
-        """All rows leave but these, ascending."""
+        """Drop all rows but these, ascending."""
         place = {index: i for i, index in enumerate(indices)}
         self._penalties.keep([i for i, index in enumerate(self._penalised) if index in place])
         self._penalised = [place[index] for index in self._penalised if index in place]
@@ -361,7 +361,7 @@ class BatchSampler:
         self._is_settled = False
 
     def _settle(self) -> None:
-        """Find out what steps need, once after the rows have changed."""
+        """Prepare what steps need, once after the rows have changed."""
         self._is_settled = True
         self._parameters.clear()
         self._draws = any(row.draws for row in self.rows)
@@ -370,7 +370,7 @@ class BatchSampler:
         self._bias = None
         if self._biased:
             every = [self.rows[index].logit_bias for index in self._biased]
-            biases = {id(bias): bias for bias in every}  # answers to one request share theirs
+            biases = {id(bias): bias for bias in every}  # several answers to one request share a mapping
             most, place = max(map(len, biases.values())), {name: index for index, name in enumerate(biases)}
             tokens = mx.array([[*bias, *[next(iter(bias))] * (most - len(bias))] for bias in biases.values()])
             values = mx.array([[*bias.values(), *[0.0] * (most - len(bias))] for bias in biases.values()], mx.float32)
@@ -379,7 +379,7 @@ class BatchSampler:
 
     @property
     def only_compares(self) -> bool:
-        """Return whether tokens are chosen from the logits as they are, by comparing them."""
+        """Whether all tokens are chosen by comparing logits: greedily, without penalties or biases."""
         if not self._is_settled:
             self._settle()
         return not (self._draws or self._penalised or self._biased)
@@ -387,13 +387,13 @@ class BatchSampler:
     # Steps ----------------------------------------------------------------------------------------------------
 
     def penalised(self, logits: mx.array, inputs: mx.array, rows: Sequence[int] | None = None) -> mx.array:
-        """Begin a step: the logits ``[T, vocab]`` with biases and penalties, in float32 if any row has some.
+        """Begin a step. Returns its logits ``[T, vocab]`` with biases and penalties, in float32 if any row has some.
 
         Args:
             logits: of the step.
-            inputs: the tokens that the step was given, ``[T]``; they are part of the history from now on.
-            rows: which row each of the logits is of, where rows have several, in order, or other ones none: behind
-                tokens that the row may not take, see :meth:`skip`. None: one of each row.
+            inputs: the step's input tokens, ``[T]``; they join the history.
+            rows: the row of each of the logits, ascending, if rows may have none or several: those that follow drafts,
+                which the row may not keep (see :meth:`skip`). None: one per row.
         """
         if not self._is_settled:
             self._settle()
@@ -415,14 +415,14 @@ class BatchSampler:
         return logits
 
     def skip(self, counts: Sequence[int]) -> None:
-        """Rows have taken so many tokens more than one of the last step, ``[B]``, and what came behind them is gone."""
+        """Note how many tokens of the last step each row has kept beyond the first, ``[B]``; drop the others."""
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
         self._penalties.settle([counts[row] for row in self._penalised])
         self._counted = None
 
     def _positions_of(self, of: tuple[int, ...], ahead: Sequence[int] | None) -> mx.array:
-        """Return the positions of a step's tokens, ``[T]``. From step to step they are counted on the device: an array
-        from the host takes a GPU some 0.3 ms to get at."""
+        """Return the positions of a step's tokens, ``[T]``. From step to step they are advanced on the device: an array
+        from the host costs a GPU some 0.3 ms."""
         begun = self._num_steps - 1
         if ahead is None and self._counted is not None and self._counted[:2] == (of, begun - 1):
             positions = self._counted[2] + _one()
@@ -436,12 +436,12 @@ class BatchSampler:
     def sample(
         self, logits: mx.array, rows: Sequence[int] | None = None, ahead: Sequence[int] | None = None
     ) -> mx.array:
-        """Return the tokens of the step that :meth:`penalised` has begun, ``[T]`` uint32.
+        """Return the tokens ``[T]`` uint32 of the step begun by :meth:`penalised`.
 
         Args:
             logits: ``[T, vocab]``, with the penalties.
-            rows: which row each is of; a row may have several, or none. None: one of each row.
-            ahead: how many tokens behind the row's next one each stands, ``[T]``; None: 0.
+            rows: the row of each of the logits; a row may have none or several. None: one per row.
+            ahead: offset of each from the row's next position, ``[T]``; None: 0.
         """
         if not self._draws:
             return greedy(logits)
@@ -473,8 +473,8 @@ class BatchSampler:
 def greedy(logits: mx.array) -> mx.array:
     """Return the most likely token of each row ``[T, vocab]``.
 
-    In 16 bits, mlx-lm's log-probabilities make several tokens equally likely whose logits differ, and it takes the
-    first of them (docs/adr/0015).
+    In 16 bits, tokens with different logits can have the same log-probability in mlx-lm, which takes the first of them
+    (docs/adr/0015).
     """
     return mx.argmax(logits if logits.dtype == mx.float32 else normalised(logits), axis=-1)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 
-LEAST_TEMPERATURE = 2.0**-126  # the least normal float32: GPUs take smaller ones for 0
+LEAST_TEMPERATURE = 2.0**-126  # the smallest normal float32: GPUs treat smaller ones as 0
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class SamplingParams:
     Args:
         temperature: 0 takes the largest logit; then only the penalties and the bias matter.
         top_p: keep the smallest set of most likely tokens whose probability reaches it; off outside of (0, 1).
-        min_p: drop tokens whose probability is less than this part of the most likely one's; 0 is off.
+        min_p: drop tokens whose probability is less than this fraction of the most likely one's; 0 is off.
         min_tokens_to_keep: ``min_p`` keeps at least this many of the most likely tokens.
-        xtc_probability: of a step that drops all tokens likelier than ``xtc_threshold`` but the least likely of them;
-            never those in ``xtc_special_tokens``.
+        xtc_probability: probability that a step drops all tokens more likely than ``xtc_threshold`` except the least
+            likely of them; tokens in ``xtc_special_tokens`` are never dropped.
         top_k: keep the k most likely tokens; 0 is off.
         repetition_penalty, presence_penalty, frequency_penalty: None or 0 is off.
-        repetition_context_size, ...: number of last tokens that count for it. None or 0 is all, as 0 is in mlx-lm.
-        logit_bias: added to the logits of these tokens, before the penalties.
-        seed: the tokens are a function of it and the logits; None draws from ``mx.random``'s state.
+        repetition_context_size, ...: number of last tokens that the penalty counts; None or 0 is all, as 0 in mlx-lm.
+        logit_bias: values added to the logits, by token, before the penalties.
+        seed: the tokens depend only on it and the logits; None draws from ``mx.random``'s state.
 
     Raises:
         ConfigError: a value is out of range.
@@ -67,7 +67,7 @@ class SamplingParams:
         _check("seed", self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)), self.seed)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ConfigError if these cannot be used with a vocabulary of this size."""
+        """Raise ConfigError if a value is out of range for a vocabulary of this size."""
         _check("top_k", not self.draws or self.top_k < vocab_size, self.top_k)
         tokens = [*self.logit_bias, *(self.xtc_special_tokens if self.draws and self.uses_xtc else ())]
         _check("token", all(_is_int(token, 0) and token < vocab_size for token in tokens), tokens)
@@ -94,7 +94,7 @@ class SamplingParams:
         return any(getattr(self, name) for name in _PENALTIES)
 
 
-# By their annotations, which are texts here.
+# By their annotations, which are strings because of ``from __future__ import annotations``.
 _NUMBERS = [each.name for each in fields(SamplingParams) if each.type == "float"]
 _PENALTIES = [each.name for each in fields(SamplingParams) if each.type == "float | None"]
 

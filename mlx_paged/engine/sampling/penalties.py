@@ -1,4 +1,4 @@
-"""Penalties: the tokens that rows have seen, how often each, and what that costs."""
+"""Penalties: histories of rows' tokens, and the logits with repetition, presence and frequency penalties."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ...kernels.draw_rows import WIDTH
 from ...kernels.penalise_rows import Histories
 from .params import SamplingParams
 
-ALL = 1 << 30  # tokens of a context that is the whole history
-ROOM = 256  # entries more than needed, so that arrays get another shape as seldom
+ALL = 1 << 30  # context size that stands for the whole history
+ROOM = 256  # capacities are multiples of this, so that arrays rarely change shape
 
 
 class Seen(NamedTuple):
-    """A row that has penalties.
+    """A row with penalties.
 
     Attributes:
-        params: of the row.
-        length: entries of its history, but for the steps since the arrays were made.
+        params: its parameters.
+        length: entries of its history, without the steps since the arrays were made.
     """
 
     params: SamplingParams
@@ -32,21 +32,21 @@ class Seen(NamedTuple):
 
 
 class Penalties:
-    """Histories of some rows, on the device. They are lists of tokens rather than counts of all there are: a step reads
-    and writes as many logits as a row has seen tokens, in the whole history or in the longest of its windows.
+    """Token histories of some rows, on the device. They are lists of tokens rather than counts over the vocabulary, so
+    that a step changes only as many logits as a row has tokens in its history or its longest window.
 
-    Every entry knows how often its token stands in each of the row's three windows, so it does not matter how often
-    a token has an entry; free entries repeat another one (:class:`.penalise_rows.Histories`).
+    Every entry stores how often its token occurs in each of the row's three windows, so a token may have several
+    entries; unused entries repeat another one (:class:`.penalise_rows.Histories`).
     """
 
     def __init__(self) -> None:
         self.rows: list[Seen] = []
         self._seen: Histories | None = None
         self._num_steps = 0  # since the arrays were made
-        self._num_left = 0  # more steps that they have room for
+        self._num_left = 0  # steps that they still have room for
         self._has_windows = False
         self._placed: tuple[tuple[int, ...], int, mx.array] | None = None  # see _places_of
-        self._ahead: list[Histories] = []  # after each token of the last :meth:`step_ahead`
+        self._ahead: list[Histories] = []  # histories after each token of the last :meth:`step_ahead`
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,7 +57,7 @@ class Penalties:
         return 0 if self._seen is None else int(self._seen.words.shape[1])
 
     def add(self, rows: Sequence[tuple[SamplingParams, Sequence[int]]]) -> None:
-        """Rows and the tokens that they have seen."""
+        """Append rows: their parameters, and the tokens they have seen."""
         if rows:
             self._arrange(list(range(len(self.rows))), rows)
 
@@ -69,7 +69,7 @@ class Penalties:
     def _arrange(
         self, indices: Sequence[int], joining: Sequence[tuple[SamplingParams, Sequence[int]]], least: int = 1
     ) -> None:
-        """Arrays of the rows that stay and of those that join, with what counts, and room for ``least`` more."""
+        """Make the arrays of rows that stay and join, with the tokens that still count and room for ``least`` more."""
         lengths = [self.rows[index].length + self._num_steps for index in indices]
         stay = [self.rows[index].params for index in indices]
         rows = [Seen(params, min(n, max(contexts_of(params)))) for params, n in zip(stay, lengths, strict=True)]
@@ -110,12 +110,12 @@ class Penalties:
         )
 
     def step(self, logits: mx.array, inputs: mx.array, rows: Sequence[int]) -> mx.array:
-        """One more token of each row, and the logits with the penalties.
+        """Add a token to each row's history, and return the logits with penalties.
 
         Args:
             logits: ``[T, vocab]``.
             inputs: the tokens that they follow, ``[T]``.
-            rows: which of them are these rows', in order.
+            rows: index in ``logits`` of each row, in order.
 
         Returns:
             ``[T, vocab]`` float32, a new array.
@@ -135,13 +135,13 @@ class Penalties:
         return changed
 
     def step_ahead(self, logits: mx.array, inputs: mx.array, places: Sequence[Sequence[int]]) -> mx.array:
-        """Several more tokens of rows, and the logits with the penalties; :meth:`settle` says how many of them each
-        row keeps.
+        """Add several tokens to each row's history, and return the logits with penalties. :meth:`settle` then tells how
+        many of the tokens each row keeps.
 
         Args:
             logits: ``[T, vocab]``.
             inputs: the tokens that they follow, ``[T]``.
-            places: which of them are each of these rows', in the order of its tokens; at least one.
+            places: indices in ``logits`` of each row's tokens, in order; at least one per row.
 
         Returns:
             ``[T, vocab]`` float32, a new array.
@@ -153,7 +153,7 @@ class Penalties:
         order = list(range(logits.shape[0]))
         parts = [logits.astype(mx.float32)]
         for ahead in range(depth):
-            now = [own[min(ahead, len(own) - 1)] for own in places]  # beyond its last token nothing of a row is used
+            now = [own[min(ahead, len(own) - 1)] for own in places]  # results beyond a row's last token are not used
             for index, own in enumerate(places):
                 if ahead < len(own):
                     order[own[ahead]] = logits.shape[0] + ahead * len(places) + index
@@ -164,7 +164,7 @@ class Penalties:
         return mx.concatenate(parts)[mx.array(order)]
 
     def settle(self, counts: Sequence[int]) -> None:
-        """Rows keep the first token of the last :meth:`step_ahead` and so many more."""
+        """Keep the first token of the last :meth:`step_ahead` and ``counts`` more of each row."""
         states, self._ahead = self._ahead, []
         if not states:
             return
@@ -182,7 +182,7 @@ class Penalties:
         )
 
     def _places_of(self, rows: tuple[int, ...], count: int) -> mx.array:
-        """Return which of these rows each of the logits is of, or -1; the last answer is kept."""
+        """Return the place in ``rows`` of each of ``count`` logits, or -1; the last result is cached."""
         if self._placed is None or self._placed[:2] != (rows, count):
             places = np.full(count, -1, np.int32)
             places[list(rows)] = np.arange(len(rows))
@@ -190,7 +190,7 @@ class Penalties:
         return self._placed[2]
 
     def _see(self, tokens: mx.array) -> None:
-        """One more token of each row, ``[R]``."""
+        """Add a token ``[R]`` to each row's history."""
         assert self._seen is not None
         words, counts, spans, penalties = self._seen
         token, slot = tokens.astype(mx.uint32)[:, None], spans[:, :1]
@@ -201,28 +201,28 @@ class Penalties:
         counts = mx.put_along_axis(counts, mx.broadcast_to(slot, count.shape), mx.where(_last(), 1, count), axis=2)
         if self._has_windows:
             contexts = mx.concatenate([spans[:, 1:4], mx.full(slot.shape, ALL, mx.int32)], axis=1)
-            first = slot - contexts.T[:, :, None]  # the entry that the windows leave behind
+            first = slot - contexts.T[:, :, None]  # the entry that leaves each window
             gone = mx.take_along_axis(mx.broadcast_to(words, counts.shape), mx.maximum(first, 0), axis=2)
             counts = counts - ((words == gone) & (first >= 0))
         self._seen = Histories(words, counts, spans + _step(), penalties)
 
     def _apply(self, logits: mx.array, indices: mx.array | None) -> mx.array:
-        """Logits ``[B, vocab]`` in float32, with the penalties of these rows ``[R]`` (all if None); a new array."""
+        """Return logits ``[B, vocab]`` float32 with penalties in these rows ``[R]`` (None: all), as a new array."""
         assert self._seen is not None
         words = self._seen.words
         if indices is None:
             return mx.put_along_axis(logits, words, self._penalised(mx.take_along_axis(logits, words, axis=1)), axis=1)
         rows = indices[:, None]
         picked = self._penalised(logits[rows, words])
-        changed = logits + 0.0  # assignment would change what was given
+        changed = logits + 0.0  # a copy: assignment would change the argument
         changed[rows, words] = picked
         return changed
 
     def _penalised(self, x: mx.array) -> mx.array:
-        """Logits of the entries' words ``[R, L]``, as the penalties make them."""
+        """Return the logits of the entries' words ``[R, L]`` with penalties."""
         assert self._seen is not None
         repetition, presence, frequency = self._seen.penalties[:, :3].T[:, :, None]
-        repeated, present, count, _ = self._seen.counts  # by one number each, MLX would gather them
+        repeated, present, count, _ = self._seen.counts  # indexing each with a number would be a gather
         x = mx.where(repeated > 0, mx.where(x > 0, x / repetition, x * repetition), x)
         x = mx.where(present > 0, x - presence, x)
         return x - frequency * count
@@ -230,7 +230,7 @@ class Penalties:
 
 @functools.cache
 def _last() -> mx.array:
-    """Return which of the counts says that an entry is its word's last, ``[4, 1, 1]``."""
+    """Return a mask ``[4, 1, 1]`` of the count that is 1 in the last entry of each word."""
     last = mx.array([False, False, False, True])[:, None, None]
     mx.eval(last)
     return last
@@ -245,13 +245,13 @@ def _step() -> mx.array:
 
 
 def _numbers(params: SamplingParams) -> list[float]:
-    """Return a row's penalties as :class:`Histories` has them; those that are off change nothing."""
+    """Return a row's penalties for :class:`Histories`, with neutral values for those that are off."""
     penalties = params.repetition_penalty or 1.0, params.presence_penalty or 0.0, params.frequency_penalty or 0.0
     return [*penalties, *[0.0] * (WIDTH - len(penalties))]
 
 
 def contexts_of(params: SamplingParams) -> tuple[int, int, int]:
-    """Return how many tokens count for each of the penalties. Those that are off need no more than the others."""
+    """Return the context size of each penalty, in tokens; one that is off gets the smallest of the others."""
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     sizes = (params.repetition_context_size, params.presence_context_size, params.frequency_context_size)
     used = [size or ALL for penalty, size in zip(penalties, sizes, strict=True) if penalty]
@@ -261,11 +261,11 @@ def contexts_of(params: SamplingParams) -> tuple[int, int, int]:
 
 
 def _enter(words: np.ndarray, counts: np.ndarray, params: SamplingParams, tokens: Sequence[int]) -> None:
-    """Return a row's entries, from the tokens it has seen."""
+    """Write a row's entries from the tokens it has seen."""
     contexts = contexts_of(params)
     last = list(tokens[-max(contexts) :])
     if not last:
-        return  # word 0, which it has seen 0 times
+        return  # entries stay word 0, seen 0 times
     words[:] = last[-1]
     words[: len(last)] = last
     for kind, context in enumerate(contexts):

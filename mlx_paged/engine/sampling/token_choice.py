@@ -1,4 +1,4 @@
-"""TokenChoice: from the logits of a decode step to a token of each row."""
+"""TokenChoice: chooses a token of each row from the logits of a decode step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .params import SamplingParams
 
 
 class Places(NamedTuple):
-    """Whose logits a step has, where rows do not come once each, in order.
+    """Rows and positions of a step's logits, if rows do not come once each, in order.
 
     Attributes:
-        rows: of the batch, ascending; those with processors of their own come once.
-        ahead: how many tokens behind its row's next one each stands.
+        rows: the batch's row of each of the logits, ascending; rows with processors of their own come once.
+        ahead: offset of each from its row's next position.
     """
 
     rows: list[int]
@@ -28,14 +28,14 @@ class Places(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a step chose.
+    """The tokens chosen in a step.
 
     Attributes:
-        step: the logits that it was chosen from.
-        tokens: of all rows, ``[B]``.
-        contexts: tokens that rows' own processors were given; to be computed with the step.
-        broken: rows whose processor or sampler raised, and what.
-        inputs: the tokens that the step was given, if they had to be read.
+        step: the logits that they were chosen from.
+        tokens: one for each of the logits, ``[T]``.
+        contexts: tokens passed to rows' own processors; to be computed with the step.
+        broken: errors of the rows' processors and samplers, by index of the logits.
+        inputs: the step's input tokens, if they had to be read; else empty.
     """
 
     step: StepLogits
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row of the batch; ``sampler`` and ``processors`` are what is called for it alone."""
+    """A row of the batch, its own sampler, and whether it has processors of its own; these are called for it alone."""
 
     request: Request
     sampler: Sampler | None
@@ -54,14 +54,14 @@ class _Row(NamedTuple):
 
 
 class TokenChoice:
-    """Samplers and processors that mlx-lm has made are computed for all rows together. Others are the caller's own:
-    they are called for their rows alone, and what they raise is those rows' failure.
+    """Chooses the tokens of a batch's rows. Samplers and processors made by mlx-lm are computed for all rows together.
+    The caller's own are called for their rows alone; if they raise, only those rows fail.
 
     Args:
-        upstream: of mlx-lm.
+        upstream: mlx-lm's classes and functions.
 
     Attributes:
-        vocab_size: of the model; None before its first step. The rows' parameters go with it.
+        vocab_size: of the model; None before its first step. The rows' parameters are checked against it.
     """
 
     def __init__(self, upstream: Upstream) -> None:
@@ -72,7 +72,7 @@ class TokenChoice:
         self.vocab_size: int | None = None
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Rows join at the end. Their tokens up to the next input are in their caches."""
+        """Append rows. Their caches hold their tokens up to the next input."""
         rows, sampled = [], []
         for request in requests:
             row, params = self._known(request)
@@ -80,7 +80,7 @@ class TokenChoice:
             if row.processors:
                 request.context = self.upstream.token_buffer(request.cached_tokens())
             history = request.cached_tokens() if params.has_penalties else []
-            position = request.num_generated + (request.logits is not None)  # one may be chosen and not delivered
+            position = request.num_generated + (request.logits is not None)  # one token may be chosen but not delivered
             sampled.append(SampledRow(params, history, position))
         self.sampler.add(sampled)
         self._rows = [*self._rows, *rows]
@@ -97,7 +97,7 @@ class TokenChoice:
         return _Row(request, request.sampler if chooses is None else None, changes is None), params
 
     def _usable(self, fields: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """None for what cannot be used: mlx-lm's own function, called for its row alone, says what it does not like."""
+        """Return the fields; None if invalid, so that mlx-lm's own function is called for its row and raises."""
         if fields is None:
             return None
         try:
@@ -109,7 +109,7 @@ class TokenChoice:
         return fields
 
     def keep(self, indices: Sequence[int]) -> None:
-        """All rows leave but these, ascending."""
+        """Drop all rows but these, ascending."""
         self._rows = [self._rows[index] for index in indices]
         self.sampler.keep(indices)
         self._is_together = None
@@ -127,8 +127,8 @@ class TokenChoice:
         return self._is_together
 
     def takes_drafts(self, request: Request) -> bool:
-        """Return whether the request's next token depends on nothing but the tokens before it and on chance: nothing of
-        the caller's own has to be called for each of them, in order."""
+        """Return whether several tokens of the request can be chosen in one step: it has no sampler or processors of
+        the caller's own, which would have to be called for each token in order."""
         if request.options.sampling is not None:
             return True
         if self._usable(self.upstream.known_sampler(request.sampler)) is None:
@@ -137,7 +137,7 @@ class TokenChoice:
 
     @property
     def only_compares(self) -> bool:
-        """Return whether the rows' tokens are chosen by comparing logits, and nothing of a caller's is asked."""
+        """Whether all tokens are chosen by comparing logits, without a sampler or processor of a caller's own."""
         return self._all_together and self.sampler.only_compares
 
     # Steps ----------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ class TokenChoice:
 
         Args:
             logits: of the step, ``[B, vocab]``, or ``[T, vocab]`` with ``places``.
-            inputs: the tokens that it was given, as many.
-            places: whose they are.
+            inputs: the step's input tokens, ``[B]`` or ``[T]``.
+            places: rows and positions of the logits; None: one per row, in order.
         """
         if self.vocab_size != logits.shape[-1]:
             self._learn(logits.shape[-1])
@@ -163,7 +163,7 @@ class TokenChoice:
         return Choice(step, self._sample(rows, places, logits, step, broken), contexts, broken, [])
 
     def _learn(self, vocab_size: int) -> None:
-        """Take the size of the vocabulary, known since the first step; what was assumed before may be unusable."""
+        """Set the vocabulary size, known since the first step, and check the rows' parameters against it."""
         self.vocab_size = vocab_size
         requests = [row.request for row in self._rows]
         self.clear()
@@ -172,7 +172,7 @@ class TokenChoice:
     def _process(
         self, rows: Sequence[_Row], logits: mx.array, inputs: mx.array, broken: dict[int, Exception]
     ) -> tuple[mx.array, list[mx.array]]:
-        """Logits after the rows' own processors, and what these were given."""
+        """Return the logits after the rows' own processors, and the tokens passed to these."""
         contexts: list[mx.array] = []
         if not any(row.processors for row in rows):
             return logits, contexts
@@ -201,7 +201,7 @@ class TokenChoice:
         step: StepLogits,
         broken: dict[int, Exception],
     ) -> mx.array:
-        """Return a token from each of the logits: together, but for one call of each sampler of rows' own."""
+        """Return a token from each of the logits, chosen together except in rows with a sampler of their own."""
         groups: dict[int, tuple[Sampler | None, list[int]]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(id(row.sampler), (row.sampler, []))[1].append(index)
@@ -213,7 +213,7 @@ class TokenChoice:
         order, found = [], []
         for sampler, part in groups.values():
             order += part
-            if sampler is not None:  # for one row each, as in mlx-lm: not every sampler takes several
+            if sampler is not None:  # one row per call, as in mlx-lm: not every sampler takes several
                 found += [self._call(sampler, step, [index], broken) for index in part]
             elif places is None:
                 found.append(self.sampler.sample(logits[mx.array(part)], part))
@@ -236,7 +236,7 @@ class TokenChoice:
 
 
 def _check_result(what: str, result: Any, shape: tuple[int, ...], kind: mx.DtypeCategory) -> None:
-    """Raise TypeError or ValueError for what a sampler or a processor of the caller's must not return."""
+    """Raise TypeError or ValueError if a caller's sampler or processor returned the wrong type, shape or dtype."""
     if not isinstance(result, mx.array):
         raise TypeError(f"a {what} must return an mx.array, got {type(result).__name__}")
     if result.shape != shape or not mx.issubdtype(result.dtype, kind):
