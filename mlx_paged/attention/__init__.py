@@ -1,1 +1,1 @@
-"""Attention over block tables: which path it takes, and the gathering path."""
+"""Attention over block tables: the choice of a path, and the gather path."""

@@ -1,4 +1,4 @@
-"""attend(): attention of new queries over the blocks of their sequences; says which path it took."""
+"""attend(): attention of new queries over their sequences' blocks; records which path was taken."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from ..kv.storage.choice import kernel_unsupported_reason, prefill_path, prefill
 from . import gather
 from .gather import causal_mask
 
-# Where MLX's attention prepares a plan for each new shape (docs/adr/0010), the kernel takes up to so many new tokens of
-# a sequence, and so many of them times its length: it reads the context again for each.
+# On CUDA, where MLX's attention prepares a plan for each new shape (docs/adr/0010), the decode kernel takes up to
+# MOST_FEW_TOKENS new tokens per sequence, if their number times the sequence's length is at most MOST_READS: it reads
+# the context again for each of them.
 MOST_FEW_TOKENS = 64
 MOST_READS = 1 << 18
 
@@ -33,8 +34,8 @@ class Dispatch(NamedTuple):
 
     Attributes:
         path: "prefill" (fresh keys and values only, nothing read from the pool), "kernel" (the fused kernel), "gather"
-            (gather-then-SDPA), "apart" (a pack, sequence by sequence: for each of them another path follows).
-        reason: why this path.
+            (gather-then-SDPA), "apart" (a pack, sequence by sequence; the path of each sequence is recorded after it).
+        reason: why this path was taken.
     """
 
     path: str
@@ -67,7 +68,7 @@ _KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
 _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
 _KERNEL_PACK = Dispatch("kernel", "several sequences' new tokens")
 _KERNEL_PROMPT = Dispatch("kernel", "several new tokens after a prefix")
-_GATHERS: dict[str, Dispatch] = {}  # by reason: in a decode step the host counts
+_GATHERS: dict[str, Dispatch] = {}  # by reason; made once, since the host's time limits decode steps
 
 
 def record(choice: Dispatch, times: int = 1) -> None:
@@ -83,7 +84,7 @@ def record_compiled(num_layers: int) -> None:
 
 
 def record_gather(kv: PoolLayer) -> None:
-    """Count attention over arrays that were read from a layer, whoever attends."""
+    """Count attention over arrays that were read from a layer, here or by the model's own code."""
     reason = kv.group.storage_reason
     record(_GATHERS.get(reason) or _GATHERS.setdefault(reason, Dispatch("gather", reason)))
 
@@ -99,25 +100,27 @@ def attend(
     is_written: bool = False,
     as_rows: bool = False,
 ) -> mx.array:
-    """Write the new tokens of B sequences, unless they are written, and attend from them over what each sees, itself
-    included. By one kernel for all, by one that also writes where each sequence has one token, or by MLX's attention.
+    """Write the new tokens of B sequences, unless they are written already, and attend from each token over the tokens
+    it sees, itself included.
+
+    Uses one kernel for all sequences, which also writes if each has one new token, or else MLX's attention.
 
     Args:
-        q: ``[B, n_q_heads, n, head_dim]`` for n new tokens of each sequence, or, where they have different numbers of
-            them, T in all, ``[T, n_q_heads, 1, head_dim]``.
+        q: ``[B, n_q_heads, n, head_dim]`` if each sequence has n new tokens; ``[T, n_q_heads, 1, head_dim]``, for T
+            tokens in all, if their numbers differ.
         new: the new keys ``[B, n_kv_heads, n, head_dim]`` or ``[T, n_kv_heads, 1, head_dim]`` and values, accepted by
-            :meth:`PoolLayer.set_geometry`; None if they are written and not at hand.
-        kv, tables: where they go; the positions are reserved.
-        step: of these tables.
-        params: of a sequence alone its mask is over the visible keys; of several there is none.
-        is_written: the new tokens are written.
-        as_rows: take the kernel of decode steps for tokens that are few behind long contexts.
+            :meth:`PoolLayer.set_geometry`; None if they are written and the caller does not have them.
+        kv, tables: the layer, and the sequences' tables, with positions reserved for the tokens.
+        step: the step of these tables.
+        params: for one sequence the mask is over the visible keys; for several it is None.
+        is_written: the new tokens are written already.
+        as_rows: use the decode kernel, for few new tokens after long contexts.
 
     Returns:
-        Like q, with the values' head size.
+        The output, shaped like q but with the values' head size.
 
     Raises:
-        GeometryError: the queries are not those of the step.
+        GeometryError: q does not match the step's numbers of tokens and sequences.
     """
     shape = q.shape
     if len(shape) != 4 or shape[0] * shape[2] != step.num_tokens or shape[0] not in (len(tables), step.num_tokens):
@@ -145,8 +148,8 @@ def attend(
 def attend_over_arrays(
     q: mx.array, seen: tuple[mx.array, mx.array], kv: PoolLayer, params: AttentionParams
 ) -> mx.array:
-    """Attend from one new token of a sequence over what it sees, read from functional storage: what :func:`attend`
-    comes to."""
+    """Attend from one new token of a sequence over keys and values read from functional storage, as :func:`attend`
+    does for such a token."""
     record_gather(kv)
     return gather.attend_alone(q, seen, kv, params)
 
@@ -159,9 +162,9 @@ def _attend_one(
     step: Step,
     params: AttentionParams,
 ) -> mx.array:
-    """Attend from several new tokens of one sequence, which are written: over them alone if there is no prefix."""
+    """Attend from the new tokens of one sequence, which are written; over these alone if there is no prefix."""
     group, table = kv.group, tables[0]
-    # What quantised pages hold is what everybody else is going to see of these tokens.
+    # With quantised pages, attend over what the pages hold: later tokens and other sequences will see the same.
     fresh = new is not None and table.num_visible == q.shape[2] and not group.is_quantized
     if fresh and prepares_plans():
         fresh = _unsupported_reason(q, group, table.length, params) is not None
@@ -188,9 +191,10 @@ def _attend_rows(
     params: AttentionParams,
     unsupported: str | None = None,
 ) -> mx.array:
-    """Attend from the same number of tokens of each sequence by the kernel of decode steps, or over gathered arrays;
-    ``append``: keys and values of the step that are not written yet; ``unsupported``: why no kernel serves, if that is
-    known."""
+    """Attend from the same number of tokens of each sequence, by the decode kernel or over gathered arrays.
+
+    ``append``: keys and values of the step that are not written yet. ``unsupported``: why no kernel serves, if known.
+    """
     if unsupported is None:
         attended, unsupported = _attend_by_decode_kernel(q, append, kv, tables, step, params)
         if attended is not None:
@@ -209,8 +213,8 @@ def _attend_by_decode_kernel(
     step: Step,
     params: AttentionParams,
 ) -> tuple[mx.array | None, str]:
-    """Attend by the kernel of decode steps, prepared once for all layers that attend alike; None, and why, where it
-    does not serve."""
+    """Attend by the decode kernel, prepared once for all layers with the same parameters; return None and the reason if
+    the kernel does not serve."""
     shape, (scale, mask, window, softcap, sinks, latent) = q.shape, params
     key = shape, q.dtype, scale, window, softcap, sinks is None, latent, append is None
     launch = None if mask is not None and _has_other_mask(params) else step.decode_launches.get(key)
@@ -225,7 +229,7 @@ def _attend_by_decode_kernel(
             launch = kv.storage.prepare_decode(q, tables, step, seen, appends=append is not None)
             step.decode_launches[key] = launch
         attended = kv.storage.decode(launch, q, sinks, append)
-    except KernelUnavailable as error:  # a text that this call needed first; nothing of the layer was launched
+    except KernelUnavailable as error:  # a kernel that this call was the first to need; nothing was launched
         step.decode_launches.clear()
         unsupported = kv.group.unsupported[params.heads(shape[1])] = f"the kernel is off: {error}"
         return None, unsupported
@@ -242,8 +246,7 @@ def _attend_pack(
     params: AttentionParams,
     as_rows: bool,
 ) -> mx.array:
-    """Attend from several sequences' new tokens, which are written: in one kernel for all of them, or for one after the
-    other."""
+    """Attend from several sequences' new tokens, which are written: in one launch, or one sequence after the other."""
     params = params._replace(window=_seen(kv, params))
     if as_rows:
         attended, _ = _attend_by_decode_kernel(q, None, kv, tables, step, params)
@@ -266,8 +269,8 @@ def _attend_pack(
 def _attend_prompts(
     q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], step: Step, params: AttentionParams
 ) -> tuple[mx.array | None, str]:
-    """Attend from ``[T, n_q_heads, 1, head_dim]`` over what is written, in one launch; None, and why, where the kernel
-    does not serve, or MLX's attention is faster for each of the sequences."""
+    """Attend from ``[T, n_q_heads, 1, head_dim]`` over the written tokens in one launch of the prefill kernel; return
+    None and the reason if it does not serve, or if MLX's attention is faster for each sequence."""
     group, heads = kv.group, params.heads(q.shape[1])
     unsupported = _packed_unsupported_reason(q, group, params)
     if unsupported is not None:
@@ -285,14 +288,14 @@ def _attend_prompts(
 
 
 def serves_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
-    """Return whether a kernel attends over a layer's latents, from so many query heads and for one new token per
-    sequence."""
+    """Return whether the decode kernel attends over a layer's latents with ``num_q_heads`` query heads, for one new
+    token per sequence."""
     group = pool.layer(layer).group
     return group.in_place and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
 
 
 def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.array | str:
-    """Return the mask of the table's last tokens over its visible ones."""
+    """Return the mask of the table's last ``num_tokens`` tokens over its visible ones."""
     before = table.num_visible - num_tokens
     if window is None or not window.first_seen(before + num_tokens - 1):
         return "causal"
@@ -300,14 +303,14 @@ def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.ar
 
 
 def _seen(kv: PoolLayer, params: AttentionParams) -> Window | None:
-    """Return what a query sees: the layer's window, or a narrower one."""
+    """Return the window of the queries: the layer's, or that of the parameters if it is narrower."""
     if kv.sees is None or (params.window is not None and params.window.size < kv.sees.size):
         return params.window
     return kv.sees
 
 
 def _packed_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionParams) -> str | None:
-    """Why the kernel for several sequences' new tokens cannot serve this call, or None."""
+    """Return why the prefill kernel cannot serve this call, or None."""
     if not group.in_place:
         return group.storage_reason
     why = _dtype_unsupported_reason(q, group, params)
@@ -329,7 +332,7 @@ def _dtype_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionP
 
 
 def _unsupported_reason(q: mx.array, group: BlockGroup, longest: int, params: AttentionParams) -> str | None:
-    """Why the kernel cannot serve this call, or None."""
+    """Return why the decode kernel cannot serve this call, or None."""
     _, num_q_heads, q_len, _ = q.shape
     if q_len > MAX_QUERY_LENGTH and not (
         q_len <= MOST_FEW_TOKENS and q_len * longest <= MOST_READS and prepares_plans()
@@ -343,12 +346,12 @@ def _unsupported_reason(q: mx.array, group: BlockGroup, longest: int, params: At
 
 
 def _has_other_mask(params: AttentionParams) -> bool:
-    """Return whether the mask says something that kernels are not told."""
+    """Return whether the mask is more than causality and a window, which is all that kernels support."""
     return params.window is None and isinstance(params.mask, mx.array)
 
 
 def _heads_unsupported_reason(group: BlockGroup, heads: QueryHeads) -> str | None:
-    """Why the kernel cannot serve such queries over the group's blocks, or None."""
+    """Return why the decode kernel cannot serve such queries over the group's blocks, or None."""
     try:
         return group.unsupported[heads]
     except KeyError:

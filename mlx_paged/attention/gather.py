@@ -19,8 +19,8 @@ from ..kv.storage.functional import FunctionalStorage
 
 
 def causal_mask(num_tokens: int, offset: int = 0, window: Window | None = None) -> mx.array:
-    """Boolean mask ``[num_tokens, offset + num_tokens]``: query i, at position ``offset + i``, sees positions up to
-    its own, with a window from the first one on that this shows it. Positions count from what is visible."""
+    """Return the boolean mask ``[num_tokens, offset + num_tokens]``: query i, at position ``offset + i``, sees the
+    positions up to its own, and with a window only those inside it. Positions count from the first visible token."""
     keys = mx.arange(offset + num_tokens)[None]
     queries = mx.arange(offset, offset + num_tokens)[:, None]
     mask = queries >= keys
@@ -30,10 +30,10 @@ def causal_mask(num_tokens: int, offset: int = 0, window: Window | None = None) 
 
 
 def window_under(group: LayerGroup, size: int | None) -> Window | None:
-    """Return what a token sees under a mask that slides over ``size`` tokens; None: under the group's own.
+    """Return a token's window under a sliding mask of ``size`` tokens, or the group's own window if ``size`` is None.
 
     Raises:
-        GeometryError: tokens see chunks, and the mask is of another size.
+        GeometryError: the group's windows are chunks, and the mask has another size.
     """
     if size is None or size == group.window:
         return group.sees
@@ -42,10 +42,11 @@ def window_under(group: LayerGroup, size: int | None) -> Window | None:
     return Window(size)
 
 
-# Keys and values of a row of up to so many bytes are copied faster than a row's operations are launched. Then the
-# fewest rows for which that pays, and how many bytes are gathered at a time.
+# A row whose keys and values take up to SHORT_BYTES is copied faster than its operations are launched. Reading rows
+# together pays from FEWEST_TOGETHER rows on; at most MOST_BYTES_TOGETHER are gathered at a time.
 SHORT_BYTES, FEWEST_TOGETHER, MOST_BYTES_TOGETHER = 1 << 17, 2, 1 << 24
-# Rows of several lengths: what finding a key and a value takes, and what a part's operations do, in bytes copied.
+# Costs for rows of several lengths, as the bytes that could be copied meanwhile: to look up a key and its value, and to
+# run the operations of one part.
 PAIR_BYTES, PART_BYTES = 1 << 8, 3 << 16
 
 
@@ -55,9 +56,9 @@ def attention(
     v: mx.array,
     params: AttentionParams,
 ) -> mx.array:
-    """MLX's attention, of q ``[B, n_q_heads, q_len, head_dim]`` over k, v ``[B, n_kv_heads, n, head_dim]``.
+    """Compute MLX's attention of q ``[B, n_q_heads, q_len, head_dim]`` over k, v ``[B, n_kv_heads, n, head_dim]``.
 
-    With a soft cap, which MLX's does not have, it is spelled out: scores ``softcap * tanh(q k^T scale / softcap)``.
+    A soft cap, which MLX's function lacks, is computed explicitly: scores ``softcap * tanh(q k^T scale / softcap)``.
     """
     scale, mask, _, softcap, sinks, latent = params
     if latent:
@@ -85,8 +86,8 @@ def attention(
 def _latent_attention(
     q: mx.array, latents: mx.array, rotated: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array:
-    """Attend as mlx-lm's modules do for one token: the scores of what is rotated are the mask of attention over
-    latents."""
+    """Attend as mlx-lm's MLA modules do for one token: the scores of the rotated part become the additive mask of
+    attention over latents."""
     rank, q_len, length = latents.shape[3], q.shape[2], latents.shape[2]
     scores = (q[..., rank:] * scale) @ rotated.swapaxes(-1, -2)
     if isinstance(mask, str):
@@ -104,14 +105,14 @@ def gather_attention(
     params: AttentionParams,
     step: Step,
 ) -> mx.array:
-    """Attention of the last tokens of each sequence over all its visible tokens: one SDPA call per sequence, or
-    operations for short ones together, which give the same bits.
+    """Attend from the last tokens of each sequence over all its visible tokens: one SDPA call per sequence, or
+    operations for several short sequences together, with the same bits.
 
     Args:
         q: ``[B, n_q_heads, q_len, head_dim]``; the queries are the last ``q_len`` tokens of each sequence.
-        kv, tables: where the keys and values lie, those of the queries included.
-        params: its mask is over the visible tokens.
-        step: of these tables.
+        kv, tables: the layer and the tables that hold keys and values, those of the queries included.
+        params: the mask is over the visible tokens.
+        step: the step of these tables.
 
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
@@ -134,7 +135,7 @@ def gather_attention(
     else:
         parts = _parts(kv, tables, step) if is_plain else [[row] for row in range(len(tables))]
         output = _attend_by_function(q, kv, tables, params, step, parts)
-    if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
+    if q.shape[2] == 1:  # a prefill's result may never be used: waiting for it would compute it
         kv.note_read(output)
     return output
 
@@ -147,7 +148,7 @@ def _attend_by_function(
     step: Step,
     parts: Sequence[list[int]],
 ) -> mx.array:
-    """Attention by one call of MLX's function for each part of the rows."""
+    """Attend with one call of MLX's function for each part of the rows."""
     outputs: list[mx.array] = []
     for rows in parts:
         if len(rows) > 1:
@@ -161,25 +162,25 @@ def _attend_by_function(
 
 
 def reads_together(num_rows: int, keys: mx.array, values: mx.array) -> bool:
-    """Return whether :func:`gather_attention` reads rows of one length as these arrays hold them, all at once."""
+    """Return whether :func:`gather_attention` would read rows of equal length, as in these arrays, all at once."""
     nbytes = keys.nbytes + values.nbytes
     return num_rows >= FEWEST_TOGETHER and nbytes <= min(num_rows * SHORT_BYTES, MOST_BYTES_TOGETHER)
 
 
 def attend_alone(q: mx.array, seen: tuple[mx.array, mx.array], kv: PoolLayer, params: AttentionParams) -> mx.array:
-    """Attention of the last tokens of one sequence over all its visible tokens, read from a layer."""
+    """Attend from the last tokens of one sequence over all its visible tokens, read from a layer."""
     output = attention(q, *seen, params)
-    if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
+    if q.shape[2] == 1:  # a prefill's result may never be used: waiting for it would compute it
         kv.note_read(output)
     return output
 
 
 def _attend_in_parts(q: mx.array, kv: PoolLayer, params: AttentionParams, parts: RowsInParts) -> mx.array:
-    """Attention of rows with one new token each, by the operations that MLX's attention function is on a CPU: the bits
-    are the same.
+    """Attend from rows with one new token each, by the operations that MLX's attention function runs on a CPU, with the
+    same bits.
 
-    An operation costs as much as the products of a short row. Here parts share those before and after, and most of
-    the reads, and 3 are left of 20 or more for each.
+    An operation costs as much as the products of a short row. Parts share the operations before and after the products
+    and most reads, which leaves 3 operations per part instead of 20 or more.
     """
     storage = kv.storage
     assert isinstance(storage, FunctionalStorage)
@@ -204,8 +205,8 @@ def _attend_in_parts(q: mx.array, kv: PoolLayer, params: AttentionParams, parts:
 
 
 def _attend_padded(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None) -> mx.array:
-    """Attention of rows with one new token each, of a KV head's queries by one product. Call it only where
-    :func:`_is_exact_together` has found the bits to be those of MLX's attention function."""
+    """Attend from rows with one new token each, with one product for all queries of a KV head. Call it only where
+    :func:`_is_exact_together` has found the bits to equal those of MLX's attention function."""
     batch, num_heads, _, head_dim = q.shape
     scores = (q * scale).reshape(batch, k.shape[1], -1, head_dim) @ k.swapaxes(-1, -2)
     if mask is not None:
@@ -215,8 +216,8 @@ def _attend_padded(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx
 
 @functools.cache
 def _is_exact(dtype: mx.Dtype, groups: int, k_dim: int, v_dim: int) -> bool:
-    """Return whether rows that are padded and attend together get the bits that each gets alone. They do where sums are
-    made one after the other, as on x86: weights of zero change none. Other builds of MLX add several at a time."""
+    """Return whether padded rows computed together get the same bits as each row alone. They do where MLX adds terms
+    one by one, as on x86: weights of zero change no sum. Other builds of MLX add several terms at a time."""
     lengths, noise = (1, 6, 37, 64, 171), np.random.default_rng(0)
     longest, num_kv_heads = max(lengths), 2
 
@@ -237,7 +238,7 @@ def _is_exact(dtype: mx.Dtype, groups: int, k_dim: int, v_dim: int) -> bool:
 
 
 def _padding_mask(lengths: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """Return what hides the padding of rows, to be added to scores: ``[B, 1, 1, n]``."""
+    """Return the mask that hides the padding of rows, ``[B, 1, 1, n]``, to be added to scores."""
     columns = np.arange(max(lengths))
     pads = max(lengths) - np.array(lengths)
     return mx.array(np.where(columns >= pads[:, None, None, None], np.float32(0), np.float32(-np.inf)), dtype)
@@ -246,8 +247,8 @@ def _padding_mask(lengths: Sequence[int], dtype: mx.Dtype) -> mx.array:
 def _reading(
     q: mx.array, kv: PoolLayer, storage: Storage, tables: Sequence[BlockTable], step: Step
 ) -> RowsTogether | RowsInParts | None:
-    """Return how rows with one new token each are read, found once for all layers of a group; None where MLX's
-    attention function is more than operations on them, or is called once."""
+    """Return how to read rows with one new token each, found once for all layers of a group. None if MLX's attention
+    function is called instead: storage is not functional, the device is a GPU, or one call serves all rows."""
     if not isinstance(storage, FunctionalStorage) or mx.default_device().type != mx.DeviceType.cpu:
         return None
     parts = _parts(kv, tables, step)
@@ -261,7 +262,7 @@ def _reading(
 
 
 def _pays_together(geometry: Geometry, tables: Sequence[BlockTable], parts: Sequence[list[int]]) -> bool:
-    """Return whether copies of all rows, padded to the longest, take less than the operations of parts."""
+    """Return whether copying all rows, padded to the longest, costs less than the operations of parts."""
     if len(parts) == 1:
         return True
     heads, k_dim, v_dim, dtype, _ = geometry
@@ -276,15 +277,15 @@ def _is_exact_together(q: mx.array, geometry: Geometry) -> bool:
 
 
 def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], parts: Sequence[list[int]]) -> RowsInParts:
-    """Return where the parts are read: a row alone in the pool if its blocks follow each other, else in an array of the
-    blocks of as many rows as may be gathered at a time."""
+    """Return where to read the parts. A single row is read from the pool if its blocks are consecutive, else from an
+    array of gathered blocks, of up to MOST_BYTES_TOGETHER, which rows share."""
     geometry, size = storage.geometry, storage.block_size
     block_bytes = size * geometry.num_kv_heads * (geometry.k_head_dim + geometry.v_head_dim) * geometry.dtype.size
     views: list[tuple[list[int], list[int], list[int]]] = []  # rows, edges, blocks (none: the pool)
     alone = [rows[0] for rows in parts if len(rows) == 1]
     places = sorted((place, row) for row in alone if (place := storage.place_of(tables[row])) is not None)
     for (start, end), row in places:
-        if not views or start < views[-1][1][-1]:  # of blocks that rows share to the last
+        if not views or start < views[-1][1][-1]:  # overlaps the row before it: they share blocks
             views.append(([], [], []))
         views[-1][0].append(row)
         views[-1][1].extend((start, end))
@@ -314,7 +315,7 @@ def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], parts: Seq
 
 
 def _parts(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[list[int]]:
-    """Return which rows of a decode step share operations; found once for all layers of a group."""
+    """Return the rows of a decode step that share operations, part by part; found once for all layers of a group."""
     if step.parts is not None:
         return step.parts
     if kv.in_place:
@@ -335,7 +336,7 @@ def _parts(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[list
 
 
 def _columns(tables: Sequence[BlockTable], rows: Sequence[int], step: Step) -> Columns:
-    """Return what is read of some rows of one length; made once for all layers of a group."""
+    """Return the columns to read for rows of equal length, made once for all layers of a group."""
     key = tuple(rows)
     columns = step.columns.get(key)
     if columns is None:

@@ -1,7 +1,7 @@
-"""Attention from prompts' new tokens over the keys and values that latents stand for (MLA), of a whole pack at a time.
+"""Attention of prompts' new tokens over keys and values expanded from latents (MLA), for a whole pack at a time.
 
-A layer's blocks are gathered once for all sequences of the pack, latents as they are, and keys and values of heads are
-made of them for as many heads at a time as memory allows.
+A layer's latents are gathered once for all sequences of the pack; keys and values are expanded from them for as many
+heads at a time as memory allows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..kv.storage.choice import latent_prefill_unsupported_reason
 from . import dispatch
 from .dispatch import Dispatch
 
-# Of the keys and values that a layer has at a time. Those of 128 heads of DeepSeek V3 for 6,500 tokens.
+# Most bytes of expanded keys and values at a time: DeepSeek V3's 128 heads for 8,192 tokens.
 MOST_BYTES = 512 << 20
 KERNEL = Dispatch("kernel", "prompts over what latents stand for")
 
-# From latents [1, 1, slots, rank] and some heads to their keys, the part that is not rotated, and their values, each
+# Expands latents [1, 1, slots, rank] for a slice of heads to keys, without their rotated part, and values, each
 # [1, n_heads, slots, dim].
 Expand = Callable[[mx.array, slice], tuple[mx.array, mx.array]]
 
 
 def serves(heads: LatentHeads, dtype: mx.Dtype, pool: BlockPool, layer: int) -> bool:
-    """Return whether a kernel attends over the keys and values of a layer's latents, for several new tokens of
-    sequences and queries of this dtype."""
+    """Return whether a kernel attends over keys and values expanded from a layer's latents, for several new tokens per
+    sequence and queries of this dtype."""
     group = pool.layer(layer).group
     if not group.in_place or group.geometry is None or group.geometry.dtype != dtype:
         return False
@@ -59,16 +59,16 @@ def attend(
     scale: float,
     expand: Expand,
 ) -> mx.array:
-    """Causal attention of the tokens of a step, whose latents are written. Only where :func:`serves` says so.
+    """Compute causal attention of a step's tokens, whose latents are written. Call it only if :func:`serves` is true.
 
     Args:
-        nope: part of the queries that is not rotated, ``[T, n_heads, 1, head_dim - rope]``.
-        rope: part that is, ``[T, n_heads, 1, rope]``.
+        nope: the queries without their rotated part, ``[T, n_heads, 1, head_dim - rope]``.
+        rope: their rotated part, ``[T, n_heads, 1, rope]``.
         pool, layer, tables: where the latents were written.
-        step: of these tables.
-        heads: their number and sizes.
+        step: the step of these tables.
+        heads: number and sizes of the heads.
         scale: factor on the scores.
-        expand: makes keys and values.
+        expand: makes keys and values from latents.
 
     Returns:
         ``[T, n_heads, 1, value_dim]``.
@@ -95,7 +95,7 @@ def attend(
         keys, values = expand(latents, part)
         queries = mx.concatenate([nope[:, part], rope[:, part]], axis=-1)
         outputs.append(launch(queries, keys, values, rotated))
-        if together < heads.num_heads:  # the keys and values of two pieces are alive at most
+        if together < heads.num_heads:  # keeps the keys and values of at most two pieces alive
             mx.async_eval(outputs[-1])
             mx.eval(outputs[-2:-1])
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)

@@ -18,8 +18,8 @@ class BlockAllocator:
     """
 
     def __init__(self) -> None:
-        self._refcounts: list[int] = [0]  # the same list for ever
-        # Return a block's reference count; 0 if it is free. Asked for each row in each step.
+        self._refcounts: list[int] = [0]  # never replaced: `refcount` is bound to it
+        # Returns a block's reference count, 0 if it is free. A bound method, as each row calls it in each step.
         self.refcount: Callable[[int], int] = self._refcounts.__getitem__
         self._free: list[int] = []
         self._num_shared = 0
@@ -27,7 +27,7 @@ class BlockAllocator:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks known, the null block included."""
+        """Blocks that exist, the null block included."""
         return len(self._refcounts)
 
     @property
@@ -37,7 +37,7 @@ class BlockAllocator:
 
     @property
     def num_live(self) -> int:
-        """Blocks that something holds."""
+        """Blocks with at least one reference."""
         return len(self._refcounts) - 1 - len(self._free)
 
     @property
@@ -46,27 +46,27 @@ class BlockAllocator:
         return self._num_shared
 
     def grow(self, num_blocks: int) -> None:
-        """Make ids up to ``num_blocks - 1`` known; the new ones are free."""
+        """Add ids up to ``num_blocks - 1``, as free blocks."""
         first = len(self._refcounts)
         self._refcounts.extend([0] * (num_blocks - first))
         for block_id in range(first, num_blocks):
             heapq.heappush(self._free, block_id)
 
     def shrink(self) -> None:
-        """Forget the free blocks behind the last one held."""
+        """Drop the free ids after the last block that is held."""
         last = next((b for b in range(len(self._refcounts) - 1, 0, -1) if self._refcounts[b]), 0)
         self.renumber({}, last + 1)
 
     def moves(self, num_blocks: int) -> dict[int, int]:
-        """Return where the blocks held from id ``num_blocks`` on can go so that so many ids are enough: free ones,
-        lowest first. Raises BlockStateError if more blocks are held."""
+        """Map each block held from id ``num_blocks`` on to a free id below it, lowest first, so that ``num_blocks`` ids
+        are enough. Raises BlockStateError if more blocks are held."""
         if num_blocks <= self.num_live:
             raise BlockStateError(f"{self.num_live} blocks are held, {num_blocks - 1} would be left")
         sources = [b for b in range(num_blocks, len(self._refcounts)) if self._refcounts[b]]
         return dict(zip(sources, heapq.nsmallest(len(sources), self._free), strict=True))
 
     def renumber(self, moves: Mapping[int, int], num_blocks: int) -> None:
-        """Give blocks other, free ids, with all their references, and forget the ids from ``num_blocks`` on."""
+        """Move blocks to free ids, with all their references, and drop the ids from ``num_blocks`` on."""
         for source, target in moves.items():
             self._refcounts[target], self._refcounts[source] = self._refcounts[source], 0
         del self._refcounts[num_blocks:]

@@ -11,8 +11,8 @@ _uids = count()
 
 
 class Segment(NamedTuple):
-    """A run of tokens to write: ``num_tokens`` from token ``source`` of the new keys into consecutive slots from
-    ``slot`` on, those of block after block."""
+    """A run of tokens to write: ``num_tokens`` of the new keys, from token ``source`` on, into consecutive slots from
+    ``slot`` on. It may span blocks with consecutive ids."""
 
     slot: int
     num_tokens: int
@@ -29,10 +29,10 @@ class BlockTable:
         length: tokens reserved so far (positions ``0 .. length - 1``).
         logical_start: first position that is still visible.
         released: the table has given its blocks back and must not be used.
-        uid: no other table of the process has it.
-        owner: known to the pool that made it; None of a table that no pool looks after.
+        uid: unique in the process.
+        owner: object that identifies the pool that made the table; None for a table that no pool manages.
         version: rises whenever ``block_ids`` changes.
-        indices: what a storage has made of ``block_ids``, by what it is, for all layers of a step.
+        indices: what storages have derived from ``block_ids``, shared by all layers of a step.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class BlockTable:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks really held (null blocks not counted)."""
+        """Blocks held, not counting null blocks."""
         return len(self.block_ids) - self.block_ids.count(NULL_BLOCK)
 
     @property
@@ -76,7 +76,7 @@ class BlockTable:
         return self.length - self.logical_start
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` more tokens need beyond those the table has."""
+        """Return how many blocks ``num_tokens`` more tokens need beyond those the table has."""
         return max(0, -(-(self.length + num_tokens) // self.block_size) - len(self.block_ids))
 
     def behind(self, start: int) -> slice:
@@ -85,7 +85,7 @@ class BlockTable:
         return slice(first, max(first, start // self.block_size))
 
     def tail_segments(self, num_tokens: int) -> list[Segment]:
-        """Return how the last ``num_tokens`` positions lie in blocks: a run for blocks that follow one another."""
+        """Return the segments of the last ``num_tokens`` positions: one for each run of consecutive block ids."""
         cached = self._segments.get((self.length, num_tokens))
         if cached is not None:
             return cached
@@ -107,7 +107,7 @@ class BlockTable:
         return segments
 
     def is_consecutive(self, first: int, last: int) -> bool:
-        """Return whether ``block_ids[first:last]`` follow one another."""
+        """Return whether the ids ``block_ids[first:last]`` are consecutive."""
         known = self._consecutive.get((first, last))
         if known is None:
             ids = self.block_ids
@@ -115,7 +115,7 @@ class BlockTable:
         return known
 
     def forget_indices(self) -> None:
-        """Drop what was made of ``block_ids``; called whenever ``block_ids`` changes."""
+        """Drop everything derived from ``block_ids``; called whenever ``block_ids`` changes."""
         self.version += 1
         self.indices.clear()
         self._segments.clear()

@@ -14,12 +14,11 @@ class Append(NamedTuple):
     """Tokens to append to a sequence.
 
     Attributes:
-        tables: one for each group; None: it holds nothing yet.
-        num_tokens: to append.
+        tables: one per group; None if the sequence holds nothing yet.
+        num_tokens: tokens to append.
         forked: the tables stay as they are, and a fork of them takes the tokens.
-        held_alone: blocks of each group that only a prefix cache holds now, and that the sequence takes over; () if
-            there are none.
-        num_cached: tokens in those blocks, before those to append.
+        held_alone: blocks of each group that only a prefix cache holds and that the sequence will adopt; () if none.
+        num_cached: tokens in those blocks, which come before the tokens to append.
     """
 
     tables: Sequence[BlockTable] | None
@@ -33,14 +32,14 @@ Growth = Iterable[Append | tuple[Sequence[BlockTable] | None, int]]
 
 
 class PoolBudget:
-    """Counts blocks that appends need, and blocks that can be had for them: free in any group, since groups make room
-    for each other, not made yet, or held by prefix caches alone.
+    """The blocks that appends need, against those available: free in any group (groups make room for each other), not
+    allocated yet, or held by prefix caches alone.
 
-    A sequence that :meth:`holds` accepts can always go on once it is alone: of what it takes nothing is left out there.
+    A sequence that :meth:`holds` accepts can always continue once it runs alone: all that it takes is counted there.
 
     Args:
-        pool: of the sequences. Its geometry must be known, or everything fits.
-        chunk: most tokens appended at a time to a sequence: a sliding window holds no more than itself and a chunk.
+        pool: the pool of the sequences. Until its geometry is known, everything fits.
+        chunk: most tokens appended to a sequence at a time: a sliding window holds no more than itself and a chunk.
     """
 
     def __init__(self, pool: BlockPool, *, chunk: int) -> None:
@@ -48,15 +47,15 @@ class PoolBudget:
         self.chunk = chunk
 
     def holds(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> bool:
-        """Return whether a sequence of so many tokens fits the whole budget, with nothing else in the pool; with
-        ``tables``, so many tokens behind those that these hold and go on holding."""
+        """Return whether a sequence of ``num_tokens`` tokens fits the whole budget, with nothing else in the pool; with
+        ``tables``, whether ``num_tokens`` tokens fit in addition to those that the tables hold and keep."""
         return self.bytes_for(num_tokens, tables) <= self.pool.memory_budget
 
     def bytes_for(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> int:
-        """Return the least budget that :meth:`holds` so many tokens, in bytes."""
+        """Return the smallest budget, in bytes, for which :meth:`holds` is true."""
         needed = 0
         for index, group in enumerate(self.pool.groups):
-            blocks = 1  # the null block is of no use to a sequence, but it takes its place
+            blocks = 1  # the null block takes memory, too
             if tables is not None:
                 blocks += tables[index].num_blocks
             elif self.pool.holders():
@@ -66,25 +65,25 @@ class PoolBudget:
         return needed
 
     def fits_blocks(self, num_blocks: int) -> bool:
-        """Return whether so many blocks of each group can be had without moving or evicting any: enough for a token of
-        as many sequences."""
+        """Return whether each group can provide ``num_blocks`` blocks without moving or evicting any. That is enough
+        for one token each of as many sequences."""
         self.pool.collect()
         missing = sum(group.bytes_to_free(num_blocks) for group in self.pool.groups)
         return missing <= self.pool.memory.unreserved_bytes
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks of each group an append of so many tokens takes at most: behind a block that is full
-        but for one token, or behind one that others hold, too, and that is copied."""
+        """Return the most blocks of each group that an append of ``num_tokens`` tokens takes: a copy of a shared last
+        block that has room for one token, and blocks for the rest."""
         return -(-(num_tokens - 1) // self.pool.block_size) + 1
 
     def has_blocks(self, num_blocks: int) -> bool:
-        """Return whether so many blocks of each group can be had, evicting unused prefixes."""
+        """Return whether each group can provide ``num_blocks`` blocks if unused prefixes are evicted."""
         self.pool.collect()
         return self._has_bytes(num_blocks * sum(group.bytes_per_block for group in self.pool.groups))
 
     def fits(self, growth: Growth) -> bool:
-        """Return whether all these appends fit together, in any order. If it comes to that, what they are going to
-        release behind sliding windows is released."""
+        """Return whether all these appends fit together, in any order. If they do not at first, blocks that they would
+        release behind sliding windows are released."""
         listed = [Append(*each) for each in growth]
         self.pool.collect()
         return self._fits(listed) or (self._slide(listed) and self._fits(listed))
@@ -102,8 +101,8 @@ class PoolBudget:
         return self.pool.slide(table for each in growth if each.tables and not each.forked for table in each.tables)
 
     def grow_for(self, soon: Growth, in_all: Callable[[], Growth]) -> None:
-        """Grow the pool where what is appended soon needs it: once for what is going to be appended in all, if that
-        fits, and by no more than that. ``in_all`` is asked only then; what is appended soon is part of it."""
+        """Grow the pool if the appends of ``soon`` need it: once for all of ``in_all``, as far as these fit, and no
+        further. ``in_all`` is called only if the pool must grow; its appends include those of ``soon``."""
         listed = [Append(*each) for each in soon]
         self._slide(listed)
         needed = self._blocks_of_all(listed)
@@ -112,18 +111,18 @@ class PoolBudget:
             self.pool.memory.ensure_free(needed, [max(pair) for pair in zip(needed, everything, strict=True)])
 
     def bytes_to_append(self, append: Append) -> int:
-        """Bytes of the blocks that an append takes."""
+        """Return the bytes of the blocks that an append takes."""
         return sum(
             blocks * g.bytes_per_block
             for blocks, g in zip(self._blocks_of_all([append]), self.pool.groups, strict=True)
         )
 
     def _blocks_of_all(self, growth: Sequence[Append]) -> list[int]:
-        """Blocks of each group that all these appends take."""
+        """Return how many blocks of each group all these appends take."""
         return [self._blocks_of(index, growth) for index in range(len(self.pool.groups))]
 
     def _blocks_of(self, index: int, growth: Iterable[Append]) -> int:
-        """Blocks of a group that all these appends take."""
+        """Return how many blocks of a group all these appends take."""
         return sum(self._blocks(index, each) for each in growth)
 
     def exhausted(self, tables: Sequence[BlockTable] | None, num_tokens: int) -> PoolExhaustedError:
@@ -139,7 +138,7 @@ class PoolBudget:
         blocks = group.blocks_to_append(table, append.num_tokens, chunk=self.chunk, forked=append.forked)
         if not append.held_alone:
             return blocks
-        # A window leaves blocks that were taken over to the prefix cache again: never more than without a prefix, and
-        # the copy of the last of them.
+        # A sliding window returns adopted blocks to the prefix cache: at most the blocks needed without a prefix, and a
+        # copy of the last adopted block.
         in_all = group.blocks_to_append(None, append.num_cached + append.num_tokens, chunk=self.chunk)
         return min(append.held_alone[index] + blocks, in_all + 1)

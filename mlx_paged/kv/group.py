@@ -22,26 +22,27 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 FIRST_BLOCKS = 8
 DOUBLE_UP_TO_BYTES = 16 << 20
 GROWTH_ABOVE = 1.125
-# In place: a GPU's prompts come faster, each growth stops the pipeline, and a compiled step is traced anew after it.
+# In-place tensors grow in larger steps: a GPU fills them faster, and each growth stops the pipeline and requires a new
+# trace of a compiled step.
 IN_PLACE_BUDGET_SHARE = 512
 IN_PLACE_MOST_BYTES = 512 << 20
-# Of a prompt chunk of so many tokens, a GPU is given each layer as soon as the model's code has come to its keys, and
-# never more than so many layers ahead of what it has computed: the arrays of all of them are alive until then.
+# In prompt chunks of PACED_TOKENS or more, a layer is submitted to the GPU as soon as its keys are built, at most
+# LAYERS_AHEAD layers before the GPU has computed it: the arrays of all layers in between are alive.
 PACED_TOKENS = 128
 LAYERS_AHEAD = 2
 
 
 class LayerGroup(NamedTuple):
-    """What a group is: its model layers and its policy.
+    """The specification of a group: its model layers, and what their tokens see.
 
     Attributes:
         layers: indices of the model's layers, in order.
         window: most tokens that a query sees, itself included, or None.
         name: for messages and statistics.
-        latent: some layer computes with what it wrote by itself, as with MLA's latents, not by an attention function.
-        stride: what a query sees begins at a multiple of it: 1 in a sliding window; the window itself where tokens see
-            the chunk of so many tokens that they lie in.
-        split_keys: the layers keep one vector a token, as an indexer's keys are: pages hold its first half as the key
+        latent: some layer computes with what it wrote itself, as with MLA's latents, not by an attention function.
+        stride: the first token that a query sees is at a multiple of it: 1 for a sliding window; the window's size if
+            each token sees the chunk that contains it.
+        split_keys: the layers keep one vector per token, such as an indexer's key: pages hold its first half as the key
             and its second half as the value.
     """
 
@@ -54,7 +55,7 @@ class LayerGroup(NamedTuple):
 
     @property
     def sees(self) -> Window | None:
-        """Return what a token sees of those before it; None: all."""
+        """Window of a token, or None if it sees all tokens before it."""
         return None if self.window is None else Window(self.window, self.stride)
 
     @property
@@ -64,19 +65,20 @@ class LayerGroup(NamedTuple):
 
     @property
     def why_dense(self) -> str | None:
-        """Why pages of the group are never quantised, or None."""
+        """Reason why pages of the group are never quantised, or None."""
         return "the model computes with what it writes by itself (latents)" if self.latent else None
 
     def first_kept(self, length: int) -> int:
-        """Return, for a sequence of ``length`` tokens, the first position that the next token sees."""
+        """Return the first position that the next token of a sequence of ``length`` tokens sees."""
         return 0 if self.window is None else Window(self.window, self.stride).first_seen(length)
 
     def most_blocks(self, length: int, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Most blocks a sequence of ``length`` tokens holds while so many are appended, ``chunk`` at a time."""
+        """Return the most blocks that a sequence of ``length`` tokens holds while ``num_tokens`` are appended,
+        ``chunk`` at a time."""
         end = -(-(length + num_tokens) // block_size)
         if self.window is None:
             return end
-        # What the next token sees and a chunk: so many tokens in a row, wherever they begin in a block.
+        # The window and a chunk are this many consecutive tokens, which may begin anywhere in a block.
         in_a_row = self.window - 1 + min(num_tokens, chunk)
         widest = min(end - self.first_kept(length) // block_size, (in_a_row + block_size - 2) // block_size + 1)
         return min(end, widest)
@@ -115,26 +117,25 @@ class BlockGroup:
         self._form: Callable[[Geometry, int, int], Storage] | None = None
         self.in_place = False  # whether the blocks are written in place and read by kernels only
         self.storage_reason = "nothing written yet"
-        self.page_format = page_format  # wanted
-        self.dense_reason: str | None = None  # why keys and values are kept as they are all the same
-        self.resize_failed = False  # the latest one: some layers' tensors may have more blocks than there are ids
-        # Why the kernel cannot serve a kind of queries, or None; by what they are.
+        self.page_format = page_format  # the format asked for
+        self.dense_reason: str | None = None  # why pages are not quantised although a format was asked for
+        self.resize_failed = False  # if the latest did, some layers' tensors may have more blocks than there are ids
+        # Why the decode kernel cannot serve queries with these heads, or None.
         self.unsupported: dict[QueryHeads, str | None] = {}
-        # Why no kernel attends for several sequences' new tokens; the same.
+        # Likewise for the prefill kernel.
         self.packs_unsupported: dict[QueryHeads, str | None] = {}
-        # Why no kernel attends over the keys and values of the layers' latents; the same.
+        # Likewise for the kernel over keys and values expanded from latents.
         self.prompts_unsupported: dict[LatentHeads, str | None] = {}
         self.epoch = 0
         self._choose_storage = choose_storage
-        # The latest step in which each table has one new token, and the latest of another kind: they are of other
-        # tables, and a server takes them in turns.
+        # The latest decode step and the latest pack: their tables differ, and a server alternates between them.
         self._steps: list[Step | None] = [None, None]
         self._device_tables = DeviceTables(), DeviceTables()
-        # Arrays computed from the last layer's blocks, and the thread that alone can compute them; 0 once it does.
+        # Arrays computed from the last layer's blocks, and the only thread that can compute them; 0 once it has begun.
         self._last_read: tuple[tuple[mx.array, ...], int] | None = None
 
     def touch(self) -> None:
-        """Void the steps made before: a table of the group or a reference count has changed."""
+        """Invalidate the steps made before: a table of the group or a reference count has changed."""
         self.epoch += 1
 
     def step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[Step, bool]:
@@ -154,21 +155,21 @@ class BlockGroup:
     # Blocks of tables -----------------------------------------------------------------------------------------
 
     def tail_references(self, table: BlockTable) -> int:
-        """Return how often the block that the table's next token goes into is held; 0 if there is none yet. If others
-        hold it, too, it is copied first."""
+        """Return the reference count of the block that the table's next token goes into, or 0 if there is none yet. A
+        block with more than one reference is copied first."""
         tail = table.length // self.block_size
         return self.allocator.refcount(table.block_ids[tail]) if tail < len(table.block_ids) else 0
 
     def blocks_to_append(
         self, table: BlockTable | None, num_tokens: int, *, chunk: int | None = None, forked: bool = False
     ) -> int:
-        """Blocks that an append takes beyond those the table has, which :meth:`slide` has been called for: the most at
-        any time until its end.
+        """Return the most blocks that an append takes at any time, beyond those that the table holds after
+        :meth:`BlockPool.slide`.
 
         Args:
-            table: that the tokens are appended to; None: one that holds nothing yet.
-            num_tokens: to append.
-            chunk: most of them at a time: between, blocks behind a window are released. None: all at once.
+            table: the table that the tokens are appended to; None: one that holds nothing yet.
+            num_tokens: tokens to append.
+            chunk: most tokens at a time; blocks behind a window are released in between. None: all at once.
             forked: the table stays as it is, and a fork of it takes the tokens.
         """
         chunk = num_tokens if chunk is None else chunk
@@ -189,7 +190,7 @@ class BlockGroup:
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether the pages hold quantised keys and values: what was written is not what is read."""
+        """Whether the pages hold quantised keys and values, so that reads differ from what was written."""
         return self.geometry is not None and self.geometry.format is not None
 
     @property
@@ -205,22 +206,22 @@ class BlockGroup:
         return self.bytes_per_block * self.allocator.num_blocks if self.storages else 0
 
     def bytes_to_free(self, count: int) -> int:
-        """Return the bytes to reserve to have ``count`` blocks free. The first tensors hold the null block, too."""
+        """Return the bytes to reserve so that ``count`` blocks are free. The first tensors hold the null block, too."""
         missing = count - self.allocator.num_free
         if missing <= 0:
             return 0
         return self.bytes_per_block * (self.allocator.num_blocks + missing) - self.bytes_reserved
 
     def validate(self, k: mx.array, v: mx.array, batch: int) -> Geometry:
-        """Geometry of k and v, checked.
+        """Check k and v, and return their geometry.
 
         Args:
             k: keys ``[batch, n_kv_heads, n, k_head_dim]``.
             v: values ``[batch, n_kv_heads, n, v_head_dim]``.
-            batch: sequences expected.
+            batch: number of sequences expected.
 
         Raises:
-            GeometryError: naming what differs. Nothing has been changed.
+            GeometryError: says what differs. Nothing has been changed.
         """
         fixed = self.geometry
         if fixed is not None and k.ndim == 4:
@@ -249,7 +250,7 @@ class BlockGroup:
         return geometry
 
     def growth(self, num_needed: int, budget: int) -> int:
-        """Total blocks to grow to so that ``num_needed`` are free; the budget may allow less."""
+        """Return the number of blocks to grow to so that ``num_needed`` are free; the budget may allow fewer."""
         total = self.allocator.num_blocks
         least = total + max(0, num_needed - self.allocator.num_free)
         if self.geometry is None:  # what blocks cost, and so what fits the budget, is not known yet
@@ -257,7 +258,7 @@ class BlockGroup:
         return max(least, self._next_size(total, budget))
 
     def idle_size(self, budget: int) -> int:
-        """Total blocks to keep while nothing needs more: those held, and one growth step."""
+        """Return the number of blocks to keep while nothing needs more: those held, and one growth step."""
         return self._next_size(self.allocator.num_live + 1, budget)
 
     def _next_size(self, total: int, budget: int) -> int:
@@ -291,7 +292,7 @@ class BlockGroup:
         self.storages = [self._form(self.geometry, self.block_size, num_blocks) for _ in self.spec.layers]
 
     def drop(self) -> None:
-        """Let go of every layer's tensors; no block is in use. What is known of the keys and values stays."""
+        """Drop every layer's tensors; no block may be in use. Geometry and form of storage are kept."""
         self.storages, self._last_read, self._steps = [], None, [None, None]
         self.allocator.renumber({}, 1)
         self.touch()
@@ -306,17 +307,16 @@ class BlockGroup:
         self.touch()
 
     def move(self, moves: Mapping[int, int]) -> None:
-        """Copy blocks to free ones in every layer, and wait for it. If it fails, nothing that anybody holds has
-        changed."""
-        mx.eval(self._reads())  # what still reads the blocks would make the writes copy them all
+        """Copy blocks to free ids in every layer, and wait for the copies. If it fails, no block in use has changed."""
+        mx.eval(self._reads())  # with reads outstanding, the writes would copy all blocks
         if moves:
             for storage in self.storages:
                 storage.copy_blocks(list(moves), list(moves.values()))
-                mx.eval(storage.fence())  # the copies are let go layer by layer
+                mx.eval(storage.fence())  # frees the copies layer by layer
 
     def renumber(self, moves: Mapping[int, int], num_blocks: int) -> None:
-        """Complete a :meth:`move`, when the old ids are unused: have ``num_blocks`` ids, and tensors of that size.
-        If that fails, some tensors stay larger."""
+        """Complete a :meth:`move` once the old ids are unused: reduce ids and tensors to ``num_blocks`` blocks. If it
+        fails, some tensors stay larger."""
         self.allocator.renumber(moves, num_blocks)
         self.touch()
         self._resize(num_blocks)
@@ -327,68 +327,67 @@ class BlockGroup:
                 gets_smaller = num_blocks < storage.num_blocks
                 storage.resize(num_blocks)
                 if gets_smaller:
-                    mx.clear_cache()  # the old tensors of one layer, not of all
+                    mx.clear_cache()  # frees the old tensors layer by layer
         except Exception:
             self.resize_failed = True
             raise
         self.resize_failed = False
         if self.storages:
-            mx.clear_cache()  # the old tensors
+            mx.clear_cache()  # frees the old tensors
 
     def latest(self) -> list[mx.array]:
-        """Return what has to be computed for every write so far to be done, and every read that a write must wait
-        for."""
+        """Return the arrays to evaluate to complete all writes so far, and all reads that a write must wait for."""
         return [array for storage in self.storages for array in storage.latest()] + list(self._reads())
 
     def forget_failed_writes(self) -> None:
-        """After :meth:`latest` could not be computed."""
+        """Drop the noted reads and the writes that failed when :meth:`latest` was computed."""
         self._last_read = None
         for storage in self.storages:
             storage.forget_failed_writes()
 
     def pace(self, layer_position: int, num_tokens: int) -> None:
-        """After a layer's write of a prompt chunk: have everything up to it computed, and wait for an earlier layer.
-        Only in place: functional blocks that are being read would be copied by the next write."""
+        """Start computing up to a layer's write of a prompt chunk, and wait for the layer LAYERS_AHEAD before it. Only
+        in place: with functional storage, the next write would copy blocks that are being read."""
         if self.in_place and num_tokens >= PACED_TOKENS:
             mx.async_eval(self.storages[layer_position].fence())
             if layer_position >= LAYERS_AHEAD:
                 mx.eval(self.storages[layer_position - LAYERS_AHEAD].fence())
 
     def note_read(self, *results: mx.array) -> None:
-        """Remember arrays computed from the last layer's blocks, for :meth:`wait_for_reads`; they replace others."""
+        """Note arrays computed from the last layer's blocks, for :meth:`wait_for_reads`, in place of earlier ones."""
         if not self.in_place:
             self._last_read = results, get_ident()
 
     def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the same lazy keys and values, gathered from the last layer's blocks for others to compute with;
-        :meth:`wait_for_reads` waits until they are there, and keeps neither."""
+        """Return the same lazy keys and values, which were gathered from the last layer's blocks for code outside the
+        pool. :meth:`wait_for_reads` then waits until they are computed; they are not kept alive for it."""
         if self.in_place:
             return keys, values
-        # Outputs of one operation are computed together: the third says when the others are, and has one element.
+        # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
         keys, values, ready = mx.depends([keys, values, mx.zeros(())], [])
         self._last_read = (ready,), get_ident()
         return keys, values
 
     def _reads(self) -> tuple[mx.array, ...]:
-        """Return the noted reads, unless another thread has still to begin them: lazy arrays are computed by the
-        thread that made them."""
+        """Return the noted reads, or none if another thread has yet to start computing them: only the thread that built
+        lazy arrays can compute them."""
         arrays, thread = self._last_read or ((), 0)
         return arrays if thread in (0, get_ident()) else ()
 
     def begin_reads(self) -> None:
-        """Have the noted reads computed, ahead of what the model makes of them. What is computed together is ready
-        together: :meth:`wait_for_reads` would wait for the model's output and the choice of tokens, too."""
+        """Start computing the noted reads before the rest of the step. Arrays evaluated together are ready together, so
+        :meth:`wait_for_reads` would otherwise wait for the model's output and the sampling, too."""
         if arrays := self._reads():
             mx.async_eval(arrays)
         self.note_begun()
 
     def note_begun(self) -> None:
-        """Note that what this thread reads is being computed: every thread can wait for it now."""
+        """Note that this thread's reads are being computed: any thread can wait for them now."""
         if self._last_read is not None and self._last_read[1] == get_ident():
             self._last_read = self._last_read[0], 0
 
     def wait_for_reads(self) -> None:
-        """At the last layer's write to functional storage: block until the step before has read its blocks.
+        """Block until the step before has read its blocks; called at the last layer's write to functional storage.
 
         mlx-lm evaluates one step ahead: without this the writes of step t+1 are scheduled while step t still
         reads, and the whole pool is copied (hundreds of milliseconds for 1 GB). By the last layer the step's graph

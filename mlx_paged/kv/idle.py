@@ -1,6 +1,6 @@
 """IdleWatch: idle pools release their tensors, by one thread for all pools of a process.
 
-Called by finalizers, anywhere; calls nothing that raises.
+Finalizers call :meth:`IdleWatch.put` and :meth:`IdleWatch.note` from anywhere, so these call nothing that raises.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-IDLE_SECONDS = 5.0  # after the last table has gone: the next sequence mostly comes sooner, and then finds the tensors
+IDLE_SECONDS = 5.0  # after the last table has gone: the next sequence mostly comes sooner, and reuses the tensors
 LOOK_SECONDS = 1.0  # between looks at a pool that is not idle yet
 
 
 class _Droppable(Protocol):
-    """A pool, as the thread for idle pools sees it (see BlockPool.drop_if_idle)."""
+    """A pool whose tensors can be dropped (see BlockPool.drop_if_idle)."""
 
     def drop_if_idle(self) -> bool: ...
 
 
 class IdleWatch:
-    """Notes when tables of a pool go. Keeps the pool weakly.
+    """A record of when tables of a pool were last released; holds the pool weakly.
 
-    An idle pool releases its tensors without a call: one thread looks after all pools of a process.
+    An idle pool drops its tensors without a call: one thread watches all pools of a process.
     """
 
     def __init__(self, pool: _Droppable) -> None:
@@ -35,7 +35,7 @@ class IdleWatch:
         _start()
 
     def put(self, abandoned: deque[tuple[int, list[int]]], blocks: tuple[int, list[int]]) -> None:
-        """Put the blocks of a dropped table where they wait to be released. For finalizers."""
+        """Queue the blocks of a dropped table for release; called by finalizers."""
         abandoned.append(blocks)
         self.note()
 
@@ -47,7 +47,7 @@ class IdleWatch:
             _released.put(self)
 
 
-_released: SimpleQueue[IdleWatch] = SimpleQueue()  # unlike a Queue's, its put() may be interrupted by itself
+_released: SimpleQueue[IdleWatch] = SimpleQueue()  # its put() is reentrant, unlike a Queue's
 _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
@@ -70,13 +70,13 @@ def _run() -> None:
 
 
 def _look(watch: IdleWatch) -> bool:
-    """Drop the tensors of a pool that has been idle long enough. Returns whether the watch is done with for now."""
+    """Drop the tensors of a pool that has been idle long enough. Returns whether to stop watching it for now."""
     pool = watch.pool()
     if pool is None:
         return True
     if time.monotonic() - watch.released_at < IDLE_SECONDS:
         return False
-    watch.is_listed = False  # a table that goes from now on is another reason to look
+    watch.is_listed = False  # from now on, a table that is released lists the pool again
     if pool.drop_if_idle():
         return True
     watch.is_listed = True

@@ -18,14 +18,14 @@ from .storage.functional import FunctionalStorage
 
 
 class PoolLayer:
-    """A layer of a pool, as :meth:`BlockPool.layer` gives it.
+    """One model layer of a pool; made by :class:`BlockPool`.
 
     Args:
-        number: of the layer in the model.
-        group: it belongs to.
-        group_index: of the group in the pool.
-        position: of the layer in the group.
-        memory: of the pool.
+        number: index of the layer in the model.
+        group: the layer's group.
+        group_index: index of the group in the pool.
+        position: index of the layer in the group.
+        memory: the pool's memory.
     """
 
     __slots__ = (
@@ -54,17 +54,17 @@ class PoolLayer:
 
     @property
     def in_place(self) -> bool:
-        """Return whether its blocks are written in place and read by kernels only."""
+        """Whether the layer's blocks are written in place and read by kernels only."""
         return self.group.in_place
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether its pages hold quantised keys and values: what was written is not what is read."""
+        """Whether the layer's pages hold quantised keys and values, so that reads differ from what was written."""
         return self.group.is_quantized
 
     @property
     def storage(self) -> Storage:
-        """The layer's storage, to be read or written. Raises BlockStateError before the first write to its group."""
+        """The layer's storage; marks the turn as dirty. Raises BlockStateError before the first write to its group."""
         if not self.group.storages:
             raise BlockStateError("nothing has been written to this table")
         self.turn.is_dirty = True
@@ -84,7 +84,7 @@ class PoolLayer:
             The layer's group.
 
         Raises:
-            GeometryError: rank, number of sequences, heads, head dimension or dtype are not as they must be.
+            GeometryError: rank, number of sequences, heads, head dimension or dtype do not match.
             PoolExhaustedError: not even the blocks handed out so far fit the budget.
             KernelUnavailableError: a kernel is demanded and there is none for this geometry.
         """
@@ -97,8 +97,8 @@ class PoolLayer:
         return group
 
     def fitted(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values in the dtype that the layer holds, as mlx-lm's caches take them; as they are if it is not
-        known yet."""
+        """Return keys and values cast to the layer's dtype, as mlx-lm's caches do; unchanged if that is not known yet,
+        or if :meth:`set_geometry` will refuse them."""
         geometry = self.group.geometry
         if geometry is None or not mx.issubdtype(k.dtype, mx.floating) or k.dtype != v.dtype:
             return k, v
@@ -107,11 +107,11 @@ class PoolLayer:
     # Writing --------------------------------------------------------------------------------------------------
 
     def step(self, tables: Sequence[BlockTable], counts: Sequence[int] | int) -> Step:
-        """Return the tables' last positions: checked, and made for the device, once for all layers of a group.
+        """Return the step of the tables' last positions, checked and prepared once for all layers of a group.
 
         Args:
             tables: one per sequence, of the layer's group.
-            counts: new tokens of each sequence, at least one; a number: so many of each.
+            counts: new tokens of each sequence, at least 1; an int holds for all of them.
 
         Raises:
             GeometryError: the layer is not of the tables' group, or fewer tokens are reserved.
@@ -139,7 +139,7 @@ class PoolLayer:
         owner, group = self.owners.owner, self.group_index
         for table, num_tokens in zip(tables, counts, strict=True):
             if table.released or table.owner is not owner or table.group != group:
-                self._check(table)  # which says what is wrong
+                self._check(table)  # raises
             first = table.length - num_tokens
             if first < 0:
                 raise GeometryError(f"{num_tokens} tokens to write, only {table.length} reserved: append_tokens first")
@@ -165,8 +165,8 @@ class PoolLayer:
             self.write_step(tables, step, k, v)
 
     def write_stored(self, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
-        """:meth:`write` of what :meth:`read_stored` gave, of this layer or another one of the same geometry: nothing is
-        quantised again.
+        """Write what :meth:`read_stored` returned for this layer or another one of the same geometry, without
+        quantising it again.
 
         Raises:
             GeometryError, BlockStateError: before anything is written.
@@ -188,15 +188,15 @@ class PoolLayer:
             self._pace(step)
 
     def write_step(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        """:meth:`write` for k and v that :meth:`set_geometry` has accepted, and a step of :meth:`step`; in a turn.
-        ``[T, n_kv_heads, 1, head_dim]`` will do, too, for all tokens of a step."""
+        """Write k and v that :meth:`set_geometry` has accepted at the positions of a :meth:`step`; the caller holds the
+        turn. Their shape may also be ``[T, n_kv_heads, 1, head_dim]``, for all tokens of the step."""
         self._before_write(k, v)
         self.group.storages[self.position].write(tables, step, k, v)
         if step.is_pack:
             self._pace(step)
 
     def append(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """:meth:`write_step` of one token of one table, and :meth:`gather_visible` without a copy."""
+        """Write one token of one table like :meth:`write_step`, and return its visible keys and values, not copied."""
         self._before_write(k, v)
         storage = self.group.storages[self.position]
         if isinstance(storage, FunctionalStorage):
@@ -209,7 +209,7 @@ class PoolLayer:
             self.group.pace(self.position, step.num_tokens)
 
     def _before_write(self, k: mx.array, v: mx.array) -> None:
-        if self.turn.is_newcomer:  # what it cannot compute, such as lazy weights of another thread, is not let in
+        if self.turn.is_newcomer:  # raises for what it cannot compute, such as another thread's lazy weights
             mx.eval(k, v)
         self.turn.is_dirty = True
         if self.is_last and not self.group.in_place:
@@ -218,12 +218,12 @@ class PoolLayer:
     # Reading --------------------------------------------------------------------------------------------------
 
     def gather_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
-        """Keys and values of positions ``logical_start .. length - 1`` (lazy).
+        """Return keys and values of positions ``logical_start .. length - 1`` (lazy).
 
         Args:
             table: the sequence's table.
-            copy: False allows a view of the pool where the blocks are consecutive. Drop it, and whatever was computed
-                from it unevaluated, before the next write: a view held makes that write copy the pool.
+            copy: False allows a view of the pool where the blocks are consecutive. Drop the view, and everything lazy
+                that was made from it, before the next write: a view that is held makes that write copy the pool.
 
         Returns:
             K ``[1, n_kv_heads, n, k_head_dim]``, V ``[1, n_kv_heads, n, v_head_dim]``.
@@ -235,21 +235,20 @@ class PoolLayer:
         self._check(table)
         if self.group.geometry is None or not table.num_visible:
             raise BlockStateError("nothing has been written to this table")
-        if self.turn.owner == get_ident():  # of each layer in a step
+        if self.turn.owner == get_ident():  # within a step, for each layer
             return self.storage.read_visible(table, copy=copy)
         with self.turn:
             return self.storage.read_visible(table, copy=copy)
 
     def copied(self, seen: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
-        """Return copies of what :meth:`append` returned, for whoever may keep them."""
+        """Return copies of what :meth:`append` returned, for callers that may keep them."""
         if seen[0].shape[1] == 1:  # the view of one head is contiguous already, and would stay a view
             return seen[0] + 0, seen[1] + 0
         return mx.contiguous(seen[0]), mx.contiguous(seen[1])
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        """Return what the blocks hold of positions ``logical_start .. length - 1``, as they hold it, for
-        :meth:`write_stored` (lazy copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32), else
-        keys and values.
+        """Return positions ``logical_start .. length - 1`` as the blocks store them, for :meth:`write_stored` (lazy
+        copies): rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages, else keys and values.
 
         Raises:
             BlockStateError, GeometryError: as :meth:`gather_visible`.
@@ -265,16 +264,16 @@ class PoolLayer:
         return self.storage.fence() if self.group.storages else mx.zeros((0,))
 
     def after_writes(self, k: mx.array, v: mx.array) -> list[mx.array]:
-        """Return k and v, ready only when the layer's writes are. Without it MLX may leave all layers' writes to the
-        end of a prefill, and every layer's new keys and values live until then."""
+        """Return k and v, ready only when the layer's writes are. Without this MLX may put off all layers' writes to
+        the end of a prefill, which keeps every layer's new keys and values alive until then."""
         return self.storage.after_writes(k, v)
 
     def note_read(self, *results: mx.array) -> None:
-        """Note what was computed from the layer's blocks in this step (see BlockGroup.wait_for_reads)."""
+        """Note arrays computed from the layer's blocks in this step (see BlockGroup.wait_for_reads)."""
         if self.is_last:
             self.group.note_read(*results)
 
     def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the same keys and values, read from the layer's blocks in this step, for whatever computes with them;
-        what is remembered of them does not keep them (see BlockGroup.wait_for_reads)."""
+        """Return the same keys and values, which were read from the layer's blocks in this step for code outside the
+        pool; the next step's writes wait for them (see BlockGroup.watch_read)."""
         return self.group.watch_read(keys, values) if self.is_last else (keys, values)

@@ -19,14 +19,14 @@ from .turn import Turn
 
 
 class StateSlot:
-    """Bytes of one sequence's states: convolution tails and recurrent states of all its layers without blocks.
+    """A reservation for one sequence's states: convolution tails and recurrent states of its layers without blocks.
 
     It counts in the pool's budget from the moment it is taken until it is dropped.
 
     Attributes:
         nbytes: size of the states.
-        caches: the states, never written to, or what they can be made of; None: they are in a batch, or in a request's
-            own caches.
+        caches: the states, which are never written to, or caches from which they can be made; None if the states are in
+            a batch or in a request's own caches.
     """
 
     __slots__ = ("__weakref__", "caches", "nbytes")
@@ -37,16 +37,16 @@ class StateSlot:
 
 
 class StateSlots:
-    """All slots of one pool. Any thread may take and drop them."""
+    """The state slots of one pool. Take them under the pool's lock; any thread may drop them."""
 
     def __init__(self) -> None:
-        # By number, bytes of the slots in use. Finalizers of other threads remove entries, so it is copied
-        # in one operation before it is summed.
+        # Bytes of the slots in use, by number. Finalizers in other threads remove entries, so it is copied in one
+        # operation before it is summed.
         self._held: dict[int, int] = {}
         self._taken = 0
 
     def take(self, nbytes: int, caches: Any = None) -> StateSlot:
-        """Return a slot that counts until it is dropped. The caller has seen to it that there is room."""
+        """Return a slot that counts until it is dropped. The caller must have made room for it."""
         slot = StateSlot(nbytes, caches)
         self._taken += 1
         self._held[self._taken] = nbytes
@@ -68,27 +68,26 @@ class StateSlots:
             raise BlockStateError(f"prefix caches hold {known} bytes of states, and slots count {self.nbytes}")
 
 
-# Free blocks of other groups are taken before cached ones are evicted where they are this part of the pool or more:
-# taking them copies those groups' tensors.
+# Free blocks of other groups are taken before cached blocks are evicted only if they are at least 1/8 of the reserved
+# bytes: taking them copies those groups' tensors.
 WORTH_MOVING = 8
-# A full pool evicts 1/512 of its blocks at a time, as in-place tensors grow: the search costs more than the freeing.
+# A full group evicts at least 1/512 of its blocks, as in-place tensors grow: searching costs more than freeing.
 EVICTED_SHARE = 512
-# Free blocks become room for states 1/32 of the budget at a time.
+# Room for states is made of free blocks in steps of at least 1/32 of the budget, since each time tensors are copied.
 STATES_TAKEN_SHARE = 32
 
 
 class PoolMemory:
-    """Makes the tensors of groups larger and smaller. The budget is the pool's: a group that must grow takes what is
-    not reserved; then what is free in other groups, whose tensors are made smaller; and of prefix caches what it needs.
+    """The budget that a pool's groups share, and the sizes of their tensors. A group that must grow takes unreserved
+    bytes, then free blocks of other groups, whose tensors shrink, and evicts what it needs from prefix caches.
 
-    :meth:`grow`, :meth:`shrink` and :meth:`fix_geometry` are for the thread whose turn it is, after
-    :meth:`BlockOwners.collect`.
+    Call :meth:`grow`, :meth:`shrink` and :meth:`fix_geometry` only within a turn, after :meth:`BlockOwners.collect`.
 
     Args:
-        groups: that share it.
-        budget: most bytes their tensors may take.
-        owners: of their blocks.
-        turn: of the pool.
+        groups: the groups that share the budget.
+        budget: most bytes that their tensors, and states, may take.
+        owners: the owners of their blocks.
+        turn: the pool's turn.
 
     Raises:
         ConfigError: the budget is not positive.
@@ -100,20 +99,20 @@ class PoolMemory:
         self.groups = groups
         self.budget = budget
         self.shrinks = 0  # how often a group's tensors were made smaller
-        self.spare: int | None = None  # bytes to grow by beyond what is needed at once; None: what the budget allows
+        self.spare: int | None = None  # most bytes to reserve ahead of need; None: what the budget allows
         self.owners = owners
         self.states = StateSlots()
         self.turn = turn
 
     @property
     def unheld_bytes(self) -> int:
-        """Bytes of the budget that no held block takes: any group can have them."""
+        """Bytes of the budget that neither live and null blocks nor states take: any group can use them."""
         blocks = sum(g.bytes_per_block * (g.allocator.num_live + 1) for g in self.groups)
         return self.budget - self.states.nbytes - blocks
 
     @property
     def unreserved_bytes(self) -> int:
-        """Bytes of the budget that no tensor and no state takes."""
+        """Bytes of the budget that neither tensors nor states take."""
         return self.budget - self.states.nbytes - sum(group.bytes_reserved for group in self.groups)
 
     @property
@@ -122,8 +121,8 @@ class PoolMemory:
         return self.unreserved_bytes if self.spare is None else min(self.unreserved_bytes, self.spare)
 
     def can_reclaim(self, num_bytes: int) -> bool:
-        """Return whether prefix caches could free blocks and states of so many bytes. Stops counting as soon as it is
-        known."""
+        """Return whether prefix caches could free blocks and states of ``num_bytes`` bytes. Counts no further than
+        that takes."""
         num_bytes -= self.owners.state_nbytes
         for index, group in enumerate(self.groups):
             if num_bytes > 0 and group.bytes_per_block:
@@ -141,29 +140,30 @@ class PoolMemory:
     # Growing --------------------------------------------------------------------------------------------------
 
     def fix_geometry(self, group: BlockGroup, geometry: Geometry, heads: QueryHeads | None) -> None:
-        """See :meth:`BlockGroup.set_geometry`. Raises PoolExhaustedError if the blocks handed out so far do not fit."""
+        """Fix a group's geometry (:meth:`BlockGroup.set_geometry`). Raises PoolExhaustedError if the null block and one
+        more of each group, or the blocks handed out so far, do not fit."""
         group.allocator.shrink()
         in_pages, _ = geometry.in_format(group.page_format, group.spec.why_dense)
         per_block = group.block_size * in_pages.bytes_per_token() * len(group.spec.layers)
-        per_layer = per_block // len(group.spec.layers)  # of groups that are not known yet, too, as far as one can tell
+        per_layer = per_block // len(group.spec.layers)  # an estimate for groups whose geometry is not known yet
         least = sum(2 * (each.bytes_per_block or per_layer * len(each.spec.layers)) for each in self.groups)
         if self.budget < least:
             raise PoolExhaustedError.too_small(self.budget, least)
         known = group.allocator.num_blocks
         if known * per_block > self.unreserved_bytes:
-            # The null block is not part of the need.
+            # The null block is not counted in the error's need.
             raise self.exhausted(known - 1, (known - 1) * per_block, apart=per_block)
         self.turn.is_dirty = True
         group.set_geometry(geometry, heads)
 
     def ensure_free(self, counts: Sequence[int], in_all: Sequence[int] | None = None) -> None:
-        """Have so many blocks of each group free, growing tensors within the budget. None of them is taken for another
-        group. Does nothing for a group whose blocks do not fit: allocating them says so.
+        """Grow tensors within the budget until each group has its number of free blocks. None of these is taken for
+        another group. Skips a group whose blocks do not fit: allocating them will raise.
 
         Args:
-            counts: of each group.
-            in_all: blocks of each group that are going to be taken. A group that must grow does so once, by as many as
-                it needs, or by its share of what is left if not all of them fit.
+            counts: free blocks that each group must have.
+            in_all: blocks of each group that will be taken in all. A group that must grow grows once, by all it needs,
+                or by its share of what is left if not all of them fit.
         """
         with self.turn:
             self.owners.collect()
@@ -179,11 +179,12 @@ class PoolMemory:
                     self.grow(group, count, most, counts)
 
     def _missing_bytes(self, counts: Sequence[int]) -> int:
-        """Bytes to grow by to have so many blocks of each group free."""
+        """Return the bytes to reserve so that each group has ``counts`` blocks free."""
         return sum(group.bytes_to_free(count) for count, group in zip(counts, self.groups, strict=True))
 
     def grow(self, group: BlockGroup, count: int, most: int | None = None, kept: Sequence[int] | None = None) -> None:
-        """Have ``count`` blocks of the group free, if need be at the cost of others' free blocks beyond ``kept``.
+        """Grow the group so that ``count`` blocks are free, if necessary at the cost of cached blocks and of other
+        groups' free blocks beyond ``kept``. ``most`` limits the number of free blocks afterwards.
 
         Raises:
             PoolExhaustedError: they do not fit; nothing was changed.
@@ -205,17 +206,17 @@ class PoolMemory:
         group.grow(target)
 
     def _make_way(self, group: BlockGroup, count: int, step: int, kept: Sequence[int]) -> None:
-        """Have bytes unreserved for what is missing of ``count`` free blocks, or free blocks that were cached.
+        """Make room for the blocks that the group lacks: free up bytes to grow by, or evict cached blocks of the group.
 
         Args:
-            group: that grows.
+            group: the group that grows.
             count: free blocks it must have.
-            step: bytes it would like to grow by: taken at once where other groups must give them, since each time their
+            step: bytes it would like to grow by: taken at once if other groups must give them, since each time their
                 tensors are copied.
-            kept: free blocks of each group that are not to be taken.
+            kept: free blocks of each group that must not be taken.
 
         Raises:
-            PoolExhaustedError: there is not so much; nothing was evicted.
+            PoolExhaustedError: too little can be freed. Nothing was evicted, unless caches free less than they said.
         """
         own = self.groups.index(group)
         others = [index for index in range(len(self.groups)) if index != own]
@@ -240,7 +241,7 @@ class PoolMemory:
         if spare() * WORTH_MOVING >= self.budget - self.unreserved_bytes:
             self._take(others, max(short(), min(step - self.unreserved_bytes, spare() // 2)), kept)
         if short() > 0 and cached:
-            # Some more than is missing: the next steps find them free.
+            # More than is missing, so that the next steps find free blocks.
             num_blocks = -(-short() // group.bytes_per_block)
             self.owners.evict(own, max(num_blocks, group.allocator.num_blocks // EVICTED_SHARE))
         if short() > 0 and in_states:
@@ -255,8 +256,8 @@ class PoolMemory:
             raise too_few()
 
     def make_room_for_state(self, num_bytes: int) -> bool:
-        """Have so many bytes unreserved for a state: at the cost of free blocks, then of cached ones. For the thread
-        that computes, between steps. Returns whether there is room."""
+        """Unreserve ``num_bytes`` for a state, at the cost of free blocks, then of cached ones. Call it in the compute
+        thread, between steps. Returns whether there is room."""
         with self.turn:
             self.owners.collect()
             if num_bytes <= self.unreserved_bytes:
@@ -270,12 +271,12 @@ class PoolMemory:
                     missing = num_bytes - self.unheld_bytes
             short = num_bytes - self.unreserved_bytes
             if missing <= 0 < short:
-                # Tensors are copied for it, so some more than is missing.
+                # More than is missing, since tensors are copied for it.
                 self._take(everything, max(short, self.budget // STATES_TAKEN_SHARE), [0] * len(self.groups))
             return num_bytes <= self.unreserved_bytes
 
     def exhausted(self, blocks: int, num_bytes: int, apart: int = 0) -> PoolExhaustedError:
-        """Return the error for so many blocks that do not fit; ``apart``: bytes reserved that are not counted here."""
+        """Return the error for blocks that do not fit; ``apart``: reserved bytes that are not counted yet."""
         return PoolExhaustedError(
             blocks_needed=blocks,
             bytes_needed=num_bytes,
@@ -286,11 +287,11 @@ class PoolMemory:
     # Shrinking ------------------------------------------------------------------------------------------------
 
     def _spare(self, group: int, kept: Sequence[int]) -> int:
-        """Free blocks of a group that others may have."""
+        """Return how many free blocks of a group others may take."""
         return max(0, self.groups[group].allocator.num_free - kept[group])
 
     def _take(self, groups: Sequence[int], num_bytes: int, kept: Sequence[int]) -> None:
-        """Make the tensors of groups smaller by so many bytes, or by all they can spare; the largest part first."""
+        """Shrink the tensors of groups by ``num_bytes``, or by all they can spare; those with most to spare first."""
         for index in sorted(groups, key=lambda i: -self._spare(i, kept) * self.groups[i].bytes_per_block):
             group = self.groups[index]
             if num_bytes <= 0 or not group.bytes_per_block:
@@ -301,7 +302,7 @@ class PoolMemory:
                 num_bytes -= blocks * group.bytes_per_block
 
     def shrink(self, index: int, num_blocks: int) -> None:
-        """Move the blocks held from id ``num_blocks`` on into free ones before it, and make the tensors smaller."""
+        """Move the blocks held from id ``num_blocks`` on to free ids below it, and shrink the tensors."""
         group = self.groups[index]
         moves = group.allocator.moves(num_blocks)
         self.turn.is_dirty = True
@@ -311,8 +312,8 @@ class PoolMemory:
         group.renumber(moves, num_blocks)
 
     def give_back(self, num_bytes: int) -> None:
-        """:meth:`return_unused`, of so many bytes if they can be had: where free blocks are not enough, prefix caches
-        give some up. For the thread that computes, between steps."""
+        """Return unused memory to the system, ``num_bytes`` if possible: evict from prefix caches if free blocks are
+        not enough. Call it in the compute thread, between steps."""
         with self.turn:
             self.owners.collect()
             missing = num_bytes - (self.unheld_bytes - self.unreserved_bytes)
@@ -326,7 +327,7 @@ class PoolMemory:
                 self.return_unused()
 
     def return_unused(self) -> None:
-        """See :meth:`BlockPool.return_memory`."""
+        """Return memory of free blocks to the system (see :meth:`BlockPool.return_memory`)."""
         with self.turn:
             self.owners.collect()
             if not any(group.allocator.num_live for group in self.groups):
@@ -340,7 +341,7 @@ class PoolMemory:
             mx.clear_cache()
 
     def drop(self) -> None:
-        """Let go of the tensors of all groups, no block of which is in use."""
+        """Drop the tensors of all groups; no block may be in use."""
         for group in self.groups:
             if group.storages:
                 group.drop()

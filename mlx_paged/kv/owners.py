@@ -15,8 +15,8 @@ from .idle import IdleWatch
 
 
 class BlockHolder(Protocol):
-    """What a pool asks of a cache that counts in its budget (see BlockPool.add_holder), by default one without blocks.
-    Called under the pool's lock.
+    """A cache that counts in a pool's budget and frees blocks on request (see BlockPool.add_holder). The defaults are
+    those of a cache without blocks. Called under the pool's lock.
 
     Attributes:
         evictions: blocks this holder has freed so far, to make room, by age or by a limit.
@@ -27,7 +27,7 @@ class BlockHolder(Protocol):
     hit_tokens: int
 
     def held(self, group: int) -> Iterable[Sequence[int]]:
-        """Return the group's blocks it holds, each as often as it holds a reference to it."""
+        """Return the blocks of the group that it holds, each once per reference."""
         return ()
 
     def reclaimable(self, group: int, enough: int | None = None) -> int:
@@ -40,7 +40,7 @@ class BlockHolder(Protocol):
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of the states it holds, which :meth:`evict_states` could free."""
+        """Bytes of the states that it holds and :meth:`evict_states` could free."""
         ...
 
     def evict_states(self, num_bytes: int) -> int:
@@ -48,33 +48,33 @@ class BlockHolder(Protocol):
         ...
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Blocks of the group have other ids now; the references to them stay the same."""
+        """Replace ids of the group's blocks by their new ids; the references stay the same."""
         return None
 
 
 class BlockOwners:
-    """Everyone who holds blocks of some groups. Keeps none of them alive.
+    """The tables and prefix caches that hold blocks of a pool's groups. Keeps none of them alive.
 
-    Used under the pool's lock, but for :meth:`abandon` and :meth:`collect`.
+    Changes need the pool's lock, except :meth:`add_table`, :meth:`abandon` and :meth:`collect`.
     """
 
     def __init__(self, groups: Sequence[BlockGroup], lock: threading.RLock, idle: IdleWatch) -> None:
-        self.owner = object()  # of all the tables
+        self.owner = object()  # identifies the pool's tables
         self._idle = idle
         self._groups = groups
         self._lock = lock
-        # By identity, the lists of block ids of all tables that have not given them back, with their group and table:
-        # also of those that are just being dropped, in whatever thread. Other threads add tables without the lock, so
-        # it is copied before it is iterated.
+        # Block ids of all tables that have not been released, by identity of the list, with group and table. Includes
+        # those of tables that some thread is just dropping. Other threads add tables without the lock, so it is copied
+        # before it is iterated.
         self._lists: dict[int, tuple[int, list[int], weakref.ref[BlockTable]]] = {}
-        # Tables dropped by their owner put their blocks here from whatever thread collects them.
+        # Finalizers of dropped tables put their blocks here, from any thread.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
         self._caches: list[weakref.ref[BlockHolder]] = []
 
     # Tables ---------------------------------------------------------------------------------------------------
 
     def add_table(self, table: BlockTable) -> BlockTable:
-        """Know the table until it is removed; if it is dropped instead, its blocks come back by themselves."""
+        """Register a table until it is removed; if it is dropped instead, a finalizer returns its blocks."""
         table.owner = self.owner
         self._lists[id(table.block_ids)] = (table.group, table.block_ids, weakref.ref(table))
         finalizer = weakref.finalize(table, self._idle.put, self._abandoned, (table.group, table.block_ids))
@@ -82,7 +82,7 @@ class BlockOwners:
         return table
 
     def remove_table(self, table: BlockTable) -> None:
-        """Forget a table that was released."""
+        """Unregister a table that was released."""
         self._lists.pop(id(table.block_ids), None)
 
     def note_release(self) -> None:
@@ -90,7 +90,7 @@ class BlockOwners:
         self._idle.note()
 
     def check(self, table: BlockTable) -> None:
-        """Raise BlockStateError unless the table is one of these and in use."""
+        """Raise BlockStateError unless the table belongs to this pool and is in use."""
         if table.released or table.owner is not self.owner:
             raise BlockStateError("table used after release, or of another pool")
 
@@ -99,24 +99,24 @@ class BlockOwners:
         return [table for *_, ref in list(self._lists.values()) if (table := ref()) is not None]
 
     def abandon(self, group: int, block_ids: list[int]) -> None:
-        """Drop one reference of each block, soon; for finalizers, which may run anywhere in this very class."""
+        """Drop one reference of each block at the next :meth:`collect`; for finalizers, which may run at any point."""
         self._idle.put(self._abandoned, (group, block_ids))
 
     def collect(self) -> None:
-        """Release what was abandoned; to be called before free blocks are counted."""
+        """Release abandoned blocks; call it before counting free blocks."""
         if not self._abandoned:
             return
         with self._lock:
             while self._abandoned:
                 group, block_ids = self._abandoned[0]
                 self._groups[group].allocator.release(block_ids)
-                self._abandoned.popleft()  # not before: if it fails in between, the next call releases them
+                self._abandoned.popleft()  # only now: if the release fails, the next call repeats it
                 self._lists.pop(id(block_ids), None)
 
     # Prefix caches --------------------------------------------------------------------------------------------
 
     def add_cache(self, cache: BlockHolder) -> None:
-        """Ask the prefix cache for blocks from now on. Kept weakly."""
+        """Register a prefix cache that is asked to free blocks; held weakly."""
         self._caches = [*(ref for ref in self._caches if ref() is not None), weakref.ref(cache)]
 
     def caches(self) -> list[BlockHolder]:
@@ -138,13 +138,13 @@ class BlockOwners:
         return sum(cache.state_nbytes for cache in self.caches())
 
     def evict_states(self, num_bytes: int) -> None:
-        """Have the prefix caches drop states of ``num_bytes`` bytes, or as many as they can."""
+        """Make the prefix caches drop states of ``num_bytes`` bytes, or as many as they can."""
         for cache in self.caches():
             if num_bytes > 0:
                 num_bytes -= cache.evict_states(num_bytes)
 
     def evict(self, group: int, num_blocks: int) -> None:
-        """Have the prefix caches free ``num_blocks`` blocks, or as many as they can."""
+        """Make the prefix caches free ``num_blocks`` blocks of the group, or as many as they can."""
         for cache in self.caches():
             if num_blocks > 0:
                 num_blocks -= cache.evict(group, num_blocks)
@@ -152,8 +152,8 @@ class BlockOwners:
     # All ------------------------------------------------------------------------------------------------------
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Give blocks of the group new ids, in all that holds them. All holders are found before any is changed.
-        A table that another thread adds meanwhile is empty."""
+        """Replace ids of the group's blocks by new ones in everything that holds them. All tables are found before any
+        is changed; one that another thread adds meanwhile is empty."""
         known = list(self._lists.values())
         others = [entry for entry in list(self._abandoned) if id(entry[1]) not in self._lists]
         tables = [table for own, _, ref in known if own == group and (table := ref()) is not None]

@@ -26,19 +26,19 @@ UNLIMITED = 1 << 62
 
 
 class BlockPool:
-    """Allocates blocks, counts references to them, writes keys and values into them and gathers them back.
+    """All blocks of a model: allocated, counted by references, written, and gathered back.
 
-    A step of a sequence is: :meth:`append_tokens` once (reserves positions for all layers of the group), then
-    :meth:`write_prefill`, or :meth:`PoolLayer.write` of several sequences, for each layer, which write the positions
+    A step of a sequence calls :meth:`append_tokens` once, which reserves positions for all layers of the group, then
+    for each layer :meth:`write_prefill`, or :meth:`PoolLayer.write` for several sequences, which write the positions
     reserved last.
 
     Args:
-        groups: the groups of layers. Each layer index belongs to exactly one group. None: the pool holds states alone.
+        groups: the groups of layers. Each layer index belongs to exactly one group. Empty: the pool holds states only.
         block_size: tokens per block, a power of two from 4 to 128.
-        memory_budget: most bytes the tensors of all groups may take.
-        choose_storage: the form of a group's storage, asked once, at its first keys and values.
-        page_format: keys and values are quantised when they are written, in the groups that can be (see
-            :meth:`PageFormat.why_not`).
+        memory_budget: most bytes that the tensors of all groups, and states, may take.
+        choose_storage: chooses the form of a group's storage, once, at its first keys and values.
+        page_format: how keys and values are quantised when they are written, in the groups that can be (see
+            :meth:`PageFormat.why_not`); None: they are not.
 
     Raises:
         ConfigError: block size, budget or groups are unusable.
@@ -67,20 +67,20 @@ class BlockPool:
             for position, layer in enumerate(group.spec.layers)
         }
         self.cow_forks = 0
-        # Whether an idle pool lets go of its tensors by itself. Over ranks the engines agree on when to.
+        # Whether an idle pool drops its tensors by itself. Over ranks the engines agree on when.
         self.drops_when_idle = True
-        self.traces = 0  # compiled steps made, each of which took its step longer
+        self.traces = 0  # compiled steps traced; a trace slows its step down
         # Counted by the scheduler of the pool's sequences.
         self.preemptions = self.drafted = self.accepted = self.draft_steps = self.draft_depth = self.draft_ms_saved = 0
 
     @property
     def memory_budget(self) -> int:
-        """Most bytes the tensors of all groups may take."""
+        """Most bytes that the tensors of all groups, and states, may take."""
         return self.memory.budget
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
-        """Guards every change; a holder takes it for its own changes, so that the two cannot wait for each other."""
+        """Lock that guards every change. Holders of blocks use it for their own changes, which avoids deadlocks."""
         return self.turn
 
     # Blocks ---------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class BlockPool:
                 if count > block_group.allocator.num_free:
                     self.memory.grow(block_group, count)
                 blocks = block_group.allocator.allocate(count)
-        except Exception:  # with blocks: what was built could not be computed at the turn's end
+        except Exception:  # if blocks were taken, computing failed at the turn's end
             self.release(group, blocks)
             raise
         return blocks
@@ -116,15 +116,15 @@ class BlockPool:
             self.groups[group].allocator.release(block_ids)
 
     def abandon(self, group: int, block_ids: list[int]) -> None:
-        """Drop one reference of each block, soon; for finalizers, which may run anywhere in this very class."""
+        """Drop one reference of each block at the next :meth:`collect`; for finalizers, which may run at any point."""
         self._owners.abandon(group, block_ids)
 
     def collect(self) -> None:
-        """Release what dropped tables held; to be called before free blocks are counted."""
+        """Release the blocks of dropped tables; call it before counting free blocks."""
         self._owners.collect()
 
     def add_holder(self, holder: BlockHolder) -> None:
-        """Ask ``holder`` for blocks before an allocation fails, and count what it holds. Kept weakly."""
+        """Register a cache that is asked for blocks before an allocation fails; held weakly."""
         with self._lock:
             self._owners.add_cache(holder)
 
@@ -133,18 +133,18 @@ class BlockPool:
         return self._owners.caches()
 
     def return_memory(self) -> None:
-        """Give memory of free blocks back to the system, but for one growth step of each group that has blocks in use.
-        For the thread that computes, between steps, when nothing has needed it for a while: blocks are moved together,
-        tensors copied.
+        """Return memory of free blocks to the system, except for one growth step of each group; all of it if no block
+        is in use. Call it in the compute thread, between steps, when memory has not been needed for a while: it moves
+        blocks and copies tensors.
         """
         self.memory.return_unused()
 
     def drop_if_idle(self) -> bool:
-        """Let go of all tensors if no block is in use; the next sequence makes new ones. For a thread that does not
-        compute: it never blocks, and MLX has nothing to compute.
+        """Drop all tensors if no block is in use; the next sequence makes new ones. For threads that do not compute: it
+        never blocks and computes nothing.
 
         Returns:
-            False if the pool is in use, so that it is not known.
+            False if the pool was locked or had pending work, so that the caller must try again.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -168,11 +168,10 @@ class BlockPool:
         return self._owners.add_table(table)
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """Return a second table over the same blocks: references, no bytes. A write to a shared block copies
-        it."""
+        """Return a second table over the same blocks, by reference. A write to a shared block copies it first."""
         self._owners.check(table)
         with self._lock:
-            # Known to the pool before it holds anything: if something fails here, its blocks come back.
+            # Registered before it holds blocks: if something fails here, they are released.
             copy = self._owners.add_table(BlockTable(table.group, self.block_size))
             self.retain(table.group, table.block_ids)
             copy.block_ids.extend(table.block_ids)
@@ -219,7 +218,7 @@ class BlockPool:
             if group.spec.window is not None:
                 self._slide(group, table)
             references = group.tail_references(table)
-            if num_tokens == 1 and references == 1:  # as nearly every decode step
+            if num_tokens == 1 and references == 1:  # nearly every decode step
                 table.length += 1
                 group.touch()
                 return
@@ -231,7 +230,7 @@ class BlockPool:
                 except Exception:
                     self.release(table.group, [block for block in blocks if block not in table.block_ids])
                     raise
-                if own != blocks[0]:  # to allocate, the prefix that shared it was evicted
+                if own != blocks[0]:  # not shared any more: the allocation evicted the prefix
                     self.release(table.group, blocks[:1])
                 del blocks[0]
             table.block_ids.extend(blocks)
@@ -241,17 +240,17 @@ class BlockPool:
                 table.forget_indices()
 
     def append_token(self, group: int, tables: Sequence[BlockTable]) -> list[int]:
-        """Reserve one position at the end of each of a group's tables that has it in a block of its own, as nearly all
-        have in a decode step, or begins a block while some are free. Blocks that fell behind a sliding window are
-        released.
+        """Reserve one position at the end of each table of a group whose last block is its own and has room, as nearly
+        all have in a decode step, or that begins a block while some are free. Releases blocks that fell behind a
+        sliding window.
 
         Returns:
-            Indices of the other tables, which are as they were: for :meth:`append_tokens`.
+            Indices of the other tables, which got no position: call :meth:`append_tokens` for them.
         """
         own = self.groups[group]
         refcount, owner, sees = own.allocator.refcount, self._owners.owner, own.sees
         others: list[int] = []
-        fresh: list[int] = []  # begin a block
+        fresh: list[int] = []  # tables that begin a block
         with self._lock:
             self._owners.collect()
             own.touch()
@@ -271,7 +270,7 @@ class BlockPool:
                     else:
                         others.append(index)
                 index = len(tables)
-                for begun in fresh:  # first: once the blocks are taken, nothing may come between them and the tables
+                for begun in fresh:  # first: nothing may fail between taking the blocks and adding them
                     tables[begun].forget_indices()
                 blocks = self.allocate(group, len(fresh)) if fresh else []
             except Exception:
@@ -284,8 +283,8 @@ class BlockPool:
         return others
 
     def slide(self, tables: Iterable[BlockTable]) -> bool:
-        """Release what the tables' next tokens do not see, as :meth:`append_tokens` would, so that it counts as free or
-        cached. Returns whether there was anything."""
+        """Release blocks that the tables' next tokens do not see, as :meth:`append_tokens` would, so that they count as
+        free or cached. Returns whether any table changed."""
         slid = False
         with self._lock:
             for table in tables:
@@ -309,8 +308,8 @@ class BlockPool:
         return True
 
     def ensure_free_for(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
-        """Have blocks free for the next tokens of a sequence's tables, all those of the same length as the first, so
-        that no group has to take them from another in the middle of a step."""
+        """Make blocks available for the next tokens of a sequence's tables (those as long as the first), so that no
+        group has to take them from another in the middle of a step."""
         length = tables[0].length
         level = [table for table in tables if table.length == length]
         self.slide(level)
@@ -323,9 +322,9 @@ class BlockPool:
         """Give the table a block of its own at ``index`` if the present one is shared.
 
         Args:
-            table: whose block it is.
-            index: of the block in the table.
-            target: a block that was allocated for it; None: allocate one.
+            table: the table.
+            index: index of the block in the table.
+            target: a block already allocated for the copy; None: allocate one.
 
         Returns:
             The id now in ``table.block_ids[index]`` (unchanged if it was not shared).
@@ -384,14 +383,14 @@ class BlockPool:
             self._group(table).touch()
 
     # Keys and values ------------------------------------------------------------------------------------------
-    # Of one layer, see PoolLayer.
+    # Of one layer; see PoolLayer.
 
     def layer(self, layer: int) -> PoolLayer:
         """Return a model layer's keys and values."""
         return self._layers[layer]
 
     def group_of(self, layer: int) -> int:
-        """Index of the group a model layer belongs to."""
+        """Return the index of the group that a model layer belongs to."""
         return self._layers[layer].group_index
 
     def set_geometry(
@@ -427,7 +426,7 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
         with self._lock:
-            tables = self._owners.tables()  # held, so that none is collected between the two steps
+            tables = self._owners.tables()  # kept alive, so that none is collected in between
             self._owners.collect()
             for index, group in enumerate(self.groups):
                 held = [ids for holder in self.holders() for ids in holder.held(index)]

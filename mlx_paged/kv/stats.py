@@ -1,4 +1,4 @@
-"""PagedCacheStats: what a pool holds, counted; and whether its accounts agree."""
+"""PagedCacheStats: counts of what a pool holds; and a check that its accounts agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PagedCacheStats:
         block_size: tokens per block.
         total_blocks: blocks that exist (null blocks not counted); ``live_blocks + free_blocks``.
         live_blocks: blocks with at least one reference.
-        peak_live_blocks: the most there have been (summed over groups, each at its own peak).
+        peak_live_blocks: most live blocks so far (summed over groups, each at its own peak).
         free_blocks: blocks without a reference.
         shared_blocks: blocks with more than one reference.
         bytes_reserved: bytes of the pool's tensors.
@@ -37,20 +37,20 @@ class PagedCacheStats:
         prefix_hit_tokens: tokens that sequences took from a prefix cache instead of computing them.
         preemptions: sequences that gave their blocks back to make room, to be computed again later.
         shrinks: times a group's tensors were made smaller, for another group or because nothing needed the memory.
-        peak_bytes_in_use: bytes of the most live blocks there have been.
-        quantized_tokens: tokens whose keys and values were quantised, each when it was written. Those that came with a
-            prefix or from a file were quantised before.
+        peak_bytes_in_use: bytes of the peak live blocks.
+        quantized_tokens: tokens whose keys and values were quantised when they were written. Tokens that came with a
+            prefix or from a file are not counted.
         quantized_layers: layers whose pages hold quantised keys and values.
-        dense_layers: layers whose pages hold them as they are.
-        bytes_per_token: of K and V of one token in all layers; 0 before the first write.
-        drafted_tokens: tokens that a draft model proposed, or because a prompt or an answer had them before, and that
-            were verified.
-        accepted_tokens: those of them that the model would have chosen.
+        dense_layers: layers whose pages hold unquantised keys and values.
+        bytes_per_token: bytes of K and V of one token in all layers; 0 before the first write.
+        drafted_tokens: drafts that were verified: tokens proposed by a draft model, by the model's prediction head, or
+            because a prompt or an answer had them before.
+        accepted_tokens: drafts that the model would have chosen.
         draft_steps: steps in which drafts were verified.
-        draft_depth: most drafts of a request in the latest step; 0: it went without.
-        draft_ms_saved: milliseconds that drafts have saved, as measured; below 0: that they have cost.
-        state_bytes: bytes of states beside keys and values that count in the budget: of checkpoints and of requests.
-        checkpoint_bytes: those of them that a prefix cache holds.
+        draft_depth: most drafts of a request in the latest step; 0 if it had none.
+        draft_ms_saved: milliseconds that drafts have saved, as measured; negative if they have cost time.
+        state_bytes: bytes of states beside keys and values, of checkpoints and requests; they count in the budget.
+        checkpoint_bytes: the part of ``state_bytes`` that prefix caches hold.
     """
 
     block_size: int
@@ -145,7 +145,7 @@ def _num_cached(allocator: BlockAllocator, group: int, holders: Sequence[BlockHo
 def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[Sequence[int]] = ()) -> None:
     """Raise BlockStateError unless a group's reference counts, free list, tables and tensors agree.
 
-    ``held``: block ids that others than tables hold, one entry per reference.
+    ``held``: block ids held by prefix caches, one entry per reference.
     """
     group.allocator.check_integrity([*(table.block_ids for table in tables), *held])
     for table in tables:

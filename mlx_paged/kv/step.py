@@ -19,10 +19,10 @@ from ..kernels.shared_runs import Partitions, SharedCut, SharedRows, items_for, 
 from .block_table import BlockTable
 from .storage.attention_params import LatentHeads, Window
 
-# What a decode launch is prepared for: shape and dtype of queries, scale, window, softcap, whether there are no sinks,
-# it is over latents, nothing is appended.
+# Key of a decode launch: shape and dtype of the queries, scale, window, softcap; and whether it has no sinks, attends
+# over latents, appends nothing.
 DecodeKey = tuple[tuple[int, ...], mx.Dtype, float, Window | None, float | None, bool, bool, bool]
-# Number of query heads, scale, window, softcap, whether there are sinks.
+# Key of a prefill launch: number of query heads, scale, window, softcap, and whether it has sinks.
 PrefillKey = tuple[int, float, Window | None, float | None, bool]
 ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
@@ -32,12 +32,13 @@ MAX_INT32 = (1 << 31) - 1
 class DeviceTables:
     """Block tables of a batch as one int32 array ``[B, max_blocks]``, by absolute position.
 
-    Kept from step to step: only rows that changed are written again, and nothing is sent if none did. Holds no
-    reference to a table.
+    Kept from step to step: only rows that changed are written again, and nothing is sent to the device if none did.
+    Holds no reference to a table.
 
     Attributes:
-        tokens: positions of the rows' tokens, and the ends of what they see.
-        first_seen: by window, where what they see begins.
+        tokens: positions of the rows' tokens, and the ends of their visible positions.
+        ends: those ends alone, for rows of several tokens.
+        first_seen: the starts of their visible positions, by window.
     """
 
     def __init__(self) -> None:
@@ -49,11 +50,11 @@ class DeviceTables:
         self._device: mx.array | None = None
         self._starts: mx.array | None = None
         self._shared: SharedRows | None = None
-        self._common: np.ndarray | None = None  # blocks that each row has in common with another; None: not known
+        self._common: np.ndarray | None = None  # leading blocks that each row shares with another; None: not known
         self._items: tuple[Any, mx.array | None] = None, None
 
     def of(self, tables: Sequence[BlockTable], shape: tuple[int, int] | None = None) -> mx.array:
-        """Return the array, of ``shape`` if that is larger; entries past a row's end are of no meaning."""
+        """Return the array, padded to ``shape`` if given; entries past a row's end have no meaning."""
         uids = [table.uid for table in tables]
         versions = [table.version for table in tables]
         shape = shape or (len(tables), table_width(tables))
@@ -77,13 +78,15 @@ class DeviceTables:
     def items(
         self, tables: Sequence[BlockTable], ends: np.ndarray, cut: SharedCut, window: Window | None
     ) -> mx.array | None:
-        """Return what thread groups read together of these tables, which :meth:`of` was given last, as the kernel takes
-        it (:mod:`..kernels.shared_runs`); None where each row is to be read by itself.
+        """Return the items of the kernel for common blocks (:mod:`..kernels.shared_runs`): partitions, each of which a
+        thread group reads once for one or several rows. None if each row is to be read by itself. Call :meth:`of` with
+        these tables first.
 
         Args:
-            ends: tokens of each row; those after the tables' have none.
-            cut: of the kernel.
-            window: of the rows' newest tokens.
+            tables: the step's tables.
+            ends: tokens of each row; rows after the tables' are padding and have none.
+            cut: the kernel's cut.
+            window: window of the rows' newest tokens.
         """
         if self._common is None:
             size = tables[0].block_size
@@ -93,7 +96,7 @@ class DeviceTables:
         if self._shared is None:
             return None
         seen = Partitions.of(ends, cut.shape, None if window is None else window.first_seen_by(ends - 1))
-        key = cut, seen.key  # the same items until a row has a partition more
+        key = cut, seen.key  # the items stay the same until a row gets another partition
         if self._items[0] != key:
             items = items_for(self._shared, seen, cut)
             if items is not None:
@@ -102,7 +105,7 @@ class DeviceTables:
         return self._items[1]
 
     def starts(self, shape: tuple[int, ...]) -> mx.array:
-        """Return starts without a window: zeros, int32."""
+        """Return the starts of visible positions without a window: zeros, int32."""
         if self._starts is None or self._starts.shape != shape:
             self._starts = RowsArray().of(np.zeros(shape, np.int32))
             mx.async_eval(self._starts)  # another thread's steps may read it
@@ -110,13 +113,13 @@ class DeviceTables:
 
 
 class Columns:
-    """What all layers read of rows of one length, or padded on the left to one.
+    """The positions that all layers read of several rows, of equal length or padded on the left to it.
 
     Attributes:
         block_ids: int32 ``[B, max_blocks]``, by absolute position.
         positions: int32 ``[B, n]``; all lie in these blocks.
-        slots: in place of both, where they are known on the host: int64 ``[B, n]``.
-        prepared: what a storage has made of them, for all layers.
+        slots: int64 ``[B, n]``, in place of both if they are known on the host.
+        prepared: what a storage has derived from them, shared by all layers.
     """
 
     __slots__ = ("block_ids", "positions", "prepared", "slots")
@@ -128,24 +131,24 @@ class Columns:
 
     @classmethod
     def of_slots(cls, slots: np.ndarray) -> Columns:
-        """Return what is read by slots; for storages in ordinary MLX arrays."""
+        """Return columns given by their slots; only storages in ordinary MLX arrays take them."""
         columns = cls.__new__(cls)
         columns.slots, columns.prepared = slots, None
         return columns
 
 
 class RowsInParts(NamedTuple):
-    """How attention without a kernel reads functional storage for rows of one new token each: in parts, each of one row
-    or of several rows of one length.
+    """Indices by which attention without a kernel reads functional storage, for rows of one new token each: in parts of
+    one row, or of several rows of equal length.
 
     Attributes:
-        views: arrays that rows are cut from: where the tokens of each row begin and end in it, ascending, and the index
-            of the blocks that are gathered for it; None: the pool.
-        gathers: index of the tokens of rows of one length, for :meth:`FunctionalStorage.read_tokens`.
-        places: of each part among what views and gathers give.
+        views: arrays that single rows are sliced from: the start and end of each row's tokens in the array, ascending,
+            and the index of the blocks gathered into it; None: it is the pool.
+        gathers: for each part of several rows, the index of its tokens for :meth:`FunctionalStorage.read_tokens`.
+        places: for each part, its place among the results of views and gathers.
         ends: where each part but the last ends among the queries.
-        order: index of the queries in order of the parts, and of the results in order of the rows; None: they are.
-        num_blocks: of the pool, for which the indices hold.
+        order: indices that sort the queries by part, and the results by row; None: they are in order.
+        num_blocks: size of the pool for which the indices hold.
     """
 
     views: list[tuple[list[int], mx.array | None]]
@@ -157,13 +160,13 @@ class RowsInParts(NamedTuple):
 
 
 class RowsTogether(NamedTuple):
-    """How attention without a kernel reads functional storage for rows of one new token each: all at once, padded as by
-    :func:`padded_slots`.
+    """Index by which attention without a kernel reads functional storage, for rows of one new token each: all at once,
+    padded as by :func:`padded_slots`.
 
     Attributes:
-        tokens: index of them, for :meth:`FunctionalStorage.read_tokens`.
+        tokens: index of the tokens, for :meth:`FunctionalStorage.read_tokens`.
         mask: added to scores, ``[B, 1, 1, n]``; None: nothing is padded.
-        num_blocks: of the pool, for which the index holds.
+        num_blocks: size of the pool for which the index holds.
     """
 
     tokens: mx.array
@@ -172,25 +175,27 @@ class RowsTogether(NamedTuple):
 
 
 class Step:
-    """The last ``counts[b]`` reserved positions of each of B tables of one group: T tokens, table by table. A decode
-    step is one of counts of 1, and a sequence alone one of a single table.
+    """The last ``counts[b]`` reserved positions of each of B tables of one group: T tokens, table by table. In a decode
+    step all counts are 1; a sequence alone is a step of one table.
 
     Arrays of its tokens are ``[T, n_heads, 1, head_dim]``, or, where all counts are n, ``[B, n_heads, n, head_dim]``.
 
     Attributes:
         key: ``counts`` and the tables' uids.
-        epoch: state of the group this was made in; a step of another epoch must not be used.
-        counts: new tokens of each table, at least one.
-        num_tokens: T, all of them.
-        is_pack: some table has several.
-        write_launch, decode_launches, prefill_launches, prompt_launches: kernel launches prepared for this step, for
-            all layers; of attention by what the layers ask for.
-        place: of one token of one table, where the table's visible tokens lie among functional storage's slots; None:
-            not known, or not one after the other.
-        by_head: where functional storage of so many blocks writes the rows' tokens, by head; None: not asked for yet.
-        columns: what all layers read of rows padded to a length, by that length; of some rows of one length, by these.
-        parts: rows that share operations of attention without a kernel, in all layers; None: not asked for yet.
-        reading: how they are read, together or in parts; None: by MLX's function, or not asked for yet.
+        epoch: the group's epoch when this was made; a step of another epoch must not be used.
+        counts: new tokens of each table, at least 1.
+        num_tokens: T, the sum of the counts.
+        is_pack: whether some table has several new tokens.
+        write_launch, decode_launches, prefill_launches, prompt_launches: kernel launches prepared for this step, shared
+            by all layers; those of attention by the layers' parameters.
+        place: for one token of one table, start and end of the table's visible tokens among functional storage's slots;
+            None if not known, or not consecutive.
+        by_head: number of blocks, and the index at which functional storage of that size writes the rows' tokens, by
+            head; None until it is needed.
+        columns: the columns that all layers read: of rows padded to a length, by that length; of some rows of equal
+            length, by those rows.
+        parts: rows that share operations of attention without a kernel, in all layers; None until they are needed.
+        reading: how those are read, together or in parts; None: by MLX's function, or not known yet.
     """
 
     def __init__(
@@ -228,13 +233,13 @@ class Step:
 
     @cached_property
     def spans(self) -> list[slice]:
-        """Return where each table's tokens are among the T."""
+        """Slice of each table's tokens among the T."""
         ends = np.cumsum(self.counts).tolist()
         return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
 
     def slots(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
-        """``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Up to
-        ``num_rows``, -1, which is not written."""
+        """Return ``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Padding up
+        to ``num_rows`` is -1, which is not written."""
         found = self._slots.get(num_rows)
         if found is None:
             slots = self.host_slots(tables)
@@ -245,7 +250,7 @@ class Step:
         return found
 
     def host_slots(self, tables: Sequence[BlockTable]) -> np.ndarray:
-        """Return what :meth:`slots` does, int64, on the host."""
+        """Return :meth:`slots` on the host: int64, not padded."""
         if self.is_pack:
             return np.concatenate([tail_slots(table, n) for table, n in zip(tables, self.counts, strict=True)])
         size = tables[0].block_size
@@ -262,11 +267,11 @@ class Step:
         return np.concatenate([np.arange(end - count, end, dtype=np.int32) for end, count in ends])
 
     def offsets(self, num_rows: int | None = None) -> mx.array:
-        """Position of each token, int32 ``[T]``; up to ``num_rows``, rows at position 0."""
+        """Return the position of each token, int32 ``[T]``; padding up to ``num_rows`` is 0."""
         return self._tokens(num_rows or self.num_tokens)[0]
 
     def _tokens(self, num_rows: int) -> tuple[mx.array, mx.array]:
-        """Return the position of each token, int32 ``[num_rows]``, and the end of what it sees, ``[num_rows, 1]``."""
+        """Return each token's position, int32 ``[num_rows]``, and the end of its visible ones, ``[num_rows, 1]``."""
         found = self._of_tokens.get(num_rows)
         if found is None:
             positions = self._positions
@@ -285,11 +290,11 @@ class Step:
         (exclusive: its own position + 1) and the start of its visible positions.
 
         Args:
-            tables: of the step.
-            window: of the tokens.
-            num_rows: B for rows of n tokens each, or T, the default, for rows of one token, with the table of its
-                sequence for each.
-            shape: of the block tables, if that is larger; the rows that it adds see nothing.
+            tables: the step's tables.
+            window: window of the tokens.
+            num_rows: B for rows of n tokens each; T, the default, for rows of one token, each with the table of its
+                sequence.
+            shape: shape to pad the block tables to; the rows that it adds see nothing.
         """
         num_rows = num_rows or self.num_tokens
         known = self._visible.get((window, num_rows, shape))
@@ -302,7 +307,7 @@ class Step:
             ends = self._lengths[:, None] + np.arange(1 - self.counts[0], 1, dtype=np.int32)
         ends = padded(ends, None if shape is None else shape[0])
         of_tokens = self._tokens(len(ends))[1] if num_rows == self.num_tokens else own.ends.of(ends)
-        if window is None or ends.max(initial=0) <= window.size:  # it hides nothing
+        if window is None or ends.max(initial=0) <= window.size:  # the window hides nothing
             starts = own.starts(ends.shape)
         else:
             starts = own.first_seen[window].of(window.first_seen_by(ends - 1))
@@ -321,13 +326,13 @@ class Step:
         window: Window | None = None,
         shape: tuple[int, int] | None = None,
     ) -> mx.array | None:
-        """Return what thread groups read together in a decode step, None: nothing.
+        """Return the items of the kernel for common blocks in a decode step, or None (see :meth:`DeviceTables.items`).
 
         Args:
-            tables: of the step.
-            cut: of the kernel for common blocks; None if there is none.
-            window: of the step's tokens.
-            shape: of the block tables, as for :meth:`visible`.
+            tables: the step's tables.
+            cut: cut of the kernel for common blocks; None if there is none.
+            window: window of the step's tokens.
+            shape: shape to pad the block tables to, as for :meth:`visible`.
         """
         if cut is None or self.is_pack or len(tables) < 2:
             return None
@@ -343,18 +348,18 @@ class Step:
         return self._device_tables.of(tables)
 
     def all_blocks(self, tables: Sequence[BlockTable]) -> mx.array:
-        """Return the ids of all blocks of the tables, one table's after the other's; int32."""
+        """Return the ids of all blocks of the tables, table by table; int32."""
         if self._all_blocks is None:
             self._all_blocks = mx.array([block_id for table in tables for block_id in table.block_ids], mx.int32)
         return self._all_blocks
 
     @staticmethod
     def num_slots(tables: Sequence[BlockTable]) -> int:
-        """Return the number of slots of all their blocks."""
+        """Return the number of slots in all blocks of the tables."""
         return sum(len(table.block_ids) for table in tables) * tables[0].block_size
 
     def gathered_tables(self, tables: Sequence[BlockTable]) -> mx.array:
-        """Return where each table's blocks are among :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute
+        """Return the places of each table's blocks in :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute
         position."""
         if self._gathered_tables is None:
             found = np.zeros((len(tables), table_width(tables)), np.int32)
@@ -392,33 +397,33 @@ SHORT_TABLE = 8  # blocks
 
 
 def table_width(tables: Sequence[BlockTable]) -> int:
-    """Width of the device's table for these."""
+    """Return the width of the device array for these tables, in blocks."""
     count = max([len(table.block_ids) for table in tables])
-    # Where one partition holds short contexts, half the width saves the launch that would merge several.
+    # On Metal half the width keeps short contexts in one partition, which saves the launch that merges partitions.
     return SHORT_TABLE if count <= SHORT_TABLE and on_metal() else rounded_up(count, 2 * SHORT_TABLE)
 
 
 def rounded_up(count: int, least: int) -> int:
-    """Return a little more, so that shapes change seldom: a multiple of ``least`` or of an eighth of the next power of
-    two."""
+    """Round up, so that shapes change seldom: to a multiple of ``least`` or of an eighth of the next power of two,
+    whichever is larger."""
     unit = max(least, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // unit) * unit
 
 
 def padded(rows: np.ndarray, num_rows: int | None) -> np.ndarray:
-    """With rows of zeros up to ``num_rows``."""
+    """Pad with rows of zeros up to ``num_rows``."""
     if num_rows is None or num_rows == len(rows):
         return rows
     return np.concatenate([rows, np.zeros((num_rows - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
 def step_key(tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[Sequence[int], ...]:
-    """Return what identifies a step within an epoch."""
+    """Return the key that identifies a step within an epoch."""
     return (tuple(counts), tuple([table.uid for table in tables]))
 
 
 def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
-    """Slots of a table's last positions, int64 ``[num_tokens]``."""
+    """Return the slots of a table's last positions, int64 ``[num_tokens]``."""
     size = table.block_size
     first = (table.length - num_tokens) // size
     positions = np.arange(table.length - num_tokens, table.length)
@@ -429,7 +434,7 @@ def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
 
 def padded_slots(tables: Sequence[BlockTable]) -> np.ndarray:
     """Return the slots of the visible tokens of rows, int64 ``[B, n]``, padded on the left to the longest. Padding
-    repeats a row's first visible token: a mask hides it, and it is a number if the row's own are."""
+    repeats a row's first visible token, which a mask hides; it is finite if the row's own values are."""
     size, lengths = tables[0].block_size, [table.length - table.logical_start for table in tables]
     slots = np.empty((len(tables), max(lengths)), np.int64)
     blocks: list[int] = []

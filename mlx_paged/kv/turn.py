@@ -1,4 +1,4 @@
-"""Turn: one thread at a time works on a pool's tensors, and leaves nothing there that another could not go on from."""
+"""Turn: one thread at a time works on a pool's tensors, and leaves nothing there that others cannot compute."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .group import BlockGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
-GLANCE_SECONDS = 0.02  # for the lock: a thread that holds it longer computes, and changes nothing meanwhile
+GLANCE_SECONDS = 0.02  # to wait for the lock; a thread that holds it longer is computing, and changes nothing
 GLANCES = 5
 
 
 class _ThreadState(threading.local):
-    """What a thread does at present.
+    """The present state of a thread.
 
     Attributes:
-        steps: how many :class:`Stepwise` sections it is in.
-        pending: turns whose work it is going to have computed at the end of the outermost one.
+        steps: number of :class:`Stepwise` sections it is in.
+        pending: turns whose work it will start computing at the end of the outermost section.
     """
 
     def __init__(self) -> None:
@@ -37,16 +37,16 @@ _thread = _ThreadState()
 
 
 class Turn:
-    """A lock, as a context manager that may be entered again by the thread in it (docs/adr/0013).
+    """A reentrant lock, as a context manager (docs/adr/0013).
 
     MLX computes what a thread has built in that thread only: lazy writes left in a pool could not be computed by the
-    next thread, nor by anybody once theirs has ended. So at the end of a turn what is in the pool is computed or being
-    computed. Inside :class:`Stepwise` the end of the step is early enough, which costs nothing: mlx-lm has had it
-    computed by then. Who comes between waits for it.
+    next thread, nor by any once their own has ended. So at the end of a turn everything in the pool is computed or
+    being computed. Inside :class:`Stepwise` the end of the step is early enough, which costs nothing: mlx-lm has
+    computed it by then. A thread that comes in between waits for it.
 
     Args:
-        lock: of the pool.
-        groups: whose tensors are worked on.
+        lock: the pool's lock.
+        groups: the groups whose tensors are worked on.
     """
 
     def __init__(self, lock: threading.RLock, groups: Sequence[BlockGroup]) -> None:
@@ -77,7 +77,7 @@ class Turn:
             while self._pending not in (0, me):
                 self._changed.wait()
         except BaseException:
-            self._num_waiting -= 1  # with the lock: others count here, too
+            self._num_waiting -= 1  # under the lock: other threads change it, too
             self._lock.release()
             raise
         self._num_waiting -= 1
@@ -94,8 +94,8 @@ class Turn:
                         self._pending = get_ident()
                         _thread.pending.append(self)
                 else:
-                    # A thread that ends while its work is computed would end the process. And MLX holds on to what it
-                    # is asked for until that is computed: the next write would copy functional blocks.
+                    # A thread that ends while its work is computed would end the process. And MLX keeps arrays alive
+                    # until they are computed: the next write would copy functional blocks.
                     is_main = threading.current_thread() is threading.main_thread()
                     self._compute(wait=not is_main or not all(group.in_place for group in self._groups))
         finally:
@@ -103,13 +103,13 @@ class Turn:
             self._lock.release()
 
     def glance(self, read: Callable[[bool], R]) -> R:
-        """Return what ``read`` returns, without waiting for a turn. It may be called several times, and only reads.
+        """Call ``read`` without waiting for a turn, and return its result.
 
-        A thread has its turn while it computes, for seconds where that is a long prompt on a CPU. So who only wants to
-        look takes the lock if it is free soon; otherwise figures are those of the moment, and seldom of two.
+        A thread has its turn while it computes, for seconds with a long prompt on a CPU. So ``read`` gets the lock if
+        it is free within GLANCE_SECONDS; otherwise it reads without it, and its figures may rarely mix two moments.
 
         Args:
-            read: called with whether it has the lock.
+            read: called with whether it has the lock, possibly several times. Must not change anything.
 
         Raises:
             RuntimeError, LookupError: what was read changed each time.
@@ -128,16 +128,16 @@ class Turn:
 
     @property
     def is_newcomer(self) -> bool:
-        """Return whether the thread in the turn has not been here before."""
+        """Whether the calling thread has never worked on this pool's tensors."""
         return not hasattr(self._known, "here")
 
     @property
     def is_pending(self) -> bool:
-        """Return whether some thread's work here may still be lazy."""
+        """Whether a thread is in a turn, or its work here may still be lazy."""
         return self._depth > 0 or self._pending != 0
 
     def compute(self, *, wait: bool) -> None:
-        """Have what the thread left here computed; with ``wait`` it is done on return."""
+        """Start computing what the calling thread left here; with ``wait`` it is done on return."""
         with self._lock:
             if self._pending == get_ident():
                 self._compute(wait=wait)
@@ -145,7 +145,7 @@ class Turn:
     def _compute(self, *, wait: bool) -> None:
         arrays = [array for group in self._groups for array in group.latest()]
         try:
-            mx.async_eval(arrays)  # finds nothing to do if they are being computed
+            mx.async_eval(arrays)  # does nothing if they are already being computed
             for group in self._groups:
                 group.note_begun()
             if wait:
@@ -162,9 +162,9 @@ class Turn:
 
 
 class Stepwise:
-    """A section at whose end the thread's work on all pools is computed or, if it ends with an exception, done.
+    """A section at whose end the thread's work on all pools starts being computed; after an exception it is completed.
 
-    For one step of a generator that looks after itself: mlx-lm's have each step computed before they yield.
+    For one step of a generator that computes each step before it yields, as mlx-lm's do.
     """
 
     def __enter__(self) -> None:
@@ -185,15 +185,14 @@ class _HasPool(Protocol):
 
 
 class MovedError(Exception):
-    """``self.pool`` is another one from now on, nothing has been written, and the method is to begin anew."""
+    """``self.pool`` was replaced before anything was written; :func:`in_turn` calls the method again."""
 
 
 S = TypeVar("S", bound=_HasPool)
 
 
 def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Return a method that works on ``self.pool``, as a turn; part of the turn that the thread is in, if it is in
-    one."""
+    """Wrap a method that works on ``self.pool`` in a turn, or in the turn that the thread is already in."""
 
     @functools.wraps(method)
     def whole(self: S, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,1 +1,1 @@
-"""The tensors of one layer's blocks, in one of three forms, and which form a pool gets."""
+"""The tensors of one layer's blocks, in one of three forms, and the choice of the form."""

@@ -1,4 +1,4 @@
-"""AttentionParams: how attention turns scores into weights."""
+"""AttentionParams: scale, mask, window, soft cap and sinks of attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 
 class Window(NamedTuple):
-    """Which of the tokens before it a token sees: at most ``size``, itself included, and from a multiple of ``stride``
-    on. With a stride of 1 the window slides; with one of ``size`` it is the chunk that the token lies in.
+    """The tokens that a token sees: at most ``size``, itself included, starting at a multiple of ``stride``. With a
+    stride of 1 the window slides; with a stride of ``size`` it is the chunk that contains the token.
 
     Positions may be counted from any multiple of the stride.
     """
@@ -19,16 +19,16 @@ class Window(NamedTuple):
     stride: int = 1
 
     def first_seen(self, position: int) -> int:
-        """Return the first position that a token at this one sees."""
+        """Return the first position that the token at ``position`` sees."""
         return max(0, -((self.size - 1 - position) // self.stride) * self.stride)
 
     def first_seen_by(self, positions: np.ndarray) -> np.ndarray:
-        """Like :meth:`first_seen`, for each of several tokens."""
+        """Return :meth:`first_seen` of each position."""
         return np.maximum(-((self.size - 1 - positions) // self.stride) * self.stride, 0)
 
 
 class QueryHeads(NamedTuple):
-    """What attends over a layer, as far as it matters for the choice of a kernel."""
+    """The properties of queries that the choice of a kernel depends on."""
 
     num_q_heads: int
     softcap: bool = False
@@ -37,12 +37,12 @@ class QueryHeads(NamedTuple):
 
 
 class LatentHeads(NamedTuple):
-    """What attends over the keys and values that a layer's latents stand for.
+    """The heads of attention over keys and values expanded from a layer's latents.
 
     Attributes:
-        num_heads: of queries; keys and values have as many.
-        head_dim: of queries and keys, what is rotated included.
-        value_dim: of values.
+        num_heads: number of query heads; keys and values have as many.
+        head_dim: size of queries and keys, the rotated part included.
+        value_dim: size of values.
     """
 
     num_heads: int
@@ -51,17 +51,17 @@ class LatentHeads(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """What attention is given besides queries, keys and values.
+    """The arguments of attention besides queries, keys and values.
 
     Attributes:
         scale: factor on the scores.
-        mask: over the visible keys, as for ``mx.fast.scaled_dot_product_attention``. Of several new tokens, None and
-            "causal" are causal where blocks are read; over arrays, None masks nothing.
-        window: the mask says no more than causality and this window. An array without it cannot be told to a kernel.
+        mask: over the visible keys, as for ``mx.fast.scaled_dot_product_attention``. For several new tokens, None and
+            "causal" are causal where kernels read the blocks; over arrays, None masks nothing.
+        window: if given, the mask is no more than causality and this window; kernels cannot use an array without it.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: one more logit per query head in the softmax, ``[n_q_heads]``.
-        latent: keys are latents and values what is rotated of them (MLA, absorbed): scores are of both, one after the
-            other, so queries are as long as both, and what is summed up are the latents.
+        latent: keys are latents and values their rotated parts (absorbed MLA). Queries are as long as both together:
+            scores are over both, concatenated, and the output is a weighted sum of the latents.
     """
 
     scale: float

@@ -24,9 +24,9 @@ class PageFormat(NamedTuple):
     """How keys and values are quantised when they are written to pages (see :class:`QuantizedRows`).
 
     Attributes:
-        k_bits: of a key's codes.
-        v_bits: of a value's codes.
-        group_size: values of a head's vector that share a scale and a bias.
+        k_bits: bits of a key's codes.
+        v_bits: bits of a value's codes.
+        group_size: number of values of a head's vector that share a scale and a bias.
         rotate: keys (after RoPE) and values are rotated before they are quantised, and back when they are read.
     """
 
@@ -46,7 +46,7 @@ class PageFormat(NamedTuple):
         return cls(*pair, group_size, rotate)
 
     def why_not(self, k_head_dim: int, v_head_dim: int, dtype: mx.Dtype) -> str | None:
-        """Why keys and values of these sizes and this dtype are kept as they are, or None."""
+        """Return why keys and values of these sizes and this dtype cannot be quantised, or None."""
         if dtype not in DTYPES:
             return f"keys are {dtype}"
         for dim in (k_head_dim, v_head_dim):
@@ -56,12 +56,12 @@ class PageFormat(NamedTuple):
 
     @property
     def nameable(self) -> PageFormat:
-        """Return the format as far as mlx-lm's options name it: by bits and a group size alone."""
+        """The part of the format that mlx-lm's options can express: bits and group size."""
         return PageFormat(self.k_bits, self.v_bits, self.group_size)
 
     @property
     def stock_bits(self) -> int | None:
-        """Bits with which mlx-lm's quantised cache holds the same bytes; None: it has no such form."""
+        """Bits of mlx-lm's quantised cache that holds the same bytes, or None if it has no such form."""
         return self.k_bits if self.k_bits == self.v_bits and self == self.nameable else None
 
     def __str__(self) -> str:
@@ -70,11 +70,11 @@ class PageFormat(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """Shape of one layer's keys and values in a group, and how its pages hold them; all layers of a group share it.
+    """Shape of one layer's keys and values in a group, and the format of its pages; all layers of a group share it.
 
     Attributes:
         num_kv_heads, k_head_dim, v_head_dim, dtype: of keys and values as the model makes them.
-        format: of the pages; None: keys and values as they are.
+        format: format of the pages; None: keys and values are not quantised.
     """
 
     num_kv_heads: int
@@ -85,15 +85,15 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, k: mx.array, v: mx.array) -> Geometry:
-        """Geometry of k ``[B, n_kv_heads, n, k_head_dim]`` and v ``[B, n_kv_heads, n, v_head_dim]``."""
+        """Return the geometry of k ``[B, n_kv_heads, n, k_head_dim]`` and v ``[B, n_kv_heads, n, v_head_dim]``."""
         return cls(k.shape[1], k.shape[3], v.shape[3], k.dtype)
 
     def in_format(self, wanted: PageFormat | None, why: str | None) -> tuple[Geometry, str | None]:
-        """Return it with the format that pages hold such keys and values in; and where that is not the one wanted, why.
+        """Return the geometry with the format that its pages get, and the reason if that is not the one wanted.
 
         Args:
-            wanted: format; None: keys and values as they are.
-            why: they are kept as they are all the same, if that is known already.
+            wanted: the format asked for; None: keys and values are not quantised.
+            why: a reason not to quantise them, if one is known already.
         """
         if wanted is None:
             return self._replace(format=None), None
@@ -102,7 +102,7 @@ class Geometry(NamedTuple):
 
     @property
     def rows(self) -> tuple[QuantizedRows, QuantizedRows] | None:
-        """The form of a key's and a value's row in quantised pages; None: keys and values are kept as they are."""
+        """The forms of a key's and a value's row in quantised pages; None if these are not quantised."""
         if self.format is None:
             return None
         group_size = self.format.group_size
@@ -113,7 +113,7 @@ class Geometry(NamedTuple):
 
     @property
     def rotates(self) -> bool:
-        """Whether pages hold keys and values rotated; queries and results of attention are rotated to match."""
+        """Whether pages hold rotated keys and values; queries and results of attention are rotated to match."""
         return self.format is not None and self.format.rotate
 
     @property
@@ -125,20 +125,20 @@ class Geometry(NamedTuple):
         return Geometry(self.num_kv_heads, k.num_words, v.num_words, mx.uint32)
 
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in one layer."""
+        """Return the bytes of K and V of one token in one layer."""
         if self.format is not None:
             return self.stored.bytes_per_token()
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.size
 
 
 def first_keys(geometry: Geometry) -> tuple[mx.array, mx.array]:
-    """Keys and values of one token in this geometry, for what is made by their shapes."""
+    """Return zeros as one token's keys and values, for :meth:`PoolLayer.set_geometry` ahead of the first write."""
     heads, k_dim, v_dim, dtype, _ = geometry
     return mx.zeros((1, heads, 1, k_dim), dtype), mx.zeros((1, heads, 1, v_dim), dtype)
 
 
 class Storage(Protocol):
-    """One layer's blocks. A pool asks for its form once per group, at the first keys and values, and keeps it."""
+    """One layer's blocks. A pool chooses its form once per group, at the first keys and values, and keeps it."""
 
     geometry: Geometry
     in_place: bool
@@ -157,35 +157,35 @@ class Storage(Protocol):
         table."""
 
     def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        """:meth:`write` of what :meth:`read_stored` gave, here or in another storage of the same geometry."""
+        """Write what :meth:`read_stored` returned, here or in another storage of the same geometry."""
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        """Return what the blocks hold of the positions of :meth:`read_visible`, by position, as they hold it (lazy
-        copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32), else keys and values."""
+        """Return the positions of :meth:`read_visible` as the blocks store them (lazy copies): rows
+        ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages, else keys and values."""
 
     def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
-        """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1`` (lazy);
-        ``copy``: never a view of the blocks."""
+        """Return K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1`` (lazy), with
+        ``copy`` never as a view of the blocks."""
 
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
-        """K ``[B, n_kv_heads, n, k_head_dim]`` and V of the columns' positions (lazy copies), zeros where a row has
-        nothing: not merely masked later, as a stale NaN times a weight of zero is NaN."""
+        """Return K ``[B, n_kv_heads, n, k_head_dim]`` and V of the columns' positions (lazy copies). All positions must
+        have been written: a stale NaN times a weight of zero is NaN, so a mask would not hide it."""
 
     def prepare_decode(
         self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams, *, appends: bool
     ) -> DecodeLaunch:
-        """Return the launches of a decode step, for :meth:`decode` of this layer and of all that attend like it.
+        """Prepare the launches of a decode step, for :meth:`decode` of this layer and of all with the same parameters.
 
         Args:
-            q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions; or ``[T, n_q_heads, 1, head_dim]``, if they
-                are written.
-            tables, step: of the B sequences.
-            params: no query sees more tokens than its window; there is no mask.
-            appends: the same kernel is to write the step's positions first (q_len 1).
+            q: queries of the step's positions, ``[B, n_q_heads, q_len, head_dim]``; or ``[T, n_q_heads, 1, head_dim]``,
+                if the positions are written.
+            tables, step: the tables of the B sequences, and their step.
+            params: causality and the window decide what queries see; the mask is not used.
+            appends: whether the same kernel writes the step's positions first (q_len 1).
 
         Raises:
             KernelUnavailable: no kernel works for these shapes, or blocks of this form. Nothing has been launched, and
-                :meth:`write` and :meth:`read_visible` go on from here.
+                :meth:`write` and :meth:`read_visible` still work.
         """
 
     def decode(
@@ -195,25 +195,25 @@ class Storage(Protocol):
         sinks: mx.array | None = None,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        """Return the fused kernel over this layer's blocks: ``[B, n_q_heads, q_len, v_head_dim]``.
+        """Run the decode kernel over this layer's blocks, and return its output ``[B, n_q_heads, q_len, v_head_dim]``.
 
         Args:
-            launch: of :meth:`prepare_decode`, for queries of this shape.
+            launch: from :meth:`prepare_decode`, for queries of this shape.
             q: queries.
-            sinks: as the launch was prepared for.
-            append: keys and values of the step's positions, if it writes them.
+            sinks: given if the launch was prepared for sinks.
+            append: keys and values of the step's positions, if the launch writes them.
 
         Raises:
             KernelUnavailable: as :meth:`prepare_decode`.
         """
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
-        """Return the fused kernel over this layer's blocks, for the tokens of a step, which are written.
+        """Run the prefill kernel over this layer's blocks, for the tokens of a step, which are written.
 
         Args:
             q: ``[T, n_q_heads, 1, head_dim]``.
-            tables, step: of the B sequences.
-            params: no query sees more tokens than its window; there is no mask.
+            tables, step: the tables of the B sequences, and their step.
+            params: as for :meth:`prepare_decode`.
 
         Returns:
             ``[T, n_q_heads, 1, v_head_dim]``.
@@ -223,48 +223,48 @@ class Storage(Protocol):
         """
 
     def read_packed(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
-        """Return all blocks of a step's tables, one table's after the other's, as
-        :meth:`Step.gathered_tables` counts them: K ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies).
-        Slots that hold no token hold anything. Only of blocks in place."""
+        """Return all blocks of a step's tables, table by table, in the order of :meth:`Step.gathered_tables`: K
+        ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies). Slots without a token have arbitrary contents. Only
+        for in-place storage."""
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
-        """Forget the kernels called since the fence was ``to``, whose results are not going to be used or, of a write,
-        are going to be written again. False, and nothing is forgotten, unless ``latest`` is the fence now."""
+        """Forget the kernels launched since the fence was ``to``. Their results must not be used, and what they wrote
+        must be written again. Returns False, and forgets nothing, unless ``latest`` is the present fence."""
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks onto others; none is in both, and none twice in ``targets``."""
+        """Copy blocks onto others. No block may be in both lists, or twice in ``targets``."""
 
     def resize(self, num_blocks: int) -> None:
-        """Have so many blocks: zeros behind the present ones, or only the first ones. The extra peak is one tensor. If
-        it fails, the blocks that were there and are to be there hold what they held."""
+        """Change the number of blocks: append blocks of zeros, or keep only the first ones. Peak memory rises by one
+        tensor. If it fails, blocks that exist before and after keep their contents."""
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
         """Return the arrays, ready only when every write so far is."""
 
     def fence(self) -> mx.array:
-        """Return a small array that is ready when every write so far is; does not keep the blocks' buffers."""
+        """Return a small array that is ready when every write so far is, and does not keep the blocks' buffers."""
 
     def latest(self) -> list[mx.array]:
-        """Arrays to compute for every write so far to be done; not to be kept."""
+        """Return the arrays to evaluate to complete every write so far. Do not keep them."""
 
     def forget_failed_writes(self) -> None:
-        """After :meth:`latest` could not be computed: go on without the writes since it could."""
+        """Drop the writes that failed when :meth:`latest` was computed."""
 
     def checkpoint(self) -> Any:
-        """Return what :meth:`go_back` takes. Not to be kept while anything is computed: it keeps buffers."""
+        """Return the state for :meth:`go_back`. Drop it before anything is computed: it keeps buffers alive."""
 
     def go_back(self, checkpoint: Any) -> None:
-        """Forget what was built since the checkpoint, none of which has been computed. Does nothing if there are more
-        or fewer blocks now."""
+        """Forget what was built since the checkpoint; none of it may have been computed. Does nothing if the number of
+        blocks has changed."""
 
 
 class StorageChoice(NamedTuple):
-    """Form of a group's storage, and why."""
+    """The form of a group's storage, and the reason."""
 
     form: Callable[[Geometry, int, int], Storage]
     reason: str
 
 
-# From a group's geometry, block size and (if known) the queries that will attend over it to the form of its storage.
-# May raise KernelUnavailableError.
+# Chooses the form of a group's storage by geometry, block size and, if known, the queries that will attend over it. May
+# raise KernelUnavailableError.
 ChooseStorage = Callable[[Geometry, int, QueryHeads | None], StorageChoice]

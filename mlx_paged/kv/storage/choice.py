@@ -1,4 +1,4 @@
-"""Which form of storage a group gets: in place with the fused kernel, or functional; and why."""
+"""The choice of a group's storage, in place with the fused kernel or functional, and its reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .in_place import InPlaceStorage, pages_of
 
 
 def kernel_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
-    """Why the decode kernel cannot serve these blocks and queries, or None. Self-checks it at the first call."""
+    """Return why the decode kernel cannot serve these blocks and queries, or None. The first call self-checks it."""
     parts: tuple[Any, ...] = unsupported, kernels.variants_of
     if heads.latent:
         parts = unsupported_latent, latent_variants_of
@@ -35,7 +35,7 @@ def _variant_unsupported_reason(
     refuse: Callable[..., str | None],
     variants_of: Callable[..., Sequence[Variant]],
 ) -> str | None:
-    """Why no variant of a kernel, the fastest first, serves these; None as soon as one has passed its check."""
+    """Return why no variant of a kernel serves these, or None. Checks variants, fastest first, until one passes."""
     num_kv_heads, k_dim, v_dim, dtype, _ = geometry
     pages = pages_of(geometry)
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
@@ -58,7 +58,7 @@ def _variant_unsupported_reason(
 
 
 def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
-    """Why the kernel for several sequences' new tokens cannot serve them, or None. Self-checks it at the first call."""
+    """Return why the prefill kernel cannot serve these blocks and queries, or None. The first call self-checks it."""
     return availability.device_unsupported_reason() or _variant_unsupported_reason(
         geometry, block_size, heads, unsupported_prefill, prefill_variants_of
     )
@@ -67,7 +67,7 @@ def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: Query
 def prefill_path(
     geometry: Geometry, block_size: int, heads: QueryHeads, num_tokens: int, length: int, window: int | None
 ) -> PromptPath:
-    """Return what attends for so many new tokens of a sequence, where the kernel for them can."""
+    """Return the faster path for ``num_tokens`` new tokens of a sequence that the prefill kernel can serve."""
     num_kv_heads, k_dim, v_dim, dtype, _ = geometry
     (variant,) = prefill_variants_of(
         dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages_of(geometry)
@@ -76,8 +76,8 @@ def prefill_path(
 
 
 def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: LatentHeads) -> str | None:
-    """Why the kernel over the keys and values of latents cannot serve them, or None. Self-checks it at the first call,
-    which launches all that its steps launch."""
+    """Return why the kernel over keys and values expanded from latents cannot serve these blocks and heads, or None.
+    The first call self-checks it, with all launches of its steps."""
     why = availability.device_unsupported_reason()
     if why is not None or not availability.prepares_plans():
         return why or "there is a kernel for prompts over latents on CUDA only"
@@ -95,7 +95,7 @@ def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads
 
 
 def storage_choice(use_kernel: bool | None) -> ChooseStorage:
-    """Return how a pool chooses its storage: True demands the kernel, False forbids it, None takes it where it
+    """Return a pool's function that chooses storage: True demands the kernel, False forbids it, None uses it where it
     works."""
 
     def choose(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> StorageChoice:

@@ -21,7 +21,7 @@ from .base import Geometry, Storage, StorageChoice
 
 
 class GatheredStorage:
-    """What storages in ordinary MLX arrays have in common: no kernel writes or reads them."""
+    """Base of storages in ordinary MLX arrays, which no kernel writes or reads."""
 
     in_place = decoded_by_kernel = False
 
@@ -51,11 +51,11 @@ class GatheredStorage:
 
 class FunctionalStorage(GatheredStorage):
     """K ``[1, n_kv_heads, num_blocks * block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer: the slots of
-    all blocks, one block's after the other's.
+    all blocks, block by block.
 
-    As in mlx-lm's own cache, so that blocks with consecutive ids, which a sequence alone in the pool has, are written
-    and read by one slice: attention takes a view of them, and nothing is gathered (docs/adr/0002). Steps of several
-    rows leave them flat, ``[n_kv_heads * num_blocks * block_size, head_dim]``, as the next such step takes them.
+    The layout is that of mlx-lm's own cache. So blocks with consecutive ids, as a sequence alone in the pool has, are
+    written and read by one slice: attention takes a view of them, and nothing is gathered (docs/adr/0002). Steps of
+    several rows leave the arrays flat, ``[n_kv_heads * num_blocks * block_size, head_dim]``, for the next such step.
 
     MLX arrays are values: an update happens in place only if no other handle, view or unfinished read keeps the old
     buffer when the update is evaluated. So each write replaces the only handle, no view outlives the step that made
@@ -74,7 +74,7 @@ class FunctionalStorage(GatheredStorage):
         self._values = mx.zeros((1, heads, num_blocks * block_size, geometry.v_head_dim), geometry.dtype)
 
     def _by_head(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values ``[1, n_kv_heads, num_slots, head_dim]``, and have them so."""
+        """Give keys and values the shape ``[1, n_kv_heads, num_slots, head_dim]``, and return them."""
         if self._keys.ndim == 2:
             self._keys, self._values = (
                 flat.reshape(1, self.geometry.num_kv_heads, -1, flat.shape[1]) for flat in (self._keys, self._values)
@@ -107,10 +107,10 @@ class FunctionalStorage(GatheredStorage):
                 pool[:, :, slot : slot + num_tokens] = part
 
     def write_rows(self, index: mx.array, k: mx.array, v: mx.array) -> None:
-        """Write k, v ``[B, n_kv_heads, 1, head_dim]`` to where an index of the same shape but for the last axis says.
+        """Write k, v ``[B, n_kv_heads, 1, head_dim]`` at an index ``[B, n_kv_heads, 1]`` of :meth:`by_head`.
 
-        One index over one axis: of an index for each axis MLX makes arrays in each layer, which takes longer than the
-        write (for 8 rows of 2 heads of 16 the CPU needs 28 us so, and 12 with one).
+        One index over one axis: with an index per axis MLX would make arrays in each layer, which takes longer than the
+        write (8 rows of 2 heads of size 16 on a CPU: 28 us, and 12 us with one index).
         """
         if self._keys.ndim == 4:
             self._keys, self._values = (pool.reshape(-1, pool.shape[3]) for pool in (self._keys, self._values))
@@ -118,21 +118,21 @@ class FunctionalStorage(GatheredStorage):
         self._values[index] = v
 
     def by_head(self, slots: mx.array) -> mx.array:
-        """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` among all heads'; until the pool grows."""
+        """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` in flat arrays; valid until the pool grows."""
         heads = mx.arange(self.geometry.num_kv_heads, dtype=slots.dtype)[:, None] * (self.num_blocks * self.block_size)
         return heads + slots[:, None]
 
     def host_by_head(self, slots: np.ndarray) -> mx.array:
-        """Like :meth:`by_head`, for slots that are known on the host: one array in place of four operations."""
+        """Return :meth:`by_head` of slots that are known on the host: one array in place of four operations."""
         width, heads = self.num_blocks * self.block_size, self.geometry.num_kv_heads
         index = slots[:, None] + np.arange(0, heads * width, width)[:, None]
         return mx.array(index if heads * width > MAX_INT32 else index.astype(np.int32))
 
     def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
-        """Read in place where the blocks are consecutive and a view will do, else gathered; the table keeps the device
-        indices, so that all layers of a step share them."""
+        """Read by a slice where the blocks are consecutive, else gather them. The table keeps the device index, so that
+        all layers of a step share it."""
         place = self.place_of(table)
-        # Of one head a view is contiguous already: a copy of it would be the view, and keep the pool.
+        # With one head a view is contiguous: mx.contiguous would return the view, which keeps the pool's buffer alive.
         if place is not None and not (copy and self.geometry.num_kv_heads == 1):
             k, v = self.view_tokens(*place)
             return (mx.contiguous(k), mx.contiguous(v)) if copy else (k, v)
@@ -147,7 +147,7 @@ class FunctionalStorage(GatheredStorage):
         return k[:, :, skip : skip + end - start], v[:, :, skip : skip + end - start]
 
     def place_of(self, table: BlockTable) -> tuple[int, int] | None:
-        """Return where the visible tokens begin and end among the pool's; None where their blocks are not
+        """Return the start and end of the visible tokens among the pool's slots, or None if their blocks are not
         consecutive."""
         size, start, end = table.block_size, table.logical_start, table.length
         first = start // size
@@ -157,7 +157,7 @@ class FunctionalStorage(GatheredStorage):
         return before + start, before + end
 
     def append(self, table: BlockTable, step: Step, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Write one token of one table, and return what :meth:`read_visible` does without a copy."""
+        """Write one token of one table, and return its visible keys and values without a copy."""
         place = step.place
         if place is None:  # in a step's first layer, or where the blocks are not consecutive
             place = step.place = self.place_of(table)
@@ -184,14 +184,14 @@ class FunctionalStorage(GatheredStorage):
         return self.read_tokens(columns.prepared[1])
 
     def read_tokens(self, index: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values of tokens, by an index of :meth:`by_head`: of its shape and one axis more."""
+        """Return the tokens at an index of :meth:`by_head`: keys and values of its shape plus an axis of head_dim."""
         keys, values = self._keys, self._values
         if keys.ndim == 4:
             keys, values = keys.reshape(-1, keys.shape[3]), values.reshape(-1, values.shape[3])
         return keys[index], values[index]
 
     def view_tokens(self, start: int, end: int) -> tuple[mx.array, mx.array]:
-        """Tokens of consecutive blocks without a copy: K ``[1, n_kv_heads, end - start, k_head_dim]`` and V likewise.
+        """Return slots ``start .. end - 1`` without a copy: K ``[1, n_kv_heads, end - start, k_head_dim]`` and V.
 
         The views keep the pool's buffer; drop them before the next write is evaluated.
         """
@@ -199,21 +199,21 @@ class FunctionalStorage(GatheredStorage):
         return keys[:, :, start:end], values[:, :, start:end]
 
     def for_single_queries(self, groups: int, index: mx.array | None = None) -> tuple[mx.array, mx.array]:
-        """Return all tokens of the pool, or of some blocks, as products with one token's queries take them: K
-        ``[1, n_kv_heads, groups, k_head_dim, n]``, and V ``[1, n_kv_heads, groups, n, v_head_dim]``, for so many query
-        heads of a KV head. Without an index as :meth:`view_tokens`."""
+        """Return all tokens of the pool, or of the blocks at an index, in the shapes for products with one token's
+        queries: K ``[1, n_kv_heads, groups, k_head_dim, n]``, and V ``[1, n_kv_heads, groups, n, v_head_dim]``, for
+        ``groups`` query heads per KV head. Without an index they are views, as in :meth:`view_tokens`."""
         of = self._by_head() if index is None else self.gather_blocks(index)
-        # What is cut from it is then taken as it is: else each product broadcasts its own part.
+        # Broadcast once: otherwise each product would broadcast its own slice.
         k, v = (mx.broadcast_to(mx.expand_dims(x, 2), (*x.shape[:2], groups, *x.shape[2:])) for x in of)
         return k.swapaxes(3, 4), v
 
     def block_index(self, block_ids: Sequence[int]) -> mx.array:
-        """Index ``[n_kv_heads, n]`` of blocks for :meth:`gather_blocks`; holds until the pool grows."""
+        """Return the index ``[n_kv_heads, n]`` of blocks for :meth:`gather_blocks`; valid until the pool grows."""
         heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None]
         return heads * self.num_blocks + mx.array(list(block_ids), dtype=mx.int32)[None]
 
     def gather_blocks(self, index: mx.array) -> tuple[mx.array, mx.array]:
-        """Any blocks, in one copy: K ``[1, n_kv_heads, n * block_size, k_head_dim]`` and V likewise."""
+        """Gather any blocks in one copy: K ``[1, n_kv_heads, n * block_size, k_head_dim]`` and V."""
         tokens = index.shape[1] * self.block_size
         k, v = (
             pool.reshape(-1, self.block_size * pool.shape[-1])[index].reshape(1, -1, tokens, pool.shape[-1])
@@ -222,8 +222,8 @@ class FunctionalStorage(GatheredStorage):
         return k, v
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Evaluate the sources first: reading and writing a pool in one graph copies the pool. By runs of
-        consecutive blocks, since a scatter is slow on the CPU."""
+        """Copy runs of consecutive blocks, since a scatter is slow on the CPU. The sources are evaluated first: reading
+        and writing a pool in one graph would copy the pool."""
         size = self.block_size
         runs = [tuple(size * number for number in run) for run in _runs(sources, targets)]
         for pool in self._by_head():
@@ -252,7 +252,7 @@ class FunctionalStorage(GatheredStorage):
                 mx.clear_cache()
             self.num_blocks = num_blocks
         except Exception:
-            fewest = min(self._keys.shape[2], self._values.shape[2])  # both must have as many
+            fewest = min(self._keys.shape[2], self._values.shape[2])  # keys and values must have the same size
             self._keys, self._values = self._keys[:, :, :fewest], self._values[:, :, :fewest]
             self.num_blocks = fewest // self.block_size
             raise
@@ -262,7 +262,7 @@ class FunctionalStorage(GatheredStorage):
         return mx.depends(list(arrays), [self._keys, self._values])
 
     def fence(self) -> mx.array:
-        """Two elements that are ready when every write so far is; does not keep the pool's buffer."""
+        """Return two elements that are ready when every write so far is, and do not keep the pool's buffer alive."""
         keys, values = self._by_head()
         return mx.stack([keys[0, 0, 0, 0], values[0, 0, 0, 0]])
 
@@ -270,10 +270,10 @@ class FunctionalStorage(GatheredStorage):
         return [self._keys, self._values]
 
     def forget_failed_writes(self) -> None:
-        """Nothing can be done: the tensors are what could not be computed."""
+        """Do nothing: the tensors themselves could not be computed, and there are no others."""
 
     def checkpoint(self) -> Any:
-        # Other handles of the same arrays: assigning to a slice changes what a handle stands for.
+        # Other handles of the same arrays: assigning to a slice changes which array a handle refers to.
         return handle_of(self._keys), handle_of(self._values)
 
     def go_back(self, checkpoint: Any) -> None:
@@ -283,7 +283,7 @@ class FunctionalStorage(GatheredStorage):
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(source, target, number of blocks) of what is consecutive in both."""
+    """Return (source, target, number of blocks) of each run that is consecutive in both."""
     runs: list[tuple[int, int, int]] = []
     for source, target in zip(sources, targets, strict=True):
         if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (source, target):
@@ -294,19 +294,19 @@ def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int
 
 
 def functional_form(geometry: Geometry) -> Callable[[Geometry, int, int], Storage]:
-    """Return the form that works everywhere."""
+    """Return the form of storage that works on every device."""
     return FunctionalStorage if geometry.format is None else QuantizedStorage
 
 
 def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> StorageChoice:
-    """Return the choice that works everywhere."""
+    """Return the choice of storage that works on every device."""
     return StorageChoice(functional_form(geometry), "the pool was made without kernels")
 
 
 class QuantizedStorage(GatheredStorage):
-    """:class:`FunctionalStorage` of rows (see :class:`QuantizedRows`): keys and values are quantised when they are
-    written, and dequantised, one layer at a time, when they are read. If the format says so, the rows are those of
-    rotated keys and values, which only code that moves rows sees."""
+    """A :class:`FunctionalStorage` of quantised rows (see :class:`QuantizedRows`): keys and values are quantised when
+    they are written, and dequantised, one layer at a time, when they are read. If the format rotates, the rows hold
+    rotated keys and values; only code that moves rows sees these."""
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         forms = geometry.rows

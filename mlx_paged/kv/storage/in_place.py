@@ -23,7 +23,7 @@ from .base import Geometry
 
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
-    """Return the cut of the decode kernel for common blocks, None if there is none for these."""
+    """Return the cut of the kernel for common blocks, or None if there is no kernel for these."""
     num_kv_heads, k_dim, v_dim, dtype, _ = geometry
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
     if rest or unsupported(dtype, k_dim, v_dim, gqa, block_size):
@@ -36,13 +36,13 @@ def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> Sha
 
 
 def serves(cut: SharedCut) -> bool:
-    """Return whether the kernel for common blocks passes its self-check, and on Metal is faster than each row by
-    itself."""
+    """Return whether the kernel for common blocks passes its self-check and, on Metal, is faster than reading each row
+    by itself."""
     return checked(cut.variant).ok and (cut.variant.backend == "cuda" or is_faster(cut))
 
 
 def split_queries(q: mx.array) -> mx.array:
-    """Split ``[B, n_q_heads, q_len, head_dim]`` into ``[B * parts, n_q_heads, 8, head_dim]``, zeros at the end."""
+    """Split ``[B, n_q_heads, q_len, head_dim]`` into ``[B * parts, n_q_heads, 8, head_dim]``, padded with zeros."""
     batch, heads, q_len, dim = q.shape
     parts = -(-q_len // MAX_QUERY_LENGTH)
     q = _padded(q, 2)
@@ -60,7 +60,7 @@ def join_queries(out: mx.array, q_len: int) -> mx.array:
 
 
 def split_visible(visible: tuple[mx.array, mx.array, mx.array]) -> tuple[mx.array, mx.array, mx.array]:
-    """Return what :func:`split_queries`' rows see, of :meth:`.step.Step.visible`; its padding sees nothing."""
+    """Split what :meth:`.step.Step.visible` returned like :func:`split_queries`; padding sees nothing."""
     tables, ends, starts = visible
     parts = -(-ends.shape[1] // MAX_QUERY_LENGTH)
     ends, starts = (_padded(x, 1).reshape(-1, MAX_QUERY_LENGTH) for x in (ends, starts))
@@ -73,16 +73,16 @@ def _padded(x: mx.array, axis: int) -> mx.array:
 
 
 def pages_of(geometry: Geometry) -> PageShape | None:
-    """Return the pages that kernels keep keys and values of a geometry in; None: blocks of them as they are."""
+    """Return the shape of a geometry's quantised pages, or None if keys and values are not quantised."""
     return None if geometry.rows is None else PageShape(*geometry.rows)
 
 
 class InPlaceStorage:
-    """K ``[num_blocks, n_kv_heads, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer; of a geometry
-    with a page format quantised pages (:class:`PageShape`), which kernels write and read.
+    """K ``[num_blocks, n_kv_heads, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer, or quantised
+    pages (:class:`PageShape`) if the geometry has a page format.
 
     The kernels take these tensors as inputs and write through them. MLX does not see such a write, so each kernel also
-    takes the fence of the kernel before and gives the next one: reads after writes, writes after reads and writes
+    takes the fence of the kernel before and returns the next one: reads after writes, writes after reads and writes
     after writes are all ordered by data MLX can see. An MLX op on the tensors would not be; therefore they never leave
     this class: it hands out copies made by kernels, and :meth:`decode`. Only :meth:`resize` gives them to MLX, when all
     kernels have finished.
@@ -96,12 +96,12 @@ class InPlaceStorage:
         self.pages = pages_of(geometry)
         self.rotates = geometry.rotates
         self.num_quantized = 0
-        # The fence before the latest write, and how many tokens that has quantised.
+        # The fence before the latest write, and the number of tokens that the write quantised.
         self._last_write: tuple[mx.array | None, int] = (None, 0)
         self.__keys, self.__values = self._new_blocks(num_blocks)
         self.__fence = kernels.new_fence()
         self.decoded_by_kernel = False
-        # The kernel for common blocks, by query heads, and of the latest decode; those that are known to serve.
+        # Cuts of the kernel for common blocks: by query heads, of the latest decode, and those known to serve.
         self._shared_cuts: dict[QueryHeads, SharedCut | None] = {}
         self._shared_cut: SharedCut | None = None
         self._serving: set[SharedCut] = set()
@@ -128,7 +128,7 @@ class InPlaceStorage:
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
 
     def _count(self, num_tokens: int) -> None:
-        """Count a write of so many tokens that comes."""
+        """Count the tokens of the write that follows."""
         if self.pages is not None:
             self.num_quantized += num_tokens
             self._last_write = self.__fence, num_tokens
@@ -154,7 +154,7 @@ class InPlaceStorage:
             self._shared_cut = self._shared_cuts[heads]
             items = self.items(tables, step, window)
             shared = {} if items is None else {"items": items}
-        self.decoded_by_kernel = False  # until one that works is known
+        self.decoded_by_kernel = False  # until a kernel has run
         return kernels.prepare_decode(
             self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
             n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None,
@@ -184,8 +184,8 @@ class InPlaceStorage:
     def items(
         self, tables: Sequence[BlockTable], step: Step, window: Window | None, shape: tuple[int, int] | None = None
     ) -> mx.array | None:
-        """Return what thread groups read together in such a decode step as the latest, of :meth:`.step.Step.items`;
-        None: nothing. The kernel is checked as soon as there is something for it."""
+        """Return the items of the kernel for common blocks (:meth:`.step.Step.items`), for queries like those of the
+        latest decode step, or None. Checks the kernel the first time that there are items."""
         cut, items = self._shared_cut, step.items(tables, self._shared_cut, window, shape)
         if cut is None or items is None or cut in self._serving:
             return items
@@ -222,14 +222,14 @@ class InPlaceStorage:
         *inputs: Any,
         appended: int = 0,
     ) -> Any:
-        """Call a (compiled) function of these storages' blocks, one after the other, and keep the fences it gives.
+        """Call a (compiled) function over the blocks of these storages, and store the fences that it returns.
 
         Args:
-            function: from a list of (keys, values, fence), which only :class:`TracedBlocks` may be given, and
-                ``inputs`` to a result and the next fence of each storage.
-            storages: of layers in order.
+            function: takes a list of (keys, values, fence), which it may only pass to :class:`TracedBlocks`, and
+                ``inputs``; returns a result and the next fence of each storage.
+            storages: the storages of the layers, in order.
             inputs: passed on.
-            appended: tokens that it writes in each.
+            appended: tokens that the function writes to each storage.
 
         Returns:
             The function's result.
@@ -242,7 +242,7 @@ class InPlaceStorage:
         return result
 
     def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
-        # Prepared for all layers; one at a time, as the range is another in the next step.
+        # Prepared once for all layers; only the latest is kept, as the range changes with each step.
         span, known = (table.logical_start, table.length), table.indices.get("gather")
         if known is None or known[0] != span:
             launch = kernels.prepare_gather(self.__keys, self.__values, *self._range_of(table), self.pages)
@@ -259,7 +259,7 @@ class InPlaceStorage:
 
     @staticmethod
     def _range_of(table: BlockTable) -> tuple[mx.array, int, int]:
-        """Return the ids of the blocks of what is visible, its start in them, and its length."""
+        """Return the ids of the visible tokens' blocks, the tokens' start within these, and their number."""
         size = table.block_size
         first, last = table.logical_start // size, -(-table.length // size)
         key = "ids", first, last
@@ -294,7 +294,7 @@ class InPlaceStorage:
         self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
 
     def resize(self, num_blocks: int) -> None:
-        mx.eval(self.__fence)  # no kernel is at work on the blocks any more
+        mx.eval(self.__fence)  # until no kernel uses the blocks any more
         self.__keys = _resized(self.__keys, num_blocks)
         self.__values = _resized(self.__values, num_blocks)
         self.__fence = kernels.new_fence()
@@ -309,7 +309,7 @@ class InPlaceStorage:
         return [self.__fence]
 
     def forget_failed_writes(self) -> None:
-        self.__fence = kernels.new_fence()  # what was not computed has not written
+        self.__fence = kernels.new_fence()  # kernels that were not computed have not written
 
     def checkpoint(self) -> Any:
         return self.num_blocks, self.__fence, self.num_quantized, self._last_write
@@ -324,7 +324,7 @@ class InPlaceStorage:
             return False
         self.__fence = to
         before, num_tokens = self._last_write
-        if to is before:  # they are going to be quantised again
+        if to is before:  # they will be quantised again
             self.num_quantized -= num_tokens
             self._last_write = None, 0
         return True
@@ -335,9 +335,9 @@ def _size_of(window: Window | None) -> int | None:
 
 
 def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
-    """Return a copy with more blocks, of zeros, or with only the first ones."""
+    """Return a copy with blocks of zeros appended, or with only the first blocks."""
     missing = num_blocks - blocks.shape[0]
-    if missing == 0:  # memory ran out between keys and values before
+    if missing == 0:  # an earlier resize failed between keys and values
         return blocks
     if missing > 0:
         copy = mx.concatenate([blocks, mx.zeros((missing, *blocks.shape[1:]), blocks.dtype)])
@@ -348,7 +348,8 @@ def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
 
 
 class TracedBlocks:
-    """One layer's blocks inside a function that :meth:`InPlaceStorage.run` calls; private to it as to the storage."""
+    """One layer's blocks inside a function that :meth:`InPlaceStorage.run` calls. The tensors are private, as in the
+    storage."""
 
     def __init__(self, tensors: tuple[mx.array, mx.array, mx.array], geometry: Geometry) -> None:
         self.__keys, self.__values, self.__fence = tensors
@@ -371,9 +372,9 @@ class TracedBlocks:
         slots: mx.array | None = None,
         items: mx.array | None = None,
     ) -> mx.array:
-        """Like :meth:`InPlaceStorage.decode`, for one token per row. With ``slots`` the tokens are written there first,
-        so that rows of one sequence see those before them. Without ``append`` they have been written. With ``items``
-        thread groups read common blocks together (:meth:`.step.Step.items`)."""
+        """Run the decode kernel, as :meth:`InPlaceStorage.decode`, for one token per row. With ``slots`` the tokens are
+        written there first, so that rows of one sequence see those before them; without ``append`` they are written
+        already. With ``items`` thread groups read common blocks together (:meth:`.step.Step.items`)."""
         shared: dict[str, Any] = {} if items is None else {"items": items}
         scale, _, window, softcap, sinks, latent = params
         launch = kernels.prepare_decode(
