@@ -20,7 +20,7 @@ def check_model_folder(model: str | None) -> str | None:
     """
     if model is None:
         return None
-    folder = Path(model).expanduser()
+    folder = Path(model)  # as mlx-lm reads it: ~ is the shell's
     if not folder.exists():
         if model.startswith((".", "/", "~")) or model.count("/") != 1:
             raise ModelFolderError(f"there is no model folder {model}")

@@ -228,9 +228,9 @@ def _server(options: Sequence[str]) -> Iterator[str]:
 def _wait(process: subprocess.Popen[bytes], url: str, log: IO[str]) -> None:
     while process.poll() is None:
         try:
-            if _asked(f"{url}/health", "")["status"] in ("ok", "degraded"):
+            if _asked(f"{url}/health", "").get("status") in ("ok", "degraded"):
                 return
-        except (OSError, ValueError, urllib.error.HTTPError):
+        except (OSError, ValueError, AttributeError):  # not there yet, or another program's answer
             pass
         time.sleep(LOOK_SECONDS)
     log.seek(0)

@@ -292,7 +292,7 @@ def _explained(path: Path | str) -> Iterator[None]:
         yield
     except BrokenPipeError:  # the reader of stdout has closed it
         raise
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise PromptsFileError(f"results cannot be kept in {path}: {error}") from None
 
 

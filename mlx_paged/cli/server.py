@@ -141,8 +141,19 @@ def shared_budget(models: Sequence[str], config: PagedConfig) -> int:
     """Return each model's equal share of the KV budget in bytes; an ``auto`` budget first leaves room for weights."""
     budget = config.memory_budget()
     if config.kv_cache_memory is None:
-        budget -= sum(file.stat().st_size for model in models for file in Path(model).glob("*.safetensors"))
+        budget -= sum(map(_weight_bytes, models))
     return max(1, budget // len(models))
+
+
+def _weight_bytes(model: str) -> int:
+    """Return the bytes of a model's weights; 0 for a hub's model that is not in its cache yet."""
+    folder = Path(model)
+    if not folder.is_dir():
+        config = importlib.import_module("huggingface_hub").try_to_load_from_cache(model, "config.json")
+        if not isinstance(config, str):
+            return 0
+        folder = Path(config).parent
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -273,23 +273,19 @@ class BlockGroup:
         """Fix the geometry, choose the storage and make the tensors for the blocks known so far.
 
         Raises:
-            KernelUnavailableError: a kernel is demanded and there is none. Nothing has been changed.
+            KernelUnavailableError: a kernel is demanded and there is none. Nothing has been changed, nor by an error of
+                MLX, such as a lack of memory.
         """
-        geometry, self.dense_reason = geometry.in_format(self.page_format, self.spec.why_dense)
-        form, self.storage_reason = self._choose_storage(geometry, self.block_size, heads)
-        self.geometry = geometry
-        self._form = form
-        self._make_storages(self.allocator.num_blocks)
-        self.in_place = self.storages[0].in_place
+        geometry, dense_reason = geometry.in_format(self.page_format, self.spec.why_dense)
+        form, storage_reason = self._choose_storage(geometry, self.block_size, heads)
+        self.storages = [form(geometry, self.block_size, self.allocator.num_blocks) for _ in self.spec.layers]
+        self.geometry, self._form, self.in_place = geometry, form, self.storages[0].in_place
+        self.dense_reason, self.storage_reason = dense_reason, storage_reason
         if self.dense_reason is not None:
             warn_once(
                 f"keys and values of {len(self.spec.layers)} layer(s) (group '{self.spec.name}') are not quantised: "
                 f"{self.dense_reason}"
             )
-
-    def _make_storages(self, num_blocks: int) -> None:
-        assert self.geometry is not None and self._form is not None
-        self.storages = [self._form(self.geometry, self.block_size, num_blocks) for _ in self.spec.layers]
 
     def drop(self) -> None:
         """Drop every layer's tensors; no block may be in use. Geometry and form of storage are kept."""
@@ -299,8 +295,8 @@ class BlockGroup:
 
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known."""
-        if self.geometry is not None and not self.storages:
-            self._make_storages(num_blocks)
+        if self.geometry is not None and self._form is not None and not self.storages:
+            self.storages = [self._form(self.geometry, self.block_size, num_blocks) for _ in self.spec.layers]
         else:
             self._resize(num_blocks)
         self.allocator.grow(num_blocks)

@@ -160,8 +160,10 @@ def _url_of(part: dict[str, Any]) -> Any:
 
 
 def _host_of(url: Any) -> str | None:
+    """Return the host of an http or https URL, else None: ``file://localhost/`` is a file of this machine."""
     try:
-        return urlsplit(url).hostname if isinstance(url, str) else None
+        parts = urlsplit(url) if isinstance(url, str) else None
+        return parts.hostname if parts is not None and parts.scheme in ("http", "https") else None
     except ValueError:
         return None
 

@@ -30,7 +30,7 @@ from ..models.mtp import HiddenCall
 from ..patch import replaces
 from . import upstream as known_samplers
 from .drafting import NUM_DRAFT_TOKENS, drafting
-from .upstream import UPSTREAM, Response, request_progress
+from .upstream import UPSTREAM, Response, processors_of, request_progress, sampler_of
 
 
 class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
@@ -123,10 +123,16 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             ConfigError: a request has a seed that cannot be used, or the number of options is not that of the prompts.
             Nothing has been queued then.
         """
+        if options is not None and len(options) != len(segments):
+            raise ConfigError(f"options must be one for each of {len(segments)} prompts, got {len(options)}")
         if self._engine is None:
             if any(option.seed is not None for option in options or ()):
                 raise ConfigError("requests of a model whose batches are mlx-lm's own cannot have seeds")
-            processors = with_grammars(logits_processors or [self.logits_processors] * len(segments), options or ())
+            samplers, processors = for_stock(
+                samplers or [self.sampler] * len(segments),
+                logits_processors or [self.logits_processors] * len(segments),
+                options or (),
+            )
             return list(
                 super().insert_segments(segments, max_tokens, caches, all_tokens, samplers, processors, stop_sequences)
             )
@@ -136,8 +142,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 caches = [
                     None if given is None else check_given(self.model, given, fresh, self._factory) for given in caches
                 ]
-        if options is not None and len(options) != len(segments):
-            raise ConfigError(f"options must be one for each of {len(segments)} prompts, got {len(options)}")
         before: int = self._uid_count
         try:
             super().insert_segments(
@@ -309,14 +313,19 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 return list(generated)
 
 
-def with_grammars(processors: Sequence[Any], options: Sequence[RequestOptions]) -> list[Any]:
-    """Return the logits processors of requests in mlx-lm's own batches, each with the request's grammar first."""
-    if all(option.grammar is None for option in options):
-        return list(processors)
-    return [
-        [*([] if option.grammar is None else [GrammarProcessor(option.grammar)]), *(mine or [])]
-        for option, mine in zip(options, processors, strict=True)
-    ]
+def for_stock(
+    samplers: Sequence[Any], processors: Sequence[Any], options: Sequence[RequestOptions]
+) -> tuple[list[Any], list[Any]]:
+    """Return the samplers and logits processors that do what the requests' options say in mlx-lm's own batches."""
+    if not options:
+        return list(samplers), list(processors)
+    rows = []
+    for option, sampler, own in zip(options, samplers, processors, strict=True):
+        if option.sampling is not None:
+            sampler, own = sampler_of(option.sampling), processors_of(option.sampling)
+        grammar = [] if option.grammar is None else [GrammarProcessor(option.grammar)]
+        rows.append((sampler, [*grammar, *(own or [])]))
+    return [sampler for sampler, _ in rows], [own for _, own in rows]
 
 
 def is_batched_here(fresh: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_paged.engine import decode_batch
 from mlx_paged.engine.decode_batch import DecodeBatch, _elements
+from mlx_paged.engine.ranks.ranks import Ranks
 from mlx_paged.engine.request import Request
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
@@ -284,12 +285,15 @@ def test_elements_of_those_who_stay(indices: list[int]) -> None:
     assert _elements(mx.array([5, 6, 7, 8, 9], mx.uint32), indices).tolist() == [5 + index for index in indices]
 
 
-class OfOneKind:
-    """Ranks, as the batch sees them, that count what they have to agree on."""
+class TwoRanks(Ranks):
+    """Ranks without processes that count what they have to agree on."""
 
-    def __init__(self, *, are: bool) -> None:
-        self.are_of_one_kind = are
+    def __init__(self, *, are_alike: bool) -> None:
+        self._are_alike = are_alike
         self.num_agreed = 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value, value if self._are_alike else "another machine"]
 
     def agreeing(self, model: Any) -> Any:
         return model
@@ -318,7 +322,7 @@ def test_ranks_agree_on_tokens_unless_they_compare_the_same_bits(
 ) -> None:
     known = {greedy: {}, drawing: {"temperature": 0.7}}
     monkeypatch.setattr(decode_batch, "has_same_logits", lambda model: same_logits)
-    ranks: Any = OfOneKind(are=one_kind)
+    ranks = TwoRanks(are_alike=one_kind)
     batch = Batch(make_pool())
     batch.batch = DecodeBatch(batch.model, UPSTREAM._replace(known_sampler=known.get), ranks)
     batch.join(batch.row(1, prompt_of(5)), batch.row(2, prompt_of(9), sampler=sampler))

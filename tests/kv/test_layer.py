@@ -8,6 +8,8 @@ import pytest
 from mlx_paged.errors import BlockStateError, GeometryError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage.base import Geometry, StorageChoice
+from mlx_paged.kv.storage.functional import FunctionalStorage
 from tests.support.pools import bits, kv
 
 
@@ -73,3 +75,23 @@ def test_a_layer_does_not_keep_its_pool() -> None:
     layer, gone = pool.layer(0), weakref.ref(pool)
     del pool
     assert gone() is None and layer.window is None
+
+
+def test_tensors_that_do_not_fit_leave_the_layer_unchanged() -> None:
+    is_full = True
+
+    def form(geometry: Geometry, block_size: int, num_blocks: int) -> FunctionalStorage:
+        if is_full:
+            raise RuntimeError("out of memory")
+        return FunctionalStorage(geometry, block_size, num_blocks)
+
+    pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=lambda *_: StorageChoice(form, "chosen"))
+    table, (k, v) = pool.new_table(), kv(0, 5)
+    pool.append_tokens(table, 5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pool.layer(0).write([table], k, v)
+    assert pool.groups[0].geometry is None and pool.groups[0].storage_reason == "nothing written yet"
+    is_full = False
+    pool.layer(0).write([table], k, v)
+    assert (bits(pool.layer(0).gather_visible(table)[0]) == bits(k)).all()

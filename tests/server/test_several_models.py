@@ -61,13 +61,25 @@ def test_a_model_goes_when_nobody_asks_and_comes_back(server: ServerProcess) -> 
     assert with_budget.status == 200 and with_budget.json["count"] > 0
 
 
-def test_models_of_the_command_line_are_named(folders: list[Path], tmp_path: Path) -> None:
+def test_models_of_the_command_line_are_named(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = map(str, folders)
     args = parse(["--model", one, "--model", two])
     assert (args.model, args.models) == (one, [one, two]) and parse([]).models == []
     names = ModelNames(ModelKey(one), ServerConfig(), args.models)
     assert names.resolve("two") == names.resolve(two) == ModelKey(two) and names.resolve(None) == ModelKey(one)
     assert shared_budget([one, two], PagedConfig(kv_cache_memory=1000)) == 500
+    monkeypatch.setattr(PagedConfig, "memory_budget", lambda config: 1 << 30)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--our--model" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("1")
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).write_bytes(bytes(1000))
+    weights = sum(file.stat().st_size for file in Path(one).glob("*.safetensors"))
+    assert shared_budget([one, "our/model", "not/there"], PagedConfig()) == ((1 << 30) - weights - 1000) // 3
     with pytest.raises(SystemExit, match="no model folder"):
         main(["--model", one, "--model", str(tmp_path / "nowhere")])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.metadata
 import sys
 import threading
@@ -168,6 +169,7 @@ class Ranks:
         self._peers[0].send(DATA, [*head, value])
         return self._received(head, self._peers[0])  # type: ignore[no-any-return]
 
+    @functools.cached_property
     def are_of_one_kind(self) -> bool:
         """Return whether all ranks compute the same bits from the same inputs: their device names and MLX versions are
         equal. A collective call."""

@@ -216,7 +216,7 @@ def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
                 monkeypatch.setattr(prompting, "IMAGE_SECONDS", 0.1)
             with pytest.raises(RequestRefused, match=words):
                 take(here + path)
-        for url in (f"http://localhost:{host.server_port}/small", "http://["):
+        for url in (f"http://localhost:{host.server_port}/small", "http://[", "file://127.0.0.1/etc/hostname"):
             with pytest.raises(RequestRefused, match="must be a data URL"):
                 take(url)
         host.shutdown()
