@@ -1,1 +1,1 @@
-"""GPU kernels: texts, how they are built, planned, launched and checked. Knows arrays, and no pool."""
+"""GPU kernels: their source texts, and what builds, plans, launches and checks them. Depends on arrays, on no pool."""

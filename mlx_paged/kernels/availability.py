@@ -1,4 +1,4 @@
-"""Whether kernels can run here at all."""
+"""What MLX's GPU backend and default device support."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .build import backend
 
 
 def device_unsupported_reason() -> str | None:
-    """Why no kernel can run on MLX's default device, or None. Builds nothing."""
+    """Return why no kernel can run on MLX's default device, or None. Builds nothing."""
     if backend() is None:
         return "MLX has no GPU here"
     if mx.default_device() != mx.Device(mx.gpu):
@@ -17,12 +17,12 @@ def device_unsupported_reason() -> str | None:
 
 
 def packs_prompts() -> bool:
-    """Return whether there is a kernel for several sequences' new tokens on such a GPU."""
+    """Return whether the GPU backend has a packed prefill kernel."""
     return backend() in ("cuda", "metal")
 
 
 def on_metal() -> bool:
-    """Return whether MLX's GPU is Apple's."""
+    """Return whether MLX's GPU backend is Metal."""
     return backend() == "metal"
 
 

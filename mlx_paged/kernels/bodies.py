@@ -1,4 +1,4 @@
-"""BODIES: one record of each kernel, which says what it is given and which text it is made of."""
+"""BODIES: one record per kernel, with its inputs, its outputs and the parts that its source is made of."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 
 class Family(Enum):
-    """Kernels whose launches look alike (see trial.py)."""
+    """Kernels grouped by the form of their launch (see trial.py)."""
 
     DECODE = auto()
-    FUSED_DECODE = auto()  # joins its partial results itself
+    FUSED_DECODE = auto()  # merges its partial results itself
     PREFILL = auto()
     MERGE = auto()
     WRITE = auto()
@@ -30,10 +30,10 @@ class Body(NamedTuple):
 
     Attributes:
         family: how it is launched.
-        text: its parts, in order: the file in text/ without its suffix, and which part of it after a colon.
+        text: the parts of its source in order, each ``file:part``; the file is in text/, without its suffix.
         inputs, outputs: names, in order.
-        helpers: parts with functions that it needs beyond the prelude; "quantized.*" is of either dialect.
-        cuda_only: for NVIDIA's GPUs alone.
+        helpers: parts with functions that it needs besides the prelude; "quantized.*" is the file of either dialect.
+        cuda_only: runs on NVIDIA GPUs only.
         strided: inputs may be strided.
     """
 
@@ -47,7 +47,7 @@ class Body(NamedTuple):
 
 
 def _parts(file: str, names: str) -> tuple[str, ...]:
-    """Return parts of a file by their names, which spaces separate; one of another file has its own."""
+    """Return ``file:part`` for each of the names, separated by spaces; a name with a colon keeps its own file."""
     return tuple(name if ":" in name else f"{file}:{name}" for name in names.split())
 
 
@@ -64,13 +64,13 @@ _TENSOR_CODES = (
 def _decode(
     names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "decode", more: tuple[str, ...] = ()
 ) -> Body:
-    """Return a portable decode kernel, or one by Metal's matrices; more: inputs."""
+    """Return a portable decode kernel, or one with Metal's 8 x 8 matrices; ``more`` are further inputs."""
     inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS, *more)
     return Body(Family.DECODE, _parts(file, names), inputs, ("out", "stats", "fence_out"), helpers)
 
 
 def _fused(names: str, helpers: tuple[str, ...] = ()) -> Body:
-    """Return a decode kernel for tensor cores, which joins its partial results itself."""
+    """Return a decode kernel for tensor cores that merges its partial results itself."""
     return Body(
         Family.FUSED_DECODE,
         _parts("tensor_decode", names),
@@ -82,7 +82,7 @@ def _fused(names: str, helpers: tuple[str, ...] = ()) -> Body:
 
 
 def _shared(names: str, helpers: tuple[str, ...] = ()) -> Body:
-    """Return a decode kernel for rows that have blocks in common."""
+    """Return a decode kernel for tensor cores and rows with common blocks."""
     inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "items")
     parts = _parts("tensor_decode", names)
     return Body(Family.DECODE, parts, inputs, ("partial", "stats", "fence_out"), helpers, cuda_only=True)
@@ -104,8 +104,8 @@ def _gather(text: str, helpers: tuple[str, ...] = ()) -> Body:
 
 
 def _products(kind: str) -> dict[str, Body]:
-    """Return the kernels that multiply a few rows by matrices: weights as they are (matmul), or of affine quantisation
-    (quantized)."""
+    """Return the kernels that multiply a few rows by matrices. ``kind`` is "matmul", or "quantized" for weights in
+    affine quantisation."""
 
     def weights(number: str) -> tuple[str, ...]:
         return (f"w{number}",) if kind == "matmul" else tuple(name + number for name in ("words", "scales", "biases"))
@@ -235,8 +235,8 @@ BODIES: dict[str, Body] = {
 
 @lru_cache(maxsize=64)
 def text_parts(file: str) -> dict[str, str]:
-    """Return the parts of a file in text/ by name; each begins behind a line ``//// name``. What comes before the first
-    such line, often all of it, is the part named ""."""
+    """Return the parts of a file in text/ by name. A part begins after a line ``//// name``; lines before the first
+    such line, often the whole file, are the part named ""."""
     parts, name = {"": ""}, ""
     for line in (resources.files(__package__) / "text" / file).read_text().splitlines(keepends=True):
         if line.startswith("//// "):
@@ -248,14 +248,14 @@ def text_parts(file: str) -> dict[str, str]:
 
 
 def part_of(name: str) -> str:
-    """Return a part, ``file:part``, or a file without parts."""
+    """Return the source of ``file:part``, or of a file without parts."""
     file, _, part = name.partition(":")
     return text_parts(file)[part]
 
 
 @lru_cache(maxsize=64)
 def kernel_text(body: str, dialect: str) -> tuple[str, str]:
-    """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
+    """Return (header, source) of a kernel in one dialect, "metal" or "cuda"."""
     record, suffix = BODIES[body], "metal" if dialect == "metal" else "cuh"
     own = "cuh" if record.cuda_only else "metal"
     source = "".join(part_of(f"{file}.{own}:{part}") for file, _, part in (name.partition(":") for name in record.text))
@@ -265,5 +265,5 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     return (part_of("tensor.cuh") if record.cuda_only else "") + part_of(f"prelude.{suffix}") + helpers, source
 
 
-# More of a CUDA header. The prelude makes the word device empty, with which __device__ is itself spelt.
+# Wraps helpers in a CUDA header. The prelude defines `device` as empty, but __device__ expands to that word.
 CUDA_HEADER = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"

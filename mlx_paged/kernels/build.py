@@ -1,6 +1,6 @@
-"""From kernel text to something callable: which GPU there is, which dialect it speaks, and a cache of built kernels.
+"""Builds kernels from their texts for the GPU's dialect, and caches what is built.
 
-Nothing is compiled on import, and nothing at all where MLX has no GPU.
+Nothing is compiled on import, and nothing at all if MLX has no GPU.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _TYPE_NAMES = {
 
 
 class KernelUnavailable(RuntimeError):
-    """There is no GPU, or every variant for a geometry is switched off."""
+    """No GPU, or every variant for a geometry is switched off."""
 
 
 @lru_cache(maxsize=1)
 def backend() -> str | None:
-    """Return the GPU dialect, metal or cuda, or None where MLX has no GPU that runs kernels."""
+    """Return the GPU dialect, "metal" or "cuda", or None if MLX has no GPU that runs kernels."""
     if mx.metal.is_available():
         return "metal"
     if mx.cuda.is_available():
@@ -62,7 +62,7 @@ def backend() -> str | None:
 
 @lru_cache(maxsize=1)
 def gpu_cores() -> int | None:
-    """Cores of an Apple GPU; None on other GPUs, or where macOS does not tell."""
+    """Return the number of cores of an Apple GPU; None on other GPUs, or if macOS does not report it."""
     if backend() != "metal":
         return None
     command = ["ioreg", "-r", "-c", "AGXAccelerator", "-d", "1"]
@@ -74,21 +74,21 @@ def gpu_cores() -> int | None:
 
 
 def cores_listed(listed: str) -> int | None:
-    """Return the number of GPU cores in what ``ioreg`` lists, or None."""
+    """Return the number of GPU cores in the output of ``ioreg``, or None."""
     found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', listed)
     return int(found.group(1)) if found else None
 
 
 def _condense(text: str) -> str:
-    """Without comments, indentation and empty lines."""
+    """Return a text without comments, indentation and empty lines."""
     lines = (re.sub(r"//.*", "", line).strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line) + "\n"
 
 
 def kernel_source(body: str, dialect: str, constants: Constants) -> tuple[str, str]:
-    """(header, source) with the constants declared at the top of the body.
+    """Return (header, source), with the constants declared at the top of the body.
 
-    Declared there and not passed as MLX templates: those are formatted and hashed anew at every call.
+    They are not passed as MLX template arguments, which MLX formats and hashes again at every call.
     """
     header, source = kernel_text(body, dialect)
     lines = []
@@ -103,25 +103,25 @@ def kernel_source(body: str, dialect: str, constants: Constants) -> tuple[str, s
 
 @lru_cache(maxsize=1024)
 def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array]]:
-    """Return what launches a kernel with these constants. Raises KernelUnavailable where MLX has no GPU."""
+    """Return a callable that launches a kernel with these constants. Raises KernelUnavailable if MLX has no GPU."""
     dialect = backend()
     if dialect is None:
         raise KernelUnavailable("the paged kernels need a GPU that MLX can use")
     if dialect == "cuda" and (compiled := _compiled_kernel(body, constants)) is not None:
         return compiled
-    # MLX handles the whole text at every call: give it no more than the compiler needs.
+    # MLX processes the whole text at every call, so it gets no more than the compiler needs.
     header, source = (_condense(text) for text in kernel_source(body, dialect, constants))
     record = BODIES[body]
-    # MLX keeps compiled kernels under their name alone, some versions on disk too, so the name has to follow the text.
+    # MLX caches compiled kernels by name alone, some versions on disk too, so the name contains a hash of the text.
     name = f"{body}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
     known = dict(constants)
     if "GROUPS" in known:
-        # MLX writes the declaration, so the attribute has to come in by the kernel's name.
+        # MLX writes the kernel's declaration, so a macro with the kernel's name has to add the attribute.
         symbol, bounds = f"custom_kernel_{name}", f"__launch_bounds__({32 * known['SG']}, {known['GROUPS']})"
         header += f"#define {symbol} {bounds} {symbol}\n"
         source += f"#undef {symbol}\n"
     make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
-    # Only CUDA bodies have memory that is not declared in the text.
+    # Only CUDA bodies use shared memory that the text does not declare.
     memory = {"shared_memory": known["SHARED"]} if "SHARED" in known else {}
     return make(
         name=name,
@@ -134,31 +134,31 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
     )
 
 
-# MLX on CUDA keeps arrays of up to 8 bytes in pages that it shares with the host, which kernels read slowly. With the
-# ends and starts of one row there, attention to 4,096 tokens takes 26 us in place of 17 (docs/adr/0064).
+# MLX on CUDA keeps arrays of up to 8 bytes in memory shared with the host, which kernels read slowly. With the ends and
+# starts of one row there, attention to 4,096 tokens takes 26 us instead of 17 (docs/adr/0064).
 _BESIDE_THE_HOST = 8
-# Steps in a row whose arrays are counted on the device. Where no layer reads them they are a chain of as many nodes.
+# Most consecutive increments on the device. If no layer reads the arrays, they are a lazy graph of that many nodes.
 MOST_COUNTED = 256
 
 
 class RowsArray:
-    """Integers of a step's rows, ``[B, ...]``, as an array that kernels read fast; one object for the steps of a batch.
+    """Integers of a step's rows, ``[B, ...]``, as an array that kernels read fast; one object serves a batch's steps.
 
-    On CUDA an array from the host takes a step 41 us (NVIDIA H100: its pages go there and back), so rows that have one
-    token more each step, or none, are counted on the device; and a small array is a part of a larger one.
+    On CUDA an array from the host costs a step 41 us (NVIDIA H100: its pages migrate there and back). So rows that gain
+    one token or none per step are incremented on the device, and a small array is a slice of a larger one.
     """
 
     def __init__(self) -> None:
         self._host = np.zeros(0, np.int32)
         self._device: mx.array | None = None
         self._change: tuple[tuple[tuple[int, ...], bytes], mx.array] | None = (
-            None  # what the last step added, here and there
+            None  # what the last step added, on the host (shape, bytes) and on the device
         )
         self._counted = 0
-        self._thread = 0  # arrays that are not computed yet are its alone
+        self._thread = 0  # the thread that made the arrays: no other may use them before they are computed
 
     def tokens(self, positions: np.ndarray, ends: np.ndarray) -> tuple[mx.array, mx.array]:
-        """Return positions ``[B]`` and ends ``[B, 1]``, which are counted together."""
+        """Return positions ``[B]`` and ends ``[B, 1]``, parts of one array on the device."""
         rows = len(positions)
         if backend() != "cuda" or rows == 0:
             return mx.array(positions), mx.array(ends)
@@ -169,7 +169,7 @@ class RowsArray:
         return first, second[:, None]
 
     def of(self, rows: np.ndarray) -> mx.array:
-        """Return these rows."""
+        """Return the rows as an array on the device."""
         if rows.size == 0 or backend() != "cuda":
             return mx.array(rows)
         whole = rows
@@ -187,7 +187,7 @@ class RowsArray:
             if self._change is None or key != self._change[0]:
                 if not change.any():
                     return self._device
-                # What a row gains is a token or none, or it is not counted.
+                # Only gains of one token or none are added on the device.
                 self._change = (key, mx.array(change)) if change.min() >= 0 and change.max() == 1 else None
             if self._change is not None and self._counted < MOST_COUNTED:
                 self._counted += 1
@@ -198,8 +198,8 @@ class RowsArray:
 
 
 def prepared(kernel: Callable[..., list[mx.array]], options: dict[str, Any]) -> Launch:
-    """Return a kernel of :func:`build_kernel` with these keyword arguments, to be given inputs of the same shapes each
-    time: the host computes once what follows from them."""
+    """Bind keyword arguments to a kernel of :func:`build_kernel`. Inputs must have the same shapes at each call, so
+    that the host computes what depends on the shapes only once."""
     if isinstance(kernel, CompiledKernel):
         return kernel.prepared(**options)
     return lambda inputs: kernel(inputs=inputs, **options)
@@ -207,15 +207,15 @@ def prepared(kernel: Callable[..., list[mx.array]], options: dict[str, Any]) -> 
 
 @lru_cache(maxsize=1024)
 def _cuda_source(body: str, constants: Constants) -> Source | None:
-    """Return the source for the compiler of :func:`cubins`."""
+    """Return the source for NVRTC, or None if :func:`source_of` does not support the kernel."""
     header, source = (_condense(text) for text in kernel_source(body, "cuda", constants))
     record, types = BODIES[body], part_of("types.cuh")
     return source_of(body, types + header, source, record.inputs, record.outputs, dict(constants), _TYPE_NAMES["cuda"])
 
 
 def _compiled_kernel(body: str, constants: Constants) -> CompiledKernel | None:
-    """Return what this package compiles itself: MLX would read all of its headers for each text, some 2 s, in each
-    process anew (docs/adr/0025). None: MLX has to."""
+    """Return a kernel compiled by this package, or None if MLX has to compile it. MLX would parse all of its headers
+    for each text in each process, about 2 s (docs/adr/0025)."""
     known, source = cubins(), _cuda_source(body, constants)
     if known is None or source is None:
         return None
@@ -225,8 +225,8 @@ def _compiled_kernel(body: str, constants: Constants) -> CompiledKernel | None:
 
 
 def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
-    """Begin to compile kernels, (body, constants) each, that are going to be built: all at the same time, by threads.
-    Does nothing where MLX compiles."""
+    """Start to compile kernels, (body, constants) each, in parallel threads, before they are built. Does nothing if MLX
+    compiles them."""
     known = cubins() if backend() == "cuda" else None
     if known is not None:
         for source in (_cuda_source(*kernel) for kernel in kernels):
@@ -235,14 +235,14 @@ def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
 
 
 def warn_when_compiling() -> AbstractContextManager[None]:
-    """Around what may compile kernels: says so on a terminal, once, if it takes long."""
+    """Return a context manager for code that may compile kernels: reports it once, on a terminal, if it takes long."""
     known = cubins() if backend() == "cuda" else None
     is_kept = known is not None and known.folder is not None
     return warn_when_slow("compiling kernels, once per machine" if is_kept else "compiling kernels")
 
 
 def compiled_by() -> str:
-    """Return who compiles the kernels on this machine, for people."""
+    """Return which compiler builds the kernels on this machine, for reports."""
     known = cubins() if backend() == "cuda" else None
     if known is None:
         return "MLX"

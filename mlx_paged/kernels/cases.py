@@ -1,4 +1,4 @@
-"""What all self-checks of attention share: blocks in random order, and attention in float32 to compare with."""
+"""Helpers of the self-checks of attention: blocks in random order, and reference attention in float32."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-_MOST = 1 << 25  # products that attention makes at a time
+_MOST = 1 << 25  # elements of the largest temporary of `attention`
 
 
 class Blocks(NamedTuple):
     """Blocks of some sequences, in random order.
 
     Attributes:
-        ids: of each sequence.
-        slots: of each token, one sequence's after the other's.
+        ids: block ids of each sequence.
+        slots: the slot of each token, sequence after sequence.
     """
 
     ids: list[list[int]]
@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
     def of(cls, lengths: Sequence[int], block: int, seed: int, first: int = 1) -> Blocks:
         """Return blocks for sequences of these lengths; their ids begin at ``first``."""
         used = [-(-n // block) for n in lengths]
-        # By Python, here and below: MLX would have to compile what it needs to index on CUDA.
+        # In Python, here and below: on CUDA, MLX would have to compile kernels to index an array.
         order = random.Random(seed).sample(range(first, first + sum(used)), sum(used))
         ids, slots = [], []
         for n, count in zip(lengths, used, strict=True):
@@ -37,11 +37,11 @@ class Blocks(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """All of them."""
+        """Number of blocks of all sequences."""
         return sum(map(len, self.ids))
 
     def tables(self, multiple: int = 1) -> list[list[int]]:
-        """Return block tables, as wide as a multiple of this, with 0 where a sequence has no block."""
+        """Return block tables whose width is a multiple of ``multiple``, with 0 where a sequence has no block."""
         width = -(-max(map(len, self.ids)) // multiple) * multiple
         return [[*own, *[0] * (width - len(own))] for own in self.ids]
 
@@ -55,12 +55,12 @@ def attention(
     sinks: mx.array | None = None,
     window: int | None = None,
 ) -> mx.array:
-    """Causal attention in float32, without matrix units.
+    """Compute causal attention in float32, without matrix units.
 
     Args:
-        q: of the last tokens, ``[n, n_q_heads, D]``.
-        k, v: of all tokens, ``[length, n_kv_heads, D]``.
-        scale, softcap, sinks, window: as a kernel has them.
+        q: queries of the last tokens, ``[n, n_q_heads, D]``.
+        k, v: keys and values of all tokens, ``[length, n_kv_heads, D]``.
+        scale, softcap, sinks, window: as passed to a kernel.
 
     Returns:
         ``[n, n_q_heads, Dv]``.
@@ -103,11 +103,11 @@ def squared_errors(
     """Return, per sequence of a pack, the mean squared difference from attention in float32.
 
     Args:
-        out: what a kernel has made of q, ``[T, n_q_heads, 1, value_dim]``.
-        q: of the new tokens, ``[T, n_q_heads, 1, D]``.
-        k, v: of all tokens, one sequence's after the other's, ``[sum(lengths), n_kv_heads, D]``.
+        out: a kernel's result for q, ``[T, n_q_heads, 1, value_dim]``.
+        q: queries of the new tokens, ``[T, n_q_heads, 1, D]``.
+        k, v: keys and values of all tokens, sequence after sequence, ``[sum(lengths), n_kv_heads, D]``.
         counts: new tokens of each sequence.
-        lengths: of the sequences, the new tokens included.
+        lengths: tokens of each sequence, the new ones included.
     """
     errors = []
     row = first = 0

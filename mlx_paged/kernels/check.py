@@ -27,16 +27,16 @@ from .shared_runs import Partitions, shared_items, shared_rows
 from .trial import MANY
 
 MAX_RMS = 5e-3
-_QUERY_HEADS = 8  # at least, as models have
+_QUERY_HEADS = 8  # at least, as in real models
 # Block tables are as wide as those of real steps (kv/step.py): the launch then has several partitions, and a merge.
-_TABLE_WIDTH = 16  # block tables are as wide as a multiple of it
-_FREE_BLOCKS = 5  # to copy blocks to
-_WINDOW = 100  # tokens: a token too many shows in the result
+_TABLE_WIDTH = 16  # a table's width is a multiple of it
+_FREE_BLOCKS = 5  # targets of copies
+_WINDOW = 100  # tokens; so few that one token too many shows in the result
 _SHARED_WINDOW = 1500  # tokens: begins inside a partition
-_MORE = 44  # tokens of a longer window, beyond what one partition may hold on Metal
+_MORE = 44  # tokens by which a longer window exceeds what one partition may hold on Metal
 
 
-Bounds = list[list[int]]  # of each row, of each query
+Bounds = list[list[int]]  # [row][query]
 
 
 class SelfCheck(NamedTuple):
@@ -53,12 +53,12 @@ _results: dict[Variant, SelfCheck] = {}
 
 
 def self_check(variant: Variant) -> SelfCheck:
-    """Compare one variant of an attention kernel, of decode or prompts, over pages as they are, quantised ones or
-    latents, with attention in float32: :func:`decode_difference`, :func:`.prefill.prefill_difference`,
-    :func:`latent_difference`, :func:`prompts_difference`.
+    """Compare one variant of an attention kernel, decode or prefill, over plain, quantised or latent pages, with
+    attention in float32: :func:`decode_difference`, :func:`.prefill.prefill_difference`, :func:`latent_difference`,
+    :func:`prompts_difference`; for common blocks :func:`shared_difference`.
 
-    Fails on a compile error, a non-finite value or an RMS difference of 5e-3 and more. Never raises for a failing
-    kernel. Does not switch anything off.
+    Fails on a compile error, a non-finite value or an RMS difference of at least 5e-3. Never raises for a failing
+    kernel. Switches nothing off.
     """
     if variant.body == PROMPTS_BODY:
         difference = prompts_difference
@@ -72,17 +72,16 @@ def self_check(variant: Variant) -> SelfCheck:
 
 
 def decode_difference(variant: Variant) -> float:
-    """RMS between a decode variant and float32 attention, of the worst query of three seeded cases, up to the first
-    that fails, with the slot writes, gathers and copies of blocks it depends on: a pool cannot do without these, so all
-    their texts run here.
+    """Return the RMS difference of a decode variant from float32 attention: the worst query of three seeded cases, up
+    to the first case that fails. Also runs all texts of slot writes, gathers and block copies, which every pool needs.
 
-    Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN, and on
-    Metal every output NaN before the launch. With the newest tokens in the pool, then given to the call, then with
-    rows of padding; with windows that begin anywhere within 64 tokens, for 1 to 8 queries; by the launch of a single
-    partition. Partitions are as long as this GPU's number of cores asks for.
+    Contexts have 1, block - 1, block, block + 1 tokens and several blocks, in permuted blocks; every unused slot is
+    NaN, and on Metal every output before the launch. The newest tokens are in the pool, then passed to the call, then
+    passed with rows of padding. Windows begin at each offset within 64 tokens, with 1 to 8 queries; one launch has a
+    single partition. The length of partitions is the one for this GPU's number of cores.
 
-    The values of every text that a step of this variant may launch are compared: MLX gives Metal kernels inputs of less
-    than 8 elements in another address space, which is another text, so the cases have 2, 8 and 9 rows.
+    The results of every text that a step of this variant may launch are compared. On Metal, MLX puts inputs of fewer
+    than 8 elements in another address space, which makes another text, so the cases have 2, 8 and 9 rows.
     """
     block = variant.block_size
     mixed = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2100, 7, 2 * block]
@@ -92,18 +91,18 @@ def decode_difference(variant: Variant) -> float:
     worst = 0.0
     for seed, case in enumerate(([300, 5], mixed, windows), 1):
         worst = max(worst, _difference(variant, case, seed))
-        if worst >= MAX_RMS:  # it has failed
+        if worst >= MAX_RMS:  # failed
             break
     return worst
 
 
 def shared_difference(variant: Variant) -> float:
     """Compare the decode variant for common blocks with the one that reads each row by itself: the bits must be equal.
-    Nine rows have up to 2,080 tokens in common, in a tree, and their newest tokens come with the call; they see all
-    tokens, or those of a window.
+    Nine rows have up to 2,080 tokens in common, in a tree. Their newest tokens are passed to the call; they see all
+    tokens, then those of a window.
 
     Returns:
-        0. Raises RuntimeError for other bits.
+        0. Raises RuntimeError if the bits differ.
     """
     block = variant.block_size
     contexts = [2100, 2100, 2090, 300, 2400, 1, 700, 2200, 310]
@@ -128,7 +127,7 @@ def shared_difference(variant: Variant) -> float:
 
 
 def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str]:
-    """Run what compares a kernel with a reference and gives the RMS of their difference.
+    """Run a check that returns the RMS difference between a kernel and its reference.
 
     Returns:
         Whether it is below 5e-3; the RMS, NaN if it raised a RuntimeError or ValueError; seconds; why it failed.
@@ -144,9 +143,9 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
 
 
 def checked(variant: Variant) -> SelfCheck:
-    """Return the remembered result of :func:`self_check`. The first failure warns and switches the variant off for this
-    process. A variant that has passed fails from then on once it is off: a text that only a later step needed does not
-    compile."""
+    """Return the result of :func:`self_check`, which runs once per variant and process. A failure warns and switches
+    the variant off. A variant that passed counts as failed once it is switched off later, because a text that only a
+    later step needed does not compile."""
     if variant not in _results:
         compile_ahead(texts_of(variant))
         with warn_when_compiling():
@@ -159,7 +158,7 @@ def checked(variant: Variant) -> SelfCheck:
 
 
 def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
-    """Body and constants of the texts that a check of a variant launches, and a pool and steps with it, on CUDA."""
+    """Return (body, constants) of the texts that a variant's check, pool and steps launch on CUDA."""
     if variant.body == PROMPTS_BODY:
         shape = prompt_shape_for(variant.head_dim, variant.value_dim)
         return [(variant.body, prompt_constants_of(variant, shape))]
@@ -177,19 +176,19 @@ def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
 
 
 def _pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
-    """Body and constants of the texts that a pool of this variant cannot do without."""
+    """Return (body, constants) of the texts that every pool of this variant needs."""
     block, pages, value_dim = variant.block_size, variant.pages, variant.value_dim
     if pages is not None:
         words = mx.uint32, pages.k.num_words, pages.v.num_words
         return [*moves.texts_of(pages, block), ("copy_blocks", pool_constants_of(*words, block))]
-    is_latent = variant.body in LATENT_BODIES  # over latents, which are the values, and what is rotated
+    is_latent = variant.body in LATENT_BODIES  # the pools hold latents, which are the values, and rotated parts
     dims = (value_dim, variant.head_dim - value_dim) if is_latent else (variant.head_dim, value_dim)
     pool = pool_constants_of(variant.dtype, *dims, block)
     return [("write_slots", (*pool, ("S", mx.int32))), ("gather_blocks", pool), ("copy_blocks", pool)]
 
 
 def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
-    """Return the RMS for one case. Raises RuntimeError if bytes went astray."""
+    """Return the RMS for one case. Raises RuntimeError if the pool holds other bytes than were written."""
     rows, own = _Rows(variant, contexts, seed), shape_for(variant, kernels.gpu_cores())
     q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
     out = rows.decode(q, ends, starts)
@@ -197,12 +196,12 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     rows.read_back()
     errors = rows.errors_of(out, q, ends, starts)
     for q_len in (1, 2, 3, 4, 5, 6, 7) if 2 * len(contexts) < MANY else (1, MAX_QUERY_LENGTH):
-        # Windows of several partitions that begin inside one.
+        # Windows that begin inside a partition.
         q, ends = rows.queries(q_len), [[max(n - q_len + 1 + i, 0) for i in range(q_len)] for n in contexts]
         for window in _windows_of(own, contexts, q_len):
             starts = [[max(end - window, 0) for end in row] for row in ends]
             errors += rows.errors_of(rows.decode(q, ends, starts, max_visible=window), q, ends, starts)
-    # All that one partition can hold, by the launch for windows that are sure to lie in one.
+    # As many tokens as one partition holds, with the launch for windows that always fit one.
     most = max(own.partition, own.first)
     q, ends = rows.queries(1), [[n] for n in contexts]
     starts = [[-(-max(n - most, 0) // own.alignment) * own.alignment] for n in contexts]
@@ -213,8 +212,8 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
 
 
 def _windows_of(own: LaunchShape, contexts: list[int], q_len: int) -> list[int]:
-    """Return windows of one partition on Metal, wherever they begin, and of several: the first by few queries once and
-    by many, the others by few and by as many as there may be."""
+    """Return the windows to check: on CUDA one; on Metal a short one, in one partition, and a longer one, in several.
+    Few rows check the short one with 2 queries only, many rows the longer one with 8 queries and long contexts only."""
     if not own.first:
         return [_WINDOW]
     longer, few = own.first + _MORE, 2 * len(contexts) < MANY
@@ -227,7 +226,7 @@ class _Rows:
 
     Attributes:
         tables: block ids of each row, as wide as those of real steps.
-        fence: the latest of the pool's chain.
+        fence: the pool's latest fence.
     """
 
     def __init__(self, variant: Variant, contexts: list[int], seed: int) -> None:
@@ -248,7 +247,7 @@ class _Rows:
         count = blocks.num_blocks + 1 + _FREE_BLOCKS
         self._pools = new_blocks(count, self._n_kv_heads, block, dims, dtype, variant.pages, float("nan"))
         self.fence = kernels.new_fence()
-        # The newest tokens by themselves: few rows are another text.
+        # The newest tokens are written separately: few rows are another text.
         self._newest = [sum(contexts[: b + 1]) - 1 for b in range(len(contexts))]
         newest = set(self._newest)
         self._write(k, v, [-1 if i in newest else slot for i, slot in enumerate(self._slots)])
@@ -271,9 +270,9 @@ class _Rows:
     def decode(
         self, q: mx.array, ends: Bounds, starts: Bounds, tables: Bounds | None = None, **options: Any
     ) -> mx.array:
-        """Return what the variant makes of queries that see the positions from starts to before ends."""
+        """Return the variant's result for queries that see positions from starts to ends - 1."""
         variant = self._variant
-        # Memory that a kernel should have written, and did not, often holds numbers that do no harm.
+        # Memory that a kernel fails to write often holds harmless numbers, which would hide the failure.
         init_value = float("nan") if variant.backend == "metal" else None
         out, self.fence = kernels.paged_decode(
             q,
@@ -297,8 +296,8 @@ class _Rows:
         return k, v
 
     def compare_appends(self, q: mx.array, ends: Bounds, starts: Bounds, expected: mx.array) -> None:
-        """Compare ``expected`` with calls that bring the newest tokens, whose slots hold NaN; also with rows of
-        padding, which end at position 0, as compiled steps have them. Raises RuntimeError for another result."""
+        """Compare ``expected`` with calls that are passed the newest tokens, whose slots hold NaN; also with rows of
+        padding, which end at position 0 as in compiled steps. Raises RuntimeError if a result differs."""
         batch = len(self._contexts)
         k, v = self.take_newest()
         again = self.decode(q, ends, starts, append=(k, v))
@@ -329,8 +328,8 @@ class _Rows:
     def _quantized(
         self, k: mx.array, v: mx.array, blocks: list[int], slots: list[int], pages: PageShape
     ) -> tuple[mx.array, mx.array]:
-        """Return what quantised pages hold of k, v ``[n_kv_heads, n, dim]``, dequantised. Raises RuntimeError if their
-        rows are not MLX's; they are written once more, as they are."""
+        """Return k, v ``[n_kv_heads, n, dim]`` as quantised pages hold them, dequantised. Raises RuntimeError if the
+        rows differ from MLX's. Writes the same rows once more, to run the kernel that writes rows unchanged."""
         rows, ids = pages.quantize(k[None], v[None]), mx.array(blocks, mx.int32)
         *got, self.fence = moves.gather_rows(*self._pools, self.fence, ids, 0, k.shape[1], pages)
         if not all(mx.array_equal(a, b).item() for a, b in zip(got, rows, strict=True)):
@@ -352,7 +351,7 @@ class _Rows:
         return errors
 
     def copy_blocks(self) -> None:
-        """Copy one block and then four onto free ones: that is two texts, too. Raises RuntimeError if they differ."""
+        """Copy one block, then four, onto free ones: on Metal, two texts. Raises RuntimeError if a copy differs."""
         free, pages = self._blocks.num_blocks + 1, self._variant.pages
         for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
             length = len(sources) * self._variant.block_size
@@ -367,12 +366,12 @@ class _Rows:
 
 
 def latent_difference(variant: Variant) -> float:
-    """RMS between a decode variant and float32 attention, of the worst row of two seeded cases (2 rows and 9), with the
-    newest tokens in the pool, then with them given to the call, and then with rows of padding.
+    """Return the RMS difference of a decode variant over latents from float32 attention: the worst row of two seeded
+    cases (2 rows and 9). The newest tokens are in the pool, then passed to the call, then passed with rows of padding.
 
-    Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN, on Metal
-    every output NaN before, and query heads that do not fill the last thread group's; also with 2 to 8 queries.
-    Raises RuntimeError if bytes went astray.
+    Contexts have 1, block - 1, block, block + 1 tokens and several blocks, in permuted blocks; every unused slot is
+    NaN, and on Metal every output before the launch. On tensor cores, query heads do not fill the last thread group.
+    Also runs 2 to 8 queries. Raises RuntimeError if the pool holds other bytes than were written.
     """
     block = variant.block_size
     many = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2100, 7, 2 * block]
@@ -396,7 +395,7 @@ def _latent_difference(variant: Variant, contexts: list[int]) -> float:
     k_pool, v_pool = new_blocks(blocks.num_blocks + 1, 1, block, (rank, rope), dtype, None, float("nan"))
     fence = kernels.write_slots(k_pool, v_pool, kernels.new_fence(), k, v, mx.array(slots, mx.int32))
     visible = mx.array(tables, mx.int32), mx.array(contexts, mx.int32)[:, None], mx.zeros((batch, 1), mx.int32)
-    # Memory that a kernel should have written, and did not, often holds numbers that do no harm.
+    # Memory that a kernel fails to write often holds harmless numbers, which would hide the failure.
     init_value = float("nan") if variant.backend == "metal" else None
     given: dict[str, Any] = {
         "n_q_heads": heads,
@@ -447,7 +446,7 @@ def _latent_difference(variant: Variant, contexts: list[int]) -> float:
 
 
 def _alike(x: mx.array, y: mx.array, variant: Variant) -> bool:
-    """Bit for bit, where a row's partitions do not depend on the other rows; else nearly."""
+    """Return whether results are equal: to the bit, or nearly if a row's partitions depend on the other rows."""
     x, y = x.astype(mx.float32), y.astype(mx.float32)
     if variant.body != LATENT_BODIES[1]:
         return bool(mx.array_equal(x, y).item())
@@ -455,12 +454,12 @@ def _alike(x: mx.array, y: mx.array, variant: Variant) -> bool:
 
 
 def _extended(x: mx.array, value: float) -> mx.array:
-    """With two more rows of a value."""
+    """Return x with two more rows of a value."""
     return mx.concatenate([x, mx.full((2, *x.shape[1:]), value, x.dtype)])
 
 
 def _attend(q: mx.array, latents: mx.array, rotated: mx.array, scale: float) -> mx.array:
-    """Attention of q [n_q_heads, rank + rope] over latents [n, rank] and rotated [n, rope]."""
+    """Return attention of q [n_q_heads, rank + rope] over latents [n, rank] and rotated parts [n, rope]."""
     keys = mx.concatenate([latents, rotated], axis=1)
     return attention(q[None], keys[:, None], latents[:, None], scale)[0]
 
@@ -469,8 +468,8 @@ _HEADS = 2
 
 
 def prompts_difference(variant: Variant) -> float:
-    """RMS between a variant for prompts and float32 attention, of the worst sequence of a seeded pack: new tokens that
-    fill tiles and do not, after prefixes and without, in permuted blocks; every slot that no token sees is NaN."""
+    """Return the RMS difference of a latent prefill variant from float32 attention: the worst sequence of a seeded
+    pack. New tokens fill tiles or do not, with and without prefixes; every slot that no token sees is NaN."""
     block, dtype = variant.block_size, variant.dtype
     tile = prompt_shape_for(variant.head_dim, variant.value_dim).rows
     counts, prefixes = [1, tile + 3, 2, tile], [block + 5, 0, 90, 64]
@@ -499,7 +498,7 @@ def prompts_difference(variant: Variant) -> float:
 
 
 def _block(x: mx.array, span: tuple[int, int], block: int) -> mx.array:
-    """Rows of x in a block, the rest of which is NaN."""
+    """Return a block of the rows ``span`` of x; its other rows are NaN."""
     first, last = span
     missing = mx.full((block - (last - first), *x.shape[1:]), float("nan"), x.dtype)
     return mx.concatenate([x[first:last], missing])

@@ -1,4 +1,4 @@
-"""What a decode step launches: texts of kernels and arguments of their launches, by the shapes of the call."""
+"""Launches of decode steps: constants of kernels and arguments of launches, by the shapes of a call."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class DecodeSpec(NamedTuple):
     """Constants and keyword arguments of the launches of one call shape, computed once.
 
     Attributes:
-        counters: that the kernel needs to join partitions itself.
-        run: partitions that a thread group takes; of latent_decode_tensor tokens.
-        texts: of these launches, for their trial.
+        counters: number of counters that the kernel needs to merge partitions itself.
+        run: partitions per thread group; for latent_decode_tensor, tokens.
+        texts: texts of these launches, for their trial.
     """
 
     decode_constants: Constants
@@ -58,10 +58,8 @@ def spec_of(
     few_tables: bool = False,
     n_items: int = 0,
 ) -> DecodeSpec:
-    """Return the spec of a call over block tables that have fewer than 8 elements (``few_tables``) or more.
-
-    n_items: thread groups of a kernel for common blocks, for each kv head.
-    """
+    """Return the spec of a call. ``few_tables``: the block tables have fewer than 8 elements. ``n_items``: number of
+    thread groups per KV head, for a kernel for common blocks."""
     rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
     cores = cuda_limits().multiprocessors
     if variant.body in FUSED_BODIES:
@@ -137,7 +135,7 @@ def _fused_spec(
 
 
 def _shared_spec(spec: DecodeSpec, variant: Variant, launch_shape: LaunchShape, n_items: int) -> DecodeSpec:
-    """Return the spec of a kernel for common blocks: a thread group for each item and kv head, and its way to join."""
+    """Return the spec of a kernel for common blocks: one thread group per item and KV head, and the merge after it."""
     decode = {**spec.decode, "grid": (spec.decode["grid"][0], n_items, 1)}
     if variant.body == SHARED_MATRIX_BODY:
         return spec._replace(decode_constants=(*spec.decode_constants, ("ROWS", launch_shape.rows)), decode=decode)
@@ -146,7 +144,7 @@ def _shared_spec(spec: DecodeSpec, variant: Variant, launch_shape: LaunchShape, 
         ("GROUPS", launch_shape.groups),
         ("SHARED", launch_shape.shared_bytes(variant.head_dim, variant.value_dim)),
     )
-    # Four values a thread.
+    # A thread merges four values.
     simdgroups = -(-variant.value_dim // 128)
     lines = spec.decode["output_shapes"][0][0]
     merge_constants = tuple((name, simdgroups if name == "SG" else value) for name, value in spec.merge_constants)
@@ -160,7 +158,7 @@ def _partition_constants(launch_shape: LaunchShape) -> Constants:
 
 
 def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constants:
-    """Constants of the decode body that depend on the variant and its launch shape."""
+    """Return the constants of the decode body that depend on the variant and its launch shape."""
     if variant.body == LATENT_BODIES[1]:
         return (
             *variant.constants,
@@ -202,8 +200,8 @@ def _page_constants(pages: PageShape | None) -> Constants:
 def pool_constants_of(
     dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int, pages: PageShape | None = None
 ) -> Constants:
-    """Return the constants of kernels over a pool. Raises KernelUnavailable if there is none for it."""
-    why = unsupported(dtype, head_dim, value_dim, 1, block_size) if dtype != mx.uint32 else None  # words of pages
+    """Return the constants of kernels over a pool. Raises ValueError if the kernels do not support its geometry."""
+    why = unsupported(dtype, head_dim, value_dim, 1, block_size) if dtype != mx.uint32 else None  # quantised pages
     if why:
         raise ValueError(why)
     return (("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size), *_page_constants(pages))
@@ -211,7 +209,7 @@ def pool_constants_of(
 
 @lru_cache(maxsize=64)
 def params_of(*values: float) -> mx.array:
-    """Return an array of these, made once."""
+    """Return a cached float32 array of the values."""
     array = mx.array(values, mx.float32)
     mx.eval(array)
     return array
@@ -221,8 +219,8 @@ _counters: dict[int, mx.array] = {}
 
 
 def counters_of(k_pool: mx.array, least: int) -> mx.array:
-    """Zeros that the launches over one pool share to count arrivals: the fence lets one launch at a time use them, and
-    each leaves them at zero."""
+    """Return at least ``least`` zeros, which all launches over one pool share to count arrivals. The fence lets one
+    launch at a time use them, and each launch resets them to zero."""
     known = _counters.get(id(k_pool))
     if known is None or known.size < least:
         if known is None:

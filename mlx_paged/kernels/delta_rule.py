@@ -1,8 +1,8 @@
-"""The gated delta rule over chunks of tokens, as products of matrices, in place of a loop over tokens.
+"""The gated delta rule over chunks of tokens, as matrix products instead of a loop over tokens.
 
-In a chunk, token i writes to the state what its value differs from what the state says at its key. With the state ``S``
-before the chunk, these differences are the solution of a triangular system of the chunk's size; with them, outputs and
-the state behind the chunk are sums over the chunk (Yang et al., arXiv:2412.06464).
+A token writes to the state the difference between its value and what the state returns for its key. Given the state
+``S`` before a chunk, the chunk's differences are the solution of a triangular system of the chunk's size; with them,
+outputs and the state after the chunk are sums over the chunk (Yang et al., arXiv:2412.06464).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import mlx.core as mx
 from ..warn import warn_once
 
 CPU_CHUNK, GPU_CHUNK = 16, 64  # tokens (docs/adr/0066)
-LEAST_LOG_DECAY = -30.0  # of one token: e^-30 forgets all of a float32, and sums of it stay exact enough
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 2e-2}  # RMS against the loop's
+LEAST_LOG_DECAY = -30.0  # per token: e^-30 erases a float32, and its sums stay exact enough
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 2e-2}  # RMS difference, relative to the loop's RMS
 
 DeltaRule = Callable[..., tuple[mx.array, mx.array]]
-_passed: dict[tuple[object, ...], bool] = {}  # by variant, whether its self-check did
+_passed: dict[tuple[object, ...], bool] = {}  # results of self-checks, by variant
 
 
 def chunk_size() -> int:
@@ -28,7 +28,7 @@ def chunk_size() -> int:
 
 
 def unsupported_reason(q: mx.array, v: mx.array, g: mx.array, loop: DeltaRule) -> str | None:
-    """Return why the loop is to be used for these arguments, or None. The first time for a variant, its self-check runs
+    """Return why mlx-lm's loop must compute these arguments, or None. A variant's first call runs its self-check
     against the loop."""
     if q.shape[1] < CPU_CHUNK:
         return "few tokens"
@@ -45,7 +45,7 @@ def unsupported_reason(q: mx.array, v: mx.array, g: mx.array, loop: DeltaRule) -
 
 
 def _agrees(q: mx.array, v: mx.array, loop: DeltaRule) -> bool:
-    """Compare with the loop on random arguments of this variant: two rows, a part of a chunk at the end, a mask."""
+    """Return whether both forms agree on random arguments of this variant: two rows, a partial last chunk, a mask."""
     tokens = chunk_size() + 5
     keys = [mx.random.key(seed) for seed in range(6)]
     query, key = (mx.random.normal((2, tokens, *q.shape[2:]), key=each) * q.shape[3] ** -0.5 for each in keys[:2])
@@ -74,14 +74,14 @@ def chunked(
     state: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Return the outputs ``[B, T, Hv, Dv]`` and the state behind the last token.
+    """Return the outputs ``[B, T, Hv, Dv]`` and the state after the last token.
 
     Args:
         q, k: queries and keys, ``[B, T, Hk, Dk]``.
         v: values, ``[B, T, Hv, Dv]``.
         g, beta: decay, in (0, 1], and rate of each token, ``[B, T, Hv]``.
         state: before the first token, ``[B, Hv, Dv, Dk]``; None is zeros.
-        mask: tokens that count, ``[B, T]``; others leave the state as it is, and their outputs say nothing.
+        mask: tokens that count, ``[B, T]``; others leave the state unchanged, and their outputs are meaningless.
     """
     batch, tokens, key_heads, key_size = k.shape
     heads, value_size, dtype = *v.shape[2:], q.dtype
@@ -92,13 +92,13 @@ def chunked(
         decay, beta = (mx.where(mask[..., None], each, 0) for each in (decay, beta))
 
     def split(x: mx.array, per_head: int) -> mx.array:
-        """``[B, T, H, ...]`` to ``[B, chunks, Hk, H / Hk, tokens, ...]``, padded by tokens that change nothing."""
+        """Reshape ``[B, T, H, ...]`` to ``[B, chunks, Hk, H / Hk, tokens, ...]``, padded with neutral tokens."""
         x = mx.pad(x.astype(mx.float32), [(0, 0), (0, -tokens % size), *[(0, 0)] * (x.ndim - 2)])
         x = x.reshape(batch, -1, size, key_heads, per_head, *x.shape[3:])
         return x.transpose(0, 1, 3, 4, 2, *range(5, x.ndim))
 
     q, k, v, decay, rate = split(q, 1), split(k, 1), split(v, ratio), split(decay, ratio), split(beta, ratio)
-    total = mx.cumsum(decay, axis=-1)  # from the chunk's start
+    total = mx.cumsum(decay, axis=-1)  # since the chunk's start
     between = mx.exp(mx.minimum(total[..., :, None] - total[..., None, :], 0))
     since, until = mx.exp(total)[..., None], mx.exp(total[..., -1:] - total)[..., None]
     rate = rate[..., None]

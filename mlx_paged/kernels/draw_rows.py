@@ -1,7 +1,7 @@
-"""A word of each row of a batch, drawn in one launch whatever the rows' temperature, top-p, min-p and top-k are.
+"""Sampling: one launch draws a token for each row of a batch, with a temperature, top-p, min-p and top-k per row.
 
-The kernel draws and rejects (docs/adr/0029). Its numbers are a function of the row's key and of the token's position,
-so a row's word does not depend on the rows beside it.
+The kernel uses rejection sampling (docs/adr/0029). Its random numbers depend only on the row's key and the token's
+position, so a row's token does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .build import backend, build_kernel, warn_when_compiling
 from .check import outcome_of
 from .trial import Text
 
-WIDTH = 8  # numbers of a row in each array, so that no array is of less than 8, which is another text on Metal
+WIDTH = 8  # numbers per row in each array: on Metal, an array of fewer elements makes another text
 
 
 class DrawnRow(NamedTuple):
-    """How a row's word is chosen.
+    """Sampling parameters of a row.
 
     Attributes:
         temperature: 0 takes the first of the largest logits.
         top_p: 1 or more is off.
         min_p: 0 is off.
         top_k: None is off.
-        min_kept: words that min-p does not drop.
-        key: 64 bits.
+        min_kept: number of most likely tokens that min-p keeps in any case.
+        key: seed of 64 bits.
     """
 
     temperature: float
@@ -43,7 +43,7 @@ class DrawnRow(NamedTuple):
     key: int = 0
 
     def params(self) -> list[float]:
-        """Return them as the kernel takes them, 8 numbers."""
+        """Return the kernel's parameters of the row, 8 numbers."""
         scale = min(math.log2(math.e) / self.temperature, 1e30) if self.temperature else 0.0
         log_min_p = math.log(self.min_p) if self.min_p else -math.inf
         is_limited = self.top_p < 1 or self.min_p > 0 or self.top_k is not None
@@ -51,7 +51,7 @@ class DrawnRow(NamedTuple):
         return [scale, self.top_p, log_min_p, top_k, self.min_kept, float(is_limited), 0.0, 0.0]
 
     def key_words(self) -> list[int]:
-        """Return the high and the low half, in 8 numbers."""
+        """Return the key's high and low 32 bits, padded to 8 numbers."""
         return [self.key >> 32 & 0xFFFFFFFF, self.key & 0xFFFFFFFF, *[0] * (WIDTH - 2)]
 
 
@@ -60,7 +60,7 @@ _ALL = 0xFFFFFFFF
 
 
 def threefry(key: int, position: int, count: int) -> tuple[int, int]:
-    """Two numbers of 32 bits: Threefry-2x32 of 20 rounds, of a key of 64 bits and a counter of two words."""
+    """Return two 32-bit random numbers: Threefry-2x32 with 20 rounds, a 64-bit key and a counter of two words."""
     high, low = key >> 32 & _ALL, key & _ALL
     schedule = (high, low, 0x1BD11BDA ^ high ^ low)
     left, right = (position + high) & _ALL, (count + low) & _ALL
@@ -75,7 +75,7 @@ def threefry(key: int, position: int, count: int) -> tuple[int, int]:
 
 
 def drawn_word(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> int:
-    """Return the word that is drawn from logits ``[vocab]``, by so many simdgroups."""
+    """Return the token that a kernel with ``num_groups`` simdgroups draws from logits ``[vocab]``: the reference."""
     if row.temperature == 0:
         return int(np.argmax(x))
     order = np.argsort(-x, kind="stable")
@@ -108,20 +108,20 @@ def drawn_word(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> 
 
 
 def _place(weights: np.ndarray, number: int) -> int:
-    """Return which of the weights a number of 32 bits falls on; its first 24 count."""
+    """Return the index of the weight that a 32-bit random number selects, by its upper 24 bits."""
     ends = np.cumsum(weights)
     hits = np.flatnonzero((weights > 0) & (ends > (number >> 8) / (1 << 24) * ends[-1]))
     return int(hits[0]) if len(hits) else int(np.flatnonzero(weights)[-1])
 
 
 def passes(body: str, dtype: mx.Dtype, difference: Callable[[mx.Dtype], float], instead: str) -> bool:
-    """Return whether a kernel passes its self-check. One that does not, or does not compile, is warned of.
+    """Return whether a kernel passes its self-check; warn if it fails or does not compile.
 
     Args:
-        body: the kernel's.
-        dtype: of logits.
-        difference: of the kernel from its model.
-        instead: what is done without it, for people.
+        body: the kernel's body.
+        dtype: dtype of the logits.
+        difference: returns the kernel's difference from its reference.
+        instead: what replaces the kernel, for the warning.
     """
     with warn_when_compiling():
         *_, reason = outcome_of(lambda: difference(dtype))
@@ -132,20 +132,20 @@ def passes(body: str, dtype: mx.Dtype, difference: Callable[[mx.Dtype], float], 
 
 BODY = "draw_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
-# Simdgroups of a row. What is drawn depends on it.
+# Simdgroups per row. The drawn tokens depend on it.
 _GROUPS = {"cuda": 32, "metal": 16}
-# Logits that a lane loads at a time: as many as its registers hold, as a pass waits for them.
+# Logits that a lane loads at a time: as many as its registers hold, since a pass waits for its loads.
 _AHEAD = {"cuda": 16, "metal": 8}
 _WORDS_OF_GROUP = 32**3
 
 
 def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array) -> mx.array:
-    """Return a word of each row.
+    """Draw a token for each row.
 
     Args:
-        x: logits ``[R, vocab]``, of which :func:`serves` is true. What is -inf is not drawn, unless all is.
-        params: ``[R, 8]`` float32, of :meth:`DrawnRow.params`.
-        keys: ``[R, 8]`` uint32, of :meth:`DrawnRow.key_words`.
+        x: logits ``[R, vocab]`` for which :func:`serves` is true. A token with -inf is not drawn unless all have it.
+        params: ``[R, 8]`` float32, from :meth:`DrawnRow.params`.
+        keys: ``[R, 8]`` uint32, from :meth:`DrawnRow.key_words`.
         positions: ``[R]`` uint32.
 
     Returns:
@@ -170,19 +170,18 @@ def text_of(dtype: mx.Dtype, dialect: str) -> Text:
 
 
 def serves(x: mx.array) -> bool:
-    """Return whether the kernel draws from such logits ``[R, vocab]`` here. The first call for a dtype checks it."""
+    """Return whether the kernel can draw from such logits ``[R, vocab]``. A dtype's first call runs the self-check."""
     most = _WORDS_OF_GROUP * min(_GROUPS.values())
     return x.dtype in DTYPES and 0 < x.shape[-1] <= most and device_unsupported_reason() is None and works(x.dtype)
 
 
 @lru_cache(maxsize=8)
 def works(dtype: mx.Dtype) -> bool:
-    """Return whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not
-    used."""
+    """Return whether the kernel passes its self-check; warns once if it fails or does not compile."""
     return passes(BODY, dtype, _difference, "MLX's operations draw")
 
 
-# Of the self-check.
+# Rows of the self-check.
 _ROWS = (
     DrawnRow(0.0),
     DrawnRow(1.0),
@@ -194,17 +193,17 @@ _ROWS = (
     DrawnRow(1.3, top_p=0.95, min_p=0.01, top_k=2),
     DrawnRow(30.0, top_k=5),
 )
-_VOCAB = 3001  # words; several of each lane of a CUDA group
+_VOCAB = 3001  # tokens; several per lane of a CUDA group
 
 
 def _difference(dtype: mx.Dtype) -> float:
-    """Part of the rows whose word is another one than the model's. Two launches, of few rows and of more: on Metal
+    """Return the fraction of rows whose token differs from the reference's. Launches few rows, then more: on Metal
     these are two texts (kernels/trial.py)."""
     groups, wrong, num_rows = _GROUPS[backend() or ""], 0, 0
     rng = np.random.default_rng(29)
     for count in (2, 45):
         rows = [_ROWS[i % len(_ROWS)]._replace(key=int(rng.integers(1 << 63))) for i in range(count)]
-        # Steps of 1/8 are the same in every dtype, and there are many equal ones.
+        # Multiples of 1/8 are exact in every dtype, and many logits are equal.
         x = np.round(rng.normal(size=(count, _VOCAB)) * 16).clip(-56, 56) / 8
         x[:, 5:9], x[:, 1500:1700] = 7.25, -np.inf
         positions = rng.integers(1 << 32, size=count, dtype=np.uint32)

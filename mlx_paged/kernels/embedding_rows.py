@@ -1,5 +1,5 @@
-"""Rows of an embedding on CUDA, in one launch. MLX compiles a kernel of its own for them: some 3 s for each dtype of
-tokens, once per machine."""
+"""Embedding lookup on CUDA, in one launch. MLX would compile a kernel for it: about 3 s for each dtype of tokens, once
+per machine."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .trial import Text
 BODY = "embedding_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32, mx.uint32)
 TOKEN_DTYPES = (mx.int32, mx.uint32)
-MAX_TOKENS = 65535  # of a grid's second dimension
+MAX_TOKENS = 65535  # limit of a grid's second dimension
 _THREADS = 128
 
 
 def embedding_rows(table: mx.array, tokens: mx.array) -> mx.array | None:
-    """``table[tokens]``.
+    """Return ``table[tokens]``.
 
     Args:
         table: ``[num_rows, width]``.
         tokens: int32 or uint32 of any shape, at most 65,535.
 
     Returns:
-        ``[*tokens.shape, width]``; None where MLX is to copy them: outside of inference, elsewhere than on CUDA, for
-        other dtypes.
+        ``[*tokens.shape, width]``; None if MLX has to copy the rows: outside of inference, without CUDA, or for other
+        dtypes or shapes.
     """
     fits = table.ndim == 2 and 0 < tokens.size <= MAX_TOKENS
     if not fits or not is_inference() or not works(table.dtype, tokens.dtype):
@@ -58,8 +58,8 @@ def _launch(table: mx.array, tokens: mx.array) -> mx.array:
 
 @lru_cache(maxsize=16)
 def works(dtype: mx.Dtype, token_dtype: mx.Dtype) -> bool:
-    """Return whether the kernel can be used on this machine. One that fails its self-check or does not compile warns
-    once, and is not."""
+    """Return whether the kernel can be used on this machine; warns once if it fails its self-check or does not
+    compile."""
     if dtype not in DTYPES or token_dtype not in TOKEN_DTYPES or not is_available():
         return False
     with warn_when_compiling():
@@ -70,12 +70,12 @@ def works(dtype: mx.Dtype, token_dtype: mx.Dtype) -> bool:
 
 
 def _difference(dtype: mx.Dtype, token_dtype: mx.Dtype) -> float:
-    """Part of the values that the kernel copied wrong."""
+    """Return the largest fraction of values that the kernel copies wrong."""
     wrong = []
-    for width in (9, 2056):  # no packet, and packets of several turns of a thread
+    for width in (9, 2056):  # mostly unaligned rows, and several packets per thread
         table = mx.arange(5 * width).reshape(5, width).astype(dtype)
         ids = [4, 0, 3, 3]
-        # Not by indexing, which is what MLX would have to compile.
+        # Not by indexing, for which MLX would have to compile its kernel.
         rows = mx.concatenate([table[i : i + 1] for i in ids])
         got = _launch(table, mx.array(ids, token_dtype))
         wrong.append((got != rows).astype(mx.float32).mean())

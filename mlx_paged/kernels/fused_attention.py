@@ -1,7 +1,7 @@
-"""MLX's fused attention on Metal, and whether a prompt's new tokens attend by it or over their blocks in place.
+"""Choice of the prefill path on Metal: MLX's fused attention over a copy, or our kernel over the blocks in place.
 
-When it is fused, as in MLX 0.32.4 (docs/adr/0063): otherwise it makes the scores of all queries and keys of a layer. Up
-to 8 queries it has another kernel; so these are prompts. Which one serves after a prefix: docs/adr/0067.
+Where MLX's attention is not fused, it stores the scores of all queries and keys of a layer. The conditions here are
+those of MLX 0.32.4 (docs/adr/0063) for more than 8 queries; for fewer it has another kernel. The choice: docs/adr/0067.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .prefill import prepare_prefill
 from .quantized import new_blocks
 from .trial import seconds_of
 
-FUSED_DIMS = (64, 80, 128)  # for any number of queries
+FUSED_DIMS = (64, 80, 128)  # head sizes fused for any number of queries
 # The first generation of Apple GPUs with matrix units, and the first macOS whose wheels use them ("NAX" in MLX).
 NAX_GENERATION, NAX_RELEASE = 17, 26
 
 
 def least_fused_queries(head_dim: int, nax: bool) -> int:
-    """Return the least number of queries for which MLX's attention is fused; 0 where that depends on nothing: it
-    always is, or never."""
+    """Return the least number of queries for which MLX's attention is fused; 0 if the number does not matter: the head
+    size is fused always, or never."""
     if head_dim == 512 or (head_dim == 256 and nax):
         return 1024
     return 2048 if head_dim == 256 else 0
 
 
 def wheel_release() -> int | None:
-    """Return the release of macOS that MLX's wheel was built for, None elsewhere."""
+    """Return the release of macOS that MLX's wheel was built for; None on other systems."""
     try:
         tags = metadata.distribution("mlx-metal").read_text("WHEEL") if platform.mac_ver()[0] else None
     except metadata.PackageNotFoundError:
@@ -52,35 +52,34 @@ def has_nax() -> bool:
 
 
 class PromptPath(NamedTuple):
-    """What attends for a prompt's new tokens after a prefix.
+    """How a prompt's new tokens attend after a prefix.
 
     Attributes:
-        in_place: our kernel, over the blocks; else MLX's attention, over a copy of the layer's context.
-        reason: for people.
+        in_place: our kernel reads the blocks; else MLX's attention reads a copy of the layer's context.
+        reason: why, for reports.
     """
 
     in_place: bool
     reason: str
 
 
-# A path is measured for the largest of these new tokens and contexts that a chunk has, or the smallest. Longer contexts
-# cost both paths as much more.
+# New tokens and contexts that are measured. A chunk uses the largest of each that it reaches, else the smallest. Beyond
+# them, longer contexts slow both paths equally.
 TOKENS, CONTEXTS = (256, 1024), (2048, 8192)
-QUERY_HEADS = 16  # at least, so that both fill a GPU
-MOST_SECONDS = 0.3  # that further launches of a path may take once one was timed
+QUERY_HEADS = 16  # at least, so that both paths fill a GPU
+MOST_SECONDS = 0.3  # after which no further launch of a path is timed
 
 _measured: dict[tuple[Variant, int, int], PromptPath] = {}
 
 
 def prompt_path(variant: Variant, num_tokens: int, length: int, window: int | None = None) -> PromptPath:
-    """Return what attends fastest on this machine, as far as it is known; where it is not, both are timed once, and
-    the result holds for the process.
+    """Return the faster path on this machine. If it is not known in advance, both are timed, once per process.
 
     Args:
-        variant: of the prefill kernel, which has passed its self-check.
-        num_tokens: new ones of a sequence.
-        length: of the sequence, the new tokens included.
-        window: tokens that each sees.
+        variant: variant of the prefill kernel, which has passed its self-check.
+        num_tokens: new tokens of a sequence.
+        length: tokens of the sequence, the new ones included.
+        window: number of tokens that each token sees.
     """
     known = _known_reason(variant, num_tokens, length, window)
     if known is not None:
@@ -94,7 +93,7 @@ def prompt_path(variant: Variant, num_tokens: int, length: int, window: int | No
 
 
 def _known_reason(variant: Variant, num_tokens: int, length: int, window: int | None) -> str | None:
-    """Why our kernel serves, without a measurement; None where that may be slower than MLX's attention."""
+    """Return why our kernel serves without a measurement; None if MLX's attention may be faster."""
     if not has_nax():
         return "MLX uses no matrix units here"
     if num_tokens <= MAX_QUERY_LENGTH:
@@ -111,7 +110,7 @@ def _known_reason(variant: Variant, num_tokens: int, length: int, window: int | 
 
 
 def _measure(variant: Variant, tokens: int, context: int) -> PromptPath:
-    """Time both paths. One that fails is not taken; if both do, our kernel serves, and says itself what is wrong."""
+    """Time both paths. One that fails is not chosen; if both fail, our kernel is, and its launch raises the error."""
     seconds, failures = {}, {}
     for path, prepare in PATHS.items():
         try:
@@ -125,7 +124,7 @@ def _measure(variant: Variant, tokens: int, context: int) -> PromptPath:
 
 
 def paths_of(variant: Variant) -> str:
-    """Return what attends for chunks of each size that is told apart, and why, for people."""
+    """Return the paths for all measured sizes of chunks, and why, for reports."""
     found = dict.fromkeys(prompt_path(variant, tokens, context) for tokens in TOKENS for context in CONTEXTS)
     return "; ".join(f"{IN_PLACE if path.in_place else COPY} ({path.reason})" for path in found)
 

@@ -1,9 +1,8 @@
-"""Causal attention of prompts' new tokens over the keys and values that latents stand for, on CUDA: one launch for the
-chunks of a whole pack.
+"""Prefill attention over keys and values expanded from latents, on CUDA: one launch for all chunks of a pack.
 
-For many tokens it costs less to make keys and values of heads from the latents once than to have every token attend to
-latents: 640 operations for a score and what it weighs, not 2,176, at DeepSeek's sizes. What is made are arrays of their
-own, in the blocks' order; what is rotated of a key is read beside them, as all heads share it.
+For many tokens, expanding the latents to keys and values of heads once costs less than attending to the latents: 640
+operations per score and weighted value instead of 2,176, at DeepSeek's sizes. The expanded keys and values are separate
+arrays, in the blocks' order; the rotated part of a key is read from a third, as all heads share it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _NO_WINDOW = 1 << 30
 
 @lru_cache(maxsize=64)
 def prompt_shape_for(head_dim: int, value_dim: int) -> PrefillShape:
-    """Return how the kernel is cut for keys and values of these sizes, rotated part included."""
-    # The fastest of six each, measured for 192/128 and 256/256 on an NVIDIA H200 (docs/adr/0033).
+    """Return the launch shape for keys and values of these sizes, rotated part included."""
+    # The fastest of six shapes each, measured for 192/128 and 256/256 on an NVIDIA H200 (docs/adr/0033).
     return PrefillShape(4, 2 if head_dim <= 192 and value_dim <= 128 else 1, 32, 1, True, 2)
 
 
 def unsupported_prompts(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, block_size: int) -> str | None:
-    """Why the kernel cannot serve this geometry, or None if it can."""
+    """Return why the kernel cannot serve this geometry, or None if it can."""
     if rope != ROPE:
         return f"{rope} rotated values of a key are not {ROPE}"
     return unsupported_prefill(dtype, head_dim, value_dim, 1, block_size)
@@ -43,11 +42,10 @@ def unsupported_prompts(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: in
 
 @lru_cache(maxsize=64)
 def prompt_variant_of(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, block_size: int) -> Variant | None:
-    """Return the kernel instance for a geometry; None where MLX has no CUDA, or the GPU too little shared
-    memory.
+    """Return the variant for a geometry; None without CUDA, or if the GPU has too little shared memory.
 
     Raises:
-        ValueError: no kernel covers it.
+        ValueError: no kernel supports the geometry.
     """
     why = unsupported_prompts(dtype, head_dim, value_dim, rope, block_size)
     if why:
@@ -59,12 +57,12 @@ def prompt_variant_of(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int,
 
 
 def prompt_constants_of(variant: Variant, launch_shape: PrefillShape) -> Constants:
-    """Constants of the body."""
+    """Return the constants of the body."""
     return (*prefill_constants_of(variant, launch_shape, tiles_first=True), ("DR", ROPE))
 
 
 class PromptLaunch(NamedTuple):
-    """The launch of one step's attention, prepared once and called for each layer and piece of its heads."""
+    """The launch of one step's attention, prepared once and called for each layer and slice of its heads."""
 
     kernel: Callable[..., list[mx.array]]
     tables: mx.array
@@ -73,11 +71,11 @@ class PromptLaunch(NamedTuple):
     threads: int
 
     def __call__(self, q: mx.array, keys: mx.array, values: mx.array, rotated: mx.array) -> mx.array:
-        """Attention of the pack's tokens, by some heads. Checks nothing.
+        """Attend for the pack's tokens with some of the heads. Checks nothing.
 
         Args:
-            q: ``[T, n_heads, 1, head_dim]``, the rotated part last; T the sum of the counts, one sequence's tokens
-                after the other's.
+            q: ``[T, n_heads, 1, head_dim]``, the rotated part last; T is the sum of the counts, sequence after
+                sequence.
             keys: ``[1, n_heads, slots, head_dim - 64]``.
             values: ``[1, n_heads, slots, value_dim]``.
             rotated: ``[1, 1, slots, 64]``.
@@ -105,20 +103,20 @@ def prepare_prompts(
     scale: float,
     launch_shape: PrefillShape | None = None,
 ) -> PromptLaunch:
-    """Return what attends for the new tokens of B sequences. Token i of sequence s has position ``lengths[s] -
-    counts[s] + i`` and sees those up to its own.
+    """Prepare the launch for the new tokens of B sequences. Token i of sequence s has position ``lengths[s] -
+    counts[s] + i`` and sees the positions up to its own.
 
     Args:
         tables: blocks of slots by absolute position, int32 ``[B, max_blocks]``.
         counts: new tokens of each sequence, 1 or more.
-        lengths: of the sequences, the new tokens included.
-        variant: of :func:`prompt_variant_of`.
+        lengths: tokens of each sequence, the new ones included.
+        variant: from :func:`prompt_variant_of`.
         launch_shape: overrides the choice, for checks and timings.
 
     Raises:
-        ValueError: shapes that do not agree.
-        KernelUnavailable: the variant is off. A text that is needed for the first time in this process is tried first,
-            alone; if that fails, its variant is off, with a warning.
+        ValueError: shapes do not agree, or the scale is not positive.
+        KernelUnavailable: the variant is off. A text's first use in this process begins with a trial; if that fails,
+            the variant is switched off with a warning.
     """
     if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0] == len(counts) == len(lengths) > 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How a decode kernel is cut for one geometry: lanes, packets, simdgroups, partitions. Plain arithmetic, no arrays."""
+"""Launch shapes of decode kernels by geometry: lanes, loads, simdgroups, partitions. Plain arithmetic, no arrays."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import mlx.core as mx
 
 from .quantized import PageShape
 
-# 32-bit registers that the arrays of a lane may take of the 128 that M1 and M2 give a thread when all of them run.
-# The rest is addresses and counters: of the layouts compiled so far, none below this limit spills (docs/adr/0018).
+# 32-bit registers that a lane's arrays may take, of the 128 that M1 and M2 give a thread at full occupancy. The rest is
+# for addresses and counters: no layout compiled so far spills below this limit (docs/adr/0018).
 MOST_REGISTERS = 108
 VEC = 4  # elements of a load
-PACKED_VEC = 8  # of a load of codes
-_SOFTMAX = 12.0  # instructions of a score's softmax, besides its maxima over lanes
+PACKED_VEC = 8  # elements of a load of codes
+_SOFTMAX = 12.0  # instructions per score for the softmax, without the maxima over lanes
 
 
 class LaneLayout(NamedTuple):
-    """One way to cut the work of a threadgroup of paged_decode or quantized_decode.
+    """A division of the work of a threadgroup of paged_decode or quantized_decode.
 
     Attributes:
-        lanes: that hold one token.
+        lanes: lanes that hold one token.
         unroll: steps of ``32 / lanes`` tokens in flight.
         head_split: simdgroups that share the query heads.
-        vec: elements of a load; PACKED_VEC of quantised pages, whose elements are of less than a byte or one.
+        vec: elements of a load; PACKED_VEC for quantised pages, whose elements take at most a byte.
     """
 
     lanes: int
@@ -34,24 +34,24 @@ class LaneLayout(NamedTuple):
     vec: int = VEC
 
     def heads(self, gqa: int) -> int:
-        """Query heads of a simdgroup."""
+        """Return the query heads of a simdgroup."""
         return -(-gqa // self.head_split)
 
     def elements(self, dim: int) -> int:
-        """Elements of one lane, of a vector of ``dim``."""
+        """Return the elements that one lane holds of a vector of ``dim``."""
         return -(-dim // (self.vec * self.lanes)) * self.vec
 
     def _packets(self, dims: int) -> int:
-        """Return how many loads of so many elements have a scale and a bias of their own."""
+        """Return how many loads of ``dims`` elements have their own scale and bias: all of quantised pages, else 0."""
         return dims // self.vec if self.vec == PACKED_VEC else 0
 
     def _scores(self, gqa: int) -> int:
-        """Return the scores of a chunk, as they are halved: the heads rounded up to a power of two."""
+        """Return the scores of a chunk, with the heads rounded up to a power of two, as a reduction halves them."""
         return self.unroll << (self.heads(gqa) - 1).bit_length()
 
     def registers(self, gqa: int, head_dim: int, value_dim: int, itemsize: float) -> float:
-        """32-bit registers of a lane's arrays: queries, accumulators, keys and values in flight, scores; of quantised
-        pages sums of queries, weighted biases, and the scales and biases in flight."""
+        """Return the 32-bit registers of a lane's arrays: queries, accumulators, keys and values in flight, scores; for
+        quantised pages also sums of queries, weighted biases, and the scales and biases in flight."""
         scores = self._scores(gqa)
         dims = self.elements(head_dim) + self.elements(value_dim)
         owned = scores // min(scores, self.lanes)
@@ -59,12 +59,12 @@ class LaneLayout(NamedTuple):
         return self.heads(gqa) * dims + self.unroll * dims * itemsize / 4 + scores + 3 * owned + factors
 
     def instructions(self, gqa: int, head_dim: int, value_dim: int, itemsize: float) -> float:
-        """Simdgroup instructions for one token and kv head. A load counts as many as each lane takes bytes: what a core
-        issues meanwhile, if its first-level cache gives 64 bytes a cycle and four simdgroups issue."""
+        """Return the simdgroup instructions for one token and KV head. A load counts one per byte of each lane: what a
+        core issues meanwhile, if its first-level cache gives 64 bytes a cycle and four simdgroups issue."""
         heads, scores = self.heads(gqa), self._scores(gqa)
         dims = self.elements(head_dim) + self.elements(value_dim)
         owners = min(scores, self.lanes)
-        conversions = 2 if itemsize < 2 else int(itemsize == 2)  # of an element
+        conversions = 2 if itemsize < 2 else int(itemsize == 2)  # per element
         products = self.unroll * (heads + conversions) * dims + 2 * self.unroll * heads * self._packets(dims)
         halving = 4 * (scores - scores // owners) + 2 * log2(self.lanes // owners)
         softmax = scores // owners * (_SOFTMAX + 2 * log2(self.unroll) + 2 * log2(32 // self.lanes))
@@ -74,7 +74,7 @@ class LaneLayout(NamedTuple):
 
 
 def best_layout(gqa: int, head_dim: int, value_dim: int, itemsize: float, vec: int = VEC) -> LaneLayout:
-    """Return, of the layouts that fit the registers, the one that issues least; itemsize in bytes of an element."""
+    """Return the layout with the fewest instructions that fits the registers; ``itemsize`` is bytes per element."""
     layouts = [
         LaneLayout(lanes, unroll, head_split, vec)
         for head_split in (1, 2, 4, 8)
@@ -93,31 +93,32 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_GQA = 16
 MAX_QUERY_LENGTH = 8
 # Tokens of the smallest partition. A row has up to SPAN of them; if it sees more tokens, up to 2 * SPAN partitions of
-# twice the length, and so on: fixed by what that row sees, so that its bits do not depend on the rest of its batch.
+# twice the length, and so on. Only what the row sees decides this, so its bits do not depend on the rest of its batch.
 PARTITION = 128
 SPAN = 16
-# On a GPU of more cores, smaller ones, so that a context of 512 tokens and 8 kv heads gives each core work.
+# GPUs with more cores have smaller partitions, so that a context of 512 tokens and 8 KV heads gives each core work.
 CORES_OF_PARTITION = ((20, 128), (32, 64))  # (most cores, tokens); beyond, SMALLEST_PARTITION
 SMALLEST_PARTITION = 32
-# On Metal a row that ends at most so many tokens after its first partition begins has that one alone: the results of
-# several would need another launch in each layer (docs/adr/0062).
+# On Metal a row that ends at most this many tokens after the start of its first partition has only that partition:
+# merging several would need another launch in each layer (docs/adr/0062).
 FIRST_PARTITION = 256
-# A row's first partition begins at a multiple of this or of the smallest partition, which every chunk size divides.
+# A row's first partition begins at a multiple of this, or of the smallest partition if that is shorter. Every chunk
+# size divides both.
 ALIGNMENT = 64
 # Apple GPUs abort the process above this, so it is checked here.
 MAX_THREADGROUP_BYTES = 32 * 1024
 # A wider head does not fit the registers of the tensor-core body.
 MAX_TENSOR_HEAD_DIM = 256
-# Bodies for tensor cores, which join their partial results themselves.
+# Bodies for tensor cores that merge their partial results themselves.
 FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
-# Bodies by Metal's 8 x 8 matrices, for at least this many query heads per kv head: with fewer, rows of padding cost
+# Bodies with Metal's 8 x 8 matrices, for at least this many query heads per KV head: with fewer, rows of padding cost
 # more instructions than matrices save (docs/adr/0062).
 MATRIX_BODIES = ("matrix_decode", "quantized_matrix_decode")
 LEAST_MATRIX_GQA = 5
-LEAST_MATRIX_GQA_OF_PAGES = 7  # quantised ones: what is dequantised passes through threadgroup memory
-# Bodies for rows that have blocks in common, by those for a row by itself, whose bits they have, and back; and how many
-# query heads of such rows a thread group for tensor cores takes, of values up to 128 and up to 256; of codes, of heads
-# up to 64, 128 and 256.
+LEAST_MATRIX_GQA_OF_PAGES = 7  # for quantised pages, whose dequantised values pass through threadgroup memory
+# Bodies for rows with common blocks, by the bodies for a single row, whose bits they reproduce (SHARED_OF), and the
+# inverse (OWN_OF). Query heads per thread group on tensor cores: SHARED_HEADS for values up to 128 and up to 256;
+# SHARED_HEADS_OF_CODES, for quantised pages, for heads up to 64, 128 and 256.
 SHARED_BODY, SHARED_CODES_BODY = "shared_decode_tensor", "shared_quantized_decode_tensor"
 SHARED_MATRIX_BODY = "shared_matrix_decode"
 SHARED_OF = {
@@ -131,17 +132,17 @@ SHARED_HEADS = (64, 32)
 SHARED_HEADS_OF_CODES = (32, 16, 8)
 # Bodies over latents (MLA), whose one head all query heads attend to: portable, and for tensor cores.
 LATENT_BODIES = ("latent_decode", "latent_decode_tensor")
-LATENT_TENSOR_HEADS = 64  # query heads that a thread group of the latter takes
+LATENT_TENSOR_HEADS = 64  # query heads per thread group of the latter
 LATENT_PARTITION = 256  # tokens of its smallest partition
 _LATENT_KEYS = 64  # tokens that it takes at a time
-_ONE_TIER = 1 << 20  # partitions of the smallest size that a row may have: any number
+_ONE_TIER = 1 << 20  # a span without limit: all partitions have the smallest size
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
 _COMBINE_FLOATS = 4096
-# MLX lets a kernel have more than 48 KB of shared memory, what its text declares included, where a launch asks for
-# more.
+# MLX allows a kernel more than 48 KB of shared memory, including what its text declares, only if a launch asks for more
+# than that.
 _LEAST_SHARED = 49_408
-# Shared memory that a text for tensor cores may declare itself, in bytes, and of that next to smaller arrays in floats.
+# Shared memory that a text for tensor cores may declare, in bytes; and the floats of it left beside smaller arrays.
 STATIC_SHARED = 48 * 1024
 _TENSOR_FLOATS = 11264
 
@@ -158,11 +159,11 @@ class Variant(NamedTuple):
     block_size: int
     softcap: bool = False
     sinks: bool = False
-    pages: PageShape | None = None  # quantised ones
+    pages: PageShape | None = None  # None: not quantised
 
     @property
     def constants(self) -> tuple[tuple[str, Any], ...]:
-        """Return constants of every kernel that attends: dtype, head sizes, block size, query heads a kv head."""
+        """Constants of every attention kernel: dtype, head sizes, block size, query heads per KV head."""
         return (
             ("T", self.dtype),
             ("D", self.head_dim),
@@ -180,7 +181,7 @@ class Variant(NamedTuple):
 
 
 class LaunchShape(NamedTuple):
-    """Template arguments of paged_decode."""
+    """Parameters of a decode kernel's launch, most of them constants of its text."""
 
     vec: int  # elements per load
     lanes: int  # lanes that hold one token
@@ -191,54 +192,53 @@ class LaunchShape(NamedTuple):
     partition: int = PARTITION  # tokens of the smallest partition
     span: int = SPAN  # how many of them a row may have
     groups: int = 0  # thread groups that must fit a core together (paged_decode_tensor)
-    run: int | None = (
-        None  # partitions that a thread group takes, None: as the launch suggests (bodies for tensor cores)
-    )
-    keys: int = 0  # tokens at a time (shared_decode_tensor, latent_decode_tensor, and the bodies by matrices)
-    first: int = 0  # a row that reaches so many tokens has one partition
-    rows: int = 1  # that a thread group takes at most (the bodies for common blocks)
-    stages: int = 0  # times as many tokens that are in shared memory (shared_decode_tensor)
+    run: int | None = None  # partitions per thread group; None: chosen for each launch (bodies for tensor cores)
+    keys: int = 0  # tokens at a time (shared_decode_tensor, latent_decode_tensor, and the matrix bodies)
+    first: int = 0  # a row of at most this many tokens has one partition
+    rows: int = 1  # most rows per thread group (the bodies for common blocks)
+    stages: int = 0  # chunks of `keys` tokens in shared memory (shared_decode_tensor)
 
     @property
     def alignment(self) -> int:
-        """A row's first partition begins at a multiple of this, so fewer tokens than this before the first visible."""
+        """Alignment in tokens of a row's first partition, which begins fewer than this before the first visible one."""
         return min(ALIGNMENT, self.partition)
 
     def threadgroup_bytes(self, gqa: int, value_dim: int) -> int:
-        """Threadgroup memory in bytes of one group."""
+        """Return the threadgroup memory of one group, in bytes."""
         heads = -(-gqa // self.head_split)
         return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Shared memory in bytes of a group of shared_decode_tensor for tokens of common blocks, whose rows are padded
-        so that what lanes load together lies in different banks; of shared_quantized_decode_tensor 0."""
+        """Return the shared memory, in bytes, that a group of shared_decode_tensor needs for tokens of common blocks; 0
+        for other bodies. Rows are padded so that lanes load from different banks."""
         if not self.stages:
             return 0
         keys, values = (head_dim // 8 + 3) // 8 * 64 + 32, value_dim + 8
         return max(2 * self.stages * self.keys * (keys + values), _LEAST_SHARED)
 
     def latent_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes of a group of latent_decode_tensor: queries, keys twice, scores and sums, flags."""
+        """Return the shared memory, in bytes, of a group of latent_decode_tensor: queries, keys twice, scores and sums,
+        flags."""
         heads = LATENT_TENSOR_HEADS
         return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 2 * 128 + 11 * 8
 
 
 def partition_for(cores: int | None) -> int:
-    """Tokens of the smallest partition on a GPU of so many cores (None: not known, or not an Apple GPU)."""
+    """Return the tokens of the smallest partition on a GPU with ``cores`` (None: unknown, or not an Apple GPU)."""
     if cores is None:
         return PARTITION
     return next((tokens for most, tokens in CORES_OF_PARTITION if cores <= most), SMALLEST_PARTITION)
 
 
 def _widths(variant: Variant) -> tuple[int, ...]:
-    """Elements that a load may have on CUDA, the best first."""
+    """Return the possible elements per load on CUDA, the best first."""
     if variant.pages is not None:
         return (PACKED_VEC,)
     return (8, 4) if variant.dtype.size == 2 else (4,)
 
 
 def _cuda_lanes(head_dim: int, widths: tuple[int, ...]) -> tuple[int, int]:
-    """(vec, lanes) of loads of these widths that waste the fewest lanes at about 8 elements per lane."""
+    """Return the (vec, lanes) that waste the fewest lanes at about 8 elements per lane, with loads of these widths."""
     best: tuple[float, int, int] | None = None
     for vec in widths:
         for lanes in (4, 8, 16, 32):
@@ -252,10 +252,10 @@ def _cuda_lanes(head_dim: int, widths: tuple[int, ...]) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
-    """Return the cut for one variant, on a GPU of so many cores (see partition_for).
+    """Return the launch shape of a variant on a GPU with ``cores`` (see partition_for).
 
     Raises:
-        ValueError: its threadgroup memory would pass the limit.
+        ValueError: its threadgroup memory would exceed the limit.
     """
     widest = max(variant.head_dim, variant.value_dim)
     if variant.body == SHARED_CODES_BODY:
@@ -309,19 +309,19 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
 
 
 def matrix_keys(variant: Variant) -> int:
-    """Return the tokens that a simdgroup of a body by matrices takes at a time: fewer where it dequantises wide heads
-    into threadgroup memory."""
+    """Return the tokens that a simdgroup of a matrix body takes at a time: fewer if it dequantises wide heads into
+    threadgroup memory."""
     return 8 if variant.pages is not None and max(variant.head_dim, variant.value_dim) > 128 else 16
 
 
 def unsupported_matrix(variant: Variant) -> str | None:
-    """Why the body by matrices cannot serve a variant's geometry, or None if it can."""
+    """Return why the matrix body cannot serve a variant's geometry, or None if it can."""
     if variant.dtype.size != 2:
         return f"dtype {variant.dtype} is not one of float16, bfloat16"
     least = LEAST_MATRIX_GQA if variant.pages is None else LEAST_MATRIX_GQA_OF_PAGES
     if variant.gqa < least:
         return f"{variant.gqa} query heads per kv head are fewer than {least}"
-    # The sums of 8 heads are two floats of a lane for 8 elements of the values.
+    # For 8 heads and 8 elements of the values, the sums take two floats of each lane.
     most = MAX_TENSOR_HEAD_DIM if variant.gqa <= 8 else MAX_TENSOR_HEAD_DIM // 2
     if max(variant.head_dim, variant.value_dim) > most:
         return f"head_dim {variant.head_dim}/{variant.value_dim} is more than {most}"
@@ -329,8 +329,8 @@ def unsupported_matrix(variant: Variant) -> str | None:
 
 
 def unsupported_shared(variant: Variant) -> str | None:
-    """Why the body by matrices for common blocks cannot serve a geometry of the one for a row by itself, or None if it
-    can: a simdgroup keeps a row's outputs twice."""
+    """Return why shared_matrix_decode cannot serve a geometry that matrix_decode can, or None if it can. Its simdgroups
+    keep a row's outputs twice."""
     if variant.gqa > 8:
         return f"{variant.gqa} query heads per kv head are more than 8"
     most = MAX_TENSOR_HEAD_DIM // 2
@@ -338,7 +338,8 @@ def unsupported_shared(variant: Variant) -> str | None:
 
 
 def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
-    """Two query heads a simdgroup: their queries and outputs are what fits the registers of an Apple GPU."""
+    """Return the launch shape over latents. The portable body has two query heads per simdgroup: more queries and
+    outputs do not fit the registers of an Apple GPU."""
     if variant.body == LATENT_BODIES[1]:
         return LaunchShape(8, 32, 1, 1, 1, 12, LATENT_PARTITION, _ONE_TIER, groups=1, keys=_LATENT_KEYS)
     head_split = -(-variant.gqa // 2)
@@ -351,11 +352,11 @@ def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
 def latent_run(groups: int, n_partitions: int, cores: int) -> int:
     """Return how many of the smallest partitions each thread group of latent_decode_tensor takes, a power of two.
 
-    A partition's results cost as much as some 500 tokens, so there are no more thread groups than multiprocessors.
+    A partition's results cost as much as about 500 tokens, so there are no more thread groups than multiprocessors.
 
     Args:
         groups: rows times tiles of heads.
-        n_partitions: of the longest row.
+        n_partitions: smallest partitions of the longest row.
         cores: multiprocessors of the GPU.
     """
     run = 1
@@ -374,14 +375,14 @@ def _tensor_unroll(variant: Variant, widest: int) -> int:
 
 
 def _is_short(variant: Variant) -> bool:
-    """Return whether more thread groups, of shorter chunks, are faster: where products have no column without a
-    head."""
+    """Return whether more thread groups with shorter chunks are faster: with 8-bit codes and few heads, products have
+    no unused columns."""
     pages = variant.pages
     return pages is not None and pages.k.bits == pages.v.bits == 8 and variant.gqa <= 4
 
 
 def _groups_of_codes(variant: Variant, unroll: int) -> int:
-    """Thread groups of a core for keys of 8 bits in heads of 96 to 128, which need more registers each: measured on an
+    """Return the thread groups per core for 8-bit keys in heads of 96 to 128, which need more registers: measured on an
     NVIDIA H200 (docs/adr/0027)."""
     if unroll == 2:
         return 3 if variant.gqa <= 4 else 2
@@ -390,7 +391,8 @@ def _groups_of_codes(variant: Variant, unroll: int) -> int:
 
 @lru_cache(maxsize=4096)
 def count_partitions(visible: int, launch_shape: LaunchShape) -> int:
-    """Partitions that a launch needs if no row ends more than `visible` tokens after its first partition begins."""
+    """Return the partitions that a launch needs if no row ends more than ``visible`` tokens after the start of its
+    first partition."""
     if visible <= launch_shape.first:
         return 1
     most, size = 1, launch_shape.partition
@@ -403,11 +405,11 @@ def count_partitions(visible: int, launch_shape: LaunchShape) -> int:
 
 
 def run_length(groups: int, cores: int, together: int) -> int:
-    """Return how many partitions each thread group takes, if one each makes `groups` thread groups.
+    """Return how many partitions each thread group takes, given that one each makes ``groups`` thread groups.
 
-    Longer runs cost less per partition, but a GPU wants about two groups per multiprocessor (``cores``), or as many as
-    run at the same time (``together`` on each), or several times as many: measured on an NVIDIA H200, which has 132
-    multiprocessors (docs/adr/0064). The result's bits do not depend on it.
+    Longer runs cost less per partition, but a GPU needs about two groups per multiprocessor (``cores``), or as many as
+    run at the same time (``together`` on each), or several times that: measured on an NVIDIA H200, which has 132
+    multiprocessors (docs/adr/0064). The result's bits do not depend on the run.
     """
     for run in (4, 2):
         per_core = groups // run / cores
@@ -417,7 +419,7 @@ def run_length(groups: int, cores: int, together: int) -> int:
 
 
 def unsupported(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
-    """Why the kernels cannot serve this geometry, or None if they can."""
+    """Return why the kernels cannot serve this geometry, or None if they can."""
     if dtype not in DTYPES:
         return f"dtype {dtype} is not one of float32, float16, bfloat16"
     if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:

@@ -5,7 +5,7 @@ donates nor copies them. A one-element uint32 fence orders their uses: every fun
 layer's latest fence and returns the next one, so MLX sees each read and write as a link of one chain.
 No stock MLX op may read or write such a pool.
 
-Pools of quantised pages (``pages`` says which) are uint32 and read by texts of their own (quantized/).
+Pools of quantised pages (``pages`` gives their form) are uint32 and have kernels of their own (quantized.py).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .shared_runs import FEWEST_ROWS
 from .trial import MANY, failure_of
 
 MAX_LATENT_HEADS = 256
-_MOST_TOGETHER = 16  # query heads over latents that a thread group of the portable body takes
+_MOST_TOGETHER = 16  # most query heads per thread group of the portable body over latents
 _TENSOR_RANKS = (256, 512)
 _TENSOR_ROPE = 64
 
 
 def unsupported_latent(dtype: mx.Dtype, rank: int, rope: int, n_q_heads: int, block_size: int) -> str | None:
-    """Why the kernels cannot attend over latents of this geometry, or None if they can."""
+    """Return why the kernels cannot attend over latents of this geometry, or None if they can."""
     if not 1 <= n_q_heads <= MAX_LATENT_HEADS:
         return f"{n_q_heads} query heads over one latent are not in 1..{MAX_LATENT_HEADS}"
     return unsupported(dtype, rank, rope, 1, block_size)
@@ -67,14 +67,14 @@ def latent_variants_of(
     sinks: bool = False,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """Return the kernel instances for latents, fastest first; empty where MLX has no GPU.
+    """Return the variants for latents, fastest first; empty if MLX has no GPU.
 
-    A token's page holds a latent of ``rank`` elements (in the pool of keys) and ``rope`` more that are rotated by its
-    position (in the pool of values), of one head. Its key is both, one after the other, and its value is the latent: a
-    variant's head_dim is rank + rope, its value_dim is rank, and its gqa the query heads that a thread group takes.
+    A token has one head: a latent of ``rank`` elements in the pool of keys, and ``rope`` elements rotated by its
+    position in the pool of values. Its key is both, concatenated, and its value is the latent: a variant's head_dim is
+    rank + rope, its value_dim is rank, and its gqa is the number of query heads per thread group.
 
     Raises:
-        ValueError: no kernel covers it.
+        ValueError: no kernel supports the geometry.
     """
     why = unsupported_latent(dtype, rank, rope, n_q_heads, block_size)
     if n_kv_heads != 1 or softcap or sinks or pages is not None:
@@ -89,7 +89,7 @@ def latent_variants_of(
     variants = [Variant(portable, dialect, dtype, rank + rope, rank, together, block_size)]
     if dialect == "cuda" and dtype.size == 2 and rank in _TENSOR_RANKS and rope == _TENSOR_ROPE:
         wide = variants[0]._replace(body=tensor, gqa=LATENT_TENSOR_HEADS)
-        # Checked here: MLX finds out only when it instantiates the graph, and then keeps a broken one.
+        # Checked here: MLX notices only when it instantiates the CUDA graph, and then keeps a broken one.
         if cuda_limits().groups_together(shape_for(wide).latent_bytes(wide.head_dim)):
             variants.insert(0, wide)
     return tuple(variants)
@@ -103,7 +103,7 @@ def new_fence() -> mx.array:
 def geometry_of(
     k_pool: mx.array, v_pool: mx.array, pages: PageShape | None = None
 ) -> tuple[mx.Dtype, int, int, int, int]:
-    """(dtype, n_kv_heads, block_size, head_dim, value_dim)"""
+    """Return (dtype, n_kv_heads, block_size, head_dim, value_dim) of a pool."""
     _, n_kv_heads, block_size, head_dim = k_pool.shape
     if pages is not None:
         return pages.dtype, n_kv_heads, block_size, pages.k.dim, pages.v.dim
@@ -119,9 +119,9 @@ def decode_variants(
     sinks: bool = False,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """Return the kernel instances that can attend over this pool, fastest first; empty where there is no GPU.
+    """Return the variants that can attend over this pool, fastest first; empty without a GPU.
 
-    Raises ValueError for a geometry that the kernels do not cover.
+    Raises ValueError if no kernel supports the geometry.
     """
     dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
     return variants_of(dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks, pages)
@@ -139,7 +139,7 @@ def variants_of(
     sinks: bool,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """Return the kernels for a shape, fastest first. Raises ValueError if there is none for it."""
+    """Return the variants for a geometry, fastest first; see :func:`decode_variants`."""
     gqa, rest = divmod(n_q_heads, n_kv_heads)
     why = unsupported(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
@@ -158,7 +158,7 @@ def variants_of(
 
 
 def shared_variant_of(variant: Variant) -> Variant | None:
-    """Return the variant for rows that have blocks in common, with the bits of this one, None if there is none."""
+    """Return the variant for rows with common blocks whose bits equal this variant's; None if there is none."""
     if variant.body not in SHARED_OF:
         return None
     shared = variant._replace(body=SHARED_OF[variant.body])
@@ -178,7 +178,7 @@ def switch_off(variant: Variant, reason: str) -> None:
 
 
 def why_off(variant: Variant) -> str | None:
-    """Why a variant is off, or None."""
+    """Return why a variant is off, or None."""
     return _switched_off.get(variant)
 
 
@@ -202,19 +202,19 @@ def paged_decode(
     init_value: float | None = None,
     items: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Attention of a few query positions per sequence over scattered blocks.
+    """Attend for a few query positions per sequence over scattered blocks.
 
     q [B, n_q_heads, q_len, head_dim], q_len 1..8, dtype of the pool; block_tables int32 [B, max_blocks], block ids by
     absolute position; context_lens and start_positions int32 [B, q_len]: a query sees start <= position < context_len,
     and entries of the table outside that range are never followed. sinks: one logit per query head, [n_q_heads].
     max_visible: no query sees more tokens than this (a window), which saves empty partitions; the result is the same.
     append: keys and values [B, n_kv_heads, 1, head_dim] of the tokens at context_lens - 1 (q_len 1), which are not in
-    the pool yet: they are written to their slots and attended to, as by write_slots before.
+    the pool yet: the launch writes them to their slots and attends to them, as if write_slots had run before.
     Returns (out [B, n_q_heads, q_len, value_dim], fence). A query that sees nothing gets zeros.
 
-    pages: of a pool of quantised pages; what is appended is quantised, and attended to as its page holds it.
+    pages: form of a pool of quantised pages; appended tokens are quantised, and attended to as their page holds them.
 
-    items: which rows read blocks together (:mod:`.shared_runs`), of rows of one query.
+    items: which rows read blocks together (:mod:`.shared_runs`), for q_len 1.
 
     A row's bits do not depend on the other rows. `variant` and `launch_shape` override the choice, for checks and
     timings. `init_value` (Metal) is what outputs hold before the launches, for checks.
@@ -261,11 +261,11 @@ class DecodeLaunch(NamedTuple):
     merge: Launch | None
     visible: tuple[mx.array, mx.array, mx.array]
     params: mx.array
-    kernel: Callable[..., list[mx.array]]  # that decode launches,
-    options: dict[str, Any]  # with these keyword arguments
-    counters: int = 0  # that the kernel needs to join partitions itself
-    write: WriteLaunch | None = None  # of the newest tokens, where the kernel does not quantise them
-    items: mx.array | None = None  # rows that read blocks together, where the kernel is for such
+    kernel: Callable[..., list[mx.array]]  # the kernel that decode launches,
+    options: dict[str, Any]  # and its keyword arguments
+    counters: int = 0  # number of counters that the kernel needs to merge partitions itself
+    write: WriteLaunch | None = None  # writes the newest tokens, if the kernel does not quantise them
+    items: mx.array | None = None  # rows that read blocks together, if the kernel is for common blocks
 
     def __call__(
         self,
@@ -277,12 +277,12 @@ class DecodeLaunch(NamedTuple):
         k_new: mx.array | None = None,
         v_new: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """(out, fence) of :func:`paged_decode`, for arrays of the shapes it was prepared for. Checks nothing."""
+        """Return (out, fence) as :func:`paged_decode` does, for arrays of the prepared shapes. Checks nothing."""
         logits = self.params if sinks is None else sinks.astype(mx.float32)
         tables, ends, starts = self.visible
         if self.write is not None and k_new is not None and v_new is not None:
             fence = self.write(k_pool, v_pool, fence, k_new, v_new)
-        k_new = q if k_new is None else k_new  # never read then
+        k_new = q if k_new is None else k_new  # a placeholder, never read
         v_new = q if v_new is None else v_new
         inputs = [q, k_pool, v_pool, fence, k_new, v_new, tables, ends, starts, self.params, logits]
         if self.counters:
@@ -313,14 +313,14 @@ def prepare_decode(
     init_value: float | None = None,
     items: mx.array | None = None,
 ) -> DecodeLaunch:
-    """Return what :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
-    start_positions). latent: over latents and what is rotated of them; queries are as long as both.
+    """Prepare the launches of :func:`paged_decode` over pools of this geometry. ``visible`` is (block_tables,
+    context_lens, start_positions). ``latent``: pools hold latents and rotated parts; queries are as long as both.
 
-    A text that is needed for the first time in this process is tried first, alone. If that fails, its variant is off,
-    with a warning, and the next one is taken; nothing has been launched that writes.
+    A text's first use in this process begins with a trial. If that fails, its variant is switched off with a warning
+    and the next one is used; nothing that writes to the pool has been launched by then.
 
     Raises:
-        KernelUnavailable: no GPU, or every variant is off. A given variant's text fails.
+        KernelUnavailable: no GPU, every variant is off, or the trial of a given ``variant`` fails.
     """
     dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
     choices: tuple[Variant, ...] = (variant,) if variant is not None else ()
@@ -384,7 +384,7 @@ def write_slots(
     k and v: [N, n_kv_heads, head_dim] or [B, n_kv_heads, length, head_dim] with N = B * length, in any strides and of
     the pool's dtype; slots int32 or int64 [N]: block * block_size + offset of each row, row b * length + i for
     position i of sequence b; a negative slot is skipped. Two rows must not share a slot of a block that anyone reads.
-    pages: of a pool of quantised pages; k and v are of their dtype, and quantised as MLX does it on this device.
+    pages: form of a pool of quantised pages; k and v have their dtype, and are quantised as MLX does on this device.
     Raises ValueError for other shapes or dtypes.
     """
     if k.ndim == 3:
@@ -405,10 +405,10 @@ class WriteLaunch(NamedTuple):
 
     launch: Launch
     slots: mx.array
-    pages: PageShape | None = None  # whose rows MLX is to make before
+    pages: PageShape | None = None  # form of the rows that MLX has to quantise before the launch
 
     def __call__(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """Return the next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as :func:`write_slots`. Checks
+        """Return the next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as in :func:`write_slots`. Checks
         nothing."""
         if self.pages is not None:
             k, v = self.pages.quantize(k, v)
@@ -416,7 +416,7 @@ class WriteLaunch(NamedTuple):
 
 
 def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None) -> WriteLaunch:
-    """Return what :func:`write_slots` launches over pools of this geometry."""
+    """Prepare the launch of :func:`write_slots` over pools of this geometry."""
     heads = k_pool.shape[1]
     if pages is not None:
         kernel, rows = moves.write_kernel(pages, k_pool.shape[2], slots.dtype)
@@ -435,9 +435,9 @@ def gather_blocks(
 ) -> ThreeArrays:  # fmt: skip
     """Copy positions [start, start + length) of one block table out of the pool.
 
-    block_ids int32 [n], by absolute position. Returns (k [1, n_kv_heads, length, head_dim], v, fence); of quantised
-    pages as mx.dequantize has them on this device.
-    Raises ValueError if the range is empty or passes the table.
+    block_ids int32 [n], by absolute position. Returns (k [1, n_kv_heads, length, head_dim], v, fence). Quantised pages
+    are dequantised as mx.dequantize does on this device.
+    Raises ValueError if the range is empty or exceeds the table.
     """
     return prepare_gather(k_pool, v_pool, block_ids, start, length, pages)(k_pool, v_pool, fence)
 
@@ -445,7 +445,7 @@ def gather_blocks(
 def prepare_gather(
     k_pool: mx.array, v_pool: mx.array, block_ids: BlockIds, start: int, length: int, pages: PageShape | None = None
 ) -> Callable[[mx.array, mx.array, mx.array], ThreeArrays]:
-    """Return what :func:`gather_blocks` launches over pools of this geometry, given them and the fence of each."""
+    """Prepare :func:`gather_blocks` over pools of this geometry: return a function of (k_pool, v_pool, fence)."""
     ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
     if pages is not None:
         return lambda k_pool, v_pool, fence: moves.gather(k_pool, v_pool, fence, ids, start, length, pages)

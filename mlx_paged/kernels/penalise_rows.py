@@ -1,5 +1,5 @@
-"""The penalties of a step of a batch, in one launch: each row's history takes one more token, and the logits of the
-words in it are changed."""
+"""The penalties of a batch's step, in one launch: appends a token to each row's history, and changes the logits of the
+tokens in it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def penalised_step(
     spans: np.ndarray,
     penalties: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the logits, words, counts and spans behind a step; see :func:`.penalise_rows.penalise_rows`. Counts are
-    made anew from each row's words; entries behind its length count as the words that they repeat."""
+    """Return the logits, words, counts and spans after a step: the reference of :func:`penalise_rows`. Counts are
+    computed anew from each row's tokens; entries after its length count as the tokens that they repeat."""
     out, words, counts, spans = x.astype(np.float32), words.copy(), counts.copy(), spans.copy()
     for index, place in enumerate(places.tolist()):
         if place < 0:
@@ -55,18 +55,18 @@ def penalised_step(
 
 BODY = "penalise_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
-GROUPS = 8  # simdgroups
-CHUNK = 8192  # words of a row that they take
+GROUPS = 8  # simdgroups of a thread group
+CHUNK = 8192  # logits of a row that a thread group takes
 
 
 class Histories(NamedTuple):
-    """What R rows have seen; entries behind a row's length repeat another one.
+    """Token histories of R rows; entries after a row's length repeat another entry.
 
     Attributes:
-        words: an entry for each token, ``[R, L]`` uint32.
-        counts: in how many places of each of the row's three windows (of the repetition, the presence and the frequency
-            penalty) the entry's word stands, and 1 in the last entry of each word, ``[4, R, L]`` int32.
-        spans: entries of the row, and of its three windows, ``[R, 8]`` int32.
+        words: token ids, one entry per token, ``[R, L]`` uint32.
+        counts: occurrences of the entry's token in the row's three windows (of the repetition, presence and frequency
+            penalty), then 1 for the last entry of each token, else 0, ``[4, R, L]`` int32.
+        spans: length of the row, then sizes of its three windows, ``[R, 8]`` int32.
         penalties: repetition, presence and frequency, ``[R, 8]`` float32.
     """
 
@@ -77,16 +77,16 @@ class Histories(NamedTuple):
 
 
 def penalise_rows(x: mx.array, tokens: mx.array, places: mx.array, seen: Histories) -> tuple[mx.array, Histories]:
-    """Return the logits of a step with penalties, and the histories behind it.
+    """Apply penalties to a step's logits, and append its tokens to the histories.
 
     Args:
-        x: logits ``[T, vocab]``, of which :func:`serves` is true.
-        tokens: the tokens that they follow, ``[T]`` uint32.
-        places: whose they are in the histories, or -1, ``[T]`` int32; each place comes once.
-        seen: each row has room for an entry more.
+        x: logits ``[T, vocab]`` for which :func:`serves` is true.
+        tokens: the token before each row of logits, ``[T]`` uint32.
+        places: the row of the histories for each row of logits, or -1, ``[T]`` int32; no row twice.
+        seen: the histories; each row has room for one more entry.
 
     Returns:
-        ``[T, vocab]`` float32, and the histories with the tokens.
+        Logits ``[T, vocab]`` float32, and the histories with the tokens.
     """
     text = text_of(x.dtype)
     count, vocab = x.shape
@@ -107,20 +107,19 @@ def text_of(dtype: mx.Dtype) -> Text:
 
 
 def serves(x: mx.array) -> bool:
-    """Return whether the kernel changes such logits ``[T, vocab]`` here. The first call for a dtype checks it."""
+    """Return whether the kernel supports such logits ``[T, vocab]``. A dtype's first call runs the self-check."""
     return x.dtype in DTYPES and x.size > 0 and device_unsupported_reason() is None and works(x.dtype)
 
 
 @lru_cache(maxsize=8)
 def works(dtype: mx.Dtype) -> bool:
-    """Return whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not
-    used."""
+    """Return whether the kernel passes its self-check; warns once if it fails or does not compile."""
     return passes(BODY, dtype, _difference, "MLX's operations penalise")
 
 
 def _difference(dtype: mx.Dtype) -> float:
-    """Return the largest difference from the model, as part of the largest logit; 1 if histories differ. Of few rows
-    and of more: on Metal these are two texts (kernels/trial.py)."""
+    """Return the largest difference from the reference, relative to the largest logit; 1 if histories differ. Launches
+    few rows, then more: on Metal these are two texts (kernels/trial.py)."""
     rng, worst = np.random.default_rng(31), 0.0
     for count in (2, 24):
         given = example(rng, count, vocab=3001, room=80)
@@ -139,7 +138,7 @@ def _difference(dtype: mx.Dtype) -> float:
 def example(
     rng: np.random.Generator, count: int, vocab: int, room: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
-    """Logits, tokens, places and histories of rows, half of which have some; made by steps of the model."""
+    """Return random logits, tokens, places and histories; half of the rows have a history, made by the reference."""
     num_rows = max(count // 2, 1)
     places = np.full(count, -1, np.int32)
     places[rng.permutation(count)[:num_rows]] = rng.permutation(num_rows)
@@ -148,9 +147,9 @@ def example(
     penalties = np.concatenate([rng.uniform(0.5, 1.5, (num_rows, 3)), np.zeros((num_rows, WIDTH - 3))], axis=1)
     words, counts = np.zeros((num_rows, room), np.uint32), np.zeros((4, num_rows, room), np.int32)
     known: tuple[np.ndarray, ...] = (words, counts, spans, penalties.astype(np.float32))
-    # Few words, or none would come again; some of the last chunk.
+    # Few distinct tokens, so that they repeat; one is in the last chunk.
     some = np.append(rng.integers(0, vocab, 9), vocab - 1).astype(np.uint32)
-    # Rows of several lengths: those that step less have no place in the other steps.
+    # Histories get several lengths: in each step, a third of them gains no token.
     for step in range(int(rng.integers(room // 2, room))):
         taking = np.arange(num_rows, dtype=np.int32)
         taking[step % 3 :: 3] = -1

@@ -1,8 +1,8 @@
-"""Causal attention of prompts' new tokens over block tables: one launch for the chunks of a whole pack.
+"""Prefill attention over block tables: one launch for all chunks of a pack.
 
-Sequences may have any lengths: what is launched is a list of tiles, each some tokens of one sequence, and nothing is
-prepared or compiled for a length. Keys and values are read where they lie, those of a prefix and of the new tokens.
-The kernels are of CUDA's tensor cores, and of the 8 x 8 matrices of Metal's simdgroups.
+Sequences may have any lengths: a launch takes a list of tiles, each some tokens of one sequence, and nothing is
+prepared or compiled per length. Keys and values of prefixes and new tokens are read in place. The kernels use CUDA's
+tensor cores, or the 8 x 8 matrices of Metal's simdgroups.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ QUANTIZED_BODY = "quantized_prefill_tensor"
 # Metal
 MATRIX_BODY = "prefill_matrix"
 QUANTIZED_MATRIX_BODY = "quantized_prefill_matrix"
-# Stands for no window: positions are far below.
+# No window: more than any position.
 _NO_WINDOW = 1 << 30
-_PADDING = 8  # elements that a row in shared memory has more
+_PADDING = 8  # extra elements of a row in shared memory
 
 
 class PrefillShape(NamedTuple):
-    """How the prefill kernel is cut. A row is one query head of one token.
+    """Launch shape of the CUDA kernels. A row is one query head of one token.
 
     Attributes:
-        simdgroups: of a thread group.
-        row_tiles: of 16 rows that a simdgroup takes.
+        simdgroups: simdgroups of a thread group.
+        row_tiles: tiles of 16 rows that a simdgroup takes.
         keys: tokens read at a time, a power of two of at least 16.
-        buffers: 1, and keys are read while values are used, or 2, and both are read a step ahead.
+        buffers: 1: keys are read while values are used; 2: both are read one iteration ahead.
         query_shared: whether queries are kept in shared memory, not in registers.
         groups: thread groups that must fit a core together.
     """
@@ -57,13 +57,13 @@ class PrefillShape(NamedTuple):
         return 16 * self.simdgroups * self.row_tiles
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Shared memory of a thread group."""
+        """Return the shared memory of a thread group, in bytes."""
         stage = self.keys * (head_dim + value_dim + 2 * _PADDING)
         return 2 * (self.buffers * stage + self.query_shared * self.rows * (head_dim + _PADDING))
 
 
 class MatrixShape(NamedTuple):
-    """How the Metal kernels are cut: simdgroups of a thread group, of 8 rows each, and tokens read at a time."""
+    """Launch shape of the Metal kernels: simdgroups of a thread group, of 8 rows each, and tokens read at a time."""
 
     simdgroups: int = 4
     keys: int = 32
@@ -74,13 +74,13 @@ class MatrixShape(NamedTuple):
         return 8 * self.simdgroups
 
     def shared_bytes(self, head_dim: int, value_dim: int, pages: PageShape | None = None) -> int:
-        """Threadgroup memory of a thread group: queries, scores, weights and a diagonal; values of a block's edge, or
-        what is dequantised."""
+        """Return the threadgroup memory of a thread group, in bytes: queries, scores, weights and a diagonal; values at
+        a block's edge, or dequantised ones."""
         staged = 64 * self.simdgroups if pages is None else self.keys * max(head_dim, value_dim)
         return self.rows * (2 * head_dim + 6 * self.keys) + 4 * 64 * self.simdgroups + 2 * staged
 
 
-# Of heads up to 64, 128 and more.
+# For heads up to 64, up to 128, and wider ones.
 _QUANTIZED_SHAPES = (
     PrefillShape(4, 2, 64, 1, False, 2),
     PrefillShape(4, 2, 64, 1, True, 2),
@@ -90,9 +90,9 @@ _QUANTIZED_SHAPES = (
 
 @lru_cache(maxsize=64)
 def prefill_shape_for(head_dim: int, value_dim: int, pages: PageShape | None = None) -> PrefillShape:
-    """Return the cut for heads of these sizes."""
+    """Return the launch shape on CUDA for heads of these sizes."""
     widest = max(head_dim, value_dim)
-    if pages is not None:  # codes wait in shared memory, so values have one buffer
+    if pages is not None:  # codes are staged in shared memory, so values have one buffer
         return _QUANTIZED_SHAPES[0 if widest <= 64 else 1 if widest <= 128 else 2]
     if widest <= 64:
         return PrefillShape(4, 2, 64, 2, False, 2)
@@ -113,11 +113,10 @@ def prefill_variants_of(
     sinks: bool,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """Return the kernel instances for a geometry; empty where MLX has no GPU, where the GPU has too little shared
-    memory.
+    """Return the variants for a geometry; empty without a GPU, or if the GPU has too little shared memory.
 
     Raises:
-        ValueError: no kernel covers it.
+        ValueError: no kernel supports the geometry.
     """
     gqa, rest = divmod(n_q_heads, n_kv_heads)
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
@@ -142,13 +141,13 @@ def prefill_variants(
     sinks: bool = False,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """Like :func:`prefill_variants_of`, for queries over this pool."""
+    """Return :func:`prefill_variants_of` for queries over this pool."""
     dtype, n_kv_heads, block_size, head_dim, value_dim = ops.geometry_of(k_pool, v_pool, pages)
     return prefill_variants_of(dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks, pages)
 
 
 def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
-    """Why the kernel cannot serve this geometry, or None if it can."""
+    """Return why the kernel cannot serve this geometry, or None if it can."""
     if dtype.size != 2:
         return f"dtype {dtype} is not one of float16, bfloat16"
     if max(head_dim, value_dim) > MAX_TENSOR_HEAD_DIM:
@@ -157,10 +156,10 @@ def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int
 
 
 def shape_of(variant: Variant) -> PrefillShape | MatrixShape:
-    """Return how a variant is cut."""
+    """Return the launch shape of a variant."""
     if variant.body == MATRIX_BODY:
         return MatrixShape()
-    if variant.body == QUANTIZED_MATRIX_BODY:  # of wider heads as much as threadgroup memory holds
+    if variant.body == QUANTIZED_MATRIX_BODY:  # wider heads: as many keys as threadgroup memory holds
         return MatrixShape(keys=32 if max(variant.head_dim, variant.value_dim) <= 128 else 16)
     return prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
 
@@ -168,7 +167,8 @@ def shape_of(variant: Variant) -> PrefillShape | MatrixShape:
 def prefill_constants_of(
     variant: Variant, launch_shape: PrefillShape | MatrixShape, *, tiles_first: bool = False
 ) -> Constants:
-    """Constants of the body. ``tiles_first``: on CUDA, thread groups take all tiles of a head, then the next head."""
+    """Return the constants of the body. ``tiles_first``: on CUDA, thread groups take all tiles of a head, then the next
+    head."""
     if isinstance(launch_shape, MatrixShape):
         cut = ("SG", launch_shape.simdgroups), ("KEYS", launch_shape.keys)
         pages = () if variant.pages is None else variant.pages.constants
@@ -184,7 +184,7 @@ def prefill_constants_of(
         ("SOFTCAP", variant.softcap),
         ("SINKS", variant.sinks),
         ("SHARED", shared),
-        # Bounds for more groups than shared memory lets run together would only take registers away.
+        # A bound of more groups than shared memory allows together would only cost registers.
         ("GROUPS", max(1, min(launch_shape.groups, cuda_limits().groups_together(shared)))),
         ("TILES_FIRST", tiles_first),
         *(() if variant.pages is None else variant.pages.constants),
@@ -192,8 +192,8 @@ def prefill_constants_of(
 
 
 def tiles_of(counts: Sequence[int], lengths: Sequence[int], tokens: int, window: int | None) -> list[list[int]]:
-    """Sequence, first row of the pack, its position, and number of tokens (up to ``tokens``) of each tile of a pack;
-    those that see most come first, so that a long one is not what all the others have ended before."""
+    """Return [sequence, first row in the pack, its position, number of tokens (up to ``tokens``)] of each tile of a
+    pack. Tiles that see the most come first, so that no long tile runs last, alone."""
     tiles, row = [], 0
     for sequence, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         for first in range(0, count, tokens):
@@ -216,11 +216,11 @@ class PrefillLaunch(NamedTuple):
     def __call__(
         self, q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Attention of the pack's tokens; their keys and values are in the pool already. Checks nothing.
+        """Attend for the pack's tokens, whose keys and values are in the pool already. Checks nothing.
 
         Args:
-            q: ``[T, n_q_heads, 1, head_dim]``, T the sum of the counts, one sequence's tokens after the other's.
-            fence: the latest of these pools.
+            q: ``[T, n_q_heads, 1, head_dim]``; T is the sum of the counts, sequence after sequence.
+            fence: the latest fence of these pools.
             sinks: one logit per query head, ``[n_q_heads]``.
 
         Returns:
@@ -252,23 +252,23 @@ def prepare_prefill(
     launch_shape: PrefillShape | MatrixShape | None = None,
     pages: PageShape | None = None,
 ) -> PrefillLaunch:
-    """Return what attends for the new tokens of B sequences over pools of this geometry.
+    """Prepare the launch for the new tokens of B sequences over pools of this geometry.
 
-    Token i of sequence s has position ``lengths[s] - counts[s] + i`` and sees the positions up to its own that are
-    greater than its own less the window, from the first multiple of ``stride`` among them on. Entries of the table that
-    no token sees are not followed.
+    Token i of sequence s has position ``p = lengths[s] - counts[s] + i``. It sees the positions from ``p - window + 1``
+    to ``p``, starting with the first multiple of ``stride`` among them. Table entries that no token sees are not
+    followed.
 
     Args:
         tables: block ids by absolute position, int32 ``[B, max_blocks]``.
         counts: new tokens of each sequence, 1 or more.
-        lengths: of the sequences, the new tokens included.
+        lengths: tokens of each sequence, the new ones included.
         variant, launch_shape: override the choice, for checks and timings.
-        pages: of pools of quantised pages.
+        pages: form of pools of quantised pages.
 
     Raises:
-        ValueError: shapes that the kernel does not cover, or that do not agree.
-        KernelUnavailable: no GPU, or the variant is off. A text that is needed for the first time in this process is
-            tried first, alone; if that fails, its variant is off, with a warning.
+        ValueError: shapes are not supported, or do not agree.
+        KernelUnavailable: no GPU, or the variant is off. A text's first use in this process begins with a trial; if
+            that fails, the variant is switched off with a warning.
     """
     dtype, _, block_size, _, value_dim = ops.geometry_of(k_pool, v_pool, pages)
     choices = prefill_variants(k_pool, v_pool, n_q_heads, softcap=softcap is not None, sinks=sinks, pages=pages)
@@ -319,11 +319,11 @@ _FREE_BLOCKS = 1
 
 
 def prefill_difference(variant: Variant) -> float:
-    """RMS between a variant and float32 attention, of the worst sequence of a seeded pack, without a window and then
-    with one: two launches of one text.
+    """Return the RMS difference of a variant from float32 attention: the worst sequence of a seeded pack, without a
+    window and then with one, in two launches of one text.
 
-    New tokens that fill tiles and do not, after prefixes and without, in permuted blocks; every slot that no token sees
-    is NaN, and on Metal the output before each launch.
+    New tokens fill tiles or do not, with and without prefixes, in permuted blocks. Every slot that no token sees is
+    NaN, and on Metal the output before each launch.
     """
     block, dtype, pages = variant.block_size, variant.dtype, variant.pages
     launch_shape = shape_of(variant)
@@ -344,12 +344,12 @@ def prefill_difference(variant: Variant) -> float:
     dims = variant.head_dim, variant.value_dim
     k_pool, v_pool = new_blocks(blocks.num_blocks + _FREE_BLOCKS, _KV_HEADS, block, dims, dtype, pages, float("nan"))
     fence = ops.write_slots(k_pool, v_pool, ops.new_fence(), k, v, mx.array(slots, mx.int32), pages)
-    if pages is not None:  # what they hold of keys and values
+    if pages is not None:  # keys and values as the pages hold them
         k, v = pages.dequantize(*pages.quantize(k, v))
     errors = []
     for window in (None, _WINDOW):
         if window is not None:
-            # What the window leaves behind is NaN from here on.
+            # Slots behind the window are NaN from here on.
             dead: list[int] = []
             for length, prefix in zip(lengths, prefixes, strict=True):
                 own = slots[len(dead) : len(dead) + length]
@@ -371,7 +371,7 @@ def prefill_difference(variant: Variant) -> float:
             launch_shape=launch_shape,
             pages=pages,
         )
-        if variant.backend == "metal":  # what is not written often holds numbers that do no harm
+        if variant.backend == "metal":  # unwritten memory often holds harmless numbers
             launch = launch._replace(options={**launch.options, "init_value": float("nan")})
         out, fence = launch(q, k_pool, v_pool, fence, sinks)
         errors += squared_errors(out, q, k, v, counts, lengths, scale, softcap, sinks, window)
@@ -379,7 +379,7 @@ def prefill_difference(variant: Variant) -> float:
 
 
 def prefill_seconds(variant: Variant) -> float:
-    """Seconds of one launch for 4 sequences of 512 new tokens and 2 KV heads, the kernel being compiled."""
+    """Return the seconds of one launch for 4 sequences of 512 new tokens and 2 KV heads, compilation excluded."""
     batch, length, block, dtype = 4, 512, variant.block_size, variant.dtype
     per_row = length // block
     dims = variant.head_dim, variant.value_dim

@@ -13,14 +13,14 @@ from .build import Constants, build_kernel
 
 
 def rotate(x: mx.array) -> mx.array:
-    """Vectors times an orthonormal matrix: Hadamard's, in blocks of the largest power of two that divides the vector.
+    """Multiply vectors by an orthonormal Hadamard matrix, in blocks of the largest power of two that divides ``dim``.
 
-    The matrix is symmetric, so it is its own inverse: rotating twice gives the vectors again, but for rounding. Each
-    vector's result depends on that vector alone, bit for bit, whatever is rotated beside it. Products stay what they
-    are: rotated queries over rotated keys and values give the output rotated.
+    The matrix is symmetric, so it is its own inverse: rotating twice restores the vectors, but for rounding. A vector's
+    result depends on that vector alone, bit for bit. Dot products are unchanged: rotated queries over rotated keys and
+    values give the rotated output.
 
     Args:
-        x: ``[..., dim]`` of float32, float16 or bfloat16. Whatever a group size divides has blocks of 32 at least.
+        x: ``[..., dim]`` of float32, float16 or bfloat16. If a group size divides ``dim``, blocks are 32 or more.
 
     Returns:
         ``[..., dim]`` in x's dtype.
@@ -37,17 +37,17 @@ GROUP_SIZES = (32, 64, 128)
 
 
 class QuantizedRows(NamedTuple):
-    """Rows of one head's keys or values in MLX's affine quantisation: of each group of a row's values the scale and
-    the bias, and of each value a code, which stands for ``scale * code + bias``.
+    """Rows of one head's keys or values in MLX's affine quantisation: a scale and a bias for each group of a row's
+    values, and for each value a code, which stands for ``scale * code + bias``.
 
-    A row is so many words (uint32): its codes, then its scales, then its biases, byte for byte those that
-    ``mx.quantize`` gives, and that mlx-lm's ``QuantizedKVCache`` keeps in three arrays.
+    A row is a sequence of uint32 words: its codes, then its scales, then its biases, byte for byte those that
+    ``mx.quantize`` returns, and that mlx-lm's ``QuantizedKVCache`` keeps in three arrays.
 
     Attributes:
         dim: values of a row.
-        bits: of a code.
+        bits: bits of a code.
         group_size: values that share a scale and a bias; divides dim.
-        dtype: of the values, the scales and the biases.
+        dtype: dtype of the values, the scales and the biases.
     """
 
     dim: int
@@ -76,36 +76,36 @@ class QuantizedRows(NamedTuple):
         return 4 * self.num_words
 
     def quantize(self, x: mx.array) -> mx.array:
-        """Rows ``[..., num_words]`` of values ``[..., dim]``."""
+        """Return rows ``[..., num_words]`` of values ``[..., dim]``."""
         return self.join(*mx.quantize(mx.contiguous(x), self.group_size, self.bits))  # views went wrong on Metal
 
     def dequantize(self, rows: mx.array) -> mx.array:
-        """Values ``[..., dim]`` of rows ``[..., num_words]``, as ``mx.dequantize`` gives them."""
+        """Return values ``[..., dim]`` of rows ``[..., num_words]``, by ``mx.dequantize``."""
         codes, scales, biases = (mx.contiguous(part) for part in self.split(rows))
         return mx.dequantize(codes, scales, biases, self.group_size, self.bits)
 
     def join(self, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-        """Rows ``[..., num_words]`` of what ``mx.quantize`` gives: codes ``[..., code_words]`` (uint32), scales and
-        biases ``[..., num_groups]``."""
+        """Return rows ``[..., num_words]`` made of what ``mx.quantize`` returns: codes ``[..., code_words]`` (uint32),
+        scales and biases ``[..., num_groups]``."""
         factors = mx.concatenate([scales, biases], axis=-1).view(mx.uint32)
         return mx.concatenate([codes, factors], axis=-1)
 
     def split(self, rows: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Codes, scales and biases of rows; the inverse of :meth:`join`."""
+        """Return the codes, scales and biases of rows; the inverse of :meth:`join`."""
         factors = rows[..., self.code_words :].view(self.dtype)
         return rows[..., : self.code_words], factors[..., : self.num_groups], factors[..., self.num_groups :]
 
 
 class PageShape(NamedTuple):
-    """The forms of a key's and a value's row in the pages of a pool in place.
+    """The forms of the rows of keys and of values in the pages of an in-place pool.
 
     The pool's tensors are uint32 ``[num_blocks, n_kv_heads, block_size, num_words]``. A page, one block of one head, is
-    ``block_size * num_words`` words in two planes: the codes of all its tokens ``[block_size, code_words]``, then of
-    each token, in the dtype of the values, its scales and its biases ``[block_size, 2 * num_groups]``. So a token's
-    codes are aligned to 16 bytes wherever their number is a multiple of that.
+    ``block_size * num_words`` words in two planes: the codes of all its tokens ``[block_size, code_words]``, then each
+    token's scales and biases in the dtype of the values ``[block_size, 2 * num_groups]``. So a token's codes are
+    aligned to 16 bytes if they take a multiple of 16 bytes.
 
     Attributes:
-        k, v: rows of one group size and dtype.
+        k, v: forms of rows, with the same group size and dtype.
     """
 
     k: QuantizedRows
@@ -113,7 +113,7 @@ class PageShape(NamedTuple):
 
     @classmethod
     def of(cls, dim: int, bits: int | tuple[int, int], group_size: int, dtype: mx.Dtype) -> PageShape:
-        """Pages of keys and values of one size, of these bits both or each."""
+        """Return the forms for keys and values of ``dim`` values each; ``bits``: of both, or (of keys, of values)."""
         k_bits, v_bits = bits if isinstance(bits, tuple) else (bits, bits)
         return cls(QuantizedRows(dim, k_bits, group_size, dtype), QuantizedRows(dim, v_bits, group_size, dtype))
 
@@ -124,26 +124,26 @@ class PageShape(NamedTuple):
 
     @property
     def itemsize(self) -> float:
-        """Bytes of a key's or value's element, on average, without its scale and bias."""
+        """Average bytes of an element of keys and values, without scales and biases."""
         return (self.k.bits + self.v.bits) / 16
 
     @property
     def constants(self) -> tuple[tuple[str, Any], ...]:
-        """Return what a text for such pages is told, besides T, D and DV."""
+        """Constants of a text for such pages, besides T, D and DV."""
         return (("KBITS", self.k.bits), ("VBITS", self.v.bits), ("GS", self.k.group_size))
 
     @property
     def row_constants(self) -> tuple[tuple[str, Any], ...]:
-        """Return what a text that moves rows as they are is told: words of a row, and those of its codes."""
+        """Constants of a text that moves rows unchanged: words of a row, and words of its codes."""
         words = (("T", mx.uint32), ("D", self.k.num_words), ("DV", self.v.num_words))
         return (*words, ("KC", self.k.code_words), ("VC", self.v.code_words))
 
     def quantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Rows ``[..., num_words]`` of keys and values, by MLX."""
+        """Return rows ``[..., num_words]`` of keys and values, quantised by MLX."""
         return self.k.quantize(k), self.v.quantize(v)
 
     def dequantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values that rows stand for, by MLX."""
+        """Return the keys and values of rows, dequantised by MLX."""
         return self.k.dequantize(k), self.v.dequantize(v)
 
     def __str__(self) -> str:
@@ -160,8 +160,8 @@ def new_blocks(
     pages: PageShape | None = None,
     value: float = 0.0,
 ) -> tuple[mx.array, mx.array]:
-    """Return a pool's keys and values, all of one value, 0 or NaN; quantised pages have scales and biases of it
-    (lazy)."""
+    """Return a pool's keys and values, lazy arrays full of ``value``, 0 or NaN; in quantised pages, scales and biases
+    have that value."""
     shape = (num_blocks, heads, block_size)
     if pages is None:
         return mx.full((*shape, dims[0]), value, dtype), mx.full((*shape, dims[1]), value, dtype)
@@ -171,18 +171,18 @@ def new_blocks(
 
 Kernel = Callable[..., list[mx.array]]
 _PARTS = 2  # keys and values
-_TOKENS = 40  # of the check, in pages of their own order
+_TOKENS = 40  # tokens of the check
 
 
 class Exact(NamedTuple):
-    """What the kernels do to MLX's bits on this device."""
+    """Whether the kernels give the same bits as MLX on this device."""
 
     write: bool
     gather: bool
 
 
 def write_options(slots: mx.array, heads: int, parts: int = 1) -> dict[str, Any]:
-    """Return the options of a launch that writes so many rows, with a simdgroup for each part of a row of a head."""
+    """Return the options of a launch that writes a row for each slot and head, with ``parts`` simdgroups per row."""
     group = next(n for n in (8, 4, 2, 1) if heads % n == 0)
     return {
         "grid": (slots.size * heads * parts * 32, 1, 1),
@@ -203,14 +203,15 @@ def row_constants(pages: PageShape, block_size: int) -> Constants:
 
 
 def texts_of(pages: PageShape, block_size: int) -> list[tuple[str, Constants]]:
-    """Body and constants of what writes and reads pages."""
+    """Return (body, constants) of the kernels that write and read pages."""
     values, rows, slots = page_constants(pages, block_size), row_constants(pages, block_size), ("S", mx.int32)
     texts = [("quantized_write", (*values, slots)), ("quantized_gather", values)]
     return [*texts, ("write_rows", (*rows, slots)), ("gather_rows", rows)]
 
 
 def write_kernel(pages: PageShape, block_size: int, slots: mx.Dtype) -> tuple[Kernel, PageShape | None]:
-    """Return what writes keys and values into pages; and where it takes rows, what MLX is to make of them before."""
+    """Return the kernel that writes keys and values into pages; and if it takes rows, the forms in which MLX has to
+    quantise them first, else None."""
     if exact(pages, block_size).write:
         return build_kernel("quantized_write", (*page_constants(pages, block_size), ("S", slots))), None
     return build_kernel("write_rows", (*row_constants(pages, block_size), ("S", slots))), pages
@@ -219,13 +220,13 @@ def write_kernel(pages: PageShape, block_size: int, slots: mx.Dtype) -> tuple[Ke
 def write_rows(
     k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array, slots: mx.array, pages: PageShape
 ) -> mx.array:
-    """Scatter rows, uint32 ``[B, n_kv_heads, length, num_words]``, into pages as they are. Returns the next fence.
+    """Scatter rows, uint32 ``[B, n_kv_heads, length, num_words]``, into pages unchanged. Returns the next fence.
 
     Args:
-        slots: of each row, as those of :func:`.ops.write_slots`.
+        slots: the slot of each row, as in :func:`.ops.write_slots`.
 
     Raises:
-        ValueError: other shapes or dtypes.
+        ValueError: shapes or dtypes do not fit.
     """
     batch, heads, length = k.shape[:3]
     for x, pool in ((k, k_pool), (v, v_pool)):
@@ -240,14 +241,14 @@ def write_rows(
 def gather_rows(
     k_pool: mx.array, v_pool: mx.array, fence: mx.array, ids: mx.array, start: int, length: int, pages: PageShape
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Rows, uint32 ``[1, n_kv_heads, length, num_words]``, of positions ``start .. start + length - 1`` of one block
-    table, as the pages hold them, of values too; and the next fence.
+    """Return the rows of keys and of values, uint32 ``[1, n_kv_heads, length, num_words]``, at positions ``start ..
+    start + length - 1`` of one block table, as the pages hold them; and the next fence.
 
     Args:
-        ids: int32 ``[n]``, by absolute position.
+        ids: block ids, int32 ``[n]``, by absolute position.
 
     Raises:
-        ValueError: the range is empty or passes the table.
+        ValueError: the range is empty or exceeds the table.
     """
     constants = row_constants(pages, k_pool.shape[2])
     items = max(pages.k.num_words, pages.v.num_words)
@@ -258,8 +259,8 @@ def gather_rows(
 def gather(
     k_pool: mx.array, v_pool: mx.array, fence: mx.array, ids: mx.array, start: int, length: int, pages: PageShape
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Gather as :func:`gather_rows` does, and return what the rows stand for: keys ``[1, n_kv_heads, length, dim]``,
-    values and a fence."""
+    """Return the dequantised rows of :func:`gather_rows`: keys ``[1, n_kv_heads, length, dim]``, values; and the next
+    fence."""
     if not exact(pages, k_pool.shape[2]).gather:
         k, v, fence = gather_rows(k_pool, v_pool, fence, ids, start, length, pages)
         return *pages.dequantize(k, v), fence
@@ -287,7 +288,7 @@ def _gather(
     start: int,
     length: int,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return a launch with so many threads for a row of a head, over what is checked here."""
+    """Check the range and launch a gather, with ``items`` threads for each token and head."""
     _, heads, block_size, _ = k_pool.shape
     if start < 0 or length < 1 or start + length > ids.size * block_size:
         raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
@@ -312,8 +313,8 @@ def newest_slots(visible: tuple[mx.array, mx.array, mx.array], block_size: int) 
 
 @lru_cache(maxsize=256)
 def exact(pages: PageShape, block_size: int) -> Exact:
-    """Return whether the kernels quantise and dequantise as MLX does on this device, to the bit. Tried at the first
-    call, which warns if they do not; only speed is lost then."""
+    """Return whether the kernels quantise and dequantise as MLX does on this device, to the bit. The first call checks
+    that and warns if they do not; MLX then does it, more slowly."""
     outcome = Exact(*(_holds(check, pages, block_size) for check in (_writes_alike, _gathers_alike)))
     for what, holds in zip(("quantising", "dequantising"), outcome, strict=True):
         if not holds:
@@ -329,7 +330,7 @@ def _holds(check: Callable[[PageShape, int], bool], pages: PageShape, block_size
 
 
 def _samples(pages: PageShape) -> tuple[mx.array, mx.array]:
-    """Keys and values ``[1, 1, n, dim]`` of many sizes; groups of one sign, of one value and of zeros among them."""
+    """Return keys and values ``[1, 1, n, dim]`` of many magnitudes, with groups of one sign, one value and zeros."""
     arrays = []
     for seed, form in enumerate(pages):
         x = mx.random.normal((1, 1, _TOKENS, form.dim), key=mx.random.key(seed))
@@ -341,7 +342,7 @@ def _samples(pages: PageShape) -> tuple[mx.array, mx.array]:
 
 
 def _empty(pages: PageShape, block_size: int) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
-    """Pools, a fence, a table and slots for the samples."""
+    """Return empty pools, a fence, a table and slots for the samples."""
     count = -(-_TOKENS // block_size)
     k_pool, v_pool = (mx.zeros((count, 1, block_size, form.num_words), mx.uint32) for form in pages)
     ids = list(range(count))[::-1]

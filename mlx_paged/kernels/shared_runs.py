@@ -1,8 +1,8 @@
-"""Which rows of a decode step read blocks together: what the thread groups of shared_decode_tensor take.
+"""Items of the kernels for common blocks: which rows of a decode step read which partitions together.
 
-A row's tokens are cut into partitions by what it sees alone (launch_shape.py). Rows with the same leading blocks and
-equally long partitions have whole ones in common. A thread group then reads such a partition once for several rows.
-A row's result has the same bits as by itself, whoever shares its blocks (docs/adr/0075).
+Only what a row sees decides its partitions (launch_shape.py). Rows with the same leading blocks and equally long
+partitions have whole partitions in common, and a thread group reads such a partition once for several rows. A row's
+result has the same bits as without sharing, whichever rows share its blocks (docs/adr/0075).
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from .build import gpu_cores
 from .cuda.device import cuda_limits
 from .launch_shape import LaunchShape, Variant, shape_for
 
-HEADER = 2  # of an item: partition, number of rows; their places in the batch follow
+HEADER = 2  # integers at the start of an item: partition, number of rows; the rows' places in the batch follow
 
-# What must not be read again, in tokens times KV heads, of heads up to 128 and wider; and of pages as they are and of
-# quantised ones, where what several rows read soon after another costs less, that in tokens a row, and what part of all
-# must be read together. From there on the kernel for common blocks is faster in all cases that were measured
-# (docs/adr/0075). A thread group that takes fewer rows gains less.
+# Thresholds from which on the kernel for common blocks was faster in all measured cases (docs/adr/0075). LEAST_SAVED:
+# reads saved per step, in tokens times KV heads, for heads up to 128 and wider ones. LEAST_OF_A_ROW: tokens saved per
+# row, and LEAST_PART: part of all tokens that is read together, each for plain and for quantised pages. The latter gain
+# less, since what rows read again soon is in the L2 cache; thread groups of fewer than ROWS_OF_LEAST rows do, too.
 LEAST_SAVED, LEAST_OF_A_ROW, LEAST_PART = (3 << 16, 15 << 13), (0, 1024), (0.5, 0.7)
 ROWS_OF_LEAST, FEWEST_ROWS = 8, 4
-# On Metal, where each machine measures whether that is faster (shared_trial.py).
+# The threshold on Metal, where each machine measures whether sharing is faster (shared_trial.py).
 LEAST_SAVED_ON_METAL = 1 << 16
 
 
 class SharedCut(NamedTuple):
-    """How the kernel for common blocks is cut for some layers.
+    """Launch shape and thresholds of the kernel for common blocks, for some layers.
 
     Attributes:
         variant, shape: of the kernel.
-        num_kv_heads: of the layers; each item is a thread group for each of them.
-        least_saved: tokens times KV heads of a step that must not be read again for the kernel to be faster.
-        at_once: items for which a thread group of each KV head is on a multiprocessor of its own.
-        least_of_a_row: tokens that must not be read again, on average of all rows.
-        least_part: of all that rows see, that must be read together.
+        num_kv_heads: KV heads of the layers; an item has a thread group for each.
+        least_saved: reads that must be saved in a step, in tokens times KV heads.
+        at_once: items with enough thread groups, one per KV head, to give every multiprocessor one.
+        least_of_a_row: tokens that must be saved per row, on average.
+        least_part: part of all tokens that must be read together.
     """
 
     variant: Variant
@@ -50,11 +50,11 @@ class SharedCut(NamedTuple):
 
 
 class SharedRows(NamedTuple):
-    """Rows in an order in which those with common blocks are neighbours.
+    """Rows in an order in which rows with common blocks are neighbours.
 
     Attributes:
-        order: places in the batch.
-        common: leading tokens in blocks that each has in common with the one before it.
+        order: the rows' places in the batch.
+        common: leading tokens, in whole blocks, that each row has in common with the row before it.
     """
 
     order: np.ndarray
@@ -62,20 +62,20 @@ class SharedRows(NamedTuple):
 
     @property
     def of_rows(self) -> np.ndarray:
-        """Leading tokens in blocks that each row, by its place in the batch, has in common with any other."""
+        """Leading tokens, in whole blocks, that each row has in common with any other, by place in the batch."""
         found = np.zeros_like(self.common)
         found[self.order] = np.maximum(self.common, np.append(self.common[1:], 0))
         return found
 
 
 class Partitions(NamedTuple):
-    """How what rows see is cut.
+    """Partitions of the tokens that rows see.
 
     Attributes:
         begins, ends: the first token that each row sees, and the one after the last.
-        sizes: tokens of a row's partitions.
-        origins: where the first one begins, before a window that begins inside it.
-        counts: partitions, one at least: a row that sees nothing has its zeros to be written.
+        sizes: tokens of each of a row's partitions.
+        origins: where the first partition begins; a window may begin inside it.
+        counts: partitions of each row, at least one, which writes the zeros of a row that sees nothing.
     """
 
     begins: np.ndarray
@@ -86,7 +86,7 @@ class Partitions(NamedTuple):
 
     @classmethod
     def of(cls, ends: np.ndarray, shape: LaunchShape, begins: np.ndarray | None = None) -> Partitions:
-        """Return how a kernel of this shape cuts them; without ``begins``, from the first token on."""
+        """Return the partitions of a kernel of this shape; without ``begins``, from the first token on."""
         begins = np.zeros_like(ends) if begins is None else begins
         origins = begins // shape.alignment * shape.alignment
         doublings, most = np.zeros_like(ends), shape.span * shape.partition
@@ -98,12 +98,12 @@ class Partitions(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """What changes when rows have other partitions, or whole ones in other places."""
+        """Key that changes when a row's partitions change, or a row no longer sees from its first token on."""
         return tuple(x.tobytes() for x in (self.sizes, self.origins, self.counts, self.begins > 0))
 
 
 def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> SharedRows | None:
-    """Return the rows of block tables ``[B, max_blocks]`` by what they have in common, None if that is nothing.
+    """Return the rows of block tables ``[B, max_blocks]`` with their common blocks; None if there are none.
 
     Args:
         tables: block ids by absolute position.
@@ -117,17 +117,17 @@ def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> S
     inside = np.array(counts)[order]
     differs = tables[order[1:]] != tables[order[:-1]]
     equal = np.where(differs.any(1), differs.argmax(1), tables.shape[1])
-    # Block 0 stands where a window has left blocks behind: rows have nothing in common that only have that.
+    # Block 0 stands where a window has left blocks behind; rows that share only block 0 have nothing in common.
     equal[tables[order[1:], np.maximum(equal - 1, 0)] == 0] = 0
     common = np.minimum(equal, np.minimum(inside[1:], inside[:-1])) * block_size
     return SharedRows(order, np.append(0, common)) if common.any() else None
 
 
 def items_for(rows: SharedRows, seen: Partitions, cut: SharedCut) -> np.ndarray | None:
-    """Return :func:`shared_items`; None where each row by itself is as fast."""
+    """Return :func:`shared_items` in launch order; None if the thresholds for sharing are not reached."""
     known = len(rows.order)
     if int(np.maximum(rows.common - seen.begins[rows.order], 0).sum()) * cut.num_kv_heads < cut.least_saved:
-        return None  # not even if all of it could be read together
+        return None  # not reached even if all common tokens were read together
     items = shared_items(rows, seen, cut.shape)
     common = items[items[:, 1] > 1]
     sizes, read = seen.sizes[common[:, HEADER]], int((seen.ends - seen.begins)[:known].sum())
@@ -139,8 +139,8 @@ def items_for(rows: SharedRows, seen: Partitions, cut: SharedCut) -> np.ndarray 
 
 
 def in_turns(items: np.ndarray, at_once: int) -> np.ndarray:
-    """Return items in the order in which thread groups take them. Where single rows read as many partitions as rows
-    together, half of these come earlier, and both run at the same time: one waits for memory, one for tensor cores."""
+    """Return items in the order in which thread groups take them. If there are at least as many items of single rows as
+    of several, half of them move forward to run beside those: they wait for memory, the others for tensor cores."""
     common = items[:, 1] > 1
     together, own = items[common], items[~common]
     if len(own) < len(together):
@@ -150,11 +150,11 @@ def in_turns(items: np.ndarray, at_once: int) -> np.ndarray:
 
 
 def cut_of(variant: Variant, num_kv_heads: int, shape: LaunchShape | None = None) -> SharedCut:
-    """Return the cut of layers with so many KV heads.
+    """Return the cut for layers with ``num_kv_heads``.
 
     Args:
-        variant: of the kernel.
-        shape: of the kernel, as it is chosen by default.
+        variant: variant of the kernel.
+        shape: launch shape of the kernel; None for the default.
     """
     shape = shape or shape_for(variant, gpu_cores())
     if variant.backend == "metal":
@@ -168,27 +168,27 @@ def cut_of(variant: Variant, num_kv_heads: int, shape: LaunchShape | None = None
 
 
 def shared_items(rows: SharedRows, seen: Partitions, shape: LaunchShape) -> np.ndarray:
-    """Return what thread groups take, int32 ``[n, HEADER + shape.rows]``: each partition of each row once, common
-    partitions of several rows together.
+    """Return the items that thread groups take, int32 ``[n, HEADER + shape.rows]``: each partition of each row once,
+    common partitions for several rows together.
 
     Args:
-        rows: the batch's.
-        seen: by each row; rows beyond those of ``rows`` see nothing.
-        shape: of the kernel.
+        rows: rows of the batch.
+        seen: partitions of each row; rows beyond those of ``rows`` see nothing.
+        shape: launch shape of the kernel.
     """
     known, rest = len(rows.order), len(seen.ends) - len(rows.order)
     begins, ends, sizes, origins, lengths = (x[rows.order] for x in seen)
-    # Whole partitions before the newest token, which the row itself stores.
+    # Only whole partitions before the newest token are common, as each row stores that token itself.
     common = np.minimum(rows.common, np.minimum(ends, np.roll(ends, 1)) - 1) - origins
     is_alike = (sizes == np.roll(sizes, 1)) & (origins == np.roll(origins, 1))
     together = np.where(is_alike, common // sizes, 0)
     together[0] = 0
     partitions = np.arange(lengths.max())[:, None]
     live = lengths > partitions
-    # A window may begin inside a row's first partition: that is the row's alone.
+    # A window may begin inside a row's first partition, which is then read for this row alone.
     joins = (together > partitions) & (partitions >= ((begins > 0) | (np.roll(begins, 1) > 0)))
     place = np.arange(known)
-    # Rows before this one, of those that it reads a partition with: in groups of as many as a thread group takes.
+    # Position of a row among those that it reads a partition with; a thread group takes `shape.rows` of them.
     before = place - np.maximum.accumulate(np.where(joins, 0, place), axis=1)
     leads = live & (before % shape.rows == 0)
     number = np.cumsum(leads).reshape(leads.shape) - 1

@@ -1,4 +1,4 @@
-"""Whether Metal's kernel for common blocks is faster than each row by itself: each machine measures it for itself."""
+"""Measures on each machine whether Metal's kernel for common blocks is faster than reading each row by itself."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from .shared_runs import Partitions, SharedCut, items_for, shared_rows
 from .trial import LAUNCHES, seconds_of
 
 ROWS = 8
-OWN = 256  # tokens of each row alone
-MOST_SECONDS = 0.3  # that further launches may take once one was timed
+OWN = 256  # tokens of each row that no other row has
+MOST_SECONDS = 0.3  # after which no further chain is timed
 
 _measured: dict[SharedCut, bool] = {}
 
 
 def is_faster(cut: SharedCut) -> bool:
-    """Time rows that save no more than ``cut`` asks for at least, with the kernel and without, once a process. The
-    kernel has passed its self-check."""
+    """Return whether the kernel is faster for rows that save about ``cut.least_saved``. Timed once per process and cut;
+    the kernel has passed its self-check."""
     if cut not in _measured:
         try:
             together, alone = _seconds(cut)
             _measured[cut] = together <= alone
-        except (RuntimeError, ValueError):  # the kernel, or memory
+        except (RuntimeError, ValueError):  # the kernel fails, or memory is short
             _measured[cut] = False
     return _measured[cut]
 
 
 def _seconds(cut: SharedCut) -> tuple[float, float]:
-    """Return the least seconds of a chain of launches that read blocks together, and of one that does not."""
+    """Return the shortest seconds of a chain of launches that read blocks together, and of one that does not."""
     variant = cut.variant
     block, n_kv, n_q = variant.block_size, cut.num_kv_heads, cut.num_kv_heads * variant.gqa
-    whole = cut.shape.partition * cut.shape.span  # tokens of several partitions: each is read together as a whole
+    whole = cut.shape.partition * cut.shape.span  # tokens; a multiple of the partition, so all are read together
     saved = (ROWS - -(-ROWS // cut.shape.rows)) * n_kv * whole
     common = -(-cut.least_saved // saved) * whole
     tables = np.arange(ROWS * (common + OWN) // block, dtype=np.int32).reshape(ROWS, -1)

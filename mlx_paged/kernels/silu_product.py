@@ -1,4 +1,4 @@
-"""silu(gate) * up on CUDA, in one launch. MLX compiles a kernel of its own for it: some 4 s, once per machine."""
+"""silu(gate) * up on CUDA, in one launch. MLX would compile a kernel for it: about 4 s, once per machine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from .trial import Text
 
 BODY = "silu_product"
 _THREADS = 256
-_EACH = 8  # values of a thread
+_EACH = 8  # values per thread
 
 
 def silu_product(gate: mx.array, up: mx.array) -> mx.array | None:
-    """``silu(gate) * up``, with the bits of MLX's operations.
+    """Return ``silu(gate) * up``, with the bits of MLX's operations.
 
     Args:
-        gate, up: of the same shape and dtype, 16 bits.
+        gate, up: arrays of the same shape and dtype, of 16 bits.
 
     Returns:
-        The same shape; None where MLX is to compute it: outside of inference, elsewhere than on CUDA, for other dtypes.
+        An array of the same shape; None if MLX has to compute it: outside of inference, without CUDA, or for other
+        dtypes.
     """
     fits = gate.shape == up.shape and gate.dtype == up.dtype and gate.size > 0
     if not fits or not is_inference() or not works(gate.dtype, gate.ndim):
@@ -35,7 +36,7 @@ def silu_product(gate: mx.array, up: mx.array) -> mx.array | None:
 
 
 def text_of(dtype: mx.Dtype, num_dims: int) -> Text:
-    """Return the text for arrays of so many dimensions."""
+    """Return the text for arrays of ``num_dims`` dimensions."""
     return Text(BODY, (("T", dtype), ("XD", num_dims)))
 
 
@@ -54,8 +55,8 @@ def _launch(gate: mx.array, up: mx.array) -> mx.array:
 
 @lru_cache(maxsize=64)
 def works(dtype: mx.Dtype, num_dims: int) -> bool:
-    """Return whether the kernel can be used on this machine for arrays of so many dimensions. One that fails its
-    self-check or does not compile warns once, and is not."""
+    """Return whether the kernel can be used on this machine for arrays of ``num_dims`` dimensions; warns once if it
+    fails its self-check or does not compile."""
     if dtype not in DTYPES or not is_available():
         return False
     with warn_when_compiling():
@@ -66,11 +67,11 @@ def works(dtype: mx.Dtype, num_dims: int) -> bool:
 
 
 def _difference(dtype: mx.Dtype, num_dims: int) -> float:
-    """RMS of the kernel's error, the results being about 1."""
+    """Return the RMS of the kernel's error; results are about 1."""
     errors = []
     for size in (7, 4100):  # less than a packet, and several thread groups with a rest
         shape = (*[1] * (num_dims - 1), size)
-        # Not by split and index, which MLX would have to compile on CUDA.
+        # Keys are not split and indexed: MLX would have to compile kernels for that on CUDA.
         gate, up = (mx.random.normal(shape, key=mx.random.key(size + i)).astype(dtype) for i in range(2))
         wide = gate.astype(mx.float32)
         got = _launch(gate, up).astype(mx.float32)

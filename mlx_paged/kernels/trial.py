@@ -1,7 +1,7 @@
 """Trials: a kernel's text is launched once, alone and on scratch arrays, before a step depends on it.
 
 MLX compiles a text when its first launch is evaluated. In the middle of a step that is too late: a text that does not
-compile there takes the requests of the step along. What a text is made of is small, and so are the arrays here.
+compile there fails the step's requests.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LAUNCHES, REPEATS = 20, 3
 
 
 def seconds_of(compute: Callable[[], list[mx.array]], most_seconds: float = float("inf")) -> float:
-    """Return the least time it takes to build and evaluate some arrays, of three, after a first time that is not
-    counted; of fewer where these take more than ``most_seconds``."""
+    """Return the shortest time, in seconds, of up to three times to build and evaluate arrays, after one that does not
+    count. No further time is taken once they add up to ``most_seconds``."""
     mx.eval(compute())
     best, spent = float("inf"), 0.0
     for _ in range(REPEATS):
@@ -35,17 +35,17 @@ def seconds_of(compute: Callable[[], list[mx.array]], most_seconds: float = floa
     return best
 
 
-# Metal: inputs of fewer elements are in the address space `constant`, which is another text (docs/adr/0018).
+# On Metal, MLX puts inputs of fewer elements in the address space `constant`, which makes another text (docs/adr/0018).
 MANY = 8
 Build = Callable[[str, Constants], Callable[..., list[mx.array]]]
 
 
 class Text(NamedTuple):
-    """All that decides what MLX compiles.
+    """Everything that determines what MLX compiles.
 
     Attributes:
-        body, constants: of :func:`.kernel_build.build_kernel`.
-        few: which of the inputs that may have fewer than 8 elements have; empty on CUDA, where that is no other text.
+        body, constants: arguments of :func:`.build.build_kernel`.
+        few: inputs with fewer than 8 elements, of those that may have so few; empty on CUDA, where it does not matter.
     """
 
     body: str
@@ -54,7 +54,7 @@ class Text(NamedTuple):
 
 
 def few_of(dialect: str, **sizes: int) -> tuple[str, ...]:
-    """:attr:`Text.few` of inputs with so many elements."""
+    """Return :attr:`Text.few` for inputs with these numbers of elements."""
     return () if dialect == "cuda" else tuple(name for name, size in sizes.items() if size < MANY)
 
 
@@ -62,11 +62,11 @@ _outcomes: dict[Text, str | None] = {}
 
 
 def failure_of(text: Text, build: Build) -> str | None:
-    """Why a text cannot be used, or None. The first call for it launches it and waits for that, a few ms beside the
-    compilation; later ones look it up.
+    """Return why a text cannot be used, or None. The first call for a text launches it and waits for the result, a few
+    ms beside the compilation; later calls look it up.
 
     Args:
-        build: what makes the kernel, :func:`.kernel_build.build_kernel`.
+        build: builds the kernel: :func:`.build.build_kernel`.
     """
     if text not in _outcomes:
         try:
@@ -78,8 +78,8 @@ def failure_of(text: Text, build: Build) -> str | None:
 
 
 def launch_alone(text: Text, build: Build) -> list[mx.array]:
-    """Launch a text on scratch arrays of a few KB up to some 4 MB, in which nothing is to be seen. The results are
-    lazy, and of no meaning."""
+    """Launch a text on scratch arrays of a few KB to about 4 MB, with no tokens to attend to. The results are lazy and
+    meaningless."""
     body = BODIES[text.body]
     given, options = _SCRATCH[body.family](_Known(dict(text.constants), text))
     inputs = [given[name] for name in body.inputs]
@@ -87,7 +87,7 @@ def launch_alone(text: Text, build: Build) -> list[mx.array]:
 
 
 class _Known:
-    """A text's constants, and how many elements its inputs have."""
+    """A text's constants, and which of its inputs have few elements."""
 
     def __init__(self, constants: Mapping[str, Any], text: Text) -> None:
         self.constants = constants
@@ -101,7 +101,7 @@ class _Known:
         return name in self._few
 
     def pool(self, heads: int = 1) -> dict[str, mx.array]:
-        """One block."""
+        """Return pools of one block, and a fence."""
         shape = (1, heads, self["BS"])
         if "KBITS" in self.constants:
             rows = (
@@ -132,7 +132,7 @@ _FENCE = ((1,), mx.uint32)
 
 
 def _decode(known: _Known) -> Scratch:
-    """One sequence of 1 or 8 queries that see nothing."""
+    """Return one sequence of 1 or 8 queries that see nothing."""
     q_len = 1 if known.is_few("ends") else MANY
     kv_heads = -(-MANY // known["G"]) if known["SINKS"] and not known.is_few("sinks") else 1
     heads, dtype, threads = kv_heads * known["G"], known["T"], known["SG"] * 32
@@ -160,7 +160,7 @@ def _prefill(known: _Known) -> Scratch:
     heads, dtype, threads = known["G"], known["T"], known["SG"] * 32
     given = {
         **known.pool(),
-        # As many elements as launches have at least, so that on Metal this is their text.
+        # As many elements as real launches have at least, so that on Metal the text is the same.
         **{"q": mx.zeros((1, heads, 1, known["D"]), dtype), "tables": mx.zeros((1, MANY), mx.int32)},
         **{"tiles": mx.zeros((2, 4), mx.int32), "params": mx.ones((4,))},
         "sinks": known.sinks(max(MANY, heads)),
@@ -182,16 +182,16 @@ def _merge(known: _Known) -> Scratch:
 
 
 def _write(known: _Known) -> Scratch:
-    """Rows that go nowhere."""
+    """Return rows with negative slots, which are not written."""
     rows = 1 if known.is_few("slots") else MANY
     given = {name: mx.zeros((1, 1, rows, known[dim]), known["T"]) for name, dim in (("k", "D"), ("v", "DV"))}
     given |= {**known.pool(), "slots": mx.full((rows,), -1, known["S"])}
-    parts = 1 if known.body == "write_slots" else 2  # keys and values apart
+    parts = 1 if known.body == "write_slots" else 2  # keys and values separately
     return given, _options((rows * parts * 32, 1, 1), 32, _FENCE)
 
 
 def _gather(known: _Known) -> Scratch:
-    """Return a token of the one block."""
+    """Return a gather of one token of the only block."""
     blocks = mx.zeros((1 if known.is_few("blocks") else MANY,), mx.int32)
     given = {**known.pool(), "blocks": blocks, "span": mx.array([0, 1], mx.int32)}
     outputs = [((1, 1, 1, known[dim]), known["T"]) for dim in ("D", "DV")]
@@ -199,7 +199,7 @@ def _gather(known: _Known) -> Scratch:
 
 
 def _copy(known: _Known) -> Scratch:
-    """Return the one block onto itself, once."""
+    """Return copies of the only block onto itself."""
     pairs = 1 if known.is_few("pairs") else MANY // 2
     given = {**known.pool(), "pairs": mx.zeros((2, pairs), mx.int32)}
     packets = known["BS"] * max(known["D"], known["DV"]) // 4
@@ -207,7 +207,7 @@ def _copy(known: _Known) -> Scratch:
 
 
 def _product(known: _Known) -> Scratch:
-    """Two rows, and matrices of eight rows; of eight values, or of the 32 of a group."""
+    """Return two rows and matrices of eight rows, with eight values each, or the 32 of a group."""
     rows, size, dtype, threads = 2, 8, known["T"], known["SG"] * 32
     bits = known.constants.get("BITS")
     depth = 32 if bits else size
@@ -224,19 +224,19 @@ def _product(known: _Known) -> Scratch:
 
 
 def _silu(known: _Known) -> Scratch:
-    """Eight values."""
+    """Return eight values."""
     x = mx.zeros((*[1] * (known["XD"] - 1), 8), known["T"])
     return {"left": x, "right": x}, _options((32, 1, 1), 32, (x.shape, known["T"]))
 
 
 def _rows(known: _Known) -> Scratch:
-    """Return the one row of a table."""
+    """Return a lookup of the only row of a table."""
     given = {"table": mx.zeros((1, 8), known["T"]), "tokens": mx.zeros((1,), known["S"])}
     return given, _options((32, 1, 1), 32, ((1, 8), known["T"]))
 
 
 def _draw(known: _Known) -> Scratch:
-    """Return the first of eight equal words, in each row."""
+    """Return rows with eight equal logits."""
     rows, threads = 1 if known.is_few("positions") else MANY, known["SG"] * 32
     given = {"x": mx.zeros((rows, 8), known["T"]), "params": mx.zeros((rows, 8))}
     given |= {"keys": mx.zeros((rows, 8), mx.uint32), "positions": mx.zeros((rows,), mx.uint32)}
@@ -244,7 +244,7 @@ def _draw(known: _Known) -> Scratch:
 
 
 def _penalise(known: _Known) -> Scratch:
-    """Return a word that each row sees for the first time."""
+    """Return one row with a history of one token, and others without."""
     rows, threads = 1 if known.is_few("tokens") else MANY, known["SG"] * 32
     given = {"x": mx.zeros((rows, 8), known["T"]), "tokens": mx.zeros((rows,), known["S"])}
     given |= {"places": mx.array([0, *[-1] * (rows - 1)], mx.int32), "words": mx.zeros((1, 8), mx.uint32)}

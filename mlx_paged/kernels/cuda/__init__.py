@@ -1,1 +1,1 @@
-"""Kernels for CUDA that are compiled here and not by MLX, and kept on disk (docs/adr/0025)."""
+"""CUDA kernels that this package compiles instead of MLX, and keeps on disk (docs/adr/0025)."""

@@ -1,5 +1,5 @@
-"""Cubins: machine code of kernels, made by several threads at a time and kept on disk for the next process. Nvrtc:
-NVIDIA's compiler in a library, which MLX itself has loaded.
+"""Cubins: machine code of kernels, compiled in parallel threads and kept on disk for later processes. Nvrtc: NVIDIA's
+runtime compiler, a library that MLX itself has loaded.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--disable-warn
 
 
 class CompileError(RuntimeError):
-    """A text does not compile; the message is the compiler's."""
+    """A text that does not compile; the message is the compiler's."""
 
 
 class Nvrtc:
-    """The library. Threads may compile at the same time.
+    """NVIDIA's runtime compiler. Threads may compile at the same time.
 
     Args:
-        library: loaded.
+        library: the loaded library.
 
     Raises:
-        OSError: it does not tell its version.
+        OSError: the library does not report its version.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -78,7 +78,7 @@ class Nvrtc:
 
 @lru_cache(maxsize=1)
 def nvrtc() -> Nvrtc | None:
-    """Return the one that is loaded, else one that the system finds; None if there is none that can be used."""
+    """Return the library that is loaded, else one that the system finds; None if none can be used."""
     for mode in (getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW, os.RTLD_NOW):
         for name in _NAMES:
             try:
@@ -88,22 +88,22 @@ def nvrtc() -> Nvrtc | None:
     return None
 
 
-# What MLX takes -----------------------------------------------------------------------------------------------------
+# The container that MLX loads ---------------------------------------------------------------------------------------
 
 _MAGIC, _VERSION = 0xBA55ED50, 1
 _HEADER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIHHIIIQQQ")
 _KIND_ELF, _ENTRY_VERSION = 2, 0x0101
-_FLAGS = 0x1 | 0x10 | 0x2000  # for 64 bits, Linux; LZ4
-_FIELDS_OF_ONE = 0x100000  # for an architecture with all it has and no other can do, like "sm_90a"
+_FLAGS = 0x1 | 0x10 | 0x2000  # 64 bits, Linux, LZ4
+_FIELDS_OF_ONE = 0x100000  # code for one architecture only, like "sm_90a"
 _ELF_VERSION = (8, 1)  # minor, major
 
 
 def fat_binary(cubin: bytes, architecture: str) -> bytes:
-    """Return the container with one compressed image, for an architecture like "sm_90" or "sm_90a".
+    """Return a fat binary with one compressed image, for an architecture like "sm_90" or "sm_90a".
 
     Raises:
         ValueError: the architecture has no number.
-        ImportError: there is no lz4, which is installed with the extras for CUDA.
+        ImportError: lz4 is missing; the extras for CUDA install it.
     """
     number = re.match(r"sm_(\d+)(a?)", architecture)
     if number is None:
@@ -130,8 +130,8 @@ def fat_binary(cubin: bytes, architecture: str) -> bytes:
     return _HEADER.pack(_MAGIC, _VERSION, _HEADER.size, len(entry) + len(padded)) + entry + padded
 
 
-_DIGEST_BYTES = 32  # of SHA-256, before the machine code in a file
-# A text that asks for this is compiled for all that the architecture has and later ones have not.
+_DIGEST_BYTES = 32  # SHA-256 at the start of a file, before the machine code
+# A text that names this macro uses features that later architectures lack, so it is compiled for the one target.
 _OF_ONE = {"sm_90": ("__CUDA_ARCH_FEAT_SM90_ALL", "sm_90a")}
 _SUM = Source(
     "mlx_paged_sum",
@@ -143,7 +143,7 @@ _SUM = Source(
 
 
 class Compiler(Protocol):
-    """Makes machine code of a text; from any thread."""
+    """A compiler of texts to machine code, callable from any thread."""
 
     version: str
 
@@ -152,14 +152,14 @@ class Compiler(Protocol):
 
 
 class CubinFolder:
-    """A folder of machine code, its owner's alone (0700, 0600). A file is written under another name and renamed, and
-    begins with a hash of the rest: one that is torn or altered is not used, and written anew.
+    """A folder of machine code, private to its owner (modes 0700 and 0600). A file is written under another name and
+    renamed, and begins with a hash of the rest: a torn or altered file is not used, and is written again.
 
     Args:
-        path: made if it is not there.
+        path: created if it is missing.
 
     Raises:
-        OSError: it cannot be made, or others could write to it.
+        OSError: the folder cannot be created, is another user's, or others could write to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,7 +171,7 @@ class CubinFolder:
             raise PermissionError(f"others could write to {path}")
 
     def read(self, key: str) -> bytes | None:
-        """Return what was written for a key, or None."""
+        """Return the machine code of a key; None if its file is missing or damaged."""
         try:
             data = (self.path / f"{key}.cubin").read_bytes()
         except OSError:
@@ -180,7 +180,7 @@ class CubinFolder:
         return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
 
     def write(self, key: str, cubin: bytes) -> None:
-        """Write the file. Raises OSError; nothing is left then."""
+        """Write the machine code of a key. Raises OSError on failure, and leaves no temporary file."""
         temporary = self.path / f".{os.getpid()}-{threading.get_ident()}-{key}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -192,13 +192,13 @@ class CubinFolder:
 
 
 class Cubins:
-    """Machine code by text. What is on disk is read; what is not is compiled by a thread of its own, and written.
+    """Machine code by text: read from disk, or compiled in a thread of its own and then written to disk.
 
     Args:
-        compiler: of the texts.
+        compiler: compiles the texts.
         architecture: to compile for, like "sm_90".
-        folder: None: nothing is kept.
-        is_packed: machine code comes as :func:`.fat_binary`.
+        folder: where machine code is kept; None: nowhere.
+        is_packed: machine code is wrapped by :func:`.fat_binary`.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Cubins:
         self._lock = threading.Lock()
 
     def start(self, source: Source) -> Future[bytes | None]:
-        """Have a text's machine code made, if nobody has yet. The result is None if it does not compile."""
+        """Start to compile a text unless that has been done. The future's result is None if it does not compile."""
         with self._lock:
             if source.name in self._made:
                 return self._made[source.name]
@@ -223,11 +223,11 @@ class Cubins:
         if kept is not None:
             future.set_result(kept)
         else:
-            # Not a daemon: a process that ends waits for it, rather than unload the compiler under it.
+            # Not a daemon: a process that ends waits for the thread, and does not unload the compiler while it runs.
             thread = threading.Thread(target=self._make, args=(source.text, key, future), name="mlx_paged compiles")
             try:
                 thread.start()
-            except RuntimeError:  # no more threads, or the process ends
+            except RuntimeError:  # no thread can start, or the process is ending
                 self._make(source.text, key, future)
         return future
 
@@ -250,7 +250,7 @@ class Cubins:
             cubin = self._compiler.compile(text, architecture)
             if self._is_packed:
                 cubin = fat_binary(cubin, architecture)
-        except Exception:  # MLX compiles it then, and says what is wrong with it
+        except Exception:  # MLX then compiles the text, and reports what is wrong with it
             future.set_result(None)
             return
         future.set_result(cubin)
@@ -261,22 +261,22 @@ class Cubins:
 
 @lru_cache(maxsize=1)
 def cubins() -> Cubins | None:
-    """Return the compiler of MLX's GPU; None where MLX has to compile: there is no compiler, or MLX does not launch
-    what is compiled."""
+    """Return the machine code for MLX's GPU; None if MLX has to compile, because there is no NVRTC or MLX cannot launch
+    what it compiles."""
     compiler = nvrtc()
     architecture = str(mx.device_info().get("architecture"))
     if compiler is None or not architecture.startswith("sm_") or not hasattr(mx.fast, "precompiled_cuda_kernel"):
         return None
     try:
         folder = CubinFolder(folder_path())
-    except (OSError, RuntimeError):  # a home that is not to be found, or not to be written to
+    except (OSError, RuntimeError):  # no home directory, or no permission to write to it
         folder = None
     made = (Cubins(compiler, architecture, folder, is_packed=is_packed) for is_packed in (True, False))
     return next((each for each in made if _computes(each)), None)
 
 
 def _computes(made: Cubins) -> bool:
-    """Return whether what is compiled computes."""
+    """Return whether a test kernel compiles, launches and gives the right result."""
     cubin = made.get(_SUM)
     if cubin is None:
         return False
@@ -291,8 +291,8 @@ def _computes(made: Cubins) -> bool:
 
 
 def folder_path() -> Path:
-    """Return where machine code is kept: in MLX_PTX_CACHE_DIR, where MLX keeps its own if that is set, or the user's
-    cache. Raises RuntimeError if the user has no home."""
+    """Return the folder for machine code: in MLX_PTX_CACHE_DIR if that is set, where MLX keeps its own, else in the
+    user's cache folder. Raises RuntimeError if the user has no home."""
     own = os.environ.get("MLX_PTX_CACHE_DIR")
     cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "mlx_paged" / "kernels"

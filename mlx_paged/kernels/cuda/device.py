@@ -1,4 +1,4 @@
-"""What an NVIDIA GPU allows a kernel: shared memory and multiprocessors, asked from the driver."""
+"""Limits of an NVIDIA GPU, queried from the driver: shared memory and multiprocessors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 from typing import NamedTuple
 
-# Lowers the shared memory that kernels may ask for, in bytes, to try on one GPU what a smaller one does.
+# Lowers the shared memory that kernels may ask for, in bytes, to test on one GPU the behaviour of a smaller one.
 VARIABLE = "MLX_PAGED_SHARED_MEMORY"
 # CUdevice_attribute of the CUDA driver API.
 _MULTIPROCESSORS, _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_GROUP = 16, 81, 97
@@ -18,7 +18,7 @@ class CudaLimits(NamedTuple):
     """Limits of one GPU.
 
     Attributes:
-        multiprocessors: number of them (MLX and Apple say cores).
+        multiprocessors: number of multiprocessors (MLX and Apple say cores).
         shared_of_group: bytes of shared memory that one thread group may ask for.
         shared_of_multiprocessor: bytes that the thread groups on one multiprocessor share.
     """
@@ -28,13 +28,13 @@ class CudaLimits(NamedTuple):
     shared_of_multiprocessor: int
 
     def groups_together(self, shared: int) -> int:
-        """Return how many thread groups with ``shared`` bytes each fit one multiprocessor; 0: not even one."""
+        """Return how many thread groups with ``shared`` bytes each fit one multiprocessor; 0 if none does."""
         if shared > self.shared_of_group:
             return 0
         return self.shared_of_multiprocessor // (shared + _RESERVED)
 
 
-# An H100 or H200, for which the kernels are tuned: also assumed where the driver cannot be asked.
+# An H100 or H200, for which the kernels are tuned; also assumed if the driver cannot be queried.
 HOPPER = CudaLimits(132, 232_448, 233_472)
 
 

@@ -1,4 +1,4 @@
-"""CompiledKernel: launches machine code as MLX's own kernel objects are launched."""
+"""CompiledKernel: launches machine code, with the call interface of MLX's own kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-# What an input or output points to: a type of C, or the constant that names it. An input that is not listed here is not
-# known to this module, and MLX compiles its text.
+# Element types of inputs and outputs: a C type, or the constant that names it. MLX compiles a text that has an input or
+# output not listed here.
 _TYPES = {
     **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions"), "uint32_t"),
     **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles", "items"), "int"),
@@ -24,8 +24,8 @@ _TYPES = {
     **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
     **dict.fromkeys(("slots", "tokens"), "S"),
 }
-# Of inputs whose strides a text reads: [batch, heads, length, dim], heads and dims those of the pool. Values come from
-# a projection, and are [batch, length, heads, dim] in memory; keys have been rotated, which leaves them in order.
+# Strides of inputs [batch, heads, length, dim] that a text may read with strides; heads and dim are the pool's. Values
+# come from a projection and are [batch, length, heads, dim] in memory; rotation has left keys row-contiguous.
 _STRIDES = {
     "k": "int64_t(k_pool_1) * k_2 * {D}, int64_t(k_2) * {D}, {D}, 1",
     "v": "int64_t(k_pool_1) * k_2 * {DV}, {DV}, int64_t(k_pool_1) * {DV}, 1",
@@ -35,15 +35,15 @@ _POOLS = ("k_pool", "v_pool")
 
 
 class Source(NamedTuple):
-    """A whole text.
+    """The complete CUDA source of a kernel.
 
     Attributes:
-        name: of the kernel; follows the text.
-        text: for NVRTC.
-        types: what the inputs point to, in C.
-        axes: (input, its axes) whose sizes the kernel takes as integers behind its outputs.
+        name: the kernel's name, which contains a hash of the text.
+        text: source for NVRTC.
+        types: element types of the inputs, in C.
+        axes: (input, its axes) whose sizes the kernel takes as integers after its outputs.
         tokens_first: inputs [batch, heads, length, dim] that it reads as [batch, length, heads, dim].
-        shared: bytes of shared memory that a launch gives it.
+        shared: bytes of shared memory that a launch asks for.
     """
 
     name: str
@@ -63,15 +63,15 @@ def source_of(
     constants: Mapping[str, Any],
     type_of: Mapping[Any, str],
 ) -> Source | None:
-    """Return the text of a kernel, or None if it has inputs that are not known here.
+    """Return the complete source of a kernel; None if it has an input, an output or a use of sizes unknown here.
 
     Args:
-        body: its name.
+        body: the kernel's body.
         header: goes before the kernel.
-        source: of the kernel, its constants declared.
+        source: statements of the kernel, which declare its constants.
         inputs, outputs: names, in order.
-        constants: T, S and O name dtypes.
-        type_of: a dtype's name in C.
+        constants: of the kernel; T, S and O are dtypes.
+        type_of: C name of each dtype.
     """
     strided = [name for name in inputs if f"{name}_strides[" in source]
     if not all(name in _TYPES for name in (*inputs, *outputs)) or not all(name in _STRIDES for name in strided):
@@ -106,20 +106,20 @@ def source_of(
 
 
 def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Axes of an input whose sizes a text needs; None if that cannot be told."""
+    """Return the axes of an input whose sizes a text reads; None if they cannot be determined."""
     read = set(re.findall(rf"\b{name}_shape\[(\w+)\]", source))
     if all(axis.isdigit() for axis in read):
         return tuple(sorted(map(int, read)))
-    return tuple(range(constants["XD"])) if "XD" in constants else None  # in a loop over them all
+    return tuple(range(constants["XD"])) if "XD" in constants else None  # a loop reads all
 
 
 class CompiledKernel:
-    """Called like the result of ``mx.fast.cuda_kernel``. Inputs that are not row-contiguous are copied.
+    """A kernel called like the result of ``mx.fast.cuda_kernel``. Inputs that are not row-contiguous are copied.
 
     Args:
-        source: of the kernel.
+        source: the kernel's source.
         cubin: its machine code.
-        type_of: a dtype's name in C.
+        type_of: C name of each dtype.
     """
 
     def __init__(self, source: Source, cubin: bytes, type_of: dict[mx.Dtype, str]) -> None:
@@ -137,14 +137,15 @@ class CompiledKernel:
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
-        """See ``mx.fast.cuda_kernel``. The first call raises ValueError for inputs of other dtypes than the text's."""
+        """Launch; see ``mx.fast.cuda_kernel``. The first call raises ValueError if inputs have other dtypes than the
+        text's."""
         return self.prepared(
             grid=grid, threadgroup=threadgroup, output_shapes=output_shapes, output_dtypes=output_dtypes
         )(list(inputs))
 
     def prepared(self, **options: Any) -> Callable[[list[mx.array]], list[mx.array]]:
-        """Return the call with these keyword arguments, to be given inputs of the same shapes each time: what follows
-        from the shapes is computed once."""
+        """Return a function of the inputs alone, with these keyword arguments. Inputs must have the same shapes at each
+        call: what depends on the shapes is computed once."""
         name, _, types, axes, tokens_first, shared = self.source
         options = {
             **{"name": name, "compiled_source": self._cubin, "shared_memory": shared, "ensure_row_contiguous": True},

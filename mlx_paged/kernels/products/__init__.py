@@ -1,1 +1,1 @@
-"""Products of few rows in kernels of this package, and products with quantised weights, on CUDA."""
+"""Matrix products on CUDA: of few rows, in kernels of this package, and with quantised weights."""

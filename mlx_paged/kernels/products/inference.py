@@ -1,4 +1,4 @@
-"""Inference: a section in which kernels of this package may stand in for layers of a model, and layers share angles."""
+"""Inference: a section in which kernels of this package may replace layers of a model, and layers share angles."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import mlx.core as mx
 
-# Of dequantised weights that are needed before the host waits for those before them. MLX frees nothing that a launch
-# of its graph uses before that graph has run, and a GPU's host is a whole prompt ahead of it.
+# Bytes of dequantised weights after which the host waits for earlier ones. MLX frees nothing that a graph uses before
+# that graph has run, and the host is a whole prompt ahead of the GPU.
 BYTES_AHEAD = 256 << 20
 
 
 class Pace:
-    """What bounds the dequantised weights of a model call.
+    """A limit on the memory that a model call's dequantised weights take at a time.
 
     Attributes:
-        num_bytes: of those since the last mark.
-        mark: what is being computed, and waited for at the next mark.
+        num_bytes: bytes of weights since the last mark.
+        mark: an array that is being computed; the next mark waits for it.
     """
 
     def __init__(self) -> None:
@@ -25,8 +25,8 @@ class Pace:
         self.mark: mx.array | None = None
 
     def make_way(self, x: mx.array, num_bytes: int) -> bool:
-        """Make way for a weight of so many bytes that x is multiplied with. False where nothing can be computed yet,
-        as in a function that is being traced."""
+        """Wait for earlier weights if a weight of ``num_bytes``, to be multiplied with x, exceeds the limit. Return
+        False if nothing can be computed yet, as in a function that is being traced."""
         if self.num_bytes and self.num_bytes + num_bytes > BYTES_AHEAD:
             try:
                 mx.async_eval(x)
@@ -40,21 +40,21 @@ class Pace:
 
 
 class _ThreadState(threading.local):
-    inference: Inference | None = None  # that the thread is in
+    inference: Inference | None = None  # the section that the thread is in
 
 
 _thread = _ThreadState()
 
 
 class Inference:
-    """A section in which, in this thread, kernels of this package may multiply, and weights may be dequantised: a call
-    of a model whose results are computed in the order they are asked for, and are not differentiated (kernels have no
-    gradient, and one would keep all dequantised weights).
+    """A section in which, in this thread, kernels of this package may multiply and weights may be dequantised: a model
+    call whose results are computed in the order in which they are requested, and are not differentiated. Kernels have
+    no gradient, and a gradient would keep all dequantised weights.
 
     Args:
-        allowed: False for a section in which neither is done.
-        dequantizes: False for one in which no weight is.
-        shares_angles: rotary positions are computed once for all layers.
+        allowed: False forbids both.
+        dequantizes: False forbids dequantising weights.
+        shares_angles: whether rotary angles are computed once for all layers.
     """
 
     def __init__(self, *, allowed: bool = True, dequantizes: bool = True, shares_angles: bool = False) -> None:
@@ -70,15 +70,15 @@ class Inference:
 
 
 def is_inference() -> bool:
-    """Return whether kernels may stand in for layers here."""
+    """Return whether kernels may replace layers in this thread now."""
     return _thread.inference is not None and _thread.inference.allowed
 
 
 def pace() -> Pace | None:
-    """Return what bounds dequantised weights here; None where none may be dequantised."""
+    """Return the section's limit on dequantised weights; None if no weight may be dequantised."""
     return None if _thread.inference is None else _thread.inference.pace
 
 
 def angles() -> dict[Any, tuple[Any, mx.array, mx.array]] | None:
-    """Return what layers of this section have computed of rotary positions; None where they share nothing."""
+    """Return the rotary angles that layers of this section have computed; None if they share none."""
     return None if _thread.inference is None else _thread.inference.angles

@@ -1,9 +1,9 @@
-"""Products of a few rows with weight matrices, on CUDA: one kernel launch for up to three matrices, or for a product
-and what is made from it, and the norm of the rows before.
+"""Products of a few rows with weight matrices on CUDA. One kernel launch computes up to three products, or a product
+and the operation after it, and may include the norm of the rows before.
 
-A decode step of a small batch is bound by the host, and there MLX's way to cuBLAS takes several times as long as a
-kernel launch (docs/adr/0011). The results have the precision of MLX's: 16-bit factors, sums in float32. Matrices may be
-quantised, all of a launch in the same way (docs/adr/0024).
+A decode step of a small batch is bound by the host, where MLX's path to cuBLAS takes several times as long as a kernel
+launch (docs/adr/0011). Results are as precise as MLX's: 16-bit factors, sums in float32. Matrices may be quantised, all
+matrices of a launch in the same way (docs/adr/0024).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GROUP_SIZES = (32, 64, 128)
 
 
 class PackedWeight(NamedTuple):
-    """A matrix ``[width, depth]`` of affine quantisation, as MLX packs it.
+    """A matrix ``[width, depth]`` in affine quantisation, as MLX packs it.
 
     Attributes:
         words: ``[width, depth * bits / 32]``, uint32.
-        scales, biases: ``[width, depth / group_size]``, in the dtype of what is multiplied with it.
-        bits: of a value.
+        scales, biases: ``[width, depth / group_size]``, in the dtype of the rows multiplied with it.
+        bits: bits per value.
     """
 
     words: mx.array
@@ -62,23 +62,23 @@ class PackedWeight(NamedTuple):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """That of its values."""
+        """Dtype of its values."""
         return self.scales.dtype
 
     def values(self) -> mx.array:
-        """``[width, depth]`` in float32. Computed in 16 bits, as a dequantised weight of that dtype is, product and sum
-        would be rounded one by one."""
+        """Return the dequantised matrix ``[width, depth]`` in float32. In 16 bits, as dequantised weights of that dtype
+        are computed, product and sum would each be rounded."""
         scales, biases = (x.astype(mx.float32) for x in (self.scales, self.biases))
         return mx.dequantize(self.words, scales, biases, self.shape[1] // scales.shape[1], self.bits)
 
 
 MAX_ROWS = 32  # for more, cuBLAS is worth its call
-MAX_PACKED_ROWS = 256  # with quantised matrices, which cuBLAS does not take
-# Values of a matrix: larger ones take the GPU longer than a call takes the host, and cuBLAS is better at them.
+MAX_PACKED_ROWS = 256  # with quantised matrices, which cuBLAS does not support
+# Values of a matrix. Larger ones take the GPU longer than a call takes the host, and cuBLAS is faster for them.
 MAX_SIZE = 1 << 26
-MAX_PACKED_SIZE = 1 << 30  # of quantised ones: there MLX reads a matrix again for every few rows
+MAX_PACKED_SIZE = 1 << 30  # for quantised ones, which MLX reads again for every few rows
 MAX_MATRICES = 3
-# Of rows that are normalised by each thread group anew: values and rows. For more, one launch of a norm is cheaper.
+# Most values and rows that every thread group normalises itself. For more, a separate launch of the norm is cheaper.
 MAX_NORMED = 1 << 13
 MAX_NORMED_ROWS = 4
 DTYPES = (mx.bfloat16, mx.float16)
@@ -91,7 +91,7 @@ PLAIN, BIASED, ADDED, GATED, GROUPED = BODIES = (
 )
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
-CHECKED_DIMS = 3  # of the self-check's x
+CHECKED_DIMS = 3  # number of dimensions of x in the self-check
 
 Matrix = mx.array | PackedWeight  # [width, depth]
 
@@ -100,7 +100,7 @@ class Tile(NamedTuple):
     """What a thread group computes, and how.
 
     Attributes:
-        rows, columns: of the result.
+        rows, columns: size of its part of the result.
         unroll: loads of 32 values of each row that are in flight.
         groups: thread groups that must fit a multiprocessor together.
     """
@@ -112,16 +112,16 @@ class Tile(NamedTuple):
 
 
 TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
-# With the same bits: where there is a thread group for each multiprocessor at most, more loads in flight; where there
-# are a few more than two for each, fewer, so that all run together (docs/adr/0065).
+# Tiles with the same bits: FEW, with more loads in flight, if there is at most one thread group per multiprocessor;
+# MANY, with fewer, if there are a few more than two, so that all run together (docs/adr/0065).
 FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace(unroll=8, groups=1)}
 MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
-# What more rows have in the place of a tile.
+# The tile for more rows that corresponds to a tile.
 LARGER = {SMALL: LARGE, FEW[SMALL]: FEW[LARGE], MANY[SMALL]: MANY[LARGE]}
 
 
 class Norm(NamedTuple):
-    """What rows are divided by before they are multiplied: their root mean square, as ``mx.fast.rms_norm`` does it.
+    """A norm of the rows before the product, as ``mx.fast.rms_norm`` computes it.
 
     Attributes:
         gains: ``[depth]``, in the dtype of x.
@@ -133,14 +133,14 @@ class Norm(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Rotary positions of queries and keys, as ``mx.fast.rope`` turns the halves of whole heads.
+    """A rotation of queries and keys by their positions, as ``mx.fast.rope`` rotates the halves of whole heads.
 
     Attributes:
-        half: of a head's dimensions.
+        half: half of a head's dimensions.
         offsets: position of each row, int32 ``[rows]``.
-        scale: of positions.
-        base: of the frequencies; None: they are given.
-        frequencies: what ``mx.fast.rope`` takes as freqs, float32 ``[half]``, or None.
+        scale: factor of the positions.
+        base: base of the frequencies; None if ``frequencies`` are given.
+        frequencies: ``freqs`` of ``mx.fast.rope``, float32 ``[half]``, or None.
     """
 
     half: int
@@ -151,11 +151,11 @@ class Turn(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What the text of a kernel holds of the operations around a product.
+    """What a kernel's text contains of the operations around a product.
 
     Attributes:
         eps: of the norm before it, or None.
-        half: of heads that are rotated after it, or 0.
+        half: half of the dimensions of heads rotated after it, or 0.
         scale, base: of a :class:`Turn`.
     """
 
@@ -166,18 +166,18 @@ class Around(NamedTuple):
 
     @classmethod
     def of(cls, norm: Norm | None, turn: Turn | None = None) -> Around:
-        """Return it for a norm and a rotation."""
+        """Return the operations for a norm and a rotation."""
         eps = None if norm is None else norm.eps
         return cls(eps) if turn is None else cls(eps, turn.half, turn.scale, turn.base)
 
     @property
     def suffix(self) -> str:
-        """Return the end of the body's name."""
+        """Suffix of the body's name."""
         return f"{'' if self.eps is None else '_norm'}{'_turn' if self.half else ''}"
 
     @property
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        """Return those of the text; floats by their bits."""
+        """Constants of the text; a float is an integer of the same bits."""
         known: list[tuple[str, int | bool]] = []
         if self.eps is not None:
             known += [("EPS", _float_bits(self.eps)), ("NORMED", MAX_NORMED), ("NORMED_ROWS", MAX_NORMED_ROWS)]
@@ -189,7 +189,7 @@ class Around(NamedTuple):
 
 
 NOTHING = Around()
-# Popular ones: a norm of Llama's, heads of 64.
+# Common operations: Llama's norm, heads of 64.
 _NORM, _TURN = Around(1e-5), Around(half=32, base=5e5)
 KERNELS = (
     *((body, NOTHING) for body in BODIES),
@@ -203,8 +203,8 @@ def _float_bits(value: float) -> int:
 
 
 class TileCheck(NamedTuple):
-    """Outcome of a self-check; rms is NaN if there was no result, seconds include compiling. ``bits`` is 0 for matrices
-    that are not quantised."""
+    """Outcome of a self-check; rms is NaN if there was no result, seconds include compiling. ``bits`` is 0 if matrices
+    are not quantised."""
 
     body: str
     dtype: mx.Dtype
@@ -217,7 +217,7 @@ class TileCheck(NamedTuple):
 
 
 def is_available() -> bool:
-    """Return whether there is a GPU that this is for."""
+    """Return whether MLX's default device is a GPU with CUDA."""
     return backend() == "cuda" and mx.default_device() == mx.Device(mx.gpu)
 
 
@@ -228,7 +228,7 @@ def covers(
     norm: Norm | None = None,
     turn: Turn | None = None,
 ) -> bool:
-    """Return whether :func:`products` multiplies these here: shapes, dtypes, a GPU with CUDA, and a kernel that works.
+    """Return whether :func:`products` can multiply these: it supports shapes, dtypes and device, and the kernel works.
 
     The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
@@ -255,15 +255,16 @@ def products(
     norm: Norm | None = None,
     turn: Turn | None = None,
 ) -> list[mx.array]:
-    """``x @ w.T`` for few rows and each of some matrices, in one launch; :func:`covers` says whether it can be had.
+    """Return ``x @ w.T`` for few rows and each matrix, computed in one launch; requires :func:`covers`.
 
     Args:
-        x: ``[..., depth]``, 1 to 32 rows in all, or to 256 for quantised matrices; bfloat16 or float16.
-        weights: 1 to 3 of ``[width, depth]``, of the same dtype and quantised in the same way; depth a multiple of 8.
-        bias: ``[width]``, to be added to the product with the only matrix, or None.
-        shapes: of the results, instead of ``[..., width]``.
-        norm: of the rows of x, before several matrices.
-        turn: of what the first two of several matrices make.
+        x: ``[..., depth]``, 1 to 32 rows in all, or up to 256 for quantised matrices; bfloat16 or float16.
+        weights: 1 to 3 matrices ``[width, depth]``, of the same dtype and quantised in the same way; depth a multiple
+            of 8.
+        bias: ``[width]``, added to the product, or None; with one matrix only.
+        shapes: shapes of the results, instead of ``[..., width]``.
+        norm: applied to the rows of x; with several matrices only.
+        turn: applied to the first two results; with several matrices only.
 
     Returns:
         ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
@@ -274,16 +275,16 @@ def products(
 
 
 def covers_sum(x: mx.array, weight: Matrix, residual: mx.array) -> bool:
-    """Like :func:`covers`, for :func:`product_sum`."""
+    """Return whether :func:`product_sum` can compute this; see :func:`covers`."""
     fits = residual.shape[-1] == weight.shape[0] and residual.dtype == x.dtype
     return fits and _covers(ADDED, x, _num_rows(residual), [weight])
 
 
 def product_sum(x: mx.array, weight: Matrix, residual: mx.array) -> mx.array:
-    """``residual + x @ weight.T`` in one launch, with the bits of a product of :func:`products` added by MLX.
+    """Return ``residual + x @ weight.T``, computed in one launch, with the bits of :func:`products` and a sum by MLX.
 
     Args:
-        x: as many rows of depth as the residual has rows, in any shape, such as ``[B, n_heads, 1, head_dim]``.
+        x: as many rows of ``depth`` values as the residual has rows, in any shape, as ``[B, n_heads, 1, head_dim]``.
         weight: ``[width, depth]``.
         residual: ``[..., width]``.
     """
@@ -292,22 +293,22 @@ def product_sum(x: mx.array, weight: Matrix, residual: mx.array) -> mx.array:
 
 
 def covers_gated(x: mx.array, gate: Matrix, up: Matrix, norm: Norm | None = None) -> bool:
-    """Like :func:`covers`, for :func:`gated_product`."""
+    """Return whether :func:`gated_product` can compute this; see :func:`covers`."""
     return gate.shape == up.shape and _covers(GATED, x, _num_rows(x), [gate, up], norm)
 
 
 def gated_product(x: mx.array, gate: Matrix, up: Matrix, norm: Norm | None = None) -> mx.array:
-    """``silu(x @ gate.T) * (x @ up.T)`` in one launch, rounded after each operation as MLX does.
+    """Return ``silu(x @ gate.T) * (x @ up.T)``, computed in one launch, rounded after each operation as MLX does.
 
     Args:
-        x, gate, up, norm: as for :func:`products`.
+        x, gate, up, norm: as in :func:`products`.
     """
     shape = (*x.shape[:-1], gate.shape[0])
     return _launch(GATED, x, [gate, up], None, _tile_of(GATED, _num_rows(x), [gate, up]), [shape], norm)[0]
 
 
 def _can_normalise(x: mx.array, norm: Norm) -> bool:
-    """Return whether MLX's order of adding squares is known for such rows, and few are normalised anew."""
+    """Return whether the order in which MLX adds squares of such rows is known, and the rows are few enough."""
     depth = x.shape[-1]
     is_known = depth % 1024 == 0 or (depth % 512 == 0 and depth <= 4096)
     few = x.size <= MAX_NORMED and _num_rows(x) <= MAX_NORMED_ROWS
@@ -336,7 +337,7 @@ def _covers(
 
 
 def _form_of(weight: Matrix) -> tuple[int, int]:
-    """Return how a matrix is quantised: bits, and groups of a row; (0, 0) if it is not."""
+    """Return how a matrix is quantised: (bits, groups per row); (0, 0) if it is not."""
     return (weight.bits, weight.scales.shape[1]) if isinstance(weight, PackedWeight) else (0, 0)
 
 
@@ -368,9 +369,9 @@ def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
 
 
 def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0, around: Around = NOTHING) -> Text:
-    """Return the text for an x of so many dimensions, for matrices of so many bits a value, if they are quantised, and
-    for what is done around the product."""
-    matrices = 2 if body == GATED else 1  # that a column is made from
+    """Return the text for an x of ``num_dims`` dimensions, matrices of ``bits`` per value (0: not quantised), and the
+    operations around the product."""
+    matrices = 2 if body == GATED else 1  # matrices that a column is computed from
     unroll = max(1, 8 // (bits * matrices)) if bits else tile.unroll // matrices
     constants = (
         ("T", dtype),
@@ -404,7 +405,7 @@ def _launch(
     threads = 32 * _SIMDGROUPS
     tiles = _num_tiles(weights[: len(shapes)], tile)
     outputs = list(shapes)
-    if body == GROUPED and len(weights) < MAX_MATRICES:  # the grid ends before the third
+    if body == GROUPED and len(weights) < MAX_MATRICES:  # a placeholder: the grid ends before the third
         weights = [*weights, weights[-1]]
         outputs.append((1,))
     inputs = [x]
@@ -431,12 +432,12 @@ def _no_frequencies() -> mx.array:
 
 
 def _wanted(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, around: Around) -> list[Text]:
-    """Return the texts that a first use of one leads to, its own among them: rows that join, and drafts of a few, take
-    the larger tile."""
+    """Return the texts to compile at the first use of one: its own, and those likely to follow. Rows that join, and
+    drafts of a few rows, use the larger tile."""
     forms = [(tile, around)]
     if tile in LARGER:
         forms.append((LARGER[tile], around._replace(eps=None)))
-    # What is done around a product is compared with the product alone.
+    # The self-check compares a product with operations around it to the product alone.
     bodies = [(body, each, form) for each, own in forms for form in (own, NOTHING)]
     if num_dims == CHECKED_DIMS and around.eps is not None:
         bodies.append((GATED, tile, Around(around.eps)))
@@ -449,8 +450,8 @@ def _wanted(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, ar
 
 @lru_cache(maxsize=256)
 def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, around: Around = NOTHING) -> bool:
-    """Return whether the kernel can be used on this machine for an x of so many dimensions and matrices of so many
-    bits, which are another text each. A kernel that fails its self-check or does not compile warns once, and is not."""
+    """Return whether the kernel can be used on this machine for an x of ``num_dims`` dimensions and matrices of
+    ``bits``; each pair is another text. Warns once if the kernel fails its self-check or does not compile."""
     if dtype not in DTYPES or not is_available():
         return False
     compile_ahead((text.body, text.constants) for text in _wanted(body, dtype, tile, num_dims, bits, around))
@@ -468,11 +469,11 @@ def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, arou
 
 
 def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, around: Around = NOTHING) -> TileCheck:
-    """Compare the kernel with float32 products of the same factors, with edges in every dimension; what is done around
-    the product with MLX's norm and rotation.
+    """Compare the kernel with float32 products of the same factors, with edges in every dimension, and the operations
+    around the product with MLX's norm and rotation.
 
-    Fails on a compile error, an RMS difference of 5e-3 of the result's and more, or rows that the kernel normalises to
-    other bits than MLX. Never raises for a failing kernel.
+    Fails on a compile error, an RMS difference of at least 5e-3 (results are about 1), or rows that the kernel
+    normalises to other bits than MLX. Never raises for a failing kernel.
     """
     if around != NOTHING:
         found = outcome_of(lambda: _difference_around(body, dtype, tile, bits, around))
@@ -480,7 +481,7 @@ def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, around: Ar
     sizes = (
         ((1, 40, 32), (tile.rows + 5, 200, 2176), (3, 40, 384)) if bits else ((1, 40, 8), (tile.rows + 5, 200, 2200))
     )
-    # Of quantised matrices, sizes of groups in the same order.
+    # For quantised matrices, each size has another group size.
     checks = [(*size, bits, group_size) for size, group_size in zip(sizes, GROUP_SIZES, strict=False)]
     return TileCheck(
         body, dtype, tile, bits, *outcome_of(lambda: max(_difference(body, dtype, tile, *check) for check in checks))
@@ -488,8 +489,8 @@ def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, around: Ar
 
 
 def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, around: Around = NOTHING) -> float:
-    """Seconds of a launch for a full tile's rows, or one that is normalised, and matrices of 2,048 x 2,048, the kernel
-    being compiled."""
+    """Return the seconds of a launch for matrices of 2,048 x 2,048 and the rows of a full tile, or one row with a norm;
+    compilation excluded."""
     size, num_rows = 2048, tile.rows if around.eps is None else 1
     x = mx.zeros((num_rows, 1, size), dtype)
     weights = [_packed(mx.zeros((size, size), dtype), bits, 64)] * {GROUPED: MAX_MATRICES, GATED: 2}.get(body, 1)
@@ -515,8 +516,8 @@ def _packed(weight: mx.array, bits: int, group_size: int) -> Matrix:
 def _difference(
     body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: int, depth: int, bits: int, group_size: int
 ) -> float:
-    """RMS of the kernel's error, the result's being about 1."""
-    # Not by split and index, which MLX would have to compile on CUDA.
+    """Return the RMS of the kernel's error; results are about 1."""
+    # Keys are not split and indexed: MLX would have to compile kernels for that on CUDA.
     keys = [mx.random.key(num_rows + 1000 * i) for i in range(2 + MAX_MATRICES)]
     x = mx.random.normal((num_rows, 1, depth), key=keys[0]).astype(dtype)
     addends = {BIASED: (width,), ADDED: (num_rows, 1, width)}
@@ -533,7 +534,7 @@ def _difference(
     errors = []
     for count in counts:
         weights = packed[:count]
-        # Sums, not products of matrices: these may go through TF32.
+        # Sums, as products of matrices may use TF32.
         expected = [(x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None] for w in matrices[:count]]
         if body == GATED:
             gate, up = (y.astype(dtype).astype(mx.float32) for y in expected)
@@ -548,10 +549,10 @@ def _difference(
 
 
 def _difference_around(body: str, dtype: mx.Dtype, tile: Tile, bits: int, around: Around) -> float:
-    """Compare a product with what is done around it with MLX's norm and rotation, of 1 and 3 rows.
+    """Compare a product and the operations around it with MLX's norm and rotation, for 1 and 3 rows.
 
     Returns:
-        RMS of its error, the result's being about 1. Raises RuntimeError if MLX normalises to other bits.
+        The RMS of the error; results are about 1. Raises RuntimeError if MLX normalises to other bits.
     """
     head = 2 * around.half or 16
     widths = [48, 48] if body == GATED else [3 * head, head, 24]

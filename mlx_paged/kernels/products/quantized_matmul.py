@@ -1,9 +1,9 @@
-"""Products with quantised weights on CUDA: as one product of all rows; in a model's calls over a pool, of few rows by a
-kernel of this package, and of many with the weight dequantised.
+"""Products with quantised weights on CUDA: one product of all rows. In model calls over a pool, a kernel of this
+package multiplies few rows, and for many rows the weight is dequantised first.
 
-MLX multiplies ``[B, 1, depth]`` as B products of one row there, each of which reads the whole weight; its products of
-many rows take longer than to dequantise the weight first; and it compiles them when they are first used, the better
-part of a minute for each number of rows that they are made for (docs/adr/0024).
+MLX multiplies ``[B, 1, depth]`` as B products of one row, each of which reads the whole weight. Its products of many
+rows take longer than dequantising the weight first, and it compiles them at first use, most of a minute for each number
+of rows that they are made for (docs/adr/0024).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import mlx.nn as nn
 from . import inference, narrow_matmul
 from .narrow_matmul import PackedWeight
 
-# From so many rows on a weight is dequantised first.
+# From this number of rows on, a weight is dequantised first.
 DEQUANTIZED_ROWS = 129
-# The same for experts, with so many rows for each of them on average: all of a layer's are dequantised.
+# The limit for experts, in rows per expert on average: all experts of a layer are dequantised.
 DEQUANTIZED_ROWS_PER_EXPERT = 8
-MOST_BYTES = 512 << 20  # of one dequantised weight; larger ones stay as they are
+MOST_BYTES = 512 << 20  # of one dequantised weight; larger ones stay quantised
 _DTYPES = (mx.bfloat16, mx.float16)  # float32 products may go through TF32 where quantised ones do not
 
 
 def product(layer: nn.Module, x: mx.array) -> mx.array | None:
-    """``x @ w.T`` with a layer's quantised weight ``[width, depth]``.
+    """Return ``x @ w.T`` with a layer's quantised weight ``[width, depth]``.
 
     Args:
         layer: a ``QuantizedLinear`` or ``QuantizedEmbedding``.
         x: ``[..., depth]``.
 
     Returns:
-        ``[..., width]``; None if MLX multiplies all rows together as x is, and nothing else is to be done.
+        ``[..., width]``; None if MLX's own product is as good: it multiplies all rows of x together.
     """
     depth = x.shape[-1]
     num_rows = x.size // max(1, depth)
@@ -69,7 +69,7 @@ def sorted_experts_product(layer: Any, x: mx.array, indices: mx.array) -> mx.arr
         indices: int ``[N]``, the expert of each row, in ascending order.
 
     Returns:
-        ``[N, 1, width]``; None if the weights are not to be dequantised for that.
+        ``[N, 1, width]``; None if the weights should not be dequantised.
     """
     num_experts, width, _ = layer["weight"].shape
     is_row_each = x.ndim == 3 and x.shape[1] == 1 and indices.ndim == 1 and x.shape[0] == indices.size
@@ -82,7 +82,8 @@ def sorted_experts_product(layer: Any, x: mx.array, indices: mx.array) -> mx.arr
 
 
 def _dequantized(layer: nn.Module, x: mx.array, size: int) -> mx.array | None:
-    """Return a layer's weight of so many values in x's dtype, for one product with x; None if it is not to be had."""
+    """Return a layer's weight of ``size`` values in x's dtype, for one product with x; None if it may not be
+    dequantised."""
     scales, biases = layer["scales"], layer.get("biases")
     num_bytes = size * x.dtype.size
     pace = inference.pace()
@@ -90,7 +91,7 @@ def _dequantized(layer: nn.Module, x: mx.array, size: int) -> mx.array | None:
         pace is None
         or x.dtype not in _DTYPES
         or num_bytes > MOST_BYTES
-        or (biases is not None and scales.dtype != x.dtype)  # of both: what MLX would compute in is another one
+        or (biases is not None and scales.dtype != x.dtype)  # MLX would compute in another dtype
         or not pace.make_way(x, num_bytes)
     ):
         return None
