@@ -258,7 +258,7 @@ class SequenceTables(Ledger):
         Raises:
             BlockStateError: some layers have taken it already, or more positions are reserved.
         """
-        self.begin(1)
+        self.reserve(1)
         if any(count != 1 for count in self._counts):
             raise BlockStateError(f"a step of one token, while {max(self._counts)} are reserved")
         self._take_all()
@@ -271,33 +271,24 @@ class SequenceTables(Ledger):
         return tables, self._step_of(self._place[layer], tables, num_tokens)
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve positions for the next tokens in all groups, which :meth:`take_next` then takes.
+        """Reserve positions for the next tokens, which :meth:`take_next` then takes, in the groups that have none.
 
         Raises:
             Exception: from :meth:`BlockPool.append_tokens`; nothing is reserved then.
         """
-        if len(self.tables) > 1:
-            self.pool.ensure_free_for(self.tables, num_tokens)
+        level = [group for group, behind in enumerate(self._behind) if not behind]
+        if len(level) > 1:
+            self.pool.ensure_free_for([self.tables[group] for group in level], num_tokens)
         done = []
         try:
-            for table in self.tables:
-                self.pool.append_tokens(table, num_tokens)
-                done.append(table)
+            for group in level:
+                self.pool.append_tokens(self.tables[group], num_tokens)
+                done.append(self.tables[group])
         except Exception:
             for table in done:
                 self.pool.trim(table, num_tokens)
             raise
-        self._counts = [num_tokens] * len(self.tables)
-        self.give_up()
-
-    def begin(self, num_tokens: int) -> None:
-        """Reserve positions for the next tokens in the groups that have none reserved yet."""
-        level = [group for group, behind in enumerate(self._behind) if not behind]
-        if len(level) == len(self.tables):
-            self.reserve(num_tokens)
-            return
         for group in level:
-            self.pool.append_tokens(self.tables[group], num_tokens)
             self._counts[group] = num_tokens
             self._note_reserved(group)
 

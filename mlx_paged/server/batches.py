@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..errors import ConfigError
 from .errors import RequestRefused, invalid, not_found
 from .http import body_of, json_response
 from .requests import endpoints
@@ -62,7 +63,10 @@ class Batches:
     def resume(self) -> None:
         """Run the batches again that were unfinished when the server ended."""
         for batch in self._batches.values():
-            if batch["status"] in OPEN:
+            if batch["status"] == "cancelling":
+                batch |= {"status": "cancelled", "cancelled_at": int(time.time())}
+                self._save(batch)
+            elif batch["status"] in OPEN:
                 self._start(batch)
 
     # Files ----------------------------------------------------------------------------------------------------
@@ -128,6 +132,7 @@ class Batches:
         batch = _found(self._batches, owner, name)
         if batch["status"] == "in_progress":
             batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
+            self._save(batch)
             self._tasks[name].cancel()
         return batch
 
@@ -183,13 +188,17 @@ class Batches:
     async def _run(self, batch: dict[str, Any]) -> None:
         lines: dict[int, dict[str, Any]] = {}  # answers by request number
         try:
+            keys = self._service.config.api_keys
+            key = keys.key_of(batch["owner"])
+            if keys and key is None:
+                raise ConfigError("the API key of this batch is not one of the server's any more")
             requests = _requests(self.content(batch["owner"], batch["input_file_id"]), batch["endpoint"])
             batch["request_counts"] = counts = {"total": len(requests), "completed": 0, "failed": 0}
             left = iter(enumerate(requests))
 
             async def work() -> None:
                 for number, request in left:
-                    lines[number] = line = await self._answered(batch, request)
+                    lines[number] = line = await self._answered(batch, request, key)
                     counts["completed" if _is_good(line) else "failed"] += 1
 
             async with asyncio.TaskGroup() as group:
@@ -201,6 +210,8 @@ class Batches:
                 raise  # the server shuts down
             batch |= {"status": "cancelled", "cancelled_at": int(time.time())}
         except Exception as error:
+            while isinstance(error, ExceptionGroup):  # the group of tasks'
+                error = error.exceptions[0]
             logging.exception("a batch failed")
             told = [{"code": "failed", "message": f"{type(error).__name__}: {error}"[:1000]}]
             batch |= {"status": "failed", "failed_at": int(time.time()), "errors": {"object": "list", "data": told}}
@@ -215,9 +226,8 @@ class Batches:
                     batch["errors"] = {"object": "list", "data": [{"code": "too_large", "message": str(refused)}]}
         self._save(batch)
 
-    async def _answered(self, batch: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _answered(self, batch: Mapping[str, Any], request: Mapping[str, Any], key: str | None) -> dict[str, Any]:
         """Send a request through the server's application; retry on 429 and 503. Return the answer's line."""
-        key = self._service.config.api_keys.key_of(batch["owner"])
         body = json.dumps({**request["body"], "stream": False, "priority": MAX_PRIORITY}).encode()
         headers = {"authorization": f"Bearer {key}", "user-agent": "batch", "host": "localhost"}
         while True:

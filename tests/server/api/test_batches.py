@@ -184,6 +184,9 @@ def test_a_batch_is_bounded_cancelled_and_resumed(tmp_path: Path) -> None:
         with pytest.raises(RequestRefused):
             batches.cancel("somebody", kept["id"])
         assert batches.cancel(owner, other["id"])["status"] == "cancelling"
+        saved = tmp_path / "batches" / f"{other['id']}.json"
+        assert json.loads(saved.read_text())["status"] == "cancelling"
+        (tmp_path / "at the crash").write_text(saved.read_text())
         await until(lambda: other["status"] != "cancelling")
         assert other["status"] == "cancelled" and kept["status"] == "in_progress"
 
@@ -195,7 +198,26 @@ def test_a_batch_is_bounded_cancelled_and_resumed(tmp_path: Path) -> None:
         assert kept["status"] == "completed" and kept["request_counts"]["completed"] == 40
         assert batches.content(owner, kept["output_file_id"]).count(b"\n") == 40
 
+    async def after_a_crash() -> None:
+        batches, asked = started()
+        assert sorted(each["status"] for each in batches._batches.values()) == ["cancelled", "in_progress"]
+        await until(lambda: asked.bodies != [])
+
+    async def without_its_key() -> None:
+        batches = Batches(service("one", "three"), tmp_path / "batches")
+        batches.resume()
+        (kept,) = [each for each in batches._batches.values() if each["status"] == "in_progress"]
+        await until(lambda: kept["status"] != "in_progress")
+        assert kept["status"] == "failed" and "API key" in kept["errors"]["data"][0]["message"]
+
     asyncio.run(first())
+    crashed = json.loads((tmp_path / "at the crash").read_text())
+    (tmp_path / "batches" / f"{crashed['id']}.json").write_text(json.dumps(crashed))
+    files = {path: path.read_bytes() for path in (tmp_path / "batches").iterdir()}
+    asyncio.run(after_a_crash())
+    asyncio.run(without_its_key())
+    for path, content in files.items():
+        path.write_bytes(content)
     asyncio.run(second())
     assert oct((tmp_path / "batches").stat().st_mode & 0o777) == "0o700"
 
@@ -209,3 +231,18 @@ def test_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.status == 413
     batches.delete_file(None, file["id"])
     assert batches.add_file(None, "x", "batch", b"x" * 100)["bytes"] == 100
+
+
+def test_an_error_within_a_batch_is_named() -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise OSError("no such device")
+
+    async def run() -> dict[str, Any]:
+        batches = Batches(service(), None)
+        batches.app = broken
+        batch = batches.add_messages(None, {"requests": [{"custom_id": "a", "params": {}}]})
+        await until(lambda: batches._batches[batch["id"]]["status"] != "in_progress")
+        return batches._batches[batch["id"]]
+
+    batch = asyncio.run(run())
+    assert (batch["status"], batch["errors"]["data"][0]["message"]) == ("failed", "OSError: no such device")
