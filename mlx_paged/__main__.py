@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .cli.terminal import orderly_end, version_text
-from .config import PagedConfig
+from .config import STOCK_BITS, PagedConfig
 from .errors import ConfigError
 from .model_folder import tell_if_unbounded
 from .startup import raise_at_interrupt
@@ -95,13 +95,18 @@ def _run_upstream(arguments: list[str]) -> None:
     from .cli.generate import raise_cpu_cache_limit
     from .patches.patch import replaced
 
-    command = arguments[0]
-    if command in UPSTREAM and "--version" in arguments[1:]:
-        print(version_text())
-        return
     parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, allow_abbrev=False)
     PagedConfig.add_arguments(parser)
     ours, theirs = parser.parse_known_args(arguments)
+    command = theirs[0] if theirs else ""
+    if command in UPSTREAM and "--version" in theirs:
+        print(version_text())
+        return
+    bits = getattr(ours, "paged_kv_bits", None)
+    if bits in STOCK_BITS:  # mlx-lm's own caches have them
+        ours.paged_kv_bits = None
+        theirs += ["--kv-bits", str(bits)]
+        theirs += ["--kv-group-size", str(ours.paged_kv_group_size)] if hasattr(ours, "paged_kv_group_size") else []
     patches.apply_patches(PagedConfig.from_env().with_arguments(ours))
     raise_cpu_cache_limit()
     sys.argv = [sys.argv[0], *theirs]

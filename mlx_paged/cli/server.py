@@ -27,7 +27,6 @@ from . import over_ranks
 from .generate import raise_cpu_cache_limit
 from .terminal import add_version, orderly_end, restrict, whole_number
 
-LOOPBACK = ("127.", "::1", "localhost")
 NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 LOG_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 
@@ -202,10 +201,11 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
         logging.warning("mlx_lm.server is not the one known (%s): its own code runs", changed)
         run_upstream(args, config)
         return
+    from ..server.http import LOOPBACK
     from ..server.service import Service
 
     one_form_for_all_lines()
-    if not config.api_keys and not args.host.startswith(LOOPBACK):
+    if not config.api_keys and LOOPBACK.fullmatch(args.host) is None:
         print(
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
             file=sys.stderr,

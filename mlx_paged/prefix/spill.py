@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -321,8 +323,7 @@ class SpillStore:
                 tree.pool.release_table(table)
             tree.unlock(match.node)
         for block in blocks:
-            if block.path in self._order:
-                self._order[block.path] = self._order.pop(block.path)
+            self._note_use(block.path)
         return end - match.length
 
     def restore_checkpoint(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
@@ -380,9 +381,15 @@ class SpillStore:
         finally:
             for table in tables:
                 tree.pool.release_table(table)
-        if file.path in self._order:
-            self._order[file.path] = self._order.pop(file.path)
+        self._note_use(file.path)
         return done
+
+    def _note_use(self, path: Path) -> None:
+        """Make a file the most recently used one, by its time on disk also after a restart."""
+        if path in self._order:
+            self._order[path] = self._order.pop(path)
+            with suppress(OSError):  # another process may have deleted it
+                os.utime(path)
 
     def _servable(
         self, blocks: list[SpilledBlock], base: int, length: int, windows: Sequence[Window | None]

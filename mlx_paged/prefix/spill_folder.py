@@ -165,7 +165,7 @@ class SpillFolder:
         warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=5)
 
     def blocks(self) -> list[SpilledBlock]:
-        """Return the blocks in the folder, oldest file first. Temporary files, which another process may be writing,
+        """Return the blocks in the folder, least recently used first. Temporary files, which another process may be writing,
         are deleted after an hour."""
         found: list[tuple[int, SpilledBlock]] = []
         for name in os.listdir(self.path):
@@ -185,7 +185,7 @@ class SpillFolder:
         return [block for _, block in sorted(found, key=lambda item: (item[0], item[1].path.name))]
 
     def _read_header(self, path: Path) -> tuple[int, SpilledBlock]:
-        """Return the file's time of modification in ns, and its block. Makes the file private."""
+        """Return when the file was written or last used, in ns, and its block. Makes the file private."""
         # Follows no link, and does not wait for the writer of a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:

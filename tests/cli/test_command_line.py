@@ -130,6 +130,16 @@ def test_prompt_cache_files_interchange_with_mlx_lm(folder: Path, tmp_path: Path
     assert "blocks of 32 tokens" in stats.stderr and "attention: gather" in stats.stderr
 
 
+def test_prompt_cache_with_bits_that_only_mlx_lm_has(folder: Path, tmp_path: Path) -> None:
+    file, bits = tmp_path / "cache.safetensors", ("--kv-bits", 3, "--kv-group-size", 32, "--quantized-kv-start", 0)
+    save = ("cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file", file)
+    made = command(*bits[:4], *save, *bits[4:])
+    assert made.returncode == 0, made.stderr
+    arrays, _ = mx.load(str(file), return_metadata=True)
+    assert arrays["0.0.0"].dtype == mx.uint32 and arrays["0.0.0"].shape[-1] == 3, "32 values of 3 bits"
+    check_error(command("chat", "--model", folder, *bits[:2]), "unrecognized arguments: --kv-bits 3", code=2)
+
+
 def test_prompt_cache_of_another_model_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "cache.safetensors"
     assert command("cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file", file).returncode == 0

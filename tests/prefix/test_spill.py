@@ -298,12 +298,15 @@ def test_a_slow_disk_costs_prefixes_which_are_counted(tmp_path: Path, monkeypatc
     assert restored(tmp_path, (*range(8), 99)) == 8 and restored(tmp_path, (*range(900, 908), 99)) == 0
 
 
-def test_size_cap_deletes_what_was_used_least_recently(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarts", [False, True])
+def test_size_cap_deletes_what_was_used_least_recently(restarts: bool, tmp_path: Path) -> None:
     store = spilled(tmp_path, [range(100 * n, 100 * n + 4) for n in range(4)])
     each = store.nbytes // 4
     pool = make_pool()
     tree = RadixTree(pool)
     assert store.restore(tree, [0, 1, 2, 3, 9], None, "weights") == 4
+    if restarts:
+        store = SpillStore(tmp_path)
     store.max_bytes = 3 * each + each // 2
     add(tree, [900, 901, 902, 903])
     store.save(pool, tree.match([900, 901, 902, 903, 0]).node, "weights")

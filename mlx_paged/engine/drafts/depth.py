@@ -47,10 +47,11 @@ class Acceptance:
         """Return the chance of acceptance of each of ``most`` drafts, which requires that of all before it."""
         return list(accumulate(repeat(self.chance, most), mul))
 
-    def note(self, drafted: int, accepted: int) -> None:
-        """Note a step's drafts; those after a wrong one do not count."""
-        self._right = self._right * self._keep + accepted
-        self._tried = self._tried * self._keep + min(drafted, accepted + 1)
+    def note(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Note a step's drafts, by row; those after a wrong one do not count."""
+        tried = sum(min(count, right + 1) for count, right in zip(drafted, accepted, strict=True))
+        self._right = self._right * self._keep + sum(accepted)
+        self._tried = self._tried * self._keep + tried
 
 
 class Assumed(NamedTuple):
@@ -505,7 +506,7 @@ class Depth:
         depth = max(drafted)
         self.steps[depth] = self.steps.get(depth, 0) + 1
         self._since_measured += 1
-        self.acceptance.note(sum(drafted), sum(accepted))
+        self.acceptance.note(drafted, accepted)
         if self._last is not None:
             self._last.proposed = sum(drafted) / num_rows
             self._last.accepted = sum(accepted) / num_rows

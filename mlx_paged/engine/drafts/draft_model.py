@@ -353,7 +353,7 @@ class DraftModel:
             own = self.rows.get(row)
             if own is None or not tried:
                 continue
-            own.acceptance.note(tried, right)
+            own.acceptance.note([tried], [right])
             able.append((tried, right))
             self._take_back(row, right if self.keeps_accepted else 0)
         if able:

@@ -183,7 +183,7 @@ def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any,
         raise refusal_of(error) from None
     unknown = sorted(ignored_in(body))[:MOST_NOTED]
     if unknown and strict:
-        raise invalid(f"{unknown[0]} is not a parameter here", unknown[0])
+        raise invalid(f"{unknown[0]} is unknown, or has no effect here", unknown[0])
     _note_ignored(unknown)
     return body, unknown
 

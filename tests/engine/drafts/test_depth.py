@@ -135,7 +135,7 @@ class Machine:
         accepted = [int(places[0]) if len(places) else n for places, n in zip(wrong, counts, strict=True)]
         for acceptance, count, right in zip(self.acceptances, counts, accepted, strict=True):
             if count:
-                acceptance.note(count, right)
+                acceptance.note([count], [right])
         self.depth.note(self.rows, counts, accepted)
         return sum(accepted)
 
@@ -346,8 +346,8 @@ def test_a_row_that_is_seldom_right_gets_fewer_drafts() -> None:
     machine.depth.begin(2, is_like_last=True)
     often, seldom = Acceptance(), Acceptance()
     for _ in range(60):
-        often.note(4, 4)
-        seldom.note(4, 0)
+        often.note([4], [4])
+        seldom.note([4], [0])
     first, second = machine.depth.choose([Candidate(often.chances(8), 100), Candidate(seldom.chances(8), 100)], 2)
     assert first >= 6 and second == 0
     chosen = machine.depth.choose([Candidate(often.chances(3), 3), Candidate(seldom.chances(8), 100)], 2)
