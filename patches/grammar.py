@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from ..engine.grammar.compiler import GrammarCompiler, GrammarSource, IsCancelled, json_in_lark, text_in_lark
 from ..engine.grammar.grammar import CompiledGrammar, ThinkingBudget
 from ..errors import GrammarAbandoned, GrammarError
@@ -426,13 +428,13 @@ class TokenizerGrammars:
     def _known_compiler(self) -> GrammarCompiler:
         with self._lock:
             if self._compiler is None:
-                self._compiler = GrammarCompiler(inner_of(self._tokenizer), self._tokenizer.eos_token_ids)
+                self._compiler = GrammarCompiler(unwrapped(self._tokenizer), self._tokenizer.eos_token_ids)
             return self._compiler
 
     def _wanted(self, constraint: Constraint) -> _Wanted | None:
         tools = constraint.tools
         if tools is not None:
-            form = tool_format(self._tokenizer, inner_of(self._tokenizer))
+            form = tool_format(self._tokenizer, unwrapped(self._tokenizer))
             if form is not None or tools.required or self._tokenizer.has_tool_calling:
                 return self._of_tools(constraint, tools, form)
             if tools.strict:
@@ -505,9 +507,9 @@ def _refusing(param: str) -> Iterator[None]:
         raise invalid(f"{param}: {error}", param.partition(".")[0].partition("[")[0]) from error
 
 
-def inner_of(tokenizer: Any) -> Any:
+def unwrapped(tokenizer: Any) -> Any:
     """Return the transformers tokenizer in mlx-lm's wrapper."""
-    return getattr(tokenizer, "_tokenizer", tokenizer)
+    return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
 
 
 def reasons_first(tokenizer: Any, prompt: list[int]) -> bool:

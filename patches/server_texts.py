@@ -18,7 +18,6 @@ import jinja2.meta
 import mlx.core as mx
 from mlx_lm import server as upstream
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
@@ -28,7 +27,7 @@ from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid
 from ..server.request import ChatInput, Input, Prompt, ServerRequest
 from ..server.requests.fitted import Refusals, fitted, refusals_of
-from .grammar import TokenizerGrammars, inner_of, tool_format
+from .grammar import TokenizerGrammars, tool_format, unwrapped
 from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
 
 TEMPLATE = "<template>"  # file name that Jinja gives to the code of a template
@@ -68,7 +67,7 @@ class LoadedTexts:
         if self._has_channels:  # gpt-oss, which mlx-lm's state machine does not support
             self.call_start = HARMONY_CALL
         end = tokenizer.think_end
-        form = tool_format(tokenizer, inner_of(tokenizer))
+        form = tool_format(tokenizer, unwrapped(tokenizer))
         self._has_keys = form is not None and form.form is not None and bool(form.form.key)
         self._machine_without_calls = TextStateMachine({"normal": [], "reasoning": [(end, "normal")] if end else []})
 
@@ -341,11 +340,6 @@ def _read_by(tokenizer: Any, template: str | None, tools: Any) -> frozenset[str]
         return frozenset(inspect.signature(renderer).parameters) - _arguments() - {"self", "kwargs"}
     read = _undeclared(inner.get_chat_template(template, tools))
     return read - (_arguments() - VARIABLES_AMONG_ARGUMENTS) - frozenset(inner.special_tokens_map)
-
-
-def unwrapped(tokenizer: Any) -> Any:
-    """Return the transformers tokenizer in mlx-lm's wrapper."""
-    return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
 
 
 def renders_jinja(tokenizer: Any) -> bool:

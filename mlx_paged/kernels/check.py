@@ -142,6 +142,22 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
     return not reason, rms, time.perf_counter() - begin, reason
 
 
+def passes(body: str, dtype: mx.Dtype, difference: Callable[[], float], instead: str) -> bool:
+    """Return whether a kernel that is not attention passes its self-check; warn if it fails or does not compile.
+
+    Args:
+        body: the kernel's body.
+        dtype: dtype of its inputs.
+        difference: returns the kernel's difference from its reference.
+        instead: what replaces the kernel, for the warning.
+    """
+    with warn_when_compiling():
+        *_, reason = outcome_of(difference)
+    if reason:
+        warnings.warn(f"mlx_paged: {body} ({dtype}) is off, {instead}: {reason}", stacklevel=3)
+    return not reason
+
+
 def checked(variant: Variant) -> SelfCheck:
     """Return the result of :func:`self_check`, which runs once per variant and process. A failure warns and switches
     the variant off. A variant that passed counts as failed once it is switched off later, because a text that only a

@@ -7,8 +7,6 @@ position, so a row's token does not depend on the other rows.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from .availability import device_unsupported_reason
-from .build import backend, build_kernel, warn_when_compiling
-from .check import outcome_of
+from .build import backend, build_kernel
+from .check import passes
 from .trial import Text
 
 WIDTH = 8  # numbers per row in each array: on Metal, an array of fewer elements makes another text
@@ -114,22 +112,6 @@ def _place(weights: np.ndarray, number: int) -> int:
     return int(hits[0]) if len(hits) else int(np.flatnonzero(weights)[-1])
 
 
-def passes(body: str, dtype: mx.Dtype, difference: Callable[[mx.Dtype], float], instead: str) -> bool:
-    """Return whether a kernel passes its self-check; warn if it fails or does not compile.
-
-    Args:
-        body: the kernel's body.
-        dtype: dtype of the logits.
-        difference: returns the kernel's difference from its reference.
-        instead: what replaces the kernel, for the warning.
-    """
-    with warn_when_compiling():
-        *_, reason = outcome_of(lambda: difference(dtype))
-    if reason:
-        warnings.warn(f"mlx_paged: {body} ({dtype}) is off, {instead}: {reason}", stacklevel=3)
-    return not reason
-
-
 BODY = "draw_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 # Simdgroups per row. The drawn tokens depend on it.
@@ -178,7 +160,7 @@ def serves(x: mx.array) -> bool:
 @lru_cache(maxsize=8)
 def works(dtype: mx.Dtype) -> bool:
     """Return whether the kernel passes its self-check; warns once if it fails or does not compile."""
-    return passes(BODY, dtype, _difference, "MLX's operations draw")
+    return passes(BODY, dtype, lambda: _difference(dtype), "MLX's operations draw")
 
 
 # Rows of the self-check.

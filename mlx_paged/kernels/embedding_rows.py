@@ -3,14 +3,13 @@ per machine."""
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
-from .build import build_kernel, warn_when_compiling
-from .check import outcome_of
+from .build import build_kernel
+from .check import passes
 from .products.inference import is_inference
 from .products.narrow_matmul import is_available
 from .trial import Text
@@ -62,11 +61,7 @@ def works(dtype: mx.Dtype, token_dtype: mx.Dtype) -> bool:
     compile."""
     if dtype not in DTYPES or token_dtype not in TOKEN_DTYPES or not is_available():
         return False
-    with warn_when_compiling():
-        *_, reason = outcome_of(lambda: _difference(dtype, token_dtype))
-    if reason:
-        warnings.warn(f"mlx_paged: {BODY} ({dtype}) is off, MLX copies: {reason}", stacklevel=2)
-    return not reason
+    return passes(BODY, dtype, lambda: _difference(dtype, token_dtype), "MLX copies")
 
 
 def _difference(dtype: mx.Dtype, token_dtype: mx.Dtype) -> float:

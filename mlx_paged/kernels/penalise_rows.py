@@ -11,7 +11,8 @@ import numpy as np
 
 from .availability import device_unsupported_reason
 from .build import build_kernel
-from .draw_rows import WIDTH, passes
+from .check import passes
+from .draw_rows import WIDTH
 from .trial import Text
 
 
@@ -114,7 +115,7 @@ def serves(x: mx.array) -> bool:
 @lru_cache(maxsize=8)
 def works(dtype: mx.Dtype) -> bool:
     """Return whether the kernel passes its self-check; warns once if it fails or does not compile."""
-    return passes(BODY, dtype, _difference, "MLX's operations penalise")
+    return passes(BODY, dtype, lambda: _difference(dtype), "MLX's operations penalise")
 
 
 def _difference(dtype: mx.Dtype) -> float:

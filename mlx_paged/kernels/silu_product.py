@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
-from .build import build_kernel, warn_when_compiling
-from .check import outcome_of
+from .build import build_kernel
+from .check import passes
 from .products.inference import is_inference
 from .products.narrow_matmul import DTYPES, is_available
 from .trial import Text
@@ -59,11 +58,7 @@ def works(dtype: mx.Dtype, num_dims: int) -> bool:
     fails its self-check or does not compile."""
     if dtype not in DTYPES or not is_available():
         return False
-    with warn_when_compiling():
-        *_, reason = outcome_of(lambda: _difference(dtype, num_dims))
-    if reason:
-        warnings.warn(f"mlx_paged: {BODY} ({dtype}) is off, MLX computes it: {reason}", stacklevel=2)
-    return not reason
+    return passes(BODY, dtype, lambda: _difference(dtype, num_dims), "MLX computes it")
 
 
 def _difference(dtype: mx.Dtype, num_dims: int) -> float:

@@ -165,8 +165,8 @@ class SpillFolder:
         warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=5)
 
     def blocks(self) -> list[SpilledBlock]:
-        """Return the blocks in the folder, least recently used first. Temporary files, which another process may be writing,
-        are deleted after an hour."""
+        """Return the blocks in the folder, least recently used first. Temporary files, which another process may be
+        writing, are deleted after an hour."""
         found: list[tuple[int, SpilledBlock]] = []
         for name in os.listdir(self.path):
             if not name.endswith(".safetensors"):

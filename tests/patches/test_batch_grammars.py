@@ -28,7 +28,7 @@ from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarPr
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.patches.generate.upstream import UPSTREAM
-from mlx_paged.patches.grammar import FORMS, TokenizerGrammars, behind_reasoning, inner_of, reasons_first, tool_format
+from mlx_paged.patches.grammar import FORMS, TokenizerGrammars, behind_reasoning, reasons_first, tool_format, unwrapped
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
 from tests.support.cases import quick, slow
@@ -649,8 +649,8 @@ def test_a_model_without_tools_makes_no_calls_to_be_strict_about() -> None:
 
 def test_the_format_of_calls() -> None:
     without, tokenizer = byte_tokenizer(), byte_tokenizer(calls_tools=True)
-    assert tool_format(without, inner_of(without)) is None
-    form = tool_format(tokenizer, inner_of(tokenizer))
+    assert tool_format(without, unwrapped(without)) is None
+    form = tool_format(tokenizer, unwrapped(tokenizer))
     assert form is not None and form[:4] == (f"<[{CALL}]>", f"<[{CALL_END}]>", (CALL,), FORMS["json_tools"])
 
 

@@ -1,5 +1,6 @@
 """Sampling in batches: whose samplers are known, seeds, and what a step computes, fetches and keeps."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -286,7 +287,7 @@ class PeekingAttention(llama.Attention):
 
 
 def test_batches_of_mlx_lm_are_sampled_as_the_options_say() -> None:
-    model = model_of("llama")
+    model = copy.deepcopy(model_of("llama"))
     for layer in model.layers:
         layer.self_attn.__class__ = PeekingAttention
     chosen = [SamplingParams(), SamplingParams(logit_bias={7: 100.0}), SamplingParams(repetition_penalty=1.5)]
