@@ -27,84 +27,39 @@ MOST_BYTES_OF_ONE_ROW = 1 << 33
 MOST_BYTES_OF_ONE_ROW_OVER_RANKS = 1 << 34
 
 
-class NarrowLinear(nn.Linear):
-    """A linear layer that multiplies few rows by :func:`narrow_matmul.products`."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        weight, bias = self["weight"], self.get("bias")
-        if not narrow_matmul.covers(x, [weight], bias):
-            return super().__call__(x)
-        return narrow_matmul.products(x, [weight], bias)[0]
+def _weight_of(layer: nn.Module) -> narrow_matmul.Matrix | None:
+    """Return a layer's weight; None if it is quantised in a form that no kernel supports."""
+    return PackedWeight.of(layer) if "scales" in layer else layer["weight"]
 
 
-class NarrowEmbedding(nn.Embedding):
-    """An embedding whose weight is also that of the output layer."""
+class _OwnRows:
+    """A linear layer whose results are complete: it has all rows of the weight, or this rank's."""
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        weight = self["weight"]
-        if not narrow_matmul.covers(x, [weight]):
-            return super().as_linear(x)
-        return narrow_matmul.products(x, [weight])[0]
-
-
-class NarrowQuantizedLinear(nn.QuantizedLinear):
-    """A :class:`NarrowLinear` with a quantised weight."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        weight, bias = PackedWeight.of(self), self.get("bias")
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        weight, bias = _weight_of(self), self.get("bias")
         if weight is None or not narrow_matmul.covers(x, [weight], bias):
-            return super().__call__(x)
+            return super().__call__(x)  # type: ignore[misc, no-any-return]
         return narrow_matmul.products(x, [weight], bias)[0]
 
 
-class NarrowQuantizedEmbedding(nn.QuantizedEmbedding):
-    """A :class:`NarrowEmbedding` with a quantised weight."""
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        weight = PackedWeight.of(self)
-        if weight is None or not narrow_matmul.covers(x, [weight]):
-            return super().as_linear(x)
-        return narrow_matmul.products(x, [weight])[0]
-
-
-class NarrowAllToShardedLinear(AllToShardedLinear):
-    """A linear layer with this rank's rows of the weight; the other ranks have the others."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        weight, bias = self["weight"], self.get("bias")
-        if not narrow_matmul.covers(x, [weight], bias):
-            return super().__call__(x)
-        return narrow_matmul.products(x, [weight], bias)[0]
-
-
-class NarrowQuantizedAllToShardedLinear(QuantizedAllToShardedLinear):
-    """A :class:`NarrowAllToShardedLinear` with a quantised weight."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        weight, bias = PackedWeight.of(self), self.get("bias")
-        if weight is None or not narrow_matmul.covers(x, [weight], bias):
-            return super().__call__(x)
-        return narrow_matmul.products(x, [weight], bias)[0]
-
-
-class NarrowShardedToAllLinear(ShardedToAllLinear):
+class _OwnColumns:
     """A linear layer with this rank's columns of the weight; the products of all ranks are added."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        weight = self["weight"]
-        if not narrow_matmul.covers(x, [weight]):
-            return super().__call__(x)
-        return _summed(self, narrow_matmul.products(x, [weight])[0])
-
-
-class NarrowQuantizedShardedToAllLinear(QuantizedShardedToAllLinear):
-    """A :class:`NarrowShardedToAllLinear` with a quantised weight."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        weight = PackedWeight.of(self)
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        weight = _weight_of(self)
         if weight is None or not narrow_matmul.covers(x, [weight]):
-            return super().__call__(x)
+            return super().__call__(x)  # type: ignore[misc, no-any-return]
         return _summed(self, narrow_matmul.products(x, [weight])[0])
+
+
+class _Output:
+    """An embedding whose weight is also that of the output layer."""
+
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        weight = _weight_of(self)
+        if weight is None or not narrow_matmul.covers(x, [weight]):
+            return super().as_linear(x)  # type: ignore[misc, no-any-return]
+        return narrow_matmul.products(x, [weight])[0]
 
 
 def _summed(layer: nn.Module, product: mx.array) -> mx.array:
@@ -137,7 +92,7 @@ class Unnormed(NamedTuple):
 
 def is_narrow(layer: nn.Module) -> bool:
     """Return whether the layer is at present one that a kernel may multiply few rows with."""
-    return type(layer) in _MULTIPLIED
+    return isinstance(layer, _OwnRows | _OwnColumns)
 
 
 def normed(x: mx.array | Unnormed) -> mx.array:
@@ -225,14 +180,10 @@ def gated(gate: nn.Module, up: nn.Module, x: mx.array | Unnormed) -> mx.array | 
 
 
 def _weights_of(layers: Sequence[nn.Module]) -> list[narrow_matmul.Matrix] | None:
-    """Return the layers' weights; None unless all are narrow layers without bias."""
+    """Return the layers' weights; None unless all are narrow layers without bias that have complete results."""
     weights: list[narrow_matmul.Matrix] = []
     for layer in layers:
-        weight = None
-        if "bias" not in layer and type(layer) in (NarrowLinear, NarrowAllToShardedLinear):
-            weight = layer["weight"]
-        elif "bias" not in layer and type(layer) in (NarrowQuantizedLinear, NarrowQuantizedAllToShardedLinear):
-            weight = PackedWeight.of(layer)
+        weight = _weight_of(layer) if "bias" not in layer and isinstance(layer, _OwnRows) else None
         if weight is None:
             return None
         weights.append(weight)
@@ -240,18 +191,18 @@ def _weights_of(layers: Sequence[nn.Module]) -> list[narrow_matmul.Matrix] | Non
 
 
 _NARROW: dict[type, type] = {
-    nn.Linear: NarrowLinear,
-    nn.Embedding: NarrowEmbedding,
-    nn.QuantizedLinear: NarrowQuantizedLinear,
-    nn.QuantizedEmbedding: NarrowQuantizedEmbedding,
-    AllToShardedLinear: NarrowAllToShardedLinear,
-    QuantizedAllToShardedLinear: NarrowQuantizedAllToShardedLinear,
-    ShardedToAllLinear: NarrowShardedToAllLinear,
-    QuantizedShardedToAllLinear: NarrowQuantizedShardedToAllLinear,
+    plain: type(f"Narrow{plain.__name__}", (form, plain), {})
+    for plain, form in {
+        nn.Linear: _OwnRows,
+        nn.QuantizedLinear: _OwnRows,
+        AllToShardedLinear: _OwnRows,
+        QuantizedAllToShardedLinear: _OwnRows,
+        ShardedToAllLinear: _OwnColumns,
+        QuantizedShardedToAllLinear: _OwnColumns,
+        nn.Embedding: _Output,
+        nn.QuantizedEmbedding: _Output,
+    }.items()
 }
-
-
-_MULTIPLIED = frozenset(kind for plain, kind in _NARROW.items() if plain not in (nn.Embedding, nn.QuantizedEmbedding))
 
 
 def _gains(model: nn.Module, num_rows: int) -> bool:
