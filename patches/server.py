@@ -458,6 +458,15 @@ class LoadedModels:
         gc.collect()
 
 
+class _Served(NamedTuple):
+    """An answer in a batch: its request, the types of the prompt's segments left, last first, and how many tokens of
+    the prompt came from the store."""
+
+    request: ServerRequest
+    types: list[str]
+    num_cached: int
+
+
 class ServedBatch(PagedBatchGenerator):
     """A batch generator for requests of the server. Where the engine does not share prefixes, it looks them up and
     inserts them itself.
@@ -490,7 +499,7 @@ class ServedBatch(PagedBatchGenerator):
         )
         self._store, self._weights = cache, weights
         self._end_tokens = make_stop_sequences(weights.tokenizer)
-        self._served: dict[int, tuple[ServerRequest, list[str]]] = {}  # and the types of segments left, last first
+        self._served: dict[int, _Served] = {}
 
     def insert_request(self, request: ServerRequest) -> list[int]:
         """Queue a request's answers. If it raises, nothing has been queued."""
@@ -528,25 +537,27 @@ class ServedBatch(PagedBatchGenerator):
                 for prompt, each in zip(prompts, params, strict=True)
             ],
         )
-        self._served |= {uid: (request, list(types[::-1])) for uid, (_, types) in zip(uids, parts, strict=True)}
+        for uid, (_, types), number in zip(uids, parts, num_cached, strict=True):
+            self._served[uid] = _Served(request, list(types[::-1]), number)
         return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
         prompts, generated = super().next()
         if not self.shares_prefixes:
             for response in prompts:
-                request, types = self._served.get(response.uid, (None, []))
-                if request is not None and types and response.end_of_segment and not response.end_of_prompt:
-                    self._keep(request, self.extract_cache([response.uid]), types.pop())
+                served = self._served.get(response.uid)
+                if served is not None and served.types and response.end_of_segment and not response.end_of_prompt:
+                    self._keep(served.request, self.extract_cache([response.uid]), served.types.pop())
             for response in generated:
-                response.num_cached = getattr(response, "num_cached", 0)
+                served = self._served.get(response.uid)  # mlx-lm's own batches do not know
+                response.num_cached = getattr(response, "num_cached", 0 if served is None else served.num_cached)
         return prompts, generated
 
     def end(self, response: Any) -> None:
         """End an answer with its last response, or with the response that completes a stop string, which the batch does
         not know of."""
         uid, is_running = response.uid, response.finish_reason is None
-        request, _ = self._served.pop(uid, (None, []))
+        served = self._served.pop(uid, None)
         if self.shares_prefixes:
             if is_running:
                 self.finish([uid])
@@ -554,8 +565,8 @@ class ServedBatch(PagedBatchGenerator):
         finished = {uid: (response.prompt_cache, response.all_tokens)}
         if is_running:
             finished = super().remove([uid], return_prompt_caches=True)
-        if request is not None:
-            self._keep(request, finished, "assistant")
+        if served is not None:
+            self._keep(served.request, finished, "assistant")
 
     def _keep(self, request: ServerRequest, finished: Mapping[int, tuple[Any, Any]], kind: str) -> None:
         with salted_store(self._store, request.salt):

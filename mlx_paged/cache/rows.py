@@ -448,7 +448,6 @@ class Rows(Ledger):
             if done < len(self.tables):
                 for group in range(done):
                     self._trim(group)
-            failed = None  # in case its error's traceback holds this frame
         self.is_reserved = True
         return None
 

@@ -358,6 +358,9 @@ def test_a_difference_is_named() -> None:
     with pytest.raises(ConfigError, match="the versions of rank 0 and rank 1 differ: mlx: 1 and 2; other: missing and"):
         check_same(Others({"mlx": "2", "other": "3"}), "the versions", {"mlx": "1"})  # type: ignore[arg-type]
     check_same(Others({"mlx": "1", "other": "3"}), "", {"mlx": "1"}, are_optional=True)  # type: ignore[arg-type]
+    long = "x" * 100
+    with pytest.raises(ConfigError, match="x{30}1 and x{30}2"):
+        check_same(Others({"path": f"{long}2"}), "the arguments", {"path": f"{long}1"})  # type: ignore[arg-type]
 
 
 def test_versions_include_the_source() -> None:

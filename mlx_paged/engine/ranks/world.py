@@ -129,13 +129,16 @@ def check_same(ranks: Ranks, what: str, mine: Mapping[str, Any], *, are_optional
         names = set(first) & set(theirs) if are_optional else set(first) | set(theirs)
         differing = sorted(name for name in names if first.get(name) != theirs.get(name))
         if differing:
-            listed = "; ".join(f"{name}: {_short(first, name)} and {_short(theirs, name)}" for name in differing[:4])
+            listed = "; ".join(f"{name}: {_excerpts(first, theirs, name)}" for name in differing[:4])
             more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
             raise ConfigError(f"{what} of rank 0 and rank {rank} differ: {listed}{more}")
 
 
-def _short(values: Mapping[str, Any], name: str) -> str:
-    return str(values[name])[:60] if name in values else "missing"
+def _excerpts(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str:
+    """Return both values of a name, or 60 characters of each around their first difference."""
+    one, other = (str(values[name]) if name in values else "missing" for values in (first, second))
+    start = max(0, len(os.path.commonprefix([one, other])) - 30)
+    return f"{one[start : start + 60]} and {other[start : start + 60]}"
 
 
 def versions() -> dict[str, str]:

@@ -16,6 +16,7 @@ from .fields import (
     MAX_CHOICES,
     MAX_TOKEN_ID,
     MAX_TOKENS,
+    TRACE,
     ModelParameters,
     SamplingParameters,
     StopField,
@@ -26,7 +27,6 @@ from .fields import (
 )
 from .pieces import LEAST, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
-_TRACE = "for records; nothing is kept here"
 _WORDS = "must be a string that is not empty, token ids, or a list of such"
 
 
@@ -78,8 +78,8 @@ class CompletionBody(SamplingParameters, ModelParameters):
         None, description="of mlx-lm, with `logprobs: true`"
     )
     response_format: dict[str, Any] | None = Field(None, description="as in chats")
-    user: no_effect(str, _TRACE) = None  # type: ignore[valid-type]
-    metadata: no_effect(dict[str, Any], _TRACE) = None  # type: ignore[valid-type]
+    user: no_effect(str, TRACE) = None  # type: ignore[valid-type]
+    metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
     suffix: refused("models here go on from a prompt alone", "") = None  # type: ignore[valid-type]
 
 

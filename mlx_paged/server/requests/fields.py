@@ -136,16 +136,16 @@ def check_stops(value: Any) -> Any:
 
 StopField = Annotated[Stops | None, AfterValidator(check_stops)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-_TRACE = "for records; nothing is kept here"
+TRACE = "for records; nothing is kept here"
 _CACHE = "prefixes are found by their tokens"
 
 
 class RecordParameters(Body):
     """OpenAI's parameters for storing and labelling requests. Only ``prompt_cache_key`` has an effect here."""
 
-    user: no_effect(str, _TRACE) = None  # type: ignore[valid-type]
-    metadata: no_effect(dict[str, Any], _TRACE) = None  # type: ignore[valid-type]
-    safety_identifier: no_effect(str, _TRACE) = None  # type: ignore[valid-type]
+    user: no_effect(str, TRACE) = None  # type: ignore[valid-type]
+    metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
+    safety_identifier: no_effect(str, TRACE) = None  # type: ignore[valid-type]
     store: no_effect(Literal[False], "answers to chats are not kept: `true` is refused") = None  # type: ignore[valid-type]
     prompt_cache_key: str | None = Field(None, description="the prompt is evicted after prompts without one")
     prompt_cache_retention: no_effect(str, "prefixes stay while there is memory") = None  # type: ignore[valid-type]

@@ -13,7 +13,17 @@ from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .agents import result_text
 from .chat import TemplateParameters, engine_options, stop_list, template_kwargs
-from .fields import Body, ModelParameters, SamplingParameters, Tokens, check_not_empty, check_stops, no_effect, refused
+from .fields import (
+    TRACE,
+    Body,
+    ModelParameters,
+    SamplingParameters,
+    Tokens,
+    check_not_empty,
+    check_stops,
+    no_effect,
+    refused,
+)
 from .pieces import Echo, Event, Head, Piece, Usage
 
 if TYPE_CHECKING:
@@ -84,7 +94,7 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
     output_config: OutputConfig | None = Field(
         None, description="`format`: `json_schema`; `effort`, as `reasoning_effort` of chats"
     )
-    metadata: no_effect(dict[str, Any], "for records; nothing is kept here") = None  # type: ignore[valid-type]
+    metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
     cache_control: dict[str, Any] | None = Field(
         None,
         description="as in a message: the prompt is evicted after others; in tools and `system`: only so far",
