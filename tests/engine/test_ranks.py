@@ -359,7 +359,7 @@ def test_a_difference_is_named() -> None:
         check_same(Others({"mlx": "2", "other": "3"}), "the versions", {"mlx": "1"})  # type: ignore[arg-type]
     check_same(Others({"mlx": "1", "other": "3"}), "", {"mlx": "1"}, are_optional=True)  # type: ignore[arg-type]
     long = "x" * 100
-    with pytest.raises(ConfigError, match="x{30}1 and x{30}2"):
+    with pytest.raises(ConfigError, match=r"x{30}1 and x{30}2"):
         check_same(Others({"path": f"{long}2"}), "the arguments", {"path": f"{long}1"})  # type: ignore[arg-type]
 
 

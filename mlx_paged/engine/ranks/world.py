@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def check_same(ranks: Ranks, what: str, mine: Mapping[str, Any], *, are_optional
 def _excerpts(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str:
     """Return both values of a name, or 60 characters of each around their first difference."""
     one, other = (str(values[name]) if name in values else "missing" for values in (first, second))
-    start = max(0, len(os.path.commonprefix([one, other])) - 30)
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    start = max(0, sum(1 for _ in alike) - 30)
     return f"{one[start : start + 60]} and {other[start : start + 60]}"
 
 
