@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -197,10 +198,9 @@ def run_prompts_file(
             prefill_step_size=args.prefill_step_size,
             max_kv_size=args.max_kv_size,
         )
-        with generator.stats() as stats:
+        with closing(generator), generator.stats() as stats:
             batch = BatchRun(generator, tokenizer, args, results, sampling, grammars, stderr, missing)
             batch.run(model)
-        generator.close()
         if args.verbose and is_first:
             print(
                 f"{results.counts.done} prompts: {batch.num_prompt_tokens} prompt tokens, {batch.num_generated} "
