@@ -25,6 +25,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.cli.server import check_ranks, parse
 from mlx_paged.engine.ranks import peers as rendezvous
 from mlx_paged.engine.ranks import ranks as ranks_module
+from mlx_paged.engine.ranks import world
 from mlx_paged.engine.ranks.peers import DATA, EXIT_STATUS, Peer
 from mlx_paged.engine.ranks.ranks import Agreement, Ranks, StepRecord, checkpoint
 from mlx_paged.engine.ranks.world import SAMPLE_BYTES, check_same, group_of, model_files, parse_timeout, versions
@@ -365,6 +366,21 @@ def test_a_difference_is_named() -> None:
 
 def test_versions_include_the_source() -> None:
     assert {"mlx", "mlx-lm", "mlx-paged", "source of mlx-paged"} <= set(versions())
+
+
+@pytest.mark.parametrize("name", ["engine/a.py", "kernels/text/a.metal", "kernels/text/a.cuh", "patches/a.py"])
+def test_versions_differ_if_a_file_differs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "patches").mkdir()
+    package = tmp_path / "mlx_paged"
+    package.mkdir()
+    (package / "patches").symlink_to(Path("..", "patches"))
+    monkeypatch.setattr(world, "PACKAGE", package)
+    found = set()
+    for text in ("1", "2"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+        found.add(versions()["source of mlx-paged"])
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("at", [0, 500, 9_999])

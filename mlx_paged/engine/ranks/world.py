@@ -146,7 +146,9 @@ def _excerpts(first: Mapping[str, Any], second: Mapping[str, Any], name: str) ->
 def versions() -> dict[str, str]:
     """Return the versions of MLX, mlx-lm and this package, and a digest of this package's source."""
     source = hashlib.sha256()
-    for path in sorted(each for each in PACKAGE.rglob("*") if each.suffix in (".py", ".metal", ".cu")):
+    roots = PACKAGE, PACKAGE / "patches"  # a link in a checkout, which rglob does not follow
+    files = {each for root in roots for each in root.rglob("*") if each.suffix in (".py", ".metal", ".cuh")}
+    for path in sorted(files):
         source.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
     known = {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "mlx-paged")}
     return {**known, "source of mlx-paged": source.hexdigest()[:16]}
