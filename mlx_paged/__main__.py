@@ -15,10 +15,10 @@ from .model_folder import tell_if_unbounded
 from .startup import raise_at_interrupt
 
 OWN = {
-    "generate": "text for a prompt, or for each prompt of a file, in batches",
-    "server": "an OpenAI-compatible server that shares prefixes, and draws its cache on a page",
-    "launch": "a coding agent (claude, codex, opencode, aider) over a server of its own",
-    "doctor": "does the fused kernel work on this machine?",
+    "generate": "generate text for a prompt, or for each prompt of a file, in batches",
+    "server": "serve a model over OpenAI's and Anthropic's APIs, with shared prefixes and a page that shows the cache",
+    "launch": "start a coding agent (claude, codex, opencode, aider) and a server for it",
+    "doctor": "check whether the fused kernel works on this machine",
 }
 # Commands of mlx_lm, which run under the patches.
 UPSTREAM = {
@@ -26,17 +26,17 @@ UPSTREAM = {
     "cache_prompt": "compute a prompt once and save its cache, for generate --prompt-cache-file",
     "benchmark": "measure prefill and decode speed",
     "evaluate": "run tasks of lm-evaluation-harness",
-    "perplexity": "of a model on a data set",
-    "convert": "a model from the hub to MLX, quantised if you like",
+    "perplexity": "measure a model's perplexity on a data set",
+    "convert": "convert a hub model to MLX, optionally quantised",
     "lora": "fine-tune a model",
-    "fuse": "put a LoRA adapter into its model's weights",
+    "fuse": "merge a LoRA adapter into its model's weights",
     "awq": "quantise with AWQ",
     "dwq": "quantise with distillation",
     "dynamic_quant": "quantise each layer by its sensitivity",
     "gptq": "quantise with GPTQ",
     "manage": "list and delete models of the local hub cache",
-    "upload": "a model to the hub",
-    "share": "a model with other machines",
+    "upload": "upload a model to the hub",
+    "share": "share a model with other machines",
 }
 
 
@@ -83,8 +83,8 @@ def help_text() -> str:
         "       mlx_paged COMMAND --help           the command's own options\n"
         "       mlx_paged [COMMAND] --version\n\n"
         f"commands:\n{listed(OWN)}\n\n"
-        f"any command of mlx_lm, run on the paged cache where it generates:\n{listed(UPSTREAM)}\n\n"
-        f"All commands take, besides their own options:\n\n{parser.format_help()}"
+        f"commands of mlx_lm; those that generate text use the paged cache:\n{listed(UPSTREAM)}\n\n"
+        f"All commands also take these options:\n\n{parser.format_help()}"
     )
 
 

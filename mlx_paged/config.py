@@ -39,12 +39,12 @@ LEAST_STATE_INTERVAL = 32  # tokens; a state takes the memory of many
 QUANTIZED_KV_START = 5000  # mlx-lm's default
 STOCK_BITS = (2, 3, 5, 6)  # bits that only mlx-lm's own quantised caches support
 STOCK_QUANTISES = (
-    "pages are quantised (kv_bits) to 8 or 4 bits and from the first token on, not from some other quantized_kv_start: "
-    "these layers go on in mlx-lm's own cache"
+    "the paged cache supports kv_bits of 8, 4 or 8,4, and quantises from the first token on; with other kv_bits or "
+    "another quantized_kv_start, these layers use mlx-lm's own cache"
 )
 QUANTIZED_KV_START_HELP = (
-    "With --kv-bits: 0 and the default quantise every token in pages when it is written. Any other number leaves pages "
-    "for mlx-lm's own cache, which is quantised from that token on, one request at a time "
+    "With --kv-bits: 0 and the default quantise each token of the paged cache when it is written. Any other number "
+    "uses mlx-lm's own cache, quantised from that token on, one request at a time "
     f"(default: {QUANTIZED_KV_START})"
 )
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -122,7 +122,7 @@ def parse_switch(value: str | bool) -> bool:
     if isinstance(value, bool):
         return value
     if value.strip().lower() not in choices:
-        raise ConfigError(f"a switch is on or off, not {value!r}")
+        raise ConfigError(f"kv_rotate must be on or off, got {value!r}")
     return choices[value.strip().lower()]
 
 
@@ -160,8 +160,8 @@ def _kv_bits_argument(text: str) -> int | tuple[int, int] | None:
         return parse_kv_bits(text)
     except ConfigError:
         raise ConfigError(
-            f"must be 8, 4 or 8,4 (keys, values), or one of {', '.join(map(str, STOCK_BITS))}, which mlx-lm's own "
-            f"caches have, got {text!r}"
+            f"must be 8, 4 or 8,4 (keys, values), or one of {', '.join(map(str, STOCK_BITS))} for mlx-lm's own "
+            f"caches, got {text!r}"
         ) from None
 
 
@@ -249,49 +249,49 @@ class PagedConfig:
     kv_cache_memory: Option[int | str | None, int | None] = Option(
         None,
         parse_memory,
-        "Most memory the KV block pool of a model may take: 2GB, 512MiB, or auto, which is 80 % of the memory that is "
-        "free",
+        "Memory limit of a model's KV block pool: 2GB, 512MiB, or auto, which is 80 % of the free memory",
         "SIZE",
         default_text="auto",
     )
     kernel: Option[bool | str | None, bool | None] = Option(
         None,
         parse_kernel,
-        "Fused paged-attention kernel: auto uses it on a GPU where it covers the model and passes its self-check, and "
-        "MLX's attention over gathered blocks otherwise; off always the latter; on is an error where the kernel cannot "
-        "run",
+        "Fused paged-attention kernel: auto uses it on a GPU if it supports the model and passes its self-check, "
+        "otherwise MLX's attention over gathered blocks; off always uses the latter; on raises an error if the kernel "
+        "cannot run",
         "{auto,on,off}",
         default_text="auto",
     )
     kv_bits: Option[int | str | Sequence[int] | None, int | tuple[int, int] | None] = Option(
         None,
         parse_kv_bits,
-        "Quantise keys and values when they are written to the KV cache, to 8 or 4 bits, or to 8,4: keys to 8 and "
-        "values to 4; requests are batched and prefixes shared as without. 2, 3, 5, 6 bits run in mlx-lm's own caches",
+        "Quantise keys and values when they are written to the KV cache: to 8 or 4 bits, or 8,4 for keys to 8 and "
+        "values to 4. Requests are still batched and still share prefixes. 2, 3, 5 and 6 bits use mlx-lm's own caches",
         "BITS",
-        default_text="neither",
+        default_text="none",
         argument=_kv_bits_argument,
         section="quantised-pages",
     )
     kv_group_size: Option[int | str, int] = Option(
         DEFAULT_GROUP_SIZE,
         parse_kv_group_size,
-        "Values that share a scale and a bias with --kv-bits: 32, 64 or 128",
+        "Number of values that share a scale and a bias, with --kv-bits: 32, 64 or 128",
         "VALUES",
     )
     kv_rotate: Option[bool | str, bool] = Option(
         False,
         parse_switch,
-        "With --kv-bits: rotate keys and values by a Hadamard matrix before they are quantised, which with 4 bits is "
-        "nearer to the cache as it is; such pages are not mlx-lm's files",
+        "With --kv-bits: rotate keys and values by a Hadamard matrix before they are quantised. With 4 bits, results "
+        "are closer to those of an unquantised cache. Prompt caches are saved dequantised",
         default_text="off",
         section="quantised-pages",
     )
     prompt_lookup: Option[int | str, int] = Option(
         0,
         parse_prompt_lookup,
-        "In batches (--prompts-file, the server): propose up to this many tokens a step (0 to 64) that the prompt or "
-        "the answer had before, which is faster where an answer repeats its prompt; what is generated does not change",
+        "In batches (--prompts-file, the server): propose up to this many tokens per step (0 to 64) by looking them up "
+        "in the prompt and the answer so far. Faster if an answer repeats its prompt; the distribution of the output "
+        "does not change",
         "TOKENS",
         section="look-up",
     )
@@ -299,9 +299,9 @@ class PagedConfig:
     state_interval: Option[int | str | None, int | None] = Option(
         None,
         parse_state_interval,
-        "Models that keep states beside keys and values (Mamba, linear attention, convolutions): keep a checkpoint of "
-        "them in the prefix cache every so many tokens of a prompt, beside those at the ends of messages, prompts and "
-        "answers; 0 keeps only these. auto is 64 to 4096 by the size of the states, 16 KiB a token or less",
+        "For models with states besides keys and values (Mamba, linear attention, convolutions): tokens of a prompt "
+        "between two checkpoints of the states in the prefix cache. The ends of messages, prompts and answers have "
+        "checkpoints, too; with 0 only these do. auto is 64 to 4096, depending on the size of the states",
         "TOKENS",
         default_text="auto",
         section="checkpoints",
@@ -310,9 +310,9 @@ class PagedConfig:
     prefill_latency: Option[int | str, int] = Option(
         LATENCY_MS,
         parse_prefill_latency,
-        "Milliseconds that the prompts of a step may take, on a Mac and on a CPU, while other requests decode or "
-        "wait; how long a token takes is learnt from the steps before. Lower is steadier for the others, higher "
-        "faster for prompts",
+        "Time limit in milliseconds for the prompts of one step while other requests decode or wait, on a Mac and on a "
+        "CPU. The time per token is measured in earlier steps. Lower values keep decoding steady, higher ones speed up "
+        "prompts",
         "MS",
         section="batches",
     )
@@ -375,7 +375,7 @@ class PagedConfig:
     def check_rotation(self) -> None:
         """Raise ConfigError if ``kv_rotate`` is set without ``kv_bits``."""
         if self.kv_rotate and self.kv_bits is None:
-            raise ConfigError("kv_rotate is for quantised pages: it goes with kv_bits of 8, 4 or 8,4")
+            raise ConfigError("kv_rotate requires kv_bits of 8, 4 or 8,4")
 
     def check_kernel(self) -> None:
         """Raise KernelUnavailableError if ``kernel`` is on, and no kernel can run on this device."""
@@ -415,7 +415,9 @@ class KVBits:
         if start in (0, QUANTIZED_KV_START):
             self.format = page_format
         else:
-            self.why_not = f"pages are quantised from the first token on, not from quantized_kv_start={start}"
+            self.why_not = (
+                f"quantized_kv_start must be 0 or {QUANTIZED_KV_START} (the default) for the paged cache, got {start}"
+            )
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> KVBits | None:
@@ -442,7 +444,7 @@ def warn_of_misspelt(env: Mapping[str, str]) -> None:
     known = known_variables()
     for name in sorted(name for name in env if name.startswith(PREFIX) and name not in known):
         (close,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
-        warn_once(f"nothing reads the environment variable {name}; the nearest one is {close}", UserWarning)
+        warn_once(f"unknown environment variable {name}; did you mean {close}?", UserWarning)
 
 
 def argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:

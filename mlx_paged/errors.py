@@ -77,9 +77,9 @@ class PoolExhaustedError(PagedCacheError, MemoryError):
         """
         error = cls(blocks_needed=1, bytes_needed=least_bytes, budget_bytes=budget_bytes, bytes_reserved=0)
         error.args = (
-            f"the KV cache budget of {budget_bytes:,} bytes holds no sequence of this model, which takes at least "
-            f"{least_bytes:,} bytes, two blocks of every layer. Raise kv_cache_memory (--kv-cache-memory) or use "
-            "smaller blocks (--kv-block-size).",
+            f"the KV cache budget of {budget_bytes:,} bytes is too small for this model, which needs at least "
+            f"{least_bytes:,} bytes (two blocks per layer). Raise kv_cache_memory (--kv-cache-memory) or use smaller "
+            "blocks (--kv-block-size).",
         )
         return error
 
@@ -94,7 +94,7 @@ class RequestTooLargeError(PagedCacheError, MemoryError):
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         super().__init__(
-            f"a request of {num_tokens} tokens does not fit the whole KV cache budget: "
+            f"a request of {num_tokens} tokens is larger than the whole KV cache budget: "
             "raise kv_cache_memory (--kv-cache-memory) or shorten the prompt"
         )
 

@@ -23,7 +23,7 @@ def check_model_folder(model: str | None) -> str | None:
     folder = Path(model)  # as mlx-lm reads it: ~ is the shell's
     if not folder.exists():
         if model.startswith((".", "/", "~")) or model.count("/") != 1:
-            raise ModelFolderError(f"there is no model folder {model}")
+            raise ModelFolderError(f"model folder {model} does not exist")
         return model
     if not folder.is_dir():
         raise ModelFolderError(f"{model} is a file; a model is a folder with config.json and *.safetensors")
@@ -35,7 +35,7 @@ def check_model_folder(model: str | None) -> str | None:
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"{config} cannot be read: {error}") from None
     if not isinstance(parsed, dict) or "model_type" not in parsed:
-        raise ModelFolderError(f"{config} names no model_type")
+        raise ModelFolderError(f"{config} has no model_type")
     if not any(folder.glob("model*.safetensors")):
         raise ModelFolderError(f"{model} has no model*.safetensors")
     return model
@@ -75,15 +75,15 @@ def tell_if_unbounded(model: Any, *, has_cache: bool = False) -> None:
         has_cache: whether the prompt cache came from a file.
     """
     if has_cache:
-        tell_unbounded("the prompt cache comes from a file and is as large as it is")
+        tell_unbounded("a prompt cache from a file keeps its own size")
     elif hasattr(model, "make_cache"):
         kind = getattr(model, "model_type", type(model).__module__)
-        tell_unbounded(f"models of type {kind} choose their caches themselves")
+        tell_unbounded(f"models of type {kind} define their own caches")
 
 
 def tell_unbounded(why: str) -> None:
     """Say on stderr that ``--max-kv-size`` has no effect, and why."""
-    print(f"mlx_paged: --max-kv-size does nothing here: {why}", file=sys.stderr)
+    print(f"mlx_paged: --max-kv-size has no effect: {why}", file=sys.stderr)
 
 
 def check_weight_files(folder: Path) -> None:
@@ -102,4 +102,4 @@ def check_weight_files(folder: Path) -> None:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFolderError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
         if 8 + length + max(ends, default=0) > size:
-            raise ModelFolderError(f"{path} is cut off")
+            raise ModelFolderError(f"{path} is truncated")

@@ -127,6 +127,6 @@ try:
 except ImportError as missing:
     sys.excepthook = _print_in_one_line
     raise MissingBackendError(
-        f'MLX cannot be loaded ({missing}). On Linux its backend is a package of its own: pip install "mlx[cpu]", or '
+        f'MLX cannot be loaded ({missing}). On Linux its backend is a separate package: pip install "mlx[cpu]", or '
         '"mlx[cuda13]" for an NVIDIA GPU ("mlx[cuda12]" for older drivers)'
     ) from None

@@ -182,7 +182,7 @@ def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_free: bool =
     try:
         return GrammarSource("tools", "\n".join(_Calls(tools, form).lines(answer, is_free=is_free)))
     except RecursionError:
-        raise GrammarError("the form of the model's calls has no schemas without end") from None
+        raise GrammarError("recursive or deeply nested schemas are not supported in this model's call format") from None
 
 
 def _pattern(text: str) -> str:
@@ -272,8 +272,10 @@ class _Calls:
         properties = properties if isinstance(properties, dict) else {}
         names = [tool.name, *properties]
         if style.names and not all(re.fullmatch(style.names, each) and not keyword.iskeyword(each) for each in names):
+            given = ", ".join(names)[:200]
             raise GrammarError(
-                f"{tool.name}: the form of the model's calls has no such names: {', '.join(names)[:200]}"
+                f"{tool.name}: names in this model's call format must match {style.names} and not be Python keywords, "
+                f"got {given}"
             )
         items = []
         for number, (name, given) in enumerate(properties.items()):
@@ -327,7 +329,7 @@ class _Calls:
             kinds = {"type": sorted(types)} if "string" in (types_of(given, schema) or ()) else {}
             return json_in_lark({**given, **kinds, **shared})
         if self._style.containers == "none":
-            raise GrammarError("the form of the model's calls has no arrays and objects")
+            raise GrammarError("this model's call format does not support arrays and objects")
         parts = [json_in_lark({"type": sorted(types & SCALARS)})] if types & SCALARS else []
         if "object" in containers:
             self._add_object(f"{rule}_o", given, schema)
@@ -347,7 +349,10 @@ class _Calls:
         items = []
         for number, (name, inner) in enumerate(properties.items()):
             if re.fullmatch(r"\w+", name) is None:
-                raise GrammarError(f"the form of the model's calls has no such name: {name[:200]}")
+                raise GrammarError(
+                    "names in this model's call format must be made of letters, digits and underscores, "
+                    f"got {name[:200]}"
+                )
             item = f"{rule}_{number}"
             self._lines.append(f"{item}: {text_in_lark(name + ':')} {self._value(item, inner, schema)}")
             items.append((item, name in (given.get("required") or ())))
@@ -422,7 +427,7 @@ class TokenizerGrammars:
         except RequestRefused as error:
             if not wanted.is_free:
                 raise
-            logging.warning("tools: strict does not hold: %.500s", error)  # clients set it for any schema
+            logging.warning("tools: strict is not enforced: %.500s", error)  # clients set it for any schema
             return None
 
     def _known_compiler(self) -> GrammarCompiler:
@@ -438,7 +443,7 @@ class TokenizerGrammars:
             if form is not None or tools.required or self._tokenizer.has_tool_calling:
                 return self._of_tools(constraint, tools, form)
             if tools.strict:
-                logging.warning("tools: strict: this model's tool calls are not known here and are left as they are")
+                logging.warning("tools: strict is not enforced: the format of this model's tool calls is not known")
         return None if constraint.answer is None else _Wanted(constraint.answer, constraint.param)
 
     def _of_tools(self, constraint: Constraint, tools: Tools, form: ToolFormat | None) -> _Wanted | None:
@@ -446,10 +451,10 @@ class TokenizerGrammars:
         is_free = not tools.required and constraint.answer is None
         if form is None:
             if is_free:
-                logging.warning("tools: strict: this model's tool calls cannot be constrained and are left as they are")
+                logging.warning("tools: strict is not enforced: this model's tool calls cannot be constrained")
                 return None
             raise invalid(
-                f"{what}: this model writes tool calls in a form that cannot be constrained"
+                f"{what}: this model writes tool calls in a format that cannot be constrained"
                 if self._tokenizer.has_tool_calling
                 else f"{what}: this model cannot call tools",
                 what,
@@ -458,14 +463,14 @@ class TokenizerGrammars:
         param = what
         if constraint.answer is not None and not tools.required:
             if constraint.schema is None:
-                raise invalid(f"{constraint.param}: only JSON can be asked for beside tools", "structured_outputs")
+                raise invalid(f"{constraint.param}: with tools, only JSON is supported", "structured_outputs")
             parts.append((constraint.answer, constraint.param))
             param = constraint.param
         try:
             source = calls(tools, form, answer=None if tools.required else constraint.schema, is_free=is_free)
         except GrammarError as error:
             if is_free:
-                logging.warning("tools: strict does not hold: %s", error)
+                logging.warning("tools: strict is not enforced: %s", error)
                 return None
             raise invalid(f"{what}: {error}", what) from error
         return _Wanted(source, param, form.trigger if is_free else (), parts, is_free)

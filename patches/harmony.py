@@ -109,5 +109,5 @@ def harmony_call(text: str) -> dict[str, Any]:
     """Parse a call ``NAME<|message|>{...}``; the arguments may be empty. Raises ValueError if it is not one."""
     name, mark, arguments = text.partition(BODY)
     if not mark:
-        raise ValueError("a call without a message")
+        raise ValueError("the call has no message")
     return {"name": name, "arguments": json.loads(arguments) if arguments.strip() else {}}

@@ -301,7 +301,7 @@ def installed_fingerprint(target: str) -> str:
         except AttributeError as error:
             raise PatchError(f"{target} does not exist: {error}") from None
         except (OSError, TypeError):
-            raise PatchError(f"{target} has no source that can be read") from None
+            raise PatchError(f"the source of {target} cannot be read") from None
     raise PatchError(f"{target} does not exist: there is no module {target.split('.')[0]!r}")
 
 
@@ -330,14 +330,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: with that status, or with a message if the requested symbol does not exist.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m mlx_paged.patches.registry", description="Fingerprints of mlx-lm as it is installed."
+        prog="python -m mlx_paged.patches.registry", description="Print fingerprints of the installed mlx-lm."
     )
     parser.add_argument(
         "--fingerprint",
         metavar="NAME",
         nargs="?",
         required=True,
-        help="an upstream symbol, such as mlx_lm.models.llama.Attention.__call__; all that are replaced if left out",
+        help="Upstream symbol, such as mlx_lm.models.llama.Attention.__call__; default: all that are replaced",
     )
     name = parser.parse_args(argv).fingerprint
     try:

@@ -113,7 +113,7 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
         if name is not None and group is None:
             check_weight_files(Path(name) if Path(name).exists() else utils._download(name))
     if adapter is not None and not (Path(adapter) / "adapter_config.json").exists():
-        raise ValueError(f"there is no adapter in {adapter}")
+        raise ValueError(f"the adapter {adapter} has no adapter_config.json")
     head = find_head(folder_of(path)) if cli_args.mtp and draft is None and path is not None else None
     tokenizer_config: dict[str, Any] = {"trust_remote_code": cli_args.trust_remote_code}
     if cli_args.chat_template:
@@ -218,11 +218,11 @@ class LoadedModels:
             budget = PoolBudget(pool, chunk=self.cli_args.prefill_step_size)
             if not budget.holds(2):
                 raise ConfigError(
-                    f"a KV cache budget of {pool.memory_budget:,} bytes holds no request of this model, which takes at "
-                    f"least {budget.bytes_for(2):,}: raise kv_cache_memory (--kv-cache-memory)"
+                    f"KV cache budget of {pool.memory_budget:,} bytes is too small: one request of this model needs at "
+                    f"least {budget.bytes_for(2):,} bytes; raise kv_cache_memory (--kv-cache-memory)"
                 )
         if self.ranks is not None and not (weights.is_batchable and known_pool(weights.model) is not None):
-            raise ConfigError("several ranks serve models whose requests are computed in a batch, on pages")
+            raise ConfigError("serving over several ranks requires a model with batching and paged caches")
 
     def load(self, key: ModelKey, make_way: Callable[[], None]) -> None:
         """Load another model in place of the present one. It stays if the other cannot be loaded, unless it was dropped
@@ -247,7 +247,8 @@ class LoadedModels:
             self._texts = None  # until the new model's texts are ready
             needed = sum(x.nbytes for x in weights.arrays)
             while self._loaded and needed > free_memory():
-                logging.warning("memory does not hold another model: %.200s goes", next(iter(self._loaded)).model)
+                oldest = next(iter(self._loaded)).model
+                logging.warning("unloading %.200s: not enough memory for another model", oldest)
                 self._drop_oldest()
             mx.eval(weights.arrays)
             self._take(weights)
@@ -257,7 +258,7 @@ class LoadedModels:
             logging.warning("the model %.200r cannot be loaded: %s: %.500s", key.model, type(error).__name__, error)
             if self._texts is None and self.weights is not None:
                 self._texts = self._loaded[self.weights.key][1]
-            message = "the model cannot be loaded, or is not what the request needs"
+            message = "the model cannot be loaded: see the server's log"
             raise not_found(message, param="model", code="model_not_found") from None
 
     def _drop_oldest(self) -> None:
@@ -444,7 +445,7 @@ class LoadedModels:
             if pool is not None:
                 check_pool(pool, self.prompt_cache)
         except Exception:
-            logging.exception("the pool is not in order: it is made anew, without its prefixes")
+            logging.exception("the pool is inconsistent: making a new one, its prefixes are lost")
             forget_pool(weights.model)
             if isinstance(self.prompt_cache, PagedPromptCache) and pool is not None:
                 self.prompt_cache.forget_pool(pool)

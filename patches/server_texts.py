@@ -81,7 +81,7 @@ class LoadedTexts:
             tokens = given
             limits.check(len(tokens))
             if max(tokens) >= self.vocab_size:
-                raise invalid(f"prompt: token ids go from 0 to {self.vocab_size - 1}", "prompt")
+                raise invalid(f"prompt: token ids must be from 0 to {self.vocab_size - 1}, got {max(tokens)}", "prompt")
             return Prompt.of_tokens(tokens)
         param = "messages" if isinstance(given, ChatInput) else "prompt"
         try:
@@ -89,7 +89,8 @@ class LoadedTexts:
         except RequestRefused:
             raise
         except Exception as error:
-            raise invalid(f"the prompt cannot be made: {type(error).__name__}: {error}"[:2000], param) from error
+            text = f"cannot render or tokenize the prompt: {type(error).__name__}: {error}"
+            raise invalid(text[:2000], param) from error
         if not prompt.tokens:
             raise invalid("the prompt has no tokens", param)
         return prompt
@@ -140,7 +141,7 @@ class LoadedTexts:
         """Check a request's sampling against the vocabulary, and fill in what depends on the tokenizer."""
         params, vocab = request.sampling, self.vocab_size
         if any(not 0 <= token < vocab for token in params.logit_bias):
-            raise invalid(f"logit_bias: token ids go from 0 to {vocab - 1}", "logit_bias")
+            raise invalid(f"logit_bias: token ids must be from 0 to {vocab - 1}", "logit_bias")
         special: tuple[int, ...] = ()
         if params.uses_xtc:
             special = (*self.tokenizer.encode("\n"), *self.tokenizer.eos_token_ids)
@@ -163,7 +164,7 @@ class LoadedTexts:
         parsed = self.tokenizer.tool_parser(text, tools)
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not all(isinstance(call, dict) for call in calls):
-            raise ValueError("a call is not an object")
+            raise ValueError("a tool call is not a JSON object")
         return [with_types(call, tools) for call in calls] if self._has_keys else calls
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -276,7 +277,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
         if time.monotonic() > until:
-            raise invalid(f"the prompt was not made within {seconds:g} s", "messages")
+            raise invalid(f"the chat template ran for more than {seconds:g} s", "messages")
         return look
 
     def enter(frame: FrameType, event: str, arg: Any) -> Any:

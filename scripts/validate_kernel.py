@@ -31,7 +31,7 @@ DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 
 
 def cases(quick: bool) -> list[dict[str, Any]]:
-    """The sweep: every head_dim in bf16, then dtypes, ratios, block sizes, windows and extras."""
+    """Return the sweep: every head_dim in bf16, then dtypes, ratios, block sizes, windows and extras."""
     base: dict[str, Any] = {"dtype": "bf16", "dim": 128, "gqa": 4, "block": 32, "window": None, "extras": False}
     sweep: list[dict[str, Any]] = [{**base, "dim": dim} for dim in ((64, 128, 256) if quick else HEAD_DIMS)]
     changes: list[dict[str, Any]] = [
@@ -49,7 +49,7 @@ def cases(quick: bool) -> list[dict[str, Any]]:
 
 
 def attend_in_chunks(q: mx.array, k: mx.array, v: mx.array, scale: float, chunk: int = 1 << 14) -> mx.array:
-    """Attention in float32 of q [n_q_heads, 1, D] over k, v [n_kv_heads, n, D], `chunk` tokens at a time."""
+    """Return attention in float32 of q [n_q_heads, 1, D] over k, v [n_kv_heads, n, D], `chunk` tokens at a time."""
     repeat = q.shape[0] // k.shape[0]
     q = q.astype(mx.float32)
     top, total, out = mx.full((q.shape[0], 1), -float("inf")), mx.zeros((q.shape[0], 1)), mx.zeros(q.shape)
@@ -65,7 +65,7 @@ def attend_in_chunks(q: mx.array, k: mx.array, v: mx.array, scale: float, chunk:
 
 
 def check_limits(tokens: int = 1 << 20) -> int:
-    """A context of a million tokens whose blocks all lie past the 2^31st element of both pools. Returns the failures.
+    """Check a context of a million tokens whose blocks all lie past element 2^31 of both pools. Return the failures.
 
     Needs about 20 GB of GPU memory.
     """
@@ -113,7 +113,7 @@ def check_limits(tokens: int = 1 << 20) -> int:
 
 
 def is_good(check: SelfCheck, make: Callable[[], Run], steps: int, window: int | None) -> bool:
-    """Whether a self-check and each of so many steps have a small difference. Prints a line."""
+    """Return whether a self-check passes and each of ``steps`` steps has an RMS below MAX_RMS; print a line."""
     worst = check.rms
     if check.ok:
         run, behind = make(), None

@@ -33,8 +33,8 @@ ROUNDING_UNITS = 4
 
 
 class Difference(NamedTuple):
-    """How two runs' logits differ. ``gap``: largest gap, in standard deviations, between the first two choices of a
-    token that the runs disagree on."""
+    """Difference between the logits of two runs. ``gap``: largest gap between the two most likely tokens where the runs
+    disagree, in standard deviations."""
 
     rms: float
     same: int
@@ -44,7 +44,7 @@ class Difference(NamedTuple):
 def run(
     model: Any, prompt: np.ndarray, chunk: int, tokens: list[int] | None, count: int
 ) -> tuple[list[int], np.ndarray]:
-    """Logits ``[count, vocab]`` of the tokens after the prompt, and the tokens: those given, or the preferred ones."""
+    """Return the tokens after the prompt, those given or the most likely ones, and their logits ``[count, vocab]``."""
     cache = make_prompt_cache(model)
     ids = mx.array(prompt)[None]
     for start in range(0, len(prompt) - 1, chunk):
@@ -61,7 +61,7 @@ def run(
 
 
 def compare(a: np.ndarray, b: np.ndarray) -> Difference:
-    """How far b is from a."""
+    """Return the difference of b from a."""
     deviation = a.std()
     same = a.argmax(1) == b.argmax(1)
     top = np.sort(a[~same], axis=1)[:, -2:]
@@ -70,7 +70,7 @@ def compare(a: np.ndarray, b: np.ndarray) -> Difference:
 
 
 def dtype_of(model: Any) -> mx.Dtype:
-    """What the model computes in."""
+    """Return the dtype that the model computes in."""
     logits = model(mx.zeros((1, 1), mx.uint32))
     return logits.dtype  # type: ignore[no-any-return]
 
@@ -101,7 +101,7 @@ def main() -> int:
         return 2
     vocab = model.args.vocab_size
     rows, failed = [], 0
-    # Attention over tens of thousands of random tokens is so even that stock, cut elsewhere, may be equal to the bit.
+    # Attention over tens of thousands of random tokens is so even that stock may give equal bits with other chunks.
     least = max(LEAST_LIMIT, ROUNDING_UNITS * mx.finfo(dtype_of(model)).eps)
     for context in contexts:
         prompt = np.random.default_rng(SEED).integers(0, vocab, context)

@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on CUDA, f32 is compared with f32; read when MLX multiplies first
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's: its threads wait by turning, and references are small
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on CUDA, compute f32 in full; MLX reads this at its first product
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads busy-wait, and references are small
 if hasattr(os, "SCHED_BATCH"):
-    # On a CPU, MLX wakes a thread for each operation. If that does not interrupt the one that wakes it, both need less
-    # time. Threads and processes that are started inherit it.
+    # On a CPU, MLX wakes a thread for each operation. That is faster if it does not preempt the thread that wakes it.
+    # New threads and processes inherit the policy.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -32,21 +32,21 @@ from tests.support.processes.precompiled import precompile_headers
 settings.register_profile("fixed", derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-# Tests apply the patches some thousand times, and mlx-lm's sources stay as they are.
+# Tests apply the patches about a thousand times, and mlx-lm's sources do not change.
 registry.fingerprint = functools.cache(registry.fingerprint)
 
 precompile_headers()
 
-gc.disable()  # until all tests are known: what their sources are made into stays, or goes by itself
+gc.disable()  # until collection ends: nearly all that it creates stays or is freed by reference counts
 
 REAL = gpu_kernels.prepare_decode, compiled_step.compile_function
 
 
-@pytest.hookimpl(tryfirst=True)  # before "-m" chooses
+@pytest.hookimpl(tryfirst=True)  # before "-m" deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_gpu = mx.default_device() == mx.Device(mx.gpu)
     has_metal = mx.metal.is_available()
-    items.sort(key=lambda item: "demo_model" not in item.keywords)  # the longest: not at the end, one after the other
+    items.sort(key=lambda item: "demo_model" not in item.keywords)  # the longest first, not alone at the end
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU that MLX can use"))
@@ -55,15 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays to the end: each of the many collections that tests ask for would go through it."""
+    """Freeze existing objects: they stay to the end, and each of the tests' many collections would scan them."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
-@pytest.hookimpl(trylast=True)  # after the file's fixtures have gone
+@pytest.hookimpl(trylast=True)  # after the file's fixtures are torn down
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file's tests have imported and built to keep stays, too: collections then go through what is new only."""
+    """Freeze what a file's tests imported and cached, so that later collections scan only new objects."""
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
@@ -71,13 +71,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(autouse=True)
 def unpatched() -> Iterator[None]:
-    """Every test starts and ends with stock mlx-lm."""
+    """Start and end every test with stock mlx-lm."""
     registry.remove_patches()
     forget_warnings()
     mlx_paged.reset_dispatch_counts()
     yield
     registry.remove_patches()
-    # What a test puts in the place of a stand-in has to go before the stand-ins do, or it leaves one behind.
+    # A test that replaces a stand-in must undo that before the stand-ins are removed, or one stays behind.
     assert (gpu_kernels.prepare_decode, compiled_step.compile_function) == REAL
 
 
@@ -91,8 +91,8 @@ def no_fall_through() -> Iterator[None]:
 
 @pytest.fixture
 def unfused() -> Iterator[None]:
-    """MLX runs the functions that mlx-lm has it fuse as they are written. On a CPU each is a call of g++ for each type
-    and layout, which takes longer than the rest of a test of caches, and to these it makes no difference."""
+    """Disable mx.compile. On a CPU each function that mlx-lm compiles costs a g++ call per dtype and layout. That takes
+    longer than the rest of a test of caches and does not affect it."""
     mx.disable_compile()
     yield
     mx.enable_compile()
@@ -100,7 +100,7 @@ def unfused() -> Iterator[None]:
 
 @pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
 def kernels(request: pytest.FixtureRequest) -> Iterator[FakeKernels | None]:
-    """In-place pools: over stand-ins for the kernels, and over the kernels (None) where there is a GPU."""
+    """Make pools in-place, over stand-ins for the kernels, and over the kernels (None) if there is a GPU."""
     if request.param == "gpu":
         yield None
     else:
@@ -110,7 +110,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[FakeKernels | None]:
 
 @pytest.fixture(scope="session")
 def demo_model_folder() -> Path:
-    """The demo model's folder (see scripts/demo_model.py); fetched if it is not there."""
+    """Return the demo model's folder, fetched if it is missing (see scripts/demo_model.py)."""
     from scripts.demo_model import ensure_demo_model
 
     return ensure_demo_model()

@@ -1,4 +1,4 @@
-"""What is kept of a model goes with it, and is never taken for another's."""
+"""Values kept per model are dropped with the model and never returned for another one."""
 
 import mlx.nn as nn
 
@@ -7,7 +7,7 @@ from mlx_paged.by_model import ByModel, kept_of
 from tests.support.without_collector import without_collector
 
 
-def test_a_value_is_its_models_and_goes_with_it() -> None:
+def test_value_belongs_to_one_model_and_is_dropped_with_it() -> None:
     values: ByModel[list[int]] = ByModel("numbers")
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     assert values.get(first) is None
@@ -26,7 +26,7 @@ def test_a_value_is_its_models_and_goes_with_it() -> None:
         assert len(values) == 0
 
 
-def test_a_model_in_the_place_of_a_dead_one_has_nothing() -> None:
+def test_model_that_reuses_a_dead_models_id_has_no_value() -> None:
     values: ByModel[int] = ByModel("a number")
     model = nn.Linear(2, 2)
     values.put(model, 1)
@@ -35,7 +35,7 @@ def test_a_model_in_the_place_of_a_dead_one_has_nothing() -> None:
     del by_model._kept[id(other)]
 
 
-def test_one_registry_shows_all_that_is_kept_of_a_model() -> None:
+def test_kept_of_returns_all_values_of_a_model() -> None:
     numbers: ByModel[int] = ByModel("a number")
     texts: ByModel[str] = ByModel("a text")
     model = nn.Linear(2, 2)

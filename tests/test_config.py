@@ -1,4 +1,4 @@
-"""PagedConfig: every option once, by one table of values: as arguments, variables and flags; and what is refused."""
+"""PagedConfig: each option given as an argument, a variable or a flag, and the values that are refused."""
 
 import argparse
 from dataclasses import FrozenInstanceError, fields
@@ -21,7 +21,7 @@ SIZES = {
 }  # fmt: skip
 NO_SIZES = ("GB", "two GB", "-2GB", "2XB", "2GBB", "1.GB", ".5GB", "1e9", "2G 3M", "1,000", "1I")
 NOT_POSITIVE = ("0", "0GB", "0.0", "0.4")
-# By field: values of texts, texts that are refused with a message, and other things that mean a value or are refused.
+# By field: accepted texts and their values, refused texts by message, accepted values of other types, refused values.
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]], list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "block_size": (
         {"8": 8, "16": 16, " 64 ": 64, "128": 128},
@@ -53,7 +53,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]], list[tuple[
     "kv_group_size": ({"32": 32, "64": 64, "128": 128}, {"kv_group_size": ("16", "48")}, [(32, 32)], (48, "")),
     "kv_rotate": (
         {"on": True, " Off ": False, "1": True, "0": False},
-        {"on or off, not": ("maybe", "2")},
+        {"on or off, got": ("maybe", "2")},
         [(True, True), (False, False)],
         ("",),
     ),
@@ -91,7 +91,7 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_the_table_has_every_option_and_so_has_the_reference() -> None:
+def test_every_option_is_in_this_table_and_in_the_reference() -> None:
     assert [each.name for each in fields(PagedConfig)] == list(OPTIONS)
     rows = (Path(__file__).parents[1] / "docs" / "reference.md").read_text().splitlines()
     known = [row for row in rows if any(row.startswith(f"| `{each.flag}") for each in PagedConfig.options())]
@@ -99,7 +99,7 @@ def test_the_table_has_every_option_and_so_has_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "value"), CASES)
-def test_a_value_is_the_same_as_argument_variable_and_flag(name: str, text: str, value: Any) -> None:
+def test_argument_variable_and_flag_give_the_same_value(name: str, text: str, value: Any) -> None:
     wanted = PagedConfig(**{name: value})
     assert PagedConfig(**{name: text}) == wanted and getattr(wanted, name) == value
     assert hash(PagedConfig(**{name: text})) == hash(wanted)
@@ -109,7 +109,7 @@ def test_a_value_is_the_same_as_argument_variable_and_flag(name: str, text: str,
 
 
 @pytest.mark.parametrize(("name", "text", "why"), WRONG)
-def test_other_texts_are_refused_wherever_they_stand(
+def test_bad_text_is_refused_as_argument_variable_and_flag(
     name: str, text: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -125,7 +125,7 @@ def test_other_texts_are_refused_wherever_they_stand(
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_other_things_than_texts(name: str) -> None:
+def test_values_that_are_not_text_are_accepted_or_refused(name: str) -> None:
     *_, given, refused = OPTIONS[name]
     for value, kept in given:
         assert getattr(PagedConfig(**{name: value}), name) == kept
@@ -135,7 +135,7 @@ def test_other_things_than_texts(name: str) -> None:
     assert parse_memory(None) is None
 
 
-def test_a_configuration_is_frozen_and_its_errors_are_value_errors() -> None:
+def test_config_is_frozen_and_its_errors_are_value_errors() -> None:
     config = PagedConfig()
     assert (config.block_size, config.kv_cache_memory, config.kernel) == (32, None, None)
     with pytest.raises(FrozenInstanceError):
@@ -143,8 +143,8 @@ def test_a_configuration_is_frozen_and_its_errors_are_value_errors() -> None:
     assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, PagedCacheError)
 
 
-def test_variables_are_read_where_they_are_set_to_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match="nothing reads the environment variable MLX_PAGED_OTHER"):
+def test_empty_variables_are_ignored_and_unknown_ones_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="unknown environment variable MLX_PAGED_OTHER; did you mean"):
         env = {"MLX_PAGED_BLOCK_SIZE": "64", "MLX_PAGED_KERNEL": "on", "MLX_PAGED_OTHER": "ignored"}
         assert PagedConfig.from_env(env) == PagedConfig(64, kernel=True)
     assert PagedConfig.from_env({}) == PagedConfig.from_env({"MLX_PAGED_BLOCK_SIZE": ""}) == PagedConfig()
@@ -152,7 +152,7 @@ def test_variables_are_read_where_they_are_set_to_something(monkeypatch: pytest.
     assert PagedConfig.from_env() == PagedConfig(8)
 
 
-def test_flags_override_only_what_they_name() -> None:
+def test_flags_override_only_their_own_options() -> None:
     base = PagedConfig(64, 10**9, False, prompt_lookup=7, kv_rotate=True)
     assert base.with_arguments(parse()) == base
     changed = base.with_arguments(parse("--kernel", "on", "--kv-block-size=8", "--prompt-lookup", "0"))
@@ -168,45 +168,45 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "paged KV cache" in out and all(each.flag in out for each in PagedConfig.options())
     shown = " ".join(extend_parser(setup_arg_parser()).format_help().split())
-    assert "0 and the default quantise every token in pages when it is written" in shown
+    assert "0 and the default quantise each token of the paged cache when it is written" in shown
 
 
-def test_kv_bits_are_those_of_mlx_lm_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_bits_of_mlx_lm_are_accepted_and_variables_set_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     def parsed(*argv: str) -> argparse.Namespace:
         return extend_parser(setup_arg_parser()).parse_args(argv)
 
     assert (parsed().kv_bits, parsed().kv_group_size, parsed().quantized_kv_start) == (None, 64, 5000)
-    assert parsed("--kv-bits", "3").kv_bits == 3  # of mlx-lm's own caches
+    assert parsed("--kv-bits", "3").kv_bits == 3  # only mlx-lm's own caches have 3 bits
     monkeypatch.setenv("MLX_PAGED_KV_BITS", "4")
     monkeypatch.setenv("MLX_PAGED_KV_GROUP_SIZE", "32")
-    assert parsed().kv_bits is None and parsed().kv_group_size == 32  # also for those who give no flag
+    assert parsed().kv_bits is None and parsed().kv_group_size == 32  # the default of the flag
     config = PagedConfig.from_env().with_arguments(parsed("--kv-block-size", "8"))
     assert (config.kv_bits, config.kv_group_size, config.block_size) == (4, 32, 8)
 
 
-def test_what_a_calls_options_mean() -> None:
+def test_kv_bits_of_a_call_override_the_configuration() -> None:
     config = PagedConfig(kv_bits=4, block_size=8)
     assert KVBits.of({"kv_bits": None, "kv_group_size": 32}) is None
     for options in ({"kv_bits": 8}, {"kv_bits": 8, "quantized_kv_start": 0}):
         assert KVBits.of(options).configured(config) == PagedConfig(kv_bits=8, block_size=8)
     other = KVBits(8, 64, 100)
-    assert other.format is None and "quantized_kv_start=100" in str(other.why_not)
+    assert other.format is None and "quantized_kv_start must be 0 or 5000" in str(other.why_not)
     assert other.configured(config).kv_bits is None
-    assert "not of 16" in str(KVBits(8, 16).why_not) and "not 3" in str(KVBits(3).why_not)
+    assert "got 16" in str(KVBits(8, 16).why_not) and "got 3" in str(KVBits(3).why_not)
 
 
-def test_rotation_goes_with_bits() -> None:
+def test_kv_rotate_requires_kv_bits() -> None:
     assert PagedConfig(kv_bits=4, kv_rotate=True) != PagedConfig(kv_bits=4)
     assert PagedConfig(kv_bits=4, kv_rotate=True).page_format.rotate
     PagedConfig(kv_bits=4, kv_rotate=True).check_rotation()
-    with pytest.raises(ConfigError, match="goes with kv_bits"):
+    with pytest.raises(ConfigError, match="kv_rotate requires kv_bits"):
         PagedConfig(kv_rotate=True).check_rotation()
 
 
 # Memory and kernel ------------------------------------------------------------------------------------------------
 
 
-def test_memory_budget_is_the_size_given_or_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_budget_is_the_given_size_or_80_percent_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "free_memory", lambda: 1000)
     assert PagedConfig(kv_cache_memory=12345).memory_budget() == 12345
     assert PagedConfig().memory_budget() == 800
@@ -221,14 +221,16 @@ def test_memory_budget_is_the_size_given_or_a_share_of_what_is_free(monkeypatch:
         ({"total_memory": 9_000}, 6_000),
     ],
 )
-def test_free_memory_of_a_gpu(info: dict[str, int], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_of_a_gpu_is_read_from_its_device_info(
+    info: dict[str, int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 3_000)
     assert free_memory() == expected
 
 
-def test_free_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_of_a_cpu_falls_back_to_half_of_physical_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     assert 1 << 20 < free_memory() < 1 << 50
     monkeypatch.setattr(config_module.Path, "exists", lambda path: False)
@@ -236,7 +238,7 @@ def test_free_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_memory() == 4096 * 500
 
 
-def test_a_kernel_demanded_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_on_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     for choice in (None, False):
         PagedConfig(kernel=choice).check_kernel()

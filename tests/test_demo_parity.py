@@ -49,7 +49,7 @@ def prompt_named(tokenizer, name: str) -> mx.array:
 @pytest.mark.parametrize(
     ("name", "num_tokens", "block_size"), [QUICK, *(pytest.param(name, 200, 32, marks=SLOW) for name in PROMPTS)]
 )
-def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, block_size: int, demo_model_folder: Path) -> None:
+def test_demo_model_gives_stock_tokens(name: str, num_tokens: int, block_size: int, demo_model_folder: Path) -> None:
     model, tokenizer = load_demo(demo_model_folder)
     prompt = prompt_named(tokenizer, name)
     assert prompt.size > {"two blocks": 32, "several blocks": 100, "long": 1000}.get(name, 0)
@@ -74,9 +74,9 @@ def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, block_size: 
     ("name", "num_tokens"),
     [*(pytest.param(name, 200, marks=SLOW) for name in ("short", "list", "several blocks"))],
 )
-def test_demo_model_gives_stocks_tokens_with_8_bits(name: str, num_tokens: int, demo_model_folder: Path) -> None:
-    """With caches that are quantised from the start: mlx-lm computes a prompt's first chunk with keys as they are, and
-    quantises its caches then."""
+def test_demo_model_with_8_bits_gives_stock_tokens(name: str, num_tokens: int, demo_model_folder: Path) -> None:
+    """Stock gets caches that are quantised from the start; by itself it quantises them only after a prompt's first
+    chunk."""
     model, tokenizer = load_demo(demo_model_folder)
     prompt = prompt_named(tokenizer, name)
 
@@ -97,10 +97,10 @@ def test_demo_model_gives_stocks_tokens_with_8_bits(name: str, num_tokens: int, 
 @pytest.mark.gpu
 @pytest.mark.demo_model
 @pytest.mark.timeout(1200)
-def test_demo_model_gives_stocks_tokens_through_kernels(
+def test_demo_model_through_kernels_gives_stock_tokens(
     demo_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In f32, three prompts alone and as a batch, in compiled steps."""
+    """Run three prompts in f32, alone and as a batch, in compiled steps."""
     model, tokenizer = load(str(demo_model_folder))
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())

@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, and what the map of the code names is there."""
+"""Links in the docs resolve, and the files, classes and functions that docs/architecture.md names exist."""
 
 import re
 from functools import cache
@@ -12,7 +12,7 @@ DECISIONS = sorted(ROOT.glob("docs/adr/0*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w/.-])(?:\.\./)?(?:[\w.-]+/)*[\w-]+\.(?:py|md|toml|metal|cuh|html)\b")
 MEMBER = re.compile(r"\b([A-Z]\w*[a-z]\w*)\.(\w+)\b")
-UPSTREAM = {"Model", "Attention", "BatchGenerator"}  # classes of mlx-lm that the map names
+UPSTREAM = {"Model", "Attention", "BatchGenerator"}  # classes of mlx-lm that docs/architecture.md names
 
 
 def anchors(page: Path) -> set[str]:
@@ -28,14 +28,14 @@ def sources() -> str:
 
 
 def resolved(name: str) -> Path | None:
-    """The file that the map means: paths are the repository's or the package's."""
+    """Return the file that a path in the docs means: below the repository, the package or docs/."""
     return next(
         (path for path in (ROOT / name, ROOT / "mlx_paged" / name, ROOT / "docs" / name) if path.exists()), None
     )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_resolves(page: Path) -> None:
     missing = []
     for link in LINK.findall(page.read_text()):
         if "://" in link:
@@ -47,14 +47,14 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not missing
 
 
-def test_the_map_names_files_that_are_there() -> None:
+def test_architecture_names_existing_files() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     names = set(PATH.findall(text)) | set(re.findall(r"`((?:[\w.]+/)+)`", text))
     assert len(names) > 60
     assert not sorted(name for name in names if resolved(name) is None)
 
 
-def test_the_map_names_classes_and_functions_that_are_there() -> None:
+def test_architecture_names_existing_classes_and_members() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     members = {(kind, member) for kind, member in MEMBER.findall(text) if kind not in UPSTREAM}
     assert len(members) > 20
@@ -66,7 +66,7 @@ def test_the_map_names_classes_and_functions_that_are_there() -> None:
     assert not missing
 
 
-def test_the_life_of_a_request_names_each_class_with_its_file() -> None:
+def test_diagram_of_a_request_names_each_class_beside_its_file() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     picture = text.split("\n    insert ", 1)[1].split("\n- ", 1)[0]
     wrong, checked = [], 0
@@ -81,7 +81,7 @@ def test_the_life_of_a_request_names_each_class_with_its_file() -> None:
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
-def test_a_decision_has_a_status_a_date_and_a_line_in_the_index(page: Path) -> None:
+def test_adr_has_a_status_a_date_and_a_line_in_the_index(page: Path) -> None:
     title, _, status = page.read_text().splitlines()[:3]
     index = (ROOT / "docs" / "adr" / "README.md").read_text()
     found = re.match(r"Status: (accepted|superseded)[^,]*, (\d{4}-\d\d-\d\d)\.", status)
@@ -90,12 +90,12 @@ def test_a_decision_has_a_status_a_date_and_a_line_in_the_index(page: Path) -> N
     assert line.startswith(f"| [{page.stem[:4]}]") and f"| {found[1]}" in line and found[2] in line
 
 
-def test_the_map_can_be_read_at_a_sitting() -> None:
+def test_architecture_has_at_most_350_lines() -> None:
     assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 350
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
-def test_a_decision_is_one_page_and_names_files_that_are_there(page: Path) -> None:
+def test_adr_has_at_most_60_lines_and_names_existing_files(page: Path) -> None:
     text = page.read_text()
     assert len(text.splitlines()) <= 60 and "**Decision" in text.replace("## Decision", "**Decision")
     assert not sorted(name for name in re.findall(r"`((?:[\w-]+/)+[\w-]+\.\w+)`", text) if resolved(name) is None)

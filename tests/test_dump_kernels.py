@@ -1,5 +1,5 @@
-"""scripts/dump_kernels.py and scripts/support/compile_metal.py: the texts are those that MLX would compile, and what
-Apple's compiler would say of them. libclang stands in for it, and a fake xcrun for the program."""
+"""scripts/dump_kernels.py writes the texts that MLX would compile; scripts/support/compile_metal.py compiles them.
+libclang stands in for Apple's compiler, and a fake xcrun for its command."""
 
 import importlib.util
 import re
@@ -30,7 +30,7 @@ def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{Path(name).name}_under_test", SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its types are looked up there
+    sys.modules[spec.name] = module  # dataclasses resolve types by this entry
     spec.loader.exec_module(module)
     return module
 
@@ -41,7 +41,7 @@ compile_metal = _load("support/compile_metal")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the script writes for the shapes of popular models."""
+    """Run the script for the shapes of popular models; return the folder of texts."""
     folder = tmp_path_factory.mktemp("metal")
     ended = commands.run(SCRIPTS / "dump_kernels.py", folder)
     assert ended.returncode == 0, ended.stderr
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def warnings_of(text: str) -> list[str]:
-    """What clang says of a text with -Wall, MLX's preamble being that of the checker."""
+    """Return clang's diagnostics of a text with -Wall; the checker's header replaces MLX's preamble."""
     clang = checker.ci
     text = text.replace(dump_kernels.PREAMBLE, '#include "msl_check.hpp"\n', 1)
     unit = clang.Index.create().parse(
@@ -78,7 +78,7 @@ def test_every_text_compiles_without_a_warning(folder: Path, per_body: int) -> N
         assert checker.check_text(checker.prepare(file.read_text().replace(dump_kernels.PREAMBLE, ""))) == []
 
 
-def test_every_body_of_metal_is_among_them(folder: Path) -> None:
+def test_every_metal_body_is_dumped(folder: Path) -> None:
     assert {file.name.partition("-")[0] for file in folder.glob("*.metal")} == {
         name for name, body in BODIES.items() if not body.cuda_only
     }
@@ -91,13 +91,13 @@ def test_every_body_of_metal_is_among_them(folder: Path) -> None:
         ("gather_blocks", "fence_out[0] =", "fence_out_0 ="),
     ],
 )
-def test_the_stand_in_sees_warnings_and_errors(folder: Path, body: str, old: str, new: str) -> None:
+def test_clang_check_detects_warnings_and_errors(folder: Path, body: str, old: str, new: str) -> None:
     text = next(file for file in folder.glob(f"{body}*.metal")).read_text()
     assert old in text
     assert warnings_of(text.replace(old, new))
 
 
-def test_both_address_spaces_of_every_popular_shape_are_there(folder: Path) -> None:
+def test_every_popular_shape_is_dumped_for_both_address_spaces(folder: Path) -> None:
     decodes: dict[tuple[str, ...], set[tuple[bool, bool]]] = {}
     for file in folder.glob("paged_decode*.metal"):
         text = file.read_text()
@@ -117,7 +117,7 @@ def test_both_address_spaces_of_every_popular_shape_are_there(folder: Path) -> N
     assert all("mlx/backend/metal/kernels/utils.h" in text for text in merges)
 
 
-def test_partitions_follow_the_cores_and_nothing_stays_patched() -> None:
+def test_partition_size_follows_core_count_and_patches_are_undone() -> None:
     real = mx.fast.metal_kernel, kernel_build.backend, kernels.backend
     shape = next(popular_shapes(32))
     few, many = (
@@ -131,7 +131,7 @@ def test_partitions_follow_the_cores_and_nothing_stays_patched() -> None:
     )
 
 
-def test_ci_compiles_the_texts_and_keeps_the_doctors_report() -> None:
+def test_ci_compiles_the_texts_and_uploads_the_doctors_report() -> None:
     workflow = yaml.safe_load((SCRIPTS.parent / ".github" / "workflows" / "ci.yml").read_text())
     jobs = workflow["jobs"]
     (compiling,) = (step for step in jobs["macos-compile"]["steps"] if "run" in step)
@@ -150,7 +150,7 @@ def test_ci_compiles_the_texts_and_keeps_the_doctors_report() -> None:
     assert checking["run"].endswith(f"REPORT={kept['path']}")
 
 
-# Plays Apple's compiler: notes its arguments, and says what the text asks it to.
+# Fake of Apple's compiler: records its arguments and prints the diagnostics that the text asks for.
 XCRUN = f"""#!{sys.executable}
 import sys
 from pathlib import Path
@@ -176,7 +176,7 @@ Path(arguments[arguments.index("-o") + 1]).write_text(air + "}}\\n")
 
 @pytest.fixture
 def xcrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of texts; the fake is on PATH."""
+    """Put the fake on PATH; return a folder of texts."""
     programs = tmp_path / "programs"
     programs.mkdir()
     (programs / "xcrun").write_text(XCRUN)

@@ -1,4 +1,4 @@
-"""Errors that are kept: without the frames they went through, and with the place told all the same."""
+"""Errors that are kept drop their frames; a note holds the traceback."""
 
 import weakref
 
@@ -7,11 +7,11 @@ from tests.support.without_collector import without_collector
 
 
 class Held:
-    """What a frame has."""
+    """An object that a frame refers to."""
 
 
 def caught(chained: bool = False) -> tuple[ValueError, weakref.ref[Held]]:
-    """An error that its own frame keeps, and what that frame has."""
+    """Return an error whose frame refers to it, and a reference to another object of that frame."""
     held = Held()
     try:
         try:
@@ -23,7 +23,7 @@ def caught(chained: bool = False) -> tuple[ValueError, weakref.ref[Held]]:
     return kept, weakref.ref(held)
 
 
-def test_an_error_without_frames_frees_them_and_says_where_it_happened() -> None:
+def test_without_frames_frees_frames_and_keeps_the_traceback_as_a_note() -> None:
     with without_collector():
         error, held = caught()
         assert held() is not None
@@ -34,7 +34,7 @@ def test_an_error_without_frames_frees_them_and_says_where_it_happened() -> None
         assert 'raise ValueError("outer")' in note and note.endswith("ValueError: outer")
 
 
-def test_causes_lose_their_frames_too_and_may_form_a_circle() -> None:
+def test_without_frames_clears_causes_that_form_a_cycle() -> None:
     with without_collector():
         error, held = caught(chained=True)
         error.__cause__.__cause__ = error
@@ -44,7 +44,7 @@ def test_causes_lose_their_frames_too_and_may_form_a_circle() -> None:
         error.__cause__.__cause__ = None
 
 
-def test_an_error_that_is_raised_again_and_again_has_one_note() -> None:
+def test_error_raised_repeatedly_has_one_note() -> None:
     error = ValueError("the same")
     error.add_note("the caller's own")
     for _ in range(3):
@@ -56,7 +56,7 @@ def test_an_error_that_is_raised_again_and_again_has_one_note() -> None:
     assert error.__notes__[1].count("Traceback") == 1
 
 
-def test_a_failed_requests_error_has_its_cause_without_frames() -> None:
+def test_request_failed_error_keeps_its_cause_without_frames() -> None:
     error, held = caught()
     report = RequestFailedError.without_frames(7, error)
     assert held() is None

@@ -1,4 +1,4 @@
-"""The house stays one to live in: a file is one subject, a function can be read in one go."""
+"""Limits on the code: lengths of files, functions and test names, first words of docstrings, import cycles."""
 
 import ast
 import re
@@ -42,19 +42,19 @@ def test_no_function_is_long(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", (*FOLDERS, "tests"))
-def test_no_docstring_dangles(folder: str) -> None:
+def test_no_docstring_begins_with_of_as_for_where_or_the_same(folder: str) -> None:
     dangling = re.compile(r'^ *r?"""(?:(?:Of|As|For|Where) |The same).*', re.MULTILINE)
     found = {str(path.relative_to(ROOT)): dangling.findall(path.read_text()) for path in python_files(folder)}
     assert found and {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_names_of_tests_can_be_read_aloud() -> None:
+def test_names_of_tests_have_at_most_70_characters() -> None:
     names = [name for path in python_files("tests") for name in re.findall(r"def (test_\w+)", path.read_text())]
     assert len(names) > 1000 and not [name for name in names if len(name) > 70]
 
 
 def modules_of_the_product() -> dict[str, Path]:
-    """Files by module name; patches/ is mlx_paged.patches."""
+    """Return files by module name; patches/ is mlx_paged.patches."""
     found = {}
     for folder, prefix in (("mlx_paged", "mlx_paged"), ("patches", "mlx_paged.patches")):
         for path in (ROOT / folder).rglob("*.py"):
@@ -65,7 +65,7 @@ def modules_of_the_product() -> dict[str, Path]:
 
 
 def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
-    """The modules among ``known`` that a module imports when it runs, inside functions too."""
+    """Return the modules among ``known`` that a module imports at run time, inside functions too."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -82,7 +82,7 @@ def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
     return found & known - {name}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_import_cycles() -> None:
     modules = modules_of_the_product()
     graph = {name: imports_of(name, path, set(modules)) for name, path in modules.items()}
     assert len(graph) > 100 and "mlx_paged.kv.pool" in graph["mlx_paged.patches.cache.pools"]

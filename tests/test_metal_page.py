@@ -1,4 +1,4 @@
-"""docs/metal.md: its table of kernels is the code's. ``python -m tests.test_metal_page`` writes it anew."""
+"""The table of kernels in docs/metal.md matches the code; ``python -m tests.test_metal_page`` regenerates it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def table() -> str:
     return "\n".join([head, "|---" * 5 + "|", *("| " + " | ".join(row) + " |" for row in rows.values())]) + "\n"
 
 
-def test_the_table_of_kernels_is_the_codes() -> None:
+def test_table_of_kernels_matches_the_code() -> None:
     written = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     assert written == table(), "python -m tests.test_metal_page"
 

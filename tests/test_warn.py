@@ -1,4 +1,4 @@
-"""What is slow says so on a terminal, once."""
+"""warn_when_slow prints its message once, and only on a terminal."""
 
 import io
 import sys
@@ -31,7 +31,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warn, "_told", set())
 
 
-def test_what_takes_long_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_operation_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(warn, "SLOW_SECONDS", 0.001)
@@ -39,11 +39,11 @@ def test_what_takes_long_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert terminal.told.wait(60)
     before = threading.active_count()
     with warn_when_slow("compiling"):
-        assert threading.active_count() <= before, "nobody waits to tell it again"
+        assert threading.active_count() <= before, "no second timer is started"
     assert terminal.getvalue() == "mlx_paged: compiling\n"
 
 
-def test_what_does_not_take_long_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_operation_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(warn, "SLOW_SECONDS", 3600.0)
@@ -56,7 +56,7 @@ def test_what_does_not_take_long_says_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("stderr", [Terminal(is_terminal=False), None])
-def test_nobody_is_told_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, stderr: Terminal | None) -> None:
+def test_nothing_is_printed_without_a_terminal(monkeypatch: pytest.MonkeyPatch, stderr: Terminal | None) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(warn, "SLOW_SECONDS", 0.0)
     before = threading.active_count()

@@ -63,10 +63,10 @@ def reset_dispatch_counts() -> None:
     _last = None
 
 
-_FRESH = Dispatch("prefill", "no prefix: the new keys are all there is")
+_FRESH = Dispatch("prefill", "no prefix: only new keys")
 _KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
 _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
-_KERNEL_PACK = Dispatch("kernel", "several sequences' new tokens")
+_KERNEL_PACK = Dispatch("kernel", "new tokens of several sequences")
 _KERNEL_PROMPT = Dispatch("kernel", "several new tokens after a prefix")
 _GATHERS: dict[str, Dispatch] = {}  # by reason; made once, since the host's time limits decode steps
 
@@ -124,7 +124,7 @@ def attend(
     """
     shape = q.shape
     if len(shape) != 4 or shape[0] * shape[2] != step.num_tokens or shape[0] not in (len(tables), step.num_tokens):
-        raise GeometryError(f"queries {shape} for {step.num_tokens} new tokens of {len(tables)} sequence(s)")
+        raise GeometryError(f"queries {shape} do not match {step.num_tokens} new tokens of {len(tables)} sequence(s)")
     if not (step.is_pack or kv.group.in_place):
         new = None if is_written else new
         if len(tables) == 1:
@@ -327,7 +327,7 @@ def _dtype_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionP
     assert group.geometry is not None
     _, k_dim, v_dim, dtype, _ = group.geometry
     if q.dtype != dtype or q.shape[3] != k_dim + params.latent * v_dim:
-        return f"queries of {q.dtype} x {q.shape[3]} over keys of {dtype} x {k_dim}"
+        return f"queries of {q.dtype} x {q.shape[3]} do not match keys of {dtype} x {k_dim}"
     return None
 
 
@@ -341,7 +341,7 @@ def _unsupported_reason(q: mx.array, group: BlockGroup, longest: int, params: At
     if not group.in_place:
         return group.storage_reason
     if _has_other_mask(params):
-        return "a mask that is not causality and a window"
+        return "the mask is more than causality and a window"
     return _dtype_unsupported_reason(q, group, params) or _heads_unsupported_reason(group, params.heads(num_q_heads))
 
 

@@ -38,7 +38,7 @@ def window_under(group: LayerGroup, size: int | None) -> Window | None:
     if size is None or size == group.window:
         return group.sees
     if group.stride > 1:
-        raise GeometryError(f"a mask of a window of {size} tokens over chunks of {group.window}")
+        raise GeometryError(f"attention in chunks of {group.window} tokens cannot have a window of {size} tokens")
     return Window(size)
 
 

@@ -22,7 +22,7 @@ from .dispatch import Dispatch
 
 # Most bytes of expanded keys and values at a time: DeepSeek V3's 128 heads for 8,192 tokens.
 MOST_BYTES = 512 << 20
-KERNEL = Dispatch("kernel", "prompts over what latents stand for")
+KERNEL = Dispatch("kernel", "prompts over expanded latents")
 
 # Expands latents [1, 1, slots, rank] for a slice of heads to keys, without their rotated part, and values, each
 # [1, n_heads, slots, dim].
@@ -41,7 +41,7 @@ def serves(heads: LatentHeads, dtype: mx.Dtype, pool: BlockPool, layer: int) -> 
 def _unsupported_reason(group: BlockGroup, heads: LatentHeads) -> str | None:
     if heads not in group.prompts_unsupported:
         assert group.geometry is not None
-        why = "a window" if group.spec.window is not None else None
+        why = "a sliding window over latents is not supported" if group.spec.window is not None else None
         group.prompts_unsupported[heads] = why or latent_prefill_unsupported_reason(
             group.geometry, group.block_size, heads
         )

@@ -80,7 +80,7 @@ class PagedBatchKVCache:
         rows, layer = self.rows, self.layer
         shape = queries.shape
         if shape[0] != rows.num_tokens or shape[2] != 1:
-            raise GeometryError(f"queries {shape} for {len(rows)} row(s) of one token")
+            raise GeometryError(f"queries {shape} do not match {len(rows)} row(s) of one token")
         if params.mask is not None:
             if rows.is_pack:
                 params = known_mask(rows, params)
@@ -101,7 +101,7 @@ class PagedBatchKVCache:
         pack, have another dtype."""
         kv, count = self._kv, self.rows.num_tokens
         if keys.ndim != 4 or keys.shape[2] != 1:
-            raise GeometryError(f"keys {keys.shape} for {count} row(s) of one token")
+            raise GeometryError(f"keys {keys.shape} do not match {count} row(s) of one token")
         is_first = kv.group.geometry is None
         heads = params.heads(num_q_heads) if is_first and params is not None else None
         try:
@@ -156,7 +156,7 @@ class PagedBatchKVCache:
         placeholders without data."""
         rows, geometry = self.rows, self._kv.group.geometry
         if rows.is_behind(self.layer) or geometry is None:
-            raise PromptCacheError(f"layer {self.layer} has written nothing yet")
+            raise PromptCacheError(f"layer {self.layer} has not written keys and values yet")
         if not rows.is_pack:
             layer = self.layer
             return self._fetch(rows.tables_of(layer), rows.step(layer), rows.columns(layer), None, None)
@@ -206,7 +206,7 @@ class PagedBatchKVCache:
         """
         rows, layer = self.rows, self.layer
         if queries[0].shape[0] != len(rows) or queries[0].shape[2] != 1:
-            raise GeometryError(f"queries {queries[0].shape} for {len(rows)} row(s) of one token")
+            raise GeometryError(f"queries {queries[0].shape} do not match {len(rows)} row(s) of one token")
         latent, rotated = self._accepted(latent, rotated)
         tables, step = rows.begin_layer(layer)
         self._kv.write_step(tables, step, latent, rotated)
@@ -217,7 +217,7 @@ class PagedBatchKVCache:
         rows, layer = self.rows, self.layer
         rows.take(layer)
         rows.attended(layer)
-        record(Dispatch("apart", "attention that computes with what it has written by itself"))
+        record(Dispatch("apart", "the model computes with its cached keys and values directly"))
         return [PackedPart(rows, layer, index) for index in range(len(rows.sequences))]
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class PagedBatchKVCache:
         """
         rows, window = self.rows, self.window
         if N != 1:
-            message = f"a mask for {N} tokens of each row"
+            message = f"a mask must be for 1 token per row, got {N}"
             raise NotPackableError(message) if rows.is_pack else GeometryError(message)
         if window_size in (None, window) and (rows.is_pack or not (return_array or self._masks_rows())):
             return None
@@ -250,7 +250,7 @@ class PagedBatchKVCache:
             return mask
         assert window_size is not None
         if window is not None and window_size > window:
-            raise NotPackableError(f"a mask of {window_size} tokens over a window of {window}")
+            raise NotPackableError(f"a mask for a window of {window_size} tokens is wider than the layer's, {window}")
         window_under(self._kv.spec, window_size)  # raises GeometryError for chunked attention
         return rows.narrow_mask(window_size)
 
@@ -296,7 +296,7 @@ class PackedPart:
         kv = self.pool.layer(self.layer)
         kv.set_geometry(keys, values, batch=1)
         if keys.shape[2] != self._step.num_tokens:
-            raise GeometryError(f"keys {keys.shape} for {self._step.num_tokens} token(s)")
+            raise GeometryError(f"keys {keys.shape} do not match {self._step.num_tokens} token(s)")
         kv.write_step(self._tables, self._step, keys, values)
         return kv.gather_visible(self._tables[0])
 
@@ -319,7 +319,7 @@ class PackedKV(LazyKV):
         """Return True. Raises NotPackableError for other queries or masks, as nothing else can use the arrays."""
         rows = self._rows()
         if not isinstance(rows, Rows) or queries.ndim != 4 or queries.shape[0] != len(rows) or queries.shape[2] != 1:
-            raise NotPackableError(f"layer {self.layer} attends with queries of another shape, {queries.shape}")
+            raise NotPackableError(f"layer {self.layer}: queries {queries.shape} do not match the pack")
         known_mask(rows, AttentionParams(1.0, mask))
         return True
 

@@ -90,10 +90,10 @@ class PackedStates:
         return _in_order(outputs, np.concatenate(places))
 
     def __getitem__(self, index: int) -> Any:
-        raise NotPackableError("a layer reads its state by itself")
+        raise NotPackableError("a layer reads its state directly")
 
     def __setitem__(self, index: int, value: Any) -> None:
-        raise NotPackableError("a layer writes its state by itself")
+        raise NotPackableError("a layer writes its state directly")
 
     # Afterwards -----------------------------------------------------------------------------------------------
 

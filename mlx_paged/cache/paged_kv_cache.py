@@ -200,8 +200,8 @@ class PagedKVCache:
         surplus = -start % spec.stride  # tokens of a chunk whose first tokens are missing
         if self.offset or start < 0 or start + surplus > spec.first_kept(offset):
             raise PromptCacheError(
-                f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache at "
-                f"{self.offset}" + (f" with window {self.window}" if self.window else "")
+                f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache of "
+                f"{self.offset} tokens" + (f" with window {self.window}" if self.window else "")
             )
         mx.eval(keys, values)  # they may come from this very pool: reading and writing it in one graph copies it
         kv = self._kv
@@ -238,7 +238,7 @@ class PagedKVCache:
             keys, values, offset = value
             self.load(keys[..., :offset, :], values[..., :offset, :], offset)
         else:
-            raise PromptCacheError("not the state of a paged cache nor (keys, values, offset)")
+            raise PromptCacheError("a state must be that of a paged cache, or (keys, values, offset)")
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> PagedKVCache:

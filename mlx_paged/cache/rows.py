@@ -148,7 +148,7 @@ class Ledger:
         self.set_level()
 
     def _not_reserved(self, layer: int) -> Exception:
-        return BlockStateError(f"layer {layer} takes what is not reserved for it")
+        return BlockStateError(f"layer {layer} writes without reserved positions")
 
     def give_up(self) -> None:
         """Undo :meth:`take` of every layer. The positions stay reserved, and the layers can take them again."""
@@ -245,8 +245,8 @@ class SequenceTables(Ledger):
             self._note_reserved(group)
         elif layer not in behind or self._counts[group] != num_tokens:
             raise BlockStateError(
-                f"layer {layer} is to take {num_tokens} tokens at {self.offset(layer)} while its group ends at "
-                f"{table.length}: all layers of a group must take the same tokens"
+                f"layer {layer} writes {num_tokens} tokens at {self.offset(layer)}, but its group ends at "
+                f"{table.length}: all layers of a group must write the same tokens"
             )
         self.take(layer)
         return table
@@ -260,7 +260,7 @@ class SequenceTables(Ledger):
         """
         self.reserve(1)
         if any(count != 1 for count in self._counts):
-            raise BlockStateError(f"a step of one token, while {max(self._counts)} are reserved")
+            raise BlockStateError(f"a step must have one reserved token, got {max(self._counts)}")
         self._take_all()
         return [[table] for table in self.tables]
 
@@ -310,7 +310,9 @@ class SequenceTables(Ledger):
         group = self._place[layer]
         table, behind = self.tables[group], self._behind[group]
         if behind and (layer in behind or self._counts[group] != num_tokens):
-            raise BlockStateError(f"layer {layer} is to lose {num_tokens} tokens: all layers of a group lose the same")
+            raise BlockStateError(
+                f"layer {layer}: all layers of a group must be trimmed by the same number of tokens, got {num_tokens}"
+            )
         self.pool.check_trim(table, table.length - num_tokens)
         self._counts[group] = num_tokens
         behind.add(layer)
@@ -337,7 +339,10 @@ class SequenceTables(Ledger):
             self._counts[group] = length
             self._note_reserved(group)
         elif (table.length, table.logical_start) != (length, start):
-            raise BlockStateError(f"layer {layer} ends at {length}, the layers before it at {table.length}")
+            raise BlockStateError(
+                f"layer {layer} holds positions {start} to {length}, the earlier layers of its group "
+                f"{table.logical_start} to {table.length}"
+            )
         self.take(layer)
         return table
 
@@ -380,9 +385,9 @@ class Rows(Ledger):
     ) -> None:
         for sequence in sequences:
             if sequence.pool is not pool:
-                raise BlockStateError("a sequence of another pool cannot join others")
+                raise BlockStateError("all sequences of a batch must be of one pool")
             if any(sequence._behind):  # one that is not level
-                raise BlockStateError("a sequence whose layers are at different offsets cannot join others")
+                raise BlockStateError("a sequence whose layers are at different offsets cannot join a batch")
         super().__init__(pool)
         self.sequences = tuple(sequences)
         self.counts = (1,) * len(sequences) if counts is None else tuple(counts)
@@ -431,7 +436,7 @@ class Rows(Ledger):
             BlockStateError: a layer has not written its last reserved tokens.
         """
         if not self.is_level():
-            raise BlockStateError("a layer has not written the tokens of the step before")
+            raise BlockStateError("a layer has not written the tokens of the previous step")
         self._offsets, self._columns, self._attended = {}, {}, set()
         if self.is_pack and len(self.tables) > 1:
             for sequence, count in zip(self.sequences, self.counts, strict=True):
@@ -476,7 +481,9 @@ class Rows(Ledger):
         self.set_level()
 
     def _not_reserved(self, layer: int) -> Exception:
-        return NotPackableError(f"layer {layer} writes twice") if self.is_pack else super()._not_reserved(layer)
+        return (
+            NotPackableError(f"layer {layer} writes twice in a step") if self.is_pack else super()._not_reserved(layer)
+        )
 
     def take_all(self) -> list[list[BlockTable]]:
         """Record that every layer writes its tokens and attends to them. Return the tables of each group."""
@@ -501,7 +508,7 @@ class Rows(Ledger):
         """
         for layer in self._place:
             if self.is_behind(layer) or (self.is_pack and layer not in self._attended):
-                raise NotPackableError(f"layer {layer} does not attend to what it has written")
+                raise NotPackableError(f"layer {layer} does not write its tokens, or does not attend to them")
 
     # What layers see ------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that constrain answers."""
     parser.add_argument(
-        "--json-schema", metavar="FILE", help="Answers are JSON of this schema (needs the package llguidance)"
+        "--json-schema", metavar="FILE", help="Constrain answers to JSON of this schema (needs the package llguidance)"
     )
 
 
@@ -78,7 +78,7 @@ class AnswerGrammars:
         constraint = constraint_of(options, chat=False) or self._default
         if constraint is None:
             return None
-        assert self._grammars is not None, "the model has been loaded"
+        assert self._grammars is not None, "call learn() first"
         compiled = self._compile(self._grammars, constraint)
         if compiled is not None and reasons_first(self._tokenizer, list(prompt)):
             return behind_reasoning(compiled, self._tokenizer)

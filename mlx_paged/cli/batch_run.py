@@ -67,7 +67,7 @@ class Sampling:
         """
         params = sampling_of(options, self._defaults)
         if any(not 0 <= token < self._vocab_size for token in params.logit_bias):
-            raise invalid(f"logit_bias: token ids go from 0 to {self._vocab_size - 1}", "logit_bias")
+            raise invalid(f"logit_bias: token ids must be from 0 to {self._vocab_size - 1}", "logit_bias")
         return replace(params, top_k=min(params.top_k, self._vocab_size - 1))  # mlx-lm's limit
 
     def draws(self, options: Mapping[str, Any]) -> bool:
@@ -76,7 +76,7 @@ class Sampling:
 
 
 QUEUED_PER_ROW = 2  # requests per row that wait in the generator, besides the one that runs
-MTP = "Have the model's own multi-token prediction head propose tokens (--num-draft-tokens), which the model verifies"
+MTP = "Let the model's multi-token prediction head propose up to --num-draft-tokens tokens, which the model verifies"
 NOT_BATCHED = {
     "prompt_cache_file": "--prompt-cache-file",
     "image": "--image",
@@ -85,17 +85,21 @@ NOT_BATCHED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a run over a file."""
-    group = parser.add_argument_group("many prompts at once")
+    group = parser.add_argument_group("batches of prompts")
     group.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help='Batch all prompts of a file, one a line or JSONL ("prompt" or "messages", and if you like "id", '
-        '"max_tokens", "temperature" and the other sampling options of the server\'s API); "-" is stdin. Results are '
-        "JSONL, in the order of the file",
+        help='Run all prompts of a file in batches: one prompt per line, or JSONL with "prompt" or "messages", and '
+        'optionally "id", "max_tokens", "temperature" and the other sampling options of the server\'s API. "-" is '
+        "stdin. Results are JSONL, in the order of the file",
     )
-    group.add_argument("--output", metavar="FILE", help="Where the results go (default: stdout)")
-    group.add_argument("--resume", action="store_true", help="Go on with the results that --output holds already")
-    group.add_argument("--batch-size", type=int, default=32, metavar="N", help="Most prompts at a time (default: 32)")
+    group.add_argument("--output", metavar="FILE", help="File for the results (default: stdout)")
+    group.add_argument(
+        "--resume", action="store_true", help="Keep the results in --output; run prompts that have none or have failed"
+    )
+    group.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="Maximum number of prompts in a batch (default: 32)"
+    )
     group.add_argument("--mtp", action="store_true", help=MTP)
 
 
@@ -105,16 +109,16 @@ def check_arguments(args: argparse.Namespace) -> None:
         if args.output is not None or args.resume:
             raise ConfigError("--output and --resume need --prompts-file")
         if args.mtp:
-            raise ConfigError("--mtp is for the batch of a --prompts-file, not for a prompt alone")
+            raise ConfigError("--mtp needs --prompts-file")
         return
     for name, flag in NOT_BATCHED.items():
         if getattr(args, name, None):
-            raise ConfigError(f"{flag} does not go with --prompts-file")
+            raise ConfigError(f"{flag} cannot be combined with --prompts-file")
     _check_drafts(args)
     if args.resume and args.output is None:
-        raise ConfigError("--resume needs --output, the file to go on with")
+        raise ConfigError("--resume needs --output, the file to continue")
     if args.batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, not {args.batch_size}")
+        raise ConfigError(f"--batch-size must be at least 1, got {args.batch_size}")
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1 with --prompts-file, got {args.max_tokens}")
     try:
@@ -131,9 +135,9 @@ def _check_drafts(args: argparse.Namespace) -> None:
         return
     flag = "--mtp" if args.mtp else "--draft-model"
     if args.no_paged:
-        raise ConfigError(f"{flag} in batches is for pages, and --no-paged does without them")
+        raise ConfigError(f"{flag} with --prompts-file requires the paged cache; remove --no-paged")
     if args.max_kv_size is not None:
-        raise ConfigError(f"{flag} needs the whole cache, and --max-kv-size bounds it")
+        raise ConfigError(f"{flag} with --prompts-file cannot be combined with --max-kv-size")
     if "paged_prompt_lookup" in args:
         raise ConfigError(f"{flag} and --prompt-lookup both propose tokens: choose one")
 
@@ -355,7 +359,7 @@ class BatchRun:
             if not self.args.no_paged:
                 rest["options"] = [self._options(prompt.sampling, params, grammar)]
             elif unpaged := {"prompt_lookup", "num_draft_tokens"}.intersection(prompt.sampling):
-                raise ConfigError(f"{min(unpaged)} is for pages, and --no-paged does without them")
+                raise ConfigError(f"{min(unpaged)} requires the paged cache; remove --no-paged or --pipeline")
             elif grammar is not None:
                 processors = [GrammarProcessor(grammar), *processors]
             (uid,) = self.generator.insert_segments(

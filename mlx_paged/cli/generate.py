@@ -44,7 +44,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_version(parser)
     restrict(parser, "--max-tokens", whole_number(1, also=-1))
     parser.add_argument(
-        "--cache-stats", action="store_true", help="Print what the KV block pool held, and peaks (to stderr)"
+        "--cache-stats", action="store_true", help="Print the KV block pool's statistics to stderr at the end"
     )
     parser.add_argument("--no-paged", action="store_true", help="Run stock mlx-lm, without the paged cache")
     answer_grammars.add_arguments(parser)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:
             if args.prompts_file is None:
                 raise
-            kept = "" if args.output is None else f"; --resume goes on with {args.output}"
+            kept = "" if args.output is None else f"; continue {args.output} with --resume"
             raise KeyboardInterrupt(f"interrupted{kept}") from None
 
 
@@ -97,7 +97,7 @@ def run(
 
         head = find_head(folder_of(args.model or upstream.DEFAULT_MODEL))
     if args.max_kv_size is not None and args.draft_model is not None:
-        tell_unbounded("a draft model needs the whole cache")
+        tell_unbounded("a draft model requires an unbounded cache")
     load = upstream.load if ranks is None else over_ranks.loading(ranks, pipeline=args.pipeline)
     names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(load)}
     if args.pipeline:
@@ -111,11 +111,11 @@ def run(
         names["load_prompt_cache"] = explain_load_errors(upstream.load_prompt_cache, args.prompt_cache_file)
     asked = KVBits.of(vars(args))
     if args.no_paged and isinstance(args.kv_bits, tuple):
-        raise ConfigError("--kv-bits 8,4 is for pages, and --no-paged does without them")
+        raise ConfigError("--kv-bits 8,4 requires the paged cache; remove --no-paged or --pipeline")
     if args.no_paged and getattr(args, "paged_kv_rotate", False):
-        raise ConfigError("--kv-rotate is for pages, and --no-paged does without them")
+        raise ConfigError("--kv-rotate requires the paged cache; remove --no-paged or --pipeline")
     if "paged_prompt_lookup" in args and (args.no_paged or args.prompts_file is None):
-        raise ConfigError("--prompt-lookup is for the batch of a --prompts-file on pages, not for a prompt alone")
+        raise ConfigError("--prompt-lookup needs --prompts-file, and the paged cache: no --no-paged and no --pipeline")
     if asked is not None and asked.format is None and args.prompts_file is not None:
         raise ConfigError(f"--prompts-file: {asked.why_not}")
     if args.prompts_file is not None:
@@ -131,7 +131,7 @@ def run(
         if args.cache_stats:
             _print_stats([model])
         if failed:
-            sys.exit(f"mlx_paged.generate: {failed} prompt(s) failed; their results say why")
+            sys.exit(f'mlx_paged.generate: {failed} prompt(s) failed; see "error" in their results')
         return
     if grammars.has_default:
         names["load"] = _teaching(grammars, names["load"])
@@ -150,7 +150,7 @@ def _check_batches() -> None:
     try:
         check_known("mlx_lm.generate.BatchGenerator")
     except PatchError as error:
-        raise ConfigError(f"--prompts-file does not run with this version of mlx-lm: {error}") from None
+        raise ConfigError(f"--prompts-file does not support this version of mlx-lm: {error}") from None
 
 
 def _teaching(grammars: AnswerGrammars, load: Callable[..., Any]) -> Callable[..., Any]:

@@ -135,19 +135,19 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[st
     at = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(
         prog="mlx_paged launch",
-        description="Start a server and a client that uses it. Further options are the server's (--model PATH, "
-        "--kv-cache-memory 8GB, ...), those after -- the client's.",
+        description="Start a server and a client that uses it. Options before -- go to the server (--model PATH, "
+        "--kv-cache-memory 8GB, ...), options after it to the client.",
         usage="mlx_paged launch CLIENT [--url URL | SERVER OPTIONS] [-- CLIENT OPTIONS]",
         allow_abbrev=False,
     )
     parser.add_argument("client", choices=CLIENTS)
-    parser.add_argument("--url", help="of a server that runs already, such as http://localhost:8080")
+    parser.add_argument("--url", help="URL of a running server to use instead, such as http://localhost:8080")
     add_version(parser)
     args, options = parser.parse_known_args(given[:at])
     if args.url is not None and options:
-        parser.error(f"--url names a server that runs: it takes no {options[0]}")
+        parser.error(f"{options[0]} cannot be combined with --url, which uses a running server")
     if args.url is None and "--model" not in options and not any(each.startswith("--model=") for each in options):
-        parser.error("name a model (--model PATH), or a server that runs (--url URL)")
+        parser.error("give a model (--model PATH) or a running server (--url URL)")
     return args, options, given[at + 1 :]
 
 
@@ -182,9 +182,9 @@ def _access(url: str, key: str) -> Access:
     try:
         models = _asked(f"{url}/v1/models", key)["data"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{url}: no server answers as it should: {error}") from None
+        raise ConfigError(f"no valid answer from {url}: {error}") from None
     if not models:
-        raise ConfigError(f"{url} lists no model")
+        raise ConfigError(f"the server at {url} lists no model")
     return Access(url, str(models[0]["id"]), key)
 
 
@@ -235,4 +235,4 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: IO[str]) -> None:
         time.sleep(LOOK_SECONDS)
     log.seek(0)
     said = log.read().strip().splitlines()
-    raise ConfigError("the server has ended: " + ("\n".join(said[-5:]) or f"status {process.returncode}"))
+    raise ConfigError("the server exited: " + ("\n".join(said[-5:]) or f"status {process.returncode}"))

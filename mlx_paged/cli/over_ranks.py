@@ -42,12 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank-timeout",
         type=argument_type(parse_timeout),
         metavar="SECONDS",
-        help="How long no sign of another rank may come until this one ends with an error "
+        help="Time in seconds that another rank may be silent before this one ends with an error "
         f"(default: {RANK_TIMEOUT:.0f}); also {VARIABLE}",
     )
     if "--pipeline" not in parser._option_string_actions:
         group.add_argument(
-            "--pipeline", action="store_true", help="Shard the model by layers, without the paged cache, as mlx-lm does"
+            "--pipeline", action="store_true", help="Shard the model by layers, as mlx-lm does, without the paged cache"
         )
 
 
@@ -61,11 +61,11 @@ def join(args: argparse.Namespace) -> Ranks | None:
         group = mx.distributed.init()
         if group.size() == 1:
             if args.pipeline:
-                raise ConfigError("--pipeline needs several ranks: mlx.launch -n 2 starts them")
+                raise ConfigError("--pipeline needs several ranks; start them with mlx.launch -n 2")
             return None
         for name, flag in REFUSED.items():
             if getattr(args, name, None):
-                raise ConfigError(f"{flag} does not go with several ranks")
+                raise ConfigError(f"{flag} is not supported with several ranks")
         try:
             ranks = connect(group, args.rank_timeout)
         except RankError as error:
@@ -94,7 +94,7 @@ def bounded_wait(timeout: float | None) -> Iterator[None]:
     if timeout is None:
         timeout = parse_timeout(os.environ.get(VARIABLE) or RANK_TIMEOUT)
     seconds, rank = START_FACTOR * timeout, os.environ.get("MLX_RANK", "?")
-    line = f"mlx_paged: rank {rank} waits for the other ranks; ends if one has not come in {seconds:.0f} s"
+    line = f"mlx_paged: rank {rank} waits for the other ranks; it exits if one has not connected after {seconds:.0f} s"
     print(line, file=sys.stderr, flush=True)
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
@@ -168,4 +168,4 @@ def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:
 
 def warn_of_pipeline() -> None:
     """Warn that a model sharded by layers is not paged."""
-    warn_once("--pipeline runs in mlx-lm's own caches: each rank has layers of its own, and pages are of whole models")
+    warn_once("--pipeline uses mlx-lm's own caches: the paged cache does not support layers spread over ranks")

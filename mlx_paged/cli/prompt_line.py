@@ -36,7 +36,7 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         raise invalid(f"{', '.join(map(repr, unknown))}: not an option of a prompts file")
     if ("prompt" in values) == ("messages" in values):
-        raise invalid("exactly one of 'prompt' and 'messages' is needed")
+        raise invalid("exactly one of 'prompt' and 'messages' is required")
     try:
         PromptLine.model_validate(values)
     except ValidationError as error:

@@ -212,9 +212,9 @@ class Results:
     def _open(self, path: Path, resume: bool) -> None:
         journal = path.with_name(path.name + JOURNAL_SUFFIX)
         if not path.parent.is_dir():
-            raise PromptsFileError(f"there is no folder {path.parent} for the results")
+            raise PromptsFileError(f"folder {path.parent} for the results does not exist")
         if not resume and (path.exists() or journal.exists()):
-            raise PromptsFileError(f"{path} is there already: --resume goes on with it, or choose another name")
+            raise PromptsFileError(f"{path} exists: continue it with --resume, or choose another name")
         for record in (*_records(path), *_records(journal)):
             self._check(record, path)
             if "error" not in record:  # failed prompts are tried again
@@ -232,11 +232,13 @@ class Results:
     def _check(self, record: dict[str, Any], path: Path) -> None:
         index = record.get("index")
         if not isinstance(index, int) or not 0 <= index < len(self.prompts):
-            raise PromptsFileError(f"{path} holds a result with index {index}, of {len(self.prompts)} prompts")
+            raise PromptsFileError(
+                f"{path} is from another run: it has a result with index {index} for {len(self.prompts)} prompts"
+            )
         if "error" in record:  # the user may have fixed the line since
             return
         if record.get("prompt_sha256") != self.prompts[index].digest:
-            raise PromptsFileError(f"{path} holds the result of another prompt at index {index}: it is another run's")
+            raise PromptsFileError(f"{path} is from another run: its result with index {index} is of another prompt")
 
     def missing(self) -> Iterator[Prompt]:
         """Yield the prompts that have no result yet."""
@@ -293,7 +295,7 @@ def _explained(path: Path | str) -> Iterator[None]:
     except BrokenPipeError:  # the reader of stdout has closed it
         raise
     except (OSError, UnicodeError) as error:
-        raise PromptsFileError(f"results cannot be kept in {path}: {error}") from None
+        raise PromptsFileError(f"cannot write results to {path}: {error}") from None
 
 
 def _line_of(record: dict[str, Any]) -> str:

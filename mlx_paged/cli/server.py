@@ -73,13 +73,12 @@ def make_parser() -> argparse.ArgumentParser:
         parser,
         "model",
         None,
-        "The model; more than once: several, of which those least recently used make way in memory",
+        "Model; repeat for several, the least recently used is unloaded when memory is short",
     )
-    _say(parser, "prompt_cache_size", None, "Most prefixes that are kept (default: as many as fit)")
-    _say(
-        parser, "max_tokens", None, "Most tokens of an answer (default: what the model's context and the budget leave)"
-    )
-    origins = "Origins whose pages may ask, with commas between; * is all (default: those of this machine)"
+    _say(parser, "prompt_cache_size", None, "Maximum number of prefixes to keep (default: as many as fit)")
+    tokens = "Maximum number of tokens of an answer (default: as many as the model's context and the KV budget allow)"
+    _say(parser, "max_tokens", None, tokens)
+    origins = "Comma-separated origins whose pages may send requests; * allows all (default: those of this machine)"
     _say(parser, "allowed_origins", None, origins)
     return parser
 
@@ -99,12 +98,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
     """Raise ConfigError for arguments that several ranks do not support, or that differ between ranks."""
     if args.model is None:
-        raise ConfigError("several ranks serve one model: name it with --model")
+        raise ConfigError("--model is required with several ranks")
     if len(args.models) > 1 or args.idle_unload is not None:
-        raise ConfigError("several ranks serve one model, which stays: no second --model, and no --idle-unload")
+        raise ConfigError("several ranks serve one model, which stays loaded: remove further --model and --idle-unload")
     asked = KVBits.of(vars(args))
     if asked is not None and asked.format is None:
-        raise ConfigError(f"{asked.why_not}: several ranks serve what runs in a batch")
+        raise ConfigError(f"several ranks need the paged cache: {asked.why_not}")
     # Only rank 0 has clients, and so needs their keys.
     given = {name: repr(value) for name, value in vars(args).items() if name != "api_keys"}
     check_same(ranks, "the arguments", given)
@@ -130,7 +129,7 @@ def configured(args: argparse.Namespace) -> PagedConfig:
     if asked is not None:
         config = asked.configured(config)
         if asked.format is None:
-            warn_once(f"{asked.why_not}: requests run one at a time, in mlx-lm's own cache")
+            warn_once(f"requests run one at a time, in mlx-lm's own cache: {asked.why_not}")
         else:
             args.kv_bits = None  # with it, mlx-lm would not batch
     return config
@@ -198,7 +197,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     except (ImportError, AttributeError) as error:  # a name that it needs is missing in this version of mlx-lm
         changed = str(error)
     if changed:
-        logging.warning("mlx_lm.server is not the one known (%s): its own code runs", changed)
+        logging.warning("unknown version of mlx_lm.server (%s): running its own code", changed)
         run_upstream(args, config)
         return
     from ..server.http import LOOPBACK
@@ -232,7 +231,7 @@ def one_form_for_all_lines() -> None:
 def run_upstream(args: argparse.Namespace, config: ServerConfig) -> None:
     """Run mlx_lm.server's own code. Raises ConfigError if there are API keys, which it does not support."""
     if config.api_keys:
-        raise ConfigError("--api-key: this version of mlx_lm.server, or one with --pipeline, cannot ask for it")
+        raise ConfigError("--api-key is not supported with this version of mlx_lm.server or with --pipeline")
     upstream = importlib.import_module("mlx_lm.server")
     for name, default in (("prompt_cache_size", 10), ("max_tokens", 512), ("allowed_origins", ["*"])):
         if getattr(args, name) is None:

@@ -152,13 +152,13 @@ class StepLayer:
         if self._misuses:
             raise NotCompilable(self._misuses[0])
         if not self._attended:
-            raise NotCompilable("not every layer writes and attends")
+            raise NotCompilable("a layer did not attend to its new tokens")
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """Return None, since rows are masked by their own lengths and the layer's window; a :class:`NarrowMask` for a
         narrower window."""
         if N != 1:
-            raise NotCompilable("the model asks for a mask for several tokens")
+            raise NotCompilable(f"the model asks for a mask of {N} tokens, not 1")
         return None if window_size is None or self._has(window_size) else NarrowMask(self._misuses, window_size)
 
     def attend(
@@ -182,16 +182,16 @@ class StepLayer:
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return placeholders for this layer's keys and values, which another layer may attend to as well."""
         if self._new is None:
-            raise NotCompilable("a layer attends before there is anything to attend to")
+            raise NotCompilable("a layer attends before update_and_fetch")
         keys, values = (FetchedKV(self._misuses, array.dtype) for array in self._new)
         hand_out(keys, values, StepKV(self))
         return keys, values
 
     def _take(self, keys: mx.array, values: mx.array) -> None:
         if self._new is not None:
-            raise NotCompilable("a layer takes two layers' keys")
+            raise NotCompilable("one layer's cache was updated twice in a step")
         if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[2] != 1:
-            raise NotCompilable(f"keys of shape {keys.shape} and values of shape {values.shape}")
+            raise NotCompilable(f"keys {keys.shape} and values {values.shape} must be [B, heads, 1, dim]")
         self._new = keys, values
 
     def attend_fetched(self, queries: mx.array, params: AttentionParams) -> mx.array:
@@ -199,9 +199,10 @@ class StepLayer:
         assert self._new is not None
         keys, values = self._new
         if queries.ndim != 4 or queries.shape[2] != 1 or len(queries) != len(keys):
-            raise NotCompilable(f"queries of shape {queries.shape} for {len(keys)} rows")
+            raise NotCompilable(f"queries {queries.shape} must be [{len(keys)}, heads, 1, dim]")
         if not keys.dtype == values.dtype == queries.dtype == self.blocks.dtype:
-            raise NotCompilable("keys of another dtype than the blocks")
+            dtypes = f"{queries.dtype}, {keys.dtype} and {values.dtype}"
+            raise NotCompilable(f"queries, keys and values are {dtypes}; all must be {self.blocks.dtype}")
         append, slots = (None, None) if self._attended else (self._new, self._slots)
         self._attended = True
         window, visible = self._seen_under(params.mask)
@@ -239,17 +240,17 @@ class StandIn:
         self._misuses = misuses
 
     def _refuse(self, what: str) -> NoReturn:
-        self._misuses.append(f"the model's attention {what} {type(self).__name__} by itself")
+        self._misuses.append(f"the model's attention {what} a placeholder ({type(self).__name__})")
         raise NotCompilable(self._misuses[-1])
 
     def __getattr__(self, name: str) -> NoReturn:
-        self._refuse(f"takes {name} of")
+        self._refuse(f"reads {name} of")
 
     def __eq__(self, other: object) -> NoReturn:
         self._refuse("compares")
 
     def __bool__(self) -> NoReturn:
-        self._refuse("decides by")
+        self._refuse("branches on")
 
 
 class FetchedKV(StandIn):
@@ -291,7 +292,7 @@ class StepKV(LazyKV):
         """
         layer = self._step_layer()
         if layer is None:
-            raise NotCompilable("the model keeps the keys and values of a step")
+            raise NotCompilable("the model uses keys and values of an earlier step")
         return layer.attend_fetched(queries, params)
 
     def is_of(self, pool: object, layer: int) -> bool:

@@ -136,7 +136,7 @@ class Engine:
             has_room = partial(appends.has_room, self.budget)
             self.drafts = DraftSteps(batch, self.pool, has_room, proposer or LookUp(depth_of(self.pool, batch.ranks)))
         elif proposer is not None:
-            raise ConfigError(f"no draft model can be used with {type(batch.model).__module__}: {WHY_NOT}")
+            raise ConfigError(f"{type(batch.model).__module__} cannot verify drafts: {WHY_NOT}")
         # Steps are not bounded by time over ranks, whose clocks differ, nor (but on Metal) where chunks lie on a grid.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None

@@ -107,7 +107,7 @@ class ModelState:
     def _copy(self, value: Any) -> Any:
         """Return what the value is compared with later: a copy if it can be changed in place."""
         if isinstance(value, mx.array | nn.Module):
-            raise StateNotKnown(f"{type(value).__name__} in a plain attribute or a tuple")
+            raise StateNotKnown(f"a plain attribute or a tuple holds a value of type {type(value).__name__}")
         if isinstance(value, types.MethodType):
             self._copy(value.__self__)
         elif isinstance(value, functools.partial):
@@ -123,7 +123,7 @@ class ModelState:
         if id(value) not in self._seen:
             self._seen[id(value)] = value
             if len(self._seen) > MOST_WATCHED:
-                raise StateNotKnown(f"more than {MOST_WATCHED} objects that are no modules")
+                raise StateNotKnown(f"the model refers to more than {MOST_WATCHED} objects that are not modules")
             if isinstance(attributes := getattr(value, "__dict__", None), dict):
                 self._watch(attributes)
         return value

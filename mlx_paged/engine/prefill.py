@@ -196,7 +196,7 @@ class Prefill:
         except NotPackableError as error:
             self.packs = False
             _not_packed.put(self.model, str(error))
-            warn_once(f"prompts go one by one through models of {type(self.model).__module__}: {error}")
+            warn_once(f"prompts are prefilled one at a time for models of {type(self.model).__module__}: {error}")
             if len(chunks) > 1:
                 raise
             return None

@@ -122,7 +122,7 @@ def shared_difference(variant: Variant) -> float:
         items = mx.array(shared_items(shared, seen, shape))
         out = rows.decode(q, ends, starts, append=newest, variant=variant, items=items, max_visible=window)
         if not mx.array_equal(out.astype(mx.float32), expected.astype(mx.float32)).item():
-            raise RuntimeError("rows with common blocks have another result than by themselves")
+            raise RuntimeError("results of rows with common blocks differ from those of single rows")
     return 0.0
 
 
@@ -325,7 +325,7 @@ class _Rows:
         if not mx.array_equal(padded[:batch].astype(mx.float32), again.astype(mx.float32)).item():
             raise RuntimeError("the result differs with rows of padding")
         if padded[batch:].any().item():
-            raise RuntimeError("rows of padding have a result")
+            raise RuntimeError("rows of padding are not zero")
 
     def read_back(self) -> None:
         """Compare the pool with what was written. Raises RuntimeError if it differs."""
@@ -349,7 +349,7 @@ class _Rows:
         rows, ids = pages.quantize(k[None], v[None]), mx.array(blocks, mx.int32)
         *got, self.fence = moves.gather_rows(*self._pools, self.fence, ids, 0, k.shape[1], pages)
         if not all(mx.array_equal(a, b).item() for a, b in zip(got, rows, strict=True)):
-            raise RuntimeError("rows differ from what MLX quantises")
+            raise RuntimeError("quantised rows differ from MLX's")
         self.fence = moves.write_rows(*self._pools, self.fence, *rows, mx.array(slots, mx.int32), pages)
         kept_k, kept_v = pages.dequantize(*rows)
         return kept_k.squeeze(0), kept_v.squeeze(0)
@@ -375,7 +375,7 @@ class _Rows:
             self.fence = kernels.copy_blocks(*self._pools, self.fence, sources, targets)
             *after, self.fence = kernels.gather_blocks(*self._pools, self.fence, targets, 0, length, pages)
             if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
-                raise RuntimeError("copies of blocks differ")
+                raise RuntimeError("copies of blocks differ from their sources")
 
 
 # Latents ------------------------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def _latent_difference(variant: Variant, contexts: list[int]) -> float:
     if not _alike(padded[:batch], again, variant):
         raise RuntimeError("the result differs with rows of padding")
     if padded[batch:].any().item():
-        raise RuntimeError("rows of padding have a result")
+        raise RuntimeError("rows of padding are not zero")
     first, errors, kept = 0, [], []
     for b, n in enumerate(contexts):
         own_k, own_v = (x[first : first + n].reshape(n, -1) for x in (k, v))

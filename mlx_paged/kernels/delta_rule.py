@@ -31,16 +31,16 @@ def unsupported_reason(q: mx.array, v: mx.array, g: mx.array, loop: DeltaRule) -
     """Return why mlx-lm's loop must compute these arguments, or None. A variant's first call runs its self-check
     against the loop."""
     if q.shape[1] < CPU_CHUNK:
-        return "few tokens"
+        return f"fewer than {CPU_CHUNK} tokens"
     if g.ndim != 3:
-        return "a decay for each channel"
+        return "per-channel decay is not supported"
     if q.dtype not in TOLERANCE or q.shape[2] == 0 or v.shape[2] % q.shape[2]:
-        return "a dtype or a ratio of heads that is not known"
+        return "unsupported dtype or head ratio"
     variant = (*q.shape[2:], *v.shape[2:], q.dtype, v.dtype, str(mx.default_device()))
     if variant not in _passed:
         _passed[variant] = _agrees(q, v, loop)
         if not _passed[variant]:
-            warn_once("gated delta rule: the chunked form differs from mlx-lm's loop here, which is used")
+            warn_once("gated delta rule: the chunked form differs from mlx-lm's loop on this device; using the loop")
     return None if _passed[variant] else "the self-check failed"
 
 

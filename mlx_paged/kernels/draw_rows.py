@@ -102,7 +102,7 @@ def drawn_word(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> 
         if in_top_p and in_min_p and (row.top_k is None or rank[word] < row.top_k):
             return word
         before = rank < rank[word]
-    raise RuntimeError("1024 draws of words that are not left")
+    raise RuntimeError("1024 draws gave no token that the filters keep")
 
 
 def _place(weights: np.ndarray, number: int) -> int:
@@ -160,7 +160,7 @@ def serves(x: mx.array) -> bool:
 @lru_cache(maxsize=8)
 def works(dtype: mx.Dtype) -> bool:
     """Return whether the kernel passes its self-check; warns once if it fails or does not compile."""
-    return passes(BODY, dtype, lambda: _difference(dtype), "MLX's operations draw")
+    return passes(BODY, dtype, lambda: _difference(dtype), "using MLX's operations")
 
 
 # Rows of the self-check.

@@ -97,15 +97,15 @@ def _known_reason(variant: Variant, num_tokens: int, length: int, window: int | 
     if not has_nax():
         return "MLX uses no matrix units here"
     if num_tokens <= MAX_QUERY_LENGTH:
-        return "few tokens"
+        return f"at most {MAX_QUERY_LENGTH} tokens"
     if variant.softcap:
         return "MLX's attention has no soft cap"
     if window is not None and window < length:
-        return "MLX's attention would need an array for the window"
+        return "MLX's attention needs a mask array for the window"
     dim = variant.head_dim
     least = 0 if dim in FUSED_DIMS else least_fused_queries(dim, nax=True)
     if dim != variant.value_dim or (dim not in FUSED_DIMS and not least):
-        return f"MLX's attention is not fused for heads of {dim}"
+        return f"MLX's attention is not fused for head_dim {dim}/{variant.value_dim}"
     return f"MLX's attention is fused from {least} tokens on" if num_tokens < least else None
 
 

@@ -36,7 +36,7 @@ def prompt_shape_for(head_dim: int, value_dim: int) -> PrefillShape:
 def unsupported_prompts(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, block_size: int) -> str | None:
     """Return why the kernel cannot serve this geometry, or None if it can."""
     if rope != ROPE:
-        return f"{rope} rotated values of a key are not {ROPE}"
+        return f"keys must have {ROPE} rotated values, got {rope}"
     return unsupported_prefill(dtype, head_dim, value_dim, 1, block_size)
 
 
@@ -118,16 +118,17 @@ def prepare_prompts(
         KernelUnavailable: the variant is off. A text's first use in this process begins with a trial; if that fails,
             the variant is switched off with a warning.
     """
-    if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0] == len(counts) == len(lengths) > 0:
-        raise ValueError(
-            f"tables {tables.dtype} {tables.shape}, {len(counts)} counts and {len(lengths)} lengths do not agree"
-        )
+    if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0]:
+        raise ValueError(f"tables must be int32 [B, n] with B at least 1, got {tables.dtype} {tables.shape}")
+    if not tables.shape[0] == len(counts) == len(lengths):
+        numbers = f"{tables.shape[0]}, {len(counts)}, {len(lengths)}"
+        raise ValueError(f"tables, counts and lengths differ in number: {numbers}")
     reach = tables.shape[1] * variant.block_size
     for count, length in zip(counts, lengths, strict=True):
         if not 1 <= count <= length <= reach:
             raise ValueError(f"{count} new tokens of a sequence of {length} do not fit a table of {reach} tokens")
     if scale <= 0:
-        raise ValueError(f"cannot attend with scale {scale}")
+        raise ValueError(f"scale must be positive, got {scale}")
     if (reason := ops.why_off(variant)) is not None:
         raise KernelUnavailable(reason)
     own = launch_shape or prompt_shape_for(variant.head_dim, variant.value_dim)

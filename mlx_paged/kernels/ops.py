@@ -78,7 +78,7 @@ def latent_variants_of(
     """
     why = unsupported_latent(dtype, rank, rope, n_q_heads, block_size)
     if n_kv_heads != 1 or softcap or sinks or pages is not None:
-        why = "latents are of one head, as they are, and attended to without soft cap and sinks"
+        why = "latent pages must have one KV head, must not be quantised, and support neither soft cap nor sinks"
     if why:
         raise ValueError(why)
     dialect = backend()
@@ -143,7 +143,7 @@ def variants_of(
     gqa, rest = divmod(n_q_heads, n_kv_heads)
     why = unsupported(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
-        raise ValueError(why or f"{n_q_heads} query heads do not divide into {n_kv_heads} kv heads")
+        raise ValueError(why or f"{n_q_heads} query heads are not a multiple of {n_kv_heads} KV heads")
     dialect = backend()
     if dialect is None:
         return ()
@@ -479,7 +479,9 @@ def copy_blocks(
     src = source.astype(mx.int32) if isinstance(source, mx.array) else mx.array(list(source), mx.int32)
     dst = target.astype(mx.int32) if isinstance(target, mx.array) else mx.array(list(target), mx.int32)
     if src.shape != dst.shape or src.ndim != 1 or src.size == 0:
-        raise ValueError(f"cannot pair blocks of shapes {src.shape} and {dst.shape}")
+        raise ValueError(
+            f"source and target must be equally long, non-empty lists of block ids; got {src.shape} and {dst.shape}"
+        )
     dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
     packets = n_kv_heads * block_size * max(head_dim, value_dim) // 4
     (fence,) = build_kernel("copy_blocks", pool_constants_of(dtype, head_dim, value_dim, block_size))(

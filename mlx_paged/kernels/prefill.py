@@ -121,7 +121,7 @@ def prefill_variants_of(
     gqa, rest = divmod(n_q_heads, n_kv_heads)
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
-        raise ValueError(why or f"{n_q_heads} query heads do not divide into {n_kv_heads} kv heads")
+        raise ValueError(why or f"{n_q_heads} query heads are not a multiple of {n_kv_heads} KV heads")
     if backend() == "metal":
         body = MATRIX_BODY if pages is None else QUANTIZED_MATRIX_BODY
         return (Variant(body, "metal", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages),)
@@ -273,20 +273,24 @@ def prepare_prefill(
     dtype, _, block_size, _, value_dim = ops.geometry_of(k_pool, v_pool, pages)
     choices = prefill_variants(k_pool, v_pool, n_q_heads, softcap=softcap is not None, sinks=sinks, pages=pages)
     batch = len(counts)
-    if tables.ndim != 2 or tables.shape[0] != batch or tables.dtype != mx.int32 or len(lengths) != batch:
-        raise ValueError(
-            f"tables {tables.dtype} {tables.shape}, {batch} counts and {len(lengths)} lengths do not agree"
-        )
+    if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0]:
+        raise ValueError(f"tables must be int32 [B, n] with B at least 1, got {tables.dtype} {tables.shape}")
+    if not tables.shape[0] == batch == len(lengths):
+        raise ValueError(f"tables, counts and lengths differ in number: {tables.shape[0]}, {batch}, {len(lengths)}")
     reach = tables.shape[1] * block_size
     for count, length in zip(counts, lengths, strict=True):
         if not 1 <= count <= length <= reach:
             raise ValueError(f"{count} new tokens of a sequence of {length} do not fit a table of {reach} tokens")
-    if not batch or scale <= 0 or (window is not None and window < 1) or stride < 1:
-        raise ValueError(f"cannot attend for {batch} sequences with scale {scale}, window {window} and stride {stride}")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    if stride < 1:
+        raise ValueError(f"stride must be at least 1, got {stride}")
     if variant is None:
         variant = choices[0] if choices else None
         if variant is None:
-            raise KernelUnavailable("there is no prefill kernel for these pages and this GPU")
+            raise KernelUnavailable("no prefill kernel supports these pages on this GPU")
         if (reason := ops.why_off(variant)) is not None:
             raise KernelUnavailable(reason)
     own = launch_shape or shape_of(variant)

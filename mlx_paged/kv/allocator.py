@@ -61,7 +61,7 @@ class BlockAllocator:
         """Map each block held from id ``num_blocks`` on to a free id below it, lowest first, so that ``num_blocks`` ids
         are enough. Raises BlockStateError if more blocks are held."""
         if num_blocks <= self.num_live:
-            raise BlockStateError(f"{self.num_live} blocks are held, {num_blocks - 1} would be left")
+            raise BlockStateError(f"cannot shrink to {num_blocks - 1} blocks: {self.num_live} are held")
         sources = [b for b in range(num_blocks, len(self._refcounts)) if self._refcounts[b]]
         return dict(zip(sources, heapq.nsmallest(len(sources), self._free), strict=True))
 
@@ -75,7 +75,7 @@ class BlockAllocator:
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, each with one reference. Raises before taking any if too few are free."""
         if count > len(self._free):
-            raise BlockStateError(f"{count} blocks asked for, {len(self._free)} free")
+            raise BlockStateError(f"cannot allocate {count} blocks: {len(self._free)} are free")
         self.peak_live = max(self.peak_live, self.num_live + count)
         ids = [heapq.heappop(self._free) for _ in range(count)]
         for block_id in ids:
@@ -96,7 +96,7 @@ class BlockAllocator:
         if len(set(ids)) != len(ids):
             for block_id in set(ids):
                 if ids.count(block_id) > self._refcounts[block_id]:
-                    raise BlockStateError(f"block {block_id} released more often than it is held")
+                    raise BlockStateError(f"block {block_id} cannot be released more often than it is held")
         for block_id in ids:
             self._refcounts[block_id] -= 1
             if self._refcounts[block_id] == 1:
@@ -108,7 +108,7 @@ class BlockAllocator:
         ids = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
         for block_id in ids:
             if not 0 < block_id < len(self._refcounts) or self._refcounts[block_id] == 0:
-                raise BlockStateError(f"block {block_id} {verb} while free")
+                raise BlockStateError(f"block {block_id} cannot be {verb}: it is free")
         return ids
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
@@ -132,4 +132,4 @@ class BlockAllocator:
         if sorted(self._free) != zero:
             raise BlockStateError(f"free list {sorted(self._free)[:8]}... is not the set of unreferenced blocks")
         if self._num_shared != sum(count > 1 for count in self._refcounts):
-            raise BlockStateError("count of shared blocks is off")
+            raise BlockStateError(f"the count of shared blocks is wrong: {self._num_shared}")

@@ -66,7 +66,7 @@ class LayerGroup(NamedTuple):
     @property
     def why_dense(self) -> str | None:
         """Reason why pages of the group are never quantised, or None."""
-        return "the model computes with what it writes by itself (latents)" if self.latent else None
+        return "the model computes with the cached latents directly" if self.latent else None
 
     def first_kept(self, length: int) -> int:
         """Return the first position that the next token of a sequence of ``length`` tokens sees."""
@@ -93,10 +93,11 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
     layers = [layer for group in groups for layer in group.layers]
     if len(set(layers)) != len(layers) or not all(group.layers for group in groups):
         raise ConfigError("each layer must belong to exactly one group, and each group must have a layer")
-    if any(group.window is not None and group.window < 1 for group in groups):
-        raise ConfigError("a window must be at least one token")
-    if any(group.stride != 1 and group.stride != group.window for group in groups):
-        raise ConfigError("what a token sees begins at a multiple of one token (a sliding window) or of the window")
+    for group in groups:
+        if group.window is not None and group.window < 1:
+            raise ConfigError(f"window must be at least 1, got {group.window}")
+        if group.stride not in (1, group.window):
+            raise ConfigError(f"stride must be 1 or equal to window ({group.window}), got {group.stride}")
 
 
 class BlockGroup:
@@ -237,16 +238,14 @@ class BlockGroup:
         if k.shape[:3] != v.shape[:3]:
             raise GeometryError(f"keys {k.shape} and values {v.shape} differ in batch, heads or tokens")
         if k.shape[0] != batch:
-            raise GeometryError(f"keys hold {k.shape[0]} sequence(s), {batch} expected")
+            raise GeometryError(f"keys must be of {batch} sequence(s), got {k.shape[0]}")
         if k.dtype != v.dtype:
-            raise GeometryError(f"keys are {k.dtype}, values {v.dtype}")
+            raise GeometryError(f"keys and values must have one dtype, got {k.dtype} and {v.dtype}")
         if not mx.issubdtype(k.dtype, mx.floating):
             raise GeometryError(f"keys must be floating point, not {k.dtype}")
         geometry = Geometry.of(k, v)
         if fixed is not None and geometry != fixed._replace(format=None):
-            raise GeometryError(
-                f"group '{self.spec.name}' holds {self.geometry}, the keys and values written are {geometry}"
-            )
+            raise GeometryError(f"group '{self.spec.name}' holds {self.geometry}, got keys and values of {geometry}")
         return geometry
 
     def growth(self, num_needed: int, budget: int) -> int:

@@ -66,7 +66,7 @@ class PoolLayer:
     def storage(self) -> Storage:
         """The layer's storage; marks the turn as dirty. Raises BlockStateError before the first write to its group."""
         if not self.group.storages:
-            raise BlockStateError("nothing has been written to this table")
+            raise BlockStateError(f"nothing has been written to the group of layer {self.number} yet")
         self.turn.is_dirty = True
         return self.group.storages[self.position]
 
@@ -132,7 +132,7 @@ class PoolLayer:
     def _check(self, table: BlockTable) -> None:
         self.owners.check(table)
         if table.group != self.group_index:
-            raise GeometryError(f"layer {self.number} is not of the table's group {table.group}")
+            raise GeometryError(f"layer {self.number} does not belong to the table's group {table.group}")
 
     def _check_positions(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
         refcount, size = self.group.allocator.refcount, self.group.block_size
@@ -142,10 +142,14 @@ class PoolLayer:
                 self._check(table)  # raises
             first = table.length - num_tokens
             if first < 0:
-                raise GeometryError(f"{num_tokens} tokens to write, only {table.length} reserved: append_tokens first")
+                raise GeometryError(
+                    f"cannot write {num_tokens} tokens: only {table.length} reserved; call append_tokens first"
+                )
             for block_id in table.block_ids[first // size :]:
                 if refcount(block_id) != 1:
-                    raise BlockStateError(f"block {block_id} is to be written but held {refcount(block_id)} times")
+                    raise BlockStateError(
+                        f"cannot write block {block_id}: it has {refcount(block_id)} references, not 1"
+                    )
 
     def write(self, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
         """Write keys and values of the last n reserved tokens of each of B sequences, as they are (no cast).
@@ -180,7 +184,7 @@ class PoolLayer:
             shape = (len(tables), heads, k.shape[2] if k.ndim == 4 else 0)
             if (k.shape, v.shape) != ((*shape, k_words), (*shape, v_words)) or {k.dtype, v.dtype} != {dtype}:
                 raise GeometryError(
-                    f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} are not of pages of {geometry}"
+                    f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} do not match pages of {geometry}"
                 )
             step = self.step(tables, k.shape[2])
             self._before_write(k, v)

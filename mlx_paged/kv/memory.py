@@ -65,7 +65,7 @@ class StateSlots:
     def check_integrity(self, known: int) -> None:
         """Raise BlockStateError if prefix caches hold more bytes than there are slots for."""
         if known > self.nbytes:
-            raise BlockStateError(f"prefix caches hold {known} bytes of states, and slots count {self.nbytes}")
+            raise BlockStateError(f"prefix caches hold {known} bytes of states, but slots count only {self.nbytes}")
 
 
 # Free blocks of other groups are taken before cached blocks are evicted only if they are at least 1/8 of the reserved

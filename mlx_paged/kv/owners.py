@@ -92,7 +92,7 @@ class BlockOwners:
     def check(self, table: BlockTable) -> None:
         """Raise BlockStateError unless the table belongs to this pool and is in use."""
         if table.released or table.owner is not self.owner:
-            raise BlockStateError("table used after release, or of another pool")
+            raise BlockStateError("the table was released, or belongs to another pool")
 
     def tables(self) -> list[BlockTable]:
         """Return the tables that are alive."""

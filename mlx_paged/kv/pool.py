@@ -211,7 +211,7 @@ class BlockPool:
         """
         self._owners.check(table)
         if num_tokens < 1:
-            raise ValueError(f"at least one token must be appended, not {num_tokens}")
+            raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         with self.turn:
             self._owners.collect()  # a block shared only with a dropped table is not shared
             group = self._group(table)
@@ -357,11 +357,11 @@ class BlockPool:
         self._owners.check(table)
         spec = self._group(table).spec
         if not 0 <= length <= table.length:
-            raise TrimError(f"cannot trim {table.length} tokens to {length}")
+            raise TrimError(f"cannot trim to {length} tokens: the table has {table.length}")
         if spec.first_kept(length) < table.logical_start:
             raise TrimError(
-                f"cannot trim to {length} tokens: the window of {spec.window} before it is held "
-                f"from {table.logical_start} on"
+                f"cannot trim to {length} tokens: the next token sees positions from {spec.first_kept(length)} on, "
+                f"the table holds those from {table.logical_start} on"
             )
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:

@@ -153,10 +153,12 @@ def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[
         # A table that starts inside a block has no entry for that block until tokens are appended.
         fewest = table.length // group.block_size if table.length == table.logical_start else entries
         if len(table.block_ids) not in (fewest, entries):
-            raise BlockStateError(f"{table} has {len(table.block_ids)} entries")
+            raise BlockStateError(f"{table} must have {entries} block ids, got {len(table.block_ids)}")
         if NULL_BLOCK in table.block_ids[table.logical_start // group.block_size :]:
             raise BlockStateError(f"{table} has released a block that is still visible")
     for storage in group.storages:
         excess = storage.num_blocks - group.allocator.num_blocks
         if excess < 0 or (excess and not group.resize_failed):
-            raise BlockStateError("a layer's tensors and the block ids differ in number")
+            raise BlockStateError(
+                f"a layer's tensors have {storage.num_blocks} blocks, the allocator {group.allocator.num_blocks}"
+            )

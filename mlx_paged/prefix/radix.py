@@ -465,7 +465,7 @@ class RadixTree:
         """Evict a leaf. Returns how many blocks of each group became free."""
         parent = node.parent
         if parent is None or node.children or node.locks or not node.is_attached:
-            raise BlockStateError(f"{node} is not an unlocked leaf")
+            raise BlockStateError(f"cannot evict {node}: it is not an unlocked leaf")
         self._notify(node)
         del parent.children[node.tokens[0]]
         del self._order[node]
@@ -544,13 +544,13 @@ class RadixTree:
             check_tree(self._roots, self.block_size, self._held.counts)
             by_use = sorted(self.nodes(), key=lambda node: node.tick)
             if list(self._order) != by_use or self._locked != {node for node in by_use if node.locks}:
-                raise BlockStateError("the order of use or the set of locked nodes is not that of the tree's nodes")
+                raise BlockStateError("the order of use or the set of locked nodes does not match the tree")
             if not self._kept.keys() <= self._order.keys():
-                raise BlockStateError("a node that is not in the tree is kept")
+                raise BlockStateError("a kept node is not in the tree")
             carrying = [node for node in by_use if node.checkpoint is not None]
             nbytes = sum(node.checkpoint.slot.nbytes for node in carrying if node.checkpoint is not None)
             if set(self.checkpoints.nodes) != set(carrying) or self.checkpoints.nbytes != nbytes:
-                raise BlockStateError("the checkpoints counted are not those of the tree's nodes")
+                raise BlockStateError("the counted checkpoints do not match the tree")
 
     def held(self, group: int) -> list[list[int]]:
         """Return the blocks of the group, once for each reference."""
@@ -570,9 +570,9 @@ class RadixTree:
 def _check_tables(windows: Sequence[Window | None], tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> None:
     """Raise ValueError unless the tables, one per group, hold the tokens."""
     if not tokens:
-        raise ValueError("a prefix has at least one token")
+        raise ValueError("a prefix must have at least one token")
     if [table.group for table in tables] != list(range(len(windows))):
-        raise ValueError("one table per group of the pool, in order")
+        raise ValueError("tables must be one per group of the pool, in order")
     for table, window in zip(tables, windows, strict=True):
         if table.released or table.length < len(tokens):
             raise ValueError(f"{table} does not hold {len(tokens)} tokens")

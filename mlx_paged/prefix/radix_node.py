@@ -37,7 +37,7 @@ class HeldBlocks:
         """The tree's pool. Raises BlockStateError if it is gone."""
         pool = self._pool()
         if pool is None:
-            raise BlockStateError("the tree's pool is gone")
+            raise BlockStateError("the tree's pool no longer exists")
         return pool
 
     @property
@@ -382,13 +382,13 @@ def check_tree(roots: Mapping[Hashable, RadixNode], block_size: int, held: Seque
     counted: list[Counter[int]] = [Counter() for _ in held]
     for salt, root in roots.items():
         if root.label != salt or not root.children or root.tokens:
-            raise BlockStateError(f"root of {salt!r} is not in order")
+            raise BlockStateError(f"the root of {salt!r} has tokens, no children or another label")
         for node in root.descendants():
             _check_node(node, block_size)
             for count, blocks in zip(counted, node.blocks, strict=True):
                 count.update(b for b in blocks if b != NULL_BLOCK)
     if counted != list(held):
-        raise BlockStateError("the nodes' blocks are not the references the tree has taken")
+        raise BlockStateError("the nodes' blocks do not match the references that the tree holds")
 
 
 def _check_node(node: RadixNode, block_size: int) -> None:
@@ -398,12 +398,12 @@ def _check_node(node: RadixNode, block_size: int) -> None:
     if node.is_root:
         return
     if node.locks < sum(child.locks for child in node.children.values()):
-        raise BlockStateError(f"{node} is locked less often than what is below it")
+        raise BlockStateError(f"{node} has fewer locks than its children")
     first, last = node.start // block_size, -(-node.end // block_size)
     for blocks, valid_from in zip(node.blocks, node.valid_from, strict=True):
         begin = max(first, valid_from // block_size) if valid_from < node.end else last
         if len(blocks) != last - first or valid_from > node.end:
-            raise BlockStateError(f"{node} has blocks for other positions than its own")
+            raise BlockStateError(f"{node} has a wrong number of blocks, or none that is valid")
         if any((b == NULL_BLOCK) != (index < begin) for index, b in enumerate(blocks, first)):
             raise BlockStateError(f"{node} does not hold its blocks from {valid_from} on")
 

@@ -316,7 +316,7 @@ class SpillStore:
             # The files are intact, but do not fit this pool.
             for block in blocks:
                 self._forget(block.path)
-            self.folder.warn(f"files in {self.folder.path} do not fit the model they are for: {error}")
+            self.folder.warn(f"prefix files in {self.folder.path} do not match the model: {error}")
             return 0
         finally:
             for table in tables:
@@ -371,7 +371,7 @@ class SpillStore:
             saved = self.folder.load_states(file)
         except Exception as error:
             self._delete(file)
-            self.folder.warn(f"{file.path} was deleted: {type(error).__name__}: {error}")
+            self.folder.warn(f"deleted the unusable file {file.path}: {type(error).__name__}: {error}")
             return False
         hits = tree.hit_tokens
         tables = tree.adopt(wanted, salt)[1] if tree.windows else []
@@ -475,7 +475,7 @@ class SpillStore:
             return self.folder.load(whole, [group.spec.layers for group in pool.groups])
         except Exception as error:
             self._delete(whole)
-            self.folder.warn(f"{block.path} was deleted: {type(error).__name__}: {error}")
+            self.folder.warn(f"deleted the unusable file {block.path}: {type(error).__name__}: {error}")
             return None
 
     # Files ----------------------------------------------------------------------------------------------------

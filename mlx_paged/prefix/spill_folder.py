@@ -51,7 +51,7 @@ class SavedStates(NamedTuple):
         """
         described = json.loads(self.text)
         if [name for name, _ in described] != [type(cache).__name__ for cache in caches]:
-            raise ValueError("the states are of other layers")
+            raise ValueError("the states belong to other layers")
         for cache, (_, state) in zip(caches, described, strict=True):
             cache.state = _value(state, self.arrays)
         return list(caches)
@@ -159,9 +159,9 @@ class SpillFolder:
         is_ours = mode.st_uid == os.geteuid() and not mode.st_mode & stat.S_ISVTX
         if is_ours and all(NAME.fullmatch(name) or TEMPORARY.fullmatch(name) for name in os.listdir(self.path)):
             self.path.chmod(stat.S_IMODE(mode.st_mode) & ~0o077)
-            text = f"{self.path} was open to other users; now it is its owner's alone"
+            text = f"{self.path} was accessible to other users; now only its owner can access it"
         else:
-            text = f"{self.path} is open to other users; the files that are written there are not"
+            text = f"{self.path} is accessible to other users; the files written there are not"
         warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=5)
 
     def blocks(self) -> list[SpilledBlock]:
@@ -191,7 +191,7 @@ class SpillFolder:
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not NAME.fullmatch(path.name):
-                raise ValueError("not a file of this user's with a prefix block")
+                raise ValueError("not a prefix file of this user")
             if status.st_mode & 0o077:
                 os.fchmod(descriptor, 0o600)
             header = json.loads(file.read(min(MAX_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
@@ -207,9 +207,9 @@ class SpillFolder:
         ):
             raise ValueError("not a prefix block of this version")
         if is_states and (starts or geometry or not isinstance(metadata.get("states"), str)):
-            raise ValueError("states have no blocks")
+            raise ValueError("a file of states must not have blocks")
         if len(starts) != len(geometry) or not all(0 <= start <= len(tokens) for start in starts):
-            raise ValueError("its groups do not agree")
+            raise ValueError("starts and geometry of its groups do not match")
         return status.st_mtime_ns, SpilledBlock(path, tokens, starts, geometry, status.st_size, is_states)
 
     def write(self, block: SpilledBlock, data: memoryview) -> SpilledBlock:
@@ -246,7 +246,7 @@ class SpillFolder:
 
     def _check_digest(self, block: SpilledBlock) -> None:
         if not block.path.stem.endswith("-" + _digest(block.path.read_bytes())):
-            raise ValueError("its bytes have changed")
+            raise ValueError("its contents do not match the digest in its name")
 
     def load(self, block: SpilledBlock, layers: list[tuple[int, ...]]) -> dict[str, mx.array]:
         """Return the block's keys and values: ``k<layer>`` and ``v<layer>``, each ``[1, heads, tokens - start,
@@ -263,7 +263,7 @@ class SpillFolder:
         assert isinstance(arrays, dict)
         for name, shape, dtype in _expected(block, layers):
             if name not in arrays or arrays[name].shape != shape or str(arrays[name].dtype) != dtype:
-                raise ValueError(f"{name} is not there, or not {dtype} {shape}")
+                raise ValueError(f"{name} is missing, or not {dtype} {shape}")
         mx.eval(list(arrays.values()))
         return arrays
 
@@ -323,7 +323,7 @@ def described(geometry: Geometry | None) -> BlockGeometry:
 def geometry_of(described: BlockGeometry) -> Geometry:
     """Return the geometry that a file describes. Raises any type of error if it is not valid."""
     if described is None:
-        raise ValueError("it does not say what its keys are")
+        raise ValueError("a block has no geometry")
     heads, k_dim, v_dim, dtype, page_format = described
     return Geometry(heads, k_dim, v_dim, DTYPES[dtype], None if page_format is None else PageFormat._make(page_format))
 

@@ -92,7 +92,7 @@ class AnswerStream:
         self._arrived.set()
         since = self.writing_since
         if self._num_unread > MOST_UNREAD and since is not None and time.monotonic() - since >= STALL_SECONDS:
-            self.fail(RequestRefused(408, "the answer was not read: too much of it waited"))
+            self.fail(RequestRefused(408, f"the client reads too slowly: more than {MOST_UNREAD} unread tokens"))
 
     def fail(self, error: BaseException) -> None:
         """End the stream and drop later items; earlier ones are still read, unless the client has gone."""

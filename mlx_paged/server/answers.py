@@ -130,7 +130,7 @@ class Answer:
         try:
             calls = [openai_call(call) for call in self._parsed(text, is_whole=is_whole)]
         except Exception as error:  # parsers raise any exception
-            logging.warning("a tool call cannot be read, and is told as text: %s: %.200s", type(error).__name__, error)
+            logging.warning("cannot parse a tool call; sending it as text: %s: %.200s", type(error).__name__, error)
             self._text += f"{self._texts.call_start or ''}{text}"
             return
         for call in calls[: 1 if self._request.calls_once else None]:

@@ -51,7 +51,7 @@ def make_app(service: Service) -> Any:
 
 
 async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
-    raise not_found(f"there is nothing at {scope['path'][:200]}")
+    raise not_found(f"no such endpoint: {scope['path'][:200]}")
 
 
 class App:
@@ -106,7 +106,7 @@ class App:
         request.priority = service.clients.priority(key, _asked_priority(body, http))
         request.model = service.names.resolve(body.model, body.adapters, body.draft_model)
         if body.num_draft_tokens is not None and request.model.draft is None and not service.config.mtp:
-            raise invalid("num_draft_tokens needs a draft_model, or a server with --mtp", "num_draft_tokens")
+            raise invalid("num_draft_tokens requires a draft model or --mtp", "num_draft_tokens")
         service.check_for_ranks(request)
         texts = await service.engine.texts_for(request.model)
         await service.prompts.complete(request, texts, lambda: not client.stream.is_wanted)
@@ -117,7 +117,7 @@ class App:
         keys = self._service.config.api_keys
         key = keys.find(http.headers.get("authorization") or f"Bearer {http.headers.get('x-api-key', '')}")
         if keys and key is None:
-            words = "this server needs an API key: Authorization: Bearer KEY"
+            words = "missing or wrong API key; send the header Authorization: Bearer KEY"
             raise RequestRefused(401, words, code="invalid_api_key")
         return key
 
@@ -139,11 +139,11 @@ class App:
         return {
             "/health": Page(self.health, "Whether the server is ready", is_open=True),
             "/version": Page(self.version, "Versions"),
-            "/v1/models": Page(self.models, "The models"),
-            "/v1/cache/stats": Page(self.stats, "What the pool holds"),
-            "/metrics": Page(self.metrics, "The same for Prometheus", "text/plain"),
-            "/cache": Page(self.cache, "A page that draws the pool", "text/html", is_open=True),
-            "/openapi.json": Page(self.openapi, "This description", is_open=True),
+            "/v1/models": Page(self.models, "Available models"),
+            "/v1/cache/stats": Page(self.stats, "Pool statistics"),
+            "/metrics": Page(self.metrics, "Metrics for Prometheus", "text/plain"),
+            "/cache": Page(self.cache, "HTML page that shows the pool", "text/html", is_open=True),
+            "/openapi.json": Page(self.openapi, "OpenAPI description of the server", is_open=True),
             "/": Page(self.root, is_open=True),
             "/v1/models/": Page(self.models),
             "/v1/models/{name:path}": Page(self.model),
@@ -212,7 +212,9 @@ def _asked_priority(body: Any, http: Request) -> int | None:
         priority: int | None = body.priority
         return priority
     if re.fullmatch(r"[+-]?[0-9]{1,7}", asked.strip()) is None or abs(int(asked)) > MAX_PRIORITY:
-        raise invalid(f"the header x-priority must be a whole number, at most {MAX_PRIORITY} from 0", "priority")
+        raise invalid(
+            f"x-priority must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {asked[:80]!r}", "priority"
+        )
     return int(asked)
 
 

@@ -74,7 +74,7 @@ class Batches:
     def add_file(self, owner: str | None, name: str, purpose: str, content: bytes) -> dict[str, Any]:
         """Store a file. Raises RequestRefused: 413, all files together are too large."""
         if sum(file["bytes"] for file in self._files.values()) + len(content) > MAX_BYTES:
-            raise RequestRefused(413, f"files have at most {MAX_BYTES >> 20} MiB together: delete some")
+            raise RequestRefused(413, f"all files together may have at most {MAX_BYTES >> 20} MiB; delete some")
         new = _new_id("file-")
         file: dict[str, Any] = {"id": new, "object": "file", "bytes": len(content), "created_at": int(time.time())}
         file |= {"filename": name[:200], "purpose": purpose, "status": "processed", "owner": owner}
@@ -108,7 +108,9 @@ class Batches:
             raise invalid(f"endpoint must be one of {', '.join(URLS)}", "endpoint")
         requests = _requests(self.content(owner, str(file)), endpoint)
         if sum(batch["status"] in OPEN for batch in self._batches.values()) >= MAX_OPEN:
-            raise RequestRefused(429, f"{MAX_OPEN} batches are not over", kind="overloaded", retry_after=60)
+            raise RequestRefused(
+                429, f"too many unfinished batches (limit {MAX_OPEN})", kind="overloaded", retry_after=60
+            )
         over = [name for name, batch in self._batches.items() if batch["status"] not in OPEN]
         if len(self._batches) >= MAX_KEPT and over:
             self._forget(self._batches, over[0])
@@ -157,7 +159,7 @@ class Batches:
         """Delete a finished batch and its files."""
         batch = _found(self._batches, owner, name)
         if batch["status"] in OPEN:
-            raise invalid("the batch is not over: cancel it first")
+            raise invalid("the batch is still in progress; cancel it first")
         for file in {batch[field] for field in FILES} & self._files.keys():
             self.delete_file(owner, file)
         self._forget(self._batches, name)
@@ -167,7 +169,7 @@ class Batches:
         """Yield the result of each request of a finished batch. Raises RequestRefused: 400, it is unfinished."""
         batch = _found(self._batches, owner, name)
         if batch["status"] in OPEN:
-            raise invalid("the batch is not over")
+            raise invalid("the batch is still in progress")
         answers: dict[str, dict[str, Any]] = {}
         for field in FILES[1:]:
             content = self.content(owner, batch[field]) if batch[field] in self._files else b""
@@ -191,7 +193,7 @@ class Batches:
             keys = self._service.config.api_keys
             key = keys.key_of(batch["owner"])
             if keys and key is None:
-                raise ConfigError("the API key of this batch is not one of the server's any more")
+                raise ConfigError("the server no longer accepts the API key of this batch")
             requests = _requests(self.content(batch["owner"], batch["input_file_id"]), batch["endpoint"])
             batch["request_counts"] = counts = {"total": len(requests), "completed": 0, "failed": 0}
             left = iter(enumerate(requests))
@@ -270,7 +272,7 @@ class Batches:
             async with body_of(http, self._service.bodies) as raw:
                 parts = _form(http.headers.get("content-type", ""), raw)
             if "file" not in parts or "purpose" not in parts:
-                raise invalid("a file is sent as multipart/form-data, with the fields file and purpose", "file")
+                raise invalid("upload the file as multipart/form-data with fields file and purpose", "file")
             name, content = parts["file"]
             return json_response(_shown(self.add_file(owner, name, parts["purpose"][1].decode()[:100], content)))
 
@@ -351,12 +353,12 @@ def _requests(content: bytes, endpoint: str, param: str = "input_file_id") -> li
     for number, line in enumerate(filter(bytes.strip, content.split(b"\n")), 1):
         request = _object(line, f"request {number}")
         if not isinstance(request.get("custom_id"), str) or not isinstance(request.get("body"), dict):
-            raise invalid(f"request {number} must have a custom_id, a string, and a body, an object", param)
+            raise invalid(f"request {number} requires a string custom_id and an object body", param)
         if request.get("url", endpoint) != endpoint or request.get("method", "POST") != "POST":
             raise invalid(f"request {number}: method and url must be POST {endpoint}", param)
         requests.append(request)
     if not 0 < len(requests) <= MAX_LINES or len({request["custom_id"] for request in requests}) < len(requests):
-        raise invalid(f"a batch has 1 to {MAX_LINES:,} requests, each with a custom_id of its own", param)
+        raise invalid(f"a batch must have 1 to {MAX_LINES:,} requests with unique custom_ids", param)
     return requests
 
 
@@ -366,7 +368,7 @@ def _object(raw: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise invalid(f"{what} is not a JSON object")
+        raise invalid(f"{what} must be a JSON object")
     return value
 
 
@@ -383,7 +385,7 @@ def _form(content_type: str, raw: bytes) -> dict[str, tuple[str, bytes]]:
 def _found(among: Mapping[str, dict[str, Any]], owner: str | None, name: str) -> dict[str, Any]:
     found = among.get(name)
     if found is None or found["owner"] != owner:
-        raise not_found(f"there is no {name[:200]!r} here")
+        raise not_found(f"no such file or batch: {name[:200]!r}")
     return found
 
 

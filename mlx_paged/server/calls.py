@@ -76,7 +76,7 @@ def _value(text: str) -> Any:
 
 def _known(calls: list[dict[str, Any]], names: Collection[str]) -> list[dict[str, Any]]:
     if not calls or any(call.get("name") not in names for call in calls):
-        raise ValueError("it names no tool of the request")
+        raise ValueError("the call names no tool of the request")
     return calls
 
 
@@ -232,7 +232,7 @@ def openai_call(call: dict[str, Any]) -> dict[str, Any]:
     """
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
     if not isinstance(name, str) or not name:
-        raise ValueError("it names no function")
+        raise ValueError("the call names no function")
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments) if arguments.strip() else {}

@@ -66,9 +66,9 @@ class ApiKeys:
     ) -> None:
         self.keys = tuple(dict.fromkeys(key.strip() for key in keys))
         if not all(self.keys):
-            raise ConfigError(f"{source} holds an empty API key: give one, or none at all to let everybody in")
+            raise ConfigError(f"{source} contains an empty API key; omit {source} to accept every request")
         if any(not character.isprintable() for key in self.keys for character in key):
-            raise ConfigError(f"{source} holds an API key with a control character, which no client can send")
+            raise ConfigError(f"{source} contains an API key with a non-printable character, which no client can send")
         self.rules = dict(rules or {})
         if self.rules or len(self.keys) > 1:
             for number, key in enumerate(self.keys, 1):
@@ -142,14 +142,14 @@ def read_keys(path: Path) -> dict[str, KeyRule]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--api-key @{path}: {error}") from None
     if not isinstance(told, dict) or not told:
-        raise ConfigError(f"--api-key @{path} must hold an object of names, each with an object that has a key")
+        raise ConfigError(f'--api-key @{path} must contain a JSON object such as {{"NAME": {{"key": "KEY"}}}}')
     rules: dict[str, KeyRule] = {}
     for name, values in told.items():
         key = values.get("key") if isinstance(values, dict) else None
         if not isinstance(key, str) or key.strip() in rules or unknown(values):
             raise ConfigError(
-                f"--api-key @{path}: {name!r} must have a key of its own, and may have {', '.join(LIMITS)}, numbers, "
-                "those of a minute at least 1"
+                f"--api-key @{path}: {name!r} must have a unique key, and may have priority (an integer), "
+                "requests_per_minute and tokens_per_minute (numbers of at least 1)"
             )
         rules[key.strip()] = KeyRule(name, **{limit: values[limit] for limit in LIMITS if limit in values})
     return rules
@@ -235,10 +235,11 @@ class Clients:
             waits = {"requests": self._requests[name].seconds(), "tokens": self._tokens[name].seconds()}
             what = max(waits, key=waits.__getitem__)
             if waits[what] > 0:
-                words = f"the API key {name!r} has used its {what} of this minute"
+                limit = getattr(rule, f"{what}_per_minute")
+                words = f"the API key {name!r} has reached its limit of {limit:,} {what} per minute"
                 raise RequestRefused(429, words, code="rate_limit_exceeded", retry_after=math.ceil(waits[what]))
             if self._open[name] >= MAX_OPEN:
-                words = f"{MAX_OPEN} requests with the API key {name!r} are open"
+                words = f"too many concurrent requests with the API key {name!r} (limit {MAX_OPEN})"
                 raise RequestRefused(429, words, code="rate_limit_exceeded", retry_after=1)
             self._requests[name].take(1)
         if name not in self._figures:

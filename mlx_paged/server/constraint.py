@@ -98,7 +98,11 @@ def _response_format(given: Any) -> Constraint | None:
     where = f"{name}.json_schema"
     if not isinstance(described, dict):
         raise invalid(f"{where} must be an object with a schema", name)
-    for key, type_, words in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "a flag")):
+    for key, type_, words in (
+        ("name", str, "a string"),
+        ("description", str, "a string"),
+        ("strict", bool, "a boolean"),
+    ):
         if described.get(key) is not None and not isinstance(described[key], type_):
             raise invalid(f"{where}.{key} must be {words}", name)
     if not isinstance(described.get("schema"), dict):
@@ -110,7 +114,7 @@ def _structured_outputs(given: Any) -> Constraint:
     name = "structured_outputs"
     chosen = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     if len(chosen) != 1 or not set(chosen) <= set(FORMATS):
-        raise invalid(f"{name} must be an object with one of {', '.join(FORMATS)}", name)
+        raise invalid(f"{name} must be an object with exactly one of {', '.join(FORMATS)}", name)
     ((kind, value),) = chosen.items()
     where = f"{name}.{kind}"
     if kind == "json_object":
@@ -119,15 +123,15 @@ def _structured_outputs(given: Any) -> Constraint:
         return _json(ANY_OBJECT, name)
     if kind == "json":
         if not isinstance(value, dict):
-            raise invalid(f"{where} must be a JSON schema, an object", name)
+            raise invalid(f"{where} must be a JSON schema object", name)
         return _json(value, where)
     if kind == "choice":
         is_list = isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)
         if not is_list or len(value) > MOST_CHOICES:
-            raise invalid(f"{where} must be a list of 1 to {MOST_CHOICES} strings, none of them empty", name)
+            raise invalid(f"{where} must be a list of 1 to {MOST_CHOICES:,} non-empty strings", name)
         return Constraint(GrammarSource.choice(value), where)
     if not isinstance(value, str) or not value:
-        raise invalid(f"{where} must be a string that is not empty", name)
+        raise invalid(f"{where} must be a non-empty string", name)
     return Constraint(GrammarSource.regex(value) if kind == "regex" else GrammarSource.lark(value), where)
 
 
@@ -166,7 +170,7 @@ def tools_of(body: Mapping[str, Any], *, always: bool = False) -> Tools | None:
     required = choice == "required"
     if choice == "none" or not given:
         if required:
-            raise invalid(f"{name} asks for a call, and there are no tools", name)
+            raise invalid(f"{name} requires a call, but tools is empty", name)
         return None
     strict = [isinstance(f := tool.get("function"), dict) and f.get("strict") is True for tool in given]
     if not (required or any(strict) or always or allowed is not None):
@@ -179,7 +183,7 @@ def tools_of(body: Mapping[str, Any], *, always: bool = False) -> Tools | None:
         by_name = {tool.name: tool for tool in reversed(tools)}
         for each in allowed:
             if each not in by_name:
-                raise invalid(f"{name}: there is no tool {each!r}", name)
+                raise invalid(f"{name} names a tool that is not in tools: {each!r}", name)
         tools = [by_name[each] for each in dict.fromkeys(allowed)]
         if not tools:
             raise invalid(f"{name}.allowed_tools.tools must not be empty", name)
@@ -190,7 +194,9 @@ def _named(given: Any) -> str:
     """Return the name of the function in an object of ``tool_choice``."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or given.get("type") != "function" or not isinstance(function.get("name"), str):
-        raise invalid("tool_choice must name a function: type function, and function with a name", "tool_choice")
+        raise invalid(
+            "tool_choice must name a function: an object of type function whose function has a name", "tool_choice"
+        )
     return str(function["name"])
 
 
@@ -201,5 +207,5 @@ def _tool(index: int, tool: Mapping[str, Any], *, checked: bool) -> Tool:
         raise invalid(f"{where} must be an object with a name", "tools")
     schema = function.get("parameters") or ANY_OBJECT
     if not isinstance(schema, dict):
-        raise invalid(f"{where}.parameters must be a JSON schema, an object", "tools")
+        raise invalid(f"{where}.parameters must be a JSON schema object", "tools")
     return Tool(function["name"], schema if checked else ANY_OBJECT, f"{where}.parameters")

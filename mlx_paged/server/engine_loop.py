@@ -194,7 +194,7 @@ class EngineLoop:
         self.outbox.flush()
 
     def note_failure(self, error: Exception) -> None:
-        logging.error("a step failed; its requests are given up", exc_info=error)
+        logging.error("a step failed; its requests fail", exc_info=error)
 
     def turn(self) -> None:
         self._num_turns += 1
@@ -266,7 +266,9 @@ class EngineLoop:
                 models.load(work.key, lambda: self.close_batch(None))
             if request is None:  # only the model's texts are wanted
                 if models.texts is None:
-                    raise RequestRefused(404, "the server was started without --model: name one", param="model")
+                    raise RequestRefused(
+                        404, "model is required: the server was started without --model", param="model"
+                    )
                 self.outbox.put(work.stream, models.texts)
             elif not models.batches(request):
                 if is_busy:
@@ -347,7 +349,7 @@ class EngineLoop:
             self.stats.count(computed_prompt_tokens=computed - self._num_computed)
             self._num_computed = computed
         if not prompts and not generated:  # nothing is left to compute, but rows still wait
-            self.close_batch(RuntimeError("the batch has lost its requests"))
+            self.close_batch(RuntimeError("internal error: the batch ended without answering its requests"))
             return
         for response in prompts:
             if (row := self.rows.get(response.uid)) is not None:
@@ -375,7 +377,7 @@ class EngineLoop:
         """
         stream, request = row.work.stream, row.request
         if any(value != value for value in (logprob, *(value for _, value in top))):
-            raise ValueError("the model's logits are not numbers")
+            raise ValueError("the model's logits contain NaN")
         now = time.monotonic()
         if row.last_at is None:
             self._note_start(row)
@@ -495,7 +497,7 @@ class EngineLoop:
             self.close_batch(None)
             self.models.unload()
             trim_heap()
-            logging.info("no request for %g s: models are unloaded until the next", seconds)
+            logging.info("no request for %g s: models are unloaded until the next request", seconds)
         self._memory.keep(None, self.models.pool, cache)
 
 

@@ -86,7 +86,9 @@ class EngineThread:
         """
         self.check()
         if self.loop.num_waiting >= MAX_WAITING:
-            raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
+            raise RequestRefused(
+                429, f"too many waiting requests (limit {MAX_WAITING})", kind="overloaded", retry_after=5
+            )
         self._open.add(work)
         self.requests.put(work)
         return work
@@ -96,7 +98,7 @@ class EngineThread:
         if self.start_error is not None:
             raise RequestRefused(503, "the model could not be loaded: see the server's log")
         if self.is_dead or self.is_stopping:
-            raise unavailable(CLOSING if self.is_stopping else "the engine's thread has died: see the server's log")
+            raise unavailable(CLOSING if self.is_stopping else "the engine has stopped: see the server's log")
 
     async def texts_for(self, key: ModelKey | None) -> ModelTexts:
         """Return a model's tokenizer and parsers; the model is loaded if they are not known yet.
@@ -164,7 +166,7 @@ class EngineThread:
             while self.start_error is None and not self._live():
                 pass
         except BaseException as error:
-            self._die(f"the engine's thread cannot be started again: {type(error).__name__}: {error}")
+            self._die(f"the engine cannot be restarted: {type(error).__name__}: {error}")
         finally:
             self.is_dead = not self.is_stopping
             mx.clear_streams()  # a thread that ends with a CPU stream may abort the process
@@ -187,7 +189,7 @@ class EngineThread:
         try:
             loop.run()
         except BaseException as error:
-            logging.critical("the engine's thread has failed", exc_info=error)
+            logging.critical("the engine failed", exc_info=error)
             reason = f"{type(error).__name__}: {error}"
         else:
             loop.refuse_all()
@@ -196,8 +198,8 @@ class EngineThread:
             return True
         loop.abandon()
         if self.num_restarts:
-            self._die(f"the engine's thread has failed again: {reason}")
-        self.fail_all("the engine's thread has failed, and is started again: see the server's log")
+            self._die(f"the engine failed again: {reason}")
+        self.fail_all("the engine failed and is restarting: see the server's log")
         self.models.mend()
         self.loop = self._make_loop(self)
         self.num_restarts, self.last_restart, self._restarted_at = 1, reason, time.monotonic()
@@ -216,7 +218,7 @@ class EngineThread:
                 frame = sys._current_frames().get(self.thread.ident or 0)
                 stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
                 why = f"no progress for {self._timeout:g} s"
-                logging.critical("the engine's thread has made %s; it was at:\n%s", why, stack)
+                logging.critical("the engine made %s; its stack:\n%s", why, stack)
                 self._die(why)
 
     def _progress(self) -> object:
@@ -230,9 +232,9 @@ class EngineThread:
     def _die(self, why: str) -> NoReturn:
         """End the process, so that a service manager restarts it."""
         self.is_dead = True
-        self.fail_all(f"the server ends: {why}")
+        self.fail_all(f"the server is exiting: {why}")
         time.sleep(LAST_SECONDS)  # for errors to reach clients
-        print(f"mlx_paged.server: {why}; the process ends", file=sys.stderr, flush=True)
+        print(f"mlx_paged.server: {why}; exiting with status {EXIT_STATUS}", file=sys.stderr, flush=True)
         logging.shutdown()
         os._exit(EXIT_STATUS)
 

@@ -52,7 +52,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            refusal = RequestRefused(503, f"{self.max_connections} connections are open", kind="overloaded")
+            refusal = RequestRefused(503, f"too many connections (limit {self.max_connections})", kind="overloaded")
             self._send_refusal(refusal, [("retry-after", "5")])
         else:
             self._wait_for_request()
@@ -122,7 +122,12 @@ class BodyBudget:
     def reserve(self, num_bytes: int) -> None:
         """Reserve bytes. Raises RequestRefused (429) if there is no room; one body alone always fits."""
         if self.used and self.used + num_bytes > self._most:
-            raise RequestRefused(429, "too many large requests are waiting", kind="overloaded", retry_after=5)
+            raise RequestRefused(
+                429,
+                f"too many large request bodies (limit {self._most} bytes together)",
+                kind="overloaded",
+                retry_after=5,
+            )
         self.used += num_bytes
 
     def release(self, num_bytes: int) -> None:
@@ -137,7 +142,7 @@ async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytes]:
         RequestRefused: 408, timeout; 413, the body is too large; 429, too many large bodies.
         ClientDisconnect: the client has gone.
     """
-    too_large = RequestRefused(413, f"a request body has at most {MAX_BODY_BYTES} bytes")
+    too_large = RequestRefused(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length[:18]) > MAX_BODY_BYTES:
         raise too_large
@@ -242,19 +247,19 @@ class Gate(CORSMiddleware):
         """Raise RequestRefused: 403 for a forbidden origin or host, 400 for an invalid host, 431 for headers that are
         too large, which h11 limits only if they come in several reads."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
-            raise RequestRefused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+            raise RequestRefused(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
         origin = headers.get("origin")
         if origin is not None and not self.is_allowed_origin(origin):
             raise RequestRefused(403, f"the origin {origin[:200]!r} is not allowed (--allowed-origins)")
         try:
             name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
         except ValueError:
-            raise invalid("the header Host is not a host") from None
+            raise invalid("invalid Host header") from None
         if self._checks_host and "." in name and not (name == self._host or LOOPBACK.fullmatch(name)):
             try:
                 ipaddress.ip_address(name)
             except ValueError:
-                raise RequestRefused(403, f"the host {name[:200]!r} is not this server's name") from None
+                raise RequestRefused(403, f"the Host header {name[:200]!r} is not this server's name") from None
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         headers, begin = Headers(scope=scope), time.monotonic()

@@ -60,12 +60,12 @@ class ModelNames:
         draft = None if draft == DEFAULT else draft
         for param, value in (("adapters", adapter), ("draft_model", draft)):
             if value is not None and not self.allows_any:
-                raise invalid(f"{param} needs a server with --allow-any-model", param)
+                raise invalid(f"{param} requires --allow-any-model", param)
         known = self._known()
         if name is None or name == DEFAULT:
             key = self._default
             if key.model is None:
-                raise not_found(f"name a model: {_listed(list(known))}", param="model", code="model_not_found")
+                raise not_found(f"model is required; {_listed(list(known))}", param="model", code="model_not_found")
         elif name in known:
             key = known[name]
         elif self.allows_any or (self._serves_downloaded and _is_downloaded(name)):
@@ -76,7 +76,7 @@ class ModelNames:
 
     def unknown(self, name: str) -> RequestRefused:
         """Return a 404 for an unknown model, which names the known ones."""
-        words = f"there is no model {name[:200]!r}: {_listed(list(self._known()))}; --served-model-name adds names"
+        words = f"no such model: {name[:200]!r}; {_listed(list(self._known()))}; --served-model-name adds names"
         return not_found(words, param="model", code="model_not_found")
 
     @property
@@ -101,9 +101,9 @@ class ModelNames:
 
 def _listed(names: list[str]) -> str:
     if not names:
-        return "the server was started without --model, and serves what /v1/models lists, from the hub's cache"
+        return "the server was started without --model; /v1/models lists the available models"
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"there are {', '.join(map(repr, names[:8]))}{more}"
+    return f"available models: {', '.join(map(repr, names[:8]))}{more}"
 
 
 def _object(name: str, created: int, **figures: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds greater than 0, got {text!r}")
     return value
 
 
@@ -39,14 +39,14 @@ def _percent(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 100, in percent, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a percentage from 0 to 100, got {text!r}")
     return value
 
 
 def _size(text: str) -> int:
     value: int | None = argument_type(parse_memory)(text)
     if value is None:
-        raise argparse.ArgumentTypeError("must be a size such as 10GB")
+        raise argparse.ArgumentTypeError(f"must be a size such as 10GB, got {text!r}")
     return value
 
 
@@ -85,91 +85,95 @@ def _flag_of(each: Field[Any]) -> str:
 class ServerConfig:
     """Options of the server; the text of each says what it does."""
 
-    prefix_cache: bool = option(True, "Compute every prompt anew", flag="--no-prefix-cache")
+    prefix_cache: bool = option(True, "Disable the prefix cache", flag="--no-prefix-cache")
     prefix_cache_ttl: float | None = option(None, "Evict prefixes idle for longer than this", "SECONDS", _seconds)
     prefix_cache_dir: Path | None = option(
         None,
-        "Keep prefixes on disk, too; they outlive a restart",
+        "Also keep prefixes on disk, across restarts",
         "DIR",
         Path,
-        more=" or a crash, for the same model: weights, adapter, configuration and code. They are written in idle "
-        "moments, when they are dropped from memory (then by a thread; up to 256 MB wait, more are dropped and "
-        "counted), and at the end. Readable by your user alone",
+        more=" and crashes, for the same model: weights, adapter, configuration and code. They are written when the "
+        "server is idle, when they are evicted from memory (by a thread, with a queue of up to 256 MB; prefixes beyond "
+        "that are dropped and counted) and at shutdown. Only your user can read the files",
     )
     prefix_cache_dir_size: int = option(
-        DISK_CAP, "Most bytes there; the least recently used go first", "SIZE", _size, default_text="10GiB"
+        DISK_CAP,
+        "Size limit of --prefix-cache-dir; the least recently used prefixes are deleted first",
+        "SIZE",
+        _size,
+        default_text="10GiB",
     )
     api_keys: ApiKeys = option(
         ApiKeys(),
-        "Clients must send it as their bearer token. May be given several times: the holders of different keys share "
-        f"no prefixes. Also {VARIABLE}, which other users cannot see, with commas between keys",
+        "API key that clients must send as bearer token; may be given several times; different keys share no prefixes. "
+        f"Without the flag, keys are read from {VARIABLE} (comma-separated), which other users cannot see",
         "KEY",
         flag="--api-key",
         collect=lambda given: ApiKeys.from_options(given, os.environ.get(VARIABLE)),
-        more=". `x-api-key` does for the token, and holders [take turns](#several-clients). `@FILE` names a file of "
-        "keys with names, priorities and limits",
+        more=". The header `x-api-key` is accepted as well. Clients with different keys [take "
+        "turns](#several-clients). `@FILE` reads keys from a file, with names, priorities and limits",
     )
     served_model_names: tuple[str, ...] = option(
         (),
-        "Another name of the model for clients, beside its folder's; may be given several times",
+        "Additional model name for clients, besides the folder's name; may be given several times",
         "NAME",
         flag="--served-model-name",
         collect=lambda given: tuple(name.strip() for name in given or ()),
     )
     allow_chat_template_override: bool = option(
-        False, "Let requests bring a chat template in chat_template_kwargs; it is run, in a sandbox and with limits"
+        False,
+        "Accept a chat template in chat_template_kwargs; it runs in a sandbox with limits on time and tokens",
     )
     strict_parameters: bool = option(
         False,
-        "Refuse parameters that this server does not know (400); without it they are ignored, logged once and named in "
-        "the answer's header x-ignored-parameters",
-        more=" ([all that it knows](api.md)). `--ignore-unknown-parameters` has no effect any more",
+        "Refuse unknown parameters with 400; by default they are ignored, logged once and named in the response header "
+        "x-ignored-parameters",
+        more=" ([known parameters](api.md)). `--ignore-unknown-parameters` no longer has an effect",
     )
     response_store: bool = option(
         True,
-        "Keep no answers of Responses; without it those that clients do not say store: false of are kept in memory, 64 "
-        "MiB of them",
+        "Do not store Responses; by default up to 64 MiB are kept in memory, except those with store: false",
         flag="--no-response-store",
-        more=", for `previous_response_id`",
+        more="; `previous_response_id` refers to them",
     )
     batch_dir: Path | None = option(
         None,
-        "Keep files and batches on disk; without it they are in memory, 256 MiB of them",
+        "Keep files and batches (up to 256 MiB) on disk instead of in memory",
         "DIR",
         Path,
-        more=". On disk, [batches](api.md) go on after a restart",
+        more="; unfinished [batches](api.md) then run again after a restart",
     )
-    model_dir: Path | None = option(None, "Clients may ask for the models in it, by their folders' names", "DIR", Path)
+    model_dir: Path | None = option(None, "Serve the models in this folder, by folder name", "DIR", Path)
     allow_any_model: bool = option(
         False,
-        "Clients may have any model loaded that they name, with adapters and draft models, as in mlx-lm",
-        more=". With neither `--model` nor `--model-dir`, clients may have the models loaded that are in the hub's "
-        "cache, which `/v1/models` lists",
+        "Let clients load any model, adapter or draft model, as in mlx-lm",
+        more=". Without this flag, `--model` and `--model-dir`, clients can load the models in the Hugging Face cache, "
+        "which `/v1/models` lists",
     )
     mtp: bool = option(
         False,
-        "Have the models' own multi-token prediction heads propose tokens (--num-draft-tokens), which they verify",
+        "Draft tokens (--num-draft-tokens) with the model's own multi-token prediction head; the model verifies them",
         more=" ([multi-token prediction](#multi-token-prediction))",
     )
     image_hosts: frozenset[str] = option(
         frozenset(),
-        "Fetch images from this host; others must come as data URLs. May be given several times",
+        "Fetch images from this host; other images must be sent as data URLs; may be given several times",
         "HOST",
         flag="--allow-remote-images",
         collect=lambda given: frozenset(given or ()),
     )
     idle_unload: float | None = option(
         None,
-        "Let models and their caches go after this time without a request; the next one loads them",
+        "Unload models and caches after this time without a request; the next request loads them again",
         "SECONDS",
         _seconds,
         default_text="never",
-        more=". Prefixes go to `--prefix-cache-dir`, if there is one",
+        more="; prefixes stay in `--prefix-cache-dir`, if it is given",
     )
     memory_watermark: float = option(
         WATERMARK,
-        "Of the memory's limit: above it cached prefixes go, then no request starts beside others, then the youngest "
-        "makes room; 0: not watched",
+        "Share of the memory limit above which prefixes are evicted, then no request starts while another runs, then "
+        "the youngest is preempted; 0 disables it",
         "PERCENT",
         _percent,
         default_text=f"{WATERMARK:.0%}",
@@ -177,8 +181,8 @@ class ServerConfig:
     )
     watchdog_timeout: float | None = option(
         None,
-        "End the process with status 70 after this time without any progress, for a service manager to start it again; "
-        "0: never",
+        "Exit with status 70 after this time without progress, so that a service manager restarts the server; 0 "
+        "disables it",
         "SECONDS",
         _seconds_or_none,
         default_text="300 on a GPU, 3600 on a CPU",
@@ -217,7 +221,7 @@ class ServerConfig:
             default = "" if how["default_text"] is None else f" (default: {how['default_text']})"
             text = f"{how['text']}{default}".replace("%", "%%")
             group.add_argument(_flag_of(each), dest=each.name, help=text, **kind)
-        ignored = "Without effect: it is the default"
+        ignored = "No effect: unknown parameters are ignored by default"
         access.add_argument("--ignore-unknown-parameters", action="store_true", help=ignored)
 
     @classmethod
@@ -227,11 +231,11 @@ class ServerConfig:
         collect = {each.name: how for each in fields(cls) if (how := each.metadata["collect"]) is not None}
         config = cls(**given | {name: how(given[name]) for name, how in collect.items()})
         if not config.prefix_cache and (config.prefix_cache_dir is not None or config.prefix_cache_ttl is not None):
-            raise ConfigError("--no-prefix-cache leaves nothing for --prefix-cache-dir or --prefix-cache-ttl")
+            raise ConfigError("--no-prefix-cache cannot be combined with --prefix-cache-dir or --prefix-cache-ttl")
         if not all(config.served_model_names):
-            raise ConfigError("--served-model-name needs a name")
+            raise ConfigError("--served-model-name must not be empty")
         if config.model_dir is not None and not config.model_dir.is_dir():
             raise ConfigError(f"--model-dir: {config.model_dir} is not a folder")
         if config.served_model_names and getattr(args, "model", None) is None:
-            raise ConfigError("--served-model-name names the model of --model, which was not given")
+            raise ConfigError("--served-model-name requires --model")
         return config

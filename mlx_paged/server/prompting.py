@@ -130,11 +130,11 @@ class PromptMaker:
             if url is None:
                 continue
             if not texts.takes_images:
-                raise invalid("this model takes text only", "messages")
+                raise invalid("this model accepts only text", "messages")
             if isinstance(url, str) and url.startswith("data:"):
                 continue
             if _host_of(url) not in self._image_hosts:
-                raise invalid("an image must be a data URL (--allow-remote-images HOST names hosts)", "messages")
+                raise invalid("an image must be a data URL, or come from a host of --allow-remote-images", "messages")
             data, kind = await self._waited_for(functools.partial(fetch, url))
             part.clear()
             part |= {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
@@ -189,5 +189,5 @@ def fetch(url: str) -> tuple[bytes, str]:
     except (OSError, ValueError, HTTPException):
         raise invalid("an image cannot be fetched", "messages") from None
     if len(data) > MAX_IMAGE_BYTES:
-        raise invalid(f"an image has more than {MAX_IMAGE_BYTES:,} bytes", "messages")
+        raise invalid(f"an image is larger than {MAX_IMAGE_BYTES:,} bytes", "messages")
     return data, kind

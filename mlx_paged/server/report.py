@@ -30,39 +30,39 @@ RATE_INTERVALS = 5  # over which tokens per second are averaged
 OUTCOMES = ("ok", "refused", "failed", "cancelled")
 
 _GAUGES = {
-    "total_blocks": "Blocks that exist",
+    "total_blocks": "Blocks in the pool",
     "live_blocks": "Blocks with at least one reference",
     "free_blocks": "Blocks without a reference",
     "shared_blocks": "Blocks with more than one reference",
     "cached_blocks": "Blocks that only the prefix cache holds",
     "bytes_reserved": "Bytes of the pool's tensors",
     "bytes_in_use": "Bytes of the live blocks",
-    "budget_bytes": "The most that tensors and states may take",
-    "state_bytes": "Bytes of states beside keys and values, of checkpoints and of requests",
+    "budget_bytes": "Limit on the bytes of tensors and states",
+    "state_bytes": "Bytes of states other than keys and values, of requests and checkpoints",
     "checkpoint_bytes": "Bytes of states that the prefix cache holds",
     "bytes_per_token": "Bytes of the keys and values of one token in all layers",
     "quantized_layers": "Layers whose pages hold quantised keys and values",
-    "dense_layers": "Layers whose pages hold keys and values as they are",
-    "draft_depth": "Most drafts of a request in the latest step",
-    "draft_ms_saved": "Milliseconds that drafts have saved; below 0: that they have cost",
+    "dense_layers": "Layers whose pages hold unquantised keys and values",
+    "draft_depth": "Largest number of draft tokens of a request in the latest step",
+    "draft_ms_saved": "Milliseconds saved by drafts; negative if they cost time",
 }
 _COUNTERS = {
     "cow_forks": "Blocks copied because a sequence wrote to a shared one",
-    "evictions": "Blocks that the prefix cache has freed",
+    "evictions": "Blocks evicted from the prefix cache",
     "prefix_hit_tokens": "Tokens that sequences took from the prefix cache",
-    "preemptions": "Requests that made room for others",
+    "preemptions": "Times a request was preempted",
     "shrinks": "Times a layer group's tensors were made smaller",
     "quantized_tokens": "Tokens quantised when they were written",
-    "drafted_tokens": "Tokens that a draft model proposed, or because a prompt or an answer had them before",
-    "accepted_tokens": "Those of them that the model would have chosen",
+    "drafted_tokens": "Draft tokens verified (draft model, prediction head or prompt lookup)",
+    "accepted_tokens": "Draft tokens that the model accepted",
     "draft_steps": "Steps in which drafts were verified",
 }
 _SERVER_COUNTERS = {
-    "prompt_tokens": "Tokens of prompts",
-    "cached_tokens": "Tokens of prompts found in the prefix cache",
-    "computed_prompt_tokens": "Tokens of prompts computed",
-    "generated_tokens": "Tokens generated",
-    "first_tokens": "Requests whose first token has come",
+    "prompt_tokens": "Prompt tokens",
+    "cached_tokens": "Prompt tokens found in the prefix cache",
+    "computed_prompt_tokens": "Prompt tokens computed",
+    "generated_tokens": "Generated tokens",
+    "first_tokens": "Answers whose first token has been generated",
 }
 _CLIENT_COUNTERS = {
     "requests": "Requests",
@@ -72,9 +72,12 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _HISTOGRAMS = {
-    "first_token_seconds": ("Seconds from a request to its first token", _SECONDS),
+    "first_token_seconds": ("Seconds from the arrival of a request to the first token of an answer", _SECONDS),
     "between_tokens_seconds": ("Seconds between tokens of an answer", _BETWEEN),
-    "queue_seconds": ("Seconds from a request until the first part of it was computed", _SECONDS),
+    "queue_seconds": (
+        "Seconds from the arrival of a request until the first part of its prompt was computed",
+        _SECONDS,
+    ),
     "request_prompt_tokens": ("Tokens of a request's prompt", _TOKENS),
     "request_generated_tokens": ("Tokens of an answer", _TOKENS),
 }
@@ -182,21 +185,23 @@ def _families(stats: dict[str, Any]) -> Iterator[Any]:
         for each in stats.get("clients", ()):
             by_client.add_metric([each["client"]], each[name])
         yield by_client
-    yield GaugeMetricFamily("mlx_paged_running_requests", "Requests that run", value=running["running"])
-    yield GaugeMetricFamily("mlx_paged_waiting_requests", "Requests that wait", value=running["waiting"])
+    yield GaugeMetricFamily("mlx_paged_running_requests", "Running requests", value=running["running"])
+    yield GaugeMetricFamily("mlx_paged_waiting_requests", "Waiting requests", value=running["waiting"])
     yield GaugeMetricFamily("mlx_paged_prefix_hit_rate", "Share of prompt tokens cached", value=server["hit_rate"])
     if (health := stats.get("health")) is not None:
-        yield CounterMetricFamily("mlx_paged_restarts", "Times the computing thread was replaced", health["restarts"])
-        yield GaugeMetricFamily("mlx_paged_draining", "Whether the server ends", health["status"] == "draining")
+        yield CounterMetricFamily("mlx_paged_restarts", "Restarts of the engine after a failure", health["restarts"])
+        yield GaugeMetricFamily("mlx_paged_draining", "1 while the server is draining", health["status"] == "draining")
         if (memory := health["memory"]) is not None:
             yield GaugeMetricFamily("mlx_paged_memory_used_bytes", "Memory in use", memory["used_bytes"])
-            yield GaugeMetricFamily("mlx_paged_memory_limit_bytes", "Its limit", memory["limit_bytes"])
+            yield GaugeMetricFamily("mlx_paged_memory_limit_bytes", "Memory limit", memory["limit_bytes"])
     if pool is not None:
         for family, texts in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             yield from (family(f"mlx_paged_pool_{name}", text, value=pool[name]) for name, text in texts.items())
     if tree is not None:
-        yield GaugeMetricFamily("mlx_paged_prefix_cache_entries", "Prefixes held", value=tree["entries"])
-        yield GaugeMetricFamily("mlx_paged_prefix_cache_bytes", "Bytes of prefixes held", value=tree["bytes"])
+        yield GaugeMetricFamily("mlx_paged_prefix_cache_entries", "Prefixes in the prefix cache", value=tree["entries"])
+        yield GaugeMetricFamily(
+            "mlx_paged_prefix_cache_bytes", "Bytes of prefixes in the prefix cache", value=tree["bytes"]
+        )
     paths = CounterMetricFamily("mlx_paged_attention_dispatches", "Attention calls by path", labels=["path", "reason"])
     for choice in stats["dispatch"]:
         paths.add_metric([choice["path"], choice["reason"]], choice["count"])

@@ -121,12 +121,12 @@ class Service:
         if self.ranks is None:
             return
         if request.model != self.names.resolve(None):
-            what = "several ranks serve one model, and what can be computed in its batch"
+            what = "several ranks serve only the model of --model, without other adapters or draft models"
             raise RequestRefused(501, what, param="model")
         if any(part.get("type") != "text" for given in request.inputs for part in parts_of(given)):
-            raise RequestRefused(501, "several ranks take text only", param="messages")
+            raise RequestRefused(501, "several ranks accept only text", param="messages")
         if request.scores_prompt:
-            raise RequestRefused(501, "several ranks cannot tell log-probabilities of prompts", param="echo")
+            raise RequestRefused(501, "several ranks do not support log-probabilities of prompts", param="echo")
 
     # Health and figures ---------------------------------------------------------------------------------------
 
@@ -188,13 +188,13 @@ class Service:
         self.engine.start(is_watched=self.ranks is None)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        logging.info("API at %s/v1, the cache's page at %s/cache", url, url)
+        logging.info("API at %s/v1, cache page at %s/cache", url, url)
         await self._server.serve([listener])
         for number in (signal.SIGINT, signal.SIGTERM):  # a second signal: leave at once
             signal.signal(number, lambda *_: self._leave(self._status))
         begin = time.monotonic()
         if not self.engine.stop(None if self.ranks is not None else END_SECONDS):
-            logging.critical("the engine's thread is still in a step: what it computed is not kept")
+            logging.critical("the engine did not stop within %g s: not all prefixes are saved", END_SECONDS)
         logging.info("stopped after %.1f s", time.monotonic() - begin)
 
     def run_rank(self) -> NoReturn:
@@ -219,7 +219,7 @@ class Service:
         name, seconds = signal.Signals(number).name, self.config.drain_timeout
         runs = self.engine.state in ("ok", "degraded") and seconds > 0
         if number == signal.SIGINT or self.is_draining or not runs:
-            logging.info("%s: the server ends", name)
+            logging.info("%s: shutting down", name)
             self._end()
             return
         self.is_draining = True
@@ -250,7 +250,7 @@ class Service:
     def give_up(self, why: str) -> None:
         """Fail all requests because of another rank, and wait until clients know. Any thread may call it."""
         self.engine.is_dead = True
-        self.engine.fail_all(f"the server ends: {why}")
+        self.engine.fail_all(f"the server is exiting: {why}")
         until = time.monotonic() + LAST_SECONDS
         while self.num_answering and time.monotonic() < until:
             time.sleep(0.02)
@@ -282,7 +282,7 @@ def listening(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"--host: {host!r} is no address of this machine: {error}") from None
+        raise ConfigError(f"--host: cannot resolve {host!r}: {error}") from None
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -290,5 +290,5 @@ def listening(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise OSError(f"{host} port {port}: {error.strerror}; --port names another") from None
+        raise OSError(f"{host} port {port}: {error.strerror}; choose another port with --port") from None
     return listener

@@ -17,7 +17,7 @@ class StopList:
     def __init__(self, strings: Iterable[str]) -> None:
         self.strings = tuple(sorted(set(strings)))
         if "" in self.strings:
-            raise ValueError("a stop string is empty")
+            raise ValueError("a stop string must not be empty")
         self._known = frozenset(self.strings)
         self._lengths = sorted({len(string) for string in self.strings}, reverse=True)
 

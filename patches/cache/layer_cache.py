@@ -65,7 +65,7 @@ class PagedLayerCache(PagedKVCache):
     def _if(self, kind: type, name: str, value: int | None) -> int:
         if self._stands_for is not kind or value is None:
             kind = self._stands_for
-            raise AttributeError(f"a cache that stands for a {kind.__name__} has no {name}", name=name, obj=self)
+            raise AttributeError(f"{kind.__name__} caches have no attribute {name}", name=name, obj=self)
         return value
 
     @property
@@ -141,10 +141,10 @@ class PagedLayerCache(PagedKVCache):
         geometry = self._kv.group.geometry
         assert geometry is not None
         if geometry.rows is None or geometry.format != PageFormat.of(stock.bits, stock.group_size):
-            own = "keys and values as they are" if geometry.format is None else geometry.format
+            own = "are not quantised" if geometry.format is None else f"have {geometry.format}"
             raise PromptCacheError(
-                f"layer {self.layer} of the prompt cache is of {stock.bits} bits in groups of {stock.group_size}, and "
-                f"the pages hold {own}"
+                f"layer {self.layer} of the prompt cache has {stock.bits} bits in groups of {stock.group_size}; "
+                f"the pages {own}"
             )
         stored = zip(geometry.rows, (stock.keys, stock.values), strict=True)
         keys, values = (form.join(*(part[..., : stock.offset, :] for part in parts)) for form, parts in stored)
@@ -155,7 +155,7 @@ class PagedLayerCache(PagedKVCache):
         given several rows, it is converted to mlx-lm's own cache, in place and permanently."""
         if batch == 1 or not self.empty():
             return True  # a mismatch raises GeometryError when the keys are written
-        warn_once("several sequences in one cache are not paged: mlx-lm's own cache is used")
+        warn_once("a cache of several sequences is not paged: mlx-lm's own cache is used")
         stock = self.to_stock()
         self.__class__ = type(stock)
         self.__dict__ = stock.__dict__
@@ -172,7 +172,9 @@ class PagedLayerCache(PagedKVCache):
         if held is not None:
             if (bits, bits, group_size) == held[:3]:
                 return self
-            raise PromptCacheError(f"these pages hold {held}, and are not made {bits} bits in groups of {group_size}")
+            raise PromptCacheError(
+                f"the pages have {held} and cannot be converted to {bits} bits in groups of {group_size}"
+            )
         if self._stands_for is ChunkedKVCache:
             return self  # mlx-lm's chunked cache cannot be quantised either
         warn_once(STOCK_QUANTISES)
@@ -188,7 +190,7 @@ class PagedLayerCache(PagedKVCache):
         """
         stock = [cache.to_stock() for cache in caches]
         if not hasattr(stock[0], "merge"):
-            raise PromptCacheError(f"mlx-lm's batch generator takes no {type(stock[0]).__name__}")
+            raise PromptCacheError(f"mlx-lm's batch generator does not support {type(stock[0]).__name__}")
         warn_once("batches of mlx-lm's own batch generator are not paged: mlx-lm's own caches are used")
         return stock[0].merge(stock)
 

@@ -75,11 +75,12 @@ class ProbeLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self.geometry is not None:
-            raise GeometryError("one cache takes two layers' keys")
+            raise GeometryError("a cache is updated twice in one pass")
+        given = f"keys {keys.shape} and values {values.shape}"
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
-            raise GeometryError(f"shapes {keys.shape} and {values.shape}")
+            raise GeometryError(f"{given} must be [B, heads, n, dim] of one dtype")
         if 0 in keys.shape + values.shape or not mx.issubdtype(keys.dtype, mx.floating):
-            raise GeometryError(f"shapes {keys.shape} and {values.shape}")
+            raise GeometryError(f"{given} must be floating-point and not empty")
         self.geometry = Geometry.of(keys, values)
         self._stock.update_and_fetch(keys, values)
         return self.keys_and_values()
@@ -150,14 +151,14 @@ def probe_rows(model: Any, caches: Sequence[Any]) -> str | None:
     """
     missing = next((type(cache).__name__ for cache in caches if not hasattr(cache, "merge")), None)
     if missing is not None:
-        return f"{missing} has no form for batches"
+        return f"{missing} cannot be batched"
     try:
         batch = [cache.merge([cache] * PROBE_ROWS) for cache in caches]
         logits = probing_pass(model, mx.zeros((PROBE_ROWS, 1), mx.uint32), batch)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if logits.shape[:2] != (PROBE_ROWS, 1):
-        return f"logits of {PROBE_ROWS} rows have shape {logits.shape}"
+        return f"logits have shape {logits.shape}, not [{PROBE_ROWS}, 1, vocab]"
     return None
 
 
@@ -233,7 +234,7 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
     known = module.startswith("mlx_lm.models.")
     seam = layout is not None and all(heads is not None for _, heads in layout.geometries)
     if not known and not (seam and all(_seam_can_page(cache) for cache in leaves(fresh))):
-        return "what a model from elsewhere does with padding is not known"
+        return "it is not one of mlx-lm's models, so how it treats padding is not known"
     return probe_rows(model, fresh)
 
 
@@ -321,7 +322,7 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
         return PagedLayout((), (), False, (*reasons, _why_not(error)))
     unused = [layer for layer in candidates if layer not in probed]
     if unused:
-        reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
+        reasons = (*reasons, f"{len(unused)} cache(s) that no attention layer writes to")
     by_kind: dict[tuple[Window | None, Geometry, bool], list[int]] = {}
     for layer, found in probed.items():
         by_kind.setdefault((window_of(stock[layer]), found.geometry, found.split_keys), []).append(layer)
@@ -348,10 +349,10 @@ def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
 def _why_not(error: Exception) -> str:
     """Return why a model could not be probed."""
     if isinstance(error, AttributeError):
-        return f"attention that reaches into its cache ({error.name})"
+        return f"attention that uses internals of its cache ({error.name})"
     if isinstance(error, GeometryError):
-        return f"caches that hold something else than keys and values ({error})"
-    return f"a model that cannot be tried ({type(error).__name__}: {error})"
+        return f"caches that hold something other than keys and values ({error})"
+    return f"a model whose probe failed ({type(error).__name__}: {error})"
 
 
 def _seam_can_page(cache: Any) -> bool:

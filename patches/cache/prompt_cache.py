@@ -190,8 +190,8 @@ def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None
     def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
         if any(isinstance(c, PagedLayerCache) and not c.has_stock_form for c in leaves(cache)):
             warn_once(
-                "mlx-lm has no quantised cache with a sliding window, none with keys and values of different bits, and "
-                "none of rotated ones: such layers of a prompt cache are saved dequantised"
+                "layers whose quantised pages have a window, are rotated, or use different bits for keys and values "
+                "are saved dequantised: mlx-lm has no such cache"
             )
         stock = with_leaves(cache, [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(cache)])
         # mlx-lm saves a plain cache with its spare capacity; these have none, and load the same way.
@@ -224,7 +224,7 @@ def use_quantized_pages(models: Sequence[Any], options: dict[str, Any]) -> None:
         _convert(models, given, asked)
     if isinstance(asked.bits, tuple):
         if not any(isinstance(cache, PagedLayerCache) for cache in leaves(options["prompt_cache"])):
-            raise ConfigError(f"kv_bits={asked.bits} is for pages, and this prompt cache is mlx-lm's own")
+            raise ConfigError(f"kv_bits={asked.bits} requires a paged prompt cache; this one is mlx-lm's own")
         options["kv_bits"] = None  # mlx-lm's own layers do not support a tuple
 
 
@@ -237,11 +237,11 @@ def _convert(models: Sequence[Any], given: list[Any], asked: KVBits) -> None:
         return
     if present != {None}:
         held = " and ".join(str(each) for each in present)
-        wanted = f"{asked.bits} bits in groups of {asked.group_size}"
-        raise PromptCacheError(f"the prompt cache holds {held}; {asked.why_not or f'{wanted} were asked for'}")
+        wanted = f"the call asks for {asked.bits} bits in groups of {asked.group_size}"
+        raise PromptCacheError(f"the prompt cache has {held}; {asked.why_not or wanted}")
     fresh = leaves([cache for model in models for cache in factory_of(model, None, asked.configured)()])
     if len(fresh) != len(parts):
-        raise PromptCacheError(f"the prompt cache has {len(parts)} parts, the model's {len(fresh)}")
+        raise PromptCacheError(f"the prompt cache has {len(parts)} parts, the model's has {len(fresh)}")
     for place, (old, new) in enumerate(zip(parts, fresh, strict=True)):
         if isinstance(new, PagedLayerCache):
             new.state = old.state
@@ -277,15 +277,16 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
         raise PromptCacheError(f"the prompt cache has {len(cache)} layers, the model {len(fresh)}")
     olds, news = leaves(cache), leaves(fresh)
     if len(olds) != len(news):
-        raise PromptCacheError(f"the prompt cache has {len(olds)} parts, the model's {len(news)}")
+        raise PromptCacheError(f"the prompt cache has {len(olds)} parts, the model's has {len(news)}")
     pairs = [(old, new) for old, new in zip(olds, news, strict=True) if isinstance(new, PagedLayerCache)]
     if any(not _can_be_paged(old) for old, _ in pairs):
         kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
-        warn_once(f"a prompt cache of type {kinds} with these options is not paged yet: mlx-lm's own cache is used")
+        warn_once(f"prompt caches of type {kinds} with these options cannot be paged: mlx-lm's own cache is used")
         return cache
     for old, new in pairs:
         if window_of(old) != new.sees:
-            raise PromptCacheError(f"layer {new.layer} of the prompt cache has another window than the model's")
+            windows = f"{window_of(old)}, the model's has {new.sees}"
+            raise PromptCacheError(f"layer {new.layer} of the prompt cache has the window {windows}")
         if old.empty():
             continue
         if isinstance(old, QuantizedKVCache):
@@ -301,7 +302,7 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
             shape = expected.num_kv_heads, expected.k_head_dim + expected.v_head_dim * new.split_keys
         if shape is not None and (keys.shape[1], keys.shape[3]) != shape:
             raise PromptCacheError(
-                f"the prompt cache holds {keys.shape[1]} KV heads of {keys.shape[3]}, the model has "
+                f"the prompt cache has {keys.shape[1]} KV heads of dimension {keys.shape[3]}, the model has "
                 f"{shape[0]} of {shape[1]}: it was made with another model"
             )
         try:
@@ -336,7 +337,7 @@ def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: Cac
                 if sequence is None or cache.pool is not sequence.pool or cache.layer != place:
                     raise PromptCacheError(f"{where} belongs to another model, or was made under other options")
                 if cache.sequence is not sequence_of(caches):
-                    raise PromptCacheError(f"{where} is of another sequence than the layers before it")
+                    raise PromptCacheError(f"{where} belongs to another sequence than the layers before it")
             elif type(cache) is not type(expected):
                 kinds = f"{type(cache).__name__}, the model's is a {type(expected).__name__}"
                 raise PromptCacheError(f"{where} is a {kinds}")

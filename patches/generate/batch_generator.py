@@ -97,7 +97,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     proposer=proposer,
                 )
         elif draft_model is not None:
-            raise ConfigError("a draft model needs a paged cache, and this model's is mlx-lm's own")
+            raise ConfigError("draft_model requires a paged cache; this model has mlx-lm's own")
 
     def insert(self, prompts: list[list[int]], *args: Any, **options: Any) -> list[int]:
         """Queue requests whose prompts are not in segments; see :meth:`insert_segments`."""
@@ -124,10 +124,10 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             Nothing has been queued then.
         """
         if options is not None and len(options) != len(segments):
-            raise ConfigError(f"options must be one for each of {len(segments)} prompts, got {len(options)}")
+            raise ConfigError(f"options: expected {len(segments)} (one per prompt), got {len(options)}")
         if self._engine is None:
             if any(option.seed is not None for option in options or ()):
-                raise ConfigError("requests of a model whose batches are mlx-lm's own cannot have seeds")
+                raise ConfigError("seed is not supported for this model: it runs in mlx-lm's own batches")
             samplers, processors = for_stock(
                 samplers or [self.sampler] * len(segments),
                 logits_processors or [self.logits_processors] * len(segments),
@@ -339,7 +339,7 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
     """Return a batch that computes all rows in one call if the model's attention allows it, else row by row."""
     kept = next((cache for cache in leaves(fresh) if not isinstance(cache, PagedKVCache) and pinned_in(cache)), None)
     if kept is not None:
-        why: str | None = f"{type(kept).__name__} forgets in a batch which tokens it keeps (max_kv_size)"
+        why: str | None = f"batches of {type(kept).__name__} do not keep the first tokens (max_kv_size)"
     else:
         stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
         why = why_one_by_one(model, with_leaves(fresh, stock))

@@ -71,15 +71,15 @@ def check_same_tokens(tokenizer: Any, draft_tokenizer: Any) -> None:
         return
     different = sorted(text for text in own.keys() | other.keys() if own.get(text) != other.get(text))
     raise ConfigError(
-        f"the draft model's tokenizer is not the model's: {len(different)} token(s) differ, such as {different[0]!r}, "
-        f"which is {own.get(different[0])} in the model's and {other.get(different[0])} in the draft model's"
+        f"the draft model's tokenizer differs from the model's in {len(different)} token(s), such as {different[0]!r}: "
+        f"its id is {own.get(different[0])} in the model's and {other.get(different[0])} in the draft model's"
     )
 
 
 def why_not_drafted(model: Any, draft_model: Any) -> str | None:
     """Return why batches of a model cannot use this draft model or prediction head, or None if they can."""
     if ranks_of(model) is not None:
-        return "a draft model does not go with several ranks, and a prediction head does not either"
+        return "draft models and prediction heads are not supported over several ranks"
     if draft_model is model:
         return "a model cannot be its own draft model"
     fresh = factory_of(model, None)()
@@ -89,7 +89,8 @@ def why_not_drafted(model: Any, draft_model: Any) -> str | None:
     if isinstance(draft_model, MTPHead):
         return None if draft_model.model is model else "the prediction head belongs to another model"
     if not is_paged(factory_of(draft_model, None)()) or not reads_blocks_only(draft_model):
-        return f"{type(draft_model).__module__} cannot be a draft model: not all of its layers are paged"
+        why = "not all of its layers are paged, or its attention may bypass mlx-lm's attention function"
+        return f"{type(draft_model).__module__} cannot be a draft model: {why}"
     return None
 
 

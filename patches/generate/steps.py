@@ -101,7 +101,7 @@ def adapt_speculative(original: Callable[..., Iterator[Any]]) -> Callable[..., I
                 expected = num_caches + len(factory_of(draft_model, None, change)())
                 if len(prompt_cache) != expected:
                     raise PromptCacheError(
-                        f"the prompt cache has {len(prompt_cache)} parts, the model and its draft model {expected}"
+                        f"the prompt cache has {len(prompt_cache)} parts, the model and its draft model have {expected}"
                     )
             # Drafts may cross the end of a chunk and then be trimmed back into it, but paged blocks of that chunk are
             # released already. mlx-lm's own cache trims without an error although it has lost tokens by then, which

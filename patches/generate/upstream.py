@@ -117,7 +117,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         """
         if self._is_dropped:
             raise PromptCacheError(
-                f"the cache of request {self.uid} was given up for requests that needed its blocks: "
+                f"the cache of request {self.uid} was dropped because other requests needed its blocks: "
                 "read prompt_cache before the next call of the generator"
             )
         if self._request is None:

@@ -174,10 +174,7 @@ def find_head(folder: Path) -> HeadFiles:
     kind = config.get("model_type")
     layout = LAYOUTS.get(kind)
     if layout is None:
-        raise ConfigError(
-            f"mtp: models of type {kind} have no multi-token prediction head known here: those of "
-            f"{', '.join(LAYOUTS)} do"
-        )
+        raise ConfigError(f"mtp: model type {kind} is not supported; supported: {', '.join(LAYOUTS)}")
     own, layer = layout.prefixes(config.get("text_config", config)["num_hidden_layers"])
     names = {name for file in sorted(folder.glob("*.safetensors")) for name in _names_in(file)}
     needed = [f"{own}{name}.weight" for name in layout.names] + [f"{layer}input_layernorm.weight"]
@@ -235,7 +232,7 @@ def load_head(model: Any, files: HeadFiles) -> MTPHead:
         head.load_weights(list(found.items()))
     except (ValueError, KeyError) as error:
         said = " ".join(str(error).split())
-        raise ConfigError(f"mtp: the head's weights in {folder} are not as they should be: {said}") from error
+        raise ConfigError(f"mtp: the weights of the prediction head in {folder} do not fit it: {said}") from error
     head.eval()
     return head
 

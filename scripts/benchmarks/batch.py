@@ -53,7 +53,7 @@ PANELS: tuple[Panel, ...] = (
     ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
 )
 CPU_WARMUP_PROMPT, CPU_WARMUP_TOKENS = 64, 4
-WARM_UNSEEN = 700  # tokens of prompts before a case of lengths that must be new
+WARM_UNSEEN = 700  # prompt tokens of the warm-up of cases whose lengths must be new
 PERCENTILES = (50, 95, 99)
 SIDES = ("stock", "paged")
 
@@ -66,7 +66,7 @@ class Request(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is run."""
+    """A batch: its name and the lengths of its prompts."""
 
     name: str
     lengths: tuple[int, ...]
@@ -103,24 +103,24 @@ def parse_case(text: str) -> Case:
 
 
 def requests_of(case: Case, args: argparse.Namespace, vocabulary: int) -> list[Request]:
-    """The case's requests, the same in every process."""
+    """Return the case's requests, the same in every process."""
     rng = random.Random(SEED)
     return [Request([rng.randrange(vocabulary) for _ in range(n)], args.decode_tokens) for n in case.lengths]
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99, in the samples' unit; the nearest rank."""
+    """Return p50, p95 and p99 by nearest rank, in the samples' unit."""
     ranked = sorted(samples)
     return {f"p{p}": ranked[min(len(ranked) - 1, len(ranked) * p // 100)] for p in PERCENTILES} if ranked else {}
 
 
 class Run:
-    """One side's run of one case, with what its caller sees of each request.
+    """One side's run of one case, with the times that its caller sees.
 
     Attributes:
         first: per request, seconds to its first token.
         gaps: seconds between tokens of one request.
-        steps: (time, rows that gave a token) of each call that gave any.
+        steps: (time, rows with a token) of each call that returned tokens.
     """
 
     def __init__(self, generator: Any, requests: Sequence[Request]) -> None:
@@ -135,7 +135,7 @@ class Run:
         self.last_first = 0.0
 
     def go(self) -> float:
-        """Run to the end. Returns the seconds it took."""
+        """Run to the end. Return the seconds it took."""
         begin = time.perf_counter()
         uids = self.generator.insert(
             [each.prompt for each in self.requests], [each.num_tokens for each in self.requests]
@@ -166,7 +166,7 @@ class Run:
         return finished
 
     def decode_rate(self) -> float | None:
-        """Tokens per second of the steps in which every row decodes; None if there are too few."""
+        """Return the tokens per second of the steps in which every row decodes; None if there are too few."""
         full = [(at, rows) for at, rows in self.steps if rows == len(self.requests)]
         # The first full step came in a call that also computed a prompt.
         timed = full[2:]
@@ -176,7 +176,7 @@ class Run:
 
 
 def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
-    """One side's figures of one case, in this process."""
+    """Measure one side of one case in this process."""
     model = chosen_model(args)
     if side == "paged":
         patch_anew(args)
@@ -193,8 +193,8 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
         warm = [Request(request.prompt[:1] * WARM_UNSEEN, 8) for request in requests[:4]]
     else:
         longest = max(case.lengths) if on_gpu() else CPU_WARMUP_PROMPT
-        # On a GPU as many tokens as in the run: steps are compiled when a shape has lasted for some, which the last
-        # one, with all rows, does only then; the first compilation on a machine takes seconds.
+        # On a GPU the warm-up generates as many tokens as the run: steps are compiled only after some of the same
+        # shape, and those with all rows come last. The first compilation on a machine takes seconds.
         num_tokens = None if on_gpu() else CPU_WARMUP_TOKENS
         warm = [Request(r.prompt[:longest], num_tokens or r.num_tokens) for r in requests]
     Run(generator(), warm).go()
@@ -295,7 +295,7 @@ def _milliseconds(values: dict[str, float]) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """A result in a few words."""
+    """Return a one-line summary of a result."""
     if "error" in result:
         return "failed"
     decode, first, peak = result["decode_tokens_per_s"], result["ttft_s"]["p50"], result["peak_bytes"] / 1e9
@@ -316,7 +316,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure each side of each case in a process of its own, or, as such a process, one of them."""
+    """Measure each side of each case in a child process; as such a process, measure one of them."""
     if args.child is not None:
         side, name, lengths = json.loads(args.child)
         print(json.dumps(measure(args, Case(name, tuple(lengths)), side)))

@@ -59,8 +59,8 @@ PANELS: tuple[Panel, ...] = (
     ("drafts accepted, of those proposed", lambda r: r["accepted"] / max(1, r["drafted"])),
 )
 SHOWN = (("tokens_per_s", 1), ("ratio", 2), ("cpu_ratio", 3), ("per_step", 2), ("host_ms", 3))
-WORDS = 200  # that a model of random weights says
-LIKELY = 4  # that may follow each of them in prose
+WORDS = 200  # tokens that a model of random weights generates
+LIKELY = 4  # tokens that may follow each of them in prose
 NAMES = ("Anna", "Bela", "Carl", "Dora", "Emil", "Fina", "Gert", "Hana")
 TEXT = (
     "{name} opened the old workshop at seven in the morning, lit the stove, and put the kettle on. The clocks on the "
@@ -74,12 +74,12 @@ PROSE = "Write a long story about a person called {name}, who finds something st
 
 
 class Work(NamedTuple):
-    """What a batch does.
+    """A task for a batch.
 
     Attributes:
         name: ``copy`` or ``prose``.
-        prompts: tokens, of as many requests as are wanted.
-        sampler: of all of them.
+        prompts: returns the prompts of a batch of this size.
+        sampler: sampler of all rows.
     """
 
     name: str
@@ -88,14 +88,14 @@ class Work(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Who proposes tokens.
+    """A source of drafts.
 
     Attributes:
-        name: in the table.
-        lookup: most tokens that are looked up.
-        made: chance of each draft of being right, or None.
-        draft_model: or None.
-        always: it drafts in every step.
+        name: its name in the table.
+        lookup: most tokens looked up per step.
+        made: chance that a made draft is right, or None.
+        draft_model: a draft model, or None.
+        always: whether it drafts in every step.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Side(NamedTuple):
 
 
 class EveryStep(Depth):
-    """Drafts as many tokens as there may be, in every step."""
+    """Drafts the most tokens possible, in every step."""
 
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
         return [len(row.chances) for row in rows]
@@ -119,11 +119,11 @@ class Made:
     """Proposes the rows' own next tokens, some of them wrong. A :class:`mlx_paged.engine.drafts.proposal.Proposer`.
 
     Args:
-        answers: by prompt, and longer than they are going to be.
-        chance: of a draft of being right.
-        num_drafts: most of a row in a step.
-        vocab: tokens that there are.
-        depth: decides how many.
+        answers: answers by prompt, longer than those to generate.
+        chance: chance that a draft is right.
+        num_drafts: most drafts of a row per step.
+        vocab: size of the vocabulary.
+        depth: decides how many to draft.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class Made:
 
 
 def successor_model(preset: str, dtype: str | None) -> Any:
-    """A model of random weights whose next token depends nearly on the last one alone, one of WORDS, and whose steps
-    cost what any other's do."""
+    """Return a model of random weights whose next token is one of WORDS and depends almost only on the last one. Its
+    steps cost as much as those of other weights."""
     if PRESETS[preset].module.__name__.rsplit(".", 1)[-1] != "llama":
         raise BenchError(f"--random {preset}: an answer's words can be foretold of Llama shapes only")
     with changed_preset(preset, tie_word_embeddings=False):
@@ -198,12 +198,12 @@ def successor_model(preset: str, dtype: str | None) -> Any:
 
 
 def successors(model: Any) -> list[int]:
-    """The most likely word after each of the words."""
+    """Return the most likely token after each of the WORDS tokens."""
     return mx.argmax(model(mx.arange(WORDS, dtype=mx.uint32)[:, None])[:, -1], axis=-1).tolist()  # type: ignore
 
 
 def random_work(model: Any, prompt: int) -> list[Work]:
-    """Return works for a :func:`successor_model`: prompts that hold the greedy answer, and samples of few words."""
+    """Return tasks for a :func:`successor_model`: prompts that hold the greedy answer, and samples of few tokens."""
     following = successors(model)
     rng = np.random.default_rng(SEED)
 
@@ -224,7 +224,7 @@ def random_work(model: Any, prompt: int) -> list[Work]:
 
 
 def text_work(tokenizer: Any) -> list[Work]:
-    """Return works for a model that was trained to chat."""
+    """Return tasks for a chat model."""
 
     def chats(wish: str) -> Callable[[int], list[list[int]]]:
         def prompts(batch: int) -> list[list[int]]:
@@ -240,7 +240,7 @@ def text_work(tokenizer: Any) -> list[Work]:
 
 
 def first_layers(model: Any, num_layers: int) -> Any:
-    """A draft model: the model's first layers, with its embedding, norm and output layer."""
+    """Return a draft model: the model's first layers, with its embedding, norm and output layer."""
     cut = copy.copy(model)
     cut.model = copy.copy(model.model)
     cut.model.layers = model.model.layers[:num_layers]
@@ -248,15 +248,15 @@ def first_layers(model: Any, num_layers: int) -> Any:
 
 
 class Run(NamedTuple):
-    """What a batch took once every row decoded.
+    """Figures of a batch from when every row decodes.
 
     Attributes:
-        rate: tokens a second.
-        host: milliseconds of the thread that calls, for a token.
-        cpu: seconds of the process, for all of it.
-        answers: by prompt.
-        steps: of the engine.
-        tokens: in them.
+        rate: tokens per second.
+        host: CPU milliseconds of the calling thread per token.
+        cpu: CPU seconds of the process for the whole batch.
+        answers: answers by prompt.
+        steps: steps of the engine.
+        tokens: tokens of these steps.
     """
 
     rate: float
@@ -316,7 +316,7 @@ def rate_of(
 def measure(
     model: Any, work: Work, batch: int, sides: Sequence[Side], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Figures of one work and batch: without drafts, and from each side."""
+    """Return the figures of one task and batch size, for each side."""
     prompts = work.prompts(batch)
     pool = mlx_paged.pool_of(model)
     longer = args.num_tokens + args.num_draft_tokens + 1
@@ -367,7 +367,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Measure each work and batch, print the table and write the files."""
+    """Measure each task and batch size, print the table and write the files."""
     if args.model is None:
         model = successor_model(args.random or "tiny", args.dtype)
         works = random_work(model, args.prompt)

@@ -49,7 +49,7 @@ VOCAB, DIM, BLOCK, STEPS, ENDLESS = 64, 64, 32, 20, 1 << 30
 
 
 class _Launched:
-    """Called as ``mx.fast.precompiled_cuda_kernel`` is; gives the same zeros for the same shapes again."""
+    """Stand-in for ``mx.fast.precompiled_cuda_kernel``: returns the same zeros for the same shapes."""
 
     def __init__(self) -> None:
         self._zeros: dict[Any, mx.array] = {}
@@ -62,13 +62,13 @@ class _Launched:
             if zeros is None:
                 zeros = self._zeros[key] = mx.zeros(shape, dtype)
                 mx.eval(zeros)
-            found.append(zeros.reshape(shape))  # another array, as a launch gives
+            found.append(zeros.reshape(shape))  # a new array, as from a launch
         return found
 
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Within, pools are in place, and kernels are launched as on CUDA."""
+    """Make pools in place, and launch stand-ins for CUDA kernels, in the context."""
     known: dict[Any, Any] = {}
 
     def build_kernel(body: str, constants: Any) -> Any:
@@ -97,7 +97,7 @@ def stand_ins() -> Iterator[None]:
 
 
 class Model:
-    """Layers that attend and do nothing else; a call is one turn at the pool, as the patches make each model's."""
+    """Layers that only attend. A call is one turn at the pool, like that of a patched model."""
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         rows, length = tokens.shape
@@ -130,12 +130,12 @@ class Bench:
     """An engine and requests for it.
 
     Args:
-        layers: of the model.
-        running: most rows.
+        layers: number of layers of the model.
+        running: most rows that decode at once.
         windows: one for each group of layers.
-        blocks: of memory; None: ample.
-        caches_prefixes: whether it has a prefix cache.
-        in_place: kernels write and read the blocks, not MLX's own functions.
+        blocks: memory budget in blocks; None: ample.
+        caches_prefixes: whether there is a prefix cache.
+        in_place: whether kernels write and read the blocks, instead of MLX's own functions.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Bench:
             self.engine.add(request)
 
     def step(self) -> float:
-        """Take a step. Returns milliseconds of this thread."""
+        """Take a step. Return its CPU time on this thread in milliseconds."""
         begin = time.thread_time()
         with Stepwise():
             self.engine._step()
@@ -218,7 +218,7 @@ class Bench:
             self.step()
 
     def steps(self, count: int = STEPS, before: Callable[[], None] = lambda: None) -> float:
-        """Return the median of some steps."""
+        """Return the median milliseconds of ``count`` steps, after three that do not count."""
         found = []
         for _ in range(3):
             before()
@@ -242,7 +242,7 @@ def steady(rows: int, windows: Sequence[int | None] = (None,)) -> float:
 
 
 def full(rows: int, nodes: int) -> float:
-    """The pool is full, and each new block takes one of a cached prefix; without any, blocks are free."""
+    """Measure steps with a full pool, in which each new block evicts a cached one; with no nodes, blocks are free."""
     per_row = 11 if nodes else 16
     bench = Bench(4, blocks=nodes + rows * per_row + rows + 2, caches_prefixes=True)
     assert bench.tree is not None
@@ -260,7 +260,7 @@ def full(rows: int, nodes: int) -> float:
 
 
 def admitted(waiting: int, *, caches_prefixes: bool) -> float:
-    """256 prompts of 16 tokens start in one step."""
+    """Measure a step in which 256 prompts of 16 tokens start."""
     bench = Bench(caches_prefixes=caches_prefixes)
     bench.add(waiting, 16, max_tokens=4)
     gc.collect()
@@ -268,7 +268,7 @@ def admitted(waiting: int, *, caches_prefixes: bool) -> float:
 
 
 def joining(waiting: int) -> float:
-    """Some 20 prompts of 200 tokens in each step, towards 120 rows."""
+    """Measure steps in each of which about 20 prompts of 200 tokens join, towards 120 rows."""
     bench = Bench(caches_prefixes=True)
     bench.add(max(waiting, 160), 180, max_tokens=4)
     bench.step()
@@ -277,7 +277,7 @@ def joining(waiting: int) -> float:
 
 
 def changing(layers: int, rows: int) -> float:
-    """One row leaves and one joins in each step."""
+    """Measure steps in each of which one row leaves and one joins."""
     bench = Bench(layers, running=rows)
     bench.add(rows, 33)
     bench.start()
@@ -292,7 +292,7 @@ def changing(layers: int, rows: int) -> float:
 
 
 def held_back(waiting: int) -> float:
-    """64 rows decode, and there is no memory for the first that waits."""
+    """Measure steps of 64 rows while the first waiting request does not fit into memory."""
     bench = Bench(4, blocks=64 * 16)
     bench.add(64, 200)
     bench.start()
@@ -304,14 +304,14 @@ def held_back(waiting: int) -> float:
 def cancelled(waiting: int) -> float:
     bench = Bench(4, running=64, caches_prefixes=True)
     bench.add(waiting, 50)
-    requests = list(bench.engine.requests.values())  # what the system needs to free them is not counted
+    requests = list(bench.engine.requests.values())  # kept alive, since freeing them is not measured
     begin = time.thread_time()
     bench.engine.remove([request.uid for request in requests])
     return (time.thread_time() - begin) * 1e3
 
 
 def functional(rows: int) -> float:
-    """One layer, over MLX's own arrays."""
+    """Measure steps of one layer over MLX's own arrays."""
     bench = Bench(1, in_place=False)
     bench.add(rows, 40)
     bench.start()

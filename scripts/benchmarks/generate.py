@@ -71,7 +71,7 @@ class Generation:
         self.sides: list[Side] = [None, *args.block_sizes]
 
     def measure(self, context: int) -> list[dict[str, Any]]:
-        """Results of every side, stock first."""
+        """Return the results of every side, stock first."""
         mx.random.seed(SEED + context)
         prompt = mx.random.randint(0, vocabulary_of(self.model), (context,), dtype=mx.int32)
         template = self._random_cache(context) if self.args.synthetic_context else None
@@ -87,7 +87,7 @@ class Generation:
         return [result_of(context, side, samples[side], samples[None]) for side in self.sides]
 
     def _random_cache(self, context: int) -> list[Any]:
-        """mlx-lm's own caches, filled with random keys and values of the shapes the model makes."""
+        """Return mlx-lm's own caches, filled with random keys and values of the model's shapes."""
         probe = stock_cache.make_prompt_cache(self.model)
         self.model(mx.array([[0]]), cache=probe)
         cache = stock_cache.make_prompt_cache(self.model)
@@ -171,7 +171,7 @@ def result_of(context: int, side: Side, samples: list[Sample], stock: list[Sampl
 
 
 def _check_dispatch(side: Side, least: int, prefill: dict[str, int]) -> dict[str, Any] | None:
-    """What the paged side ran, or None for stock. Raises BenchError if a side ran what it should not."""
+    """Return the paths that the paged side took, or None for stock. Raises BenchError if a side took another's."""
     counts, last = dispatch_counts(), mlx_paged.last_dispatch()
     if side is None:
         if counts or prefill:

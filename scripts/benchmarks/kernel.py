@@ -43,7 +43,7 @@ LATENTS = [(32, 16384, heads) for heads in (128, 64, 20)] + [(n, 4096, heads) fo
 RANK, ROPE = 512, 64
 # Sequences, new tokens and prefix of each.
 PREFILLS = ((32, 1024, 0), (16, 2048, 2048), (8, 2048, 0), (1, 8192, 0), (64, 256, 0), (1, 512, 16384))
-# Rows, tokens in common, tokens of each row's own.
+# Rows, common tokens, and own tokens of each row.
 SHARED = tuple(
     (batch, common, own) for batch in (2, 8, 32, 64) for common in (128, 1024, 8192, 32768) for own in (32, 256, 4096)
 )
@@ -61,7 +61,7 @@ PANELS: dict[str, Panel] = {
 
 
 def seconds_of(*work: mx.array) -> float:
-    """Return the seconds that the device needs for work that is not evaluated yet, behind the head start."""
+    """Return the seconds that the device needs for the head start and then lazy work."""
     first = head_start()
     mx.synchronize()
     begin = time.perf_counter()
@@ -92,8 +92,8 @@ def head_start() -> mx.array:
 
 
 def seconds_per_launch(chain: Chain, launches: int, repeats: int = 5) -> float:
-    """Return the median seconds of one launch on the device: that the host may need longer to queue one does not count.
-    Chains are built outside the clock."""
+    """Return the median seconds of one launch on the device, even if the host needs longer to queue one. Chains are
+    built before the clock starts."""
     mx.eval(chain(launches))
     before = statistics.median(seconds_of() for _ in range(repeats))
     both = statistics.median(seconds_of(chain(launches)) for _ in range(repeats))
@@ -121,7 +121,7 @@ def sets_for(read: int) -> int:
 
 
 def launches_for(read: int) -> int:
-    """Return enough launches that starting up is not what is measured."""
+    """Return enough launches that the cost of starting them does not matter."""
     return int(max(16, min(400, 0.03 / (read / 3e12 + 10e-6))))
 
 
@@ -144,19 +144,19 @@ def shuffled_tables(batch: int, length: int) -> mx.array:
 
 
 def rows_of(batch: int, position: int) -> mx.array:
-    """Return the same position for each row, as a step has it."""
+    """Return the same position for each row, in the form that a step uses."""
     return RowsArray().of(np.full((batch, 1), position, np.int32))
 
 
 def pages_of(head_dim: int, bits: Any) -> PageShape:
-    """Return pages of so many bits, of keys and values apart if they are a pair."""
+    """Return the form of pages of ``bits``, or of a pair of bits for keys and values."""
     return PageShape.of(head_dim, bits, KV_GROUP_SIZE, DTYPE)
 
 
 def pools_of(
     num_blocks: int, num_kv_heads: int, head_dim: int, sets: int, pages: PageShape | None
 ) -> list[tuple[mx.array, ...]]:
-    """Return pools of noise, keys and values, so many times."""
+    """Return ``sets`` pairs of pools of keys and values, filled with noise."""
     shape = (num_blocks, num_kv_heads, BLOCK_SIZE)
     forms = pages or (None, None)
     return [
@@ -179,7 +179,7 @@ class Cell:
         self.launches = launches_for(self.kv_bytes)
 
     def paged(self, pages: PageShape | None = None) -> Chain:
-        """The kernel over blocks."""
+        """Return the chain of the kernel over blocks."""
         sets = max(1, min(64, int(self.sets * 2 / (2 if pages is None else pages.itemsize))))
         pools = pools_of(self.tables.size + 1, self.n_kv, self.head_dim, sets, pages)
         ends, starts = rows_of(self.batch, self.context), rows_of(self.batch, 0)
@@ -198,7 +198,7 @@ class Cell:
         return chain
 
     def dense(self) -> Chain:
-        """MLX's attention over contiguous keys and values."""
+        """Return the chain of MLX's attention over contiguous keys and values."""
         shape = (self.batch, self.n_kv, self.context, self.head_dim)
         arrays = [(noise(*shape), noise(*shape)) for _ in range(self.sets)]
         mx.eval(arrays)
@@ -214,7 +214,7 @@ class Cell:
 
 
 def measure_decode(batch: int, context: int, name: str, copy: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds of each side, bytes per second and shares."""
+    """Return the seconds of each side, and ratios to a device copy and to dense attention."""
     cell = Cell(batch, context, SHAPES[name])
     row: dict[str, Any] = {"case": f"{name}, {context}", "side": f"batch {batch}", "kv_bytes": cell.kv_bytes}
     row["paged_s"] = seconds_per_launch(cell.paged(), cell.launches)
@@ -267,8 +267,9 @@ def measure_shared(
     """Return seconds of decode attention of rows whose first ``common`` tokens are in the same blocks: each row by
     itself, and common blocks read once for several rows.
 
-    bits: of quantised pages; None: pages as they are.
-    shape: of the kernel for common blocks, as it is chosen by default.
+    Args:
+        bits: bits of quantised pages; None: not quantised.
+        shape: launch shape of the kernel for common blocks; None: the default.
     """
     n_q, n_kv, head_dim = SHAPES[name]
     length, leading = common + own, common // BLOCK_SIZE
@@ -372,7 +373,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print a line for each case and write the files; 2 where there is no such kernel."""
+    """Print a line for each case and write the files. Return 2 where the kernel cannot run."""
     dialect = kernels.backend()
     on_cuda = args.what == "prefill"
     if dialect is None or (on_cuda and dialect != "cuda"):

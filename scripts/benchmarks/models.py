@@ -27,10 +27,10 @@ class Preset(NamedTuple):
 
     Attributes:
         module: mlx-lm's module of the architecture.
-        dtype: unless ``--dtype`` says otherwise.
-        args: of the module's ModelArgs.
-        tied: Gemma 3's arguments do not say that the embedding is the output layer too; mlx-lm sees it from the
-            weights.
+        dtype: the default dtype.
+        args: arguments of the module's ModelArgs.
+        tied: whether the embedding is the output layer too, where the arguments do not say so: for Gemma 3, mlx-lm
+            infers it from the weights.
     """
 
     module: Any
@@ -57,7 +57,7 @@ def _shape(hidden: int, layers: int, heads: str, head_dim: int, intermediate: in
 # hidden, layers, query/KV heads, head dimension, MLP, vocabulary.
 PRESETS = {
     "tiny": Preset(llama, "float32", {"model_type": "llama"} | _shape(128, 2, "4/2", 64, 256, 512)),
-    # Next to nothing to compute: what a step takes is the host's time.
+    # Computes next to nothing, so a step takes the host's time.
     "deep": Preset(
         llama, "float32", {"model_type": "llama", "tie_word_embeddings": False} | _shape(64, 32, "4/2", 16, 64, 512)
     ),
@@ -76,7 +76,7 @@ PRESETS = {
         {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6}
         | _shape(2560, 36, "32/8", 128, 9728, 151936),
     ),
-    # The layers of Qwen3 30B-A3B, a third of them and half of its experts.
+    # A third of the layers of Qwen3 30B-A3B, with half of its experts.
     "qwen3-moe": Preset(
         qwen3_moe,
         "bfloat16",
@@ -85,7 +85,7 @@ PRESETS = {
         | {"decoder_sparse_step": 1, "mlp_only_layers": []}
         | _shape(2048, 16, "32/4", 128, 6144, 151936),
     ),
-    # Qwen3.5's kinds of layers, 1 of 4 with full attention, and next to no width.
+    # Very narrow layers of Qwen3.5's kinds, 1 in 4 with full attention.
     "qwen3.5-tiny": Preset(
         qwen3_5,
         "float32",
@@ -108,7 +108,7 @@ PRESETS = {
 
 
 def add_quantization(parser: argparse.ArgumentParser) -> None:
-    """How the model's weights are quantised; see :func:`quantized`."""
+    """Add the flags that quantise the model's weights; see :func:`quantized`."""
     parser.add_argument(
         "--bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantise the weights (default: as they are)"
     )
@@ -116,7 +116,7 @@ def add_quantization(parser: argparse.ArgumentParser) -> None:
 
 
 def quantized(model: Any, bits: int | None, group_size: int) -> Any:
-    """The model, with weights of so many bits where their rows can be divided into groups; None leaves it as it is.
+    """Return the model with weights of ``bits`` where rows divide into groups; None leaves it unchanged.
 
     Raises:
         BenchError: it has no weight that can be quantised.
@@ -134,7 +134,7 @@ def quantized(model: Any, bits: int | None, group_size: int) -> Any:
 
 
 def preset_model(preset: str) -> Any:
-    """The preset's model; its weights are lazy."""
+    """Return the preset's model; its weights are lazy."""
     module, _, args, tied = PRESETS[preset]
     model = module.Model(module.ModelArgs(**args))
     if tied:
@@ -143,18 +143,18 @@ def preset_model(preset: str) -> Any:
 
 
 def random_model(preset: str, dtype: str | None, bits: int | None = None, group_size: int = 64) -> Any:
-    """The preset's model with random weights, the same in every run; of so many bits, if that is said."""
+    """Return the preset's model with random weights, the same in every run; quantised if ``bits`` is given."""
     mx.random.seed(SEED)
     model = preset_model(preset)
     model.set_dtype(DTYPES[dtype or PRESETS[preset].dtype])
     quantized(model, bits, group_size)
     for _, array in tree_flatten(model.parameters()):
-        mx.eval(array)  # one by one: each was larger before
+        mx.eval(array)  # one by one, since each was larger before its conversion
     return model.eval()
 
 
 def load_model(path: str, dtype: str | None, bits: int | None = None, group_size: int = 64) -> Any:
-    """A model from a folder, as mlx-lm loads it, and then with weights of so many bits, if that is said."""
+    """Load a model from a folder with mlx-lm; quantise it if ``bits`` is given."""
     from mlx_lm.utils import load_model as load
 
     if not Path(path).is_dir():
@@ -168,7 +168,7 @@ def load_model(path: str, dtype: str | None, bits: int | None = None, group_size
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which model; see :func:`chosen_model`."""
+    """Add the flags that choose the model; see :func:`chosen_model`."""
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--random", choices=sorted(PRESETS), default=None, help="a model of random weights")
     source.add_argument("--model", default=None, help="a model folder")
@@ -185,13 +185,13 @@ def chosen_model(args: argparse.Namespace) -> Any:
 
 
 def model_name(args: argparse.Namespace) -> str:
-    """Return what reports call that model."""
+    """Return the model's name in reports."""
     name = Path(args.model).resolve().name if args.model else args.random or "tiny"
     return f"{name}{'' if args.bits is None else f', {args.bits} bits'}"
 
 
 def vocabulary_of(model: Any) -> int:
-    """Return how many tokens a model knows."""
+    """Return the size of a model's vocabulary."""
     return int(model.args.vocab_size) if hasattr(model, "args") else 1000
 
 
@@ -202,7 +202,7 @@ def on_gpu() -> bool:
 
 @contextmanager
 def changed_preset(preset: str, **args: Any) -> Iterator[None]:
-    """Give a preset's models other arguments for a while."""
+    """Change a preset's arguments in the context."""
     before = PRESETS[preset]
     PRESETS[preset] = before._replace(args={**before.args, **args})
     try:

@@ -55,7 +55,7 @@ KEY = ("model", None, None)
 
 
 def prompts_of(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
-    """The prefix and each request's suffix, the same in every process. Suffixes begin differently."""
+    """Return the prompts, prefix and suffix, the same in every process. Suffixes begin with different tokens."""
     rng = random.Random(SEED)
     prefix = [rng.randrange(vocabulary) for _ in range(args.prefix)]
     starts = rng.sample(range(vocabulary), args.sharers)
@@ -63,7 +63,7 @@ def prompts_of(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
 
 
 class Server:
-    """What the server does with a request, for one side."""
+    """One side's batch generator and prompt cache, used as the server uses them."""
 
     def __init__(self, side: str, model: Any, args: argparse.Namespace) -> None:
         self.side, self.args = side, args
@@ -116,7 +116,7 @@ class Server:
 def serve(
     server: Server, prompts: Sequence[list[int]], pattern: str
 ) -> tuple[list[float], dict[int, list[int]], float]:
-    """Seconds to each request's first token, the tokens, and the seconds until all are done."""
+    """Return the seconds to each request's first token, the tokens, and the seconds until all are done."""
     begin = time.perf_counter()
     came: dict[int, float] = {}
     first: dict[int, float] = {}
@@ -143,7 +143,7 @@ def serve(
 
 
 def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]:
-    """One side's figures of one pattern, in this process."""
+    """Measure one side of one pattern in this process."""
     model = chosen_model(args)
     per_token = bytes_per_token(model)
     paged = side != "stock cache"
@@ -167,7 +167,7 @@ def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]
     if side == "shared":
         server.computed = server.generator.computed_prompt_tokens
     kv_bytes = server.peak_nbytes
-    if pool is not None:  # each group's peak is its own
+    if pool is not None:  # groups may reach their peaks at different times
         kv_bytes = sum(group.bytes_per_block * group.allocator.peak_live for group in pool.groups)
     unique = args.prefix + args.sharers * (args.suffix + args.decode_tokens)
     later = seconds_to_first[1:] or seconds_to_first
@@ -191,7 +191,7 @@ def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]
 
 
 def bytes_per_token(model: Any) -> float:
-    """Keys and values of a token in mlx-lm's own caches."""
+    """Return the bytes of a token's keys and values in mlx-lm's own caches."""
     caches = importlib.import_module("mlx_lm.models.cache").make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.uint32), cache=caches))
     return sum(x.nbytes / x.shape[2] for cache in caches for x in (cache.keys, cache.values))
@@ -248,7 +248,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure each side of each pattern in a process of its own, or, as such a process, one of them."""
+    """Measure each side of each pattern in a child process; as such a process, measure one of them."""
     if args.child is not None:
         print(json.dumps(measure(args, *json.loads(args.child))))
         return 0

@@ -32,17 +32,17 @@ from .batch import Request, Run, percentiles
 from .models import PRESETS, on_gpu, random_model, vocabulary_of
 from .report import SCRIPT, Panel, positive, table, write_results
 
-SECONDS = 150  # of a round, after which its processes are ended
+SECONDS = 150  # limit of a round, after which its processes are killed
 PANELS: tuple[Panel, ...] = (
     ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or 0.0),
     ("last first token, s", lambda r: r["last_first_s"]),
     ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
 )
-WARM = 16  # tokens of the run before one that is measured
+WARM = 16  # most tokens of the warm-up before a measured run
 
 
 def measured(model: Any, rows: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return figures of the second of two runs of a case."""
+    """Return the figures of a case, run after a shorter warm-up."""
     rng, vocabulary = random.Random(rows), vocabulary_of(model)
     for answer in (min(args.answer, WARM), args.answer):
         mx.clear_cache()
@@ -73,7 +73,7 @@ def compute(side: str, size: int, args: argparse.Namespace) -> list[dict[str, An
 
 
 def run_round(side: str, size: int, argv: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Return the figures of one round's first rank, with the variables that mlx.launch gives processes."""
+    """Run a round's ranks with the variables that mlx.launch sets. Return rank 0's figures, with the highest peak."""
     env = {**os.environ, "MLX_PAGED_RANK_TIMEOUT": "60", "HF_HUB_OFFLINE": "1"}
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     ports = [each.getsockname()[1] for each in sockets]
@@ -82,7 +82,7 @@ def run_round(side: str, size: int, argv: Sequence[str], folder: Path) -> list[d
     if size > 1 and on_gpu():
         env |= {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(ports[0]), "MLX_WORLD_SIZE": str(size)}
         env.setdefault("NCCL_NVLS_ENABLE", "0")
-        env.setdefault("MLX_USE_CUDA_GRAPHS", "0")  # as our commands have it; for stock, too
+        env.setdefault("MLX_USE_CUDA_GRAPHS", "0")  # as our commands set it; also for stock
     elif size > 1:
         hosts = folder / "hosts.json"
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run the rounds, print the table and write the file; or compute, as a child."""
+    """Run the rounds, print the table and write the files; as a child process, compute one rank."""
     if args.child is not None:
         print(json.dumps(compute(*json.loads(args.child), args)))
         return 0

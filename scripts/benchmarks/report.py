@@ -1,4 +1,4 @@
-"""What benchmarks share: sides in processes of their own, statistics, tables and files."""
+"""Shared by benchmarks: sides in processes of their own, statistics, tables and files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Panel = tuple[str, Callable[[dict[str, Any]], float]]
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the pool's options, where results go, and the flag of a child process."""
+    """Add the pool's options, ``--out``, and the hidden ``--child`` of child processes."""
     parser.add_argument("--kv-block-size", type=parse_block_size, default=32)
     parser.add_argument("--kv-cache-memory", type=parse_memory, default=None)
     parser.add_argument("--kernel", type=parse_kernel, default="auto", help="auto, on or off")
@@ -64,15 +64,15 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def patch_anew(args: argparse.Namespace) -> None:
-    """Have mlx-lm use a new pool as the arguments say."""
+    """Patch mlx-lm with a new pool, configured by the arguments."""
     mlx_paged.remove_patches()
-    gc.collect()  # the former pool
+    gc.collect()  # frees the former pool
     options = {"kv_bits": args.kv_bits, "kv_group_size": args.kv_group_size}
     mlx_paged.apply_patches(PagedConfig(args.kv_block_size, args.kv_cache_memory, args.kernel, **options))
 
 
 def measure_apart(command: str, argv: Sequence[str], child: Sequence[Any], **labels: Any) -> dict[str, Any]:
-    """Run a subcommand with ``--child`` in a process of its own; return what it prints, or ``labels`` and its error."""
+    """Run a subcommand with ``--child`` in a process of its own; return its JSON, or ``labels`` and an error."""
     process = [sys.executable, str(SCRIPT), command, *argv, "--child", json.dumps(child)]
     done = subprocess.run(process, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -126,7 +126,7 @@ def _cpu_name() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return hardware, system and versions, as far as figures depend on them."""
+    """Return the hardware, system and versions that figures depend on."""
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {

@@ -51,7 +51,7 @@ TURN_PANELS: tuple[Panel, ...] = (
     ("first token, s", lambda r: r["first_s"]),
 )
 SIDES = {"stock": ("mlx_lm", "server"), "paged": ("mlx_paged.server",)}
-SECONDS = 120  # until a server has to be ready
+SECONDS = 120  # limit for a server to become ready
 WORDS = ("river", "stone", "window", "green", "paper", "yellow", "sudden", "morning", "winter", "bottle")
 
 
@@ -74,12 +74,12 @@ def write_model(folder: Path, preset: str, tokenizer: Path) -> None:
 
 
 class Answer(NamedTuple):
-    """What a chat gave.
+    """The answer to a chat.
 
     Attributes:
-        text: of the answer.
-        usage: as the server counts it.
-        first_s, seconds: to the first text, and to the end.
+        text: its text.
+        usage: the tokens that the server counts.
+        first_s, seconds: seconds to the first event, and to the end.
     """
 
     text: str
@@ -116,7 +116,7 @@ class Server:
         self._log.close()
 
     def cpu_seconds(self) -> float:
-        """Return what its process has used; nothing where /proc lacks."""
+        """Return the CPU seconds of its process; NaN without /proc."""
         stat = Path(f"/proc/{self.process.pid}/stat")
         if not stat.exists():
             return float("nan")
@@ -124,7 +124,7 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of checkpoints that ``/metrics`` of mlx_paged's server tells."""
+        """Return the bytes of checkpoints in ``/metrics`` of mlx_paged's server."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as page:
             lines = page.read().decode().splitlines()
         return sum(int(float(line.split()[-1])) for line in lines if line.startswith("mlx_paged_pool_checkpoint_bytes"))
@@ -162,7 +162,7 @@ def prompts_of(rng: random.Random, count: int, words: int) -> list[str]:
 
 
 def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[str, float]:
-    """Send chats together, and return a round's figures."""
+    """Send chats at once, and return their figures."""
     found: list[Answer] = []
 
     def ask(prompt: str) -> None:
@@ -187,8 +187,8 @@ def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[st
 
 
 def converse(server: Server, tokenizer: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Hold a chat, and return the figures of each turn. Its user is the same in each run; the answers are the server's.
-    Tokens are new behind what a prompt shares with an earlier one and its answer."""
+    """Hold a chat, and return the figures of each turn. The user's messages are the same in each run; the answers are
+    the server's. New tokens are those after the longest prefix shared with an earlier prompt and its answer."""
     rng, messages, figures = random.Random(SEED), [], []
     known: list[list[int]] = []
     for turn in range(1, args.turns + 1):
@@ -221,12 +221,12 @@ def converse(server: Server, tokenizer: Any, args: argparse.Namespace) -> list[d
 
 
 def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many first tokens two prompts share."""
+    """Return the length of two prompts' common prefix."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def run_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Hold the chat of ``--turns`` with each server. Prints the figures, and returns them."""
+    """Hold the chat of ``--turns`` with each server. Print the figures, and return them."""
     results: list[dict[str, Any]] = []
     tokenizer = AutoTokenizer.from_pretrained(str(args.tokenizer))
     with running(args) as servers:
@@ -262,7 +262,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def running(args: argparse.Namespace) -> Iterator[list[Server]]:
-    """Within, the servers run."""
+    """Run the servers in the context."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         write_model(folder, args.random, args.tokenizer)

@@ -1,11 +1,11 @@
-"""Serve a model whose answers follow a script: a call of a shell in each of the first turns, then a text.
+"""Serve a model whose answers follow a script: a shell call in each of the first turns, then a text.
 
 python scripts/clients/scripted_server.py MODEL PORT [TURNS] [FLAGS OF THE SERVER]
 
-MODEL needs a chat template with tools, such as make_tools_model of tests/support/models/tiny_model.py writes. Only the
-tokens are chosen by the script, as a grammar that allows one text; server, HTTP, tokenizer, chat template, engine and
-prefix cache are the real ones. For trying coding agents, whose tools an untrained model would never call.
-The log says of each request how many tokens at its beginning are those of an earlier one: what a cache can find.
+MODEL needs a chat template with tools, such as make_tools_model of tests/support/models/tiny_model.py writes. The
+script chooses only the tokens, by a grammar that allows one text. Server, HTTP, tokenizer, chat template, engine and
+prefix cache are the real ones. Use it to try coding agents: an untrained model would never call their tools.
+The log has the length of each request's longest prefix that an earlier one had: the most that a cache can find.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mlx_paged.server.request import ChatInput
 
 SHELLS = ("bash", "shell", "exec_command", "shell_command", "local_shell")
 DESCRIPTION = "Read the next file"
-THOUGHTS = 8  # tokens, where the prompt begins thinking
+THOUGHTS = 8  # thinking budget in tokens
 
 
 def next_text(chat: ChatInput, num_turns: int) -> str:
-    """Return what the model says next, by how many results of tools the chat holds."""
+    """Return the model's next text, by the number of tool results in the chat."""
     number = sum(message.get("role") == "tool" for message in chat.messages)
     functions = [tool["function"] for tool in chat.tools or ()]
     shell = next((each for each in functions if each["name"].lower() in SHELLS), None)
@@ -39,7 +39,7 @@ def next_text(chat: ChatInput, num_turns: int) -> str:
 
 
 def arguments_of(shell: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return arguments of a command that reads a file, as the tool's schema wants them."""
+    """Return the arguments of a command that reads a file, to fit the tool's schema."""
     properties = shell["parameters"].get("properties", {})
     command: Any = f"cat file{number}.txt"
     name = "cmd" if "cmd" in properties else "command"

@@ -1,4 +1,4 @@
-"""Replay a coding agent's session of 12 turns against a server, and print the share of earlier tokens found cached.
+"""Replay a coding agent's session of 12 turns against a server, and print the share of earlier tokens that is cached.
 
 python scripts/clients/session_share.py http://127.0.0.1:8080
 
@@ -20,7 +20,7 @@ TOOLS = ("Read", "Edit", "Bash", "Grep")
 
 
 def turns(*, is_hostile: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield the bodies of the session; ``is_hostile``: with all that changes and says nothing."""
+    """Yield the bodies of the session; ``is_hostile``: with parts that change for no reason."""
     schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
     tools = [{"name": name, "description": f"{name} a file of the project.", "input_schema": schema} for name in TOOLS]
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Find out why the tests fail, and mend it."}]
@@ -49,7 +49,7 @@ def turns(*, is_hostile: bool = True) -> Iterator[dict[str, Any]]:
 
 
 def shares(url: str) -> Iterator[tuple[int, int, int]]:
-    """Yield of each turn the prompt's tokens, those of the turn before, and those found cached."""
+    """Yield the number of tokens of each turn's prompt, of the prompt before it, and of cached ones."""
     before = 0
     for body in turns():
         request = urllib.request.Request(f"{url}/v1/messages", json.dumps(body).encode())

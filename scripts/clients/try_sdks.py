@@ -1,10 +1,10 @@
-"""Try a loop of 12 turns with a tool, and an answer of a schema, through clients in Python.
+"""Try a tool loop of 12 turns, and an answer with a JSON schema, through Python clients.
 
 python scripts/clients/try_sdks.py http://127.0.0.1:8080
 
-The server is one of scripts/clients/scripted_server.py. Needs langchain-openai, langchain-anthropic, litellm,
-pydantic-ai and openai-agents; the last one wants a newer openai than LiteLLM, whose newest version runs with it.
-Ends with 1 if a client failed; one that is not installed is skipped.
+The server is scripts/clients/scripted_server.py. Needs langchain-openai, langchain-anthropic, litellm, pydantic-ai and
+openai-agents. The last one requires a newer openai than LiteLLM does, but the newest LiteLLM runs with it.
+Exits with 1 if a client failed; clients that are not installed are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the tables of parameters in docs/api.md from the models that the server checks bodies with.
+"""Write the tables of parameters in docs/api.md from the models that validate request bodies.
 
 python scripts/clients/write_api_tables.py
 """
@@ -20,7 +20,7 @@ WORDS = {"supported": "yes", "no effect": "no effect", "refused": "400"}
 
 
 def values_of(schema: dict[str, Any]) -> str:
-    """Return what passes, in few words."""
+    """Return the values that a schema allows, in a few words."""
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
     kind = kinds[0] if len(kinds) == 1 else {}
     for name in ("const", "enum"):

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.processes.server_process import ServerProcess
 
 FLAT = 0.02
-WARM_REQUESTS = 50  # of each client, by the end of the first round
+WARM_REQUESTS = 50  # per client, by the end of the first round
 SAMPLE_SECONDS = 2.0
 REST_SECONDS = 10.0  # without work: the server gives memory back after 5
 KINDS = ["whole", "stream", "cancel", "seed", "stop"]
@@ -56,12 +56,12 @@ def resident_bytes(server: ServerProcess) -> int:
 
 
 class Clients:
-    """Requests of all kinds, until the time is up.
+    """Clients that send requests of all kinds until a deadline.
 
     Args:
-        server: that they ask.
-        tokens: most tokens of a prompt and its answer, each.
-        seed: of what they say.
+        server: the server they send to.
+        tokens: most tokens of a prompt, and of its answer.
+        seed: seed of their random choices.
     """
 
     def __init__(self, server: ServerProcess, tokens: int, seed: int) -> None:
@@ -72,7 +72,7 @@ class Clients:
         self._lock = threading.Lock()
 
     def run(self, deadline: float) -> None:
-        """One client's time."""
+        """Run one client until the deadline."""
         with self._lock:
             rng = random.Random(self._rng.random())
         while time.monotonic() < deadline:
@@ -124,12 +124,12 @@ class Clients:
 
 
 class Round(NamedTuple):
-    """A share of the time.
+    """Figures of one round.
 
     Attributes:
-        at_work: resident bytes while there were clients, median.
-        at_rest: resident bytes when the server had rested.
-        warms: whether all that the load consists of had been there by its end.
+        at_work: median resident bytes while clients ran.
+        at_rest: resident bytes after the rest.
+        warms: whether by its end every kind of request was answered, requests were preempted and blocks evicted.
     """
 
     at_work: int
@@ -138,12 +138,12 @@ class Round(NamedTuple):
 
 
 def growth(values: list[int]) -> float:
-    """From the first to the last, as a share."""
+    """Return the growth from the first value to the last, as a fraction of the first."""
     return values[-1] / values[0] - 1
 
 
 def run_round(server: ServerProcess, clients: Clients, num_clients: int, seconds: float) -> Round | None:
-    """Clients for so long, and the rest after that. None: the server has ended."""
+    """Run clients for ``seconds``, then let the server rest. Return None if the server has ended."""
     deadline = time.monotonic() + seconds
     samples = []
     with ThreadPoolExecutor(num_clients) as pool:
@@ -157,7 +157,7 @@ def run_round(server: ServerProcess, clients: Clients, num_clients: int, seconds
     while time.monotonic() < idle_since + REST_SECONDS:
         if server.process.poll() is not None:
             return None
-        # What was cancelled last is noticed a little later; what never ends is a fault that is found at the end.
+        # The server notices the last cancellations a little later. Requests that never end are reported at the end.
         report = server.get("/v1/cache/stats").json
         if any(report["running"].values()) and time.monotonic() < deadline + 300:
             idle_since = time.monotonic()
@@ -171,7 +171,7 @@ def run_round(server: ServerProcess, clients: Clients, num_clients: int, seconds
 def soak(
     server: ServerProcess, minutes: float, rounds: int, num_clients: int, tokens: int, seed: int
 ) -> dict[str, Any]:
-    """The figures, and under ``faults`` what is not as it should be."""
+    """Run the rounds. Return the figures, with failures under ``faults``."""
     begin = time.monotonic()
     clients = Clients(server, tokens, seed)
     done: list[Round] = []
@@ -240,7 +240,7 @@ def main() -> None:
     per_token = first.stats()["pool"]["bytes_per_token"]
     first.stop()
     server = start("--kv-cache-memory", str(per_token * args.tokens), "--log-level", "WARNING", "--max-tokens", "64")
-    # A prompt has two thirds of this on average, and an answer half; together they want twice the budget.
+    # On average a prompt takes two thirds of this and an answer half, so all clients need twice the budget.
     each = int(2 * args.tokens / args.clients / 1.1)
     try:
         figures = soak(server, args.minutes, args.rounds, args.clients, each, args.seed)

@@ -19,23 +19,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 STANDARDS = ("metal3.1", "metal3.2")
-# -fno-fast-math as MLX has it; -O2 is what MLX gets when it compiles.
-# Typedefs are what a launch is told by, whether its text needs them or not.
+# -fno-fast-math and -O2 are what MLX compiles with. Launches pass types as typedefs, which a text need not use.
 FLAGS = ("-Wall", "-Werror", "-Wno-unused-local-typedef", "-O2", "-fno-fast-math", "-S", "-emit-llvm")
 INCLUDE = "mlx_include.txt"
 TIMEOUT = 300.0
 
 
 def allocas(air: str) -> list[str]:
-    """Lines of a text of AIR that reserve private memory."""
+    """Return the lines of AIR that reserve private memory."""
     return [line.strip() for line in air.splitlines() if re.match(r"\s*%\S+ = alloca\b", line)]
 
 
 def compile_text(file: Path, standard: str, include: str) -> str | None:
-    """Compile one file. Returns what is wrong with it, or None.
+    """Compile one file. Return its errors, or None.
 
     Raises:
-        FileNotFoundError: there is no xcrun.
+        FileNotFoundError: xcrun is not installed.
     """
     with tempfile.TemporaryDirectory() as folder:
         air = Path(folder) / "text.ll"

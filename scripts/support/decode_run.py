@@ -18,14 +18,14 @@ from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
 
 
 def _attend(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
-    """Attention of q ``[n_q_heads, 1, D]`` over k, v ``[n_kv_heads, n, D]`` in float32."""
+    """Return attention of q ``[n_q_heads, 1, D]`` over k, v ``[n_kv_heads, n, D]`` in float32."""
     out = attention(q.swapaxes(0, 1), k.swapaxes(0, 1), v.swapaxes(0, 1), **options)
     return out.swapaxes(0, 1)
 
 
 class Run:
-    """Ragged sequences over one pool, with the same rows kept densely for the reference. ``dims``: elements of the two
-    rows that a token has in it, of each of its ``n_kv`` heads."""
+    """Ragged sequences over one pool, with a dense copy of their rows for the reference. ``dims``: elements of a
+    token's row in each of the two pools, for each of ``n_kv`` heads."""
 
     def __init__(
         self, variant: Variant, n_kv: int, dims: tuple[int, int], batch: int, longest: int, steps: int,
@@ -55,7 +55,7 @@ class Run:
         return mx.random.normal((self.n_kv, n, dim)).astype(self.variant.dtype)
 
     def kept(self, k: mx.array, v: mx.array) -> list[mx.array]:
-        """What the pages hold of keys and values."""
+        """Return keys and values as the pages hold them."""
         pages = self.variant.pages
         return [k, v] if pages is None else list(pages.dequantize(*pages.quantize(k, v)))
 
@@ -67,8 +67,8 @@ class Run:
         raise NotImplementedError
 
     def grow(self) -> tuple[tuple[mx.array, mx.array], tuple[mx.array, mx.array]]:
-        """One token more of every sequence: its rows ``[B, n_kv, 1, dim]``, and (context lengths, start positions)
-        ``[B, 1]`` of what it sees."""
+        """Add a token to every sequence. Return the rows of these tokens ``[B, n_kv, 1, dim]``, and (ends, starts)
+        ``[B, 1]`` of the tokens that they see."""
         new = [(self.rows(1, self.dims[0]), self.rows(1, self.dims[1])) for _ in self.lengths]
         for b, rows in enumerate(new):
             self.dense[b] = [mx.concatenate(list(x), axis=1) for x in zip(self.dense[b], self.kept(*rows), strict=True)]
@@ -85,7 +85,8 @@ class Run:
         return mx.random.normal((len(self.lengths), heads, 1, self.variant.head_dim)).astype(self.variant.dtype)
 
     def worst(self, out: mx.array, expected: Callable[[int, mx.array, mx.array], mx.array]) -> mx.array:
-        """The largest RMS over the sequences (lazy); expected(b, k, v): of sequence b, over the rows that it sees."""
+        """Return the largest RMS over the sequences (lazy). ``expected(b, k, v)`` is the reference of sequence b over
+        the rows that it sees."""
         errors = []
         for b, start in enumerate(self.starts):
             reference = expected(b, *(x[:, start:] for x in self.dense[b]))
@@ -94,7 +95,7 @@ class Run:
 
 
 class HeadRun(Run):
-    """Over keys and values of two heads. A step's newest tokens are written first."""
+    """A run over keys and values of two KV heads. A step writes its new tokens before it attends."""
 
     def __init__(self, variant: Variant, batch: int, longest: int, steps: int, window: int | None, seed: int) -> None:
         super().__init__(variant, 2, (variant.head_dim, variant.value_dim), batch, longest, steps, window, seed)
@@ -111,7 +112,7 @@ class HeadRun(Run):
         return self.worst(out, lambda b, k, v: _attend(q[b], k, v, **options, sinks=self.sinks))
 
     def attend(self, q: mx.array, ends: mx.array, starts: mx.array, **options: Any) -> mx.array:
-        """Return what the kernel makes of the queries."""
+        """Return the kernel's output."""
         out, self.fence = kernels.paged_decode(
             q, *self.pools, self.fence, self.device_tables, ends, starts, sinks=self.sinks, max_visible=self.window,
             variant=self.variant, pages=self.variant.pages, **options,
@@ -120,14 +121,14 @@ class HeadRun(Run):
 
 
 class SharedRun(HeadRun):
-    """Like :class:`HeadRun`, of rows that have the leading blocks of the longest one, read together. Each step must
-    have the bits of the kernel for rows by themselves."""
+    """Like :class:`HeadRun`, for rows that share leading blocks of the longest one, which are read together. Each step
+    must have the same bits as the kernel for single rows."""
 
     def __init__(self, variant: Variant, batch: int, longest: int, steps: int, seed: int) -> None:
         super().__init__(variant._replace(body=OWN_OF[variant.body]), batch, longest, steps, None, seed)
         block, first = variant.block_size, self.lengths.index(max(self.lengths))
         for b, length in enumerate(self.lengths):
-            count = length // block // (1 + b % 2)  # a tree: some have half of it in common
+            count = length // block // (1 + b % 2)  # a tree: every second row shares half as many
             self.tables[b][:count] = self.tables[first][:count]
             for which, own in enumerate(self.dense[b]):
                 theirs = self.dense[first][which][:, : count * block]
@@ -152,7 +153,7 @@ class SharedRun(HeadRun):
 
 
 class LatentShape(NamedTuple):
-    """What a case is of: dtype, elements of a latent, query heads, block size, and the longest prompt in tokens."""
+    """A case: dtype, elements of a latent, query heads, block size, longest prompt and window in tokens."""
 
     dtype: mx.Dtype
     rank: int = 512
@@ -175,8 +176,7 @@ LATENTS = [
 
 
 class LatentRun(Run):
-    """Over latents and what is rotated of them (64 elements). A step's newest tokens come with the call, which stores
-    them."""
+    """A run over latents and rotary parts of 64 elements. The decode launch itself stores a step's new tokens."""
 
     rope = 64
 

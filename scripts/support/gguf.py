@@ -1,4 +1,4 @@
-"""A GGUF file of a Llama-type model as the folder of weights, configuration and tokenizer that mlx-lm reads."""
+"""Conversion of a Llama-type model from a GGUF file to a folder that mlx-lm reads."""
 
 from __future__ import annotations
 

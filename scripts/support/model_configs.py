@@ -1,4 +1,4 @@
-"""The smallest configuration of every model module of mlx-lm that exercises it: grouped queries, several layers,
+"""A small configuration of every model module of mlx-lm that still exercises it: grouped queries, several layers,
 windows and chunks shorter than the prompts. A field that several modules have takes its value from COMMON."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WINDOW = 12
 SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = {"type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
 
-# By name of the field, for every module whose ModelArgs has it.
+# Values by field, for every module whose ModelArgs has the field.
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "num_vocab": VOCAB, "vocab_size_per_layer_input": VOCAB,
     "hidden_size": 64, "hidden_dim": 64, "n_embd": 64, "model_dim": 64, "d_model": 64, "dim_model_base": 64,
@@ -73,7 +73,7 @@ _QWEN35 = {
     "model_type": "qwen3_5",
     "rope_parameters": {"type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
-# Of two heads' scores one in four is exactly zero, and which of equal scores are chosen depends on where they lie.
+# With two index heads one score in four is exactly 0, and the choice among equal scores depends on their position.
 _INDEXER = {"index_n_heads": 8}
 _BY_LAYER_ROPE = {kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in (SLIDING, FULL)}
 _LLAMA4_SCALE = {
@@ -90,12 +90,12 @@ _KIMI_LINEAR = {
     "short_conv_kernel_size": 4,
 }
 
-# Tokens that prompts are cut at (prefill_step_size). The results of two modules depend on where: in plamo3 a query sees
-# one token more than the cache keeps, if in the same chunk; phi3small counts blocks of queries from a chunk's end.
+# Tokens of a prompt's chunks (prefill_step_size). Results of two modules depend on it: in plamo3 a query sees one token
+# more than the cache keeps if that is in its chunk; phi3small counts blocks of queries from a chunk's end.
 CHUNK = 16
 CHUNKS = {"plamo3": 128, "phi3small": 128}
 
-# By module, what COMMON does not say or says wrongly.
+# Values by module that COMMON lacks or has wrong.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "afm7": {"num_kv_reuse_layers": 1},
     "afmoe": {**_MIXED_LAYERS},
@@ -315,7 +315,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def modules() -> list[str]:
-    """Names of mlx-lm's modules that define a model; one that cannot be imported is listed as well."""
+    """Return the names of mlx-lm's modules that define a model or cannot be imported."""
     found = []
     for module in pkgutil.iter_modules(mlx_lm.models.__path__):
         try:
@@ -329,7 +329,7 @@ def modules() -> list[str]:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """The configuration of a module: as much of a model's config.json as its ModelArgs reads."""
+    """Return the configuration of a module: the part of a config.json that its ModelArgs reads."""
     known = {**COMMON, "model_type": name, **copy.deepcopy(OVERRIDES.get(name, {}))}
     inner = known.get("text_config")
     if isinstance(inner, tuple):  # another module's, with changes
@@ -343,7 +343,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def build(name: str, seed: int = 0) -> Any:
-    """A model of the module with random f32 weights.
+    """Return a model of the module with random float32 weights.
 
     Raises:
         Exception, SystemExit: whatever the module raises if it cannot be built.
@@ -353,7 +353,7 @@ def build(name: str, seed: int = 0) -> Any:
     model = module.Model(module.ModelArgs.from_dict(config_of(name)))
     model.set_dtype(mx.float32)
     model.eval()
-    # Zeros and ones that a checkpoint would replace (sinks, gates, heads) would hide what they are multiplied with.
+    # Initial zeros and ones (sinks, gates, heads) would hide the values that they are multiplied with.
     model.update(tree_map(lambda w: w + 0.02 * mx.random.normal(w.shape), model.parameters()))
     mx.eval(model.parameters())
     return model

@@ -1,4 +1,4 @@
-"""Dispatch: which path ran, counted; and batches of sequences of different lengths against dense attention."""
+"""Dispatch: which path ran and its counts; ragged batches against dense attention."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_equal(got: mx.array, expected: mx.array) -> None:
 def pool_with(
     lengths: list[int], dtype: mx.Dtype = mx.float32
 ) -> tuple[BlockPool, list[BlockTable], list[tuple[mx.array, mx.array]]]:
-    """One layer; sequences written in turns, so that their blocks are interleaved."""
+    """Return a pool of one layer whose sequences were written in turns, so that their blocks are interleaved."""
     pool = BlockPool([LayerGroup((0,))], block_size=4)
     tables = [pool.new_table() for _ in lengths]
     dense = [kv(seed, n, dtype) for seed, n in enumerate(lengths)]
@@ -107,7 +107,7 @@ def test_counts_are_a_copy_and_reset_clears_them() -> None:
     assert dispatch_counts() == {} and last_dispatch() is None
 
 
-def test_the_package_gives_the_same_functions() -> None:
+def test_package_exports_the_dispatch_functions() -> None:
     import mlx_paged
 
     assert mlx_paged.last_dispatch is last_dispatch
@@ -140,7 +140,7 @@ def test_rows_follow_the_order_of_tables() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_queries_and_tables_must_be_equally_many(rows: int) -> None:
+def test_queries_and_tables_must_match_in_number(rows: int) -> None:
     pool, tables, _ = pool_with([5, 9])
     with pytest.raises(GeometryError):
         paged_attention(noise(99, rows, Q_HEADS, 1, DIM), pool, 0, tables, AttentionParams(SCALE))
@@ -270,8 +270,7 @@ def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
 def test_rows_of_many_lengths_share_operations_with_the_same_bits(
     most_blocks: float, window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows whose blocks lie one after the other, and rows whose blocks are scattered, of which not all may be gathered
-    at a time."""
+    """Some rows have consecutive blocks. The others' are scattered, and not all of them may be gathered at once."""
     lengths, follow = [9, 5, 14, 7, 22], [2, 4]
     pool = BlockPool([LayerGroup((0,), window)], block_size=4)
     tables = [pool.new_table() for _ in lengths]
@@ -302,7 +301,7 @@ def test_rows_of_many_lengths_share_operations_with_the_same_bits(
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("num_q_heads", [HEADS, Q_HEADS])
-def test_rows_of_many_lengths_together_multiply_nothing_stale(
+def test_rows_computed_together_never_use_stale_slots(
     num_q_heads: int, window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every slot that no row has written holds NaN, those behind a row's end in its last block included."""
@@ -335,7 +334,7 @@ def test_rows_of_many_lengths_together_multiply_nothing_stale(
             assert mx.allclose(got[row : row + 1], alone, atol=1e-5 if dtype == mx.float32 else 1e-2)
 
 
-def test_padded_copies_take_less_than_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_together_only_while_that_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     def are_together(lengths: list[int]) -> bool:
         pool, tables, _ = pool_with(lengths)
         step = pool.layer(0).step(tables, 1)
@@ -351,9 +350,7 @@ def test_padded_copies_take_less_than_operations(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(
-    is_exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_masked_or_capped_rows_are_computed_one_at_a_time(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "_is_exact", lambda *_: is_exact)
     pool, tables, _ = pool_with([7] * 5)
     q, plain = noise(99, 5, Q_HEADS, 1, DIM), AttentionParams(SCALE)
@@ -371,13 +368,13 @@ def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(
         gather_attention(q[:rows], pool.layer(0), tables[:rows], params, pool.layer(0).step(tables[:rows], 1))
         return list(calls)
 
-    assert parts() == ([] if is_exact else [5])  # none: by the operations of MLX's function, less some
+    assert parts() == ([] if is_exact else [5])  # no call: MLX's own operations are used instead
     assert parts(rows=2) == ([] if is_exact else [2])
     assert parts(rows=1) == [1]
     assert parts(AttentionParams(SCALE, mask=mx.ones((1, 7), mx.bool_))) == [1] * 5
     assert parts(AttentionParams(SCALE, softcap=20.0)) == [1] * 5
     monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", 4 * 7 * HEADS * (DIM + VDIM) * 4)
-    assert parts() == []  # by operations, which parts share around the products
+    assert parts() == []  # by operations; parts share those around the products
     sinks = mx.zeros((Q_HEADS,))
     assert parts(AttentionParams(SCALE, sinks=sinks)) == [4, 1]
     monkeypatch.setattr(gather, "SHORT_BYTES", 100)
@@ -389,7 +386,7 @@ def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("window", [None, 16])
-def test_on_a_mac_a_chunk_after_a_prefix_takes_the_path_that_is_faster(
+def test_chunk_after_a_prefix_takes_the_faster_path_on_metal(
     monkeypatch: pytest.MonkeyPatch, in_place: bool, window: int | None
 ) -> None:
     asked: list[tuple[int, int, int | None]] = []
@@ -410,14 +407,14 @@ def test_on_a_mac_a_chunk_after_a_prefix_takes_the_path_that_is_faster(
                 for one in (cache, dense)
             ]
             np.testing.assert_allclose(*map(np.array, outputs), rtol=1e-5, atol=1e-6)
-        assert asked == [(9, 14, window), (30, 44, window)], "of the first chunk there is no prefix, the last is short"
+        assert asked == [(9, 14, window), (30, 44, window)], "the first chunk has no prefix, the last is short"
         assert fake.calls["paged_prefill"] == 2 * in_place
     paths = {(one.path, one.reason) for one in dispatch_counts()}
     assert (("kernel", "several new tokens after a prefix") in paths) is in_place
     assert (("gather", "measured") in paths) is not in_place
 
 
-def test_on_a_mac_a_mask_of_another_kind_is_gathered_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_masks_take_the_gather_path_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "on_metal", lambda: True)
     with fake_kernels() as fake:
         pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=storage_choice(None))
@@ -429,7 +426,7 @@ def test_on_a_mac_a_mask_of_another_kind_is_gathered_for(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_on_a_mac_a_pack_goes_by_its_shortest_chunk(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+def test_pack_takes_the_path_of_its_shortest_chunk_on_metal(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
     asked: list[tuple[int, int]] = []
 
     def path(geometry: object, block_size: int, heads: object, tokens: int, length: int, window: object) -> PromptPath:

@@ -1,4 +1,5 @@
-"""PagedBatchKVCache in decode steps: rows of one token over block tables. Each against a cache of its own."""
+"""PagedBatchKVCache in decode steps: rows of one token over block tables. Each row is compared with a cache of its
+own."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def test_decode_of_a_merged_batch_equals_each_row_alone() -> None:
         check_decode(pool, batch, rows, seed)
 
 
-def test_offsets_are_one_array_per_step_and_depend_on_nothing() -> None:
+def test_all_layers_share_one_offset_array_per_step() -> None:
     pool = pool_of()
     batch = merged([sequence(pool, n, seed=n) for n in (5, 9)])
     for _ in range(3):
@@ -113,7 +114,7 @@ def test_offsets_are_one_array_per_step_and_depend_on_nothing() -> None:
     assert batch[0].offset.tolist() == [8, 12]
 
 
-def test_rows_are_looked_at_once_in_a_step_not_once_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_checked_once_per_step_not_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of()
     batch = merged([sequence(pool, 3), sequence(pool, 6)])
     asked = []
@@ -127,14 +128,14 @@ def test_rows_are_looked_at_once_in_a_step_not_once_in_each_layer(monkeypatch: p
     monkeypatch.setattr(step, "step_key", counted)
     for seed in range(3):
         attend(batch, random_step(2, 1, seed))
-    assert sum(asked) <= 3 * 2 * 2  # 3 steps of 2 rows: when it is made, and by the first that asks
-    # A table that changes behind the batch's back has the step made and checked again.
+    assert sum(asked) <= 3 * 2 * 2  # 3 steps of 2 rows: when the step is made, and by the first layer
+    # A table that changes outside the batch makes it build and check the step again.
     before = batch[0].rows.step(0)
     pool.groups[0].touch()
     assert batch[0].rows.step(0) is not before
 
 
-def test_a_missing_block_changes_nothing() -> None:
+def test_failed_reserve_changes_nothing() -> None:
     pool = pool_of(200_000)
     solo = [sequence(pool, n, seed=n) for n in (8, 7, 16)]
     taken = []
@@ -146,7 +147,7 @@ def test_a_missing_block_changes_nothing() -> None:
     failed = batch.reserve()
     assert failed is not None and failed.row == 0 and isinstance(failed.error, PoolExhaustedError)
     caches = [PagedBatchKVCache(batch, layer) for layer in range(LAYERS)]
-    with pytest.raises(BlockStateError, match="not reserved"):
+    with pytest.raises(BlockStateError, match="without reserved positions"):
         caches[0].attend(*random_step(3, 1, 0)[0], AttentionParams(SCALE))
     assert [cache.offset.tolist() for cache in caches] == [[8, 7, 16]] * LAYERS
     assert pool.stats() == before
@@ -170,7 +171,7 @@ def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
 
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (3, 17, 30), (40, 0, 25)])
 def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...]) -> None:
-    """What update_and_fetch returns, under make_mask's array, gives each row what it would have alone."""
+    """Attention over the fetched arrays under make_mask's array gives each row the result that it has alone."""
     pool = pool_of()
     solo = [sequence(pool, n, seed=n) for n in lengths]
     batch = merged(solo)
@@ -194,7 +195,7 @@ def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("most", [1 << 17, 0])
 @pytest.mark.parametrize("lengths", [(9, 9, 9), (30, 30), (9, 9, 10), (9,)])
-def test_short_rows_of_one_length_are_read_once(
+def test_short_rows_of_one_length_are_fetched_as_plain_arrays(
     lengths: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gather, "SHORT_BYTES", most)
@@ -216,7 +217,7 @@ def test_short_rows_of_one_length_are_read_once(
 
 
 class Masking(PagedKVCache):
-    """A cache of a layer whose attention reads arrays."""
+    """A cache of a layer whose attention needs array masks."""
 
     masks_rows = True
 
@@ -224,7 +225,7 @@ class Masking(PagedKVCache):
 @pytest.mark.parametrize(("lengths", "most", "makes_mask"), [
     ((9, 10, 30), 1 << 17, True), ((9, 10, 30), 0, True), ((9, 10, 30), 1 << 17, False),
 ])  # fmt: skip
-def test_short_rows_of_several_lengths_are_read_once_under_a_mask(
+def test_short_masked_rows_are_fetched_as_plain_arrays(
     lengths: tuple[int, ...], most: int, makes_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gather, "SHORT_BYTES", most)
@@ -261,8 +262,8 @@ def test_rows_of_one_length_need_no_mask(lengths: tuple[int, ...], is_masked: bo
     assert cache.make_mask(1, window_size=4).shape[0] == len(lengths)
 
 
-def test_a_narrower_window_than_the_layers() -> None:
-    """A model may mask a global layer by a window: rows are then attended to over gathered arrays."""
+def test_mask_may_have_a_narrower_window_than_the_layer() -> None:
+    """A model may mask a global layer by a window; attention then reads gathered arrays."""
     pool = pool_of()
     solo = [sequence(pool, n, seed=n) for n in (3, 30)]
     batch = merged(solo)
@@ -276,25 +277,25 @@ def test_a_narrower_window_than_the_layers() -> None:
         assert mx.allclose(got[index : index + 1], expected, atol=1e-5)
 
 
-def test_refusals_name_what_is_wrong() -> None:
+def test_invalid_rows_and_steps_are_refused() -> None:
     pool, stranger = pool_of(), pool_of()
     batch = merged([sequence(pool, 5), sequence(pool, 9)])
     q, k, v = random_step(3, 1, 0)[0]
     with pytest.raises(GeometryError, match="3"):
         batch[0].attend(q, k, v, AttentionParams(SCALE))
-    with pytest.raises(GeometryError, match="2 tokens"):
+    with pytest.raises(GeometryError, match="1 token per row, got 2"):
         batch[0].make_mask(2)
     with pytest.raises(GeometryError, match="3"):
         batch[0].update_and_fetch(k, v)
-    with pytest.raises(BlockStateError, match="another pool"):
+    with pytest.raises(BlockStateError, match="must be of one pool"):
         Rows(pool, [sequence(stranger, 3)[0].sequence])
     uneven = sequence(pool, 3)
     uneven[0].update(k[:1], v[:1])
     with pytest.raises(BlockStateError, match="different offsets"):
         Rows(pool, [uneven[0].sequence])
-    with pytest.raises(PromptCacheError, match="nothing"):
+    with pytest.raises(PromptCacheError, match="has not written"):
         reserve(batch)
         batch[0].keys_and_values()
-    with pytest.raises(BlockStateError, match="step before"):
+    with pytest.raises(BlockStateError, match="previous step"):
         reserve(batch)
     pool.check_integrity()

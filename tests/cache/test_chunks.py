@@ -1,4 +1,4 @@
-"""Caches of layers whose tokens see the chunk they lie in: masks, rows side by side, cuts, and what cannot be."""
+"""Caches of layers with chunked attention: masks, batched rows, trims and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def keys_of(length: int, seed: int) -> mx.array:
 
 
 def expected(x: mx.array, first: int, chunk: int) -> np.ndarray:
-    """Attention of the tokens from ``first`` on, with their own keys as queries and values, by plain masks."""
+    """Return MLX's attention under an array mask for the tokens from ``first`` on; keys serve as queries and values."""
     position = np.arange(x.shape[2])
     mask = (position[None] <= position[:, None]) & (position[None] // chunk == position[:, None] // chunk)
     out = mx.fast.scaled_dot_product_attention(x, x, x, scale=0.25, mask=mx.array(mask))
@@ -53,7 +53,7 @@ def test_every_write_attends_to_its_chunk(chunk: int, lengths: list[int]) -> Non
     pool.check_integrity()
 
 
-def test_rows_side_by_side_see_their_own_chunks() -> None:
+def test_batched_rows_see_their_own_chunks() -> None:
     pool, lengths = make_pool(), (3, 9, 10, 24)
     rows = [keys_of(length + 12, seed) for seed, length in enumerate(lengths)]
     caches = [PagedKVCache(SequenceTables(pool), 0) for _ in lengths]
@@ -74,14 +74,14 @@ def test_rows_side_by_side_see_their_own_chunks() -> None:
             np.testing.assert_allclose(np.array(out)[row : row + 1], wanted, atol=1e-6)
 
 
-def test_a_cut_needs_the_chunk_of_its_end() -> None:
+def test_trim_needs_the_chunk_of_the_new_end() -> None:
     pool = make_pool()
     cache, x = PagedKVCache(SequenceTables(pool), 0), keys_of(30, 0)
     for start, end in ((0, 15), (15, 23), (23, 24)):
         cache.update(x[:, :, start:end], x[:, :, start:end])
     assert cache.is_trimmable() and cache.trim(2) == 2 and cache.trim(2) == 2  # to 22, to 20
     before = (cache.offset, cache.table.length, list(cache.table.block_ids))
-    with pytest.raises(TrimError, match="held"):
+    with pytest.raises(TrimError, match="cannot trim to 19 tokens: the next token sees positions from 10 on"):
         cache.trim(1)
     assert (cache.offset, cache.table.length, list(cache.table.block_ids)) == before
     new = x[:, :, 20:25]
@@ -94,7 +94,7 @@ def test_a_mask_of_another_window_is_refused(size: int) -> None:
     pool = make_pool()
     cache, x = PagedKVCache(SequenceTables(pool), 0), keys_of(12, 0)
     cache.update(x, x)
-    with pytest.raises(GeometryError, match=f"window of {size} tokens over chunks of 10"):
+    with pytest.raises(GeometryError, match=f"chunks of 10 tokens cannot have a window of {size} tokens"):
         cache.make_mask(1, window_size=size)
     assert cache.make_mask(1, window_size=CHUNK) is None
     if size < CHUNK:
@@ -102,15 +102,15 @@ def test_a_mask_of_another_window_is_refused(size: int) -> None:
             PagedBatchKVCache(Rows(pool, [cache.sequence]), 0).make_mask(1, window_size=size)
 
 
-def test_what_a_group_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="multiple"):
+def test_stride_must_be_one_or_the_window() -> None:
+    with pytest.raises(ConfigError, match="stride must be 1 or equal to window"):
         BlockPool([LayerGroup((0,), 10, stride=5)])
-    with pytest.raises(ConfigError, match="multiple"):
+    with pytest.raises(ConfigError, match="stride must be 1 or equal to window"):
         BlockPool([LayerGroup((0,), None, stride=5)])
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
-def test_the_two_windows(size: int) -> None:
+def test_sliding_and_chunked_windows_begin_where_expected(size: int) -> None:
     positions = np.arange(30)
     for window in (Window(size), Window(size, size)):
         starts = [window.first_seen(int(position)) for position in positions]

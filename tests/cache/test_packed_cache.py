@@ -1,4 +1,5 @@
-"""PagedBatchKVCache in packs: several sequences' new tokens as rows of one token. Each against a cache of its own."""
+"""PagedBatchKVCache in packs: several sequences' new tokens as rows of one token. Each sequence is compared with a
+cache of its own."""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ LAYERS = 3  # 0 and 2 global, 1 sliding
 SCALE = DIM**-0.5
 LENGTHS, COUNTS = (0, 5, 30, 16), (23, 1, 9, 40)
 TOKENS = sum(COUNTS)
-Parts = list[tuple[mx.array, mx.array, mx.array]]  # of each layer: queries, keys, values
+Parts = list[tuple[mx.array, mx.array, mx.array]]  # per layer: queries, keys, values
 
 
 @pytest.fixture(params=["functional", "in place", "kernel"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Over functional blocks; over blocks in place, sequence by sequence, and in the kernel's stand-in."""
+    """Use functional blocks; blocks in place, read sequence by sequence; or the fake kernel."""
     if request.param == "functional":
         yield request.param
         return
-    with fake_kernels(), monkeypatch.context() as own:  # which ends before the stand-ins do
+    with fake_kernels(), monkeypatch.context() as own:  # undone before the fake kernels are
         if request.param == "in place":
             own.setattr(in_place, "prepare_prefill", no_kernel)
         yield request.param
@@ -61,7 +62,7 @@ def noise(seed: int, batch: int, width: int) -> Parts:
 
 
 def sequences(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[SequenceTables]:
-    """Sequences that hold so many random tokens."""
+    """Return sequences that hold ``lengths`` random tokens."""
     rows = [SequenceTables(pool) for _ in lengths]
     for seed, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         for layer, (_, k, v) in enumerate(noise(seed, 1, length) if length else ()):
@@ -127,15 +128,15 @@ def test_every_token_sees_what_it_would_see_alone(form: str) -> None:
     assert all([row.offset(layer) for row in rows] == after for layer in range(LAYERS))
     counts = dispatch_counts()
     apart = sum(times for choice, times in counts.items() if choice.path == "apart")
-    together = counts.get(Dispatch("kernel", "several sequences' new tokens"), 0)
+    together = counts.get(Dispatch("kernel", "new tokens of several sequences"), 0)
     assert (apart, together) == ((0, LAYERS) if form == "kernel" else (LAYERS, 0))
-    for row, other in zip(rows, others, strict=True):  # and they go on alike, one by one
+    for row, other in zip(rows, others, strict=True):  # both sets continue alike, one token at a time
         q, k, v = noise(7, 1, 1)[1]
         assert mx.abs(solo(PagedKVCache(row, 1), q, k, v) - solo(PagedKVCache(other, 1), q, k, v)).max() < 1e-5
     pool.check_integrity()
 
 
-def test_a_soft_cap_and_sinks(form: str) -> None:
+def test_pack_applies_softcap_and_sinks(form: str) -> None:
     pool = pool_of(form)
     rows, others = sequences(pool), sequences(pool)
     parts = noise(98, TOKENS, 1)
@@ -153,7 +154,7 @@ def test_a_soft_cap_and_sinks(form: str) -> None:
         assert_close(got, outputs)
 
 
-def test_a_window_narrower_than_the_layers(form: str) -> None:
+def test_pack_applies_a_window_narrower_than_the_layer(form: str) -> None:
     pool = pool_of(form)
     rows, others = sequences(pool), sequences(pool)
     parts = noise(97, TOKENS, 1)
@@ -163,18 +164,18 @@ def test_a_window_narrower_than_the_layers(form: str) -> None:
         assert mask is caches[layer].make_mask(1, window_size=6) and pack.window_of(mask) == Window(6)
         got = caches[layer].attend(*parts[layer], AttentionParams(SCALE, mask))
         assert_close(got, expected_of(others, parts, layer, window=6))
-    with pytest.raises(NotPackableError, match="a mask of 21 tokens over a window of 20"):
+    with pytest.raises(NotPackableError, match="a mask for a window of 21 tokens is wider than the layer's, 20"):
         caches[1].make_mask(1, window_size=WINDOW + 1)
 
 
-def test_what_was_fetched_is_attended_to_and_by_other_layers_too(form: str) -> None:
+def test_fetched_arrays_can_be_attended_to_more_than_once(form: str) -> None:
     pool = pool_of(form)
     rows, others = sequences(pool), sequences(pool)
     parts = noise(96, TOKENS, 1)
     pack, caches = pack_of(rows)
     for layer, cache in enumerate(caches):
         q, k, v = parts[layer]
-        with pytest.raises(PromptCacheError, match="nothing yet"):
+        with pytest.raises(PromptCacheError, match="not written keys and values yet"):
             cache.keys_and_values()
         fetched = cache.update_and_fetch(k, v)
         expected = expected_of(others, parts, layer)
@@ -189,12 +190,12 @@ def test_what_was_fetched_is_attended_to_and_by_other_layers_too(form: str) -> N
 # What cannot be packed ------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_uses_its_caches_in_another_way_is_found_out() -> None:
+def test_unsupported_use_of_packed_caches_raises() -> None:
     pool = pool_of()
     pack, caches = pack_of(sequences(pool))
     assert len(pack) == TOKENS
     q, k, v = noise(95, TOKENS, 1)[0]
-    with pytest.raises(NotPackableError, match="2 tokens"):
+    with pytest.raises(NotPackableError, match="must be for 1 token per row, got 2"):
         caches[0].make_mask(2)
     pair = caches[0].update_and_fetch(k, v)
     lazy = lazy_kv_of(*pair)
@@ -203,7 +204,7 @@ def test_a_model_that_uses_its_caches_in_another_way_is_found_out() -> None:
         lazy.serves(q, mx.ones((TOKENS, 1, 1, 1), mx.bool_))
     with pytest.raises(NotPackableError, match="a mask of its own"):
         lazy.serves(q, "causal")
-    with pytest.raises(NotPackableError, match="another shape"):
+    with pytest.raises(NotPackableError, match="do not match the pack"):
         lazy.serves(q[:2], None)
     with pytest.raises(NotPackableError, match="writes twice"):
         caches[0].update_and_fetch(k, v)
@@ -212,7 +213,7 @@ def test_a_model_that_uses_its_caches_in_another_way_is_found_out() -> None:
     assert lazy_kv_of(pair[0] + 0, pair[1]) is None
 
 
-def test_a_layer_that_does_not_attend_is_noticed_before_changes() -> None:
+def test_commit_raises_if_a_layer_did_not_attend() -> None:
     pool = pool_of()
     rows = sequences(pool)
     pack, caches = pack_of(rows)
@@ -228,7 +229,7 @@ def test_a_layer_that_does_not_attend_is_noticed_before_changes() -> None:
 
 
 def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks behind a window are released by the group, at each layer's write, as with any chunk in place."""
+    """Each group paces its layers at their writes, as for any large chunk in place."""
     monkeypatch.setattr(group_module, "PACED_TOKENS", TOKENS)
     monkeypatch.setattr(group_module, "LAYERS_AHEAD", 1)
     begun: list[mx.array] = []
@@ -247,13 +248,13 @@ def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: 
                 waits.append(len(awaited))
         monkeypatch.undo()
         assert fences[0] >= 1 and fences == sorted(set(fences)), "each layer is begun before the next one is built"
-        assert waits[0] == waits[1] < waits[2], "for the group's first layer, at its second one's write"
+        assert waits[0] == waits[1] < waits[2], "the write of a group's second layer waits for its first"
         pack.commit()
         for layer, output in enumerate(outputs):
             assert_close(output, expected_of(expected, parts, layer))
 
 
-def test_shapes_and_sequences_that_do_not_fit_are_refused() -> None:
+def test_mismatched_shapes_and_sequences_are_refused() -> None:
     pool = pool_of()
     rows = sequences(pool)
     with pytest.raises(NotPackableError, match="writes twice"):  # nothing is reserved
@@ -268,7 +269,7 @@ def test_shapes_and_sequences_that_do_not_fit_are_refused() -> None:
         caches[0].attend(*wide, AttentionParams(SCALE))
     assert all(pack.is_behind(layer) for layer in range(LAYERS))
     caches[0].attend(q, k, v, AttentionParams(SCALE))
-    with pytest.raises(BlockStateError, match="another pool"):
+    with pytest.raises(BlockStateError, match="must be of one pool"):
         Rows(pool, [*rows[:2], *sequences(pool_of())[2:]], COUNTS)
 
 
@@ -295,15 +296,15 @@ def test_positions_are_reserved_in_all_groups_or_in_none() -> None:
     with pytest.raises(PoolExhaustedError):
         rows[1].reserve(400)
     assert [[table.length for table in row.tables] for row in rows] == lengths
-    assert pool.stats().live_blocks <= stats.live_blocks, "only blocks behind a window are given up"
-    rows[0].reserve(12)  # for whoever goes on alone as well
+    assert pool.stats().live_blocks <= stats.live_blocks, "only blocks behind a window are released"
+    rows[0].reserve(12)  # a sequence that continues alone uses them too
     for layer, (q, k, v) in enumerate(noise(5, 1, 12)):
         solo(PagedKVCache(rows[0], layer), q, k, v)
     assert {rows[0].offset(layer) for layer in range(LAYERS)} == {21}
     pool.check_integrity()
 
 
-def test_a_pack_keeps_nothing_alive() -> None:
+def test_pack_does_not_keep_its_pool_alive() -> None:
     pool = pool_of()
     pack, caches = pack_of(sequences(pool))
     pair = caches[0].update_and_fetch(*noise(92, TOKENS, 1)[0][1:])
@@ -311,7 +312,7 @@ def test_a_pack_keeps_nothing_alive() -> None:
     gc.disable()
     try:
         del pool, pack, caches
-        assert gone() is None, "what was fetched does not keep it"
+        assert gone() is None, "fetched arrays do not keep the pool"
         with pytest.raises(NotPackableError):
             lazy_kv_of(*pair).serves(noise(92, TOKENS, 1)[0][0], None)  # type: ignore[union-attr]
     finally:

@@ -1,4 +1,4 @@
-"""PackedStates: layers with a state get the tokens of a pack side by side, and can go back to an earlier one."""
+"""PackedStates: layers with a state run the sequences of a pack side by side, and their states can be rewound."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ COUNTS = ((1,), (4,), (3, 3, 3), (5, 1, 3, 1, 4), (1, 2, 9, 2))
 
 
 def recur(x: mx.array, mask: Any, cache: Any, calls: list[tuple[int, ...]] | None = None) -> tuple[Any, Any]:
-    """A layer whose state is a running sum, which halves at each token, and its last token; a first counts twice."""
+    """Run a layer whose state is a sum that halves at each token, and the last token; a sequence's first counts
+    twice."""
     if calls is not None:
         calls.append(tuple(x.shape[:2]))
     state = 2 * x[:, 0] if cache[0] is None else cache[0] * 0.5 + x[:, 0]
@@ -41,7 +42,7 @@ def tokens_of(counts: tuple[int, ...]) -> list[mx.array]:
 
 
 def alone(counts: tuple[int, ...], started: set[int], kept: list[int] | None = None) -> tuple[np.ndarray, list[Any]]:
-    """Outputs of each sequence by itself ``[T, 1, DIM]``, and the states behind its first tokens."""
+    """Return the outputs of each sequence alone, ``[T, DIM]``, and its states after ``kept`` tokens (default: all)."""
     caches = caches_of(len(counts), started)
     outputs = [
         recur(x[:, : (kept or counts)[i]], None, cache)[0]
@@ -56,7 +57,7 @@ def packed(counts: tuple[int, ...]) -> mx.array:
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("started", ((), (0,), (0, 1, 2, 3, 4)))
-def test_each_sequence_gets_what_it_gets_alone(counts: tuple[int, ...], started: tuple[int, ...]) -> None:
+def test_pack_gives_each_sequence_its_own_result(counts: tuple[int, ...], started: tuple[int, ...]) -> None:
     known = {index for index in started if index < len(counts)}
     expected, states = alone(counts, known)
     caches = caches_of(len(counts), known)
@@ -69,10 +70,10 @@ def test_each_sequence_gets_what_it_gets_alone(counts: tuple[int, ...], started:
         for a, b in zip(got, wanted, strict=True):
             np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-6)
     for cache, arrays in zip(caches, before, strict=True):
-        assert all(a is b for a, b in zip(cache.cache, arrays, strict=True)), "the sequences' own caches stay"
+        assert all(a is b for a, b in zip(cache.cache, arrays, strict=True)), "the sequences' own caches are unchanged"
 
 
-def test_sequences_share_calls_and_nothing_is_padded() -> None:
+def test_sequences_share_calls_without_padding() -> None:
     counts, calls = (5, 1, 3, 1, 5), []
     pack = PackedStates.of(caches_of(5, set(range(5))), counts)
     pack.run(lambda x, mask, cache: recur(x, mask, cache, calls), packed(counts), None, pack)
@@ -80,7 +81,7 @@ def test_sequences_share_calls_and_nothing_is_padded() -> None:
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_states_go_back_to_the_tokens_that_are_kept(counts: tuple[int, ...]) -> None:
+def test_states_rewind_to_the_kept_tokens(counts: tuple[int, ...]) -> None:
     started = set(range(len(counts)))
     batch = ArraysCache.merge(caches_of(len(counts), started))
     before = list(batch.cache)
@@ -90,10 +91,10 @@ def test_states_go_back_to_the_tokens_that_are_kept(counts: tuple[int, ...]) -> 
         _, states = alone(counts, started, kept)
         for got, wanted in zip(pack.batch(kept), zip(*states, strict=True), strict=True):
             np.testing.assert_allclose(np.array(got), np.array(mx.concatenate(wanted)), rtol=1e-6)
-    assert all(a is b for a, b in zip(batch.cache, before, strict=True)), "the batch's cache stays"
+    assert all(a is b for a, b in zip(batch.cache, before, strict=True)), "the batch's cache is unchanged"
 
 
-def test_positions_are_those_of_the_first_tokens() -> None:
+def test_offsets_are_those_of_the_first_tokens_of_each_call() -> None:
     counts, seen = (2, 3), []
 
     def note(x: mx.array, cache: Any, offset: mx.array) -> mx.array:
@@ -105,7 +106,7 @@ def test_positions_are_those_of_the_first_tokens() -> None:
     assert seen == [[4, 7], [6]]
 
 
-def test_code_that_does_not_know_packs_is_told() -> None:
+def test_code_without_support_for_packs_raises() -> None:
     pack = PackedStates.of(caches_of(2, set()), (1, 2))
     assert pack.make_mask(1) is None
     with pytest.raises(NotPackableError, match="reads its state"):

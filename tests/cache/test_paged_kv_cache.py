@@ -65,7 +65,7 @@ def test_update_and_fetch_around_the_edge_of_the_window(chunks: tuple[int, ...])
         assert_same(paged.update_and_fetch(k, v), dense.update_and_fetch(k, v))
 
 
-def test_layers_of_two_groups_go_their_own_way() -> None:
+def test_layers_of_two_groups_are_independent() -> None:
     pool = BlockPool([LayerGroup((0, 2)), LayerGroup((1, 3), 6, "window")], block_size=4)
     paged = caches_of(layers=4, pool=pool)
     dense = [dense_of(None if layer % 2 == 0 else 6) for layer in range(4)]
@@ -193,7 +193,7 @@ def test_a_table_is_trimmed_with_its_last_layer() -> None:
         cache.update(*kv(layer, 9))
     caches[0].trim(6)
     assert caches[0].table.length == 9 and (caches[0].offset, caches[1].offset) == (3, 9)
-    with pytest.raises(BlockStateError, match="lose the same"):
+    with pytest.raises(BlockStateError, match="trimmed by the same number of tokens, got 8"):
         caches[1].trim(8)
     caches[1].trim(6)
     assert caches[0].table.length == caches[1].offset == 3
@@ -211,7 +211,7 @@ def test_trim_past_a_window_is_refused_and_changes_nothing() -> None:
 def test_layers_of_a_group_must_take_the_same_tokens() -> None:
     first, second = caches_of(layers=2)
     first.update(*kv(0, 5))
-    with pytest.raises(BlockStateError, match="all layers of a group must take the same tokens"):
+    with pytest.raises(BlockStateError, match="all layers of a group must write the same tokens"):
         second.update(*kv(1, 3))
     part = kv(1, 5)
     second.update(*part)
@@ -240,7 +240,7 @@ def test_a_refused_update_changes_nothing(bad: Callable[..., tuple[mx.array, mx.
     assert_same(paged.update_and_fetch(k, v), dense.update_and_fetch(k, v))
 
 
-def test_a_refused_first_update_leaves_the_pool_open() -> None:
+def test_refused_first_update_does_not_fix_the_geometry() -> None:
     (paged,) = caches_of()
     k, v = (noise(seed, 2, HEADS, 3, 16, dtype=mx.float16) for seed in (1, 2))
     with pytest.raises(GeometryError):
@@ -250,7 +250,7 @@ def test_a_refused_first_update_leaves_the_pool_open() -> None:
     assert_same(paged.keys_and_values(), part)
 
 
-def test_an_update_that_does_not_fit_changes_nothing() -> None:
+def test_update_beyond_the_budget_changes_nothing() -> None:
     per_block = 4 * HEADS * (KD + VD) * 4
     first, second = caches_of(layers=2, memory_budget=2 * 4 * per_block)
     parts = [kv(0, 9), kv(1, 9)]
@@ -295,7 +295,7 @@ def test_a_trimmed_window_turns_into_a_dense_cache_of_the_same_tokens(chunks: tu
 # Blocks come back -------------------------------------------------------------------------------------------------
 
 
-def test_collected_caches_give_their_blocks_back() -> None:
+def test_collected_caches_release_their_blocks() -> None:
     pool = BlockPool([LayerGroup((0, 1))], block_size=4)
     caches = caches_of(layers=2, pool=pool)
     for layer, cache in enumerate(caches):
@@ -313,7 +313,7 @@ def test_collected_caches_give_their_blocks_back() -> None:
     pool.check_integrity()
 
 
-def test_one_layer_keeps_the_sequence() -> None:
+def test_one_remaining_layer_keeps_the_blocks_of_its_sequence() -> None:
     pool = BlockPool([LayerGroup((0, 1))], block_size=4)
     caches = caches_of(layers=2, pool=pool)
     parts = [kv(0, 9), kv(1, 9)]
@@ -336,6 +336,6 @@ def test_thousands_of_short_lived_caches_reuse_the_same_blocks() -> None:
     assert pool.stats().live_blocks == 0
 
 
-def test_repr_says_which_layer_and_where() -> None:
+def test_repr_names_layer_offset_and_table() -> None:
     paged, _ = filled(None, (6,))
     assert repr(paged) == "PagedKVCache(layer=0, offset=6, BlockTable(group=0, length=6, logical_start=0, blocks=2))"

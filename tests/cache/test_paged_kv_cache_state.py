@@ -1,4 +1,4 @@
-"""A PagedKVCache made of another: forks by reference, states that restore, keys and values that are loaded."""
+"""A PagedKVCache made from another cache: forks by reference, restored states, loaded keys and values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_deepcopy_is_a_fork_by_reference() -> None:
     assert forks[0].pool is pool
     assert forks[0].sequence is forks[1].sequence is forks[2].sequence is not caches[0].sequence
     assert [f.offset for f in forks] == [10] * 3
-    for step in range(8):  # they part ways
+    for step in range(8):  # source and fork diverge
         for side, (ours, theirs) in enumerate(((caches, dense), (forks, dense_forks))):
             for layer in range(3):
                 k, v = kv(1000 + 100 * side + 10 * step + layer, 1 + step % 2)
@@ -96,9 +96,9 @@ def test_the_state_of_a_dense_cache_restores_a_paged_one() -> None:
 
 
 @pytest.mark.parametrize("state", [(), (1, 2), (1, 2, 3), (None, None), "state"])
-def test_other_states_are_refused(state: Any) -> None:
+def test_invalid_states_are_refused(state: Any) -> None:
     (paged,) = caches_of()
-    with pytest.raises(PromptCacheError, match="not the state of"):
+    with pytest.raises(PromptCacheError, match="must be that of a paged cache"):
         paged.state = state
     assert paged.empty()
 
@@ -141,15 +141,15 @@ def test_load_refuses_missing_or_impossible_tokens(window: int | None, n: int, o
 
 def test_load_refuses_a_cache_in_use() -> None:
     paged, dense = filled(None, (6,))
-    with pytest.raises(PromptCacheError, match="into a cache at 6"):
+    with pytest.raises(PromptCacheError, match="into a cache of 6 tokens"):
         paged.load(*kv(2, 9), 9)
     assert_same(paged.keys_and_values(), dense.keys_and_values())
 
 
-def test_load_refuses_another_length_than_the_layers_before() -> None:
+def test_load_refuses_a_length_unlike_that_of_earlier_layers() -> None:
     first, second = caches_of(layers=2)
     first.load(*kv(1, 6), 6)
-    with pytest.raises(PromptCacheError, match="ends at 5, the layers before it at 6"):
+    with pytest.raises(PromptCacheError, match="holds positions 0 to 5, the earlier layers of its group 0 to 6"):
         second.load(*kv(2, 5), 5)
     part = kv(3, 6)
     second.load(*part, 6)
@@ -166,7 +166,7 @@ def test_a_refused_load_changes_nothing() -> None:
     assert_same(paged.keys_and_values(), part)
 
 
-def test_a_load_that_does_not_fit_changes_nothing() -> None:
+def test_load_beyond_the_budget_changes_nothing() -> None:
     (paged,) = caches_of(window=6, memory_budget=3 * 4 * HEADS * (KD + VD) * 4)
     other = PagedKVCache(SequenceTables(paged.pool), 0)
     other.update(*kv(1, 5))

@@ -1,4 +1,4 @@
-"""--json-schema, and what lines of prompts files say of their answers."""
+"""--json-schema, and grammars of single lines in prompts files."""
 
 import json
 from argparse import Namespace
@@ -34,7 +34,7 @@ def schema(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_file_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_schema_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, message in (("[1]", "must be a JSON object"), ("{", "not valid JSON")):
         file = tmp_path / "schema.json"
         file.write_text(text)
@@ -47,7 +47,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.demo_model
 @pytest.mark.parametrize("flags", [(), *slow(("--no-paged",), single=True)])
-def test_an_answer_is_of_the_schema(folder: Path, schema: Path, flags: tuple[str, ...]) -> None:
+def test_answer_matches_the_schema(folder: Path, schema: Path, flags: tuple[str, ...]) -> None:
     prompt = ("--prompt", "Hello", "--max-tokens", "300", "--verbose", "False", "--temp", "1.0", "--seed", "4")
     done = commands.run("mlx_paged", "generate", "--model", str(folder), *prompt, "--json-schema", str(schema), *flags)
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,9 @@ def test_an_answer_is_of_the_schema(folder: Path, schema: Path, flags: tuple[str
 
 @pytest.mark.demo_model
 @pytest.mark.parametrize("flags", [(), *slow(("--no-paged",), single=True)])
-def test_lines_say_what_their_answers_are(folder: Path, schema: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_lines_of_a_prompts_file_have_their_own_grammars(
+    folder: Path, schema: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     source = tmp_path / "prompts.jsonl"
     lines: list[dict[str, Any]] = [
         {"prompt": "One"},
@@ -79,7 +81,7 @@ def test_lines_say_what_their_answers_are(folder: Path, schema: Path, tmp_path: 
 
 
 @pytest.mark.demo_model
-def test_a_schema_that_cannot_be_used_is_told(folder: Path, tmp_path: Path) -> None:
+def test_invalid_schema_is_refused_with_its_fault(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text('{"properties": {"x": {"type": "objekt"}}}')
     done = commands.run("mlx_paged", "generate", "--model", str(folder), "--prompt", "x", "--json-schema", str(file))

@@ -66,7 +66,7 @@ def expected(folder: Path) -> list[str]:
     return [record["text"] for record in records(done.stdout)]
 
 
-def test_results_equal_stocks_also_in_a_tight_pool(folder: Path, expected: list[str], tmp_path: Path) -> None:
+def test_results_equal_stock_even_in_a_small_pool(folder: Path, expected: list[str], tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
     source.write_text("\n".join(TEXTS))
     block = 8 * 3 * 2 * 2 * 32 * 4
@@ -80,17 +80,19 @@ def test_results_equal_stocks_also_in_a_tight_pool(folder: Path, expected: list[
         assert "6 prompts" in done.stderr
 
 
-def test_an_unknown_batch_generator_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_batch_generator_is_refused_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("mlx_lm.generate")
     monkeypatch.setattr(module, "BatchGenerator", type("BatchGenerator", (module.BatchGenerator,), {}))
     for flags in ((), ("--no-paged",)):
         monkeypatch.setattr(sys, "argv", ["mlx_paged.generate"])
-        with pytest.raises(SystemExit, match=r"--prompts-file does not run with this version of mlx-lm: .* installed"):
+        with pytest.raises(SystemExit, match=r"--prompts-file does not support this version of mlx-lm: .* installed"):
             main(arguments(folder, "--prompts-file", "-", *flags)[1:])
 
 
 @pytest.mark.parametrize("flags", [(), *slow(("--no-paged",), single=True)])
-def test_the_summary_counts_what_the_results_hold(folder: Path, expected: list[str], flags: tuple[str, ...]) -> None:
+def test_summary_counts_equal_the_sums_of_the_results(
+    folder: Path, expected: list[str], flags: tuple[str, ...]
+) -> None:
     ending = expected[0].split()[5]
     done = run(folder, "--prompts-file", "-", "--extra-eos-token", ending, *flags, stdin="\n".join(TEXTS))
     written = records(done.stdout)
@@ -111,7 +113,7 @@ def chat(*contents: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def strict_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with a template that refuses chats, and puts contents into text as they are."""
+    """A copy of the model whose template refuses roles that do not alternate and inserts contents unchanged."""
     strict = tmp_path_factory.mktemp("strict") / "model"
     shutil.copytree(folder, strict)
     (strict / "chat_template.jinja").write_text(STRICT)
@@ -119,7 +121,9 @@ def strict_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.parametrize("flags", [(), *slow(("--no-paged",), single=True)])
-def test_every_line_has_its_own_outcome(strict_folder: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_failing_lines_do_not_affect_others_and_are_retried(
+    strict_folder: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     parts = [{"type": "text", "text": "w5 "}, {"type": "text", "text": "w6 w7"}]
     lines = [
@@ -141,13 +145,13 @@ def test_every_line_has_its_own_outcome(strict_folder: Path, tmp_path: Path, fla
     assert "roles must alternate" in errors[1]
     assert "Only 'text' content type is supported" in errors[3]
     assert errors[4] == "line 5: 'temprature': not an option of a prompts file"
-    assert "token ids go from 0 to 319" in errors[5]
+    assert "token ids must be from 0 to 319" in errors[5]
     assert errors[8].startswith("line 9: it is not valid JSON")
     assert results[0]["text"] == results[2]["text"] != ""
     lines[1] = {"messages": chat("w1")}
     source.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"prompt": "cut\n')
     again = run(strict_folder, "--prompts-file", source, "--output", out, "--resume", *flags)
-    assert "4 prompt(s) failed" in again.stderr, "the mended line was done, the others were tried again"
+    assert "4 prompt(s) failed" in again.stderr, "the corrected line succeeded, the others were retried"
     assert [record["index"] for record in records(out.read_text())] == list(range(9))
 
 
@@ -171,7 +175,7 @@ def test_each_line_has_its_own_sampling_options(folder: Path, expected: list[str
     assert set(texts[2].split()) == {"w17"} and len(texts[2].split()) == 12
     assert len(texts[4].split()) == 4 and texts[4] != " ".join(expected[4].split()[:4])
     assert texts[1] == texts[5] != texts[7] and texts[1] != expected[1]
-    if not flags:  # a seed gives the same in any batch, but not what mlx-lm draws with it
+    if not flags:  # a seed gives the same text in any batch, but not mlx-lm's text
         part = [lines[3], lines[1]]
         others = run(folder, "--prompts-file", "-", "--batch-size", "1", stdin="\n".join(map(json.dumps, part)))
         assert [record["text"] for record in records(others.stdout)] == [texts[3], texts[1]]
@@ -184,7 +188,7 @@ def test_each_line_has_its_own_sampling_options(folder: Path, expected: list[str
         assert alone == texts[index]
 
 
-def test_all_that_a_line_says_of_sampling_is_what_the_engine_is_told() -> None:
+def test_all_sampling_options_of_a_line_reach_the_engine() -> None:
     tokenizer = SimpleNamespace(encode=lambda text: [1], eos_token_ids=())
     sampling = Sampling(extend_parser(setup_arg_parser()).parse_args([]), tokenizer, 10)
     whole = {"top_k": 4, "seed": 5, **{f"{name}_context_size": 7 for name in ("repetition", "presence", "frequency")}}
@@ -203,7 +207,7 @@ def test_all_that_a_line_says_of_sampling_is_what_the_engine_is_told() -> None:
 
 def test_each_line_has_its_own_stop_strings(folder: Path, expected: list[str]) -> None:
     words = expected[0].split()
-    stop = f"{words[4][1:]} {words[5][:2]}"  # from inside a word into the next one
+    stop = f"{words[4][1:]} {words[5][:2]}"  # begins inside a word and ends inside the next
     lines: list[dict[str, Any]] = [
         {"prompt": TEXTS[0], "stop": stop},
         {"prompt": TEXTS[0], "stop": ["nowhere", words[3]]},
@@ -218,7 +222,7 @@ def test_each_line_has_its_own_stop_strings(folder: Path, expected: list[str]) -
     assert found[2:] == [(expected[1], "length"), (expected[0], "length")]
 
 
-def test_a_step_that_fails_ends_the_prompts_in_it_and_no_others() -> None:
+def test_failing_step_fails_only_the_prompts_in_it() -> None:
     class Generator:
         calls = 0
 
@@ -258,11 +262,11 @@ def test_a_step_that_fails_ends_the_prompts_in_it_and_no_others() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_the_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) -> None:
+def test_progress_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
     source.write_text(words(600, 1))
     options = ("--prompts-file", source, "--prefill-step-size", 16, "--max-tokens", 1)
-    each_time = tmp_path / "each_time.py"  # the command, which draws every chunk, however fast they are
+    each_time = tmp_path / "each_time.py"  # the command, which draws after every chunk
     each_time.write_text(
         "import sys\n"
         "from mlx_paged.__main__ import main\n"
@@ -275,7 +279,7 @@ def test_the_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) ->
     assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 600
 
 
-def test_json_lines_with_chats_ids_and_a_prompt_too_large(folder: Path, expected: list[str], tmp_path: Path) -> None:
+def test_prompt_too_large_fails_alone_among_json_lines(folder: Path, expected: list[str], tmp_path: Path) -> None:
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [
         {"prompt": TEXTS[0], "id": "first"},
@@ -293,7 +297,7 @@ def test_json_lines_with_chats_ids_and_a_prompt_too_large(folder: Path, expected
     assert third["generation_tokens"] == 3
 
 
-def test_a_killed_run_can_be_resumed(folder: Path, tmp_path: Path) -> None:
+def test_interrupted_run_can_be_resumed(folder: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     texts = [words(20 + n, n) for n in range(40)]
     source.write_text("\n".join(texts))
@@ -307,7 +311,7 @@ def test_a_killed_run_can_be_resumed(folder: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     code = process.wait(300)
     kept = out.read_text().splitlines()
-    if code != 0:  # it may have been too quick for us
+    if code != 0:  # 0 if it ended before the signal
         assert code == 130 and "--resume" in errors.read_text()
         assert 5 <= len(kept) < 40
         refused = run(folder, *options)
@@ -324,14 +328,17 @@ def test_a_killed_run_can_be_resumed(folder: Path, tmp_path: Path) -> None:
         (("--prompts-file", "missing.txt"), "missing.txt cannot be read"),
         (("--output", "x"), "need --prompts-file"),
         (("--prompts-file", "-", "--resume"), "--resume needs --output"),
-        (("--prompts-file", "-", "--kv-bits", "3"), "pages are of 8 or 4 bits"),
-        (("--prompts-file", "-", "--kv-bits", "8", "--quantized-kv-start", "9"), "from the first token on"),
+        (("--prompts-file", "-", "--kv-bits", "3"), "kv_bits must be 8, 4 or (8, 4), got 3"),
+        (
+            ("--prompts-file", "-", "--kv-bits", "8", "--quantized-kv-start", "9"),
+            "quantized_kv_start must be 0 or 5000",
+        ),
         (("--prompts-file", "-", "--batch-size", "0"), "at least 1"),
         (("--prompts-file", "-", "--chat-template-config", "{x"), "--chat-template-config is not valid JSON"),
         (("--prompts-file", "-"), "stdin holds no prompt"),
     ],
 )
-def test_errors_are_one_line_each(folder: Path, args: tuple[str, ...], message: str) -> None:
+def test_errors_are_reported_without_a_traceback(folder: Path, args: tuple[str, ...], message: str) -> None:
     done = run(folder, *args, stdin="")
     assert done.returncode == 1
     assert message in done.stderr and "Traceback" not in done.stderr
@@ -353,13 +360,13 @@ def read(lines: list[str], name: str = "file") -> list[Prompt]:
     return read_prompts([line.encode() for line in lines], name)
 
 
-def test_one_prompt_a_line() -> None:
+def test_plain_text_file_has_one_prompt_per_line() -> None:
     prompts = read(["\ufefffirst line\n", "\n", '  "quoted" {x}\r\n', "[1, 2]\n", '{"prompt": 1}\n'])
     assert [p.text for p in prompts] == ["first line", '  "quoted" {x}', "[1, 2]", '{"prompt": 1}']
     assert [p.index for p in prompts] == [0, 1, 2, 3]
 
 
-def test_json_lines() -> None:
+def test_json_lines_are_read_with_ids_and_options() -> None:
     lines = [
         '{"prompt": "a", "id": 7}\n',
         "\n",
@@ -390,7 +397,7 @@ def test_a_file_without_prompts_is_refused(lines: list[str]) -> None:
         ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "exactly one"),
         ('{"prompt": 3}', "prompt: Input should be a valid string, got 3"),
         ('{"prompt": ""}', "prompt: String should have at least 1 character"),
-        ('{"messages": []}', "messages: must be a list that is not empty"),
+        ('{"messages": []}', "messages: must be a non-empty list"),
         ('{"messages": [{"content": "no role"}]}', "messages: message 0 must be an object with a role"),
         ('{"messages": [{"role": "user", "content": 3}]}', "messages: message 0: the content must be a string or a"),
         ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "messages: message 0: each part of the"),
@@ -407,7 +414,7 @@ def test_a_file_without_prompts_is_refused(lines: list[str]) -> None:
         ('{"prompt": "a", "tools": []}', "'tools': not an option"),
     ],
 )
-def test_an_unusable_line_is_an_error_of_that_line_alone(line: str, message: str) -> None:
+def test_unusable_line_is_an_error_of_that_line_only(line: str, message: str) -> None:
     before, broken, after = read(['{"prompt": "a"}', line, '{"prompt": "b"}'])
     assert (before, after) == (Prompt(0, "a"), Prompt(2, "b"))
     assert broken.error is not None and broken.error.startswith("line 2: ") and message in broken.error
@@ -425,7 +432,7 @@ def test_an_unusable_line_is_an_error_of_that_line_alone(line: str, message: str
         {"role": "user", "content": "a", "tool_calls": [3]},
     ],
 )
-def test_messages_of_a_line_are_those_of_the_api(message: dict[str, Any]) -> None:
+def test_messages_of_a_line_are_checked_as_in_the_api(message: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "b"}, message]}
     (prompt,) = read([json.dumps(body)])
     try:
@@ -436,7 +443,7 @@ def test_messages_of_a_line_are_those_of_the_api(message: dict[str, Any]) -> Non
         assert prompt.error is None and prompt.messages == tuple(body["messages"])
 
 
-def test_a_file_is_json_lines_even_if_its_first_line_is_broken() -> None:
+def test_file_with_a_broken_first_line_is_still_read_as_json_lines() -> None:
     for name, lines in (("f", ['{"prompt": "cut', '{"prompt": "b"}']), ("f.jsonl", ["x", '{"prompt": "b"}'])):
         broken, good = read(lines, name)
         assert broken.error is not None and good.text == "b"
@@ -456,7 +463,7 @@ def indices(path: Path) -> list[int]:
     return [json.loads(line)["index"] for line in path.read_text().splitlines()]
 
 
-def test_results_come_in_order_whatever_finishes_first() -> None:
+def test_results_are_written_in_order_of_the_prompts() -> None:
     out = io.StringIO()
     results = Results(PROMPTS, None, out)
     seen = []
@@ -468,7 +475,7 @@ def test_results_come_in_order_whatever_finishes_first() -> None:
     assert results.counts == Counts(5, 5, 0)
 
 
-def test_an_interrupted_run_goes_on_with_all_it_had(tmp_path: Path) -> None:
+def test_resume_keeps_all_results_of_a_killed_run(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = Results(PROMPTS, path, io.StringIO())
     for index in (0, 3, 1):
@@ -488,7 +495,7 @@ def test_an_interrupted_run_goes_on_with_all_it_had(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl"]
 
 
-def test_failed_prompts_are_tried_again(tmp_path: Path) -> None:
+def test_resume_retries_failed_prompts(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = Results(PROMPTS[:3], path, io.StringIO())
     results.add(PROMPTS[0], error="no room")
@@ -503,7 +510,7 @@ def test_failed_prompts_are_tried_again(tmp_path: Path) -> None:
     assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == ["0", "1", "2"]
 
 
-def test_a_mended_line_is_gone_on_with(tmp_path: Path) -> None:
+def test_resume_runs_a_corrected_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     broken = [Prompt(0, "a"), Prompt(1, None, error="line 2: no")]
     results = Results(broken, path, io.StringIO())
@@ -514,7 +521,7 @@ def test_a_mended_line_is_gone_on_with(tmp_path: Path) -> None:
     assert [p.text for p in again.missing()] == ["b"]
 
 
-def test_sampling_options_are_part_of_what_a_result_belongs_to(tmp_path: Path) -> None:
+def test_resume_with_other_sampling_options_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = Results([Prompt(0, "a", sampling={"temperature": 1})], path, io.StringIO())
     results.add(results.prompts[0], text="0")
@@ -524,14 +531,14 @@ def test_sampling_options_are_part_of_what_a_result_belongs_to(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_an_output_that_cannot_be_written_is_a_clear_error(tmp_path: Path, resume: bool) -> None:
+def test_unwritable_output_is_refused(tmp_path: Path, resume: bool) -> None:
     with pytest.raises(PromptsFileError, match="nowhere"):
         Results(PROMPTS, tmp_path / "nowhere" / "out.jsonl", io.StringIO(), resume=resume)
-    with pytest.raises(PromptsFileError, match="there already" if not resume else "cannot be kept"):
+    with pytest.raises(PromptsFileError, match="exists: continue it" if not resume else "cannot write results"):
         Results(PROMPTS, tmp_path, io.StringIO(), resume=resume)
 
 
-def test_a_result_that_cannot_be_written_is_a_clear_error() -> None:
+def test_failing_write_of_a_result_raises_prompts_file_error() -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")
@@ -540,17 +547,17 @@ def test_a_result_that_cannot_be_written_is_a_clear_error() -> None:
         Results(PROMPTS, None, Full()).add(PROMPTS[0], text="0")
 
 
-def test_a_full_disk_keeps_whole_lines_and_the_run_goes_on_from_them(tmp_path: Path) -> None:
+def test_full_disk_keeps_whole_lines_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = Results(PROMPTS, path, io.StringIO())
     results.add(PROMPTS[0], text="0")
     results.add(PROMPTS[3], text="3")
-    with file_size_limit(path.stat().st_size + 20), pytest.raises(PromptsFileError, match="cannot be kept"):
+    with file_size_limit(path.stat().st_size + 20), pytest.raises(PromptsFileError, match="cannot write results"):
         results.add(PROMPTS[1], text="1" * 5000)
     assert indices(path) == [0] and path.read_bytes().endswith(b"\n")
     with file_size_limit(path.stat().st_size + 20):
         results.close()  # has nothing left to write
-    with file_size_limit(20), pytest.raises(PromptsFileError, match="cannot be kept"):
+    with file_size_limit(20), pytest.raises(PromptsFileError, match="cannot write results"):
         Results(PROMPTS, path, io.StringIO(), resume=True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.partial"]
     again = Results(PROMPTS, path, io.StringIO(), resume=True)
@@ -559,7 +566,7 @@ def test_a_full_disk_keeps_whole_lines_and_the_run_goes_on_from_them(tmp_path: P
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """No file grows beyond this size within: writing fails, or writes a part only, as on a full disk."""
+    """Limit the size of files: a write beyond it fails or is cut short, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -568,19 +575,19 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_results_of_other_prompts_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_resume_with_other_prompts_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = Results(PROMPTS, path, io.StringIO())
     results.add(PROMPTS[0], text="0")
     results.close()
-    with pytest.raises(PromptsFileError, match="another prompt at index 0"):
+    with pytest.raises(PromptsFileError, match="result with index 0 is of another prompt"):
         Results([Prompt(0, "other")], path, io.StringIO(), resume=True)
     path.write_text('{"index": 9}\n')
-    with pytest.raises(PromptsFileError, match="index 9, of 5"):
+    with pytest.raises(PromptsFileError, match="index 9 for 5 prompts"):
         Results(PROMPTS, path, io.StringIO(), resume=True)
 
 
-def test_progress_bar_on_a_terminal_only() -> None:
+def test_progress_bar_is_shown_only_on_a_terminal() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -594,5 +601,5 @@ def test_progress_bar_on_a_terminal_only() -> None:
         progress.clear()
     assert "3/12 prompts, 1 failed, 250 tokens/s" in terminal.getvalue()
     assert "4/12" not in terminal.getvalue()
-    assert f"[{10 * '#'}{20 * '.'}] 0/12 prompts, 2,048 prompt tokens" in terminal.getvalue(), "before anything is done"
+    assert f"[{10 * '#'}{20 * '.'}] 0/12 prompts, 2,048 prompt tokens" in terminal.getvalue(), "before a prompt is done"
     assert plain.getvalue() == ""

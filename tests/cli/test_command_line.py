@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_model(path: Path, **changes: int) -> Path:
     path.mkdir(exist_ok=True)
-    changes = {"hidden_size": 96, "num_hidden_layers": 3, **changes}  # transformers wants a multiple of the heads
+    changes = {"hidden_size": 96, "num_hidden_layers": 3, **changes}  # transformers requires a multiple of the heads
     model = build("llama", **changes)
     config = {**COMMON, **HEADS, "model_type": "llama", "tie_word_embeddings": False, **changes}
     (path / "config.json").write_text(json.dumps(config))
@@ -55,7 +55,7 @@ def text_of(run: subprocess.CompletedProcess[str]) -> str:
     return run.stdout.split("==========")[1].strip()
 
 
-def test_generates_stocks_text_through_the_pool(folder: Path) -> None:
+def test_generate_gives_stock_text_through_the_pool(folder: Path) -> None:
     stock = generate(folder, "--prompt", PROMPT, module="mlx_lm")
     paged = generate(folder, "--prompt", PROMPT, "--cache-stats", "--kv-block-size", 16, "--kv-cache-memory", "1GB")
     assert text_of(paged) == text_of(stock) != ""
@@ -68,7 +68,7 @@ def test_generates_stocks_text_through_the_pool(folder: Path) -> None:
     assert "Generation: 24 tokens" in paged.stdout
 
 
-def test_max_kv_size_gives_stocks_text_alone_and_in_a_batch(tmp_path: Path) -> None:
+def test_max_kv_size_gives_stock_text_alone_and_in_a_batch(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     config = {**COMMON, **HEADS, "model_type": "qwen3", "num_hidden_layers": 2, "max_position_embeddings": 4096}
     config |= {"tie_word_embeddings": True, "rope_theta": 1e4}
@@ -81,7 +81,7 @@ def test_max_kv_size_gives_stocks_text_alone_and_in_a_batch(tmp_path: Path) -> N
     for prompt, text in zip(prompts, expected, strict=True):
         run = generate(folder, "--prompt", prompt, *bounded, "--cache-stats", "--kv-block-size", 8)
         assert text_of(run) == text
-        assert run.stderr.count("keeps a sequence's first tokens") == 1 and "does nothing" not in run.stderr
+        assert run.stderr.count("keeps a sequence's first tokens") == 1 and "has no effect" not in run.stderr
     source = tmp_path / "prompts.txt"
     source.write_text("\n".join(prompts))
     run = generate(folder, "--prompts-file", source, *bounded)
@@ -95,7 +95,7 @@ def test_no_paged_runs_stock(folder: Path) -> None:
     assert "stock mlx-lm (not paged)" in run.stderr
 
 
-def test_every_upstream_flag_is_there() -> None:
+def test_every_flag_of_mlx_lm_is_accepted() -> None:
     def flags(parser) -> set[str]:
         return {flag for action in parser._actions for flag in action.option_strings}
 
@@ -107,14 +107,14 @@ def test_every_upstream_flag_is_there() -> None:
     assert "--kv-block-size" in help_text.stdout and "--top-p" in help_text.stdout
 
 
-def test_prompt_from_standard_input_and_speculative_decoding(folder: Path, tmp_path: Path) -> None:
+def test_draft_model_gives_the_same_text(folder: Path, tmp_path: Path) -> None:
     plain = generate(folder, "--prompt", PROMPT)
     draft = generate(folder, "--prompt", PROMPT, "--draft-model", folder, "--cache-stats")
     assert text_of(draft) == text_of(plain)
     assert "KV cache of the draft model: blocks of 32" in draft.stderr
 
 
-def test_prompt_cache_files_interchange_with_mlx_lm(folder: Path, tmp_path: Path) -> None:
+def test_prompt_cache_files_are_interchangeable_with_mlx_lm(folder: Path, tmp_path: Path) -> None:
     stock_file, paged_file = tmp_path / "stock.safetensors", tmp_path / "paged.safetensors"
     save = ("cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file")
     assert command(*save, stock_file, module="mlx_lm").returncode == 0
@@ -130,7 +130,7 @@ def test_prompt_cache_files_interchange_with_mlx_lm(folder: Path, tmp_path: Path
     assert "blocks of 32 tokens" in stats.stderr and "attention: gather" in stats.stderr
 
 
-def test_prompt_cache_with_bits_that_only_mlx_lm_has(folder: Path, tmp_path: Path) -> None:
+def test_prompt_cache_with_3_bits_is_made_by_mlx_lm(folder: Path, tmp_path: Path) -> None:
     file, bits = tmp_path / "cache.safetensors", ("--kv-bits", 3, "--kv-group-size", 32, "--quantized-kv-start", 0)
     save = ("cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file", file)
     made = command(*bits[:4], *save, *bits[4:])
@@ -140,7 +140,7 @@ def test_prompt_cache_with_bits_that_only_mlx_lm_has(folder: Path, tmp_path: Pat
     check_error(command("chat", "--model", folder, *bits[:2]), "unrecognized arguments: --kv-bits 3", code=2)
 
 
-def test_prompt_cache_of_another_model_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
+def test_prompt_cache_of_another_model_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "cache.safetensors"
     assert command("cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file", file).returncode == 0
     other = save_model(tmp_path, num_hidden_layers=2)
@@ -162,32 +162,32 @@ def test_unusable_options_are_usage_errors(folder: Path) -> None:
 
 
 @pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="a GPU may have the kernel")
-def test_kernel_on_is_refused_without_one(folder: Path) -> None:
+def test_kernel_on_is_refused_without_a_gpu(folder: Path) -> None:
     check_error(generate(folder, "--kernel", "on"), "kernel=on, but MLX")
     check_error(generate(folder, MLX_PAGED_KERNEL="on"), "kernel=on, but MLX")
 
 
-def test_environment_mistakes_name_the_variables(folder: Path) -> None:
+def test_bad_environment_variable_is_refused(folder: Path) -> None:
     check_error(generate(folder, MLX_PAGED_BLOCK_SIZE="31"), "MLX_PAGED_* variable")
 
 
 BLOCK = 32 * 3 * 2 * 2 * 32 * 4  # bytes: 32 tokens, 3 layers, keys and values of 2 heads of 32, f32
 
 
-def test_a_budget_too_small_says_what_was_needed(folder: Path) -> None:
+def test_budget_too_small_is_refused_with_the_bytes_needed(folder: Path) -> None:
     run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", "1KB")
-    check_error(run, f"which takes at least {2 * BLOCK:,} bytes")
+    check_error(run, f"which needs at least {2 * BLOCK:,} bytes")
     run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", f"{2 * BLOCK + 1000}")
     check_error(run, "KV block pool exhausted")
     needed, num_bytes, left, budget = (
         int(number.replace(",", ""))
         for number in re.findall(r"(\d[\d,]*) (?:more|bytes\)|of the budget|bytes are left)", run.stderr)
     )
-    # One block is kept apart for padding: it is neither needed by the prompt nor left for it.
+    # One block is reserved for padding: it counts neither as needed nor as left.
     assert (needed, num_bytes, left, budget) == (2, 2 * BLOCK, BLOCK + 1000, 2 * BLOCK + 1000)
 
 
-def test_an_error_amid_the_text_begins_a_line(folder: Path, tmp_path: Path) -> None:
+def test_error_during_generation_starts_on_a_new_line(folder: Path, tmp_path: Path) -> None:
     """The prompt and a few tokens fit, the rest does not."""
     options = ("--ignore-chat-template", "--prompt", PROMPT, "--max-tokens", "40", "--kv-cache-memory", str(3 * BLOCK))
     with (tmp_path / "shown").open("w") as shown:
@@ -196,12 +196,12 @@ def test_an_error_amid_the_text_begins_a_line(folder: Path, tmp_path: Path) -> N
     text = (tmp_path / "shown").read_text()
     assert "Traceback" not in text
     before, error = text.split("mlx_paged.generate: ")
-    assert re.search(r"w\d+\n$", before), "text came, and its line was ended"
+    assert re.search(r"w\d+\n$", before), "text was printed and its line ended"
     assert error.startswith("KV block pool exhausted: 1 more block(s) needed")
 
 
 @pytest.mark.parametrize("command_name", ["generate", *slow("chat")])
-def test_an_interrupt_ends_quietly(folder: Path, command_name: str) -> None:
+def test_interrupt_exits_with_130_and_no_traceback(folder: Path, command_name: str) -> None:
     arguments = ["--model", str(folder), "--max-tokens", "100000"]
     arguments += ["--prompt", PROMPT] if command_name == "generate" else []
     process = subprocess.Popen(
@@ -217,7 +217,7 @@ def test_an_interrupt_ends_quietly(folder: Path, command_name: str) -> None:
     process.stdin.write(f"{PROMPT}\n".encode())
     process.stdin.flush()
     shown = b""
-    while len(re.findall(rb"\bw\d+\b", shown)) < 3:  # it is at it
+    while len(re.findall(rb"\bw\d+\b", shown)) < 3:  # it is generating
         piece = os.read(process.stdout.fileno(), 4096)
         assert piece, process.stderr and process.stderr.read()
         shown += piece
@@ -228,14 +228,14 @@ def test_an_interrupt_ends_quietly(folder: Path, command_name: str) -> None:
     assert rest.endswith(b"\n")
 
 
-def test_the_end_of_input_ends_a_chat(folder: Path) -> None:
+def test_end_of_input_ends_a_chat(folder: Path) -> None:
     run = command("chat", "--model", folder)
     assert run.returncode == 0 and "Traceback" not in run.stderr
 
 
-def test_max_kv_size_says_when_it_does_nothing(folder: Path, tmp_path: Path) -> None:
-    """Llama makes caches of its own."""
-    said = "--max-kv-size does nothing here: models of type llama choose their caches themselves\n"
+def test_max_kv_size_without_effect_is_reported(folder: Path, tmp_path: Path) -> None:
+    """Llama creates its own caches, so the option has no effect."""
+    said = "--max-kv-size has no effect: models of type llama define their own caches\n"
     bounded = ("--max-kv-size", 16, "--max-tokens", 2)
     run = generate(folder, "--prompt", PROMPT, *bounded)
     assert run.stderr.count(said) == 1
@@ -248,11 +248,11 @@ def test_max_kv_size_says_when_it_does_nothing(folder: Path, tmp_path: Path) -> 
     )
     assert saved.returncode == 0 and saved.stderr.count(said) == 1
     draft = generate(folder, "--prompt", PROMPT, "--draft-model", folder, *bounded)
-    assert draft.stderr.count("does nothing here: a draft model needs") == 1
+    assert draft.stderr.count("has no effect: a draft model requires an unbounded cache") == 1
 
 
-def test_missing_and_corrupt_model_folders(folder: Path, tmp_path: Path) -> None:
-    check_error(generate(tmp_path / "nowhere"), "there is no model folder")
+def test_missing_or_corrupt_model_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    check_error(generate(tmp_path / "nowhere"), "nowhere does not exist")
     empty = tmp_path / "empty"
     empty.mkdir()
     check_error(generate(empty), "has no config.json")
@@ -265,26 +265,26 @@ def test_missing_and_corrupt_model_folders(folder: Path, tmp_path: Path) -> None
     check_error(generate(empty), "cannot be loaded")
 
 
-def test_corrupt_prompt_cache_file(folder: Path, tmp_path: Path) -> None:
+def test_corrupt_prompt_cache_file_is_refused(folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00garbage")
     check_error(generate(folder, "--prompt-cache-file", broken), "broken.safetensors cannot be read")
     check_error(generate(folder, "--prompt-cache-file", tmp_path / "none"), "cannot be read")
 
 
-def test_other_commands_and_help() -> None:
+def test_help_lists_every_command_and_unknown_ones_are_refused() -> None:
     shown = command("--help").stdout
-    assert "any command of mlx_lm" in shown
+    assert "commands of mlx_lm" in shown
     theirs = command("--help", module="mlx_lm").stdout
     for name in ("generate", "server", "doctor", *re.findall(r"'(\w+)'", theirs)):
         assert re.search(rf"^  {name} +\w.*$", shown, re.MULTILINE), f"{name} has a line"
     flat = " ".join(shown.split())
-    for text in ("(default: 32); also MLX_PAGED_BLOCK_SIZE", "80 % of the memory that is free", "MLX_PAGED_KERNEL"):
+    for text in ("(default: 32); also MLX_PAGED_BLOCK_SIZE", "80 % of the free memory", "MLX_PAGED_KERNEL"):
         assert text in flat and text in " ".join(command("generate", "--help").stdout.split())
     check_error(command("nonsense"), "unknown command 'nonsense'")
 
 
-def test_chat_runs_on_the_pool(folder: Path) -> None:
+def test_chat_gives_the_answers_of_stock(folder: Path) -> None:
     """Two turns of mlx_lm.chat give the same answers as stock's."""
     answers = []
     for module in ("mlx_lm", "mlx_paged"):
@@ -299,7 +299,7 @@ def test_chat_runs_on_the_pool(folder: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path, tmp_path: Path) -> None:
     long_prompt = " ".join(f"w{i % 300}" for i in range(900))
-    at_once = tmp_path / "at_once.py"  # the command, to which no prefill is short
+    at_once = tmp_path / "at_once.py"  # the command, which shows the bar at once
     at_once.write_text(
         "import sys\n"
         "from mlx_paged.__main__ import main\n"

@@ -1,4 +1,4 @@
-"""The doctor: what it finds, says and reports; its workers, and its stress of the order of launches."""
+"""mlx_paged doctor: checks, output, report file, worker processes, and the stress test of launch order."""
 
 import io
 import json
@@ -49,7 +49,7 @@ CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="
 
 
 @CPU_ONLY
-def test_without_a_gpu_it_says_so_and_passes() -> None:
+def test_without_a_gpu_doctor_passes_and_says_that_no_kernel_ran() -> None:
     run = commands.run("mlx_paged", "doctor")
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
@@ -61,7 +61,7 @@ def test_without_a_gpu_it_says_so_and_passes() -> None:
 
 
 @CPU_ONLY
-def test_a_demanded_kernel_without_a_gpu_is_an_error() -> None:
+def test_kernel_on_without_a_gpu_is_an_error() -> None:
     run = commands.run("mlx_paged", "doctor", "--kernel", "on")
     assert run.returncode == 1
     assert run.stderr.startswith("mlx_paged doctor: kernel=on, but MLX")
@@ -69,12 +69,12 @@ def test_a_demanded_kernel_without_a_gpu_is_an_error() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_every_variant_passes() -> None:
+def test_every_variant_passes_on_a_gpu() -> None:
     run = subprocess.run([sys.executable, "-m", "mlx_paged", "doctor"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [line for line in run.stdout.splitlines() if " gqa " in line]
     assert all(re.search(r" \d+ us ", row) for row in rows)
-    decode = [row for row in rows if "prompts in packs" not in row]
+    decode = [row for row in rows if "packed prefill" not in row]
     assert len(decode) >= len(POPULAR) + len(DTYPES) - 1
     assert all("kernel: one new token per sequence" in row for row in decode)
 
@@ -114,7 +114,7 @@ def test_a_failing_variant_is_named_and_fails_the_run(
     assert all("12 us    15 us" in line for line in lines if " gqa " in line and line not in failed)
 
 
-def test_rows_of_decode_say_what_decode_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_of_a_decode_kernel_shows_the_path_of_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Variant("paged_decode", "cuda", mx.bfloat16, 64, 64, 4, 32)
     monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(ShapeJob, "prefill_variants", lambda job: (decode._replace(body="paged_prefill"),))
@@ -122,10 +122,10 @@ def test_rows_of_decode_say_what_decode_does(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor_jobs, "self_check", lambda v: SelfCheck(v, True, 1e-4, 0.5, ""))
     job = next(job for job in doctor.jobs(32, everything=False) if isinstance(job, ShapeJob))
     prompts, tokens = (checked.row for checked in job.run(PagedConfig(kernel=False)))
-    assert prompts.use == "prompts in packs" and tokens.use.startswith("gather: ")
+    assert prompts.use == "packed prefill" and tokens.use.startswith("gather: ")
 
 
-def test_the_prefill_kernel_is_run_for_the_shapes_it_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_kernel_runs_for_the_shapes_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill_variants_of.cache_clear()
     monkeypatch.setattr("mlx_paged.kernels.prefill.backend", lambda: "cuda")
     monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: None)
@@ -141,10 +141,10 @@ def test_the_prefill_kernel_is_run_for_the_shapes_it_covers(monkeypatch: pytest.
     assert {shape.dtype for shape, found in rows.items() if not found} == {mx.float32}
     for shape, found in rows.items():
         assert [row.passed for row in found] == ([shape.gqa != 7] if shape.dtype != mx.float32 else [])
-        assert all("prompts in packs" in str(row) for row in found)
+        assert all("packed prefill" in str(row) for row in found)
 
 
-def test_attention_through_the_pool_that_differs_fails_the_run(
+def test_wrong_attention_through_the_pool_fails_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = doctor_jobs.attend
@@ -154,10 +154,10 @@ def test_attention_through_the_pool_that_differs_fails_the_run(
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--kernel", "off"])
     assert ended.value.code == 1
-    assert "attention through the pool differs" in capsys.readouterr().out
+    assert "attention over the pool differs from dense attention" in capsys.readouterr().out
 
 
-def test_a_path_that_raises_is_a_line_and_the_others_go_on(
+def test_exception_in_one_job_fails_only_its_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = doctor_jobs.dispatch_of
@@ -175,7 +175,7 @@ def test_a_path_that_raises_is_a_line_and_the_others_go_on(
     assert [" D80 " in line for line in lines if "FAILED: RuntimeError: no memory" in line] == [True]
 
 
-def test_all_adds_every_ratio_and_block_size() -> None:
+def test_all_adds_every_gqa_ratio_and_block_size() -> None:
     few, many = (doctor.jobs(32, everything=everything) for everything in (False, True))
     few_shapes, all_of_them = ([job.shape for job in listed if isinstance(job, ShapeJob)] for listed in (few, many))
     assert all_of_them[: len(few_shapes)] == few_shapes and len(set(all_of_them)) == len(all_of_them)
@@ -186,7 +186,7 @@ def test_all_adds_every_ratio_and_block_size() -> None:
     assert not any(job.every_body for job in few) and all(job.every_body for job in many)
 
 
-def test_other_kernels_are_run_if_the_first_fails_or_all_are_wanted(
+def test_other_kernels_run_if_the_first_fails_or_with_every_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     both = tuple(Variant(body, "cuda", mx.bfloat16, 64, 64, 4, 32) for body in ("paged_decode_tensor", "paged_decode"))
@@ -211,7 +211,7 @@ def test_other_kernels_are_run_if_the_first_fails_or_all_are_wanted(
     assert bodies() == ["paged_decode_tensor", "paged_decode"]
 
 
-def test_on_cuda_the_jobs_run_in_several_processes(
+def test_jobs_run_in_several_processes_on_cuda(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts: list[tuple[range, int]] = []
@@ -266,7 +266,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @CPU_ONLY
-def test_on_a_cpu_the_report_is_whole_and_says_what_could_not_run(tmp_path: Path) -> None:
+def test_report_on_a_cpu_is_complete_and_names_skipped_checks(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "report.json"
     env = {"MLX_PAGED_CACHE": str(tmp_path), "MLX_MAX_OPS_PER_BUFFER": "30", "MLX_PAGED_API_KEY": "sesame"}
     run = commands.run("mlx_paged", "doctor", "--report", path, timeout=280, **env)
@@ -274,7 +274,7 @@ def test_on_a_cpu_the_report_is_whole_and_says_what_could_not_run(tmp_path: Path
     data = read(path)
     assert data["finished"] and data["running"] is None and data["failed"] == 0
     told = data["facts"]
-    assert told["mlx"] == mx.__version__ and "GiB" in told["memory"] and told["GPU cores"] == "not known"
+    assert told["mlx"] == mx.__version__ and "GiB" in told["memory"] and told["GPU cores"] == "unknown"
     assert {"mlx-lm", "system", "device", "architecture", "kernel"} < set(told)
     assert data["variables"] == {"MLX_MAX_OPS_PER_BUFFER": "30"} and "sesame" not in path.read_text()
     assert len(data["kernels"]) == len(POPULAR) + len(DTYPES) - 1
@@ -293,7 +293,7 @@ def test_on_a_cpu_the_report_is_whole_and_says_what_could_not_run(tmp_path: Path
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[[Variant], SelfCheck]]]:
-    """A doctor that believes to have a Metal GPU, whose self-check is the entry ``check``; no programs are run."""
+    """Make the doctor see a Metal GPU; its self-check is the entry ``check``, and no programs run."""
     entries: dict[str, Any] = {"check": lambda variant: SelfCheck(variant, True, 1e-4, 0.5, "")}
 
     def variants(dtype: mx.Dtype, dim: int, value_dim: int, heads: int, kv: int, block: int, *extras: bool) -> tuple:
@@ -310,7 +310,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[[Variant
     yield entries
 
 
-def test_times_and_failures_are_in_the_file_and_no_path_of_the_user(gpu: dict[str, Any], tmp_path: Path) -> None:
+def test_report_has_times_and_failures_and_hides_the_home_folder(gpu: dict[str, Any], tmp_path: Path) -> None:
     def check(variant: Variant) -> SelfCheck:
         if variant.head_dim == 80:
             reason = f"RuntimeError: cannot open {Path.home()}/notes.metal"
@@ -327,14 +327,14 @@ def test_times_and_failures_are_in_the_file_and_no_path_of_the_user(gpu: dict[st
     good = [row for row in data["kernels"] if row["passed"]]
     assert {(row["launch_us"], row["dense_us"]) for row in good} == {(12.0, 16.0), (12.0, None)}
     text = "\n".join(data["summary"])
-    assert "17 of 18 passed" in text and "failed: bfloat16 D80" in text and "median 0.75, most 0.75" in text
+    assert "17 of 18 passed" in text and "failed: bfloat16 D80" in text and "median 0.75, maximum 0.75" in text
     assert data["failed"] == 1
 
 
-def test_a_run_that_is_ended_leaves_what_it_had_and_what_it_was_at(gpu: dict[str, Any], tmp_path: Path) -> None:
+def test_interrupted_run_leaves_a_report_that_names_the_running_job(gpu: dict[str, Any], tmp_path: Path) -> None:
     def check(variant: Variant) -> SelfCheck:
         if variant.head_dim == 96:
-            raise KeyboardInterrupt  # as good as the driver's end of the process: nothing is written after it
+            raise KeyboardInterrupt  # like a process that the driver ends: nothing is written after it
         return SelfCheck(variant, True, 1e-4, 0.5, "")
 
     gpu["check"] = check
@@ -343,29 +343,29 @@ def test_a_run_that_is_ended_leaves_what_it_had_and_what_it_was_at(gpu: dict[str
         doctor.run(32, PagedConfig(), everything=False, report_file=path)
     data = read(path)
     assert not data["finished"] and "D96" in data["running"] and len(data["kernels"]) == 4
-    assert "NOT FINISHED: it was at bfloat16 D96" in " ".join(data["summary"][-1].split())
+    assert "NOT FINISHED: stopped at bfloat16 D96" in " ".join(data["summary"][-1].split())
 
 
 def test_failed_checks_fail_the_run(
     gpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = (
-        ("ordering", "the ordering stress", lambda config: (False, {"1 operation": "tokens differ"})),
+        ("ordering", "order of command buffers", lambda config: (False, {"1 operation": "tokens differ"})),
         ("speed", "tokens per second", lambda config: (True, {"not run": "no model"})),
     )
     monkeypatch.setattr(doctor_checks, "CHECKS", checks)
     path = tmp_path / "report.json"
     assert doctor.run(32, PagedConfig(), everything=False, report_file=path) == 1
     out = capsys.readouterr().out
-    assert "the ordering stress: FAILED" in out and "tokens per second: no model" in out
+    assert "order of command buffers: FAILED" in out and "tokens per second: no model" in out
     assert read(path)["ordering"] == {"1 operation": "tokens differ"}
     assert "ordering: 1 operation: tokens differ" in read(path)["summary"]
     capsys.readouterr()
     assert doctor.run(32, PagedConfig(), everything=False) == 0
-    assert "stress" not in capsys.readouterr().out  # the checks are the report's
+    assert "stress" not in capsys.readouterr().out  # checks run only for a report
 
 
-def test_a_report_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path: Path) -> None:
+def test_unwritable_report_is_refused_before_any_job_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "report.json"
     run = commands.run("mlx_paged", "doctor", "--report", path, timeout=100)
@@ -375,7 +375,7 @@ def test_a_report_that_cannot_be_written_is_an_error_before_anything_runs(tmp_pa
         Report(path, {})
 
 
-def test_a_mac_is_told_by_its_chip_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_a_mac_name_chip_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     info = {
         "device_name": "Apple M3 Max",
         "architecture": "applegpu_g15s",
@@ -394,7 +394,9 @@ def test_a_mac_is_told_by_its_chip_cores_and_memory(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("built", "mac", "warns"), [(15, "26.1", True), (26, "26.1", False), (15, "15.7", False)])
-def test_a_wheel_for_an_older_macos_is_told(built: int, mac: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_for_an_older_macos_is_reported(
+    built: int, mac: str, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Wheel:
         version = "0.32.4"
 
@@ -407,11 +409,11 @@ def test_a_wheel_for_an_older_macos_is_told(built: int, mac: str, warns: bool, m
     assert told.startswith(f"for macOS {built}") and ("matrix units" in told) is warns
 
 
-def test_elsewhere_nothing_is_told_of_wheels() -> None:
+def test_facts_name_the_wheel_only_on_macos() -> None:
     assert ("MLX wheel" in doctor.facts()) is (sys.platform == "darwin")
 
 
-def test_a_row_that_json_cannot_hold_is_null() -> None:
+def test_infinite_rms_is_null_in_json() -> None:
     row = Row(False, "a  b", "-", "-", float("inf"), None, 1.5e-6, "use")
     assert row.as_json()["rms"] is None and row.as_json()["dense_us"] == 1.5 and row.as_json()["shape"] == "a b"
 
@@ -423,13 +425,13 @@ def test_a_row_that_json_cannot_hold_is_null() -> None:
     ("text", "expected", "error"),
     [
         ("print('[1, 2]'); print('hello'); print('3')", [[1, 2], 3], None),
-        ("import os; print('1', flush=True); os.abort()", [1], "ended with -6"),
-        ("import sys; print('1'); sys.exit('no model')", [1], "ended with 1: no model"),
-        ("import time; print('1', flush=True); time.sleep(60)", [1], "did not end within 2 s"),
+        ("import os; print('1', flush=True); os.abort()", [1], "exited with status -6"),
+        ("import sys; print('1'); sys.exit('no model')", [1], "exited with status 1: no model"),
+        ("import time; print('1', flush=True); time.sleep(60)", [1], "timed out after 2 s"),
         ("import os, json; print(json.dumps(os.environ['LIMIT']))", ["7"], None),
     ],
 )
-def test_a_program_that_crashes_or_hangs_is_an_outcome(
+def test_program_that_crashes_or_hangs_returns_an_outcome(
     tmp_path: Path, text: str, expected: list[Any], error: str | None
 ) -> None:
     (tmp_path / "a_program.py").write_text(text)
@@ -439,7 +441,7 @@ def test_a_program_that_crashes_or_hangs_is_an_outcome(
     assert (outcome.error is None) if error is None else str(outcome.error).startswith(error)
 
 
-def test_the_demo_model_is_looked_for_where_the_script_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_model_is_found_where_the_script_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo_model.MODEL_FOLDER == DEMO_FOLDER
     for name, under in (("MLX_PAGED_CACHE", ""), ("XDG_CACHE_HOME", "mlx_paged"), ("HOME", ".cache/mlx_paged")):
         for other in ("MLX_PAGED_CACHE", "XDG_CACHE_HOME"):
@@ -459,14 +461,14 @@ def test_the_demo_model_is_looked_for_where_the_script_puts_it(tmp_path: Path, m
 MLX_SAYS = "Thread group size (2048) is greater than  the maximum allowed threads per threadgroup (896)."
 
 
-def test_the_limit_is_read_from_the_text_of_mlx_and_from_no_other() -> None:
+def test_thread_limit_is_read_only_from_mlxs_message() -> None:
     assert doctor_checks.allowed_threads(MLX_SAYS) == 896
     assert doctor_checks.allowed_threads("[metal::Device] Unable to build metal library from source") is None
 
 
 @pytest.fixture
 def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """The launch code believes to be on Metal; MLX's entry refuses groups that are too large with the text ``says``."""
+    """Make the launch code see Metal; thread groups of more than 1,024 are refused with the text ``says``."""
     entries = {"says": MLX_SAYS}
 
     def metal_kernel(**text: Any) -> Callable[..., list[mx.array]]:
@@ -500,13 +502,13 @@ def test_each_popular_shape_is_launched_with_too_many_threads(
     assert all(value["allowed"] == 896 and value["needed"] == 128 and "message" not in value for value in found)
 
 
-def test_another_error_is_told_and_names_no_limit(metal: dict[str, str]) -> None:
+def test_other_launch_error_is_reported_without_a_limit(metal: dict[str, str]) -> None:
     metal["says"] = "Unable to build metal library from source"
     found = doctor_checks.probe(Shape(mx.float16, 64, 8, 32, sinks=True))
     assert found["allowed"] is None and found["message"] == metal["says"]
 
 
-def test_a_kernel_that_does_not_compile_is_told_and_the_others_go_on(
+def test_kernel_that_does_not_compile_is_reported_and_others_run(
     metal: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = "paged_decode: RuntimeError: it does not compile"
@@ -520,7 +522,9 @@ def test_a_kernel_that_does_not_compile_is_told_and_the_others_go_on(
     ]
 
 
-def test_fewer_threads_than_a_kernel_has_is_a_failure(metal: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_allowed_than_needed_threads_fail_the_check(
+    metal: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = [{"shape": "a", "needed": 128, "allowed": 896}, {"shape": "b", "needed": 128, "allowed": None}]
     outcome = Outcome(values, None)
     monkeypatch.setattr(doctor_checks, "run_program", lambda *arguments, **options: outcome)
@@ -528,12 +532,12 @@ def test_fewer_threads_than_a_kernel_has_is_a_failure(metal: dict[str, str], mon
     assert passed and found["shapes"] == values and "2,048 threads" in found["how"]
     outcome = Outcome([{"shape": "a", "needed": 128, "allowed": 64}], None)
     assert not doctor_checks.threads(PagedConfig())[0]
-    outcome = Outcome(values, "ended with -6: crashed")
+    outcome = Outcome(values, "exited with status -6: crashed")
     passed, found = doctor_checks.threads(PagedConfig())
-    assert not passed and found["error"] == "ended with -6: crashed"
+    assert not passed and found["error"] == "exited with status -6: crashed"
 
 
-def test_the_other_checks_run_with_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_and_ordering_checks_use_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def run(module: str, *arguments: str, **options: Any) -> Outcome:
@@ -551,7 +555,7 @@ def test_the_other_checks_run_with_the_configuration(monkeypatch: pytest.MonkeyP
     assert doctor_checks.ordering(PagedConfig(kernel="off")) == (True, {"not run": "the kernels are off"})
 
 
-def test_dense_attention_is_timed_where_mlx_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_attention_is_timed_except_with_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_jobs, "_TOKENS", 64)
     monkeypatch.setattr(doctor_jobs, "LAUNCHES", 2)
     shape = ("paged_decode", "metal", mx.float32, 64, 64, 4, 32)
@@ -565,13 +569,13 @@ STEPS = 200
 
 
 def warm_program(module: str, *arguments: str, variables: dict[str, str]) -> Outcome:
-    """Like run_program(), without the imports."""
+    """Like run_program(), but the process has its imports already."""
     run = commands.run(module, *arguments, **variables)
     return Outcome([json.loads(line) for line in run.stdout.splitlines()], run.stderr if run.returncode else None)
 
 
 def tokens_with(seed: int, steps: int, **variables: str) -> dict[str, list[int]]:
-    """Return the outcome of mlx_paged/cli/doctor/checks.py in a process of its own."""
+    """Return the tokens by request that the ordering stress computes in its own process."""
     with mock.patch.object(doctor_checks, "run_program", warm_program):
         outcome = doctor_checks.tokens_with(seed, steps, **variables)
     assert outcome.error is None, outcome.error
@@ -583,13 +587,13 @@ def tokens_with(seed: int, steps: int, **variables: str) -> dict[str, list[int]]
     return result
 
 
-def test_two_streams_give_what_gather_gives() -> None:
-    """On a GPU the kernels' tokens are those of gathered blocks; elsewhere both are gathered."""
+def test_tokens_of_the_stress_equal_those_of_gather() -> None:
+    """On a GPU this compares kernels with gathered blocks; elsewhere both runs gather."""
     assert tokens_with(0, 6) == tokens_with(0, 6, MLX_PAGED_KERNEL="off")
 
 
-def test_the_reference_does_not_run_the_kernels() -> None:
-    """A demanded kernel is an error without a GPU: the program reads the variable."""
+def test_stress_program_reads_the_kernel_variable() -> None:
+    """Without a GPU, kernel=on is an error if the program reads the variable."""
     if kernel_build.backend() is not None:
         pytest.skip("MLX has a GPU")
     with mock.patch.object(doctor_checks, "run_program", warm_program):
@@ -597,7 +601,7 @@ def test_the_reference_does_not_run_the_kernels() -> None:
     assert outcome.values == [] and outcome.error is not None and "kernel=on" in outcome.error
 
 
-def test_what_the_stress_says_of_equal_other_and_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stress_reports_equal_different_and_missing_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(seed: int, steps: int, **variables: str) -> Outcome:
         if "MLX_PAGED_KERNEL" in variables:
             return reference
@@ -616,13 +620,13 @@ def test_what_the_stress_says_of_equal_other_and_no_tokens(monkeypatch: pytest.M
     ]
     others["1000"] = reference
     assert list(ordering_stress().values())[1] == "same, but the kernels did not run"
-    others["1000"] = Outcome([], "ended with -6: crashed")
-    assert list(ordering_stress().values())[1] == "ended with -6: crashed"
-    reference = Outcome([], "did not end within 300 s")
-    assert ordering_stress() == {"gathered blocks": "did not end within 300 s"}
+    others["1000"] = Outcome([], "exited with status -6: crashed")
+    assert list(ordering_stress().values())[1] == "exited with status -6: crashed"
+    reference = Outcome([], "timed out after 300 s")
+    assert ordering_stress() == {"gathered blocks": "timed out after 300 s"}
 
 
-def test_where_tokens_differ() -> None:
+def test_difference_names_the_first_request_and_token() -> None:
     assert difference({"0": [1, 2]}, {"0": [1, 2]}) is None
     assert "1 of 1 requests, first in request 0 at token 1" in str(difference({"0": [1, 2]}, {"0": [1]}))
     assert "request 0 at token 0" in str(difference({"0": [1, 2]}, {}))
@@ -631,7 +635,7 @@ def test_where_tokens_differ() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(kernel_build.backend() is None, reason="MLX sees no GPU")
 @pytest.mark.parametrize("seed", range(2))
-def test_tokens_do_not_depend_on_command_buffers(seed: int) -> None:
+def test_tokens_do_not_depend_on_the_size_of_command_buffers(seed: int) -> None:
     expected = tokens_with(seed, STEPS, MLX_PAGED_KERNEL="off")
     assert sum(map(len, expected.values())) > 200
     for most in ("1", "1000"):
@@ -644,7 +648,7 @@ class Terminal(io.StringIO):
 
 
 class Deadly:
-    """Options that end the process which asks for one of them first."""
+    """Options that end the first process that reads one of them."""
 
     def __init__(self, config: PagedConfig, flag: Path) -> None:
         self.given = config, flag
@@ -661,7 +665,7 @@ class Deadly:
 
 
 @CPU_ONLY
-def test_rows_come_in_the_order_of_the_jobs() -> None:
+def test_rows_of_workers_are_in_the_order_of_jobs() -> None:
     terminal = Terminal()
     rows = list(rows_of_workers(range(1, 6), 32, PagedConfig(), False, 2, terminal))
     assert [row.shape for row in rows] == [str(job) for job in jobs(32, everything=False)[1:6]]
@@ -672,16 +676,16 @@ def test_rows_come_in_the_order_of_the_jobs() -> None:
 
 @pytest.mark.slow
 @CPU_ONLY
-def test_the_jobs_of_a_process_that_dies_have_failed_and_the_others_go_on(tmp_path: Path) -> None:
+def test_jobs_of_a_process_that_dies_fail_and_others_run(tmp_path: Path) -> None:
     config: Any = Deadly(PagedConfig(), tmp_path / "flag")
     rows = list(rows_of_workers(range(3), 32, config, False, 2, io.StringIO()))
     assert [row.shape for row in rows] == [str(job) for job in jobs(32, everything=False)[:3]]
     failed = [row for row in rows if not row.passed]
     assert 0 < len(failed) < 3
-    assert {row.use for row in failed} == {"FAILED: the process that ran it ended with 7"}
+    assert {row.use for row in failed} == {"FAILED: its process exited with status 7"}
 
 
-def test_processes_compile_about_as_many_kernels_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_shared_evenly_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_jobs, "backend", lambda: "cuda")
     listed = dict(enumerate(jobs(32, everything=False)))
     shares = shares_of(listed, 16)
@@ -692,17 +696,17 @@ def test_processes_compile_about_as_many_kernels_each(monkeypatch: pytest.Monkey
     assert shares_of({3: listed[3]}, 16) == [[3]]
 
 
-def test_no_more_processes_than_cores_or_memory_for_them() -> None:
+def test_cores_and_memory_limit_the_number_of_processes() -> None:
     assert 1 <= num_workers(80 << 30) <= min(16, os.cpu_count() or 1)
     assert num_workers(100 << 20) == 1
 
 
-def test_options_go_to_other_processes() -> None:
+def test_config_can_be_pickled_for_other_processes() -> None:
     config = PagedConfig(block_size=16, kernel="on")
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_a_bar_is_drawn_on_a_terminal_only() -> None:
+def test_bar_is_drawn_only_on_a_terminal() -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
         with Bar(stream, "compiling ") as bar:

@@ -1,4 +1,4 @@
-"""How commands end: versions, flags that cannot be used, a reader that has gone, a full disk, interrupts."""
+"""Output and exit status of commands: --version, bad flags, closed stdout, full disk, interrupts, bad variables."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arguments", [(), ("generate",), ("server",), ("doctor",), ("chat",)])
-def test_every_command_has_a_version(arguments: tuple[str, ...]) -> None:
+def test_every_command_prints_its_version(arguments: tuple[str, ...]) -> None:
     assert "chat" in UPSTREAM
     run = command(*arguments, "--version")
     assert re.fullmatch(r"mlx_paged 0\.1\.0 \(mlx-lm [\d.]+, mlx [\d.]+\)\n", run.stdout), run.stderr
@@ -41,7 +41,7 @@ def test_numbers_out_of_range_are_usage_errors(arguments: tuple[str, ...], messa
     assert run.returncode == 2 and run.stderr.rstrip().endswith(message)
 
 
-def test_no_tokens_at_all_are_refused_in_one_line(folder: Path) -> None:
+def test_max_tokens_below_1_is_refused_in_one_line(folder: Path) -> None:
     chat = command("chat", "--model", folder, "--max-tokens", 0, input="w1\n")
     assert chat.returncode == 1
     assert chat.stderr.rstrip().endswith("--max-tokens must be at least 1, or -1 for no limit, got 0")
@@ -49,7 +49,7 @@ def test_no_tokens_at_all_are_refused_in_one_line(folder: Path) -> None:
     assert batch.returncode == 1 and "--max-tokens must be at least 1 with --prompts-file, got -1" in batch.stderr
 
 
-def test_a_flag_that_mlx_lm_does_not_have_is_left_out() -> None:
+def test_restrict_skips_a_flag_that_mlx_lm_lacks() -> None:
     parser = argparse.ArgumentParser()
     restrict(parser, "--port", whole_number(0))
     parser.add_argument("--number", type=whole_number(2))
@@ -58,7 +58,7 @@ def test_a_flag_that_mlx_lm_does_not_have_is_left_out() -> None:
     assert parser.parse_args(["--number", "2"]).number == 2
 
 
-def test_a_port_in_use_is_named(folder: Path) -> None:
+def test_port_in_use_is_named_in_the_error(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         run = command("server", "--model", folder, "--port", port)
@@ -68,7 +68,7 @@ def test_a_port_in_use_is_named(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_full_disk_is_reported_in_one_line(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
     source.write_text(PROMPT)
     for prompt in (("--prompt", PROMPT), ("--prompts-file", source)):
@@ -82,7 +82,7 @@ def test_a_full_disk_is_one_line(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["--help", "generate"])
-def test_a_reader_of_stdout_that_has_gone_is_no_error(folder: Path, arguments: str, tmp_path: Path) -> None:
+def test_closed_stdout_exits_with_141_and_no_message(folder: Path, arguments: str, tmp_path: Path) -> None:
     prompt = () if arguments == "--help" else ("--model", str(folder), "--prompt", PROMPT, "--ignore-chat-template")
     read, write = os.pipe()
     os.close(read)
@@ -94,7 +94,7 @@ def test_a_reader_of_stdout_that_has_gone_is_no_error(folder: Path, arguments: s
 
 @pytest.mark.parametrize("package", ["mlx", "mlx_lm"])
 @pytest.mark.parametrize("name", ["mlx_paged", "mlx_paged.generate", "mlx_paged.server"])
-def test_an_interrupt_while_importing_is_quiet(tmp_path: Path, package: str, name: str) -> None:
+def test_interrupt_during_import_exits_with_130_and_no_message(tmp_path: Path, package: str, name: str) -> None:
     (tmp_path / package).mkdir()
     # A signal between print and one long sleep would wait for its end.
     waits = "import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(0.01)\n"
@@ -112,7 +112,7 @@ def test_an_interrupt_while_importing_is_quiet(tmp_path: Path, package: str, nam
     assert (process.returncode, errors) == (130, b"")
 
 
-def test_a_program_of_the_user_keeps_its_interrupts() -> None:
+def test_users_program_keeps_its_interrupt_handler() -> None:
     program = "import mlx_paged, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     run = subprocess.run(
         [sys.executable, "-c", program],
@@ -120,16 +120,16 @@ def test_a_program_of_the_user_keeps_its_interrupts() -> None:
         text=True,
         cwd=ROOT,
         timeout=120,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells start background jobs without it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of shells ignore SIGINT
     )
     assert run.stdout == "True\n", run.stderr
 
 
-def test_a_misspelt_variable_is_named_with_the_nearest(folder: Path) -> None:
+def test_misspelt_variable_is_reported_with_the_nearest_name(folder: Path) -> None:
     run = generate(folder, "--prompt", PROMPT, MLX_PAGED_KERNAL="off", MLX_PAGED_API_KEY="k")
     assert run.returncode == 0
     (line,) = [line for line in run.stderr.splitlines() if "MLX_PAGED" in line]
-    assert line.endswith("nothing reads the environment variable MLX_PAGED_KERNAL; the nearest one is MLX_PAGED_KERNEL")
+    assert line.endswith("unknown environment variable MLX_PAGED_KERNAL; did you mean MLX_PAGED_KERNEL?")
 
 
 def test_every_variable_in_the_sources_is_known() -> None:

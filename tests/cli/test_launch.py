@@ -1,4 +1,4 @@
-"""mlx_paged launch: a client over a server of its own."""
+"""mlx_paged launch: start a server and a client that uses it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
 
-# Stands in for a client: asks the server that it is pointed at, and ends with a status of its own.
+# Fake client: sends one request to the server named in its environment and exits with status 7.
 CLIENT = """#!{python}
 import json, os, sys, urllib.request
 url, name = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_MODEL"]
@@ -33,7 +33,7 @@ sys.exit(7)
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """With a client in it."""
+    """Return a PATH with the fake client in it."""
     client = tmp_path / "bin" / "claude"
     client.parent.mkdir()
     client.write_text(CLIENT.format(python=sys.executable))
@@ -42,7 +42,7 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.mark.demo_model
-def test_a_client_has_a_server_that_ends_with_it(demo_model_folder: Path, tmp_path: Path, path: str) -> None:
+def test_server_ends_with_its_client(demo_model_folder: Path, tmp_path: Path, path: str) -> None:
     model = make_tiny_model(tmp_path / "tiny", demo_model_folder)
     flags = ("--model", model, "--kv-cache-memory", "16MB", "--", "-p", "Hi")
     done = commands.run("mlx_paged", "launch", "claude", *flags, PATH=path, MLX_PAGED_API_KEY="one,two")
@@ -55,7 +55,7 @@ def test_a_client_has_a_server_that_ends_with_it(demo_model_folder: Path, tmp_pa
 
 @pytest.mark.demo_model
 @pytest.mark.parametrize("number", slow(signal.SIGTERM, signal.SIGHUP))
-def test_a_launch_that_is_ended_takes_its_server_with_it(
+def test_signal_to_launch_ends_its_server(
     number: signal.Signals, demo_model_folder: Path, tmp_path: Path, path: str
 ) -> None:
     model = make_tiny_model(tmp_path / "tiny", demo_model_folder)
@@ -71,12 +71,12 @@ def test_a_launch_that_is_ended_takes_its_server_with_it(
         urllib.request.urlopen(f"{url}/health")
 
 
-def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, path: str) -> None:
+def test_bad_arguments_or_a_missing_client_are_refused(tmp_path: Path, path: str) -> None:
     for wrong, said in (
-        (("claude",), "name a model"),
-        (("claude", "--url", "http://127.0.0.1:9", "--model", "x"), "takes no --model"),
-        (("claude", "--url", "http://127.0.0.1:9"), "no server answers"),
-        (("claude", "--model", str(tmp_path / "nothing")), "the server has ended"),
+        (("claude",), "give a model"),
+        (("claude", "--url", "http://127.0.0.1:9", "--model", "x"), "--model cannot be combined with --url"),
+        (("claude", "--url", "http://127.0.0.1:9"), "no valid answer from http://127.0.0.1:9"),
+        (("claude", "--model", str(tmp_path / "nothing")), "the server exited"),
         (("nobody",), "invalid choice"),
     ):
         done = commands.run("mlx_paged", "launch", *wrong, PATH=path)
@@ -85,7 +85,7 @@ def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, path: st
     assert done.returncode != 0 and "npm install -g @openai/codex" in done.stderr
 
 
-def test_every_client_is_told_where_and_which(tmp_path: Path) -> None:
+def test_every_client_gets_url_model_and_key(tmp_path: Path) -> None:
     assert _key(["--api-key", "given", "--model", "x"]) == _key(["--api-key=given"]) == "given"
     (tmp_path / "keys.json").write_text('{"me": {"key": "mine"}, "you": {"key": "yours"}}')
     assert _key(["--api-key", f"@{tmp_path}/keys.json"]) == "mine"
@@ -95,7 +95,7 @@ def test_every_client_is_told_where_and_which(tmp_path: Path) -> None:
         assert "127.0.0.1:5" in told and "mine" in told and "secret" in told, name
 
 
-def test_clients_that_give_silent_streams_up_wait_for_long_prompts() -> None:
+def test_idle_timeouts_of_clients_are_raised_for_long_prompts() -> None:
     access = Access("http://127.0.0.1:5", "mine", "secret")
     claude = CLIENTS["claude"].environment(access)
     assert {claude[name] for name in ("CLAUDE_STREAM_IDLE_TIMEOUT_MS", "API_TIMEOUT_MS")} == {str(IDLE_MILLISECONDS)}

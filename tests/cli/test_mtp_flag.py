@@ -1,4 +1,4 @@
-"""--mtp: the model's own head proposes tokens, in the batch of a file and in the server."""
+"""--mtp: the model's prediction head drafts tokens, for a prompts file and in the server."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +17,12 @@ from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess
 
 BODIES = [{"prompt": "w1 w2 w3", "temperature": 0}, {"prompt": "w9 w4", "temperature": 1.0, "seed": 5}]
-LONG = {"prompt": "w5 w6", "temperature": 0, "max_tokens": 500}  # pays for a trial, which few tokens do not
+LONG = {"prompt": "w5 w6", "temperature": 0, "max_tokens": 500}  # long enough to repay a trial of drafts
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with states and a head, by their published names."""
+    """Write a model with states and a head, its weights under their published names."""
     folder = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint("qwen3_next", folder)
     word_tokenizer().save_pretrained(folder)
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(checkpoint: Path, *flags: str) -> tuple[list[str], str]:
-    """Return the answers to all prompts as a file, and what is said beside."""
+    """Return the answers to all prompts as a prompts file, and stderr."""
     lines = "\n".join(map(json.dumps, [*BODIES, LONG]))
     fixed = ("generate", "--model", str(checkpoint), "--max-tokens", "24", "--ignore-chat-template")
     done = commands.run("mlx_paged", *fixed, "--prompts-file", "-", *flags, input=lines)
@@ -45,14 +45,14 @@ def plain(checkpoint: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_file_has_the_same_texts_with_the_head(checkpoint: Path, plain: list[str]) -> None:
+def test_prompts_file_gives_the_same_texts_with_mtp(checkpoint: Path, plain: list[str]) -> None:
     found, said = results(checkpoint, "--mtp", "--num-draft-tokens", "2", "--cache-stats")
     assert found == plain
     assert "draft(s) accepted" in said
 
 
 @pytest.mark.slow
-def test_a_server_gives_the_same_answers_with_the_head(checkpoint: Path, plain: list[str], tmp_path: Path) -> None:
+def test_server_gives_the_same_answers_with_mtp(checkpoint: Path, plain: list[str], tmp_path: Path) -> None:
     def answers(server: ServerProcess) -> list[str]:
         bodies: list[dict[str, Any]] = [{"max_tokens": 24, **body} for body in BODIES]
         with ThreadPoolExecutor(len(bodies)) as pool:
@@ -75,27 +75,27 @@ def test_a_model_without_a_head_is_refused_before_it_is_loaded(kind: str, folder
     output = tmp_path / "results"
     rest = ("--prompts-file", "-", "--output", str(output)) if kind == "generate" else ("--port", "0")
     done = commands.run("mlx_paged", kind, "--model", str(folder), "--mtp", *rest, input="hello")
-    assert done.returncode != 0 and "mtp: models of type llama have no multi-token prediction head" in done.stderr
+    assert done.returncode != 0 and "mtp: model type llama is not supported; supported: " in done.stderr
     assert "Traceback" not in done.stderr and not output.exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ((), "--mtp is for the batch of a --prompts-file"),
+        ((), "--mtp needs --prompts-file"),
         (("--prompts-file", "p", "--draft-model", "d"), "both propose tokens"),
-        (("--prompts-file", "p", "--no-paged"), "--mtp in batches is for pages"),
-        (("--prompts-file", "p", "--max-kv-size", "100"), "--mtp needs the whole cache"),
+        (("--prompts-file", "p", "--no-paged"), "--mtp with --prompts-file requires the paged cache"),
+        (("--prompts-file", "p", "--max-kv-size", "100"), "cannot be combined with --max-kv-size"),
         (("--prompts-file", "p", "--prompt-lookup", "4"), "--mtp and --prompt-lookup both propose tokens"),
     ],
 )
-def test_flags_that_do_not_go_with_a_head(flags: tuple[str, ...], why: str) -> None:
+def test_flags_incompatible_with_mtp_are_refused(flags: tuple[str, ...], why: str) -> None:
     args = extend_parser(setup_arg_parser()).parse_args(("--mtp", *flags))
     with pytest.raises(ConfigError, match=why):
         check_arguments(args)
 
 
-def test_a_server_with_a_head_and_a_draft_model_is_refused(folder: Path) -> None:
+def test_server_with_mtp_and_a_draft_model_is_refused(folder: Path) -> None:
     flags = ("--model", str(folder), "--mtp", "--draft-model", str(folder), "--port", "0")
     done = commands.run("mlx_paged", "server", *flags)
     assert done.returncode != 0 and "--draft-model and --mtp both propose tokens" in done.stderr

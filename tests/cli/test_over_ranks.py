@@ -1,4 +1,4 @@
-"""The commands over ranks: answers are those of one process."""
+"""Commands over several ranks give the answers of one process."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, demo_model_folder: Path) -> 
 
 
 def _both(folder: Path, *args: object, size: int = 2) -> tuple[str, list[str]]:
-    """Standard output of one process, and that of each rank."""
+    """Return the standard output of one process, and that of each rank."""
     alone = commands.run("mlx_paged.generate", *args, cwd=folder, timeout=200)
     found = Launch(size, "mlx_paged.generate", args, folder, MLX_PAGED_RANK_TIMEOUT="30").ended()
     for ended in found:
@@ -50,14 +50,14 @@ def _both(folder: Path, *args: object, size: int = 2) -> tuple[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_a_prompt(model: Path, tmp_path: Path) -> None:
+def test_prompt_gives_the_text_of_one_process(model: Path, tmp_path: Path) -> None:
     args = ["--model", model, "--prompt", "one two three", "--max-tokens", 12, "--verbose", "False"]
     alone, (first, second) = _both(tmp_path, *args)
     assert first == alone
     assert second == ""
 
 
-def test_a_file_of_prompts(model: Path, tmp_path: Path) -> None:
+def test_prompts_file_gives_the_results_of_one_process(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     args = ["--model", model, "--prompts-file", prompts, "--max-tokens", 16, "--kv-cache-memory", "64M"]
@@ -68,7 +68,7 @@ def test_a_file_of_prompts(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "found"), [(0, ["read"]), (1, [])])
-def test_the_first_rank_alone_reads(rank: int, found: list[str]) -> None:
+def test_of_first_reads_only_on_rank_0(rank: int, found: list[str]) -> None:
     reads: list[str] = []
     ranks: Any = SimpleNamespace(rank=rank, broadcast=lambda value: value if rank == 0 else "of rank 0")
     text = of_first(ranks, lambda: reads.append("read") or "of rank 0")
@@ -79,11 +79,11 @@ def test_the_first_rank_alone_reads(rank: int, found: list[str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "flags", "reason"),
     [
-        *slow(("llama", 4, [], "do not divide by 4 ranks"), ("mamba", 2, [], "does not support tensor parallelism")),
-        ("llama", 2, ["--draft-model", "."], "--draft-model does not go with several ranks"),
+        *slow(("llama", 4, [], "be split over 4 ranks"), ("mamba", 2, [], "does not support tensor parallelism")),
+        ("llama", 2, ["--draft-model", "."], "--draft-model is not supported with several ranks"),
     ],
 )
-def test_what_is_refused(
+def test_unsupported_models_and_flags_are_refused(
     kind: str, size: int, flags: list[str], reason: str, model: Path, demo_model_folder: Path, tmp_path: Path
 ) -> None:
     folder = model if kind == "llama" else make_tiny_model(tmp_path / kind, demo_model_folder, kind)
@@ -95,7 +95,7 @@ def test_what_is_refused(
 
 
 @pytest.mark.parametrize("what", ["weights", *slow("config", "tokenizer")])
-def test_ranks_with_other_model_files_end(what: str, model: Path, demo_model_folder: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_model_files_end(what: str, model: Path, demo_model_folder: Path, tmp_path: Path) -> None:
     places = [tmp_path / "0", tmp_path / "1"]
     for place in places:
         shutil.copytree(model, place / "model")
@@ -117,18 +117,18 @@ def test_ranks_with_other_model_files_end(what: str, model: Path, demo_model_fol
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_before_it_has_come_ends_the_others(model: Path, tmp_path: Path) -> None:
+def test_rank_that_dies_before_it_joins_ends_the_others(model: Path, tmp_path: Path) -> None:
     args = ["--model", model, "--prompt", "one", "--rank-timeout", 1]
     launch = Launch(2, "mlx_paged.generate", args, tmp_path, cold=True)
     launch.processes[1].kill()
     first, second = launch.ended(120)
     assert second.status == -signal.SIGKILL
     assert first.status == 1
-    assert "rank 0 waits for the other ranks; ends if one has not come in 4 s" in first.stderr
+    assert "rank 0 waits for the other ranks; it exits if one has not connected after 4 s" in first.stderr
     assert "Timeout" in first.stderr
 
 
-def test_a_pipeline_needs_several_ranks(model: Path, tmp_path: Path) -> None:
+def test_pipeline_requires_several_ranks(model: Path, tmp_path: Path) -> None:
     found = commands.run("mlx_paged.generate", "--model", model, "--prompt", "one", "--pipeline", cwd=tmp_path)
     assert found.returncode == 1
     assert "--pipeline needs several ranks" in found.stderr
@@ -189,7 +189,7 @@ def client(server: ServerProcess) -> openai.OpenAI:
 
 
 def told(server: ServerProcess, ask: dict[str, Any]) -> Any:
-    """An answer but for what is another one's each time."""
+    """Return the choices and the usage of an answer."""
     api = client(server)
     create: Any = api.chat.completions.create if "messages" in ask else api.completions.create
     answer = create(model="default_model", **ask).model_dump()
@@ -205,7 +205,7 @@ def pieces(server: ServerProcess, ask: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("number", quick(range(len(CASES) + len(CHATS)), 1, 3, 5, 8, 10))
-def test_answers_are_those_of_one_process(number: int, ranked: RankedServer, alone: ServerProcess) -> None:
+def test_answers_equal_those_of_one_process(number: int, ranked: RankedServer, alone: ServerProcess) -> None:
     ask = [*CASES, *CHATS][number]
     choices, usage = told(ranked, ask)
     expected, its_usage = told(alone, ask)
@@ -216,25 +216,25 @@ def test_answers_are_those_of_one_process(number: int, ranked: RankedServer, alo
 
 
 def _compare_logprobs(found: Any, expected: Any) -> None:
-    """Sums over ranks round otherwise."""
+    """Compare with a tolerance: sums over ranks round differently."""
     assert (found is None) == (expected is None)
     if found is not None:
         assert found["tokens"] == expected["tokens"]
         assert found["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=1e-3)
 
 
-def test_prefixes_are_found(ranked: RankedServer) -> None:
+def test_repeated_prompt_is_cached(ranked: RankedServer) -> None:
     told(ranked, CASES[2])
     _, usage = told(ranked, CASES[2])
     assert usage["prompt_tokens_details"]["cached_tokens"] > 100
 
 
-def test_a_stream(ranked: RankedServer, alone: ServerProcess) -> None:
+def test_stream_equals_that_of_one_process(ranked: RankedServer, alone: ServerProcess) -> None:
     ask = {"prompt": "once upon a time", "temperature": 1, "seed": 4, "stop": ["q"]}
     assert pieces(ranked, ask) == pieces(alone, ask)
 
 
-def test_clients_that_go_while_their_prompt_is_computed(ranked: RankedServer) -> None:
+def test_closed_connection_cancels_its_prefill(ranked: RankedServer) -> None:
     chosen = random.Random(0)
     prompt = [chosen.randrange(1000, VOCAB) for _ in range(4000)]
     before = ranked.stats()["server"]["computed_prompt_tokens"]
@@ -246,7 +246,7 @@ def test_clients_that_go_while_their_prompt_is_computed(ranked: RankedServer) ->
     told(ranked, CASES[0])
 
 
-def test_a_call_that_fails_on_rank_1_fails_its_request_alone(ranked: RankedServer, alone: ServerProcess) -> None:
+def test_model_call_that_fails_on_rank_1_fails_only_its_request(ranked: RankedServer, alone: ServerProcess) -> None:
     with ThreadPoolExecutor(2) as pool:
         good = pool.submit(told, ranked, CASES[5])
         with pytest.raises(openai.InternalServerError, match=r"rank 1: ValueError: injected"):
@@ -258,22 +258,24 @@ def test_a_call_that_fails_on_rank_1_fails_its_request_alone(ranked: RankedServe
     ("body", "status", "words"),
     [
         ({"prompt": "a", "echo": True, "logprobs": 1}, 501, "several ranks"),
-        ({"prompt": "a", "model": "some/other"}, 404, "there is no model 'some/other'"),
+        ({"prompt": "a", "model": "some/other"}, 404, "no such model: 'some/other'"),
     ],
 )
-def test_what_ranks_do_not_do_is_said(body: dict[str, Any], status: int, words: str, ranked: RankedServer) -> None:
+def test_requests_unsupported_over_ranks_are_refused(
+    body: dict[str, Any], status: int, words: str, ranked: RankedServer
+) -> None:
     answer = ranked.post("/v1/completions", body)
     assert answer.status == status
     assert words in answer.json["error"]["message"]
 
 
-def test_the_end(ranked: RankedServer) -> None:
-    """Comes last: who is being answered is answered to the end, and all ranks leave alike."""
+def test_sigterm_completes_the_running_request_and_ends_all_ranks(ranked: RankedServer) -> None:
+    """Runs last, as it ends the shared server: the running request is completed, and all ranks exit alike."""
     ranked.wait_until(lambda: ranked.is_idle, 60)
     create: Any = client(ranked).completions.create
     stream = create(model="default_model", prompt="a", temperature=0, max_tokens=60, logprobs=1, stream=True)
-    first = next(iter(stream))  # it is being answered
-    ranked.signal(1, signal.SIGTERM)  # rank 0 ends all
+    first = next(iter(stream))  # generation has begun
+    ranked.signal(1, signal.SIGTERM)  # rank 0 ends all ranks
     ranked.signal(0, signal.SIGTERM)
     tokens = [each.choices[0].logprobs.tokens for each in (first, *stream) if each.choices[0].logprobs]
     assert sum(map(len, tokens)) == 60
@@ -286,11 +288,11 @@ def test_the_end(ranked: RankedServer) -> None:
     assert int(cached) == int(live) > 0
 
 
-# What ends it otherwise -----------------------------------------------------------------------------------------------
+# Other ways to end ----------------------------------------------------------------------------------------------------
 
 
 def _interrupted(server: RankedServer, what: Callable[[], None]) -> tuple[list[str], list[int]]:
-    """What clients in the middle of an answer, and those that come then, get when something happens."""
+    """Call ``what`` while two requests run; return the events of the one and the status of the other."""
     events: list[str] = []
     statuses: list[int] = []
     has_begun = threading.Event()
@@ -320,9 +322,11 @@ def _interrupted(server: RankedServer, what: Callable[[], None]) -> tuple[list[s
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGKILL, "rank 1 has died"), *slow((signal.SIGSTOP, "rank 1 has said nothing for"))]
+    ("number", "reason"), [(signal.SIGKILL, "rank 1 has died"), *slow((signal.SIGSTOP, "rank 1 has sent nothing for"))]
 )  # fmt: skip
-def test_a_rank_that_is_gone(number: signal.Signals, reason: str, model: Path, tmp_path: Path) -> None:
+def test_dead_or_silent_rank_ends_the_server_and_requests_get_503(
+    number: signal.Signals, reason: str, model: Path, tmp_path: Path
+) -> None:
     # A dead rank is noticed long before the timeout. On a busy machine a living one may be silent for seconds.
     server = RankedServer(model, tmp_path, *FLAGS, timeout=60 if number == signal.SIGKILL else 10)
     try:
@@ -342,8 +346,8 @@ def test_a_rank_that_is_gone(number: signal.Signals, reason: str, model: Path, t
 
 
 @pytest.mark.slow
-def test_a_thousand_requests(model: Path, tmp_path: Path, alone: ServerProcess) -> None:
-    """With cancels and stop words: the answers of one process, no leak, and both ranks end with the same."""
+def test_thousand_requests_give_the_answers_of_one_process(model: Path, tmp_path: Path, alone: ServerProcess) -> None:
+    """Includes cancels and stop strings. Nothing leaks, and both ranks log the same figures at the end."""
     server = RankedServer(model, tmp_path, *FLAGS, timeout=60)
     kinds = [
         {"prompt": LONG[: 7 * kind] or "a", "seed": kind, "temperature": kind % 2, "max_tokens": 4 + kind % 9}
@@ -379,7 +383,7 @@ def test_a_thousand_requests(model: Path, tmp_path: Path, alone: ServerProcess) 
 
 
 @pytest.mark.slow
-def test_prefixes_come_back_from_disk_as_far_as_every_rank_has_them(model: Path, tmp_path: Path) -> None:
+def test_prefix_is_restored_from_disk_up_to_what_every_rank_has(model: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--prefix-cache-dir", str(tmp_path / "prefixes")]
     ask: dict[str, Any] = {"prompt": LONG, "temperature": 0, "max_tokens": 4}
     answers, cached = [], []
@@ -395,7 +399,7 @@ def test_prefixes_come_back_from_disk_as_far_as_every_rank_has_them(model: Path,
             server.launch.kill()
         answers.append(choices)
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-        if run == 1:  # the second rank loses its last block, which is not whole
+        if run == 1:  # rank 1 loses its last block, which is partial
             files = (tmp_path / "prefixes" / "rank-1-of-2").glob("*.safetensors")
             min(files, key=lambda path: path.stat().st_size).unlink()
     assert answers[0] == answers[1] == answers[2]

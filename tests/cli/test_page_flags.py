@@ -1,5 +1,5 @@
-"""--kv-bits, --kv-rotate and --prompt-lookup in mlx_paged.generate and mlx_paged.server, as processes; and a line's own
-prompt_lookup. tests/test_config.py has their values."""
+"""--kv-bits, --kv-rotate and --prompt-lookup of mlx_paged.generate and mlx_paged.server, run as processes, and
+prompt_lookup of a single line. tests/test_config.py covers their values."""
 
 import io
 import json
@@ -24,7 +24,7 @@ BITS = ("--kv-bits", "4", "--kv-group-size", "32")
 QUANTISED = "quantised in 3 layer(s)"
 
 
-def test_generate_quantises_alone_from_a_file_and_in_a_batch(folder: Path, tmp_path: Path) -> None:
+def test_kv_bits_quantise_pages_alone_and_in_a_batch(folder: Path, tmp_path: Path) -> None:
     flags = ("--kv-bits", "8", "--kv-group-size", "32")
     alone = generate(folder, "--prompt", PROMPT, *flags, "--cache-stats")
     assert QUANTISED in alone.stderr and "Warning" not in alone.stderr
@@ -39,13 +39,13 @@ def test_generate_quantises_alone_from_a_file_and_in_a_batch(folder: Path, tmp_p
     late = ("--prompt", PROMPT, *flags, "--quantized-kv-start", "20")
     own = generate(folder, *late)
     assert text_of(own) == text_of(generate(folder, *late, module="mlx_lm"))
-    assert own.stderr.count("NotPagedWarning") == 1 and "from the first token on" in own.stderr
+    assert own.stderr.count("NotPagedWarning") == 1 and "quantises from the first token on" in own.stderr
     other = generate(folder, "--prompt", PROMPT, "--kv-bits", 3)
-    assert other.returncode == 0 and "go on in mlx-lm's own cache" in other.stderr
+    assert other.returncode == 0 and "use mlx-lm's own cache" in other.stderr
     assert other.stderr.count("Warning") == 1
 
 
-def test_generate_rotates(folder: Path) -> None:
+def test_kv_rotate_flag_and_variable_give_the_same_text(folder: Path) -> None:
     rotated = generate(folder, "--prompt", PROMPT, *BITS, "--kv-rotate", "--cache-stats")
     assert text_of(rotated) and QUANTISED in rotated.stderr and "Warning" not in rotated.stderr
     from_env = generate(folder, "--prompt", PROMPT, *BITS, MLX_PAGED_KV_ROTATE="1")
@@ -55,29 +55,29 @@ def test_generate_rotates(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--kv-bits", "8,4", "--no-paged"), "--no-paged does without them"),
-        (("--kv-rotate",), "kv_rotate is for quantised pages"),
-        (("--kv-rotate", "--kv-bits", "3"), "kv_rotate is for quantised pages"),
-        (("--kv-rotate", *BITS, "--no-paged"), "--no-paged does without them"),
-        (("--prompt-lookup", "4"), "--prompt-lookup is for the batch"),
-        (("--prompts-file", "-", "--no-paged", "--prompt-lookup", "4"), "--prompt-lookup is for the batch"),
+        (("--kv-bits", "8,4", "--no-paged"), "requires the paged cache; remove --no-paged"),
+        (("--kv-rotate",), "kv_rotate requires kv_bits"),
+        (("--kv-rotate", "--kv-bits", "3"), "kv_rotate requires kv_bits of 8, 4 or 8,4"),
+        (("--kv-rotate", *BITS, "--no-paged"), "requires the paged cache; remove --no-paged"),
+        (("--prompt-lookup", "4"), "--prompt-lookup needs --prompts-file"),
+        (("--prompts-file", "-", "--no-paged", "--prompt-lookup", "4"), "--prompt-lookup needs --prompts-file"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(folder: Path, flags: tuple[str, ...], why: str) -> None:
+def test_incompatible_flags_are_refused(folder: Path, flags: tuple[str, ...], why: str) -> None:
     prompt = () if "--prompts-file" in flags else ("--prompt", PROMPT)
     check_error(generate(folder, *prompt, *flags), why)
 
 
-def test_the_server_refuses_rotation_without_bits(folder: Path) -> None:
+def test_server_refuses_kv_rotate_without_kv_bits(folder: Path) -> None:
     refused = command("server", "--model", folder, "--port", 0, "--kv-rotate")
-    assert refused.returncode != 0 and "kv_rotate is for quantised pages" in refused.stderr
+    assert refused.returncode != 0 and "kv_rotate requires kv_bits" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
 # Look-up ----------------------------------------------------------------------------------------------------------
 
 
-def test_requests_and_lines_say_it_by_name() -> None:
+def test_prompt_lookup_outside_0_to_64_is_refused_in_requests_and_lines() -> None:
     body, _ = parsed(json.dumps({"prompt": "x", "prompt_lookup": 9}).encode(), CompletionBody)
     assert body.prompt_lookup == 9
     lines = [{"prompt": "x", "prompt_lookup": 9}, {"prompt": "x", "prompt_lookup": 65}, {"prompt": "x"}]
@@ -106,7 +106,7 @@ class Tokenizer:
 
 
 class Generator:
-    """All of an answer in one step."""
+    """A fake generator that delivers a whole answer in one step."""
 
     def __init__(self) -> None:
         self.options: list[Any] = []
@@ -135,24 +135,24 @@ def run(prompts: list[Prompt], *flags: str) -> tuple[list[dict[str, Any]], Gener
     return [json.loads(line) for line in out.getvalue().splitlines()], generator
 
 
-def test_a_stop_string_ends_an_answer_among_the_tokens_of_one_step() -> None:
+def test_stop_string_ends_an_answer_within_the_tokens_of_one_step() -> None:
     prompts = [Prompt(0, "x", sampling={"stop": "b"}), Prompt(1, "x", sampling={"prompt_lookup": 3})]
     records, generator = run(prompts)
     assert [(r["text"], r["finish_reason"]) for r in records] == [("a", "stop"), ("abcd", "length")]
     assert generator.removed == [1] and [options[0].prompt_lookup for options in generator.options] == [None, 3]
     records, _ = run([Prompt(0, "x", sampling={"prompt_lookup": 3})], "--no-paged")
-    assert "--no-paged does without" in records[0]["error"]
+    assert "requires the paged cache; remove --no-paged" in records[0]["error"]
 
 
 @pytest.mark.slow
-def test_a_file_has_the_same_texts_with_look_up(folder: Path) -> None:
+def test_prompts_file_gives_the_same_texts_with_prompt_lookup(folder: Path) -> None:
     def results(*flags: object) -> tuple[list[Any], str]:
         fixed = ("generate", "--model", folder, "--max-tokens", 240, "--ignore-chat-template", "--prompts-file", "-")
         done = commands.run("mlx_paged", *map(str, (*fixed, *flags)), input=text)
         assert done.returncode == 0, done.stderr
         return [json.loads(line)["text"] for line in done.stdout.splitlines()], done.stderr
 
-    text = " ".join(f"w{n % 7}" for n in range(40))  # the answer ends in a circle
+    text = " ".join(f"w{n % 7}" for n in range(40))  # the answer ends in a loop
     plain, _ = results()
     found, said = results("--prompt-lookup", 6, "--cache-stats")
     assert found == plain and "draft(s) accepted" in said

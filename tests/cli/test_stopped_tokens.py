@@ -1,4 +1,4 @@
-"""StoppedTokens with the demo model's tokenizer: the text is that of all tokens, cut before the first stop string."""
+"""StoppedTokens with the demo model's tokenizer cuts the text of all tokens before the first stop string."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ texts = st.text(alphabet="abc é🙂\n.", min_size=1, max_size=30) | st.text(min
 
 
 @settings(max_examples=60, deadline=None)
-@example(" aa", [(0, 3), (1, 1)])  # streamed, the first space is missing
+@example(" aa", [(0, 3), (1, 1)])  # streaming drops the first space
 @given(texts, st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), min_size=1, max_size=3))
-def test_the_text_is_that_of_all_tokens_cut(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> None:
+def test_text_of_all_tokens_is_cut_before_the_first_stop_string(
+    tokenizer: Any, text: str, spans: list[tuple[int, int]]
+) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.decode(tokens)
     assume(whole)  # the tokenizer knows no token for some control characters
@@ -39,14 +41,14 @@ def test_the_text_is_that_of_all_tokens_cut(tokenizer: Any, text: str, spans: li
     assert answer.text() == (cut_of(whole, stops), True)
 
 
-def test_it_ends_with_the_token_that_completes_the_stop_string(tokenizer: Any) -> None:
+def test_add_returns_true_for_the_token_that_completes_a_stop_string(tokenizer: Any) -> None:
     tokens = tokenizer.encode("The capital of France is Paris.", add_special_tokens=False)
     answer = StoppedTokens(tokenizer, ["apital", "Paris"])
     assert [answer.add(token) for token in tokens[:2]] == [False, True]
     assert answer.text() == ("The c", True)
 
 
-def test_without_stop_strings_all_is_said(tokenizer: Any) -> None:
+def test_whole_text_is_returned_if_no_stop_string_occurs(tokenizer: Any) -> None:
     tokens = tokenizer.encode(" A word and a half-", add_special_tokens=False)
     for stops in ([], ["##", "-#"]):
         answer = StoppedTokens(tokenizer, stops)

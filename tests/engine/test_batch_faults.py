@@ -20,13 +20,14 @@ from tests.support.models.faulty import BLOCK, FEWEST_BLOCKS, MOST, PROMPTS, Dri
 
 
 def ran(driver: Driver, uids: list[int]) -> None:
-    """All finished but those that failed, each with its solo tokens (checked by the driver)."""
+    """Finish, and assert that all requests but the failed ones have 20 tokens; the driver compares them with solo
+    runs."""
     driver.finish()
     done = [uid for uid in uids if uid not in driver.failed]
     assert all(len(driver.got[uid]) == 20 for uid in done)
 
 
-def test_model_that_raises_for_one_row_of_a_batch() -> None:
+def test_model_error_for_one_row_of_a_batch_fails_only_that_row() -> None:
     driver = Driver(80)
     uids = [driver.insert(index, 20) for index in range(7)]
     for _ in range(6):
@@ -77,7 +78,7 @@ def test_states_of_other_rows_survive_a_call_that_raises(kind: str, lengths: tup
             check(kind, spec, outcomes[uid])
 
 
-def test_model_that_raises_while_a_prompt_is_computed() -> None:
+def test_model_error_in_prefill_fails_only_that_request() -> None:
     driver = Driver(80, prefill_step_size=10)
     first = driver.insert(2, 20)
     for _ in range(4):
@@ -89,7 +90,7 @@ def test_model_that_raises_while_a_prompt_is_computed() -> None:
     assert list(driver.failed) == [second]
 
 
-def test_sampler_that_raises() -> None:
+def test_sampler_error_fails_only_its_request() -> None:
     driver = Driver(80)
     uids = [driver.insert(index, 20) for index in range(4)]
     uids.insert(2, driver.insert(3, 20, FaultySampler(5)))
@@ -98,7 +99,7 @@ def test_sampler_that_raises() -> None:
     assert len(driver.got[uids[2]]) == 4
 
 
-def test_processor_that_raises() -> None:
+def test_processor_error_fails_only_its_request() -> None:
     driver = Driver(80)
 
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -115,7 +116,7 @@ def test_processor_that_raises() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 5])
-def test_allocation_that_fails(steps: int) -> None:
+def test_failed_allocation_fails_one_request(steps: int) -> None:
     driver = Driver(80)
     uids = [driver.insert(index, 20) for index in (6, 2, 3)]
     for _ in range(steps):
@@ -164,7 +165,7 @@ def random_steps(num_blocks: int, num_steps: int, packs: int = 0, seed: int = 0,
     for _ in range(num_steps):
         chance = rng.random()
         if chance < 0.15 and len(driver.active) < 12:
-            for _ in range(4 if packs else 1):  # a pack is of several
+            for _ in range(4 if packs else 1):  # a pack needs several
                 driver.insert(rng.randrange(len(PROMPTS)), rng.randint(1, MOST))
         elif chance < 0.18 and driver.active:
             driver.remove(rng.choice(driver.active))
@@ -172,7 +173,7 @@ def random_steps(num_blocks: int, num_steps: int, packs: int = 0, seed: int = 0,
             driver.insert(rng.randrange(len(PROMPTS)), MOST, FaultySampler(rng.randint(1, 9)))
         elif chance < 0.2 and driver.active:
             driver.poison(rng.choice(driver.active))
-        elif chance < 0.21:  # what can never run is refused, and nothing of the call is inserted
+        elif chance < 0.21:  # one too large is refused, and nothing of the call is inserted
             before = driver.active
             with pytest.raises(RequestTooLargeError):
                 driver.gen.insert([[1, 2, 3], [1] * num_blocks * BLOCK])

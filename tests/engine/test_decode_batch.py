@@ -1,4 +1,4 @@
-"""DecodeBatch: a token for each row in each step, one step ahead; rows join, leave, fail and are computed again."""
+"""DecodeBatch: one token per row and step, one step ahead; rows join, leave, fail and are suspended."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_rows_join_and_leave_between_steps(batch: Batch) -> None:
     batch.pool.check_integrity()
 
 
-def test_who_leaves_takes_along_all_that_was_computed(batch: Batch) -> None:
+def test_removed_row_keeps_all_its_computed_tokens(batch: Batch) -> None:
     rows = [batch.row(uid, prompt) for uid, prompt in enumerate(PROMPTS[:2])]
     batch.join(*rows)
     batch.step(5)
@@ -110,7 +110,7 @@ def test_who_leaves_takes_along_all_that_was_computed(batch: Batch) -> None:
     assert mx.argmax(logits[0, -1]).item() == answer([*row.cached_tokens(), 7], 1)[0]
 
 
-def test_a_fork_goes_on_apart_from_its_row(batch: Batch) -> None:
+def test_fork_continues_independently_of_its_row(batch: Batch) -> None:
     row, other = batch.row(0, PROMPTS[1]), batch.row(1, PROMPTS[2])
     batch.join(row, other)
     batch.step(4)
@@ -123,7 +123,7 @@ def test_a_fork_goes_on_apart_from_its_row(batch: Batch) -> None:
     assert batch.tokens == {0: answer(PROMPTS[1], 9), 1: answer(PROMPTS[2], 9)}
 
 
-def test_a_suspended_row_keeps_the_token_that_was_not_delivered(batch: Batch) -> None:
+def test_suspended_row_keeps_its_undelivered_token(batch: Batch) -> None:
     rows = [batch.row(0, PROMPTS[1]), batch.row(1, PROMPTS[2])]
     batch.join(*rows)
     batch.step(5)
@@ -137,7 +137,7 @@ def test_a_suspended_row_keeps_the_token_that_was_not_delivered(batch: Batch) ->
     assert batch.tokens[0] == answer(PROMPTS[1], 8) and batch.tokens[1] == answer(PROMPTS[2], 8)
 
 
-def test_a_disbanded_batch_is_empty_and_no_token_is_lost(batch: Batch) -> None:
+def test_disband_empties_the_batch_and_loses_no_token(batch: Batch) -> None:
     rows = [batch.row(uid, prompt) for uid, prompt in enumerate(PROMPTS)]
     batch.join(*rows)
     batch.step(3)
@@ -154,7 +154,7 @@ def least(logprobs: mx.array) -> mx.array:
 
 
 def test_rows_have_their_own_samplers(batch: Batch) -> None:
-    """A sampler is called for each row alone, as by mlx-lm, unless all rows have it."""
+    """A sampler is called for each row alone, as by mlx-lm, unless all rows share it."""
     seen: list[tuple[int, ...]] = []
 
     def shared(logprobs: mx.array) -> mx.array:
@@ -175,7 +175,7 @@ def test_rows_have_their_own_samplers(batch: Batch) -> None:
     assert batch.tokens[1] != answer(PROMPTS[1], 3)
 
 
-def test_processors_see_the_rows_tokens_and_change_its_logits_alone(batch: Batch) -> None:
+def test_processor_sees_and_changes_only_its_own_row(batch: Batch) -> None:
     contexts: list[list[int]] = []
     (first,) = answer(PROMPTS[1], 1)
 
@@ -199,7 +199,7 @@ def raising(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("part", [{"sampler": raising}, {"processors": [raising]}], ids=["sampler", "processor"])
-def test_a_row_whose_sampler_or_processor_raises_is_named(batch: Batch, part: dict[str, Any]) -> None:
+def test_row_whose_sampler_or_processor_raises_is_reported(batch: Batch, part: dict[str, Any]) -> None:
     good, bad, last = batch.row(0, PROMPTS[1]), batch.row(1, PROMPTS[2], **part), batch.row(2, PROMPTS[3])
     batch.join(good, bad, last)
     batch.step()
@@ -222,7 +222,7 @@ RESULTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("part", ["sampler", "processor"])
 @pytest.mark.parametrize("result", RESULTS.values(), ids=list(RESULTS))
-def test_a_row_whose_sampler_or_processor_returns_something_else_is_named(batch: Batch, part: str, result: Any) -> None:
+def test_row_with_an_invalid_sampler_or_processor_result_is_reported(batch: Batch, part: str, result: Any) -> None:
     own = {"sampler": lambda _: result} if part == "sampler" else {"processors": [lambda *_: result]}
     good, bad, last = batch.row(0, PROMPTS[1]), batch.row(1, PROMPTS[2], **own), batch.row(2, PROMPTS[3])
     batch.join(good, bad, last)
@@ -248,7 +248,7 @@ def test_a_sampler_for_one_row_serves_several_requests(batch: Batch, rows: int) 
         assert batch.tokens[uid] == answer(PROMPTS[uid], 3)
 
 
-def test_a_call_that_fails_is_tried_in_halves_until_who_fails_is_alone(batch: Batch) -> None:
+def test_failed_call_is_retried_in_halves_until_the_row_is_found(batch: Batch) -> None:
     prompts = [[1, 2], [3, 4], [5, 23], [6, 7], [8, 9]]
     rows = [batch.row(uid, prompt) for uid, prompt in enumerate(prompts)]
     batch.join(*rows)
@@ -264,8 +264,8 @@ def test_a_call_that_fails_is_tried_in_halves_until_who_fails_is_alone(batch: Ba
     batch.pool.check_integrity()
 
 
-def test_a_step_without_a_block_names_the_row_and_appends_nothing() -> None:
-    batch = Batch(make_pool(num_blocks=4))  # one of them nobody's
+def test_reserve_without_a_free_block_names_the_row() -> None:
+    batch = Batch(make_pool(num_blocks=4))  # including the null block
     prompts = [prompt_of(2 * BLOCK_SIZE), prompt_of(BLOCK_SIZE + 1, seed=1)[:BLOCK_SIZE]]
     rows = [batch.row(uid, prompt) for uid, prompt in enumerate(prompts)]
     batch.join(*rows)
@@ -281,12 +281,12 @@ def test_a_step_without_a_block_names_the_row_and_appends_nothing() -> None:
 
 
 @pytest.mark.parametrize("indices", [[0], [4], [0, 1, 2, 3, 4], [0, 2, 4], [1, 2, 4], [0, 1, 3]])
-def test_elements_of_those_who_stay(indices: list[int]) -> None:
+def test_elements_selects_the_remaining_rows(indices: list[int]) -> None:
     assert _elements(mx.array([5, 6, 7, 8, 9], mx.uint32), indices).tolist() == [5 + index for index in indices]
 
 
 class TwoRanks(Ranks):
-    """Ranks without processes that count what they have to agree on."""
+    """Ranks without processes, which count how often they agree on tokens."""
 
     def __init__(self, *, are_alike: bool) -> None:
         self._are_alike = are_alike
@@ -312,12 +312,12 @@ def drawing(logprobs: mx.array) -> mx.array:
     [
         (True, True, greedy, False),
         (True, True, drawing, True),  # without a seed: each rank's own
-        (True, True, lambda logprobs: mx.argmax(logprobs, axis=-1), True),  # a caller's
+        (True, True, lambda logprobs: mx.argmax(logprobs, axis=-1), True),  # a caller's sampler
         (True, False, greedy, True),
         (False, True, greedy, True),
     ],
 )
-def test_ranks_agree_on_tokens_unless_they_compare_the_same_bits(
+def test_ranks_agree_on_tokens_unless_all_compute_the_same_bits(
     same_logits: bool, one_kind: bool, sampler: Any, needed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {greedy: {}, drawing: {"temperature": 0.7}}

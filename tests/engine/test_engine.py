@@ -1,4 +1,4 @@
-"""Engine: each request gets its own tokens, each once, whoever else runs, waits, fails or goes."""
+"""Engine: each request gets its own tokens, each once, whatever other requests do."""
 
 import copy
 import weakref
@@ -20,19 +20,19 @@ def assert_answered(engine: ToyEngine, uid: int, prompt: list[int], num_tokens: 
     tokens = answer(prompt, num_tokens)
     assert engine.tokens(uid) == tokens
     assert [response.finish_reason for response in engine.responses[uid]] == [None] * (num_tokens - 1) + ["length"]
-    # The last token is delivered, but nobody had to compute what comes after it.
+    # The last token is delivered without computing the one after it.
     assert engine.responses[uid][-1].all_tokens == [*prompt, *tokens]
     assert engine.progress[uid][-1] == (len(prompt), len(prompt))
-    assert engine.progress[uid] == sorted(set(engine.progress[uid])), "each step forward is told once"
+    assert engine.progress[uid] == sorted(set(engine.progress[uid])), "progress is reported once per step"
 
 
 def let_go(engine: ToyEngine) -> None:
-    """Drop the answers, whose last ones hold their requests' caches."""
+    """Drop the responses; the last one of a request holds its cache."""
     engine.responses.clear()
     engine.pool.check_integrity()
 
 
-def test_requests_together_are_answered_as_alone() -> None:
+def test_concurrent_requests_get_their_solo_answers() -> None:
     pool = make_pool()
     engine = ToyEngine(pool)
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
@@ -47,7 +47,7 @@ def test_requests_together_are_answered_as_alone() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_no_more_requests_run_than_may(most: int) -> None:
+def test_at_most_completion_batch_size_requests_run(most: int) -> None:
     engine = ToyEngine(make_pool(), completion_batch_size=most)
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     uids = [engine.add(prompt, max_tokens=5) for prompt in prompts]
@@ -58,7 +58,7 @@ def test_no_more_requests_run_than_may(most: int) -> None:
 
 
 def test_a_first_token_beside_a_flood_is_computed_alone() -> None:
-    """Nothing of a client's rows is computed from the arrival of another client's request to its first token."""
+    """From the arrival of another client's request to its first token, no row of the flood is computed."""
     engine = ToyEngine(make_pool(), prefill_step_size=64, completion_batch_size=8, prefill_batch_size=8)
     flood = {engine.add(prompt := prompt_of(9, seed), max_tokens=30, client="a"): prompt for seed in range(12)}
     for _ in range(6):
@@ -82,12 +82,12 @@ def test_a_first_token_beside_a_flood_is_computed_alone() -> None:
     assert engine.pool.stats().live_blocks == 0
 
 
-def test_a_long_prompt_has_most_of_the_tokens_beside_a_flood() -> None:
-    """The rows of a flood take at most one token for two of a prompt that is computed in chunks."""
+def test_long_prompt_gets_most_of_the_tokens_beside_a_flood() -> None:
+    """The flood's rows get at most one token per two tokens of a prompt computed in chunks."""
     engine = ToyEngine(make_pool(), prefill_step_size=2048, completion_batch_size=64, prefill_batch_size=64)
     pace = engine.engine._pace
     assert pace is not None
-    pace.note = lambda *_: None  # type: ignore[method-assign]  # no step says how fast it was
+    pace.note = lambda *_: None  # type: ignore[method-assign]  # no step is timed
     pace.latency = pace.seconds_per_token = 1.0
     flood = {engine.add(prompt := prompt_of(2, seed), max_tokens=20, client="a"): prompt for seed in range(40)}
     while engine.engine.scheduler.has_prompts:
@@ -105,7 +105,7 @@ def test_a_long_prompt_has_most_of_the_tokens_beside_a_flood() -> None:
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "preempted", "forked"])
-def test_rows_that_are_held_can_be_cancelled_preempted_and_forked(ending: str) -> None:
+def test_held_rows_can_be_cancelled_preempted_and_forked(ending: str) -> None:
     engine = ToyEngine(make_pool(), prefill_step_size=64)
     flood = {engine.add(prompt := prompt_of(9, seed), max_tokens=12, client="a"): prompt for seed in range(4)}
     for _ in range(4):
@@ -141,7 +141,7 @@ def test_requests_join_while_others_run() -> None:
     assert_answered(engine, second, prompt_of(30, seed=1), 4)
 
 
-def test_a_stop_ends_a_request_with_the_token_that_it_came_with() -> None:
+def test_stop_ends_a_request_with_the_stop_token() -> None:
     engine = ToyEngine(make_pool())
     tokens = answer(prompt_of(5), 12)
     stop = next(token for i, token in enumerate(tokens) if i > 3 and token not in tokens[:i])
@@ -156,7 +156,7 @@ def test_a_stop_ends_a_request_with_the_token_that_it_came_with() -> None:
 # Memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_pool_has_the_youngest_make_room_and_no_token_comes_twice() -> None:
+def test_full_pool_preempts_the_youngest_and_repeats_no_token() -> None:
     pool = make_pool(num_blocks=14)
     engine = ToyEngine(pool)
     prompts = [prompt_of(length, seed=length) for length in (12, 10, 8)]
@@ -175,7 +175,7 @@ MOST = 9 * BLOCK_SIZE - 1  # a token is computed ahead of the one that is delive
 
 @pytest.mark.parametrize("num_tokens", [MOST, MOST + 1])
 def test_request_larger_than_budget_is_refused(num_tokens: int) -> None:
-    pool = make_pool(num_blocks=10)  # one of them nobody's
+    pool = make_pool(num_blocks=10)  # including the null block
     engine = ToyEngine(pool)
     prompt = prompt_of(num_tokens)
     if num_tokens > MOST:
@@ -191,7 +191,7 @@ def test_request_larger_than_budget_is_refused(num_tokens: int) -> None:
     assert engine.tokens(small) == answer(prompt_of(3), 3)
 
 
-def test_a_finished_requests_cache_is_dropped_for_others() -> None:
+def test_cache_of_a_finished_request_is_dropped_for_others() -> None:
     pool = make_pool(num_blocks=10)
     engine = ToyEngine(pool)
     first = engine.add(prompt_of(20), max_tokens=4)
@@ -200,14 +200,14 @@ def test_a_finished_requests_cache_is_dropped_for_others() -> None:
     assert last.request is not None and pool.stats().live_blocks > 0
     second = engine.add(prompt_of(24, seed=1), max_tokens=4)
     engine.run()
-    assert last.request is None, "nobody had looked at it"
+    assert last.request is None, "its cache was never used"
     assert_answered(engine, second, prompt_of(24, seed=1), 4)
 
 
 # Prefixes ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_that_was_computed_is_not_computed_again() -> None:
+def test_computed_prefix_is_not_computed_again() -> None:
     pool = make_pool()
     tree = RadixTree(pool)
     engine = ToyEngine(pool, prefixes=SharedPrefixes(tree))
@@ -226,7 +226,7 @@ def test_a_prefix_that_was_computed_is_not_computed_again() -> None:
     tree.check_integrity()
 
 
-def test_a_given_cache_is_gone_on_from_and_stays_as_it_is() -> None:
+def test_given_cache_is_continued_from_and_left_unchanged() -> None:
     pool = make_pool()
     engine = ToyEngine(pool)
     prompt = prompt_of(10)
@@ -250,7 +250,7 @@ def test_a_given_cache_is_gone_on_from_and_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 6])
-def test_a_request_that_is_removed_holds_nothing_and_says_nothing(num_steps: int) -> None:
+def test_removed_request_holds_no_blocks_and_sends_no_response(num_steps: int) -> None:
     pool = make_pool()
     engine = ToyEngine(pool)
     gone = engine.add(prompt_of(20), max_tokens=30)
@@ -267,8 +267,8 @@ def test_a_request_that_is_removed_holds_nothing_and_says_nothing(num_steps: int
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_what_a_request_that_is_ended_has_computed_is_found_by_others(finished: bool) -> None:
-    """All of it where it has finished; whole blocks where it was cancelled."""
+def test_prefix_of_a_removed_request_is_reused(finished: bool) -> None:
+    """All of it if the request finished, whole blocks if it was cancelled."""
     pool = make_pool()
     engine = ToyEngine(pool, prefixes=SharedPrefixes(RadixTree(pool)))
     prompt = prompt_of(18)
@@ -284,7 +284,7 @@ def test_what_a_request_that_is_ended_has_computed_is_found_by_others(finished: 
     assert engine.tokens(second) == answer(later, 2)
 
 
-def test_an_extracted_cache_is_a_copy_that_others_do_not_change() -> None:
+def test_extracted_cache_is_an_independent_copy() -> None:
     pool = make_pool()
     engine = ToyEngine(pool)
     prompt = prompt_of(6)
@@ -308,7 +308,7 @@ def raising(*_: Any) -> Any:
 
 
 def after(calls: int, then: Any) -> Any:
-    """A sampler, or a matcher, that goes wrong after so many calls."""
+    """Return a sampler, or matcher, that calls ``then`` after ``calls`` calls."""
     left = [calls]
 
     def called(value: Any) -> Any:
@@ -330,7 +330,7 @@ def after(calls: int, then: Any) -> Any:
     ],
     ids=["sampler at first", "sampler later", "matcher", "processor"],
 )
-def test_a_request_that_fails_is_told_once_and_the_others_go_on(options: dict[str, Any]) -> None:
+def test_failed_request_is_reported_once_and_the_others_continue(options: dict[str, Any]) -> None:
     pool = make_pool()
     engine = ToyEngine(pool)
     before = engine.add(prompt_of(9), max_tokens=10)
@@ -347,7 +347,7 @@ def test_a_request_that_fails_is_told_once_and_the_others_go_on(options: dict[st
 
 
 @pytest.mark.parametrize("where", ["prompt", "answer"])
-def test_a_model_call_that_fails_for_one_row_fails_that_row_alone(where: str) -> None:
+def test_model_error_for_one_row_fails_only_that_row(where: str) -> None:
     engine = ToyEngine(make_pool())
     prompts = [[0, 0, 0], [1, 2, 3], [4, 5]]
     answers = [answer(prompt, 10) for prompt in prompts]
@@ -363,7 +363,7 @@ def test_a_model_call_that_fails_for_one_row_fails_that_row_alone(where: str) ->
     engine.pool.check_integrity()
 
 
-def test_a_failure_of_a_request_that_was_removed_is_not_told() -> None:
+def test_failure_of_a_removed_request_is_not_reported() -> None:
     engine = ToyEngine(make_pool())
     bad = engine.add(prompt_of(4), max_tokens=4, sampler=raising)
     engine.engine.next()  # its prompt
@@ -375,7 +375,7 @@ def test_a_failure_of_a_request_that_was_removed_is_not_told() -> None:
 # Its end ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_is_dropped_goes_at_once_with_all_it_holds() -> None:
+def test_dropped_engine_is_freed_at_once_with_all_its_blocks() -> None:
     pool = make_pool()
     with without_collector():
         engine = ToyEngine(pool)
@@ -392,8 +392,8 @@ def test_an_engine_that_is_dropped_goes_at_once_with_all_it_holds() -> None:
     assert caches[0].offset == 0
 
 
-def test_a_prefix_that_would_be_adopted_does_not_count_as_room() -> None:
-    """A request is not admitted over and over, to be preempted in the same step."""
+def test_prefix_to_be_adopted_does_not_count_as_evictable() -> None:
+    """Otherwise a request is admitted over and over, and preempted in the same step."""
     pool = make_pool(num_blocks=40)
     tree = RadixTree(pool)
     prefix = prompt_of(20 * BLOCK_SIZE, seed=3)

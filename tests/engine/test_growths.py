@@ -1,4 +1,4 @@
-"""How often the pool grows for requests that are known, and by how much."""
+"""How often, and by how much, the pool grows for known requests."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.models.toy_engine import BLOCK_BYTES, BLOCK_SIZE, ToyEngine, 
 
 
 def count_growths(pool: BlockPool) -> list[int]:
-    """The sizes that the pool grows to from now on, as it does."""
+    """Return a list to which the pool's sizes are added whenever it grows."""
     sizes: list[int] = []
     for group in pool.groups:
         grow = group.grow
@@ -52,7 +52,7 @@ def test_long_prompts_known_at_once_make_the_pool_grow_once() -> None:
     assert len(sizes) == 1 and sizes[0] >= 16 * blocks_for(257), sizes
 
 
-def test_a_window_needs_no_more_than_itself() -> None:
+def test_window_group_grows_only_for_its_window() -> None:
     pool = make_pool(window=8)
     engine = ToyEngine(pool, completion_batch_size=8)
     sizes = count_growths(pool)
@@ -111,7 +111,7 @@ def test_a_cached_prefix_is_not_counted() -> None:
     assert len(sizes) <= 1 and pool.stats().total_blocks < before + 4 * (blocks_for(8 + 4 + 1) + 2), sizes
 
 
-def test_what_a_burst_took_is_given_back() -> None:
+def test_memory_of_a_burst_is_returned() -> None:
     pool = make_pool()
     engine = ToyEngine(pool, completion_batch_size=16)
     for i in range(16):

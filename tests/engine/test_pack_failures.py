@@ -1,4 +1,4 @@
-"""Packs in which a request fails, or whose model turns out not to pack: the others get what they get alone."""
+"""Packs with a failing request or a model that cannot pack: the other requests get their solo tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POISON = 7
 
 
 class RaisingNorm(nn.Module):
-    """Raises in calls with a poisoned token, which the embedding has seen."""
+    """A norm that raises in calls in which the embedding has seen a poisoned token."""
 
     def __init__(self, inner: nn.Module, embedding: NotingEmbedding) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class NotingEmbedding(nn.Module):
 
 
 @pytest.mark.parametrize("when", ["before a layer", "after all layers"])
-def test_a_model_that_raises_for_one_of_them_fails_that_one_only(when: str, calls: list[list[int]]) -> None:
+def test_model_error_for_one_request_of_a_pack_fails_only_that_one(when: str, calls: list[list[int]]) -> None:
     model = build("llama")
     prompts = [[token + (token == POISON) for token in prompt] for prompt in prompts_for(320, (40, 25, 61, 30, 18))]
     expected = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in prompts]
@@ -79,12 +79,12 @@ def test_a_model_that_raises_for_one_of_them_fails_that_one_only(when: str, call
     del outcomes[uids[2]]
     assert_alike(outcomes, [one for i, one in enumerate(expected) if i != 2])
     assert max(map(len, calls)) >= 3
-    assert gen._engine.prefill.packs, "the model packs all the same"
+    assert gen._engine.prefill.packs, "the model still packs"
     del failed
     assert_released(model)
 
 
-def test_a_request_without_room_leaves_the_pack_and_the_others_stay(
+def test_request_without_blocks_is_left_out_of_the_pack(
     monkeypatch: pytest.MonkeyPatch, calls: list[list[int]]
 ) -> None:
     model = build("llama-sliding")  # two groups
@@ -106,17 +106,15 @@ def test_a_request_without_room_leaves_the_pack_and_the_others_stay(
     pool.append_tokens = fails_once
     failed = run_with_failures(gen, outcomes)
     assert list(failed) == [uids[1]]
-    assert len(calls[0]) == 3, "it was not even started with"
+    assert len(calls[0]) == 3, "the pack starts without it"
     del outcomes[uids[1]], failed
     assert_alike(outcomes, [one for i, one in enumerate(expected) if i != 1])
     del pool.append_tokens
     assert_released(model)
 
 
-def test_a_model_that_turns_out_not_to_pack_is_computed_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, calls: list[list[int]]
-) -> None:
-    """Its attention multiplies the fetched keys itself where there are several rows, so no probe has seen it."""
+def test_model_that_cannot_pack_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatch, calls: list[list[int]]) -> None:
+    """Its attention changes the fetched keys in calls of 8 rows or more, which no probe has seen."""
     original = phi3.Attention.__call__
 
     class Copying:
@@ -140,7 +138,7 @@ def test_a_model_that_turns_out_not_to_pack_is_computed_one_by_one(
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = packing(model)
     outcomes = insert(gen, prompts, 6)
-    with pytest.warns(mlx_paged.NotPagedWarning, match="one by one through models of mlx_lm.models.phi3"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="prefilled one at a time for models of mlx_lm.models.phi3"):
         run_all(gen, outcomes)
     assert_alike(outcomes, expected)
     assert len(calls) == 1 and not gen._engine.prefill.packs
@@ -156,7 +154,7 @@ def test_chunks_that_see_more_than_caches_keep_run_one_by_one(calls: list[list[i
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = packing(model, 128, prefill_step_size=128)
     outcomes = insert(gen, prompts, 6)
-    with pytest.warns(mlx_paged.NotPagedWarning, match="one by one through models of mlx_lm.models.plamo3"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="prefilled one at a time for models of mlx_lm.models.plamo3"):
         run_all(gen, outcomes)
     assert_alike(outcomes, expected)
     assert len(calls) == 1 and not gen._engine.prefill.packs

@@ -1,4 +1,4 @@
-"""Prompts in packs: each request gets what it gets alone, whoever is in the pack, waits or goes."""
+"""Prompts in packs: each request gets its solo tokens, whatever other requests do."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GENERIC = ("phi3", "olmo2", "qwen3_moe", "gpt_oss", "gemma3n", "gemma4_text", "g
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs where they would not be tried: on a CPU."""
+    """Enable packs on a CPU too."""
     monkeypatch.setattr(PagedBatchGenerator, "packs", True)
 
 
@@ -73,11 +73,11 @@ STORAGES = ("functional", "in place", "kernel")
 
 @pytest.fixture(params=STORAGES)
 def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[PagedConfig]:
-    """Over functional blocks; over blocks in place, sequence by sequence, and in the kernel's stand-in."""
+    """Use functional blocks; blocks in place, read sequence by sequence; or the fake kernel."""
     if request.param == "functional":
         yield PagedConfig(block_size=8)
         return
-    with fake_kernels(), monkeypatch.context() as own:  # which ends before the stand-ins do
+    with fake_kernels(), monkeypatch.context() as own:  # undone before the fake kernels are
         if request.param == "in place":
             own.setattr(in_place, "prepare_prefill", no_kernel)
         yield PagedConfig(block_size=8, kernel="on")
@@ -124,7 +124,7 @@ def run_in_packs(name: str, calls: list[list[int]]) -> Any:
 
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("name", quick(GENERIC, "phi3"))
-def test_models_behind_the_seam_pack_too(name: str, calls: list[list[int]]) -> None:
+def test_models_without_an_adapter_pack_too(name: str, calls: list[list[int]]) -> None:
     assert mlx_paged.pool_of(run_in_packs(name, calls)) is not None
 
 
@@ -134,14 +134,14 @@ def test_models_with_states_pack_too(name: str, calls: list[list[int]]) -> None:
     run_in_packs(name, calls)
 
 
-def test_states_stay_as_they_were_if_the_call_of_a_pack_fails(calls: list[list[int]]) -> None:
+def test_failed_call_of_a_pack_leaves_states_unchanged(calls: list[list[int]]) -> None:
     model = model_configs.build("qwen3_next")
     prompts = prompts_for(model_configs.VOCAB)
     expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = packing(model)
     outcomes = insert(gen, prompts, 8)
-    head, fails = model.lm_head, [False, True]  # then they go alone
+    head, fails = model.lm_head, [False, True]  # then each runs alone
 
     def failing(x: mx.array) -> mx.array:
         if x.shape[0] > 16 and fails and fails.pop(0):  # no decode step has as many rows
@@ -156,7 +156,7 @@ def test_states_stay_as_they_were_if_the_call_of_a_pack_fails(calls: list[list[i
 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("llama-sliding")])
-def test_requests_go_on_behind_prefixes_that_others_have_computed(kind: str, calls: list[list[int]]) -> None:
+def test_requests_continue_from_prefixes_of_others(kind: str, calls: list[list[int]]) -> None:
     model = build(kind)
     first = prompt_of(61, seed=1).tolist()
     others = [first[:n] + prompt_of(20 + n, seed=n).tolist() for n in (48, 17, 60, 3)]
@@ -177,7 +177,7 @@ def test_requests_go_on_behind_prefixes_that_others_have_computed(kind: str, cal
 # Making room, leaving ---------------------------------------------------------------------------------------------
 
 
-def test_requests_make_room_in_the_middle_of_their_prompts(calls: list[list[int]]) -> None:
+def test_requests_preempted_in_prefill_get_their_solo_tokens(calls: list[list[int]]) -> None:
     model = build("llama")
     prompts = prompts_for(320, (60, 45, 50, 30, 41))
     expected = [greedy(model, mx.array(prompt, mx.uint32), 24) for prompt in prompts]
@@ -191,7 +191,7 @@ def test_requests_make_room_in_the_middle_of_their_prompts(calls: list[list[int]
 
 
 @pytest.mark.parametrize("steps", [1, *slow(2, 3)])
-def test_requests_that_are_cancelled_in_the_middle_leave_the_others_alone(steps: int, calls: list[list[int]]) -> None:
+def test_requests_cancelled_in_prefill_do_not_affect_others(steps: int, calls: list[list[int]]) -> None:
     model = build("gemma3")
     prompts = prompts_for(320, (70, 100, 33, 129, 66))
     expected = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in prompts]
@@ -221,7 +221,7 @@ def test_requests_that_are_cancelled_in_the_middle_leave_the_others_alone(steps:
         ("phi3", {}, True),
         ("qwen3", {"max_kv_size": 20}, False),  # mlx-lm's own caches
         ("deepseek_v3", {}, True),
-        ("phi3small", {}, False),  # its attention works with what is fetched
+        ("phi3small", {}, False),  # its attention computes with fetched keys
         ("gpt_bigcode", {}, True),
         ("llama4", {}, True),
         ("minimax_m3_vl", {}, False),  # one row after the other
@@ -236,7 +236,7 @@ def test_which_models_pack(name: str, options: dict[str, Any], packs: bool) -> N
     assert engine.packs == engine.prefill.packs == packs
 
 
-def test_packs_are_taken_where_there_is_a_kernel_and_blocks_are_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_need_a_kernel_and_in_place_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedBatchGenerator, "packs", None)
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -252,7 +252,7 @@ def test_packs_are_taken_where_there_is_a_kernel_and_blocks_are_in_place(monkeyp
 
 
 @pytest.mark.parametrize("has_kernel", [True, False])
-def test_on_a_mac_what_follows_a_prefix_is_packed_if_the_kernel_works(
+def test_chunks_after_a_prefix_are_packed_on_metal_if_the_kernel_works(
     monkeypatch: pytest.MonkeyPatch, calls: list[list[int]], has_kernel: bool
 ) -> None:
     monkeypatch.setattr(engine_module, "on_metal", lambda: True)
@@ -278,7 +278,7 @@ def test_on_a_mac_what_follows_a_prefix_is_packed_if_the_kernel_works(
             assert len(calls) == 1, "one pack was enough to know"
 
 
-def test_on_a_mac_steps_of_packs_are_cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_packs_have_a_fine_grid_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "on_metal", lambda: True)
     scheduler = ToyEngine(make_pool(), packs=True, prefill_step_size=2048).engine.scheduler
     assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == (128, 2048, 2048)
@@ -291,7 +291,7 @@ def test_least_queries_of_fused_attention(head_dim: int, nax: bool, least: int) 
     assert least_fused_queries(head_dim, nax) == least
 
 
-def test_on_a_mac_time_bounds_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_latency_limits_steps_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (engine_module, prefill):
         monkeypatch.setattr(module, "on_metal", lambda: True)
     with fake_kernels():
@@ -310,8 +310,8 @@ def test_on_a_mac_time_bounds_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         gen.close()
 
 
-def test_on_a_mac_steps_over_ranks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over ranks no time bounds a step."""
+def test_steps_over_ranks_are_short_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over ranks no latency limits a step."""
     for module in (engine_module, prefill):
         monkeypatch.setattr(module, "on_metal", lambda: True)
     with fake_kernels():
@@ -329,17 +329,17 @@ def test_on_a_mac_steps_over_ranks_are_short(monkeypatch: pytest.MonkeyPatch) ->
     ("step", "grid", "budget", "chunk"),
     [(2048, 512, 4096, 2048), (3000, 512, 4096, 3000), (10000, 512, 4096, 4096), (600, 512, 600, 600), (64,) * 4],
 )
-def test_a_chosen_step_size_bounds_steps(step: int, grid: int, budget: int, chunk: int) -> None:
+def test_prefill_step_size_limits_steps(step: int, grid: int, budget: int, chunk: int) -> None:
     scheduler = ToyEngine(make_pool(), packs=True, prefill_step_size=step).engine.scheduler
     assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == (grid, budget, chunk)
 
 
-def test_steps_without_packs_are_as_they_were() -> None:
+def test_steps_without_packs_have_no_grid_and_no_chunk_limit() -> None:
     scheduler = ToyEngine(make_pool(), prefill_step_size=2048).engine.scheduler
     assert (scheduler.token_budget, scheduler.chunk, scheduler.grid) == (2048, None, None)
 
 
-def test_chunks_that_failed_with_others_come_alone() -> None:
+def test_chunks_that_failed_in_a_pack_run_alone() -> None:
     pool = make_pool()
     engine = ToyEngine(pool)
     requests = [engine.engine.requests[engine.add(toy_prompt(5 + n))] for n in range(4)]
@@ -349,7 +349,7 @@ def test_chunks_that_failed_with_others_come_alone() -> None:
     assert packs_of(chunks[1:2]) == [[chunks[1]]] and packs_of([]) == []
 
 
-def test_what_can_be_packed() -> None:
+def test_can_pack_depends_on_the_kinds_of_caches() -> None:
     pages, states = caches_of(make_pool()), [ArraysCache(2)]
     assert can_pack([*pages, *states], ArraysCache, reads_blocks_only=True)
     assert not can_pack([*pages, *states], ArraysCache, reads_blocks_only=True, takes_rows=False)
@@ -359,7 +359,7 @@ def test_what_can_be_packed() -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, [[16], [16], [7]]), (20, [[16]]), (0, [])])
-def test_a_chunk_alone_goes_as_a_pack_while_its_context_is_short(
+def test_single_chunk_runs_as_a_pack_while_its_context_is_short(
     calls: list[list[int]], monkeypatch: pytest.MonkeyPatch, most: int, expected: list[list[int]]
 ) -> None:
     monkeypatch.setattr(prefill, "MOST_ALONE", most)
@@ -380,7 +380,7 @@ def answered(length: int, seed: int) -> list[int]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_the_lengths_and_budgets_are_each_request_gets_its_tokens(data: st.DataObject) -> None:
+def test_requests_get_their_tokens_with_random_lengths_and_budgets(data: st.DataObject) -> None:
     draw: Callable[..., Any] = data.draw
     blocks = draw(st.sampled_from([None, 14, 20, 40]))
     pool = make_pool(num_blocks=blocks)

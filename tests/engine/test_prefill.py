@@ -1,4 +1,4 @@
-"""Short prompt chunks one by one, over in-place pools: on a GPU, or over the kernels' stand-ins."""
+"""Short prompt chunks one by one over in-place pools, on a GPU or with fake kernels."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TOLERANCE = 5e-3
 
 @pytest.fixture(params=["in the kernel", "row by row"])
 def in_kernel(request: pytest.FixtureRequest, kernels: object, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether short chunks go through the decode kernel, as where MLX's attention prepares a plan for each shape. None
-    are packed, as where there is no kernel for packs."""
+    """Whether short chunks go through the decode kernel, as on devices where MLX's attention prepares a plan per shape.
+    No chunk is packed, as without a kernel for packs."""
     chosen = bool(request.param == "in the kernel")
     monkeypatch.setattr(prefill_module, "packs_prompts", lambda: False)
     monkeypatch.setattr(dispatch, "prepares_plans", lambda: chosen)
@@ -33,7 +33,7 @@ def in_kernel(request: pytest.FixtureRequest, kernels: object, monkeypatch: pyte
 
 
 class Calls:
-    """Notes the shapes of a model's calls, and raises where a prompt has a poisoned token."""
+    """The shapes of a model's calls; a prompt with a poisoned token raises."""
 
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.prompts: list[tuple[int, int]] = []
@@ -57,8 +57,8 @@ def clean_prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("in_kernel", "no_fall_through")
-def test_second_turns_give_stocks_tokens_without_packs() -> None:
-    """Short chunks behind prompts of different lengths, past a window and in the middle of blocks."""
+def test_second_turns_give_the_tokens_of_mlx_lm_without_packs() -> None:
+    """Short chunks follow prompts of different lengths, past a window and in the middle of blocks."""
     model = build("gemma3", head_dim=64)
     lengths, turns = (WINDOW + 5, 3 * WINDOW, 21), (30, 9, 64)
     firsts = [prompt_of(n, seed=n).tolist() for n in lengths]
@@ -86,7 +86,7 @@ def test_second_turns_give_stocks_tokens_without_packs() -> None:
 
 
 @pytest.mark.usefixtures("in_kernel")
-def test_a_model_that_raises_for_one_of_them_fails_that_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_error_for_one_prompt_fails_only_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", head_dim=64)
     prompts = [clean_prompt(n, seed=n) for n in (12, 30, 45, 20)]
     expected = [greedy(model, mx.array(prompt), 6)[0] for prompt in prompts]
@@ -112,10 +112,8 @@ def test_a_model_that_raises_for_one_of_them_fails_that_one_only(monkeypatch: py
     assert pool.stats().live_blocks == 0
 
 
-def test_the_host_goes_on_during_a_step_and_waits_for_the_last(
-    kernels: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One step with prompts at most is under way, and none when all prompts are computed."""
+def test_host_runs_one_step_ahead_and_waits_for_the_last(kernels: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one step with prompts is in flight, and none once all prompts are computed."""
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     gen = generator(model, prefill_step_size=32)
@@ -133,7 +131,7 @@ def test_the_host_goes_on_during_a_step_and_waits_for_the_last(
     assert [count > 0 for count in waits] == [False, True, True, True], "before the second and third, and at the end"
 
 
-def test_what_fails_while_it_is_computed_fails_its_request(kernels: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_during_evaluation_fails_only_that_request(kernels: object, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", head_dim=64)
     prompt = prompt_of(40).tolist()
     expected = greedy(model, mx.array(prompt), 6)[0]

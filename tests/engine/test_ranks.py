@@ -38,12 +38,12 @@ from tests.support.models.builders import build, prompt_of
 from tests.support.ranks import launch, scenarios
 
 TIMEOUT = "3"
-# A test fails after so many seconds, which a busy machine may need; what it waits for takes the timeout or less.
+# Seconds until a test fails, for a busy machine. The awaited event takes TIMEOUT seconds or less.
 MOST_SECONDS = 90.0
 
 
 def _started(folder: Path, name: str, size: int = 2) -> launch.Launch:
-    """Ranks that compute, :mod:`tests.support.ranks.faults`."""
+    """Start ranks that run a fault of :mod:`tests.support.ranks.faults`."""
     return launch.worker(size, folder, f"fault:{name}", MLX_PAGED_RANK_TIMEOUT=TIMEOUT)
 
 
@@ -62,8 +62,8 @@ def _signalled(sig: int) -> Callable[[launch.Launch], None]:
     return send
 
 
-@pytest.mark.slow  # of a server, always: tests/cli/test_over_ranks.py
-def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.slow  # tests/cli/test_over_ranks.py always runs this for a server
+def test_killed_rank_ends_the_other_rank(tmp_path: Path) -> None:
     started = _started(tmp_path, "none")
     _signalled(signal.SIGKILL)(started)
     first, second = started.ended(MOST_SECONDS)
@@ -73,12 +73,12 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
+def test_stopped_rank_ends_the_other_rank(tmp_path: Path) -> None:
     started = _started(tmp_path, "none")
     try:
         _signalled(signal.SIGSTOP)(started)
         assert started.processes[0].wait(MOST_SECONDS) == EXIT_STATUS
-        assert "rank 1 has said nothing for" in (tmp_path / "0.err").read_text()
+        assert "rank 1 has sent nothing for" in (tmp_path / "0.err").read_text()
         started.processes[1].send_signal(signal.SIGCONT)  # it finds that it is alone
         assert started.processes[1].wait(MOST_SECONDS) == EXIT_STATUS
     finally:
@@ -89,20 +89,20 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     ("name", "reason"), slow(("hang", "has been in step"), ("raise_late", "injected: out of memory"),
     ("raise", "ValueError: injected: the script"))
 )  # fmt: skip
-def test_what_goes_wrong_on_one_rank(name: str, reason: str, tmp_path: Path) -> None:
+def test_fault_of_one_rank_is_reported_by_all(name: str, reason: str, tmp_path: Path) -> None:
     for ended in _started(tmp_path, name).ended(MOST_SECONDS):
         assert ended.status == EXIT_STATUS
         assert reason in ended.stderr
 
 
-def test_a_rank_that_leaves_as_if_all_were_done(tmp_path: Path) -> None:
+def test_rank_that_exits_early_ends_the_other_rank(tmp_path: Path) -> None:
     first, second = _started(tmp_path, "leave").ended(MOST_SECONDS)
     assert second.status == 0
     assert first.status != 0
     assert "rank 1 has ended" in first.stderr
 
 
-def test_a_report_of_both(tmp_path: Path) -> None:
+def test_diverging_ranks_report_the_messages_of_both(tmp_path: Path) -> None:
     found = _started(tmp_path, "diverge").ended(MOST_SECONDS)
     for ended in found:
         assert ended.status == EXIT_STATUS
@@ -113,13 +113,13 @@ def test_a_report_of_both(tmp_path: Path) -> None:
 
 NAMES = [name for name in scenarios.SCENARIOS if name not in ("unseeded", "failing_call", "schedule")]
 SAMPLE = "schedule:40"
-WITH_FOUR = ["ragged"]  # waiting ranks turn: on few cores the others are slow
-BOTH = ["unseeded", "failing_call"]  # of which one process says something else
+WITH_FOUR = ["ragged"]  # waiting ranks spin, which slows the others on few cores
+BOTH = ["unseeded", "failing_call"]  # a single process gives other results
 
 
 @functools.cache
 def alone(name: str) -> dict[str, Any]:
-    """What one process delivers, as JSON has it."""
+    """Return what a single process delivers, passed through JSON."""
     return json.loads(json.dumps(scenarios.play([name])[name]))
 
 
@@ -139,7 +139,7 @@ def test_ranks_deliver_the_tokens_of_one_process(size: int, tmp_path: Path) -> N
         for name in names:
             assert outcome[name] == alone(name), name
             assert outcome[name]["tokens"]
-        assert outcome["record"] == outcomes[0]["record"], "all have decided alike"
+        assert outcome["record"] == outcomes[0]["record"], "all ranks made the same decisions"
         assert outcome["unseeded"] == outcomes[0]["unseeded"], "draws without seeds are those of rank 0"
         # A call that fails on one rank fails its request on all.
         prefix = "" if rank == size - 1 else f"rank {size - 1}: ValueError: "
@@ -149,7 +149,7 @@ def test_ranks_deliver_the_tokens_of_one_process(size: int, tmp_path: Path) -> N
     assert outcomes[0]["record"][0] > 50
 
 
-def test_scenarios_do_what_they_are_for() -> None:
+def test_scenarios_cover_what_they_are_named_for() -> None:
     assert alone("preemption")["preemptions"] > 0
     assert alone(SAMPLE)["preemptions"] > 0
     assert alone("packs")["packs"]
@@ -160,15 +160,15 @@ def test_scenarios_do_what_they_are_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_everything(size: int, tmp_path: Path) -> None:
+def test_all_scenarios_and_a_long_schedule_over_ranks(size: int, tmp_path: Path) -> None:
     names = [*NAMES, "schedule:1000"]
     for outcome in _outcomes(size, tmp_path, *names, seconds=1500):
         for name in names:
             assert outcome[name] == alone(name)
 
 
-def test_who_writes_to_a_rank_that_is_dead_says_so() -> None:
-    """A sender finds out as a reader does, whichever comes first."""
+def test_send_to_dead_rank_raises() -> None:
+    """The sender raises the same error as the reader."""
     mine, theirs = socket.socketpair()
     peer = Peer(1, mine)
     theirs.close()
@@ -177,12 +177,12 @@ def test_who_writes_to_a_rank_that_is_dead_says_so() -> None:
     mine.close()
 
 
-LOST = "[ring] connection to a peer was lost"  # what MLX says in a step
+LOST = "[ring] connection to a peer was lost"  # MLX's error in a step
 
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ranks, socket.socket, list[Any]]]:
-    """Rank 0 of two, the other end of its connection, and with what the process ended."""
+    """Rank 0 of two, the other end of its connection, and the list of faults and exit statuses."""
     mine, theirs = socket.socketpair()
     ended: list[Any] = []
     monkeypatch.setattr(ranks_module, "meet", lambda group, timeout: [Peer(1, mine)])
@@ -205,14 +205,14 @@ def _fail_requests(ranks: Ranks) -> None:
     failures = [
         RequestFailedError.without_frames(uid, error) for uid, error in enumerate((ValueError(LOST), OSError()))
     ]
-    Agreement(ranks, None).note_step(ScheduledStep([], [], [], []), [], failures)  # at once: not for want of a rank
+    Agreement(ranks, None).note_step(ScheduledStep([], [], [], []), [], failures)  # at once: no rank is lost
     failures.append(RequestFailedError.without_frames(2, RuntimeError(LOST)))
     Agreement(ranks, None).note_step(ScheduledStep([], [], [], []), [], failures)
     raise failures[-1]
 
 
 def _fail_a_turn(ranks: Ranks) -> None:
-    """In the server's loop, outside of the engine."""
+    """Fail in the server's loop, outside of the engine."""
     told: list[Any] = []
     served = SimpleNamespace(models=None, requests=None, stats=None, memory_watch=None, is_stopping=False)
     loop = RankedLoop(ranks, cast(Any, served))
@@ -225,10 +225,11 @@ def _fail_a_turn(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("fail", [_fail_in_a_step, _fail_requests, _fail_a_turn])
 @pytest.mark.parametrize("is_gone", [True, False])
-def test_a_failed_step_waits_for_the_watch(
+def test_failed_step_waits_for_the_watch_to_report_a_lost_rank(
     fail: Callable[[Ranks], None], is_gone: bool, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step fails first. If a rank is gone the process ends, which says so; if none is, the error is the step's."""
+    """The step fails first. If a rank is gone, the process ends and reports it; otherwise the step's error is
+    raised."""
     ranks, theirs, ended = pair
     monkeypatch.setattr(rendezvous, "GRACE_SECONDS", MOST_SECONDS if is_gone else 0.1)
     raised: SimpleQueue[Exception] = SimpleQueue()
@@ -254,13 +255,13 @@ def test_a_failed_step_waits_for_the_watch(
         assert not ended
 
 
-def test_strangers_are_turned_away() -> None:
+def test_unauthorised_connections_are_rejected() -> None:
     found: list[Peer] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         accepting = threading.Thread(target=lambda: found.extend(rendezvous._accept(listener, 2, "right", 30)))
         accepting.start()
-        # One that says nothing, and one that promises 1 GB, stay connected meanwhile.
+        # A silent connection and one that announces 1 GB stay open meanwhile.
         silent, dripping = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
         dripping.sendall(struct.pack(">Ic", 1 << 30, b"D"))
         for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 20, b"", b"[" * 200_000):
@@ -278,12 +279,12 @@ def test_strangers_are_turned_away() -> None:
         each.close()
 
 
-def test_a_rank_that_ends_during_the_first_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_lost_in_the_first_reduction_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_: object, **__: object) -> None:
         raise RuntimeError("[ring] connection to a peer was lost")
 
     monkeypatch.setattr(rendezvous.mx.distributed, "all_sum", lost)
-    with pytest.raises(RankError, match=r"another rank has ended while it started: .*peer was lost"):
+    with pytest.raises(RankError, match=r"another rank ended during the start: .*peer was lost"):
         rendezvous._tell(None, None)
 
 
@@ -294,19 +295,19 @@ def test_ranks_need_the_same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous._proof("token", b"said") != proof
 
 
-def test_ranks_that_do_not_come() -> None:
+def test_missing_ranks_are_named_after_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(RankError, match=r"rank\(s\) \[1, 2\]"):
         rendezvous._accept(listener, 3, "token", 0.05)
 
 
-def test_nobody_to_connect_to() -> None:
+def test_unreachable_rank_0_raises() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(RankError, match="rank 1 cannot reach rank 0"):
         rendezvous._connect(["127.0.0.1"], port, "token", 1, 1)
 
 
-def test_a_record_tells_decisions_apart() -> None:
+def test_record_checksums_distinguish_decisions() -> None:
     def checksum(*entries: tuple[str, dict[str, list[int]]]) -> int:
         record = StepRecord()
         for what, values in entries:
@@ -333,19 +334,19 @@ def test_remarks_are_reported_and_not_compared() -> None:
     assert "out of memory" in one.describe()
 
 
-def test_a_model_that_is_all_here_has_no_ranks() -> None:
+def test_model_that_is_not_sharded_has_no_group() -> None:
     assert group_of(build("llama")) is None
     assert group_of(object()) is None
 
 
 @pytest.mark.parametrize("text", ["", "none", "0", "-3", "inf", "nan", "0.5"])
-def test_timeouts_that_cannot_be_used(text: str) -> None:
+def test_invalid_timeouts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_timeout(text)
 
 
 class Others:
-    """Ranks of which the others say what is given; keeps what this one says."""
+    """Ranks whose other members send the given values; records what this one sends."""
 
     def __init__(self, *others: dict[str, Any]) -> None:
         self.others, self.said = others, ""
@@ -355,7 +356,7 @@ class Others:
         return [value, *(self.others or [value])]
 
 
-def test_a_difference_is_named() -> None:
+def test_check_same_names_the_difference() -> None:
     with pytest.raises(ConfigError, match="the versions of rank 0 and rank 1 differ: mlx: 1 and 2; other: missing and"):
         check_same(Others({"mlx": "2", "other": "3"}), "the versions", {"mlx": "1"})  # type: ignore[arg-type]
     check_same(Others({"mlx": "1", "other": "3"}), "", {"mlx": "1"}, are_optional=True)  # type: ignore[arg-type]
@@ -387,7 +388,7 @@ def test_versions_differ_if_a_file_differs(name: str, tmp_path: Path, monkeypatc
 def test_sampled_bytes_of_each_tensor_count(at: int, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "notes.md").write_text(name)  # nobody loads it
+        (tmp_path / name / "notes.md").write_text(name)  # not loaded
         large = mx.zeros((10 * SAMPLE_BYTES,), mx.uint8)
         small = mx.zeros((10_000,), mx.uint8)
         small[at] = name == "two"
@@ -397,7 +398,7 @@ def test_sampled_bytes_of_each_tensor_count(at: int, tmp_path: Path) -> None:
     assert one != two
 
 
-def test_keys_of_clients_are_not_sent() -> None:
+def test_api_keys_are_not_sent_to_other_ranks() -> None:
     ranks = Others()
     args = parse(["--model", "model", "--api-key", "sekrit"])
     check_ranks(args, ranks)  # type: ignore[arg-type]
@@ -413,7 +414,7 @@ def test_keys_of_clients_are_not_sent() -> None:
     ("options", "in_place"),
     [({"kernel": "off"}, False), ({"kernel": "off", "kv_bits": 8}, False), ({}, True), ({"kv_bits": 8}, True)],
 )
-def test_what_was_built_is_forgotten(options: dict[str, Any], in_place: bool, kernels: Any) -> None:
+def test_undo_discards_the_writes_since_a_checkpoint(options: dict[str, Any], in_place: bool, kernels: Any) -> None:
     model, tokens = build("llama", head_dim=64), prompt_of(30)[None]
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory="8MB", **options))
     cache = cache_module.make_prompt_cache(model)
@@ -435,7 +436,7 @@ def test_what_was_built_is_forgotten(options: dict[str, Any], in_place: bool, ke
         assert all(now[0] is then[0] for now, then in zip(map(_latest, storages), fences, strict=True))
         return
     assert all(np.array_equal(now, then) for now, then in zip(_written(storages), written, strict=True))
-    for layer in cache:  # the tables are their owner's to put back
+    for layer in cache:  # the owner of the tables puts them back
         layer.trim(5)
     found = model(tokens[:, 20:], cache=cache)
     expected = model(tokens, cache=cache_module.make_prompt_cache(model))[:, 20:]

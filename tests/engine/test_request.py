@@ -1,4 +1,4 @@
-"""A request: its chunks, their pace, the logits of a step, and growth of the pool beside others."""
+"""Requests: their chunks, the pace of prefill, and the logits of a step."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from tests.support.requests import request_of
 
 
 def chunks_of(request: Request, most: int | None, grid: int | None = None) -> list[int]:
-    """The lengths of its chunks until it decodes."""
+    """Return the lengths of its chunks until it decodes."""
     chunks = []
     while not request.is_prefilled:
         chunks.append(request.chunk_length(most, grid))
@@ -52,7 +52,7 @@ def chunks_of(request: Request, most: int | None, grid: int | None = None) -> li
         (20, (19,), None, None, [19]),
     ],
 )
-def test_chunks_end_where_segments_do_and_at_the_grid(
+def test_chunks_end_at_segments_and_at_the_grid(
     length: int, boundaries: tuple[int, ...], most: int | None, grid: int | None, chunks: list[int]
 ) -> None:
     request = request_of(0, length, boundaries)
@@ -72,7 +72,7 @@ def with_prefix(pool: BlockPool, tokens: list[int]) -> list[PagedKVCache]:
     return caches
 
 
-def test_a_request_goes_on_where_the_cache_that_came_with_it_ends() -> None:
+def test_request_continues_where_its_given_cache_ends() -> None:
     known, new = prompt_of(10), [1, 2, 3]
     request = make_request(0, new, with_prefix(make_pool(), known), history=known, max_tokens=5)
     assert request.length == request.kept == 10 and request.cached_tokens() == known
@@ -82,30 +82,30 @@ def test_a_request_goes_on_where_the_cache_that_came_with_it_ends() -> None:
     assert request.next_tokens(1) == [3] and request.next_input() == 3
 
 
-def test_empty_caches_are_none() -> None:
+def test_empty_given_caches_are_ignored() -> None:
     request = make_request(0, [1, 2], caches_of(make_pool()))
     assert request.given is None and request.kept == 0 and request.tables is None
 
 
-def test_the_token_that_was_sampled_and_not_delivered_comes_next() -> None:
+def test_undelivered_token_is_the_next_input() -> None:
     request = make_request(0, [1, 2], [])
     assert request.next_input() == 2
     request.undelivered = 7
     assert request.next_input() == 7
 
 
-def test_release_gives_back_what_it_holds_and_keeps_what_it_came_with() -> None:
+def test_release_frees_its_blocks_but_keeps_the_given_cache() -> None:
     pool = make_pool()
     given = with_prefix(pool, prompt_of(10))
     request = make_request(0, [1], given, history=prompt_of(10))
     held = pool.stats().live_blocks
-    assert held == 3 and request.tables is not given[0].sequence.tables  # a fork: the owner may go on
+    assert held == 3 and request.tables is not given[0].sequence.tables  # a fork, as the owner may continue
     request.caches = with_prefix(pool, prompt_of(17))
     assert request.tables is request.caches[0].sequence.tables and pool.stats().live_blocks == held + 5
     request.release()
     assert request.caches is None and pool.stats().live_blocks == held
     assert [t.block_ids for t in request.tables or ()] == [t.block_ids for t in given[0].sequence.tables]
-    request.release()  # there is no more
+    request.release()  # nothing is left
     assert pool.stats().live_blocks == held
     pool.check_integrity()
 
@@ -126,26 +126,26 @@ def model_of(num_weights: int) -> Any:
     return SimpleNamespace(parameters=lambda: {"w": mx.zeros((num_weights,))})
 
 
-def test_the_first_estimate_follows_the_models_size() -> None:
+def test_first_pace_estimate_follows_the_size_of_the_model() -> None:
     assert PrefillPace(SimpleNamespace()).most_tokens(False) is None
     small, large = PrefillPace(model_of(1000)), PrefillPace(model_of(100_000_000))
     assert (small.most_tokens(False) or 0) > 1 << 20
     assert large.most_tokens(False) == int(LATENCY_MS / 1000 * prefill.ASSUMED_SPEED / 2e8) // GRID * GRID
     quantized = SimpleNamespace(parameters=lambda: {"w": mx.zeros((100_000_000 // 8,), mx.uint32)})
-    assert PrefillPace(quantized).most_tokens(False) == LEAST_TOKENS  # they take a CPU much longer
+    assert PrefillPace(quantized).most_tokens(False) == LEAST_TOKENS  # quantised weights are much slower on a CPU
 
 
-def test_it_learns_from_steps_and_alone_there_is_more_time() -> None:
+def test_pace_learns_from_steps_and_gives_a_lone_request_more_time() -> None:
     learner = PrefillPace(model_of(1_000_000))
     for _ in range(20):
         learner.note(1024, 32.0)
     assert learner.most_tokens(True) == int(ALONE_SECONDS * 32) // GRID * GRID
     assert learner.most_tokens(False) == LEAST_TOKENS  # not 16
-    learner.note(3, 100.0)  # a few tokens say nothing
+    learner.note(3, 100.0)  # too few tokens to learn from
     assert learner.most_tokens(True) == int(ALONE_SECONDS * 32) // GRID * GRID
 
 
-def test_a_latency_is_kept_beside_others_and_attention_fused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pace_keeps_the_latency_beside_others_but_fused_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = PrefillPace(model_of(1_000_000), 100, least_alone=1024)
     for _ in range(20):
         slow.note(1024, 10.24)
@@ -159,7 +159,7 @@ def test_a_latency_is_kept_beside_others_and_attention_fused_alone(monkeypatch: 
 
 
 class Clock:
-    """Time in which each prompt token of a toy model takes a second."""
+    """A clock on which each prompt token of a toy model takes a second."""
 
     def __init__(self, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -174,7 +174,7 @@ class Clock:
 
 
 def lengths_of_chunks(engine: ToyEngine, uid: int) -> list[int]:
-    """Tokens of each chunk of a prompt."""
+    """Return the number of tokens of each chunk of a prompt."""
     ends = [done for done, _ in engine.progress[uid]]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -206,7 +206,7 @@ def logits_of(dtype: mx.Dtype) -> mx.array:
     return (mx.random.normal((4, 50), key=mx.random.key(0)) * 5).astype(dtype)
 
 
-def test_logprobs_are_normalised_logits_whoever_asks_first() -> None:
+def test_logprobs_are_normalised_logits_in_any_order_of_calls() -> None:
     logits = logits_of(mx.float32)
     expected = np.array(logits) - np.log(np.exp(np.array(logits)).sum(axis=-1, keepdims=True))
     for asks_for_all in (False, True):
@@ -219,7 +219,7 @@ def test_logprobs_are_normalised_logits_whoever_asks_first() -> None:
 
 
 @pytest.mark.parametrize("is_normalised", [False, True])
-def test_a_kept_row_is_as_it_was_and_has_no_others(is_normalised: bool) -> None:
+def test_kept_row_is_unchanged_and_holds_no_other_rows(is_normalised: bool) -> None:
     step = StepLogits(logits_of(mx.float32))
     if is_normalised:
         step.logprobs()
@@ -228,7 +228,7 @@ def test_a_kept_row_is_as_it_was_and_has_no_others(is_normalised: bool) -> None:
     np.testing.assert_array_equal(np.array(kept.row(0)), np.array(step.row(2)))
 
 
-def test_a_token_that_is_kept_holds_its_own_row_only() -> None:
+def test_detached_token_holds_only_its_own_row() -> None:
     mx.random.seed(0)
     step = StepLogits(mx.random.normal((64, 100_000)))
     tokens = [TokenLogits(step, index) for index in (3, 60)]

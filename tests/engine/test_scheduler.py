@@ -12,10 +12,10 @@ from tests.support.scheduler_driver import BLOCK, Driver, FakeMemory
 
 
 class CachingMemory(FakeMemory):
-    """Holds prefixes, too: those that nobody uses are evicted for whoever needs room.
+    """A memory that also holds prefixes; unused ones are evicted when blocks are needed.
 
     Attributes:
-        cached: tokens that a request finds when it starts, by uid.
+        cached: number of cached tokens of a request when it starts, by uid.
     """
 
     def __init__(self, num_blocks: int, cached: dict[int, int]) -> None:
@@ -41,7 +41,7 @@ def test_first_in_first_out_within_the_limits() -> None:
 
 
 def test_a_cached_prefix_is_not_taken_from_an_older_request() -> None:
-    """Before the younger one starts, its prefix could be given up. It waits, and the older one goes on."""
+    """The younger request's prefix could be evicted before it starts, so it waits while the older one continues."""
     driver = Driver(13)
     driver.memory = driver.scheduler.memory = CachingMemory(13, {0: 44, 1: 8})
     driver.insert(prompt=47, extra=2)
@@ -70,7 +70,7 @@ def test_prompts_are_not_starved_by_a_full_batch() -> None:
     driver.insert(prompt=9, extra=1)
     plan = driver.step()
     assert len(plan.decode) == 12
-    assert [chunk.num_tokens for chunk in plan.chunks] == [8], "decoding takes nothing of what prompts may"
+    assert [chunk.num_tokens for chunk in plan.chunks] == [8], "decoding does not reduce the budget of prompts"
 
 
 def test_chunks_end_at_boundaries_and_one_per_request_and_step() -> None:
@@ -101,7 +101,7 @@ def test_request_larger_than_the_budget_is_refused() -> None:
     assert driver.finished == [0]
 
 
-def test_waits_for_room_instead_of_failing() -> None:
+def test_request_waits_for_room_instead_of_failing() -> None:
     driver = Driver(6)
     driver.insert(prompt=16, extra=3)
     driver.insert(prompt=16, extra=3)
@@ -112,7 +112,7 @@ def test_waits_for_room_instead_of_failing() -> None:
     assert driver.scheduler.preemptions == 0
 
 
-def test_youngest_makes_room_and_comes_back_first() -> None:
+def test_youngest_is_preempted_and_resumes_first() -> None:
     driver = Driver(6, token_budget=64)
     for _ in range(3):
         driver.insert(prompt=5, extra=16)
@@ -126,7 +126,7 @@ def test_youngest_makes_room_and_comes_back_first() -> None:
     assert 0 not in driver.memory.released
 
 
-def test_resumed_request_computes_all_it_had_and_goes_on() -> None:
+def test_resumed_request_recomputes_its_tokens_and_continues() -> None:
     driver = Driver(4, token_budget=64)
     first = driver.insert(prompt=5, extra=11)
     second = driver.insert(prompt=5, extra=8)
@@ -138,7 +138,7 @@ def test_resumed_request_computes_all_it_had_and_goes_on() -> None:
     assert driver.finished == [first.uid, second.uid]
 
 
-def test_alone_and_too_long_fails_and_says_so() -> None:
+def test_lone_request_that_outgrows_memory_fails() -> None:
     driver = Driver(3)
     driver.insert(prompt=5, extra=100)
     driver.insert(prompt=5, extra=2)
@@ -147,7 +147,7 @@ def test_alone_and_too_long_fails_and_says_so() -> None:
     assert driver.finished == [1]
 
 
-def test_with_ample_memory_requests_are_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_with_ample_memory_does_not_recount_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(10_000, token_budget=10_000, max_running=64, max_prefilling=64)
     counted: list[int] = []
     fits, most_blocks = driver.memory.fits, driver.memory.most_blocks
@@ -160,7 +160,7 @@ def test_with_ample_memory_requests_are_not_counted_again(monkeypatch: pytest.Mo
     assert sum(counted) < 64 * 8, "not 64 times 64"
 
 
-def test_many_are_removed_at_once_wherever_they_are() -> None:
+def test_running_and_waiting_requests_are_removed_together() -> None:
     driver = Driver(100, max_running=2)
     requests = [driver.insert(prompt=9, extra=3) for _ in range(6)]
     driver.step()
@@ -169,7 +169,7 @@ def test_many_are_removed_at_once_wherever_they_are() -> None:
     assert list(driver.scheduler.waiting) == [requests[3], requests[5]]
 
 
-def test_headroom_holds_admission_back() -> None:
+def test_headroom_delays_admission() -> None:
     driver = Driver(5, headroom=BLOCK)
     driver.insert(prompt=8, extra=8)
     driver.step()
@@ -186,7 +186,7 @@ def test_headroom_holds_admission_back() -> None:
     assert driver.scheduler.preemptions == 0
 
 
-def test_same_calls_same_decisions() -> None:
+def test_same_calls_lead_to_the_same_decisions() -> None:
     def history() -> list[object]:
         driver = Driver(9, headroom=BLOCK)
         plans = []
@@ -217,10 +217,10 @@ def test_clients_are_admitted_in_turns() -> None:
     driver.step()
     driver.insert(prompt=5, extra=3, client="b")
     driver.insert(prompt=5, extra=3, client="b")
-    assert admitted(driver) == [0, 1, 6, 7, 2, 3, 4, 5]  # the second of a's made room, and comes before the third
+    assert admitted(driver) == [0, 1, 6, 7, 2, 3, 4, 5]  # a's second one was preempted, and resumes before the third
 
 
-def test_a_client_that_was_away_has_one_turn_and_no_credit() -> None:
+def test_returning_client_has_one_turn_and_no_credit() -> None:
     driver = Driver(100, max_running=1)
     driver.insert(prompt=5, extra=3, client="b")
     for _ in range(4):
@@ -249,7 +249,7 @@ FLOODS: dict[str, tuple[int, dict[str, int | None], int, int]] = {  # blocks, op
 def test_a_flood_at_most_doubles_the_steps_of_others(
     num_blocks: int, options: dict[str, int | None], prompt: int, extra: int, yields: bool, holds: bool
 ) -> None:
-    """Counts steps to the first token of each of three requests, alone and beside a client with 40 of them."""
+    """Count the steps to the first token of three requests, alone and beside a client with 40 requests."""
     driver, alone = Driver(num_blocks, **options), Driver(num_blocks, **options)
     driver.scheduler.yields, driver.scheduler.holds = yields, holds
     flood = [driver.insert(prompt, extra, client="a") for _ in range(40)]
@@ -271,7 +271,7 @@ def test_a_flood_at_most_doubles_the_steps_of_others(
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize(("client", "priority"), [("a", 9), ("b", 0)], ids=["batch job", "another client"])
 def test_prompts_of_others_wait_for_a_first_token(client: str, priority: int, holds: bool) -> None:
-    """A step computes nothing beside a request's prompt and first token but the tokens of rows, and not those where
+    """Until a request's first token, steps compute its prompt and the tokens of rows only, without the rows' tokens if
     rows are held."""
     driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
     driver.scheduler.yields, driver.scheduler.holds = True, holds
@@ -297,11 +297,11 @@ def test_prompts_of_others_wait_for_a_first_token(client: str, priority: int, ho
 
 @pytest.mark.parametrize(("client", "priority"), [("a", 9), ("b", 0)], ids=["batch job", "another client"])
 @pytest.mark.parametrize("num_rows", [8, 24, 64])
-def test_a_prompt_has_most_of_the_tokens_beside_a_flood(num_rows: int, client: str, priority: int) -> None:
-    """The rows of a flood take at most one token for two of the prompt, where steps are short."""
+def test_prompt_gets_most_of_the_tokens_beside_a_flood(num_rows: int, client: str, priority: int) -> None:
+    """If steps are short, the flood's rows get at most one token per two tokens of the prompt."""
     driver = Driver(4000, token_budget=2048, max_running=80, max_prefilling=80)
     driver.scheduler.yields = driver.scheduler.holds = True
-    driver.scheduler.token_budget = 16  # as where more would take too long
+    driver.scheduler.token_budget = 16  # as if more took too long
     for _ in range(num_rows):
         driver.insert(prompt=2, extra=400, client=client, priority=priority)
     while driver.scheduler.has_prompts:
@@ -315,10 +315,10 @@ def test_a_prompt_has_most_of_the_tokens_beside_a_flood(num_rows: int, client: s
     assert set(chunks[:-1]) == {2 * num_rows} and sum(chunks) == 500
     assert 0 < num_row_tokens < 500 / 2
     request = driver.insert(prompt=501, extra=2, client=client, priority=priority)
-    assert [driver.step().chunks for _ in range(3)] == [[(request, 16)]] * 3, "of the flood's own, as many as ever"
+    assert [driver.step().chunks for _ in range(3)] == [[(request, 16)]] * 3, "the flood gets its usual chunks"
 
 
-def test_a_chosen_step_size_bounds_prompts_beside_a_flood() -> None:
+def test_prefill_step_size_limits_prompts_beside_a_flood() -> None:
     driver = Driver(1000, token_budget=24, max_running=40, max_prefilling=40)
     driver.scheduler.yields = True
     driver.scheduler.token_budget = 8
@@ -330,7 +330,7 @@ def test_a_chosen_step_size_bounds_prompts_beside_a_flood() -> None:
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_nobody_waits_for_ever_for_the_first_tokens_of_others(holds: bool) -> None:
+def test_first_tokens_of_others_do_not_starve_a_client(holds: bool) -> None:
     driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
     driver.scheduler.yields, driver.scheduler.holds = True, holds
     flood = [driver.insert(prompt=40, extra=6, client="a") for _ in range(10)]
@@ -341,8 +341,8 @@ def test_nobody_waits_for_ever_for_the_first_tokens_of_others(holds: bool) -> No
 
 
 def test_rows_wait_no_longer_than_a_chunk_and_its_first_token() -> None:
-    """A flood decodes while a long prompt of another client is computed, but for its last chunk; and beside a client
-    that asks again as soon as it may, after each of its first tokens."""
+    """A flood decodes during a long prompt of another client except for its last chunk. Beside a client that keeps
+    asking, it decodes after each first token."""
     driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
     driver.scheduler.yields = driver.scheduler.holds = True
     for _ in range(6):
@@ -357,7 +357,7 @@ def test_rows_wait_no_longer_than_a_chunk_and_its_first_token() -> None:
     assert waits == [True, True, False] * 13 + [True]
 
 
-def test_a_first_token_that_does_not_come_holds_no_row_for_long() -> None:
+def test_late_first_token_does_not_hold_rows_for_long() -> None:
     driver = Driver(1000, max_running=8, max_prefilling=8)
     driver.scheduler.yields = driver.scheduler.holds = True
     for _ in range(6):
@@ -378,14 +378,14 @@ def test_priorities_come_before_turns() -> None:
     driver.insert(prompt=5, extra=3, client="b")
     driver.insert(prompt=5, extra=3, client="a", priority=-1)
     driver.insert(prompt=5, extra=3, client="c", priority=2)
-    # The first makes room, and goes on before those of its priority that never ran.
+    # The first is preempted, and resumes before those of its priority that never ran.
     driver.step()
     assert [request.uid for request in driver.scheduler.running] == [2]
     driver.run()
     assert driver.finished == [2, 0, 1, 3]
 
 
-def test_less_urgent_requests_make_room_in_memory() -> None:
+def test_less_urgent_requests_are_preempted_for_memory() -> None:
     driver = Driver(8, token_budget=64)
     slow = [driver.insert(prompt=12, extra=4, priority=5) for _ in range(2)]
     driver.step()
@@ -401,7 +401,7 @@ def test_less_urgent_requests_make_room_in_memory() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random requests, steps and cancellations in budgets from tight to ample."""
+    """A scheduler under random requests, steps and cancellations, with budgets from tight to ample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -481,7 +481,7 @@ TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40
 
 def test_prompts_are_cut_at_multiples_of_the_grid() -> None:
     driver = Driver(200, grid=16, max_running=6, max_prefilling=6)
-    driver.insert(3, 60)  # decodes all the while
+    driver.insert(3, 60)  # decodes throughout
     driver.step()
     lengths = (50, 100, 7, 33)
     for length in lengths:
@@ -511,11 +511,11 @@ def test_a_step_takes_chunks_of_many_prompts() -> None:
     driver = burst_driver()
     for length in (100, 20, 71, 6, 90, 50):
         driver.insert(length, 1)
-    # Of each no more than a chunk, cut at the grid; what does not fit to its end or to the grid waits.
+    # At most a chunk per prompt, cut at the grid; a prompt waits if neither its end nor the grid fits.
     assert sizes_of(driver.step()) == {0: 32, 1: 19, 2: 32, 3: 5, 4: 32}
 
 
-def test_rows_that_decode_have_their_turn_after_every_chunk_of_a_prompt() -> None:
+def test_rows_decode_after_every_chunk_of_a_prompt() -> None:
     driver = burst_driver()
     driver.insert(1, 60)
     driver.step()
@@ -528,7 +528,7 @@ def test_rows_that_decode_have_their_turn_after_every_chunk_of_a_prompt() -> Non
     assert steps == [32, 32, 32, 3], "no more than a chunk, cut at the grid"
 
 
-def test_a_burst_is_worked_off_in_full_steps_while_rows_decode() -> None:
+def test_burst_of_prompts_fills_steps_while_rows_decode() -> None:
     driver = burst_driver()
     driver.insert(1, 100)
     driver.step()
@@ -550,7 +550,7 @@ def test_a_step_computes_no_more_than_its_budget() -> None:
     assert sizes_of(driver.step()) == {1: 128}
 
 
-def test_the_same_calls_give_the_same_plans() -> None:
+def test_same_calls_of_a_burst_give_the_same_plans() -> None:
     def history() -> list[object]:
         driver = burst_driver(max_running=5)
         plans = []
@@ -564,7 +564,7 @@ def test_the_same_calls_give_the_same_plans() -> None:
     assert history() == history()
 
 
-def test_prompts_that_are_not_computed_yet_are_known() -> None:
+def test_has_prompts_until_all_prompts_are_computed() -> None:
     driver = burst_driver(max_running=1)
     assert not driver.scheduler.has_prompts
     driver.insert(40, 2)

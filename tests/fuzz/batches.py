@@ -34,13 +34,13 @@ mlx_lm_generate = importlib.import_module("mlx_lm.generate")
 AMPLE = 1 << 26
 DRAWING = make_sampler(temp=0.9, top_p=0.95)
 TOLERANCE = 1e-3
-# Two words this close are told apart by the order in which a sum was rounded.
+# Which of two tokens this close is chosen depends on the order of rounding.
 TIE = 1e-5
 MOST_CALLS = 20_000
 
 
 class Expected(NamedTuple):
-    """What stock mlx-lm's single run of a request gives."""
+    """Result of stock mlx-lm's single run of a request."""
 
     tokens: list[int]
     logprobs: list[np.ndarray]
@@ -66,7 +66,7 @@ class Delivered:
             if token != wanted:
                 logprobs = expected.logprobs[index]
                 assert abs(logprobs[token] - logprobs[wanted]) < TIE, f"token {index} is {token}, not {wanted}"
-                return  # what comes after another word is another text
+                return  # after another token the texts differ
         if self.reason == "cancelled":
             assert len(self.tokens) <= len(expected.tokens)
         else:
@@ -88,7 +88,7 @@ def run(case: Case) -> int:
 
 
 def _live(case: Case, expected: list[Expected], caches: list[list[Any] | None], rng: random.Random, folder: str) -> int:
-    """Run a case in the patched generator, with the prefixes that a life before left in the folder."""
+    """Run a case in the patched generator, with the prefixes that an earlier run left in the folder."""
     with patched(case, folder) as (pool, prefixes, store), mock.patch.object(PagedBatchGenerator, "packs", case.packs):
         generator = PagedBatchGenerator(
             model_of(case.family),
@@ -115,7 +115,7 @@ def _live(case: Case, expected: list[Expected], caches: list[list[Any] | None], 
 
 
 def expect(case: Case, rng: random.Random) -> list[Expected]:
-    """Stock mlx-lm's single runs. Prompts that follow another request are completed by its answer on the way."""
+    """Return stock mlx-lm's single runs. Most prompts that follow another request are made to continue its answer."""
     options = {} if case.max_kv_size is None else {"max_kv_size": case.max_kv_size}
     expected: dict[int, Expected] = {}
     for request in case.requests:
@@ -141,7 +141,7 @@ def expect(case: Case, rng: random.Random) -> list[Expected]:
 
 
 def _drawn(case: Case, request: Request) -> list[int]:
-    """The tokens that a request with a seed draws where nobody is beside it and nothing is cached."""
+    """Return the tokens that a request with a seed draws when it runs alone and nothing is cached."""
     with patched(dataclasses.replace(case, prefixes="none", budget_slack=None), ""):
         generator = PagedBatchGenerator(
             model_of(case.family), prefill_step_size=case.step_size, max_kv_size=case.max_kv_size
@@ -160,14 +160,14 @@ def _drawn(case: Case, request: Request) -> list[int]:
 
 
 def _stock_cache(case: Case, request: Request) -> list[Any] | None:
-    """mlx-lm's own cache of the request's first tokens, if such a one comes with it."""
+    """Return mlx-lm's own cache of the request's first tokens, if the request comes with one."""
     if request.given is None or request.given[0] != "stock":
         return None
     return _filled_cache(case, request)
 
 
 def _filled_cache(case: Case, request: Request) -> list[Any]:
-    """A cache of the request's first tokens, of whatever kind make_prompt_cache makes now."""
+    """Return a cache of the request's first tokens, of the kind that make_prompt_cache makes now."""
     assert request.given is not None
     model = model_of(case.family)
     cache: list[Any] = upstream_cache.make_prompt_cache(model)
@@ -178,8 +178,8 @@ def _filled_cache(case: Case, request: Request) -> list[Any]:
 
 @contextlib.contextmanager
 def patched(case: Case, folder: str) -> Iterator[tuple[BlockPool | None, Any, PagedPromptCache | None]]:
-    """The patches with the case's configuration; its pool, the prefixes for the generator and the cache behind them,
-    in the folder if it spills."""
+    """Apply the patches with the case's configuration. Yields its pool, the prefixes for the generator and their cache,
+    which spills to the folder if the case does."""
     with contextlib.ExitStack() as stack:
         if case.in_place:
             stack.enter_context(fake_kernels())
@@ -205,14 +205,14 @@ def patched(case: Case, folder: str) -> Iterator[tuple[BlockPool | None, Any, Pa
 
 
 def _least_budget(case: Case) -> int | None:
-    """Bytes that hold the longest request alone, and the case's slack; None if its layers are not paged."""
+    """Return the bytes that hold the longest request alone, plus the case's slack; None if its layers are not paged."""
     model = model_of(case.family)
     caches = factory_of(model, case.max_kv_size)()
     pool = mlx_paged.pool_of(model)
     if pool is None or case.max_kv_size is not None:
         return None
     probe_geometry(model, caches)
-    tree = None if case.prefixes == "none" else RadixTree(pool)  # with which a sequence takes a block more of a group
+    tree = None if case.prefixes == "none" else RadixTree(pool)  # with it, a sequence takes a block more per group
     assert pool.holders() == ([] if tree is None else [tree])
     longest = max(len(request.prompt) + request.num_tokens + 1 for request in case.requests)
     least = PoolBudget(pool, chunk=case.step_size).bytes_for(longest)
@@ -221,7 +221,7 @@ def _least_budget(case: Case) -> int | None:
 
 
 class Driver:
-    """Inserts, cancels and steps as a case says, and takes what comes."""
+    """Driver of a generator: inserts, cancels and steps as the case says, and collects the responses."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class Driver:
                 each.reason = "cancelled"
 
     def _meddle(self) -> None:
-        """What a server does between steps."""
+        """Do what a server does between steps."""
         assert self.store is not None
         if self.rng.random() < 0.3:
             self.store.trim_to(n_sequences=self.rng.randint(0, 2))
@@ -311,7 +311,7 @@ def check_nothing_left(pool: BlockPool | None, store: PagedPromptCache | None) -
     pool.check_integrity()
     stats = pool.stats()
     assert stats.live_blocks == stats.cached_blocks
-    assert stats.state_bytes == stats.checkpoint_bytes, "states of requests that are gone count"
+    assert stats.state_bytes == stats.checkpoint_bytes, "states of finished requests still count"
     if store is not None:
         store.close()
         stats = pool.stats()

@@ -1,4 +1,4 @@
-"""Random cases for the batch generator: what a seed stands for."""
+"""Random cases for the batch generator, each drawn from a seed."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Request:
 
     Attributes:
         prompt: token ids.
-        num_tokens: to generate.
-        follows: its prompt begins with that request's, and in most cases with the answer to it.
+        num_tokens: number of tokens to generate.
+        follows: request whose prompt, and in most cases answer, this prompt begins with.
         sampler, processors: as the caller gives them.
         cut: where the prompt is cut into two segments, or None.
-        given: a cache of the prompt's first tokens comes with it: whose, and how many tokens. None: no cache.
+        given: kind of the cache that comes with the request, and the number of first tokens in it. None: no cache.
         arrives: the call of ``next()`` before which it is inserted.
         cancelled: the call before which it is cancelled, or None.
         has_stop: one of its own tokens is a stop token.
@@ -74,7 +74,7 @@ class Request:
     seed: int | None = None
 
     def replace_prompt(self, prompt: list[int]) -> None:
-        """Another prompt, in which what is cut or given ends before its last token, too."""
+        """Replace the prompt; a cut and given tokens still end before its last token."""
         self.prompt = prompt
         if self.cut is not None:
             self.cut = min(self.cut, len(prompt) - 1)
@@ -87,15 +87,15 @@ class Case:
     """One generator, its pool and its requests.
 
     Attributes:
-        seed: all the rest follows from it.
+        seed: everything else is drawn from it.
         budget_slack: blocks of memory beyond what the longest request alone takes; None: ample.
-        in_place: the pool is in place, over stand-ins for the kernels.
+        in_place: the pool is in place, over fake kernels.
         prefixes: "none", "memory", or "disk" for a prefix cache that spills.
         lookup: most tokens that are looked up in a step.
-        tell: told of each request's tokens before it runs, prompt and answer.
+        tell: called with each request's prompt and answer before it runs.
         interval: tokens between checkpoints of states.
         preempts: the share of steps after which a request is preempted.
-        restarts: how often the process is killed and another goes on with what is on disk.
+        restarts: how often the process is killed and another one continues from disk.
         packs: prompts go through the model in packs; None: as on this device.
     """
 
@@ -128,12 +128,12 @@ class Case:
 
 
 def draw(seed: int, families: tuple[str, ...] = FAMILIES) -> Case:
-    """The case of a seed."""
+    """Draw the case of a seed."""
     rng = random.Random(seed)
     family = rng.choice(families)
     max_kv_size = rng.randint(5, 48) if family in BOUNDED and rng.random() < 0.2 else None
     requests = _requests(rng, family, is_bounded=max_kv_size is not None)
-    has_given = any(request.given for request in requests)  # its memory is the caller's, beside the requests'
+    has_given = any(request.given for request in requests)  # the caller's caches take memory, too
     return Case(
         seed=seed,
         family=family,
@@ -150,7 +150,7 @@ def draw(seed: int, families: tuple[str, ...] = FAMILIES) -> Case:
 
 
 def draw_varied(seed: int, families: tuple[str, ...] = HYBRIDS) -> Case:
-    """A case with checkpoints of states, preemption at any step, edits in the middle, draws, kills, packs and
+    """Draw a case with checkpoints of states, preemption at any step, edited prompts, seeded requests, kills, packs and
     look-up."""
     case = draw(seed, families)
     rng = random.Random(f"{seed} states")
@@ -168,7 +168,7 @@ def draw_varied(seed: int, families: tuple[str, ...] = HYBRIDS) -> Case:
             request.replace_prompt([*edited, 1, 2])
         if rng.random() < 0.3:
             request.seed, request.processors = rng.randrange(1 << 30), []
-    if rng.random() < 0.1:  # alone
+    if rng.random() < 0.1:  # a single request
         del case.requests[1:]
     return case
 
@@ -204,7 +204,7 @@ def _requests(rng: random.Random, family: str, *, is_bounded: bool) -> list[Requ
 
 
 def _biased(rng: random.Random, vocab: int) -> Sampler:
-    """A sampler of its own: the likeliest word after a fixed random bias."""
+    """Return a custom sampler: the most likely token after a fixed random bias."""
     bias = mx.array(np.random.default_rng(rng.randrange(1 << 30)).normal(0, 0.3, vocab).astype(np.float32))
     mx.eval(bias)
     return lambda logprobs: mx.argmax(logprobs + bias, axis=-1)

@@ -32,10 +32,10 @@ class Turn:
 
     Attributes:
         prompt: token ids.
-        num_tokens: to generate.
-        leaves_after: the caller closes the generator after so many tokens; None: at its end.
-        trims: tokens taken back afterwards.
-        forks: it goes on with a copy of the cache, and the original stays.
+        num_tokens: number of tokens to generate.
+        leaves_after: tokens after which the caller closes the generator; None: at its end.
+        trims: tokens trimmed afterwards.
+        forks: the turn takes a copy of the cache, and the original stays alive.
         saves: the cache goes through a file first.
         num_drafts: tokens drafted at a time.
         step_size: prefill_step_size.
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """All of a seed: which model, how its cache is bounded, and the turns."""
+    """Everything drawn from a seed: the model, the bound of its cache, and the turns."""
 
     seed: int
     family: str
@@ -71,7 +71,7 @@ class Conversation:
 
 
 class Outcome(NamedTuple):
-    """The outcome of one turn: tokens, their log-probabilities, the caches' offsets, and what a trim said."""
+    """The outcome of one turn: tokens, their log-probabilities, the caches' offsets, and the result of a trim."""
 
     tokens: list[int]
     logprobs: list[np.ndarray]

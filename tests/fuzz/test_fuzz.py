@@ -39,7 +39,7 @@ def run_conversation(seed: int, folder: Path, families: tuple[str, ...] = conver
 
 
 def draw_repeating(seed: int) -> Case:
-    """A case whose prompts say things several times, most of them for answers without penalties."""
+    """Draw a case whose prompts repeat themselves, most of them without penalties."""
     case = draw(seed, REPEATING)
     rng = random.Random(f"{seed} repeats")
     case.lookup = rng.choice((1, 2, 5, 16))
@@ -53,7 +53,7 @@ def draw_repeating(seed: int) -> Case:
 
 
 def run_look_up(case: Case) -> None:
-    """Run a case that looks tokens up wherever there is something to look up."""
+    """Run a case with look-up in every step that has something to look up."""
     with ExitStack() as stack:
         stack.enter_context(in_every_step())
         if case.seed % 2:  # drafts that are often right
@@ -63,7 +63,8 @@ def run_look_up(case: Case) -> None:
 
 
 class Kind(NamedTuple):
-    """What is random: its run, seeds that always run, and how many do in the slow sweep, so many in a test."""
+    """A kind of random run: its function, the seeds that always run, the number of seeds of the slow sweep, and how
+    many of these a test runs."""
 
     run: Callable[[int, Path], None]
     always: tuple[int, ...]
@@ -72,8 +73,8 @@ class Kind(NamedTuple):
 
 
 RUNS = {
-    # 336 and 1853: cached prefixes made room for each other for ever; one, behind windows, was counted twice.
-    # 50037: the least budget was refused, as all layers were taken to have as many heads as the first.
+    # 336 and 1853: cached prefixes evicted each other for ever; one, behind windows, was counted twice.
+    # 50037: the least budget was refused, as all layers were assumed to have as many heads as the first.
     "batches": Kind(lambda seed, _: run_batch(seed), (0, 336, 50037), 2_000),
     "chunks": Kind(lambda seed, _: run_batch(seed, ("llama4",)), (0,), 200),
     "hybrids": Kind(lambda seed, _: run_look_up(draw_varied(seed)), (0,), 2_000),
@@ -87,7 +88,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind, each in RUNS.items() for seed in each.always])
-def test_random_runs_go_as_with_stock(kind: str, seed: int, tmp_path: Path) -> None:
+def test_random_runs_match_stock_mlx_lm(kind: str, seed: int, tmp_path: Path) -> None:
     RUNS[kind].run(seed, tmp_path)
 
 
@@ -96,6 +97,6 @@ def test_random_runs_go_as_with_stock(kind: str, seed: int, tmp_path: Path) -> N
     ("kind", "first"),
     [("batches", 1853), *((kind, first) for kind, e in RUNS.items() for first in range(0, e.sweep, e.share))],
 )
-def test_many_random_runs_go_as_with_stock(kind: str, first: int, tmp_path: Path) -> None:
+def test_many_random_runs_match_stock_mlx_lm(kind: str, first: int, tmp_path: Path) -> None:
     for seed in range(first, first + RUNS[kind].share):
         RUNS[kind].run(seed, tmp_path)

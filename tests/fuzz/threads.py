@@ -24,7 +24,7 @@ class InjectedError(Exception):
 
 
 class Work:
-    """What one thread does: generations one after the other; ``raises_at`` is the step where its sampler raises."""
+    """The work of one thread: generations one after the other; ``raises_at`` is the step where its sampler raises."""
 
     def __init__(self, rng: random.Random, family: str) -> None:
         vocab = vocabulary(family)
@@ -36,7 +36,7 @@ class Work:
         self.error: BaseException | None = None
 
     def expect(self, model: Any) -> list[list[int]]:
-        """Stock's tokens, one prompt after the other."""
+        """Return the tokens of each prompt, one after the other."""
         return [self._one(model, prompt, None) for prompt in self.prompts]
 
     def run(self, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that are compiled here: their texts, what a launch is given, and when MLX compiles instead."""
+"""Kernels compiled by NVRTC: their texts, the arguments of a launch, and when MLX compiles instead."""
 
 import re
 import shutil
@@ -56,7 +56,7 @@ class FakeCompiler:
 
 
 class FakeMLX:
-    """Its launches, without their inputs but for shapes."""
+    """Fake launches of MLX, which record their arguments and return zeros."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ class FakeMLX:
 
 @pytest.fixture
 def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
-    """On CUDA, with a compiler that takes everything."""
+    """Simulate CUDA, with a compiler that accepts every text."""
     fake, cubins = FakeMLX(), Cubins(FakeCompiler(), "sm_90", None, is_packed=False)
     monkeypatch.setattr(build, "backend", lambda: "cuda")
     monkeypatch.setattr(build, "cubins", lambda: cubins)
@@ -101,7 +101,7 @@ QUANTIZED_PREFILL = (
 
 
 def texts() -> list[tuple[str, Constants]]:
-    """One text of each body, at least."""
+    """Return at least one text of each body."""
     products = [
         narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits, around)
         for body, around in narrow_matmul.KERNELS
@@ -128,7 +128,7 @@ def parameters(source: Source) -> list[str]:
 
 
 @pytest.mark.parametrize(("body", "constants"), texts(), ids=lambda x: x if isinstance(x, str) else "")
-def test_a_launch_gives_what_the_text_declares(mlx: FakeMLX, body: str, constants: Constants) -> None:
+def test_launch_passes_the_declared_parameters(mlx: FakeMLX, body: str, constants: Constants) -> None:
     launch_alone(Text(body, constants), build_kernel)
     (call,) = mlx.calls
     source = build._cuda_source(body, constants)
@@ -157,7 +157,7 @@ def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Co
         constants = narrow_matmul.text_of(body, mx.float16, narrow_matmul.SMALL, 4).constants
     source = build._cuda_source(body, constants)
     assert source is not None and "#include" not in source.text
-    # NVRTC needs nothing; nvcc brings a part of these names along, and not the rest.
+    # NVRTC needs no header; nvcc predefines only some of these names.
     (tmp_path / "kernel.cu").write_text(f"#include <cstdint>\n{source.text}")
     # On the oldest GPU that has these instructions.
     command = [nvcc, "-arch=sm_80", "-std=c++17", "-ptx", "-o", "kernel.ptx", "kernel.cu"]
@@ -166,7 +166,7 @@ def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Co
     assert f".entry {source.name}(" in (tmp_path / "kernel.ptx").read_text()
 
 
-def test_values_of_several_tokens_go_as_they_lie_in_memory(mlx: FakeMLX) -> None:
+def test_values_of_several_tokens_are_passed_in_memory_order(mlx: FakeMLX) -> None:
     pool, slots = mx.zeros((2, 3, 32, 64), mx.bfloat16), mx.zeros((10,), mx.int32)
     k, v = (mx.zeros((2, 5, 3, 64), mx.bfloat16).swapaxes(1, 2) for _ in "kv")
     kernels.write_slots(pool, pool, kernels.new_fence(), k, v, slots)
@@ -181,13 +181,13 @@ def test_a_text_for_other_dtypes_is_not_launched(mlx: FakeMLX) -> None:
     pool, slots = mx.zeros((2, 3, 32, 64), mx.float16), mx.zeros((1,), mx.int32)
     one = mx.zeros((1, 3, 1, 64), mx.float16)
     options = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)], "output_dtypes": [mx.uint32]}
-    with pytest.raises(ValueError, match="takes"):
+    with pytest.raises(ValueError, match="must have types"):
         build_kernel("write_slots", WRITE)(inputs=[pool, pool, kernels.new_fence(), one, one, slots], **options)
     assert not mlx.calls
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "does not compile", "not known here"])
-def test_mlx_compiles_what_cannot_be_compiled_here(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+def test_mlx_compiles_texts_that_nvrtc_cannot(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     compiler = FakeCompiler()
     monkeypatch.setattr(build, "cubins", lambda: Cubins(compiler, "sm_90", None, is_packed=False))
     if trouble == "no compiler":
@@ -205,9 +205,7 @@ def test_mlx_compiles_what_cannot_be_compiled_here(mlx: FakeMLX, monkeypatch: py
     assert mlx.calls[0]["by"] == "MLX" and "k_pool_shape" in mlx.calls[0]["source"]
 
 
-def test_all_texts_of_a_variant_are_begun_before_the_first_is_needed(
-    mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_texts_of_a_variant_start_compiling_before_the_check(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = FakeCompiler()
     cubins = Cubins(compiler, "sm_90", None, is_packed=False)
     monkeypatch.setattr(build, "cubins", lambda: cubins)
@@ -221,7 +219,7 @@ def test_all_texts_of_a_variant_are_begun_before_the_first_is_needed(
     assert len(compiler.texts) == 6, "each is compiled once"
 
 
-def test_it_is_told_who_compiles(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_by_names_the_compiler(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert build.compiled_by() == "NVRTC 13.0, in each process"
     kept = Cubins(FakeCompiler(), "sm_90", CubinFolder(tmp_path / "kernels"))
     monkeypatch.setattr(build, "cubins", lambda: kept)
@@ -230,7 +228,7 @@ def test_it_is_told_who_compiles(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, 
     assert build.compiled_by() == "MLX"
 
 
-def test_nothing_is_begun_without_a_gpu() -> None:
+def test_nothing_is_compiled_ahead_without_a_gpu() -> None:
     build.compile_ahead(texts_of(TENSOR))
     with build.warn_when_compiling():
         pass
@@ -238,7 +236,7 @@ def test_nothing_is_begun_without_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 40])
-def test_own_machine_code_writes_what_mlx_compiled_writes(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+def test_nvrtc_code_writes_the_same_as_mlxs_code(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     if build.backend() != "cuda":
         pytest.skip("needs CUDA")
     assert isinstance(build_kernel("write_slots", WRITE), CompiledKernel)
@@ -261,7 +259,7 @@ def test_own_machine_code_writes_what_mlx_compiled_writes(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", [TENSOR, PLAIN._replace(value_dim=64), QUANTIZED])
-def test_own_machine_code_passes_the_self_check(variant: Variant) -> None:
+def test_nvrtc_code_passes_the_self_check(variant: Variant) -> None:
     if build.backend() != "cuda":
         pytest.skip("needs CUDA")
     result = self_check(variant)

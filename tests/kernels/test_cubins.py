@@ -1,4 +1,4 @@
-"""Cubins: what is compiled, kept on disk and packed for MLX."""
+"""Cubins: machine code is compiled, kept on disk and packed for MLX."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def source(name: str, text: str = "") -> Source:
 
 
 class FakeCompiler:
-    """Gives a text back, in capitals; ``together``: only when so many texts are being compiled."""
+    """A compiler that returns a text in capitals; with ``together``, once that many texts are being compiled."""
 
     def __init__(self, version: str = "13.0", together: int = 0) -> None:
         self.version = version
@@ -47,7 +47,7 @@ def make(compiler: FakeCompiler, folder: CubinFolder | None, architecture: str =
 
 
 def finish() -> None:
-    """Wait for the threads that compile: they write after they have told."""
+    """Wait for the threads that compile: they write files after they have set their results."""
     for thread in threading.enumerate():
         if thread.name == "mlx_paged compiles":
             thread.join(WAIT_SECONDS)
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> CubinFolder:
     return CubinFolder(tmp_path / "cache" / "kernels")
 
 
-def test_texts_are_compiled_at_the_same_time_and_each_once() -> None:
+def test_texts_are_compiled_in_parallel_and_each_once() -> None:
     compiler = FakeCompiler(together=3)
     made = make(compiler, None)
     started = [made.start(source(name)) for name in "abcabc"]
@@ -103,7 +103,7 @@ def test_another_text_compiler_or_gpu_is_another_file(
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-1], lambda data: data[:40] + b"x" + data[41:], lambda data: b""]
 )
-def test_a_damaged_file_is_written_anew(folder: CubinFolder, damage: Any) -> None:
+def test_damaged_file_is_rewritten(folder: CubinFolder, damage: Any) -> None:
     compiled = make(FakeCompiler(), folder).get(source("a"))
     finish()
     (file,) = folder.path.iterdir()
@@ -115,7 +115,7 @@ def test_a_damaged_file_is_written_anew(folder: CubinFolder, damage: Any) -> Non
     assert file.read_bytes() == whole and list(folder.path.iterdir()) == [file]
 
 
-def test_files_are_their_owners_alone(tmp_path: Path) -> None:
+def test_files_are_private_to_their_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder = CubinFolder(tmp_path / "kernels")
@@ -135,7 +135,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, mode: int
         CubinFolder(tmp_path / "kernels")
 
 
-def test_a_folder_that_is_gone_costs_nothing_but_the_file(folder: CubinFolder) -> None:
+def test_missing_folder_loses_only_the_file(folder: CubinFolder) -> None:
     folder.path.rmdir()
     assert make(FakeCompiler(), folder).get(source("a")) == b"TEXT OF A FOR sm_90"
     finish()
@@ -161,7 +161,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCom
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, accepts: Any) -> None:
-    """Have MLX launch only machine code that ``accepts`` says yes to."""
+    """Make MLX launch only machine code for which ``accepts`` returns True."""
 
     def launch(*, compiled_source: bytes, inputs: list[mx.array], **options: Any) -> list[mx.array]:
         if not accepts(compiled_source):
@@ -180,7 +180,7 @@ def test_machine_code_is_packed_where_the_driver_unpacks_it(
     assert made.folder is not None and made.folder.path == folder_path() == tmp_path / "mlx_paged" / "kernels"
 
 
-def test_machine_code_is_as_it_is_where_the_driver_does_not(
+def test_machine_code_is_not_packed_where_the_driver_does_not_unpack(
     on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches(monkeypatch, lambda data: b"FOR sm_90" in data[-9:] and not data.startswith(b"\x50\xed"))
@@ -189,7 +189,7 @@ def test_machine_code_is_as_it_is_where_the_driver_does_not(
 
 
 @pytest.mark.parametrize("trouble", ["launch", "result", "compiler", "architecture"])
-def test_mlx_compiles_where_that_does_not_work(
+def test_cubins_are_off_where_they_cannot_be_launched(
     on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     launches(monkeypatch, lambda data: trouble != "launch")
@@ -202,7 +202,7 @@ def test_mlx_compiles_where_that_does_not_work(
     assert cubins() is None
 
 
-def test_without_a_folder_nothing_is_kept(
+def test_nothing_is_kept_on_disk_without_a_folder(
     on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launches(monkeypatch, lambda data: True)
@@ -221,7 +221,7 @@ def test_the_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert folder_path() == tmp_path / ".cache" / "mlx_paged" / "kernels"
 
 
-def test_a_text_that_asks_for_all_an_architecture_has_is_compiled_for_it() -> None:
+def test_text_with_architecture_features_is_compiled_for_sm_90a() -> None:
     text = "#ifdef __CUDA_ARCH_FEAT_SM90_ALL"
     assert b"FOR sm_90a" in (make(FakeCompiler(), None).get(source("a", text)) or b"")
     for architecture in ("sm_80", "sm_100"):
@@ -233,7 +233,7 @@ HEADERS = 16 + 64
 
 
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_90a"])
-def test_the_container_is_the_one_that_nvidias_tool_writes(tmp_path: Path, architecture: str) -> None:
+def test_container_equals_that_of_nvidias_tool(tmp_path: Path, architecture: str) -> None:
     nvcc, tool = shutil.which("nvcc"), shutil.which("fatbinary")
     if nvcc is None or tool is None:
         pytest.skip("needs CUDA's compilers")
@@ -255,7 +255,7 @@ def test_the_container_is_the_one_that_nvidias_tool_writes(tmp_path: Path, archi
     cubin, theirs = (tmp_path / "kernel.cubin").read_bytes(), (tmp_path / "fat").read_bytes()
     ours = fat_binary(cubin, architecture)
     assert len(ours) % 8 == 0
-    sizes = [range(8, 16), range(24, 36)]  # of what follows: they may pack better or worse
+    sizes = [range(8, 16), range(24, 36)]  # sizes of the packed data, which may differ
     for data in (ours, theirs):
         size, packed = struct.unpack_from("<QI", data, 24)
         assert struct.unpack_from("<Q", data, 8)[0] == len(data) - 16 and size == len(data) - HEADERS
@@ -267,7 +267,7 @@ def test_the_container_is_the_one_that_nvidias_tool_writes(tmp_path: Path, archi
     assert masked[0] == masked[1]
 
 
-def test_a_container_holds_the_machine_code_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_holds_compressed_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     code = bytes(range(256)) * 40
     container = fat_binary(code, "sm_90")
     (packed,) = struct.unpack_from("<I", container, 32)

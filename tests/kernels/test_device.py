@@ -1,4 +1,4 @@
-"""Kernels that a GPU has too little shared memory for are not chosen, and launch bounds follow what fits."""
+"""Kernels that need too much shared memory are not chosen, and launch bounds follow the shared memory."""
 
 from collections.abc import Iterator
 
@@ -12,9 +12,9 @@ from mlx_paged.kernels.cuda.device import HOPPER, CudaLimits, cuda_limits
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, latent_run, run_length, shape_for
 
-# Multiprocessors, and opt-in shared memory a group and a multiprocessor, from NVIDIA's tables of compute capabilities.
+# Multiprocessors, opt-in shared memory per group, and that per multiprocessor; from NVIDIA's tables.
 A100 = CudaLimits(108, 166_912, 167_936)
-ADA = CudaLimits(128, 101_376, 102_400)  # sm_86, sm_89 and sm_120 have as much
+ADA = CudaLimits(128, 101_376, 102_400)  # sm_86, sm_89 and sm_120 have the same
 CACHED = (
     cuda_limits,
     prefill.prefill_variants_of,
@@ -41,7 +41,7 @@ def use(monkeypatch: pytest.MonkeyPatch, limits: CudaLimits) -> None:
         function.cache_clear()
 
 
-def test_groups_together() -> None:
+def test_number_of_groups_that_fit_on_a_multiprocessor() -> None:
     assert HOPPER.groups_together(222_552) == 1 and A100.groups_together(222_552) == 0
     assert [limits.groups_together(68 * 1024) for limits in (HOPPER, A100, ADA)] == [3, 2, 1]
     assert ADA.groups_together(101_376) == 1 and ADA.groups_together(101_377) == 0

@@ -1,4 +1,4 @@
-"""When the kernel that draws is taken, what happens when it does not work, and its results on a GPU.
+"""draw_rows: when its kernel is used, what happens if it does not work, and its results on a GPU.
 
 Its text is tested on the emulator in tests/msl/sampling.
 """
@@ -27,7 +27,7 @@ def unchecked() -> Iterator[None]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
-    """A kernel that finds what its model does; the dtypes of its launches."""
+    """Use a kernel that computes what its NumPy model does. Returns the dtypes of its launches."""
     launches: list[mx.Dtype] = []
 
     def build(body: str, constants: Any) -> Any:
@@ -54,12 +54,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
     return launches
 
 
-def test_where_it_is_taken(gpu: list[mx.Dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_used_for_supported_dtypes_and_sizes(gpu: list[mx.Dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in DTYPES:
         assert serves(mx.zeros((2, 50), dtype))
     assert len(gpu) == 2 * len(DTYPES), "each dtype is checked"
     assert serves(mx.zeros((9, 151_936)))
-    assert len(gpu) == 2 * len(DTYPES), "once"
+    assert len(gpu) == 2 * len(DTYPES), "each dtype is checked only once"
     assert not serves(mx.zeros((2, 50), mx.int32)) and not serves(mx.zeros((2, (1 << 19) + 1)))
     monkeypatch.setattr(module, "device_unsupported_reason", lambda: "MLX has no GPU here")
     assert not serves(mx.zeros((2, 50)))
@@ -85,7 +85,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(
     sampler = BatchSampler()
     sampler.add([SampledRow(SamplingParams(1.0, top_k=2, seed=1), (), 0)])
     logits = mx.arange(20, dtype=mx.float32)[None]
-    with pytest.warns(UserWarning, match="draw_rows .* is off, MLX's operations draw: ") as told:
+    with pytest.warns(UserWarning, match="draw_rows .* is off, using MLX's operations: ") as told:
         for _ in range(3):
             token = sampler.sample(sampler.penalised(logits, mx.zeros((1,), mx.uint32)))
             assert token.item() in (18, 19)
@@ -94,7 +94,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_words_on_a_gpu_are_left_and_have_their_probabilities(dtype: mx.Dtype) -> None:
+def test_tokens_on_a_gpu_are_drawn_with_their_probabilities(dtype: mx.Dtype) -> None:
     if kernel_build.backend() is None:
         pytest.skip("needs a GPU")
     vocab, count = 500, 20_000

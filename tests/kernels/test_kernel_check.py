@@ -1,4 +1,4 @@
-"""Checks of kernels on the user's machine: what is tried, what is compared, and what is off when it fails."""
+"""Checks of kernels on the user's machine: what is launched, what is compared, and what a failure switches off."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ Launch = Callable[..., tuple[mx.array, mx.array]]
 
 @pytest.fixture
 def plant() -> Iterator[Callable[[Callable[[Launch], Launch]], None]]:
-    """Puts something around each decode launch of the stand-ins; calling the fixture's value says what."""
+    """Wrap each decode launch of the fake kernels; call the fixture's value with the wrapper."""
     around: list[Callable[[Launch], Launch]] = []
     with fake_kernels() as fake:
         prepare = fake.prepare_decode
@@ -51,7 +51,7 @@ def plant() -> Iterator[Callable[[Callable[[Launch], Launch]], None]]:
                 launch = wrap(launch)
             return launch
 
-        # write_slots calls the stand-in's prepare_write. Not by monkeypatch, which would outlive the stand-ins.
+        # write_slots calls the fake's prepare_write. Not by monkeypatch, which would outlive the fake kernels.
         with mock.patch.multiple(kernels, prepare_decode=prepare_decode, write_slots=WRITE_SLOTS):
             yield around.append
 
@@ -60,7 +60,7 @@ PAGES = page_shape(64, (8, 4), 32)
 
 
 @pytest.mark.parametrize("extras", [*slow({}, {"pages": PAGES}), {"softcap": True, "sinks": True}])
-def test_right_kernels_pass(plant: object, extras: dict[str, Any]) -> None:
+def test_correct_kernels_pass(plant: object, extras: dict[str, Any]) -> None:
     result = self_check(VARIANT._replace(**extras))
     assert result.ok and result.rms < 1e-5, result.reason
 
@@ -103,7 +103,7 @@ def padding_is_written(launch: Launch) -> Launch:
     ("wrap", "reason"),
     [
         (wrong_rows, "is not below"),
-        (padding_has_results, "rows of padding have a result"),
+        (padding_has_results, "rows of padding are not zero"),
         (padding_changes_rows, "differs with rows of padding"),
         (padding_is_written, "read back differ"),
     ],
@@ -114,7 +114,7 @@ def test_wrong_kernels_are_found(plant: Callable[..., None], wrap: Callable[[Lau
     assert not result.ok and reason in result.reason, result.reason
 
 
-def test_rows_that_are_not_mlx_s_are_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_unlike_mlxs_quantisation_are_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
     gather = moves.gather_rows
 
     def other(*args: Any) -> tuple[mx.array, ...]:
@@ -123,7 +123,7 @@ def test_rows_that_are_not_mlx_s_are_found(plant: object, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(moves, "gather_rows", other)
     result = self_check(VARIANT._replace(body="quantized_decode", pages=PAGES))
-    assert not result.ok and "rows differ from what MLX quantises" in result.reason
+    assert not result.ok and "quantised rows differ from MLX's" in result.reason
 
 
 def test_fences_are_followed(monkeypatch: pytest.MonkeyPatch, plant: object) -> None:
@@ -131,15 +131,16 @@ def test_fences_are_followed(monkeypatch: pytest.MonkeyPatch, plant: object) -> 
     follow = FakeKernels._pass
     monkeypatch.setattr(FakeKernels, "_pass", lambda self, *args: passed.append(args[0]) or follow(self, *args))
     assert self_check(VARIANT).ok
-    # Each case has 3 with the newest tokens and 1 of a single partition; then come windows, by how many rows there are.
+    # Each case has 3 launches with the newest tokens and 1 of a single partition; then come windows, by the number of
+    # rows.
     assert passed.count("paged_decode") == (4 + 8) + (4 + 2) + (4 + 3) and passed.count("write_slots") == 3 * 3
 
 
 class Texts:
-    """Stands in for kernels.build_kernel: which texts are built, and zeros for results.
+    """A fake kernels.build_kernel, which records the texts that are built and returns zeros.
 
-    A text is a body, its constants, and which inputs have less than 8 elements: those MLX puts into another address
-    space on Metal, so that each such set is compiled by itself.
+    A text is a body, its constants, and which inputs have fewer than 8 elements: MLX puts those into another address
+    space on Metal, so each such set is compiled separately.
     """
 
     def __init__(self) -> None:
@@ -221,7 +222,7 @@ def nothing(text: Text) -> bool:
 
 @pytest.fixture
 def launched() -> Iterator[Callable[..., Launched]]:
-    """Makes the kernels' texts be launched by stand-ins, of which some raise."""
+    """Launch the kernels' texts by fakes, of which some raise."""
     kernels.variants_of.cache_clear()
     narrow_matmul.works.cache_clear()
     with (
@@ -267,7 +268,7 @@ def test_a_text_is_tried_once(launched: Callable[..., Launched]) -> None:
     assert len(set(texts)) == len(texts)
 
 
-def test_on_cuda_the_number_of_rows_is_no_other_text(launched: Callable[..., Launched]) -> None:
+def test_number_of_rows_needs_no_other_text_on_cuda(launched: Callable[..., Launched]) -> None:
     texts = launched(dialect="cuda").texts
     for rows in (1, 2, 8, 9):
         prepare(rows)
@@ -276,12 +277,12 @@ def test_on_cuda_the_number_of_rows_is_no_other_text(launched: Callable[..., Lau
     assert few_of("cuda", ends=1) == () and few_of("metal", ends=7, sinks=8) == ("ends",)
 
 
-def test_the_next_variant_is_taken_and_the_broken_one_never_again(launched: Callable[..., Launched]) -> None:
+def test_broken_variant_is_replaced_by_the_next_for_good(launched: Callable[..., Launched]) -> None:
     texts = launched(lambda text: text.body == "paged_decode_tensor", "cuda").texts
     with pytest.warns(UserWarning, match=r"paged_decode_tensor\[.*\] is off: .*it does not compile"):
         launch = prepare(2, mx.float16)
     assert launch.merge is not None and not launch.counters
-    prepare(3, mx.float16)  # warnings are errors
+    prepare(3, mx.float16)  # a second warning would be an error
     assert [text.body for text in texts] == ["paged_decode_tensor", "paged_decode", "merge_partitions"]
 
 
@@ -306,7 +307,7 @@ def test_without_a_working_variant_new_pools_are_functional(
 
 
 def test_a_trial_is_evaluated(launched: Callable[..., Launched]) -> None:
-    """Only then does MLX compile the text."""
+    """MLX does not compile the text before."""
     build = launched()
     (text,) = (text for text in pool_texts(TRIED) if text.body == "copy_blocks")
     with mock.patch.object(mx, "eval", side_effect=RuntimeError("no such symbol")) as evaluated:
@@ -315,9 +316,7 @@ def test_a_trial_is_evaluated(launched: Callable[..., Launched]) -> None:
 
 
 @pytest.mark.parametrize("block", [8, 32, 128])
-def test_the_self_check_runs_every_text_that_a_pool_cannot_do_without(
-    launched: Callable[..., Launched], block: int
-) -> None:
+def test_self_check_runs_every_text_that_a_pool_needs(launched: Callable[..., Launched], block: int) -> None:
     """Writes, gathers and copies, of few blocks or tokens and of many."""
     texts = launched().texts
     equal = mock.patch.object(mx, "array_equal", lambda *_, **__: mx.array(True))
@@ -336,7 +335,7 @@ def test_the_self_check_runs_every_text_that_a_pool_cannot_do_without(
 
 
 def test_wrong_copies_fail_the_self_check(launched: Callable[..., Launched]) -> None:
-    """Those of several blocks do not happen."""
+    """The faulty kernel copies only the first of several blocks."""
     with fake_kernels() as fake:
         prepare_decode, copy_blocks = fake.prepare_decode, fake.copy_blocks
 
@@ -353,7 +352,7 @@ def test_wrong_copies_fail_the_self_check(launched: Callable[..., Launched]) -> 
     assert not result.ok and "copies of blocks differ" in result.reason
 
 
-def test_products_of_other_dimensions_are_tried_before_they_are_taken(
+def test_products_of_other_dimensions_are_tried_before_they_are_used(
     launched: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = launched(lambda text: dict(text.constants).get("XD") == 4, "cuda").texts
@@ -365,7 +364,7 @@ def test_products_of_other_dimensions_are_tried_before_they_are_taken(
     x, residual = mx.zeros((4, 1, 32), mx.bfloat16), mx.zeros((4, 1, 16), mx.bfloat16)
     weight = mx.zeros((16, 32), mx.bfloat16)
     assert narrow_matmul.covers_sum(x, weight, residual)
-    with pytest.warns(UserWarning, match="is off, MLX multiplies: .*it does not compile"):
+    with pytest.warns(UserWarning, match="is off, using MLX's operations: .*it does not compile"):
         assert not narrow_matmul.covers_sum(x.reshape(4, 2, 1, 16), weight, residual)
     assert not narrow_matmul.covers_sum(x.reshape(4, 2, 1, 16), weight, residual)
     assert narrow_matmul.covers_sum(x, weight, residual) and narrow_matmul.covers(x.reshape(4, 32), [weight])

@@ -1,4 +1,4 @@
-"""Decode kernels: arguments, choice of variants, and results on a GPU, of latents, too."""
+"""Decode kernels, those over latents included: arguments, choice of variants, and results on a GPU."""
 
 import random
 import threading
@@ -40,7 +40,7 @@ def test_without_a_gpu_nothing_is_built():
 @pytest.mark.parametrize(
     ("shape", "n_q_heads", "why"),
     [((3, 2, 16, 72), 4, "head_dim"), ((3, 2, 12, 64), 4, "block size"), ((3, 1, 16, 64), 17, "query heads"),
-     ((3, 2, 16, 64), 5, "divide")],
+     ((3, 2, 16, 64), 5, "not a multiple")],
 )  # fmt: skip
 def test_unsupported_geometry_raises(shape, n_q_heads, why):
     with pytest.raises(ValueError, match=why):
@@ -67,7 +67,7 @@ def test_partitions_cover_every_row():
 
 def test_runs_leave_two_thread_groups_per_core_or_many():
     assert [run_length(n, 132, 3) for n in (64, 256, 512, 1024, 2048, 4096, 8192)] == [1, 1, 2, 4, 2, 4, 4]
-    # A partition more than the tokens need, for windows that begin within one.
+    # One partition more than the tokens need, for windows that begin inside one.
     assert [run_length(n, 132, 3) for n in (544, 1088)] == [2, 4]
     # Groups that run at the same time: 2 of heads of 256, 4 of heads of 64.
     assert [run_length(2176, 132, together) for together in (2, 3, 4)] == [4, 2, 4]
@@ -85,7 +85,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("shape", [(0, 1), (1,), (1, 1), (2, 1), (1, 2), (3, 1), (1, 8), (40, 1)])
 @pytest.mark.parametrize("dialect", [None, "metal", "cuda"])
-def test_rows_of_a_step_are_small_arrays_nowhere_on_cuda(shape, dialect, uploads, monkeypatch):
+def test_rows_of_a_step_are_never_small_arrays_on_cuda(shape, dialect, uploads, monkeypatch):
     monkeypatch.setattr(kernel_build, "backend", lambda: dialect)
     rows = np.arange(7, 7 + int(np.prod(shape)), dtype=np.int32).reshape(shape)
     found = kernel_build.RowsArray().of(rows)
@@ -97,7 +97,7 @@ def test_rows_of_a_step_are_small_arrays_nowhere_on_cuda(shape, dialect, uploads
 def test_rows_that_gain_a_token_are_counted_on_the_device(shape, uploads):
     array, rows = kernel_build.RowsArray(), np.full(shape, 5, np.int32)
     grows = np.ones(shape, np.int32)
-    grows[-1] = len(shape) == 2  # of the others, the last row is padding
+    grows[-1] = len(shape) == 2  # with one dimension, the last row is padding
     for _ in range(40):
         assert np.array_equal(np.array(array.of(rows)), rows)
         rows = rows + grows
@@ -121,7 +121,7 @@ def test_positions_and_ends_are_counted_together(rows, uploads):
     assert len(uploads) == 2 and min(uploads) > 8
 
 
-def test_rows_of_any_steps_are_what_the_host_says(uploads):
+def test_rows_of_random_steps_equal_those_of_the_host(uploads):
     rng, array = np.random.default_rng(0), kernel_build.RowsArray()
     rows = rng.integers(0, 99, 2, dtype=np.int32)
     for _ in range(400):
@@ -134,7 +134,7 @@ def test_rows_of_any_steps_are_what_the_host_says(uploads):
     assert len(uploads) > 10
 
 
-def test_rows_of_another_shape_gain_what_is_theirs(uploads):
+def test_rows_of_another_shape_are_counted_correctly(uploads):
     array = kernel_build.RowsArray()
     for shape in ((2, 4), (4, 2), (8,), (2, 4)):
         rows = np.arange(8, dtype=np.int32).reshape(shape)
@@ -143,14 +143,14 @@ def test_rows_of_another_shape_gain_what_is_theirs(uploads):
             rows = rows + 1
 
 
-def test_counted_rows_that_nobody_reads_end_in_time(uploads):
+def test_unread_counted_rows_are_uploaded_again_after_a_limit(uploads):
     array, rows = kernel_build.RowsArray(), np.ones((2, 1), np.int32)
     for step in range(2 * kernel_build.MOST_COUNTED + 2):
         found = array.of(rows + step)
     assert len(uploads) == 3 and found.tolist() == [[step + 1]] * 2
 
 
-def test_rows_are_not_counted_from_what_another_thread_has_not_computed(uploads):
+def test_rows_are_not_counted_from_another_threads_pending_rows(uploads):
     array, rows = kernel_build.RowsArray(), np.ones((3, 1), np.int32)
     other = threading.Thread(target=lambda: array.of(rows))
     other.start()
@@ -158,7 +158,7 @@ def test_rows_are_not_counted_from_what_another_thread_has_not_computed(uploads)
     assert array.of(rows + 1).tolist() == [[2]] * 3 and len(uploads) == 2
 
 
-def test_starts_are_kept_for_the_steps_of_other_threads(monkeypatch):
+def test_starts_are_shared_with_other_threads(monkeypatch):
     monkeypatch.setattr(kernel_build, "backend", lambda: "cuda")
     own, made = DeviceTables(), []
     maker = threading.Thread(target=lambda: made.append(own.starts((1, 1))))
@@ -313,7 +313,7 @@ def test_self_check_of_latents_passes(dtype, rank, heads, block):
 @on_gpu
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 def test_a_prepared_launch_serves_a_pool_that_has_grown(dtype):
-    """What is captured of a pool when a launch is prepared does not bound what it reads later."""
+    """A launch is not limited to the size that the pool had when the launch was prepared."""
     block, rank, rope, heads, context = 32, 512, 64, 20, 700
     mx.random.seed(0)
     tables = mx.array([list(range(40, 40 + -(-context // block)))], mx.int32)
@@ -326,7 +326,7 @@ def test_a_prepared_launch_serves_a_pool_that_has_grown(dtype):
         return kernels.prepare_decode(*pools, (tables, ends, starts), n_q_heads=heads, scale=0.05, latent=True)
 
     early = launch(small)
-    # Launches know the shapes of their first call.
+    # Launches remember the shapes of their first call.
     mx.eval(early._replace(visible=(mx.zeros_like(tables), ends, starts))(q, *small, kernels.new_fence()))
     (again, _), (fresh, _) = (prepared(q, *grown, kernels.new_fence()) for prepared in (early, launch(grown)))
     assert fresh.abs().max().item() > 0
@@ -335,8 +335,8 @@ def test_a_prepared_launch_serves_a_pool_that_has_grown(dtype):
 
 @pytest.mark.gpu
 @on_gpu
-def test_layers_of_other_pools_whose_results_share_memory_read_their_own():
-    """Each launch leaves maps of its own pool where its results go, and later launches get the same memory."""
+def test_layers_read_their_own_pools_if_their_results_share_memory():
+    """Each launch leaves maps of its pool in the memory of its results, which later launches reuse."""
     block, rank, rope, heads, contexts = 32, 512, 64, 128, [4000, 64, 1000]
     mx.random.seed(1)
     blocks = [-(-n // block) for n in contexts]

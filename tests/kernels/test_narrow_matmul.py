@@ -1,4 +1,4 @@
-"""Which products narrow_matmul takes, what happens when its kernel does not work, and its results on a GPU.
+"""narrow_matmul: which products it covers, what happens if its kernel does not work, and its results on a GPU.
 
 The kernel's text is tested on the emulator in tests/msl/test_narrow_matmul.py.
 """
@@ -53,7 +53,7 @@ def arrays(num_rows: int, width: int, depth: int, dtype: mx.Dtype = mx.bfloat16)
     return mx.zeros((num_rows, 1, depth), dtype), [mx.zeros((width, depth), dtype)]
 
 
-def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_products_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(narrow_matmul, "works", lambda *choice: asked.append(choice) or choice[1] != mx.float32)
     assert covers(*arrays(1, 5, 64)) and covers(*arrays(16, 5, 64)) and covers(*arrays(17, 5, 64, mx.float16))
@@ -105,7 +105,7 @@ def test_which_norms_and_rotations_are_covered(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("tile", "most"), [(SMALL, 4 * 132), (LARGE, 3 * 132)])
-def test_tiles_follow_how_many_thread_groups_there_are(tile: Tile, most: int) -> None:
+def test_tiles_follow_the_number_of_thread_groups(tile: Tile, most: int) -> None:
     expected = {1: FEW[tile], 132: FEW[tile], 133: tile, 264: tile, 265: MANY[tile], most: MANY[tile], most + 1: tile}
     for groups, found in expected.items():
         width = groups * tile.columns
@@ -151,7 +151,7 @@ def test_which_quantised_matrices_are_covered(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("mode", "group_size", "bits"), [("mxfp4", 32, 4), ("affine", 32, 3), ("affine", 64, 6)])
-def test_matrices_that_are_packed_in_another_way(mode: str, group_size: int, bits: int) -> None:
+def test_other_packings_are_not_supported(mode: str, group_size: int, bits: int) -> None:
     assert PackedWeight.of(nn.Linear(64, 8).to_quantized(group_size, bits, mode=mode)) is None
 
 
@@ -196,7 +196,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("forms", [TILES, (FEW[SMALL], FEW[LARGE]), (MANY[SMALL], MANY[LARGE])])
-def test_the_tile_for_more_rows_is_begun_with_that_for_few(
+def test_tile_for_more_rows_is_compiled_ahead_with_that_for_few(
     monkeypatch: pytest.MonkeyPatch, forms: tuple[Tile, Tile]
 ) -> None:
     begun: list[object] = []
@@ -212,7 +212,7 @@ def test_the_tile_for_more_rows_is_begun_with_that_for_few(
     for num_dims, around in ((3, turned._replace(eps=1e-5)), (4, turned)):
         begun.clear()
         assert narrow_matmul.works(GROUPED, mx.bfloat16, small, num_dims, 0, around)
-        for form in (turned, NOTHING):  # what it is compared with, too
+        for form in (turned, NOTHING):  # the text that it is compared with, too
             text = narrow_matmul.text_of(GROUPED, mx.bfloat16, large, num_dims, 0, form)
             assert (text.body, text.constants) in begun
 
@@ -260,7 +260,7 @@ def test_norms_and_rotations_on_a_gpu(dtype: mx.Dtype, bits: int) -> None:
     result = self_check(GATED, dtype, SMALL, bits, Around(1e-5))
     assert result.ok, result.reason
     assert self_check(GROUPED, dtype, LARGE, bits, Around(None, 32, 1.0, 1e4)).ok
-    # A row's bits depend neither on how many there are nor on who normalises it.
+    # A row's bits do not depend on the number of rows, nor on whether the kernel or MLX normalises it.
     w = [mx.random.normal((n, 2048), key=mx.random.key(n)).astype(dtype) for n in (256, 128, 128)]
     x, gains = mx.random.normal((9, 1, 2048), key=mx.random.key(1)).astype(dtype), mx.ones((2048,), dtype)
     offsets = mx.arange(9).astype(mx.int32) * 1000
@@ -273,7 +273,7 @@ def test_norms_and_rotations_on_a_gpu(dtype: mx.Dtype, bits: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
-def test_weights_at_any_address() -> None:
+def test_weights_may_begin_at_any_address() -> None:
     mx.random.seed(0)
     flat = mx.random.normal((3 + 40 * 64,)).astype(mx.bfloat16)
     x = mx.random.normal((4, 64)).astype(mx.bfloat16)

@@ -31,7 +31,7 @@ COUNTS, PREFIXES = [333, 1, 200, 77], [64, 500, 0, 129]
 
 
 class Pack:
-    """New tokens over a pool in which what no token sees is NaN."""
+    """New tokens over a pool whose unseen slots are NaN."""
 
     def __init__(self, heads=(8, 2), head_dim=64, value_dim=None, block=32, dtype=mx.bfloat16, window=None, stride=1):
         mx.random.seed(0)
@@ -77,7 +77,7 @@ class Pack:
         return out
 
     def reference(self, softcap=None, sinks=None):
-        """In float32 by NumPy."""
+        """Return attention in float32 by NumPy."""
         q, k, v = (np.array(x.astype(mx.float32)) for x in (self.q, *self.rows))
         out, row, first = np.zeros((*q.shape[:3], v.shape[2]), np.float32), 0, 0
         for count, length in zip(COUNTS, self.lengths, strict=True):
@@ -118,7 +118,7 @@ def test_every_block_size_with_a_window(block):
 @on_cuda
 @pytest.mark.parametrize("chunk", [64, 90])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_chunks(head_dim, chunk):
+def test_chunked_attention_matches_the_reference(head_dim, chunk):
     pack = Pack(head_dim=head_dim, window=chunk, stride=chunk)
     assert rms(pack.run(), pack.reference()) < 2e-3
 
@@ -137,7 +137,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_pack(head_dim):
 
 
 @on_cuda
-def test_more_shared_memory_than_a_text_may_have():
+def test_launch_with_more_than_48_kb_of_shared_memory():
     pack = Pack(head_dim=128)
     launch_shape = PrefillShape(4, 2, 64, 1, True, 1)
     assert launch_shape.shared_bytes(128, 128) > 48 << 10
@@ -161,7 +161,7 @@ VARIANT = Variant(prefill.BODY, "cuda", mx.bfloat16, 64, 64, 8, 32)
 
 @pytest.fixture
 def emulated() -> Iterator[Callable[[tuple[str, str]], None]]:
-    """The kernel runs on the emulator, and writes are stand-ins; calling the fixture's value plants a mutation."""
+    """Run the kernel on the emulator, with fake writes; calling the fixture's value plants a mutation."""
 
     def arrays_of(kernel: Any, options: dict[str, Any]) -> list[mx.array]:
         outs = zip(kernel(**options), options["output_dtypes"], strict=True)
@@ -175,7 +175,7 @@ def emulated() -> Iterator[Callable[[tuple[str, str]], None]]:
     "change",
     [{}, *slow({"softcap": True, "sinks": True, "dtype": mx.float16}, {"gqa": 3, "head_dim": 80, "block_size": 8})],
 )
-def test_the_kernel_passes(emulated: object, change: dict[str, object]) -> None:
+def test_correct_kernel_passes_its_self_check(emulated: object, change: dict[str, object]) -> None:
     result = self_check(VARIANT._replace(**change))
     assert result.ok and result.rms < 2e-3, result.reason
 

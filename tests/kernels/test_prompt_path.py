@@ -1,4 +1,4 @@
-"""What attends for prompts after a prefix: known, measured, remembered, and told by the doctor."""
+"""The attention path of prompts after a prefix: known or measured, remembered, and reported by the doctor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = TOKENS[1], CONTEXTS[1]
 
 
 class Paths:
-    """Paths of given seconds, or that fail. ``prepared`` lists what was measured."""
+    """Fake paths that take given seconds or fail. ``prepared`` lists what was measured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds: dict[str, float | Exception] = {}
@@ -48,7 +48,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Paths:
 
 
 @pytest.mark.parametrize(("in_place", "copy", "expected"), [(2e-3, 3e-3, True), (3e-3, 2e-3, False), (1.0, 1.0, True)])
-def test_the_faster_path_serves_and_is_remembered(paths: Paths, in_place: float, copy: float, expected: bool) -> None:
+def test_faster_path_is_used_and_remembered(paths: Paths, in_place: float, copy: float, expected: bool) -> None:
     paths.seconds = {IN_PLACE: in_place, COPY: copy}
     path = prompt_path(VARIANT, 2048, 30_000)
     assert path.in_place is expected
@@ -78,7 +78,7 @@ def test_each_variant_and_size_of_chunk_is_measured_once(paths: Paths) -> None:
         ({IN_PLACE: ValueError("a"), COPY: ValueError("b")}, True, "failed: ValueError: b"),
     ],
 )
-def test_a_path_that_fails_is_not_taken(
+def test_path_that_fails_is_not_used(
     paths: Paths, seconds: dict[str, float | Exception], in_place: bool, told: str
 ) -> None:
     paths.seconds = seconds
@@ -90,27 +90,27 @@ def test_a_path_that_fails_is_not_taken(
     ("change", "num_tokens", "window", "told"),
     [
         ({"softcap": True}, 2048, None, "no soft cap"),
-        ({}, 2048, 1024, "an array for the window"),
-        ({}, 8, None, "few tokens"),
-        ({"head_dim": 96, "value_dim": 96}, 2048, None, "not fused for heads of 96"),
-        ({"value_dim": 64}, 2048, None, "not fused for heads of 128"),
+        ({}, 2048, 1024, "a mask array for the window"),
+        ({}, 8, None, "at most 8 tokens"),
+        ({"head_dim": 96, "value_dim": 96}, 2048, None, "not fused for head_dim 96/96"),
+        ({"value_dim": 64}, 2048, None, "not fused for head_dim 128/64"),
         ({"head_dim": 256, "value_dim": 256}, 1023, None, "fused from 1024 tokens on"),
     ],
 )
-def test_where_mlx_makes_all_scores_nothing_is_measured(
+def test_nothing_is_measured_where_mlx_materialises_all_scores(
     paths: Paths, change: dict[str, int], num_tokens: int, window: int | None, told: str
 ) -> None:
     path = prompt_path(VARIANT._replace(**change), num_tokens, 30_000, window)
     assert path.in_place and told in path.reason and not paths.prepared
 
 
-def test_a_window_longer_than_the_sequence_is_none(paths: Paths) -> None:
+def test_window_longer_than_the_sequence_is_ignored(paths: Paths) -> None:
     paths.seconds = {IN_PLACE: 2.0, COPY: 1.0}
     assert not prompt_path(VARIANT, 1024, 4096, 4096).in_place
 
 
 def test_without_matrix_units_nothing_is_measured(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # as it is here, unless this is an M5
+    monkeypatch.undo()  # the real paths, which need an M5
     monkeypatch.setattr(mx, "device_info", lambda *device: {"architecture": "applegpu_g15s"})
     fused_attention.has_nax.cache_clear()
     try:
@@ -129,12 +129,12 @@ def test_measuring_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> 
         return [mx.zeros(1)]
 
     assert trial.seconds_of(compute, 5.5) == 1.0
-    assert len(calls) == 3, "one is not counted, and two take longer than may be"
+    assert len(calls) == 3, "one that does not count, and two that use up the time"
 
 
 @pytest.mark.parametrize("pages", [None, PageShape.of(64, (8, 4), 64, mx.float16)])
-def test_the_copy_that_is_measured_is_attended_to(monkeypatch: pytest.MonkeyPatch, pages: PageShape | None) -> None:
-    """The path runs as it stands, but for the kernel that gathers."""
+def test_measured_copy_path_attends_over_the_copy(monkeypatch: pytest.MonkeyPatch, pages: PageShape | None) -> None:
+    """The real path runs, except for the kernel that gathers."""
     body = MATRIX_BODY if pages is None else QUANTIZED_MATRIX_BODY
     variant = Variant(body, "metal", mx.float16, 64, 64, 3, 32, sinks=True, pages=pages)
     copied: list[tuple[int, ...]] = []
@@ -153,13 +153,13 @@ def test_the_copy_that_is_measured_is_attended_to(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_the_doctor_says_which_path_serves_and_why(paths: Paths, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
+def test_doctor_reports_the_path_and_its_reason(paths: Paths, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
     paths.seconds = {IN_PLACE: 3e-3, COPY: 2e-3}
     monkeypatch.setattr(jobs, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(jobs.ShapeJob, "prefill_variants", lambda job: (VARIANT,))
     monkeypatch.setattr(jobs, "variants_of", lambda *shape: ())
     monkeypatch.setattr(jobs, "self_check", lambda v: SelfCheck(v, passed, 1e-4, 0.5, "" if passed else "wrong"))
     (checked,) = jobs.ShapeJob(jobs.Shape(mx.bfloat16, 128, 4, 32), False).run(PagedConfig(kernel=False))
-    told = f"prompts in packs, {COPY} (measured, 256 tokens of 2048: 3.00 ms {IN_PLACE}, 2.00 ms {COPY})"
+    told = f"packed prefill, {COPY} (measured, 256 tokens of 2048: 3.00 ms {IN_PLACE}, 2.00 ms {COPY})"
     assert checked.row.use.startswith(told) is passed
     assert len(paths.prepared) == (8 if passed else 0)

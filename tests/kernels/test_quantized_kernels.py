@@ -24,7 +24,9 @@ needs_gpu = pytest.mark.skipif(build.backend() is None, reason="MLX sees no GPU"
 @pytest.mark.parametrize("dtype", VALUES)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bits", BITS)
-def test_bits_are_those_of_mlx_on_this_device(bits: tuple[int, int], group_size: int, dtype: mx.Dtype) -> None:
+def test_quantisation_equals_mlxs_bit_for_bit_on_this_device(
+    bits: tuple[int, int], group_size: int, dtype: mx.Dtype
+) -> None:
     for dim in (128, 256):
         assert moves.exact(page_shape(dim, bits, group_size, dtype), 16) == (True, True)
 
@@ -33,8 +35,8 @@ def test_bits_are_those_of_mlx_on_this_device(bits: tuple[int, int], group_size:
 @needs_gpu
 @pytest.mark.parametrize("dtype", VALUES)
 @pytest.mark.parametrize("length", [1, 7, 1001])
-def test_written_rows_are_mlx_s(length: int, dtype: mx.Dtype) -> None:
-    """Over many values, in the layouts of projections: contiguous, and with the tokens before the heads."""
+def test_written_rows_equal_mlxs(length: int, dtype: mx.Dtype) -> None:
+    """Values come in the layouts of projections: contiguous, and with the tokens before the heads."""
     pages, block, heads = page_shape(128, (8, 4), 64, dtype), 32, 3
     count = -(-length // block)
     ids = list(range(count))[::-1]
@@ -68,7 +70,7 @@ def test_self_check_passes(bits: tuple[int, int], dtype: mx.Dtype, extras: bool,
 
 
 def filled(pages: PageShape, num_blocks: int, block: int = 16, heads: int = 2) -> tuple[mx.array, mx.array]:
-    """A pool of noise."""
+    """Return a pool of noise."""
     pools = new_blocks(num_blocks, heads, block, (pages.k.dim, pages.v.dim), pages.dtype, pages)
     k, v = (mx.random.normal((1, heads, num_blocks * block, form.dim)).astype(pages.dtype) for form in pages)
     slots = mx.arange(num_blocks * block, dtype=mx.int32)
@@ -157,17 +159,17 @@ DIMS = [32, 64, 96, 128, 160, 192, 256, 288, 512]
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_the_matrix_is_orthonormal_and_symmetric(dim: int) -> None:
+def test_rotation_matrix_is_orthonormal_and_symmetric(dim: int) -> None:
     matrix = np.array(rotate(mx.eye(dim)), np.float64)
     np.testing.assert_allclose(matrix @ matrix, np.eye(dim), atol=1e-6)
     np.testing.assert_array_equal(matrix, matrix.T)
     block = dim & -dim
     assert block >= 32
-    np.testing.assert_allclose(np.abs(matrix[:block, :block]), block**-0.5, rtol=1e-6)  # an outlier goes everywhere
+    np.testing.assert_allclose(np.abs(matrix[:block, :block]), block**-0.5, rtol=1e-6)  # an outlier is spread evenly
 
 
 @pytest.mark.parametrize("dim", [64, 192, 256])
-def test_twice_is_exact_where_nothing_is_rounded(dim: int) -> None:
+def test_rotating_twice_is_exact_where_nothing_is_rounded(dim: int) -> None:
     """Blocks of 64 and 256 have a factor that is a power of two."""
     x = mx.array(np.random.default_rng(0).integers(-100, 100, (2, 3, 5, dim)).astype(np.float32))
     assert mx.array_equal(rotate(rotate(x)), x)
@@ -175,7 +177,7 @@ def test_twice_is_exact_where_nothing_is_rounded(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_twice_is_nearly_the_same_in_every_dtype(dtype: mx.Dtype, dim: int) -> None:
+def test_rotating_twice_is_nearly_exact_in_every_dtype(dtype: mx.Dtype, dim: int) -> None:
     x = noise(1, 1, 2, 40, dim, dtype=dtype)
     once, twice = rotate(x), rotate(rotate(x))
     assert once.dtype == twice.dtype == dtype and once.shape == x.shape
@@ -185,7 +187,7 @@ def test_twice_is_nearly_the_same_in_every_dtype(dtype: mx.Dtype, dim: int) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 96])
-def test_a_vector_is_rotated_as_if_it_were_alone(dim: int, dtype: mx.Dtype) -> None:
+def test_rotation_of_a_vector_does_not_depend_on_others(dim: int, dtype: mx.Dtype) -> None:
     x = noise(2, 3, 4, 21, dim, dtype=dtype)
     whole = rotate(x)
     for view in (x[:, 1:3, 5:9], x[:, ::2, 3:20:4], x[1:2, :, -1:]):
@@ -196,7 +198,7 @@ def test_a_vector_is_rotated_as_if_it_were_alone(dim: int, dtype: mx.Dtype) -> N
 
 
 @pytest.mark.parametrize(("k_dim", "v_dim"), [(64, 64), (96, 128)])
-def test_attention_over_rotated_keys_is_attention(k_dim: int, v_dim: int) -> None:
+def test_attention_over_rotated_keys_equals_that_over_plain_ones(k_dim: int, v_dim: int) -> None:
     q, k, v = noise(3, 1, 6, 4, k_dim), noise(4, 1, 2, 30, k_dim), noise(5, 1, 2, 30, v_dim)
 
     def attend(keys: mx.array, values: mx.array, queries: mx.array) -> mx.array:
@@ -210,7 +212,7 @@ def test_attention_over_rotated_keys_is_attention(k_dim: int, v_dim: int) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_the_gpu_rotates_as_the_cpu(dim: int, dtype: mx.Dtype) -> None:
+def test_gpu_rotates_like_the_cpu(dim: int, dtype: mx.Dtype) -> None:
     x = noise(6, 2, 3, 50, dim, dtype=dtype)
     with mx.stream(mx.cpu):
         expected = rotate(x.astype(mx.float32))
@@ -222,7 +224,7 @@ def test_the_gpu_rotates_as_the_cpu(dim: int, dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize(("dim", "group_size"), [(64, 64), (64, 32), (96, 32), (128, 128), (256, 64)])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rows_are_the_bytes_of_mlx(dim: int, group_size: int, bits: int, dtype: mx.Dtype) -> None:
+def test_rows_hold_the_bytes_of_mlx(dim: int, group_size: int, bits: int, dtype: mx.Dtype) -> None:
     form = QuantizedRows(dim, bits, group_size, dtype)
     x = mx.random.normal((1, 3, 7, dim), key=mx.random.key(dim)).astype(dtype)
     rows = form.quantize(x)

@@ -1,4 +1,4 @@
-"""Products with quantised weights: all rows in one, and dequantised weights for many rows, a few of them at a time."""
+"""Products with quantised weights: all rows in one product; for many rows, weights are dequantised a few at a time."""
 
 from typing import Any
 from unittest import mock
@@ -52,7 +52,7 @@ def dequantized(layer: Any) -> mx.array:
 
 @pytest.fixture
 def dequantize() -> Any:
-    """Counts the weights that are dequantised."""
+    """Count the weights that are dequantised."""
     with mock.patch.object(quantized_matmul.mx, "dequantize", wraps=mx.dequantize) as counted:
         yield counted
 
@@ -72,14 +72,14 @@ def test_all_rows_are_one_product(form: tuple[str, int, int], shape: tuple[int, 
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 7), (1, 1, 1), (0, 1)])
-def test_what_is_one_product_already_is_left_to_mlx(shape: tuple[int, ...]) -> None:
+def test_single_products_are_left_to_mlx(shape: tuple[int, ...]) -> None:
     assert product(linear("affine", 32, 4), rows(*shape)) is None
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(2, 1), (1, 32), (5,)])
-def test_few_rows_go_to_a_kernel_in_a_models_call(bits: int, shape: tuple[int, ...]) -> None:
+def test_few_rows_use_a_kernel_in_inference(bits: int, shape: tuple[int, ...]) -> None:
     layer, x = linear("affine", 64, bits, mx.bfloat16), rows(*shape, dtype=mx.bfloat16)
     with Inference():  # the self-checks launch, too
         product(layer, x), product(layer, rows(1, 33, dtype=mx.bfloat16))
@@ -109,7 +109,7 @@ def test_few_rows_go_to_a_kernel_in_a_models_call(bits: int, shape: tuple[int, .
     (("mxfp4", 32, 4), mx.bfloat16, (1, 130)), (("affine", 32, 3), mx.float16, (1, 130)),
     (("affine", 64, 6), mx.bfloat16, (129, 1)), (("affine", 128, 4), mx.float16, (129, 1)))
 )  # fmt: skip
-def test_many_rows_have_the_weight_dequantised(
+def test_weight_is_dequantised_for_many_rows(
     form: tuple[str, int, int], dtype: mx.Dtype, shape: tuple[int, ...], dequantize: mock.Mock
 ) -> None:
     layer, x = linear(*form, dtype=dtype), rows(*shape, dtype=dtype)
@@ -122,7 +122,7 @@ def test_many_rows_have_the_weight_dequantised(
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_weight_that_is_too_large_to_be_dequantised_goes_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_too_large_to_dequantise_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_matmul, "MOST_BYTES", 1)
     layer = linear("affine", 32, 4, mx.bfloat16)
     with Inference():  # its self-check launches, too
@@ -134,7 +134,9 @@ def test_a_weight_that_is_too_large_to_be_dequantised_goes_to_the_kernel(monkeyp
 
 
 @pytest.mark.parametrize("case", ["few rows", "outside", "not allowed", "float32", "scales of another dtype", "large"])
-def test_a_weight_is_not_dequantised(case: str, dequantize: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_is_not_dequantised_in_other_cases(
+    case: str, dequantize: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = linear("affine", 32, 4, mx.float16 if case == "scales of another dtype" else mx.bfloat16)
     dtype = mx.float32 if case == "float32" else mx.bfloat16
     x = rows(DEQUANTIZED_ROWS - (case == "few rows"), dtype=dtype)
@@ -148,7 +150,7 @@ def test_a_weight_is_not_dequantised(case: str, dequantize: mock.Mock, monkeypat
     assert not dequantize.called
 
 
-def test_a_section_ends_with_its_block_and_may_be_in_another() -> None:
+def test_inference_ends_with_its_block_and_may_be_nested() -> None:
     layer, x = linear("affine", 32, 4, mx.float16), rows(DEQUANTIZED_ROWS, dtype=mx.float16)
     with Inference():
         with Inference(allowed=False):
@@ -160,7 +162,7 @@ def test_a_section_ends_with_its_block_and_may_be_in_another() -> None:
     assert product(layer, x) is None
 
 
-def test_the_host_waits_before_it_is_more_weights_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_waits_before_it_dequantises_more_weights_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2 * DEPTH * WIDTH
     monkeypatch.setattr(inference, "BYTES_AHEAD", 2 * size)
     layer, x = linear("affine", 32, 4, mx.float16), rows(DEQUANTIZED_ROWS, dtype=mx.float16)
@@ -182,11 +184,11 @@ def test_the_host_waits_before_it_is_more_weights_ahead(monkeypatch: pytest.Monk
         for _ in range(7):
             inputs.append(x)
             x = square(product(layer, x))
-    # Two weights fit: the third's input is computed first, and at the fifth's that is waited for.
+    # Two weights fit: the third's input is started first, and awaited at the fifth.
     assert started == [2, 4, 6] and waited == [2, 4]
 
 
-def test_a_weight_larger_than_the_bound_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_larger_than_the_limit_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "BYTES_AHEAD", 1)
     with Inference(), mock.patch.object(mx, "async_eval") as begin:
         assert product(linear("affine", 32, 4, mx.float16), rows(DEQUANTIZED_ROWS, dtype=mx.float16)) is not None
@@ -194,7 +196,7 @@ def test_a_weight_larger_than_the_bound_waits_for_nothing(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_traced_function_takes_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traced_function_gives_the_same_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "BYTES_AHEAD", 1)
     layer, x = linear("affine", 32, 4, mx.float16), rows(DEQUANTIZED_ROWS, 1, dtype=mx.float16)
 
@@ -209,7 +211,9 @@ def test_a_traced_function_takes_what_it_gets(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("form", MODES)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_many_rows_of_experts(form: tuple[str, int, int], dtype: mx.Dtype, dequantize: mock.Mock) -> None:
+def test_weights_of_experts_are_dequantised_for_many_rows(
+    form: tuple[str, int, int], dtype: mx.Dtype, dequantize: mock.Mock
+) -> None:
     layer = experts(*form, dtype=dtype)
     num_rows = quantized_matmul.DEQUANTIZED_ROWS_PER_EXPERT * EXPERTS
     x = rows(num_rows, 1, dtype=dtype)

@@ -23,7 +23,8 @@ SHAPE, CUT = shape_for(VARIANT), cut_of(VARIANT, 8)
 
 
 def tables_of(lengths, common):
-    """Block tables of rows; each (row, other, blocks) of ``common`` begins with another's blocks."""
+    """Return block tables of rows; for each (row, other, blocks) in ``common`` a row begins with another row's
+    blocks."""
     counts = [-(-n // BLOCK) for n in lengths]
     tables = np.zeros((len(lengths), max(counts)), np.int32)
     free = iter(range(1, sum(counts) + 1))
@@ -39,7 +40,7 @@ def seen_of(lengths, shape=SHAPE):
 
 
 def covered(items, seen):
-    """Tokens of each row that its items read."""
+    """Return the tokens of each row that its items read."""
     tokens = [[] for _ in seen.ends]
     for partition, count, *rows in items.tolist():
         for row in rows[:count]:
@@ -60,7 +61,7 @@ def test_each_row_is_read_once_and_only_common_blocks_together(seed, window):
         common.append((row, other, int(rng.integers(0, min(lengths[row], lengths[other]) // BLOCK + 1))))
     tables, counts = tables_of(lengths, common)
     rows = shared_rows(tables, counts, BLOCK)
-    if seed % 2:  # samples of one prompt are as long, and so their windows begin at the same token
+    if seed % 2:  # samples of one prompt have one length, so their windows begin at the same token
         lengths[1::2] = [lengths[0]] * 12
         tables, counts = tables_of(lengths, [(row, other, min(n, counts[0])) for row, other, n in common])
         rows = shared_rows(tables, counts, BLOCK)
@@ -85,7 +86,7 @@ def test_each_row_is_read_once_and_only_common_blocks_together(seed, window):
 
 
 @pytest.mark.parametrize(("common", "early"), [(8192, 16), (32768, 0)])
-def test_half_of_what_rows_read_by_themselves_comes_early(common, early):
+def test_half_of_the_unshared_items_may_come_early(common, early):
     lengths = np.full(32, common + 256)
     rows = shared_rows(*tables_of(lengths.tolist(), [(row, 0, common // BLOCK) for row in range(1, 32)]), BLOCK)
     items, plain = items_for(rows, seen_of(lengths), CUT), shared_items(rows, seen_of(lengths), SHAPE)
@@ -101,7 +102,7 @@ def test_rows_without_common_blocks_are_not_shared():
     assert shared_rows(*tables_of([500], []), BLOCK) is None
 
 
-def test_blocks_left_behind_are_nothing_in_common():
+def test_released_blocks_do_not_count_as_common():
     tables, counts = tables_of([500, 600, 600], [(2, 1, 10)])
     tables[:, :6] = 0
     rows = shared_rows(tables, counts, BLOCK)
@@ -131,7 +132,7 @@ def test_kernel_is_chosen_where_it_saves_enough(rows, common, own, is_chosen):
 
 
 @pytest.mark.parametrize(("window", "is_chosen"), [(4096, True), (1024, False), (2048, False)])
-def test_windows_are_shared_while_rows_are_shorter_or_as_long(window, is_chosen):
+def test_windows_are_shared_only_where_that_saves_enough(window, is_chosen):
     lengths = np.full(16, 3800)
     rows = shared_rows(*tables_of(lengths.tolist(), [(row, 0, 3200 // BLOCK) for row in range(1, 16)]), BLOCK)
     seen = Partitions.of(lengths, SHAPE, np.maximum(lengths - window, 0))

@@ -1,4 +1,5 @@
-"""Whether Metal's kernel for common blocks serves: measured once, with the kernel and without, at what it is for."""
+"""Whether Metal's kernel for common blocks is used: measured once, with and without it, at the least it is chosen
+for."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ VARIANT = Variant(SHARED_MATRIX_BODY, "metal", mx.float16, 64, 64, 8, 32, sinks=
 
 
 class Machine:
-    """Launches that take given seconds with the kernel and without. ``launched`` lists what was prepared."""
+    """Fake launches that take given seconds with the kernel and without. ``launched`` lists what was prepared."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, together: float, alone: float | Exception) -> None:
         self.seconds = iter((together, alone))
@@ -40,7 +41,7 @@ class Machine:
 
 
 @pytest.mark.parametrize(("together", "alone", "expected"), [(1.0, 1.1, True), (1.1, 1.0, False)])
-def test_the_faster_one_serves_and_is_measured_once(
+def test_faster_kernel_is_used_and_measured_once(
     monkeypatch: pytest.MonkeyPatch, together: float, alone: float, expected: bool
 ) -> None:
     machine = Machine(monkeypatch, together, alone)
@@ -50,7 +51,9 @@ def test_the_faster_one_serves_and_is_measured_once(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 16])
-def test_it_is_measured_where_the_rule_takes_it_first(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
+def test_kernel_is_measured_at_the_least_savings_it_is_chosen_for(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int
+) -> None:
     machine, cut = Machine(monkeypatch, 1.0, 2.0), cut_of(VARIANT, kv_heads)
     is_faster(cut)
     launch = machine.launched[0]
@@ -64,6 +67,6 @@ def test_it_is_measured_where_the_rule_takes_it_first(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("error", [KernelUnavailable("off"), RuntimeError("no memory")])
-def test_what_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     Machine(monkeypatch, 1.0, error)
     assert not is_faster(cut_of(VARIANT, 8))

@@ -1,4 +1,4 @@
-"""Blocks of a group and who holds them: the allocator, block tables, holders, and tokens appended in numbers."""
+"""BlockAllocator, BlockTable and BlockOwners, and the number of blocks that appends take."""
 
 import random
 import threading
@@ -36,7 +36,7 @@ def snapshot(allocator: BlockAllocator) -> tuple[object, ...]:
 def test_a_new_allocator_knows_the_null_block_only() -> None:
     allocator = BlockAllocator()
     assert (allocator.num_blocks, allocator.num_free, allocator.num_live) == (1, 0, 0)
-    with pytest.raises(BlockStateError, match="1 blocks asked for, 0 free"):
+    with pytest.raises(BlockStateError, match="cannot allocate 1 blocks: 0 are free"):
         allocator.allocate(1)
 
 
@@ -52,7 +52,7 @@ def test_ids_are_handed_out_lowest_first_and_never_the_null_block() -> None:
 def test_allocating_too_many_takes_none() -> None:
     allocator = allocator_of(4)
     before = snapshot(allocator)
-    with pytest.raises(BlockStateError, match="4 blocks asked for, 3 free"):
+    with pytest.raises(BlockStateError, match="cannot allocate 4 blocks: 3 are free"):
         allocator.allocate(4)
     assert snapshot(allocator) == before
     assert allocator.allocate(3) == [1, 2, 3]
@@ -88,7 +88,7 @@ def test_free_and_unknown_blocks_are_refused_before_any_change(action: str, bad:
     allocator = allocator_of(4)
     (a,) = allocator.allocate(1)
     before = snapshot(allocator)
-    with pytest.raises(BlockStateError, match=f"block {bad} {action}"):
+    with pytest.raises(BlockStateError, match=f"block {bad} cannot be {action}"):
         getattr(allocator, action)([a, bad])
     assert snapshot(allocator) == before
 
@@ -98,12 +98,12 @@ def test_double_release_is_refused_also_within_one_call() -> None:
     a, b = allocator.allocate(2)
     allocator.retain([b])
     before = snapshot(allocator)
-    with pytest.raises(BlockStateError, match=f"block {a} released more often"):
+    with pytest.raises(BlockStateError, match=f"block {a} cannot be released more often"):
         allocator.release([b, b, a, a])
     assert snapshot(allocator) == before
     allocator.release([b, b, a])
     assert allocator.num_live == 0
-    with pytest.raises(BlockStateError, match=f"block {a} released while free"):
+    with pytest.raises(BlockStateError, match=f"block {a} cannot be released: it is free"):
         allocator.release([a])
     assert allocator.num_free == 3
 
@@ -213,7 +213,7 @@ def test_a_run_inside_one_block() -> None:
     assert table_of([9, 2], 7).tail_segments(0) == []
 
 
-def test_cached_segments_follow_length_and_are_forgotten_with_the_blocks() -> None:
+def test_cached_segments_are_dropped_when_length_or_blocks_change() -> None:
     table = table_of([3, 4], 5)
     first = table.tail_segments(1)
     assert first == [Segment(16, 1, 0)]
@@ -293,7 +293,7 @@ def a_table(holders: BlockOwners, group: BlockGroup, num_blocks: int) -> BlockTa
     return table
 
 
-def test_a_dropped_table_gives_its_blocks_back_when_they_are_collected() -> None:
+def test_blocks_of_a_dropped_table_are_freed_by_collect() -> None:
     holders, group = some_holders()
     table = a_table(holders, group, 3)
     assert holders.tables() == [table]
@@ -304,17 +304,17 @@ def test_a_dropped_table_gives_its_blocks_back_when_they_are_collected() -> None
     assert group.allocator.num_live == 0
 
 
-def test_only_tables_in_use_of_these_holders_pass() -> None:
+def test_check_refuses_released_and_foreign_tables() -> None:
     holders, group = some_holders()
     table, stranger = a_table(holders, group, 1), a_table(*some_holders(), 1)
     holders.check(table)
     table.released = True
     for wrong in (table, stranger, BlockTable(0, 4)):
-        with pytest.raises(BlockStateError, match="after release, or of another pool"):
+        with pytest.raises(BlockStateError, match="was released, or belongs to another pool"):
             holders.check(wrong)
 
 
-def test_everyone_who_holds_a_moved_block_has_its_new_id() -> None:
+def test_renumber_updates_tables_caches_and_abandoned_blocks() -> None:
     holders, group = some_holders()
     table, dropped = a_table(holders, group, 2), a_table(holders, group, 2)
     cache = Cache(group.allocator.allocate(1))
@@ -330,7 +330,7 @@ def test_everyone_who_holds_a_moved_block_has_its_new_id() -> None:
     assert sorted(table.block_ids + cache.blocks) == [1, 2, 5] and group.allocator.num_live == 3
 
 
-def test_caches_are_asked_in_turn_and_not_kept() -> None:
+def test_caches_are_evicted_in_order_and_held_weakly() -> None:
     holders, group = some_holders()
     first, second = (Cache(group.allocator.allocate(n)) for n in (2, 3))
     for cache in (first, second):
@@ -351,7 +351,7 @@ def one_group(window: int | None) -> BlockPool:
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 8, 13])
-def test_an_append_takes_the_blocks_that_were_counted(window: int | None) -> None:
+def test_append_takes_exactly_the_counted_blocks(window: int | None) -> None:
     rng = random.Random(f"{window}")
     pool = one_group(window)
     allocator = pool.groups[0].allocator
@@ -366,14 +366,14 @@ def test_an_append_takes_the_blocks_that_were_counted(window: int | None) -> Non
         counted, shared = pool.groups[0].blocks_to_append(table, num_tokens), pool.groups[0].tail_references(table) > 1
         before = allocator.num_live
         pool.append_tokens(table, num_tokens)
-        assert allocator.num_live - before == counted, "a copied block was another's, who keeps it"
+        assert allocator.num_live - before == counted, "the other owner keeps a copied block"
         assert shared <= (counted > 0)
         pool.check_integrity()
 
 
 @pytest.mark.parametrize("window", [None, 6, 8, 13])
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_sequence_appended_in_chunks_takes_no_more_than_was_counted(window: int | None, forked: bool) -> None:
+def test_append_in_chunks_takes_at_most_the_counted_blocks(window: int | None, forked: bool) -> None:
     rng = random.Random(f"{window} {forked}")
     for _ in range(40):
         pool, chunk = one_group(window), rng.choice([3, 4, 7])
@@ -393,7 +393,7 @@ def test_a_sequence_appended_in_chunks_takes_no_more_than_was_counted(window: in
         assert most <= counted
 
 
-def test_what_holds_nothing_yet_is_counted_as_an_empty_table_is() -> None:
+def test_blocks_to_append_without_a_table_equal_those_of_an_empty_one() -> None:
     for window in (None, 5, 8):
         pool = one_group(window)
         for num_tokens in range(1, 30):
@@ -401,7 +401,7 @@ def test_what_holds_nothing_yet_is_counted_as_an_empty_table_is() -> None:
             assert of_none == pool.groups[0].blocks_to_append(pool.new_table(), num_tokens) == -(-num_tokens // SIZE)
 
 
-def test_a_budget_counts_in_bytes_what_its_pool_can_give() -> None:
+def test_pool_budget_agrees_with_the_memory_budget() -> None:
     pool = pool_of(memory_budget=6 * BLOCK_BYTES)  # five blocks and the null block
     k, v = kv(0, 1)
     pool.set_geometry(0, k, v, batch=1)
@@ -412,4 +412,4 @@ def test_a_budget_counts_in_bytes_what_its_pool_can_give() -> None:
     assert isinstance(error, PoolExhaustedError) and error.blocks_needed == 6
     table = pool.new_table()
     budget.grow_for([([table], 4)], lambda: [([table], 9)])
-    assert 1 <= pool.groups[0].allocator.num_free <= 3, "no more than is going to be appended in all"
+    assert 1 <= pool.groups[0].allocator.num_free <= 3, "grows by at most the blocks of all appends"

@@ -1,4 +1,4 @@
-"""PoolBudget: what it lets through can be appended, whatever comes first; what it refuses could not."""
+"""PoolBudget: appends that fit can be made in any order; appends that do not fit cannot."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ WINDOWS = [(None,), (9,), (None, 9), (1, None)]
 
 
 def pool_of(windows: Sequence[int | None], num_blocks: int) -> BlockPool:
-    """One layer in each group; a budget of so many blocks, null blocks included."""
+    """Return a pool with one layer per group and a budget of ``num_blocks`` blocks, null blocks included."""
     groups = [LayerGroup((layer,), window, f"group {layer}") for layer, window in enumerate(windows)]
     pool = BlockPool(groups, block_size=SIZE, memory_budget=num_blocks * BLOCK_BYTES)
     for layer in range(len(windows)):
@@ -40,12 +40,12 @@ def extend(pool: BlockPool, tables: Sequence[BlockTable], num_tokens: int) -> No
 
 
 def lengths_that_are_held(budget: PoolBudget) -> int:
-    """The longest sequence that the budget holds."""
+    """Return the length of the longest sequence that the budget holds."""
     return next(n for n in itertools.count(1) if not budget.holds(n + 1))
 
 
 def extend_until_full(pool: BlockPool, most: int) -> int:
-    """How long a sequence can get in an empty pool, a chunk at a time."""
+    """Return the length that a sequence reaches in an empty pool, appended a chunk at a time."""
     tables = new_tables(pool)
     while tables[0].length < most:
         try:
@@ -56,7 +56,7 @@ def extend_until_full(pool: BlockPool, most: int) -> int:
 
 
 @pytest.mark.parametrize("num_blocks", [4, 7, 12])
-def test_without_a_window_holds_is_what_the_pool_can_take_to_the_token(num_blocks: int) -> None:
+def test_holds_is_exact_to_the_token_without_a_window(num_blocks: int) -> None:
     budget = PoolBudget(pool_of((None,), num_blocks), chunk=CHUNK)
     assert lengths_that_are_held(budget) == (num_blocks - 1) * SIZE
     pool = pool_of((None,), num_blocks)
@@ -68,14 +68,12 @@ def test_without_a_window_holds_is_what_the_pool_can_take_to_the_token(num_block
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 17, 90])
-def test_a_sequence_that_the_least_budget_holds_runs_in_it_and_not_in_half(
-    windows: tuple[int | None, ...], num_tokens: int
-) -> None:
+def test_bytes_for_is_enough_and_half_of_it_is_not(windows: tuple[int | None, ...], num_tokens: int) -> None:
     least = PoolBudget(pool_of(windows, 1000), chunk=CHUNK).bytes_for(num_tokens)
     assert least % BLOCK_BYTES == 0
     for num_blocks, is_held in ((least // BLOCK_BYTES, True), (least // BLOCK_BYTES - 1, False)):
         if num_blocks < 2 * len(windows):  # not even one block of each group beside the null block
-            with pytest.raises(PoolExhaustedError, match="which takes at least"):
+            with pytest.raises(PoolExhaustedError, match="which needs at least"):
                 pool_of(windows, num_blocks)
             continue
         pool = pool_of(windows, num_blocks)
@@ -99,8 +97,8 @@ def test_a_budget_for_window_and_chunk_holds_any_length() -> None:
     ids=str
 )  # fmt: skip
 def test_what_fits_can_be_appended_in_any_order(windows: tuple[int | None, ...], seed: int) -> None:
-    """Sequences with shared and partial last blocks. What does not fit cannot be appended either, where there is no
-    window and nothing is shared: the last one that writes to a shared block need not copy it."""
+    """Last blocks are shared or partial. Without a window and shared blocks, appends that do not fit cannot be made
+    either. With shared blocks they may: the last writer of a shared block need not copy it."""
     rng = np.random.default_rng(seed)
     pool = pool_of(windows, sum(17 if window is None else 10 for window in windows))
     budget = PoolBudget(pool, chunk=CHUNK)
@@ -128,8 +126,8 @@ def test_what_fits_can_be_appended_in_any_order(windows: tuple[int | None, ...],
     assert fitted > 20 and refused > 5
 
 
-def test_a_forked_append_counts_the_copy_of_the_block_that_it_begins_in() -> None:
-    pool = pool_of((None,), 5)  # one is nobody's, two are held, two are left
+def test_forked_append_counts_the_copy_of_its_first_block() -> None:
+    pool = pool_of((None,), 5)  # the null block, two held, two left
     budget = PoolBudget(pool, chunk=CHUNK)
     tables = new_tables(pool)
     extend(pool, tables, 6)
@@ -142,7 +140,7 @@ def test_a_forked_append_counts_the_copy_of_the_block_that_it_begins_in() -> Non
     assert tables[0].length == 6
 
 
-def test_asking_changes_nothing_that_can_be_seen() -> None:
+def test_budget_queries_do_not_change_the_pool() -> None:
     pool = pool_of((None, None), 40)
     budget = PoolBudget(pool, chunk=CHUNK)
     tables = new_tables(pool)
@@ -154,20 +152,20 @@ def test_asking_changes_nothing_that_can_be_seen() -> None:
     assert (pool.stats(), [list(table.block_ids) for table in tables]) == before
 
 
-def test_what_a_window_will_release_makes_room() -> None:
-    pool = pool_of((5,), 6)  # five of them somebody's
+def test_blocks_that_a_window_will_release_count_as_free() -> None:
+    pool = pool_of((5,), 6)  # five besides the null block
     budget = PoolBudget(pool, chunk=16)
     tables = new_tables(pool)
     extend(pool, tables, 16)
     assert not budget.fits_blocks(2)
     assert budget.fits([(tables, 4), (None, 12)])
-    assert pool.stats().live_blocks < 4, "blocks that no token sees any more"
+    assert pool.stats().live_blocks < 4, "blocks behind the window are released"
     extend(pool, tables, 4)
     extend(pool, new_tables(pool), 12)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, None)], ids=["one group", "two"])
-def test_the_error_names_what_the_append_would_name(windows: tuple[None, ...]) -> None:
+def test_exhausted_returns_the_error_that_an_append_raises(windows: tuple[None, ...]) -> None:
     pool = pool_of(windows, 3 * len(windows))
     tables = new_tables(pool)
     extend(pool, tables, 5)

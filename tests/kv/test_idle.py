@@ -1,4 +1,4 @@
-"""Pools that nobody uses, and glances at pools that somebody uses."""
+"""Idle pools return their memory; `glance` reads a pool in use without waiting."""
 
 import gc
 import sys
@@ -24,11 +24,11 @@ from tests.support.models.builders import build, prompt_of
 from tests.support.prefixes import add, make_tree
 from tests.support.processes import threads
 
-LONG = 60.0  # seconds in which a thread that can go on does
+LONG = 60.0  # seconds, enough for any thread that is not blocked
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll; fails after a time in which it comes true on any machine."""
+    """Poll until the condition holds; fail after ``LONG`` seconds."""
     end = time.monotonic() + LONG
     while not condition():
         assert time.monotonic() < end
@@ -56,7 +56,7 @@ def patched() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", ["batch", *slow("single"), "generator dropped"])
-def test_tensors_go_when_the_last_user_has_gone(soon: None, patched: None, way: str) -> None:
+def test_tensors_are_dropped_after_the_last_user_is_gone(soon: None, patched: None, way: str) -> None:
     model, prompts = build("llama"), [prompt_of(60, seed).tolist() for seed in range(6)]
 
     def run() -> list[list[int]]:
@@ -97,7 +97,7 @@ def test_return_memory_drops_all_tensors_at_once() -> None:
     pool.check_integrity()
 
 
-def test_what_is_in_use_stays(soon: None) -> None:
+def test_drop_if_idle_keeps_tensors_in_use(soon: None) -> None:
     tree, pool = make_tree([None])
     add(tree, list(range(9)))
     reserved = pool.stats().bytes_reserved
@@ -107,7 +107,7 @@ def test_what_is_in_use_stays(soon: None) -> None:
     assert pool.drop_if_idle() and pool.stats().bytes_reserved == 0
 
 
-def test_an_idle_pool_waits_for_nobody() -> None:
+def test_drop_if_idle_returns_false_while_the_lock_is_held() -> None:
     pool = small_pool()
     table = pool.new_table()
     pool.append_tokens(table, 40)
@@ -128,7 +128,7 @@ def test_an_idle_pool_waits_for_nobody() -> None:
     assert pool.drop_if_idle() and pool.stats().bytes_reserved == 0
 
 
-def test_a_pool_goes_without_the_collector() -> None:
+def test_dropped_pool_is_freed_without_the_garbage_collector() -> None:
     gc.disable()
     try:
         pool = small_pool()
@@ -138,12 +138,12 @@ def test_a_pool_goes_without_the_collector() -> None:
         groups = pool.groups
         assert sys.getrefcount(groups) > 2
         del pool
-        wait_until(lambda: sys.getrefcount(groups) == 2)  # the thread may be looking at it
+        wait_until(lambda: sys.getrefcount(groups) == 2)  # the idle thread may hold it for a moment
     finally:
         gc.enable()
 
 
-def test_a_pool_that_fails_to_compute_does_not_keep_others_waiting() -> None:
+def test_failure_in_one_pool_releases_the_turns_of_the_others() -> None:
     first, second = small_pool(), small_pool()
 
     def fail() -> list[mx.array]:
@@ -189,7 +189,7 @@ def shrink_beside_makers(rounds: int, makers: int) -> None:
         for _ in range(rounds):
             junk, table = pool.new_table(), pool.new_table()
             pool.append_tokens(junk, 4 * 40)
-            pool.append_tokens(table, 40)  # behind the other's blocks
+            pool.append_tokens(table, 40)  # behind the blocks of junk
             pool.release_table(junk)
             pool.return_memory()
             assert len(set(table.block_ids)) == 10
@@ -215,7 +215,7 @@ def test_a_pool_shrinks_while_other_threads_make_caches_for_long() -> None:
     shrink_beside_makers(6000, 2)
 
 
-def test_tables_added_while_blocks_are_renumbered_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_tables_during_renumbering_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may add a table between any two steps of the loop over the tables."""
     pool = small_pool()
     junk, table = pool.new_table(), pool.new_table()
@@ -236,17 +236,17 @@ def test_tables_added_while_blocks_are_renumbered_change_nothing(monkeypatch: py
     pool.check_integrity()
 
 
-def test_a_tree_that_failed_half_way_is_freed_without_the_collector() -> None:
+def test_failed_tree_change_keeps_the_dictionary_of_roots() -> None:
     tree, _ = make_tree([None])
     add(tree, list(range(9)))
     roots = tree._roots
     with pytest.raises(ZeroDivisionError), tree._changing():
         raise ZeroDivisionError
-    assert tree._roots is roots, "the finalizer parts the nodes of this dictionary"
+    assert tree._roots is roots, "the finalizer frees the nodes through this dictionary"
     assert isinstance(tree, RadixTree)
 
 
-def test_nobody_who_looks_waits_for_a_turn() -> None:
+def test_stats_and_block_map_do_not_wait_for_a_turn() -> None:
     pool = BlockPool([LayerGroup((0,))], block_size=4)
     tree = RadixTree(pool)
     table = pool.new_table()
@@ -267,7 +267,7 @@ def test_nobody_who_looks_waits_for_a_turn() -> None:
     ended()
 
 
-def test_what_changes_under_ones_eyes_is_read_again() -> None:
+def test_glance_retries_a_read_that_raced_with_a_change() -> None:
     pool = BlockPool([LayerGroup((0,))], block_size=4)
     seen: list[bool] = []
 
@@ -277,7 +277,7 @@ def test_what_changes_under_ones_eyes_is_read_again() -> None:
             raise RuntimeError("dictionary changed size during iteration")
         return 7
 
-    with pytest.raises(RuntimeError):  # with the lock nothing changes: what is wrong is wrong
+    with pytest.raises(RuntimeError):  # nothing changes under the lock, so the error is real
         pool.turn.glance(read)
     seen.clear()
     with pool.turn:

@@ -1,4 +1,4 @@
-"""In-place storage holds what functional storage holds, whatever is done to the pool; on a CPU over stand-ins."""
+"""In-place storage holds the same bytes as functional storage after any operations; on a CPU with fake kernels."""
 
 import ast
 import inspect
@@ -35,7 +35,7 @@ def make_pool(use_kernel: bool) -> BlockPool:
 
 
 class Twin:
-    """Equal operations on two pools, one of each storage; every read must give the same bits."""
+    """Two pools, in place and functional, that get the same operations; every read must give the same bits."""
 
     def __init__(self) -> None:
         self.pools = [make_pool(True), make_pool(False)]
@@ -58,7 +58,7 @@ class Twin:
                 pool.layer(layer).write([tables[pool.group_of(layer)]], k, v)
 
     def step(self, indices: list[int]) -> None:
-        """One token for several sequences in one call."""
+        """Append one token to several sequences in one call."""
         self.seed += 1
         for which, pool in enumerate(self.pools):
             batch = [self.sequences[i][which] for i in indices]
@@ -110,7 +110,7 @@ OPERATION = st.tuples(st.sampled_from("naaasssftd"), st.integers(0, 7), st.integ
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(OPERATION, max_size=25))
-def test_any_schedule_reads_as_functional_storage_does(operations: list[tuple[str, int, int]]) -> None:
+def test_random_schedule_reads_the_same_as_functional_storage(operations: list[tuple[str, int, int]]) -> None:
     with fake_kernels():
         run_schedule(operations)
 
@@ -149,7 +149,7 @@ def run_schedule(operations: list[tuple[str, int, int]]) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_growth_keeps_the_blocks_also_if_it_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_keeps_the_blocks_even_if_it_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = Twin()
     twin.new()
     for count in (40, 70, 1):
@@ -160,7 +160,7 @@ def test_growth_keeps_the_blocks_also_if_it_fails_half_way(monkeypatch: pytest.M
     def fail_in_the_second_layer(blocks: mx.array, num_blocks: int) -> mx.array:
         nonlocal calls
         calls += 1
-        if calls == 4:  # its values; its keys have grown
+        if calls == 4:  # the second layer's values; its keys have grown
             raise RuntimeError("out of memory")
         return extended(blocks, num_blocks)
 
@@ -189,7 +189,7 @@ def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> No
         pool.append_tokens(table, num_tokens)
         x = mx.zeros((1, HEADS, num_tokens, KD))
         pending = []
-        with pool.turn:  # as a model's call is; all is computed at its end
+        with pool.turn:  # as in a model's call; its end computes everything
             for layer in layers:
                 for _ in range(10):
                     x = x + 1
@@ -203,7 +203,7 @@ def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> No
     assert mx.array_equal(keys[0, 0, :, 0], mx.full((2 * PACED_TOKENS - 1,), 60.0)).item()
 
 
-def test_every_kernel_takes_part_and_gets_the_latest_fence() -> None:
+def test_every_kernel_is_called_with_the_latest_fence() -> None:
     with fake_kernels() as fake:
         twin = Twin()
         twin.new()
@@ -234,7 +234,7 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
                 continue
             if isinstance(node.ctx, ast.Store):
                 continue
-            if isinstance(parent, ast.Attribute):  # what MLX knows without reading it
+            if isinstance(parent, ast.Attribute):  # metadata, which MLX knows without reading the tensor
                 assert parent.attr in ("shape", "dtype")
             elif parent in handed_over:  # to a function that gives them to TracedBlocks
                 pass

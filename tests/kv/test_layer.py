@@ -17,7 +17,7 @@ def two_groups() -> BlockPool:
     return BlockPool([LayerGroup((0, 2)), LayerGroup((1, 3), 6, "window")], block_size=4)
 
 
-def test_a_layer_knows_its_group_and_its_place() -> None:
+def test_layer_knows_its_group_and_position() -> None:
     pool = two_groups()
     for number, (index, position, window) in {0: (0, 0, None), 2: (0, 1, None), 1: (1, 0, 6), 3: (1, 1, 6)}.items():
         layer = pool.layer(number)
@@ -28,7 +28,7 @@ def test_a_layer_knows_its_group_and_its_place() -> None:
         pool.layer(4)
 
 
-def test_what_one_layer_writes_is_not_in_another() -> None:
+def test_layers_of_a_group_do_not_share_contents() -> None:
     pool = two_groups()
     table = pool.new_table(1)
     pool.append_tokens(table, 5)
@@ -60,10 +60,10 @@ def test_foreign_tables_are_refused_before_anything_is_changed() -> None:
     assert (bits(layer.gather_visible(own)[0]) == bits(k)).all()
 
 
-def test_keys_are_fitted_to_the_dtype_that_the_layer_holds() -> None:
+def test_fitted_casts_floats_to_the_dtype_of_the_layer() -> None:
     layer = two_groups().layer(0)
     k, v = kv(0, 1)
-    assert layer.fitted(k, v) == (k, v), "nothing is known yet"
+    assert layer.fitted(k, v) == (k, v), "the layer has no dtype yet"
     layer.set_geometry(k.astype(mx.bfloat16), v.astype(mx.bfloat16), batch=1)
     assert [x.dtype for x in layer.fitted(k, v)] == [mx.bfloat16, mx.bfloat16]
     whole = k.astype(mx.int32), v.astype(mx.int32)
@@ -77,7 +77,7 @@ def test_a_layer_does_not_keep_its_pool() -> None:
     assert gone() is None and layer.window is None
 
 
-def test_tensors_that_do_not_fit_leave_the_layer_unchanged() -> None:
+def test_failed_first_allocation_leaves_the_layer_unchanged() -> None:
     is_full = True
 
     def form(geometry: Geometry, block_size: int, num_blocks: int) -> FunctionalStorage:

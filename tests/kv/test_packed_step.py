@@ -1,4 +1,4 @@
-"""Step of packs: where several tables' new tokens go, without padding; written so, and read back."""
+"""Steps of packs: new tokens of several tables are written together without padding, and read back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BEFORE, COUNTS = (0, 5, 8, 2), (6, 1, 9, 3)
 
 
 def tables_of(pool: BlockPool) -> tuple[list[BlockTable], list[tuple[mx.array, mx.array] | None]]:
-    """Tables of BEFORE tokens, whose blocks are not consecutive, with COUNTS more reserved; and what they hold."""
+    """Return tables that hold BEFORE tokens in scattered blocks and reserve COUNTS more, and the keys and values they
+    hold."""
     tables = [pool.new_table() for _ in BEFORE]
     held = [put(pool, table, 10 + n, n) if n else None for table, n in zip(tables, BEFORE, strict=True)]
     for table, count in zip(tables, COUNTS, strict=True):
@@ -30,7 +31,7 @@ def tables_of(pool: BlockPool) -> tuple[list[BlockTable], list[tuple[mx.array, m
 
 
 def packed(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    """From each table's ``[1, heads, n, dim]`` to rows of one token."""
+    """Turn each table's ``[1, heads, n, dim]`` into rows of one token."""
     k, v = (mx.concatenate([part[i].swapaxes(0, 2) for part in parts]) for i in (0, 1))
     return k, v
 
@@ -56,7 +57,7 @@ def test_every_token_has_the_slot_of_its_position() -> None:
     assert step.part(tables, 2).slots([tables[2]]).tolist() == expected[7:16]
 
 
-def test_slots_are_wide_where_int32_is_too_short() -> None:
+def test_slots_are_int64_when_int32_overflows() -> None:
     table = BlockTable(0, 4)
     table.block_ids.append(1 << 29)
     table.length = 2
@@ -89,13 +90,13 @@ def test_rows_are_split_by_table_and_joined_again() -> None:
 
 @pytest.fixture
 def stand_ins() -> Iterator[FakeKernels]:
-    """Stand in for kernels: no real one takes blocks and heads as small as here."""
+    """Use fake kernels: no real kernel takes blocks and heads this small."""
     with fake_kernels() as fake:
         yield fake
 
 
 @pytest.mark.parametrize("form", ["functional", "in place"])
-def test_what_is_written_together_is_read_table_by_table(form: str, stand_ins: FakeKernels) -> None:
+def test_packed_write_is_read_back_by_each_table(form: str, stand_ins: FakeKernels) -> None:
     pool = pool_of(choose_storage=storage_choice(form == "in place"))
     tables, held = tables_of(pool)
     parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
@@ -115,8 +116,8 @@ def test_what_is_written_together_is_read_table_by_table(form: str, stand_ins: F
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_all_blocks_are_read_together() -> None:
-    """Slot by slot in the order of the tables' blocks, as the gathered tables count them."""
+def test_read_packed_returns_the_blocks_of_all_tables() -> None:
+    """Slots follow the order of the tables' blocks, which the gathered tables index."""
     pool = pool_of(choose_storage=storage_choice(True))
     tables, held = tables_of(pool)
     parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
@@ -135,7 +136,7 @@ def test_all_blocks_are_read_together() -> None:
         assert mx.array_equal(k[:, :, slots], own_k) and mx.array_equal(v[:, :, slots], own_v)
 
 
-def test_blocks_that_mlx_reads_are_not_gathered_so() -> None:
+def test_read_packed_requires_in_place_storage() -> None:
     pool = pool_of()
     tables, _ = tables_of(pool)
     layer = pool.layer(0)
@@ -148,9 +149,9 @@ def test_positions_that_cannot_be_written_are_refused() -> None:
     tables, _ = tables_of(pool)
     layer = pool.layer(0)
     fork = pool.fork(tables[1])
-    with pytest.raises(BlockStateError, match="held 2 times"):
+    with pytest.raises(BlockStateError, match="it has 2 references, not 1"):
         layer.step(tables, COUNTS)
-    with pytest.raises(BlockStateError, match="held 2 times"):  # a step that was refused is not kept
+    with pytest.raises(BlockStateError, match="it has 2 references, not 1"):  # a refused step is not cached
         layer.step(tables, COUNTS)
     pool.release_table(fork)
     assert layer.step(tables, COUNTS).counts == COUNTS

@@ -45,7 +45,7 @@ def append(pool: BlockPool, table: BlockTable, seed: int, n: int, **shape) -> tu
 
 
 def stored(k: mx.array, v: mx.array, page_format: PageFormat) -> list[np.ndarray]:
-    """Codes, scales and biases as mlx-lm's caches hold them, of all tokens in one piece."""
+    """Return codes, scales and biases of all tokens as mlx-lm's quantised cache holds them."""
     found = []
     for x, bits in ((k, page_format.k_bits), (v, page_format.v_bits)):
         cache = QuantizedKVCache(page_format.group_size, bits)
@@ -62,7 +62,7 @@ def split(pool: BlockPool, table: BlockTable) -> list[np.ndarray]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("page_format", FORMATS, ids=str)
 def test_pages_hold_the_bytes_of_mlx_lms_cache(page_format: PageFormat, dtype: mx.Dtype) -> None:
-    """In bulk, in chunks and token by token, at odd lengths, alone and in a batch."""
+    """Tokens are written in bulk, in chunks and one by one, at odd lengths, alone and in a batch."""
     pool = pool_of(page_format=page_format)
     tables, parts = [pool.new_table() for _ in range(3)], [[], [], []]
     for table, chunks, mine in zip(tables, ([37], [5, 13, 2, 1], [1] * 9), parts, strict=True):
@@ -79,7 +79,7 @@ def test_pages_hold_the_bytes_of_mlx_lms_cache(page_format: PageFormat, dtype: m
         whole = [mx.concatenate(each, axis=2) for each in zip(*mine, strict=True)]
         for got, want in zip(split(pool, table), stored(*whole, page_format), strict=True):
             np.testing.assert_array_equal(got, want)
-        # What is read is what these bytes stand for, in the dtype of the model's keys.
+        # Reads dequantise these bytes to the dtype of the model's keys.
         forms = pool.groups[0].geometry.rows
         for got, form, x in zip(pool.gather_visible(table, 0), forms, whole, strict=True):
             want = mx.dequantize(*mx.quantize(x, form.group_size, form.bits), form.group_size, form.bits)
@@ -88,8 +88,7 @@ def test_pages_hold_the_bytes_of_mlx_lms_cache(page_format: PageFormat, dtype: m
     assert pool.stats().quantized_tokens == 37 + 21 + 9 + 3 * 3
 
 
-def test_bytes_are_those_of_the_tensors() -> None:
-    """What a block is said to take is what it takes."""
+def test_bytes_per_token_equals_the_size_of_the_tensors() -> None:
     for page_format in FORMATS:
         for dtype in DTYPES:
             geometry = Geometry(2, 128, 256, dtype, page_format)
@@ -102,26 +101,26 @@ def test_bytes_are_those_of_the_tensors() -> None:
 
 
 @pytest.mark.parametrize("bits", [3, 16, (4, 8), (8, 3), (8, 8, 8), "8"])
-def test_other_bits_are_refused(bits) -> None:
-    with pytest.raises(ConfigError, match="8 or 4 bits"):
+def test_unsupported_bits_are_refused(bits) -> None:
+    with pytest.raises(ConfigError, match=r"kv_bits must be 8, 4 or \(8, 4\), got"):
         PageFormat.of(bits)
 
 
 @pytest.mark.parametrize("group_size", [16, 63, 256])
-def test_other_groups_are_refused(group_size: int) -> None:
-    with pytest.raises(ConfigError, match="groups"):
+def test_unsupported_group_sizes_are_refused(group_size: int) -> None:
+    with pytest.raises(ConfigError, match="kv_group_size must be one of"):
         PageFormat.of(8, group_size)
 
 
 @pytest.mark.parametrize(
     ("spec", "shape", "why"),
     [
-        (LayerGroup((0,)), {"kd": 80, "vd": 80}, "a head of 80"),
-        (LayerGroup((0,)), {"kd": 128, "vd": 96}, "a head of 96"),
+        (LayerGroup((0,)), {"kd": 80, "vd": 80}, "head size 80 is not a multiple of kv_group_size 64"),
+        (LayerGroup((0,)), {"kd": 128, "vd": 96}, "head size 96 is not a multiple of kv_group_size 64"),
         (LayerGroup((0,), None, "latents", latent=True), {"kd": 64, "vd": 64}, "latents"),
     ],
 )
-def test_what_cannot_be_quantised_stays_as_it_is_and_says_why(spec: LayerGroup, shape: dict, why: str) -> None:
+def test_unquantisable_layer_stays_dense_and_warns_why(spec: LayerGroup, shape: dict, why: str) -> None:
     pool = BlockPool([spec], block_size=4, page_format=PageFormat.of(8))
     table = pool.new_table()
     k, v = kv(1, 5, **shape)
@@ -131,12 +130,12 @@ def test_what_cannot_be_quantised_stays_as_it_is_and_says_why(spec: LayerGroup, 
     assert not pool.groups[0].is_quantized and why in pool.groups[0].dense_reason
     assert all(mx.array_equal(got, x) for got, x in zip(pool.gather_visible(table, 0), (k, v), strict=True))
     assert pool.stats().quantized_tokens == 0
-    with warnings.catch_warnings():  # once for each reason
+    with warnings.catch_warnings():  # each reason warns once
         warnings.simplefilter("error")
         BlockPool([spec], block_size=4, page_format=PageFormat.of(8)).set_geometry(0, k, v, batch=1)
 
 
-def test_keys_that_are_not_the_groups_are_refused_as_without() -> None:
+def test_mismatched_keys_and_rows_are_refused() -> None:
     pool = pool_of(page_format=PageFormat.of(8))
     table = pool.new_table()
     append(pool, table, 0, 5)
@@ -172,8 +171,8 @@ def test_rows_move_without_being_quantised_again() -> None:
     quick(crossed([None, 9], list(range(40))), (None, 0), (9, 1), (None, 2)),
 )
 def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: int | None) -> None:
-    """Appends, forks, copies on write, trims, detached sets, rows carried to another pool, and moved blocks: each
-    sequence's rows stay those of its tokens' own quantisation, and each token is quantised once."""
+    """Under appends, forks, copies on write, trims, detached sets, rows carried to another table and moved blocks, each
+    sequence's rows equal the quantisation of its tokens, and each token is quantised once."""
     rng = np.random.default_rng(seed)
     page_format = FORMATS[seed % len(FORMATS)]
     pool = pool_of(window=window, page_format=page_format)
@@ -234,7 +233,7 @@ def noise(seed: int, *shape: int) -> mx.array:
 
 
 class Pair:
-    """Equal operations on two pools, in place and not."""
+    """Two pools, in place and functional, that get the same operations."""
 
     def __init__(self, page_format: PageFormat, window: int | None = None) -> None:
         self.pools = [
@@ -276,7 +275,7 @@ def fake() -> Iterator[FakeKernels]:
 
 
 @pytest.mark.parametrize("page_format", IN_PLACE_FORMATS, ids=str)
-def test_what_is_written_grown_forked_and_moved_is_the_same(page_format: PageFormat, fake: FakeKernels) -> None:
+def test_in_place_pages_equal_functional_pages_after_any_change(page_format: PageFormat, fake: FakeKernels) -> None:
     pair = Pair(page_format, window=20)
     first, second = pair.new(), pair.new()
     pair.append(first, 10, 13)
@@ -287,7 +286,7 @@ def test_what_is_written_grown_forked_and_moved_is_the_same(page_format: PageFor
     for tables in (first, second, forks):
         pair.agree(tables)
     assert [x.num_quantized for x in pair.storages] == [57, 57]
-    # Rows of one are those of the other, and nothing is quantised again.
+    # Rows of one pool are written to the other as they are, without being quantised again.
     moved = pair.new()
     for pool, table, source in zip(pair.pools, moved, reversed(pair.pools), strict=True):
         rows = source.layer(0).read_stored(second[pair.pools.index(source)])
@@ -303,7 +302,7 @@ def test_what_is_written_grown_forked_and_moved_is_the_same(page_format: PageFor
 
 
 @pytest.mark.parametrize("page_format", IN_PLACE_FORMATS, ids=str)
-def test_attention_is_over_what_the_pages_hold(page_format: PageFormat, fake: FakeKernels) -> None:
+def test_attention_in_place_equals_attention_over_functional_pages(page_format: PageFormat, fake: FakeKernels) -> None:
     pair = Pair(page_format)
     tables = pair.new()
     pair.append(tables, 5, 19)
@@ -326,7 +325,7 @@ def test_attention_is_over_what_the_pages_hold(page_format: PageFormat, fake: Fa
     assert [x.num_quantized for x in pair.storages] == [20, 20]
 
 
-def test_a_write_that_is_taken_back_is_counted_once(fake: FakeKernels) -> None:
+def test_rewound_write_is_not_counted_as_quantised(fake: FakeKernels) -> None:
     pair = Pair(IN_PLACE_FORMATS[0])
     (pool, _), (storage, _), (table, _) = pair.pools, pair.storages, pair.new()
     pool.append_tokens(table, 3)
@@ -342,7 +341,7 @@ def test_a_write_that_is_taken_back_is_counted_once(fake: FakeKernels) -> None:
     assert storage.num_quantized == 3
 
 
-def test_a_kernel_of_these_pages_is_checked_and_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_decode_kernel_is_checked_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = Geometry(HEADS, DIM, DIM, mx.bfloat16, PageFormat(8, 4, 32))
     checked = []
 
@@ -361,7 +360,7 @@ def test_a_kernel_of_these_pages_is_checked_and_chosen(monkeypatch: pytest.Monke
         (variant, _) = checked
         assert variant.body == "quantized_decode" and str(variant).endswith("b8 8/4 bits/32]")
         assert variant.pages is not None and (variant.pages.k, variant.pages.v) == geometry.rows
-        expected = "no kernel for heads of 64 and pages of 8/4 bits/32 fits this GPU"
+        expected = "no kernel for head size 64 (pages: 8/4 bits/32) fits this GPU"
         assert prefill_unsupported_reason(geometry, SIZE, QueryHeads(4)) == expected
     finally:
         kernels.variants_of.cache_clear()
@@ -379,7 +378,7 @@ def outlying(seed: int, n: int, dim: int, dtype: mx.Dtype = mx.float32) -> tuple
 
 
 def filled(page_format: PageFormat | None, k: mx.array, v: mx.array) -> tuple[BlockPool, tuple[mx.array, mx.array]]:
-    """A pool that holds these, and what is read of it."""
+    """Return a pool that holds these keys and values, and what it reads back."""
     pool = pool_of(page_format=page_format)
     table = pool.new_table()
     pool.append_tokens(table, k.shape[2])
@@ -412,15 +411,15 @@ def test_pages_hold_the_rows_of_rotated_vectors(page_format: PageFormat, dtype: 
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_four_bits_of_outlying_keys_are_nearer_to_them(dim: int) -> None:
-    """RMS bounds: a rotated group of g values has no range much above that of g values of noise of the same energy."""
+def test_rotation_reduces_the_error_of_4_bit_keys_with_outliers(dim: int) -> None:
+    """The RMS bound: the range of a rotated group is about that of noise of the same energy."""
     k, v = outlying(7, 200, dim)
     size = 32 if dim == 96 else 64
     _, plain = filled(PageFormat(4, 4, size), k, v)
     _, rotated = filled(PageFormat(4, 4, size, True), k, v)
     assert rms(rotated[0], k) < 0.6 * rms(plain[0], k)
     spread = mx.sqrt(mx.mean(k * k)).item()
-    assert rms(rotated[0], k) < 6 * spread / 15 / 12**0.5  # a step of a range of six deviations
+    assert rms(rotated[0], k) < 6 * spread / 15 / 12**0.5  # quantisation step of a range of six standard deviations
     assert rms(rotated[1], v) < 6 / 15 / 12**0.5
 
 
@@ -437,7 +436,7 @@ def test_attention_over_rotated_pages_is_near_to_dense(bits: int | tuple[int, in
     assert rms(attend(*got), expected) < limit * mx.sqrt(mx.mean(expected * expected)).item()
 
 
-def test_a_format_that_rotates_is_another_one() -> None:
+def test_rotated_format_differs_from_the_plain_one() -> None:
     plain, rotated = PageFormat.of(4), PageFormat.of(4, rotate=True)
     assert plain != rotated and str(rotated) == "4 bits in groups of 64, rotated" and str(plain) != str(rotated)
     geometry = Geometry(2, 64, 64, mx.float32)
@@ -445,17 +444,17 @@ def test_a_format_that_rotates_is_another_one() -> None:
     assert a != b and a.bytes_per_token() == b.bytes_per_token() and a.stored == b.stored
 
 
-def test_only_bits_alike_that_do_not_rotate_are_those_of_mlx_lms_cache() -> None:
+def test_stock_bits_require_equal_bits_without_rotation() -> None:
     formats = [PageFormat.of(8), PageFormat.of(4, 32), PageFormat.of((8, 4)), PageFormat.of(4, rotate=True)]
     assert [each.stock_bits for each in formats] == [8, 4, None, None]
     geometries = [Geometry(2, 64, 64, mx.float32, each) for each in (None, *formats)]
     assert [each.rotates for each in geometries] == [False, False, False, False, True]
     dtypes = [TracedBlocks((mx.zeros(1, mx.uint32),) * 3, each).dtype for each in geometries]
-    assert dtypes == [mx.uint32, *[mx.float32] * 4], "blocks in a compiled step do not know their pages"
+    assert dtypes == [mx.uint32, *[mx.float32] * 4], "quantised traced blocks have the dtype of their geometry"
 
 
 class NewerFormat(NamedTuple):
-    """A page format with a field more."""
+    """A page format with an extra field."""
 
     k_bits: int
     v_bits: int
@@ -467,7 +466,7 @@ class NewerFormat(NamedTuple):
     stock_bits = PageFormat.stock_bits
 
 
-def test_a_format_with_a_field_more_is_read_by_its_names() -> None:
+def test_format_with_an_extra_field_is_read_by_field_names() -> None:
     k, v = outlying(3, 20, 64)
     for rotates in (False, True):
         pool, got = filled(NewerFormat(8, 8, 32, rotates), k, v)
@@ -476,10 +475,10 @@ def test_a_format_with_a_field_more_is_read_by_its_names() -> None:
         assert pool.groups[0].geometry.format.added == 3 and pool.groups[0].geometry.rotates == rotates
         assert pool.stats().quantized_tokens == 20
         newer = pool.groups[0].geometry.format
-        assert newer.nameable == PageFormat(8, 8, 32) and newer.stock_bits is None, "bytes of a field that mlx-lm lacks"
+        assert newer.nameable == PageFormat(8, 8, 32) and newer.stock_bits is None, "mlx-lm lacks the extra field"
 
 
-def test_packed_and_batched_rows_are_those_of_each_alone() -> None:
+def test_batched_rows_equal_rows_written_alone() -> None:
     page_format = PageFormat.of(4, 32, True)
     pool = pool_of(page_format=page_format)
     tables = [pool.new_table() for _ in range(3)]

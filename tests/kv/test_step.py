@@ -1,4 +1,4 @@
-"""Step and DeviceTables: what each new token of some tables sees, and what of it is sent to the device again."""
+"""Step and DeviceTables: the positions that each new token sees, and which arrays are sent to the device again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seen(step: Step, tables: list[BlockTable], *how: object) -> list[list[list[i
     ]
 
 
-def test_a_new_token_sees_all_up_to_itself() -> None:
+def test_new_token_sees_all_positions_up_to_itself() -> None:
     tables = tables_of(pool_of())
     own = DeviceTables()
     assert seen(step_of(tables, 1, own), tables, None) == [[list(range(n))] for n in LENGTHS]
@@ -61,7 +61,7 @@ def test_tokens_of_a_pack_are_rows_and_padding_sees_nothing() -> None:
 
 
 @pytest.mark.parametrize("shape", [None, (4, 16)])
-def test_what_does_not_change_is_not_sent_again(shape: tuple[int, int] | None) -> None:
+def test_unchanged_arrays_are_not_sent_to_the_device_again(shape: tuple[int, int] | None) -> None:
     pool = pool_of()
     tables, own = tables_of(pool), DeviceTables()
     ids, ends, starts = step_of(tables, 1, own).visible(tables, None, None, shape)
@@ -78,7 +78,7 @@ def test_what_does_not_change_is_not_sent_again(shape: tuple[int, int] | None) -
     assert windowed[2][0].item() == tables[0].length - 2
 
 
-def test_what_tokens_see_of_their_chunks() -> None:
+def test_tokens_see_only_their_chunk() -> None:
     tables = tables_of(pool_of())
     assert seen(step_of(tables, 3, DeviceTables()), tables, Window(4, 4), 3) == [
         [[0], [0, 1], [0, 1, 2]],
@@ -87,11 +87,11 @@ def test_what_tokens_see_of_their_chunks() -> None:
     ]
 
 
-def test_widths_change_seldom() -> None:
+def test_widths_are_rounded_up_coarsely() -> None:
     assert [rounded_up(n, 16) for n in (1, 16, 17, 128, 129, 200, 257)] == [16, 16, 32, 128, 160, 224, 320]
 
 
-def test_the_slots_of_the_last_positions() -> None:
+def test_tail_slots_are_the_slots_of_the_last_positions() -> None:
     (table,) = tables_of(pool_of(), (9,))
     size = table.block_size
     expected = [table.block_ids[p // size] * size + p % size for p in range(4, 9)]
@@ -105,7 +105,7 @@ CUT = SharedCut(VARIANT, shape_for(VARIANT)._replace(partition=64), 1 << 20, 1 <
 def together(
     own: DeviceTables, tables: list[BlockTable], shape: tuple[int, int] | None = None
 ) -> list[list[int]] | None:
-    """Return the places of the rows that each thread group reads a partition for, of those that read for several."""
+    """Return the indices of the rows that share a partition, for each thread group that reads one for several rows."""
     items = step_of(tables, 1, own).items(tables, CUT, None, shape)
     return None if items is None else [row[HEADER : HEADER + row[1]] for row in items.tolist() if row[1] > 1]
 
@@ -128,7 +128,7 @@ def test_forks_are_read_together_until_their_blocks_differ() -> None:
     assert together(own, tables) is None
 
 
-def test_windows_that_begin_alike_are_read_together() -> None:
+def test_windows_with_the_same_start_are_read_together() -> None:
     pool = pool_of()
     (first,) = tables_of(pool, (400,))
     tables, own = [first, *(pool.fork(first) for _ in range(6))], DeviceTables()
@@ -142,12 +142,12 @@ def test_windows_that_begin_alike_are_read_together() -> None:
 
     everything = [(partition, list(range(7))) for partition in range(6)]
     assert places(None) == places(Window(471)) == everything
-    # Rows of one length see the same; the first partition, inside which their windows begin, is each one's own.
+    # Rows of one length see the same blocks. Each reads the first partition, inside which its window begins, alone.
     assert places(Window(300)) == [(partition, list(range(6))) for partition in (1, 2, 3, 4)]
     assert step_of(tables, 1, own).items(tables, CUT, Window(60)) is None
 
 
-def test_packs_and_kernels_without_a_cut_read_alone() -> None:
+def test_packs_and_kernels_without_a_cut_are_not_read_together() -> None:
     pool = pool_of()
     (first,) = tables_of(pool, (150,))
     tables, own = [first, pool.fork(first)], DeviceTables()

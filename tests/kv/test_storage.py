@@ -76,8 +76,8 @@ def test_rows_go_to_their_own_block_and_slot(dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize("then", ["segments", "blocks", "view", "copy", "resize", "fence", "rows"])
-def test_what_rows_have_written_is_there_for_everything_else(then: str) -> None:
-    """Steps of rows leave the blocks in another shape."""
+def test_written_rows_are_visible_to_every_other_operation(then: str) -> None:
+    """`write_rows` leaves the blocks in another shape."""
     storage, index = storage_of(6), mx.array([[9], [22]])
     expected_k, expected_v = (np.zeros((HEADS, 6 * SIZE, dim), np.float32) for dim in (KD, VD))
     for seed in (1, 3):

@@ -58,7 +58,7 @@ def body_of(case):
 
 def check(case, launch_shape=None, backend="metal", **options):
     with emulated(backend, **options) as fake:
-        # Short contexts are cut, too: what one partition holds is test_matrix_decode's.
+        # Short contexts are split, too; test_matrix_decode covers single partitions.
         out, fence = case.run(launch_shape=launch_shape or shape_for(case.variant())._replace(first=0))
     np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
     assert int(np.asarray(fence)[0]) == 8 and {body for body, _ in fake.calls} <= {body_of(case), "merge_partitions"}
@@ -70,7 +70,7 @@ def pools_of(case):
 
 
 def is_written(fake, full):
-    """Whether the pools are these after a launch."""
+    """Return whether the pools equal ``full`` after a launch."""
     pools = zip(("k_pool", "v_pool"), full, strict=True)
     return all(np.array_equal(to_float(fake.written[name]), x, equal_nan=True) for name, x in pools)
 
@@ -150,7 +150,7 @@ def test_bits_do_not_depend_on_batchmates(sinks, bits):
     assert alone[0].tobytes() == together[0].tobytes()
 
 
-def test_max_visible_changes_nothing():
+def test_max_visible_does_not_change_the_result():
     case = case_of([700, 650], starts=[600, 590])
     with emulated(checked=False, orders=(0,)) as fake:
         wide, _ = case.run()
@@ -198,11 +198,11 @@ def test_rows_of_padding_append_nothing(backend, bits):
     assert out[:2].tobytes() == alone.tobytes() and not out[2:].any() and is_written(fake, full)
 
 
-def test_newest_tokens_are_written_before_where_bits_differ():
+def test_newest_tokens_are_written_first_where_bits_differ():
     case = case_of([5, 40, 1], PAGES)
     append = case.take_out_newest()
     case.ends[2] = 0  # padding
-    # What the emulator writes is a copy: there, the slots stay as they were.
+    # The emulator writes to a copy; these slots stay unchanged.
     case.k_pool, case.v_pool = (mx.zeros_like(x) for x in (case.k_pool, case.v_pool))
     with emulated(exact=False) as fake:
         case.run(append=append)
@@ -339,7 +339,7 @@ def test_planted_append_defects_are_caught(name):
 
 
 @pytest.mark.parametrize("name", some(CAUGHT))
-def test_emulator_catches(name):
+def test_emulator_catches_planted_defects(name):
     body, old, new, want = CAUGHT[name]
     single = case_of([36, 90], starts=[28, 50], block_size=8)  # chunks of two blocks, half of them dead
     split = case_of([40, 300], starts=[20, 50], head_dim=80)
@@ -349,7 +349,7 @@ def test_emulator_catches(name):
 
 
 @pytest.mark.parametrize("name", some(WRONG))
-def test_wrong_numbers_are_seen(name):
+def test_defects_that_change_numbers_are_seen(name):
     body, old, new = WRONG[name]
     form = (PAGES, 32) if body.startswith("quantized") else (DENSE,)
     # One query of the first sequence has one partition, the other several.

@@ -22,7 +22,7 @@ RAGGED = [1, 15, 16, 17, 150, 33]
 
 
 def case_of(contexts, bits=(8, 8), group_size=64, *, head_dim=64, value_dim=0, dtype=mx.float16, **options):
-    """Over quantised pages, or dense ones without bits."""
+    """Return a case over quantised pages, or over dense ones if ``bits`` is None."""
     pages = None if bits is None else page_shape(head_dim, bits, group_size, dtype, value_dim)
     return Case(contexts, head_dim=head_dim, value_dim=value_dim or None, dtype=dtype, pages=pages, **options)
 
@@ -33,7 +33,7 @@ def variant_of(case):
 
 
 def run(case, edit=(), orders=(0, 2), append=None, checked=True, **shape):
-    """(out, what is in the pools afterwards)"""
+    """Return the output, and the contents of the pools afterwards."""
     body = "paged_decode_tensor" if case.pages is None else "quantized_decode_tensor"
     with emulated("cuda", edit={body: edit}, orders=orders, checked=checked) as fake:
         variant = variant_of(case)
@@ -119,7 +119,7 @@ def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
     "shape", slow({"unroll": 2}, {"unroll": 4, "simdgroups": 8, "head_round": 1}, {"partition": 64, "span": 1}),
     ids=str
 )  # fmt: skip
-def test_every_cut(shape):
+def test_every_launch_shape_matches_reference(shape):
     for bits in ((8, 8), (4, 4)):
         check(case_of([100, 200, 330], bits, starts=[1, 20, 300], heads=(3, 1)), orders=(0,), **shape)
 
@@ -140,7 +140,7 @@ def test_append_quantises_the_newest_token_and_attends_to_it(bits, group_size, d
 
 
 def scaled(case, by):
-    """The case with keys, queries or values times something."""
+    """Scale the keys, queries or values of the case."""
     k, v = case._dense
     for pool, given, factor in ((k, 0, by.get("k")), (v, 1, by.get("v"))):
         if factor is not None:
@@ -157,7 +157,7 @@ SIZES = [{"v": 2.0**-20}, {"v": 2.0**30}, {"q": 2.0**-30, "k": 2.0**30}, {"q": 2
 
 
 @pytest.mark.parametrize(("bits", "by"), quick(crossed([(8, 8), (4, 4)], SIZES), ((4, 4), SIZES[2])), ids=str)
-def test_sizes_that_float16_does_not_have(bits, by):
+def test_values_beyond_the_range_of_float16_match_reference(bits, by):
     case = scaled(case_of([40, 150], bits, dtype=mx.bfloat16), by)
     out, _ = run(case, orders=(0,))
     unit = by.get("v", 1.0)
@@ -182,7 +182,7 @@ def test_tokens_of_very_different_sizes():
     assert not np.allclose(stuck, expected, atol=1e-2 * np.abs(expected).max())
 
 
-DENSE_DEFECTS = {  # also of what quantised pages share
+DENSE_DEFECTS = {  # of code shared with quantised pages, too
     "skip the rescale": ("acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[n][i % 2];", ""),
     "remainder of weights left out": ("p[1] - high_of<T>(rounded)", "p[1] - p[1]"),
     "dead tokens count": ("token >= lo && token < hi ? s", "token >= lo ? s"),
@@ -230,7 +230,7 @@ WIDE = [("dense", name) for name in DENSE_DEFECTS] + [("quantised", name) for na
 
 
 def differs(case, edit, before, written):
-    """Whether a mutation is seen, in the result or in the pool; at the latest as threads run in another order."""
+    """Return whether a mutation is seen in the result or in the pool, if need be with threads in another order."""
     for orders in ((0,), (0, 1)):
         try:
             out, pools = run(case, [edit], orders=orders, append=case.newest, run=2)
@@ -244,7 +244,8 @@ def differs(case, edit, before, written):
 
 @functools.cache
 def case_for_defects(bits, group_size):
-    """A case in which defects show, without its newest tokens; its result and pools by the text as it is."""
+    """Return a case in which defects show, without its newest tokens, and the result and pools of the unchanged
+    text."""
     case = case_of([129, 300, 900], bits, group_size, head_dim=128, heads=(6, 2), sinks=True, starts=[10, 0, 7])
     # Scores, sizes of values and queries that differ much; some groups are negative.
     case = scaled(case, {"q": 3.0})
@@ -281,7 +282,7 @@ def test_planted_defects_are_seen(which, name):
     pytest.fail("nothing was wrong")
 
 
-def test_a_window_is_read_no_further():
+def test_reads_outside_a_window_are_caught():
     case = case_of([36, 90], (8, 4), starts=[28, 50], block_size=8)
     for old, new in (
         ("(chunk * CHUNK + i * 8) / BS, first_block)", "(chunk * CHUNK + i * 8) / BS, 0)"),
@@ -291,8 +292,8 @@ def test_a_window_is_read_no_further():
             run(case, [(old, new)])
 
 
-def test_dense_weights_keep_what_quantised_ones_do():
-    # One column of weights, so that what is rounded is all there is: 2^-16 at least.
+def test_dense_weights_are_as_precise_as_quantised_ones():
+    # A single column of weights, so that their rounding, to 2^-16 or finer, is the only error.
     for bits in (None, (8, 8)):
         case = case_of([300], bits, head_dim=64, heads=(1, 1))
         out, _ = run(case, orders=(0,))
@@ -301,7 +302,7 @@ def test_dense_weights_keep_what_quantised_ones_do():
 
 
 @pytest.mark.parametrize("bits", [None, (8, 4)])
-def test_a_trial_launches_the_text_and_nothing_is_seen(bits):
+def test_trial_launches_the_text_without_visible_tokens(bits):
     case = case_of([5], bits, sinks=True)
     with emulated("cuda", orders=(0,)) as fake:
         variant = variant_of(case)

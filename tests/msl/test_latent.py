@@ -128,7 +128,7 @@ def test_bits_of_the_portable_body_do_not_depend_on_batchmates():
 
 
 @pytest.mark.parametrize("body", LATENT_BODIES)
-def test_a_trial_launches_the_text_and_nothing_is_seen(body):
+def test_trial_launches_the_text_without_visible_tokens(body):
     variant = Variant(body, "cuda", mx.bfloat16, 320, 256, 64 if body == TENSOR else 4, 16)
     with emulated("cuda", orders=(0,)) as fake:
         for partitions in (1, 2):
@@ -137,16 +137,16 @@ def test_a_trial_launches_the_text_and_nothing_is_seen(body):
                 assert not to_float(out).any() or partitions == 2
 
 
-def test_partitions_are_as_many_as_cores_want():
+def test_length_of_runs_follows_the_number_of_cores():
     assert latent_run(64, 64, 132) == 32  # 32 x 16k, 128 heads: two parts of 8,192 tokens
     assert latent_run(1, 16, 132) == 1 and latent_run(2, 64, 132) == 1
     assert latent_run(1000, 5, 132) == 8  # one part
 
 
-def test_what_is_not_covered_is_said():
+def test_unsupported_latents_are_refused_with_a_reason():
     assert "heads" in unsupported_latent(mx.bfloat16, 512, 64, 300, 32)
     assert "head_dim" in unsupported_latent(mx.bfloat16, 500, 64, 16, 32)
-    with emulated("cuda"), pytest.raises(ValueError, match="one head"):
+    with emulated("cuda"), pytest.raises(ValueError, match="one KV head"):
         latent_variants_of(mx.bfloat16, 512, 64, 16, 2, 32)
     with emulated("cuda"):
         bodies = [v.body for v in latent_variants_of(mx.bfloat16, 512, 64, 16, 1, 32)]
@@ -206,7 +206,7 @@ PORTABLE_DEFECTS = {  # old, new
 
 
 def is_caught(case, body, edit):
-    """Whether the emulator objects, or numbers or pools come out wrong."""
+    """Return whether the emulator objects, or the result or the pools are wrong."""
     reference, full = case.reference(), (to_float(case.k_pool), to_float(case.v_pool))
     append = case.take_out_newest()
     try:

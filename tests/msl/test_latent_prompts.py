@@ -30,13 +30,13 @@ CLASSES = {
 
 
 def emulated(edit=(), orders=(0, 2), checked=True):
-    """Inside, the kernel runs on the emulator as if on CUDA, without trials. ``edit`` plants mutations."""
+    """Run the kernel on the emulator as if on CUDA, without trials. ``edit`` plants mutations."""
     return emulated_launches(prompts, prompts.prompt_variant_of, edit, orders, checked)
 
 
 class Prompts:
-    """New tokens of several sequences. Slots that no token sees are NaN, blocks are permuted, and entries of the tables
-    that no token sees lead out of the arrays."""
+    """New tokens of several sequences. Unseen slots are NaN, blocks are permuted, and unseen entries of the tables
+    point outside the arrays."""
 
     def __init__(self, counts, prefixes, *, heads=2, dims=(64, 64), block_size=16, dtype=mx.bfloat16, seed=0):
         rng = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ class Prompts:
         self.arrays = [mx.array(pool).astype(dtype) for pool in pools]
 
     def alone(self, s):
-        """The pack of one of its sequences."""
+        """Return the pack of one of its sequences."""
         pack = object.__new__(type(self))
         pack.__dict__.update(self.__dict__)
         first = sum(self.counts[:s])
@@ -79,7 +79,7 @@ class Prompts:
         return pack
 
     def reference(self):
-        """Float64 attention over the dense rows."""
+        """Return float64 attention over the dense rows."""
         q = to_float(self.q).astype(np.float64)
         out = np.zeros((*q.shape[:3], self.dims[1]))
         token = 0
@@ -94,14 +94,14 @@ class Prompts:
         return out
 
     def prepare(self, **options):
-        """The launch for this pack."""
+        """Return the launch for this pack."""
         variant = prompts.prompt_variant_of(self.dtype, self.head_dim, self.dims[1], ROPE, self.block_size)
         return prepare_prompts(
             mx.array(self.tables), self.counts, self.lengths, variant=variant, scale=self.scale, **options
         )
 
     def run(self, **options):
-        """float32 NumPy."""
+        """Launch, and return the result in float32."""
         return to_float(self.prepare(**options)(self.q, *self.arrays))
 
 
@@ -117,7 +117,7 @@ def test_matches_reference(name):
 
 
 @pytest.mark.parametrize("cut", quick(CUTS, CUTS[0], CUTS[2], single=True), ids=str)
-def test_every_cut(cut):
+def test_every_launch_shape_matches_reference(cut):
     check(Prompts([5, 40, 1], [0, 30, 64], heads=3, dtype=mx.float16), launch_shape=cut)
 
 
@@ -138,16 +138,16 @@ def test_bits_do_not_depend_on_the_pack():
             first += count
 
 
-def test_what_does_not_agree_is_refused():
+def test_inconsistent_arguments_are_refused():
     pack = Prompts([5, 6], [0, 3])
     with emulated():
         for change, why in [
-            ({"tables": pack.tables[:1]}, "do not agree"),
-            ({"tables": pack.tables.astype(np.int64)}, "do not agree"),
+            ({"tables": pack.tables[:1]}, "differ in number: 1, 2, 2"),
+            ({"tables": pack.tables.astype(np.int64)}, "tables must be int32"),
             ({"counts": [5, 0]}, "0 new tokens"),
             ({"counts": [6, 6]}, "6 new tokens of a sequence of 5"),
             ({"lengths": [5, 900]}, "do not fit a table"),
-            ({"scale": 0.0}, "scale 0.0"),
+            ({"scale": 0.0}, "scale must be positive, got 0.0"),
             ({"dtype": mx.float32}, "float32"),
             ({"head_dim": 320}, "head_dim"),
         ]:
@@ -155,11 +155,11 @@ def test_what_does_not_agree_is_refused():
             wrong.__dict__.update(pack.__dict__ | change)
             with pytest.raises(ValueError, match=why):
                 wrong.prepare()
-        with pytest.raises(ValueError, match="32 rotated values"):
+        with pytest.raises(ValueError, match="64 rotated values, got 32"):
             prompts.prompt_variant_of(mx.float16, 96, 64, 32, 16)
 
 
-def test_without_cuda_there_is_none_and_one_that_is_off_is_not_launched(monkeypatch):
+def test_kernel_needs_cuda_and_is_not_launched_while_off(monkeypatch):
     assert prompts.prompt_variant_of(mx.float16, 128, 64, ROPE, 16) is None
     pack = Prompts([5], [0])
     with emulated():
@@ -169,7 +169,7 @@ def test_without_cuda_there_is_none_and_one_that_is_off_is_not_launched(monkeypa
             pack.prepare()
 
 
-def test_a_trial_launches_the_text_and_nothing_is_seen():
+def test_trial_launches_the_text():
     with emulated():
         variant = prompts.prompt_variant_of(mx.float16, 192, 128, ROPE, 16)
         text = Text(prompts.BODY, prompt_constants_of(variant, prompt_shape_for(192, 128)))
@@ -177,7 +177,7 @@ def test_a_trial_launches_the_text_and_nothing_is_seen():
             launch_alone(text, prompts.build_kernel)
 
 
-def test_the_self_check_passes_and_fails(monkeypatch):
+def test_self_check_passes_and_finds_a_defect(monkeypatch):
     real = prompts.PromptLaunch.__call__
     in_mlx = lambda launch, q, *arrays: mx.array(to_float(real(launch, q, *arrays))).astype(q.dtype)  # noqa: E731
     monkeypatch.setattr(prompts.PromptLaunch, "__call__", in_mlx)
@@ -193,8 +193,8 @@ def test_shared_memory_holds_thread_groups():
     for head_dim, value_dim in ((128, 128), (192, 128), (256, 256)):
         cut = prompt_shape_for(head_dim, value_dim)
         size = cut.shared_bytes(head_dim, value_dim)
-        assert size <= 99 << 10, "one, where it may have least (a 4090)"
-        assert (size + 1024) * cut.groups <= 227 << 10, "as many as its registers allow, in an H100's core"
+        assert size <= 99 << 10, "one group must fit where there is least (a 4090)"
+        assert (size + 1024) * cut.groups <= 227 << 10, "all groups must fit on an H100's core"
 
 
 CAUGHT = {  # old, new, what the emulator says
@@ -208,7 +208,7 @@ CAUGHT = {  # old, new, what the emulator says
 
 
 @pytest.mark.parametrize("name", quick(list(CAUGHT), "no barriers", "heads and tiles exchanged"))
-def test_emulator_catches(name):
+def test_emulator_catches_planted_defects(name):
     old, new, want = CAUGHT[name]
     pack = Prompts([30, 90], [70, 40], block_size=8, heads=2)
     with emulated([(old, new)]), pytest.raises(EmuError, match=want):
@@ -228,7 +228,7 @@ WRONG = {  # the numbers come out wrong
 
 
 @pytest.mark.parametrize("name", quick(list(WRONG), "keys of another head"))
-def test_wrong_numbers_are_seen(name):
+def test_defects_that_change_numbers_are_seen(name):
     pack = Prompts([30, 70], [50, 45], block_size=8, heads=2, dtype=mx.float16)
     pack.scale = 0.3
     try:

@@ -1,4 +1,4 @@
-"""The texts that stand in for layers on the emulator."""
+"""The kernels of layers, silu_product and embedding_rows, on the emulator."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.msl.harness import tensor_kernel, to_float
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the launch code on the emulator; calling the fixture's value with (old, new) plants a mutation."""
+    """Run the launch code on the emulator; calling the fixture's value with (old, new) plants a mutation."""
     edits: list[tuple[str, str]] = []
 
     def build(body: str, constants: Any) -> Any:
@@ -59,7 +59,7 @@ def test_embedding_rows(
     assert np.array_equal(to_float(got), to_float(want))
 
 
-def test_an_id_below_zero_counts_from_the_end(emulated: Any) -> None:
+def test_negative_id_counts_from_the_end(emulated: Any) -> None:
     table = mx.random.normal((5, 12)).astype(mx.float16)
     got = embedding_rows._launch(table, mx.array([-1, -5], mx.int32))
     assert np.array_equal(to_float(got), to_float(table[mx.array([4, 0])]))

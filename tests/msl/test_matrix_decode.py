@@ -106,7 +106,7 @@ def test_every_start_of_a_window(window: int, bits: tuple[int, int] | None) -> N
 
 
 @pytest.mark.parametrize("bits", quick([None, (8, 4)], (8, 4), single=True), ids=str)
-def test_newest_tokens_come_with_the_call(bits: tuple[int, int] | None) -> None:
+def test_appended_tokens_give_the_same_bits(bits: tuple[int, int] | None) -> None:
     case = case_of([17, 300, 1, 256], bits, block_size=32)
     before, _ = run(case, checked=False)
     after, _ = run(case, append=case.take_out_newest())
@@ -125,7 +125,7 @@ def test_bits_do_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize(("contexts", "window"), [([256, 9], None), ([900, 870], 128)])
-def test_what_one_partition_holds_needs_no_merge(contexts: list[int], window: int | None) -> None:
+def test_single_partition_needs_no_merge(contexts: list[int], window: int | None) -> None:
     starts = [max(n - window, 0) for n in contexts] if window else None
     for body in ("matrix_decode", "paged_decode"):
         case = case_of(contexts, starts=starts)
@@ -141,8 +141,8 @@ def test_longer_contexts_are_merged() -> None:
 
 
 def bytes_of(variant: Variant) -> int:
-    """Threadgroup memory in bytes of a group of a body by matrices: queries, scores, weights, diagonals, largest scores
-    and sums; values at a block's edge, or what is dequantised."""
+    """Return the threadgroup memory, in bytes, of a matrix body: queries, scores, weights, diagonals, largest scores
+    and sums; values at a block's edge, or dequantised values."""
     shape = shape_for(variant, 38)
     tiles, size = -(-variant.gqa // 8), variant.dtype.size
     widest = max(variant.head_dim, variant.value_dim)
@@ -160,7 +160,7 @@ def test_threadgroup_memory_is_what_the_text_declares() -> None:
         assert fake.stats["tg_bytes"] == bytes_of(variant) <= MAX_THREADGROUP_BYTES
 
 
-def test_no_geometry_passes_the_limit_of_threadgroup_memory() -> None:
+def test_no_geometry_exceeds_the_limit_of_threadgroup_memory() -> None:
     for dim in HEAD_DIMS:
         for gqa in range(LEAST_MATRIX_GQA, MAX_GQA + 1):
             for pages in (None, PageShape.of(dim, (8, 8), 32, mx.float16) if dim % 32 == 0 else None):
@@ -178,13 +178,13 @@ def test_no_geometry_passes_the_limit_of_threadgroup_memory() -> None:
         ({"gqa": 9, "value_dim": 192}, "head_dim"),
     ],
 )
-def test_other_geometries_are_not_its(change: dict[str, Any], reason: str) -> None:
+def test_unsupported_geometries_name_the_reason(change: dict[str, Any], reason: str) -> None:
     variant = Variant(MATRIX_BODIES[0], "metal", mx.bfloat16, 128, 128, 8, 32)
     assert unsupported_matrix(variant) is None
     assert reason in (unsupported_matrix(variant._replace(**change)) or "")
 
 
-def test_it_comes_before_the_portable_body_and_is_metals_alone() -> None:
+def test_matrix_body_comes_first_and_only_on_metal() -> None:
     with emulated("metal"):
         bodies = [v.body for v in kernels.variants_of(mx.bfloat16, 128, 128, 8, 1, 32, False, False)]
     assert bodies == ["matrix_decode", "paged_decode"]
@@ -194,7 +194,7 @@ def test_it_comes_before_the_portable_body_and_is_metals_alone() -> None:
 
 
 @pytest.mark.parametrize("bits", [None, (8, 4)], ids=str)
-def test_a_trial_launches_the_text_and_nothing_is_seen(bits: tuple[int, int] | None) -> None:
+def test_trial_launches_the_text(bits: tuple[int, int] | None) -> None:
     pages = bits and page_shape(64, bits, 32, mx.bfloat16)
     variant = Variant(MATRIX_BODIES[bits is not None], "metal", mx.bfloat16, 64, 64, 8, 32, pages=pages)
     for partitions in (1, 2):

@@ -1,6 +1,6 @@
 # ruff: noqa: E501
 """narrow_matmul's and narrow_quantized's texts on the emulator, with the tensor cores' fragments as PTX describes them:
-one set of tests over matrices as they are (form None) and over quantised ones (bits, group size)."""
+one set of tests over plain matrices (form None) and quantised ones (bits, group size)."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_kernel, to_float
 
-SHARED_MEMORY = 48 << 10  # what CUDA gives without asking
+SHARED_MEMORY = 48 << 10  # CUDA's limit without an opt-in
 FORMS = [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]
 SLOW = pytest.mark.slow
 NO_COMPILER = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
@@ -39,12 +39,12 @@ NO_COMPILER = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is n
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Runs the launch code on the emulator; calling the fixture's value with (old, new) plants a mutation."""
+    """Run the launch code on the emulator; calling the fixture's value with (old, new) plants a mutation."""
     edits, planted = [], set()
 
     def build(body, constants):
         kernel, outputs = tensor_kernel(body, constants, edits, planted)
-        # Of two matrices, the third's output is not written.
+        # With two matrices, the third output is not written.
         return partial(kernel, sparse=outputs[2:], checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
 
     monkeypatch.setattr(narrow_matmul, "build_kernel", build)
@@ -67,7 +67,7 @@ def rows(num_rows, depth, dtype):
 
 
 def values_of(w, dtype):
-    """What a matrix stands for, rounded once; a packed one is unpacked by NumPy."""
+    """Return a matrix's values, rounded once; a packed one is unpacked by NumPy."""
     if isinstance(w, mx.array):
         return to_float(w).astype(np.float64)
     words, scales, biases = np.array(w.words), to_float(w.scales), to_float(w.biases)
@@ -91,7 +91,7 @@ def check(x, w, bias, tile):
     np.testing.assert_allclose(run(x, w, bias, tile), want, rtol=precision, atol=precision)
 
 
-def test_the_reference_is_what_mlx_dequantizes():
+def test_reference_equals_mlxs_dequantize():
     for form in FORMS:
         w = weight(5, 256, form, mx.float16)
         want = mx.dequantize(*w.arrays, form[1], form[0])
@@ -116,7 +116,7 @@ def test_products(emulated, form, dtype, tile):
 
 @pytest.mark.parametrize("form", [None, pytest.param((4, 32), marks=SLOW), pytest.param((8, 32), marks=SLOW)])
 def test_a_row_depends_neither_on_others_nor_on_the_tile(emulated, form):
-    # float16, which shows more of the sums, and enough of them that another order of adding would be seen.
+    # float16 shows more of the sums; the depth is enough to show another order of adding.
     depth = 1096 if form is None else 2208
     x, w = rows(37, depth, mx.float16), weight(40, depth, form, mx.float16)
     whole = run(x, w, None, TILES[0])
@@ -140,7 +140,7 @@ def test_several_matrices(emulated, form, widths, tiles=TILES):
 
 
 @pytest.mark.parametrize("form", [None, (8, 32)])
-def test_values_at_any_address(emulated, form):
+def test_values_may_begin_at_any_address(emulated, form):
     if form is None:
         emulated("is_aligned(rows_of_x) && is_aligned(matrix) && is_aligned(partner)", "false")
     else:
@@ -182,11 +182,11 @@ def test_a_gate_is_rounded_where_mlx_rounds(emulated, form, dtype, tiles=TILES):
             np.testing.assert_allclose(to_float(gate * sigmoid), silu, rtol=2e-2, atol=2e-2)
 
 
-# What is done around a product: the norm of the rows before it, rotation of what it makes. ---------------------------
+# Work around a product: the norm of its rows before it, rotation of its results after it. ---------------------------
 
 
 def mlx_norm(x, gains, eps):
-    """MLX's order of adding on CUDA, in float32: by thread, by warp in a butterfly, by warps."""
+    """Normalise in MLX's order of adding on CUDA, in float32: per thread, per warp in a butterfly, over warps."""
     squares = np.square(to_float(x)).astype(np.float32)
     depth = squares.shape[1]
     threads = 128 if depth % 1024 == 0 else 64
@@ -208,7 +208,7 @@ def mlx_norm(x, gains, eps):
 
 
 def turned(y, turn, head):
-    """Heads of [rows, width] rotated by NumPy, in float64 but for the angles."""
+    """Rotate heads of [rows, width] by NumPy, in float64 except for the angles."""
     d = np.arange(turn.half, dtype=np.float32)
     if turn.base is None:
         frequency = 1 / to_float(turn.frequencies)
@@ -296,7 +296,7 @@ def check_residual(emulated, form):
 
 
 def check_order_of_squares(emulated, form):
-    # float16 shows more of the sums; another order is seen in one of some rows.
+    # float16 shows more of the sums; another order shows in one of several rows.
     for seed in range(8):
         check_norm(emulated, form, 4, 1536, GATED, mx.float16, seed)
 
@@ -373,7 +373,7 @@ def test_planted_mutations_are_found(emulated, name):
 
 
 @pytest.mark.parametrize("body", [PLAIN, *(pytest.param(b, marks=SLOW) for b in narrow_matmul.BODIES if b != PLAIN)])
-def test_a_trial_reads_nothing_astray(emulated, body):
+def test_trial_reads_nothing_out_of_bounds(emulated, body):
     for bits in (4, 8):
         for num_dims in (1, 2, 4):
             text = narrow_matmul.text_of(body, mx.bfloat16, TILES[0], num_dims, bits)
@@ -423,7 +423,7 @@ def test_the_largest_tile_does_not_spill(bits):
 
 @NO_COMPILER
 @pytest.mark.parametrize("bits", [0, *slow(*narrow_matmul.BITS)])
-def test_what_is_done_around_a_product_does_not_spill(bits):
+def test_norms_and_rotations_do_not_spill(bits):
     cases = [
         (body, around, tile)
         for body, around in KERNELS[len(BODIES) :]

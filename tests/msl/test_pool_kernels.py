@@ -113,7 +113,7 @@ def test_bad_arguments_raise():
             kernels.write_slots(k_pool, v_pool, FENCE, k[:, :1], v[:, :1], slots)
         with pytest.raises(ValueError, match="positions"):
             kernels.gather_blocks(k_pool, v_pool, FENCE, [1, 2], 10, 7)
-        with pytest.raises(ValueError, match="pair"):
+        with pytest.raises(ValueError, match="equally long"):
             kernels.copy_blocks(k_pool, v_pool, FENCE, [1], [2, 3])
 
 

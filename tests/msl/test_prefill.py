@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """paged_prefill_tensor's and quantized_prefill_tensor's texts on the emulator, one set of tests over dense and quantised
-pages: against float64 over what the pages hold, row independence, planted defects; and what helpers make of codes."""
+pages: against float64 over what the pages hold, row independence, planted defects; and the helpers that convert
+codes."""
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +22,7 @@ TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
 DIMS = [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM]
 RAGGED = [5, 40, 1, 130], [0, 30, 64, 3]
 SLOW = pytest.mark.slow
-# Every way to cut that the texts know; the second one has one buffer over quantised pages.
+# Every launch shape that the texts support; the second one has one buffer over quantised pages.
 CUTS = [PrefillShape(4, 1, 32, 1, False, 2), PrefillShape(2, 2, 32, 2, True, 1), PrefillShape(1, 2, 64, 1, True, 1)]
 
 CLASSES = {
@@ -70,7 +71,7 @@ def check(pack, edit=(), orders=(0, 2), **options):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in CLASSES])
 def test_matches_reference(name):
-    # Threads in any order; that another one gives the same is seen with every cut.
+    # One order of threads; the test of launch shapes runs another one, too.
     check(pack_of(*RAGGED, **CLASSES[name]), orders=(2,))
 
 
@@ -83,7 +84,7 @@ def test_matches_reference(name):
     ),
     ids=str,
 )
-def test_every_cut(name, cut):
+def test_every_launch_shape_matches_reference(name, cut):
     cut = cut._replace(buffers=1) if "bits" in CLASSES[name] and cut.simdgroups == 2 else cut
     check(pack_of([5, 40, 1], [0, 30, 64], **CLASSES[name]), launch_shape=cut)
 
@@ -125,7 +126,7 @@ def test_bits_do_not_depend_on_the_pack(options):
             first += count
 
 
-def test_where_a_prompt_is_cut_changes_little():
+def test_chunk_boundaries_hardly_change_the_result():
     whole = pack_of([150], [0], dtype=mx.float16)
     with emulated(checked=False, orders=(0,)):
         expected, _ = whole.run()
@@ -148,19 +149,19 @@ def test_tiles_cover_each_token_once_and_the_longest_come_first():
     assert [tile[0] for tile in prefill.tiles_of(counts, lengths, 16, 16)][-1] == 2
 
 
-def test_what_does_not_agree_is_refused():
+def test_inconsistent_arguments_are_refused():
     pack = pack_of([5, 6], [0, 3])
     with emulated():
         for change, why in [
-            ({"tables": pack.tables[:1]}, "do not agree"),
-            ({"tables": pack.tables.astype(np.int64)}, "do not agree"),
-            ({"lengths": [5]}, "do not agree"),
+            ({"tables": pack.tables[:1]}, "differ in number: 1, 2, 2"),
+            ({"tables": pack.tables.astype(np.int64)}, "tables must be int32"),
+            ({"lengths": [5]}, "differ in number: 2, 2, 1"),
             ({"counts": [5, 0]}, "0 new tokens"),
             ({"counts": [6, 6]}, "6 new tokens of a sequence of 5"),
             ({"lengths": [5, 900]}, "do not fit a table"),
-            ({"window": 0}, "window 0"),
-            ({"scale": 0.0}, "scale 0.0"),
-            ({"n_q": 3}, "do not divide"),
+            ({"window": 0}, "window must be at least 1, got 0"),
+            ({"scale": 0.0}, "scale must be positive, got 0.0"),
+            ({"n_q": 3}, "are not a multiple of"),
             ({"n_q": 34}, "query heads per kv head"),
             ({"k_pool": pack.k_pool[..., :40]}, "head_dim"),
             ({"k_pool": pack.k_pool.astype(mx.float32)}, "float32"),
@@ -171,7 +172,7 @@ def test_what_does_not_agree_is_refused():
                 wrong.prepare()
 
 
-def test_without_cuda_or_with_the_variant_off_there_is_none(monkeypatch):
+def test_prefill_needs_cuda_and_a_variant_that_is_on(monkeypatch):
     pack = pack_of([5], [0])
     with emulated():
         (variant,) = prefill.prefill_variants(pack.k_pool, pack.v_pool, pack.n_q)
@@ -187,7 +188,7 @@ def test_without_cuda_or_with_the_variant_off_there_is_none(monkeypatch):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_trial_launches_the_text_and_nothing_is_seen(sinks):
+def test_trial_launches_the_text(sinks):
     variant = Variant(prefill.BODY, "cuda", mx.float16, 64, 80, 3, 16, sinks=sinks)
     with emulated():
         text = Text(prefill.BODY, prefill_constants_of(variant, prefill_shape_for(64, 80)))
@@ -202,13 +203,13 @@ def test_shared_memory_holds_thread_groups():
         for value_dim in DIMS:
             cut = prefill_shape_for(head_dim, value_dim)
             size = cut.shared_bytes(head_dim, value_dim)
-            assert size <= 99 << 10, "one, where it may have least (a 4090)"
-            assert (size + 1024) * cut.groups <= 164 << 10, "as many as its registers allow, in an A100's core"
+            assert size <= 99 << 10, "one group must fit where there is least (a 4090)"
+            assert (size + 1024) * cut.groups <= 164 << 10, "all groups must fit into an A100's core"
             assert cut.rows >= MAX_GQA
 
 
 def rounded_once(x, form):
-    """What a GPU dequantises: MLX rounds the product before on the CPU."""
+    """Return the values that a GPU dequantises; on the CPU, MLX rounds the product, too."""
     words = mx.array(quantized(x, form))
     codes, scales, biases = form.split(words)
     wide = mx.repeat(codes[..., None], 32 // form.bits, axis=-1) >> (
@@ -219,7 +220,7 @@ def rounded_once(x, form):
     return to_float(mx.array((scales * wide + biases).astype(np.float32)).astype(form.dtype))
 
 
-def test_it_is_the_dense_kernel_over_what_the_pages_hold():
+def test_quantised_prefill_equals_the_dense_kernel_over_its_values():
     for bits, dtype in (((8, 4), mx.float16), ((4, 8), mx.bfloat16)):
         pack = pack_of([40, 70], [30, 3], bits, dtype=dtype)
         dense = pack_of([40, 70], [30, 3], dtype=dtype)
@@ -248,11 +249,11 @@ for (int i = 0; i < 4; i++) out[thread_position_in_grid.x * 4 + i] = pairs[i];
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_values_are_those_of_one_rounding(dtype, bits):
+def test_dequantised_values_are_rounded_once(dtype, bits):
     codes = np.arange(256, dtype=np.uint8)
     if bits == 4:
         codes = np.repeat(codes, 2)
-    words = np.ascontiguousarray(codes).view(np.uint32)  # of 4 bits: eight codes in the first of a thread's two
+    words = np.ascontiguousarray(codes).view(np.uint32)  # with 4 bits, eight codes in the first of a thread's two words
     numbers = codes if bits == 8 else np.stack([codes.reshape(-1, 8)[:, :4] & 15, codes.reshape(-1, 8)[:, :4] >> 4], -1)
     name = {mx.float16: "half", mx.bfloat16: "bfloat16_t"}[dtype]
     header = f"typedef {name} T;\n" + tensor_helpers("quantized_prefill_tensor")
@@ -269,20 +270,20 @@ def test_values_are_those_of_one_rounding(dtype, bits):
         )
         got = to_float(mx.array(np.asarray(out)).view(dtype)).reshape(-1)
         exact = pair[0] * numbers.reshape(-1).astype(np.float64) + pair[1]
-        # Of the two numbers next to it, the nearer; ties are as likely to be seen as not, and even.
+        # The nearer of the two neighbours; a tie may go either way.
         step = np.abs(to_float(mx.array(exact.astype(np.float32)).astype(dtype)).astype(np.float64) - exact)
         np.testing.assert_array_less(np.abs(got - exact), step * (1 + 1e-5) + 1e-12)
 
 
-def test_what_codes_need_fits_a_core():
+def test_staged_codes_fit_into_shared_memory():
     for head_dim in (64, 128, 256):
         for bits in (4, 8):
             pages = page_shape(head_dim, (bits, bits), 64, mx.bfloat16)
             cut = prefill.prefill_shape_for(head_dim, head_dim, pages)
             waiting = -(-cut.keys * head_dim * bits // 128 // (32 * cut.simdgroups)) * 32 * cut.simdgroups * 24
             size = cut.shared_bytes(head_dim, head_dim) + waiting
-            assert size <= 99 << 10, "one, where it may have least (a 4090)"
-            assert (size + 1024) * cut.groups <= 227 << 10, "as many as its registers allow, in an H100's core"
+            assert size <= 99 << 10, "one group must fit where there is least (a 4090)"
+            assert (size + 1024) * cut.groups <= 227 << 10, "all groups must fit into an H100's core"
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -353,7 +354,7 @@ SOME = (
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOME else SLOW) for name in CAUGHT])
-def test_emulator_catches(name):
+def test_emulator_catches_planted_defects(name):
     old, new, want = CAUGHT[name]
     pack = pack_of([30, 90], [70, 40], window=37, block_size=8, heads=(3, 1))
     with emulated([(old, new)]), pytest.raises(EmuError, match=want):
@@ -361,7 +362,7 @@ def test_emulator_catches(name):
 
 
 @pytest.mark.parametrize("text", [")", ") / stride * stride"])
-def test_a_chunk_that_begins_elsewhere_is_seen(text):
+def test_wrong_start_of_a_chunk_is_seen(text):
     pack = pack_of([40], [125], window=20, stride=20, dtype=mx.float16)
     try:
         with emulated([(" + stride - 1) / stride * stride", text)], orders=(0,)):
@@ -372,7 +373,8 @@ def test_a_chunk_that_begins_elsewhere_is_seen(text):
 
 
 def packs_for(name):
-    """Packs over dense pages, with scores that differ much and sinks larger than some; or over quantised ones."""
+    """Yield packs over dense pages, with scores that differ much and sinks larger than some; or over quantised
+    pages."""
     if name.startswith("quantised"):
         yield pack_of([30, 70], [50, 40], (8, 4), window=37, block_size=8, head_dim=128, dtype=mx.float16)
         yield pack_of([50, 30], [64, 150], (4, 8), block_size=128, heads=(6, 2), head_dim=128)
@@ -390,7 +392,7 @@ def packs_for(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOME else SLOW) for name in WRONG])
-def test_wrong_numbers_are_seen(name):
+def test_defects_that_change_numbers_are_seen(name):
     for pack in packs_for(name):
         try:
             with emulated([WRONG[name]], orders=(0,)):

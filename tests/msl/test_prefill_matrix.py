@@ -64,7 +64,7 @@ def emulated(*edit, **options):
 def check_pack(pack, orders=(0, 2), **options):
     with emulated(orders=orders):
         out, fence = pack.run(**options)
-    tolerance = TOLERANCE[pack.dtype] * (2 if pack.pages else 1)  # values are rounded once they are dequantised
+    tolerance = TOLERANCE[pack.dtype] * (2 if pack.pages else 1)  # dequantised values are rounded
     np.testing.assert_allclose(out, pack.reference(), atol=tolerance, rtol=tolerance)
     assert fence == 8
 
@@ -97,7 +97,7 @@ def test_bits_do_not_depend_on_the_pack(options):
 
 
 def test_a_launch_is_one_text():
-    """Inputs of less than 8 elements would be in another address space, which is another text."""
+    """Inputs of fewer than 8 elements would be in another address space and need another text."""
     for sinks in (False, True):
         pack = Pack([1], [0], heads=(2, 2), sinks=sinks)
         with emulated(orders=(0,)):
@@ -115,7 +115,7 @@ def test_a_launch_is_one_text():
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_trial_launches_the_text_and_nothing_is_seen(sinks):
+def test_trial_launches_the_text(sinks):
     variant = VARIANT._replace(value_dim=80, sinks=sinks)
     with emulated():
         text = Text(MATRIX_BODY, prefill_constants_of(variant, shape_of(variant)))
@@ -194,7 +194,7 @@ CAUGHT = {  # old, new, what the emulator says
 
 
 @pytest.mark.parametrize("name", quick(list(CAUGHT), "no barriers", "values past the context", "two heads, one line"))
-def test_emulator_catches(name):
+def test_emulator_catches_planted_defects(name):
     old, new, want = CAUGHT[name]
     pack = Pack([30, 90], [80, 40], window=37, block_size=8, heads=(3, 1))
     with emulated((old, new)), pytest.raises(EmuError, match=want):
@@ -235,7 +235,7 @@ WRONG = {  # the numbers come out wrong
     "name", quick(list(WRONG), "fence input dropped", "values of another slot", "maximum of half a row",
     "another table")
 )  # fmt: skip
-def test_wrong_numbers_are_seen(name):
+def test_defects_that_change_numbers_are_seen(name):
     for pack in (
         Pack([30, 70], [50, 40], window=37, block_size=8, softcap=3.0, sinks=True, dtype=mx.float16),
         Pack([50, 30], [64, 150], block_size=128, dtype=mx.float16, sinks=True, heads=(6, 2)),
@@ -259,7 +259,7 @@ def test_wrong_numbers_are_seen(name):
 
 @pytest.fixture
 def planted() -> Iterator[Callable[[tuple[str, str]], None]]:
-    """The kernel runs on the emulator, as on a Mac, and writes are stand-ins; the fixture's value plants a mutation."""
+    """Run the kernel on the emulator, as on a Mac, with fake writes; the fixture's value plants a mutation."""
 
     def arrays_of(kernel, options):
         assert np.isnan(options["init_value"])
@@ -280,7 +280,7 @@ def planted() -> Iterator[Callable[[tuple[str, str]], None]]:
 )
 def test_the_self_check_passes(planted, change):
     result = self_check(VARIANT._replace(**change))
-    # MLX dequantises with other roundings on the CPU than on Metal.
+    # When it dequantises, MLX rounds differently on the CPU and on Metal.
     assert result.ok and result.rms < (4e-3 if "pages" in change else 2e-3), result.reason
 
 

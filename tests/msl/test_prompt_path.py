@@ -1,4 +1,5 @@
-"""Both paths of a prompt after a prefix give the same on the emulator: over the blocks in place, and over a copy."""
+"""Both paths of a prompt after a prefix give the same result on the emulator: over the blocks in place, and over a
+copy."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ PREFIX, NEW, HEADS, KV_HEADS, DIM = 70, 20, 6, 2, 64
 
 
 def outputs(*edit: tuple[str, str]) -> list[np.ndarray]:
-    """Attention of a chunk after a prefix, in place and over a copy; mutations of the kernel's text."""
+    """Return attention of a chunk after a prefix, in place and over a copy; ``edit``: mutations of the kernel's
+    text."""
     rng = np.random.default_rng(0)
     q, k, v = (
         mx.array(rng.standard_normal((1, heads, n, DIM)).astype(np.float32)).astype(mx.float16)
@@ -65,7 +67,7 @@ def outputs(*edit: tuple[str, str]) -> list[np.ndarray]:
     return found
 
 
-def test_the_choice_changes_no_result() -> None:
+def test_both_paths_give_the_same_result() -> None:
     in_place, copy = outputs()
     np.testing.assert_allclose(in_place, copy, atol=2e-3, rtol=2e-3)
 

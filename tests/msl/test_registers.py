@@ -1,4 +1,4 @@
-"""Plans for Apple GPUs keep what a lane holds in its registers."""
+"""Kernels keep their values in registers, without spilling."""
 
 from typing import Any
 
@@ -88,7 +88,7 @@ def test_no_plan_spills(head_dim: int, gqa: int, dtype: mx.Dtype) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_layout_that_is_too_large_does() -> None:
+def test_layout_that_is_too_large_spills() -> None:
     variant = Variant("paged_decode", "metal", mx.bfloat16, 128, 128, 8, 32)
     launch_shape = shape_for(variant)._replace(lanes=8, unroll=4)
     found = registers.registers_of(
@@ -104,8 +104,8 @@ def spilled_by_prefill(head_dim: int, gqa: int, **options: object) -> registers.
 
 
 def spill_limit(head_dim: int) -> int:
-    """Bytes that may wait in memory: tiles of 128 rows of wide heads leave no register free, and are faster than those
-    of 64 rows, which spill nothing (docs/adr/0022)."""
+    """Return the bytes that may be spilled: tiles of 128 rows of wide heads leave no register free, and are faster than
+    those of 64 rows, which spill nothing (docs/adr/0022)."""
     return {64: 0, 80: 20}.get(head_dim, 16 if head_dim > 128 else 128)
 
 
@@ -158,7 +158,7 @@ def quantized_registers(
 )  # fmt: skip
 def test_decoding_quantised_pages_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
     found = quantized_registers("quantized_decode_tensor", head_dim, gqa, bits)
-    # A few bytes for four thread groups a core: faster than without (docs/adr/0027).
+    # Four thread groups a core, spilling a few bytes, are faster than fewer without (docs/adr/0027).
     assert max(found.stored, found.loaded) <= (48 if head_dim > 128 else 32), found
 
 
@@ -169,7 +169,7 @@ def test_quantised_prefill_does_not_spill(head_dim: int, gqa: int, bits: tuple[i
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 
-def test_every_layout_is_held_to_the_registers() -> None:
+def test_every_layout_fits_into_the_registers() -> None:
     for head_dim in HEAD_DIMS:
         for gqa in range(1, 17):
             for itemsize in (2, 4):
@@ -191,11 +191,11 @@ def test_short_contexts_give_each_core_work(cores: int, kv_heads: int) -> None:
     assert 512 // partition_for(cores) * kv_heads >= cores
 
 
-def test_unknown_gpus_keep_the_partition_that_was_measured() -> None:
+def test_unknown_gpus_use_the_partition_that_was_measured() -> None:
     assert partition_for(None) == 128
 
 
-def test_cores_are_read_from_what_macos_lists() -> None:
+def test_core_count_is_read_from_the_listing_of_macos() -> None:
     listed = '  | {\n  |   "gpu-core-count" = 40\n  |   "model" = "Apple M3 Max"\n'
     assert cores_listed(listed) == 40
     assert cores_listed("") is None

@@ -1,5 +1,6 @@
 # ruff: noqa: E501
-"""The self-check itself, over kernels on the emulator: it passes for each number of cores, and finds what is planted."""
+"""The self-check itself, over kernels on the emulator: it passes for each number of cores, and finds planted
+defects."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ LARGE = 38  # cores of a GPU whose partitions are shorter than the step that win
 
 @contextmanager
 def gpu(cores: int, edit: Any = None) -> Iterator[Emulated]:
-    """A GPU of so many cores, which quantises to MLX's bits."""
+    """Simulate a GPU of ``cores`` cores that quantises to MLX's bits."""
     with (
         emulated(checked=False, orders=(0,), edit=edit, in_place=True) as fake,
         mock.patch.object(kernels, "gpu_cores", lambda: cores),
@@ -52,9 +53,9 @@ def outcome(variant: Variant, cores: int, edit: Any = None) -> SelfCheck:
         return self_check(variant)
 
 
-@pytest.mark.slow  # a dense one passes in every run: test_it_launches_every_text_for_few_rows_and_many
+@pytest.mark.slow  # a dense one passes in every run: test_self_check_launches_every_text_for_few_rows_and_many
 @pytest.mark.parametrize(("name", "cores"), crossed(list(VARIANTS), CORES))
-def test_it_passes(name: str, cores: int) -> None:
+def test_self_check_passes(name: str, cores: int) -> None:
     result = outcome(VARIANTS[name], cores)
     assert result.ok, result.reason
 
@@ -113,8 +114,9 @@ def test_planted_defects_of_matrices_are_found(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_memory_that_nobody_wrote_is_found() -> None:
-    """It is 0 here, which does no harm in a partition that nobody sees: only what the check puts there shows it."""
+def test_reads_of_unwritten_memory_are_found() -> None:
+    """Unwritten memory is 0 here, which is harmless in a partition without visible tokens. Only the check's initial
+    value shows the read."""
     edit, decode = PLANTED["a first partition without a visible token"], kernels.paged_decode
     with mock.patch.object(LaunchShape, "alignment", 64):
         result = outcome(DENSE, LARGE, edit)
@@ -131,7 +133,7 @@ LATENT_PLANTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("cores", slow(20, 32, LARGE))
-def test_the_one_over_latents_passes(cores: int) -> None:
+def test_self_check_over_latents_passes(cores: int) -> None:
     with gpu(cores):
         result = self_check(LATENT)
     assert result.ok, result.reason
@@ -155,8 +157,8 @@ Seen = tuple[str, Any, bool]
 
 
 def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[SelfCheck, list[Seen]]:
-    """The self-check, and which texts it launches: body, SINGLE, and whether inputs have less than 8 elements. One text
-    may be broken: it stores nothing, or its results are wrong by 1."""
+    """Return the self-check and the texts that it launches: body, SINGLE, and whether inputs have fewer than 8
+    elements. The text ``broken`` stores nothing, or its results are wrong by 1."""
     seen: list[Seen] = []
     with gpu(LARGE) as fake:
 
@@ -194,7 +196,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", quick(TEXTS, "dense"))
-def test_it_launches_every_text_for_few_rows_and_many(name: str) -> None:
+def test_self_check_launches_every_text_for_few_rows_and_many(name: str) -> None:
     result, seen = texts_of_check(VARIANTS[name])
     assert result.ok and set(TEXTS[name]) <= set(seen), set(TEXTS[name]) - set(seen)
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""The kernels for common blocks on the emulator: rows get the bits they get by themselves."""
+"""The kernels for common blocks on the emulator: rows get the same bits as alone."""
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,8 @@ CUT = {"partition": 128, "span": 4}
 
 
 def case_of(contexts, shared, backend="cuda", **options):
-    """Rows of so many tokens; each (row, other, tokens) of ``shared`` has the leading blocks of another."""
+    """Return rows of ``contexts`` tokens; for each (row, other, tokens) in ``shared``, the row begins with the other's
+    blocks."""
     case = Case(contexts, dtype=options.pop("dtype", mx.float16), **options)
     for row, other, tokens in shared:
         blocks = tokens // case.block_size
@@ -37,8 +38,9 @@ def counts_of(case):
 
 
 def run(case, edit=(), *, alone=False, orders=(0,), append=None, padding=0, backwards=False):
-    """(out, pools afterwards, number of items) by the kernel for common blocks, or ``alone``; ``backwards``: thread
-    groups that read for several rows come last. edit: of its text, or of the one that joins partitions."""
+    """Return (out, pools afterwards, number of items) of the kernel for common blocks, or with ``alone`` of the plain
+    one. ``backwards``: thread groups that read for several rows come last. ``edit``: mutations of its text, or of the
+    one that joins partitions."""
     rows = shared_rows(case.tables, counts_of(case), case.block_size)
     body = SHARED_MATRIX_BODY if case.backend == "metal" else SHARED_BODIES[case.pages is not None]
     body = "join_partitions" if any(old in JOIN_TEXT for old, _ in edit) else body
@@ -107,7 +109,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("name", quick(list(CLASSES), "value_dim", "a tree", "8-bit pages", "Metal", "windows"))
-def test_rows_have_the_bits_they_have_alone(name):
+def test_rows_have_the_same_bits_as_alone(name):
     contexts, shared, options = CLASSES[name]
     case = case_of(contexts, shared, **options)
     out, _, items = run(case, orders=(0, 2), padding=2)
@@ -146,10 +148,10 @@ def test_self_check_passes(options):
 
 
 @pytest.mark.slow
-def test_self_check_finds_chunks_counted_from_a_window_on():
-    """Sums in another order, which few results of 16 bits show."""
+def test_self_check_finds_chunks_counted_from_the_window():
+    """The sums are in another order, which few 16-bit results show."""
     result = checked(variant_of(softcap=True, gqa=1), [("SG - lo / CHUNK % SG;", "SG;")])
-    assert "another result" in result.reason
+    assert "differ from those of single rows" in result.reason
 
 
 DEFECTS = {

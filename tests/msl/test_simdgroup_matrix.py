@@ -22,7 +22,7 @@ simdgroup_store(sums, out, 8);
 
 
 def run(body: str = BODY) -> tuple[np.ndarray, np.ndarray]:
-    """What the body makes of two matrices, and what it should make."""
+    """Return the body's result for two matrices, and the expected one."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(96).astype(np.float16) for _ in "ab")
     kernel = metal_kernel("matrices", ["a", "b"], ["out"], body)
@@ -42,7 +42,7 @@ def run(body: str = BODY) -> tuple[np.ndarray, np.ndarray]:
     return out, moved @ moved
 
 
-def test_products_and_moves_are_numpys() -> None:
+def test_products_and_moves_equal_numpys() -> None:
     out, expected = run()
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 

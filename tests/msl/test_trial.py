@@ -1,4 +1,4 @@
-"""The scratch launches of trials on the emulator: the texts of real steps, and nothing is read or written astray."""
+"""The scratch launches of trials on the emulator: they have the texts of real steps and stay in bounds."""
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +26,7 @@ def dtypes(call: dict) -> list[str]:
     quick([(a, b, *c) for a in [1, 3] for b in [1, 9] for c in [(1, True), (2, False), (4, True)]], (1, 1, 1, True),
     (3, 9, 2, False))
 )  # fmt: skip
-def test_a_trial_of_a_decode_step_has_its_texts(gqa: int, sinks: bool, rows: int, partitions: int) -> None:
+def test_trial_of_a_decode_step_launches_its_texts(gqa: int, sinks: bool, rows: int, partitions: int) -> None:
     variant = Variant("paged_decode", "metal", mx.float16, 64, 80, gqa, 16, sinks=sinks)
     launch_shape, heads, dtype = shape_for(variant), 2 * gqa, mx.float16
     build = Emulated()

@@ -1,4 +1,4 @@
-"""Windows that begin anywhere, on GPUs of any number of cores: the merge reads no partition that nobody wrote."""
+"""Windows that begin anywhere, on GPUs of any number of cores: the merge reads no unwritten partition."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def check(case: Case, window: int, launch_shape: LaunchShape, edit: Any = None) 
 
 
 def launch_shapes(case: Case) -> dict[LaunchShape, list[int]]:
-    """The shapes of all core counts, each with its counts."""
+    """Return the launch shapes of all core counts, each with its counts."""
     shapes: dict[LaunchShape, list[int]] = {}
     for cores in CORES:
         shapes.setdefault(shape_for(case.variant(), cores), []).append(cores)

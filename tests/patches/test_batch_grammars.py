@@ -1,4 +1,4 @@
-"""Grammars under mlx-lm: of its tokenizers, and in batches of requests that have some or none."""
+"""Grammars under mlx-lm: made from its tokenizers, and in batches of requests with and without grammars."""
 
 import json
 import random
@@ -106,7 +106,7 @@ class Run:
 
 
 @pytest.mark.parametrize("kind", quick(KINDS, "llama"))
-def test_rows_with_grammars_and_rows_without(kind: str, no_fall_through: None) -> None:
+def test_rows_with_grammars_do_not_affect_rows_without(kind: str, no_fall_through: None) -> None:
     model = build(kind)
     free = [prompt_of(length, seed=length) for length in (3, 17, 40)]
     expected = [greedy(model, prompt, 24)[0] for prompt in free]
@@ -120,12 +120,12 @@ def test_rows_with_grammars_and_rows_without(kind: str, no_fall_through: None) -
         run.step()
     run.run()
     for uid, tokens in zip(others, expected, strict=True):
-        assert run.answers[uid] == tokens, "neighbours change nothing"
+        assert run.answers[uid] == tokens, "rows with grammars do not affect it"
     for index, uid in enumerate(constrained):
         run.check(uid, SCHEMAS[index])
 
 
-def test_a_batch_and_a_sequence_alone_say_the_same() -> None:
+def test_batch_gives_the_constrained_answer_of_a_solo_run() -> None:
     model = build("llama")
     for index, schema in enumerate(SCHEMAS):
         prompt = prompt_of(12, seed=index)
@@ -145,7 +145,7 @@ def test_a_batch_and_a_sequence_alone_say_the_same() -> None:
         mlx_paged.remove_patches()
 
 
-def test_random_samplers_and_processors_choose_of_what_is_allowed() -> None:
+def test_samplers_and_processors_choose_only_allowed_tokens() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     mx.random.seed(3)
@@ -165,11 +165,11 @@ def test_random_samplers_and_processors_choose_of_what_is_allowed() -> None:
         run.check(uid, SCHEMAS[seed % 4])
         for logprobs in run.logprobs[uid]:
             assert not mx.any(mx.isnan(logprobs)).item()
-            assert abs(mx.sum(mx.exp(logprobs)).item() - 1) < 1e-4, "of what is allowed"
+            assert abs(mx.sum(mx.exp(logprobs)).item() - 1) < 1e-4, "normalised over the allowed tokens"
 
 
 @pytest.mark.parametrize("seed", quick(range(3), 0))
-def test_preempted_answers_go_on_where_they_were(seed: int) -> None:
+def test_preempted_answers_continue_in_their_grammars(seed: int) -> None:
     model = build("llama")
     prompts = [prompt_of(9 + index, seed=100 * seed + index) for index in range(5)]
     letters = compiler().compile(GrammarSource.regex("([a-f][x-z]){20}"))
@@ -188,7 +188,7 @@ def test_preempted_answers_go_on_where_they_were(seed: int) -> None:
     assert tight == ample and len(ample[0]) == 41
 
 
-def test_a_grammar_that_raises_fails_its_request_alone() -> None:
+def test_grammar_error_fails_only_its_request() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     run = Run(model)
@@ -206,7 +206,7 @@ def test_a_grammar_that_raises_fails_its_request_alone() -> None:
     assert_released(model)
 
 
-def test_an_ambiguous_grammar_fails_its_request_alone() -> None:
+def test_ambiguous_grammar_fails_only_its_request() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     run = Run(model)
@@ -219,13 +219,13 @@ def test_an_ambiguous_grammar_fails_its_request_alone() -> None:
     fine = run.insert(prompt_of(9), NUM_TOKENS, grammar(0))
     free = run.insert(prompt_of(11, seed=2), 150)
     run.run()
-    assert list(run.failures) == [at_fault] and "more work for a token" in str(run.failures[at_fault])
-    assert len(run.answers[at_fault]) < 200, "or its masks would have taken longer and longer"
+    assert list(run.failures) == [at_fault] and "too much work: " in str(run.failures[at_fault])
+    assert len(run.answers[at_fault]) < 200, "it failed before its masks became slow"
     assert len(run.answers[free]) == 150
     run.check(fine, SCHEMAS[0])
 
 
-def test_a_grammar_whose_masks_take_long_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_with_slow_masks_fails_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(grammar_module.Grammar):
         def count(self, seconds: float) -> None:
             super().count(seconds + 0.2)
@@ -238,12 +238,12 @@ def test_a_grammar_whose_masks_take_long_fails_its_request_alone(monkeypatch: py
         patch.setattr(grammar_module, "Grammar", Slow)
         slow = run.insert(prompt_of(10, seed=1), NUM_TOKENS, compiler().compile(GrammarSource.regex("[a-z]{50}")))
     run.run()
-    assert list(run.failures) == [slow] and "more work for a token" in str(run.failures[slow])
+    assert list(run.failures) == [slow] and "too much work: " in str(run.failures[slow])
     assert len(run.answers[slow]) <= 3 and len(run.answers[free]) == 50
     run.check(fine, SCHEMAS[2])
 
 
-def test_an_answer_that_is_cancelled_leaves_nothing() -> None:
+def test_cancelled_answer_leaves_no_blocks() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     run = Run(model)
@@ -257,7 +257,7 @@ def test_an_answer_that_is_cancelled_leaves_nothing() -> None:
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
 
 
-def test_an_answer_may_be_cut_off() -> None:
+def test_answer_may_reach_its_limit_within_a_grammar() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     run = Run(model)
@@ -269,7 +269,7 @@ def test_an_answer_may_be_cut_off() -> None:
         state.accept(token)
 
 
-def test_rows_that_are_computed_one_by_one() -> None:
+def test_rows_computed_one_by_one_follow_their_grammars() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     run = Run(model)
@@ -280,7 +280,7 @@ def test_rows_that_are_computed_one_by_one() -> None:
         run.check(uid, SCHEMAS[seed])
 
 
-def test_a_batch_that_is_mlx_lms_own() -> None:
+def test_mlx_lms_own_batch_follows_grammars() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     run = Run(model)
@@ -298,7 +298,7 @@ def test_a_batch_that_is_mlx_lms_own() -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [7, *slow(1, 3)])
-def test_a_draft_models_tokens_may_be_refused(num_drafts: int) -> None:
+def test_draft_model_does_not_change_a_constrained_answer(num_drafts: int) -> None:
     model, draft = build("llama"), perturbed("llama", 0.2)
     for index in (0, 2):
         prompt, answer = prompt_of(12, seed=index), []
@@ -324,7 +324,7 @@ def test_a_draft_models_tokens_may_be_refused(num_drafts: int) -> None:
         assert answer == alone
 
 
-def test_many_answers_in_any_order() -> None:
+def test_constrained_requests_at_random_times_match_their_schemas() -> None:
     model = build("qwen3")
     mlx_paged.apply_patches(PagedConfig(kv_cache_memory=kv_budget(model, 40, 8), block_size=8))
     rng = random.Random(0)
@@ -373,7 +373,7 @@ def allowed(grammar: Grammar) -> list[int]:
 
 
 def random_answer(grammar: Grammar, seed: int, most: int = 2000) -> list[int]:
-    """What a model without a preference says, but that it does not indent, and ends soon."""
+    """Return random allowed tokens, with no indentation and an early end."""
     rng, answer = random.Random(seed), []
     while len(answer) < most:
         tokens = [token for token in allowed(grammar) if token not in set(b" \n\t\r")] or allowed(grammar)
@@ -388,7 +388,7 @@ def random_answer(grammar: Grammar, seed: int, most: int = 2000) -> list[int]:
 
 
 def parsed(answer: list[int]) -> list[dict[str, Any]]:
-    """The calls that mlx-lm's server finds in an answer."""
+    """Return the calls that mlx-lm's server finds in an answer."""
     tokenizer = byte_tokenizer(calls_tools=True)
     machine = make_text_state_machine(tokenizer)
     _, segments = machine.split(machine.make_state("normal"), tokenizer.decode(answer))
@@ -397,7 +397,7 @@ def parsed(answer: list[int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", quick(range(6), 0, 1))
-def test_a_call_that_is_required_is_made(seed: int) -> None:
+def test_tool_choice_required_gives_valid_calls(seed: int) -> None:
     grammar = compiled({"tools": [WEATHER, CLOCK], "tool_choice": "required"})
     assert grammar is not None
     state = grammar.start()
@@ -411,7 +411,7 @@ def test_a_call_that_is_required_is_made(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", quick(range(3), 0))
-def test_a_call_that_is_named_is_made_once(seed: int) -> None:
+def test_named_tool_is_called_once(seed: int) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     grammar = compiled({"tools": [CLOCK, WEATHER], "tool_choice": choice})
     assert grammar is not None
@@ -420,7 +420,7 @@ def test_a_call_that_is_named_is_made_once(seed: int) -> None:
     jsonschema.validate(call["arguments"], CITY)
 
 
-def test_one_call_at_a_time() -> None:
+def test_parallel_tool_calls_false_allows_one_call() -> None:
     one = compiled({"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False})
     several = compiled({"tools": [CLOCK], "tool_choice": "required"})
     for grammar, goes_on in ((one, False), (several, True)):
@@ -432,7 +432,7 @@ def test_one_call_at_a_time() -> None:
         assert (CALL in allowed(state)) is goes_on and EOS in allowed(state)
 
 
-def test_strict_arguments_are_right_whenever_a_call_is_made() -> None:
+def test_strict_tool_constrains_the_arguments_of_its_calls() -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     grammar = compiled({"tools": [strict, CLOCK]})
     assert grammar is not None and grammar.trigger == (CALL,)
@@ -476,7 +476,7 @@ TAGS: dict[str, tuple[Any, str, str, str]] = {
 
 
 @pytest.mark.parametrize("form", TAGS)
-def test_calls_in_tags_have_the_arguments_of_their_schema(form: str) -> None:
+def test_calls_in_tags_match_their_schema(form: str) -> None:
     parser, *texts = TAGS[form]
     edit = {"type": "function", "function": {"name": "edit", "strict": True, "parameters": EDIT}}
     tools = [edit, {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
@@ -516,7 +516,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("form", HEADS)
-def test_calls_in_json_behind_a_head_are_of_their_schema(form: str) -> None:
+def test_json_calls_after_a_head_match_their_schema(form: str) -> None:
     parser, begin, end = HEADS[form]
     tools = [{"type": "function", "function": {"name": "edit", "strict": True, "parameters": EDIT}}]
     grammar = compiled({"tools": tools}, parser=parser.parse_tool_call)
@@ -540,7 +540,7 @@ def test_calls_in_json_behind_a_head_are_of_their_schema(form: str) -> None:
     assert not taken(begin.format(0) + json.dumps({**arguments, "mode": "undo"}) + end.format())
 
 
-MARKED = {  # tokens that stand within calls, and a call
+MARKED = {  # the marks of a call, and a call
     "glm47": (
         ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
         "<tool_call>edit\n<arg_key>path</arg_key>\n<arg_value>a <b></arg_value>\n"
@@ -579,10 +579,10 @@ def test_marks_within_calls_may_be_tokens(form: str, special: bool, demo_model_f
 
 
 def read_nothing(text: str, tools: Any) -> Any:
-    """Stand for a parser of a form that is not known."""
+    """Parser of an unknown form."""
 
 
-def test_strict_holds_for_tags_and_is_logged_for_other_forms(caplog: pytest.LogCaptureFixture) -> None:
+def test_strict_holds_for_tags_and_is_logged_as_unsupported_otherwise(caplog: pytest.LogCaptureFixture) -> None:
     strict = {"tools": [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]}
     tagged = compiled(strict, parser=qwen3_coder.parse_tool_call)
     assert tagged is not None and tagged.trigger == (CALL,) and not caplog.records
@@ -593,7 +593,7 @@ def test_strict_holds_for_tags_and_is_logged_for_other_forms(caplog: pytest.LogC
     assert "tools[0].function.parameters: #/properties/x" in caplog.text
 
 
-def test_json_or_a_call() -> None:
+def test_answer_may_be_json_or_a_call() -> None:
     body = {"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}}
     grammar = compiled(body)
     assert grammar is not None
@@ -605,9 +605,9 @@ def test_json_or_a_call() -> None:
         assert set(allowed(state)) == {EOS, EOT}
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_unsupported_constraints_are_refused() -> None:
     required = {"tools": [WEATHER], "tool_choice": "required"}
-    with pytest.raises(RequestRefused, match="in a form that cannot be constrained") as caught:
+    with pytest.raises(RequestRefused, match="in a format that cannot be constrained") as caught:
         compiled(required, parser=read_nothing)
     assert caught.value.status == 400 and caught.value.param == "tool_choice"
     constraint = constraint_of(required, chat=True)
@@ -618,14 +618,14 @@ def test_what_cannot_be_kept_is_refused() -> None:
     with pytest.raises(RequestRefused, match=r"tools\[1\].function.parameters: #/properties/x: Unimpl") as caught:
         compiled({"tools": [WEATHER, bad], "tool_choice": "required"})
     assert caught.value.param == "tools"
-    with pytest.raises(RequestRefused, match="only JSON can be asked for beside tools"):
+    with pytest.raises(RequestRefused, match="with tools, only JSON is supported"):
         compiled({"tools": [WEATHER], "structured_outputs": {"regex": "a"}})
 
 
 ENDLESS = {"type": "object", "properties": {"x": {"type": "integer", "multipleOf": 16777216}}}
 
 
-def test_a_tool_whose_schema_takes_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_whose_schema_compiles_too_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "TRIAL_SECONDS", 0.5)
     slow = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
     with pytest.raises(RequestRefused, match=r"tools\[1\]\.function\.parameters: it takes more than") as caught:
@@ -633,28 +633,28 @@ def test_a_tool_whose_schema_takes_long_is_named(monkeypatch: pytest.MonkeyPatch
     assert caught.value.param == "tools" and caught.value.status == 400
 
 
-def test_a_client_that_has_gone_is_told_apart() -> None:
+def test_compiling_for_a_closed_connection_raises_connection_aborted() -> None:
     constraint = constraint_of({"structured_outputs": {"json": ENDLESS}}, chat=True)
     assert constraint is not None
     with pytest.raises(ConnectionAbortedError):
         TokenizerGrammars(byte_tokenizer()).compile(constraint, is_cancelled=lambda: True)
 
 
-def test_a_model_without_tools_makes_no_calls_to_be_strict_about() -> None:
+def test_strict_is_ignored_for_a_model_without_tool_calls() -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     constraint = constraint_of({"tools": [strict]}, chat=True)
     assert constraint is not None
     assert TokenizerGrammars(byte_tokenizer()).compile(constraint) is None
 
 
-def test_the_format_of_calls() -> None:
+def test_tool_format_returns_the_markers_of_a_call() -> None:
     without, tokenizer = byte_tokenizer(), byte_tokenizer(calls_tools=True)
     assert tool_format(without, unwrapped(without)) is None
     form = tool_format(tokenizer, unwrapped(tokenizer))
     assert form is not None and form[:4] == (f"<[{CALL}]>", f"<[{CALL_END}]>", (CALL,), FORMS["json_tools"])
 
 
-def test_reasoning_that_the_prompt_begins_is_free() -> None:
+def test_reasoning_begun_in_the_prompt_is_unconstrained() -> None:
     tokenizer = byte_tokenizer()
     assert reasons_first(tokenizer, [5, THINK, 6]) and not reasons_first(tokenizer, [5, THINK, 6, THINK_END, 7])
     assert not reasons_first(tokenizer, [5])

@@ -87,7 +87,7 @@ def ends_of(name: str) -> list[str]:
 
 
 def tokenizer_of(name: str, *, is_special: bool) -> TokenizerWrapper:
-    """Return a tokenizer of bytes; the marks of the form are tokens of their own if it is special."""
+    """Return a tokenizer of bytes; the marks of the form are special tokens if ``is_special``."""
     plain = byte_tokenizer()
     if is_special:
         marks = [mark for mark in marks_of(name) if not re.search("NAME|KEY|TYPE", mark)]
@@ -109,7 +109,7 @@ def compiled(tokenizer: TokenizerWrapper, tools: list[Any], **body: Any) -> Comp
 
 
 def walk(tokenizer: TokenizerWrapper, state: Grammar, words: list[list[int]], dice: random.Random) -> None:
-    """Go on with random bytes that are allowed, and often with one of the words, until the answer or its call ends."""
+    """Extend an answer with random allowed bytes, and often with one of the words, until it or its call ends."""
 
     def allowed(state: Grammar) -> list[int]:
         out = np.zeros(-(-len(tokenizer) // 32), np.uint32)
@@ -133,11 +133,11 @@ def walk(tokenizer: TokenizerWrapper, state: Grammar, words: list[list[int]], di
         if EOS in choice and dice.random() < 0.9:
             break
         assert len(state.tokens) < 6000, tokenizer.decode(state.tokens)
-        letters = [token for token in choice if 33 <= token < 127 and not 48 <= token < 58]  # numbers end soon
+        letters = [token for token in choice if 33 <= token < 127 and not 48 <= token < 58]  # so that numbers end
         letters = letters or [token for token in choice if token not in (EOS, EOT)]
         word: list[int] | None = None
         if dice.random() < 0.5:
-            # Within JSON a string may hold a mark, which for parsers ends the call: not here.
+            # A JSON string may hold a mark, at which parsers end the call; avoid that.
             is_json = 34 in choice and 10 not in choice
             some = [word for word in words if not (is_json and len(word) > 4)]
             word = next((word for word in dice.sample(some, len(some)) if taken(state, word, choice)), None)
@@ -146,7 +146,7 @@ def walk(tokenizer: TokenizerWrapper, state: Grammar, words: list[list[int]], di
 
 
 CASES = [(name, is_special) for name in [*PARSERS, "harmony"] for is_special in (True, False)]
-CASES.remove(("harmony", False))  # is known by its tokens
+CASES.remove(("harmony", False))  # recognised by its tokens
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_random_calls_are_parsed_and_match_their_schema(name: str, is_special: b
 
 
 ARRAY = {"type": "object", "properties": {"x": {"type": "array"}}, "required": ["x"]}
-UNSAID: dict[str, tuple[str, dict[str, Any]]] = {  # what a form cannot say
+UNSAID: dict[str, tuple[str, dict[str, Any]]] = {  # schemas that a form cannot express
     "an array": ("function_gemma", tool(ARRAY)),
     "a name": ("pythonic", tool(FLAT, "edit-file")),
     "a keyword": ("pythonic", tool({"type": "object", "properties": {"from": {"type": "string"}}})),
@@ -199,16 +199,16 @@ UNSAID: dict[str, tuple[str, dict[str, Any]]] = {  # what a form cannot say
 
 
 @pytest.mark.parametrize(("name", "given"), UNSAID.values(), ids=UNSAID)
-def test_what_a_form_cannot_say_is_logged_or_refused(
+def test_inexpressible_schema_is_logged_or_refused_if_a_call_is_required(
     name: str, given: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     grammars = TokenizerGrammars(tokenizer_of(name, is_special=True))
     constraint = constraint_of({"tools": [given]}, chat=True)
     assert constraint is not None and grammars.compile(constraint) is None
-    assert "strict does not hold: " in caplog.text
+    assert "strict is not enforced: " in caplog.text
     required = constraint_of({"tools": [given], "tool_choice": "required"}, chat=True)
     assert required is not None
-    with pytest.raises(RequestRefused, match="the form of the model's calls has no") as caught:
+    with pytest.raises(RequestRefused, match="this model's call format") as caught:
         grammars.compile(required)
     assert caught.value.status == 400 and caught.value.param == "tool_choice"
 
@@ -218,11 +218,11 @@ def test_every_parser_of_mlx_lm_has_a_form() -> None:
     assert {module.parse_tool_call.__module__.rpartition(".")[2] for module in modules} == set(FORMS)
 
 
-ARGUMENTS: dict[str, tuple[Any, Any]] = {  # as a parser guessed them, and as the schema has them
+ARGUMENTS: dict[str, tuple[Any, Any]] = {  # as a parser guessed them, and with the types of the schema
     "note": (12, "12"),
     "line": ("7", 7),
     "mode": ("other", "other"),
-    "marks": ("none", "none"),  # is none of its types
+    "marks": ("none", "none"),  # fits none of its types
     "share": ("null", None),
     "path": (None, "null"),
     "force": (None, "null"),
@@ -231,7 +231,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {  # as a parser guessed them, and as th
 }
 
 
-def test_arguments_have_the_types_of_their_schema() -> None:
+def test_with_types_converts_arguments_to_the_types_of_their_schema() -> None:
     call = {"name": "edit_file", "arguments": {key: given for key, (given, _) in ARGUMENTS.items()}}
     assert with_types(call, [tool(DEEP)])["arguments"] == {key: right for key, (_, right) in ARGUMENTS.items()}
     for tools in (None, [], [CLOCK], [{"type": "function"}]):
@@ -262,6 +262,6 @@ def calls_of(tokenizer: Any, name: str, text: str, tools: list[Any]) -> list[dic
     for each in filter(str.strip, found):
         try:
             calls += read_all(each)
-        except Exception:  # parsers raise what they like
+        except Exception:  # parsers may raise any exception
             calls += loose_calls(each, names_of(tools), read_all)
     return [with_types(call, tools) for call in calls]

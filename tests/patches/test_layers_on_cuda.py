@@ -1,4 +1,4 @@
-"""Embeddings and quantised layers under the patches for CUDA, on whatever device: stock's numbers and gradients."""
+"""Embeddings and quantised layers under the patches for CUDA, run on any device: stock's results and gradients."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,7 +34,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernels]:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_rows_in_a_models_call_come_from_the_kernel(patched: FakeKernels, dtype: mx.Dtype) -> None:
+def test_embedding_rows_come_from_the_kernel_in_a_model_call(patched: FakeKernels, dtype: mx.Dtype) -> None:
     layer, tokens = nn.Embedding(50, 64), mx.array([[3], [0], [49]])
     layer.set_dtype(dtype)
     want = layer(tokens)
@@ -45,7 +45,7 @@ def test_rows_in_a_models_call_come_from_the_kernel(patched: FakeKernels, dtype:
 
 
 @pytest.mark.parametrize(("mode", "bits", "parts"), [("affine", 4, 3), ("affine", 8, 3), ("mxfp4", 4, None)])
-def test_quantised_rows(patched: FakeKernels, mode: str, bits: int, parts: int | None) -> None:
+def test_quantised_embedding_rows_equal_stock(patched: FakeKernels, mode: str, bits: int, parts: int | None) -> None:
     layer = nn.Embedding(50, 64).to_quantized(32, bits, mode=mode)
     tokens = mx.array([[3, 7], [0, 49]])
     want = layer(tokens)
@@ -55,13 +55,13 @@ def test_quantised_rows(patched: FakeKernels, mode: str, bits: int, parts: int |
         assert patched.calls["embedding_rows"] == parts
 
 
-def test_gradients_flow(patched: FakeKernels) -> None:
+def test_gradients_flow_through_an_embedding(patched: FakeKernels) -> None:
     layer, tokens = nn.Embedding(5, 8), mx.array([1, 1, 4])
     grads = nn.value_and_grad(layer, lambda layer: layer(tokens).sum())(layer)[1]
     assert grads["weight"].sum(axis=1).tolist() == [0, 16, 0, 0, 8] and not patched.calls["embedding_rows"]
 
 
-def test_a_generation_takes_both_kernels_from_its_first_call_on(patched: FakeKernels) -> None:
+def test_generation_uses_both_kernels_from_its_first_call(patched: FakeKernels) -> None:
     model = build("llama", head_dim=64)
     model.set_dtype(mx.bfloat16)
     gen: Any = generator(model, completion_batch_size=2)
@@ -92,7 +92,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def multiplied() -> Iterator[list[tuple[int, ...]]]:
-    """The shape of each x that was given to MLX's product with quantised weights."""
+    """Collect the shape of each x given to mx.quantized_matmul."""
     shapes: list[tuple[int, ...]] = []
     multiply = mx.quantized_matmul
 
@@ -127,7 +127,7 @@ def quantized(kind: str, bits: int, dtype: mx.Dtype = mx.float32) -> Any:
 
 
 def batch(model: Any, lengths: tuple[int, ...]) -> list[list[int]]:
-    """Greedy tokens of requests of these prompt lengths, all in one batch."""
+    """Return greedy tokens of requests of these prompt lengths, all in one batch."""
     gen = generator(model, completion_batch_size=len(lengths))
     prompts = [prompt_of(length, seed=row).tolist() for row, length in enumerate(lengths)]
     uids = gen.insert(prompts, [NUM_TOKENS] * len(lengths))
@@ -144,7 +144,7 @@ def batch(model: Any, lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_layers_are_replaced_and_put_back() -> None:
+def test_layers_are_replaced_on_cuda_and_restored() -> None:
     before = [vars(owner)[name] for owner, name in SYMBOLS]
     report = mlx_paged.apply_patches(strict=True)
     assert set(TARGETS) <= set(report.applied)
@@ -154,7 +154,7 @@ def test_layers_are_replaced_and_put_back() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["metal", None])
-def test_elsewhere_layers_stay_mlxs(dialect: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_not_replaced_on_other_backends(dialect: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "backend", lambda: dialect)
     before = [vars(owner)[name] for owner, name in SYMBOLS]
     report = mlx_paged.apply_patches(strict=True)
@@ -164,7 +164,9 @@ def test_elsewhere_layers_stay_mlxs(dialect: str | None, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(("symbol", "target"), list(zip(SYMBOLS, TARGETS[1:] + TARGETS[:1], strict=True)))
-def test_another_source_is_left_alone(symbol: tuple[type, str], target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_with_an_unknown_source_is_not_replaced(
+    symbol: tuple[type, str], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def other(self, x, *args):
         return x
 
@@ -175,7 +177,7 @@ def test_another_source_is_left_alone(symbol: tuple[type, str], target: str, mon
     mlx_paged.remove_patches()
 
 
-def test_fingerprints_are_those_of_the_installed_versions() -> None:
+def test_fingerprints_match_the_installed_versions() -> None:
     known = registry.known_fingerprints()
     assert {target: registry.installed_fingerprint(target) for target in TARGETS} == {t: known[t] for t in TARGETS}
 
@@ -190,7 +192,7 @@ def same(got: mx.array, want: mx.array) -> bool:
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(96,), (3, 96), (3, 1, 96), (1, 3, 96), (2, 3, 96)])
-def test_a_linear_layer_gives_what_it_gave(bias: bool, shape: tuple[int, ...]) -> None:
+def test_linear_layer_gives_the_same_results(bias: bool, shape: tuple[int, ...]) -> None:
     layer = nn.QuantizedLinear(96, 40, bias=bias, group_size=32, bits=4)
     if bias:
         layer.bias = mx.random.normal((40,))
@@ -202,7 +204,7 @@ def test_a_linear_layer_gives_what_it_gave(bias: bool, shape: tuple[int, ...]) -
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("shape", [(1, 1, 96), (3, 1, 96), (2, 3, 96)])
-def test_an_embedding_gives_what_it_gave_as_a_linear_layer(shape: tuple[int, ...]) -> None:
+def test_embedding_as_a_linear_layer_gives_the_same_results(shape: tuple[int, ...]) -> None:
     layer, x = nn.QuantizedEmbedding(40, 96, 32, 8), mx.random.normal(shape)
     want = layer.as_linear(x)
     mlx_paged.apply_patches()
@@ -212,7 +214,7 @@ def test_an_embedding_gives_what_it_gave_as_a_linear_layer(shape: tuple[int, ...
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_experts_give_what_they_gave(bias: bool, is_sorted: bool) -> None:
+def test_experts_give_the_same_results(bias: bool, is_sorted: bool) -> None:
     mx.random.seed(0)
     layer = QuantizedSwitchLinear(64, 32, 4, bias, 32, 8)
     if bias:
@@ -243,7 +245,7 @@ def test_gradients_flow_through_an_adapter_over_quantised_weights(length: int) -
     layer = nn.QuantizedLinear(96, 40, bias=False, group_size=32, bits=4)
     adapter = LoRALinear.from_base(layer, r=4)
     adapter.lora_b = mx.random.normal(adapter.lora_b.shape)
-    x = mx.random.normal((40, length, 96))  # together more rows than have weights dequantised in a model's call
+    x = mx.random.normal((40, length, 96))  # so many rows that a model call would dequantise the weights
 
     def loss(adapter: Any) -> mx.array:
         return mx.square(adapter(x)).mean()
@@ -266,7 +268,7 @@ def test_gradients_flow_through_an_adapter_over_quantised_weights(length: int) -
 
 @pytest.mark.usefixtures("as_on_cuda", "no_fall_through")
 @pytest.mark.parametrize("kind", ["llama", "gemma3", *slow("qwen3", "qwen3_moe")])
-def test_batches_say_what_they_said(
+def test_batches_give_the_same_tokens_as_with_mlxs_layers(
     kind: str, multiplied: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, lengths = quantized(kind, 4), (5, 40, 12)
@@ -283,7 +285,7 @@ def test_batches_say_what_they_said(
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("kind", ["llama", "gemma3", *slow("qwen3")])
-def test_a_compiled_step_without_our_products_multiplies_all_rows_at_once(
+def test_compiled_step_without_our_kernels_multiplies_all_rows_at_once(
     kind: str, multiplied: list[tuple[int, ...]], kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", 0)
@@ -299,7 +301,7 @@ def test_a_compiled_step_without_our_products_multiplies_all_rows_at_once(
 
 
 @pytest.mark.usefixtures("as_on_cuda", "kernels")
-def test_a_compiled_step_dequantises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_step_dequantises_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", 0)
     monkeypatch.setattr(quantized_matmul, "DEQUANTIZED_ROWS", 4)
     model = quantized("llama", 4, mx.bfloat16)
@@ -315,10 +317,10 @@ def test_a_compiled_step_dequantises_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("as_on_cuda", "kernels")
 @pytest.mark.parametrize(("kind", "per_layer"), [("llama", 7), ("qwen3_moe", 4 + 1 + 3)])
-def test_a_long_prompt_has_weights_dequantised(kind: str, per_layer: int) -> None:
+def test_long_prompt_dequantises_the_weights(kind: str, per_layer: int) -> None:
     model = quantized(kind, 8, mx.bfloat16)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
-    first = batch(model, (5,))  # the pool is there from now on
+    first = batch(model, (5,))  # creates the pool
     with (
         gather_mm_of_16_bits(),
         mock.patch.object(mx, "dequantize", wraps=mx.dequantize) as dequantize,
@@ -326,6 +328,6 @@ def test_a_long_prompt_has_weights_dequantised(kind: str, per_layer: int) -> Non
         batch(model, (quantized_matmul.DEQUANTIZED_ROWS + 1,))
         products = dequantize.call_count
         assert batch(model, (5,)) == first
-    # An embedding has its rows dequantised, in every call of the model, without a dtype.
+    # Embeddings dequantise their rows in every model call, without a dtype.
     weights = [call for call in dequantize.call_args_list[:products] if "dtype" in call.kwargs]
-    assert len(weights) == per_layer * len(model.layers) + 1  # and the output layer, which nobody computes
+    assert len(weights) == per_layer * len(model.layers) + 1  # and the output layer, whose result is never evaluated

@@ -1,4 +1,4 @@
-"""What a batch, a row, a response or a failure held is free as soon as it is dropped, without the cyclic collector."""
+"""Dropped batches, rows, responses and failures free what they held at once, without the cyclic collector."""
 
 import importlib
 import types
@@ -53,14 +53,14 @@ def with_blocks(model: Any, num_blocks: int) -> None:
 
 
 def drain(gen: Any) -> list[RequestFailedError]:
-    """Run to the end. Returns what failed."""
+    """Run to the end; return the errors."""
     failed = []
     while True:
         try:
             if not gen.next_generated():
                 return failed
         except RequestFailedError as error:
-            failed.append(error.with_traceback(None))  # which has this frame, and so the list
+            failed.append(error.with_traceback(None))  # its traceback has this frame, and so the list
 
 
 # Generators -----------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_abandoned_generators_leave_the_whole_budget_to_the_next(model: Any) -> 
         del gen
 
 
-def test_a_batch_that_raises_out_of_batch_generate_frees_its_blocks(model: Any) -> None:
+def test_error_in_batch_generate_frees_the_blocks(model: Any) -> None:
     def bad(tokens: Any, logits: mx.array) -> mx.array:
         raise ValueError("bad grammar")
 
@@ -130,7 +130,7 @@ def test_speculative_runs_free_the_blocks_of_both_models(model: Any) -> None:
 # Responses ------------------------------------------------------------------------------------------------------------
 
 
-def test_finished_responses_are_forgotten_when_they_are_dropped(model: Any) -> None:
+def test_dropped_responses_are_forgotten_by_the_engine(model: Any) -> None:
     gen = generator(model)
     for _ in range(5):
         gen.insert([[1, 2, 3]] * 20, [1] * 20)
@@ -144,7 +144,7 @@ def test_finished_responses_are_forgotten_when_they_are_dropped(model: Any) -> N
     assert len(gen._engine._finished) == 1
 
 
-def test_a_finished_response_keeps_its_own_row_and_nothing_of_the_batch(model: Any) -> None:
+def test_finished_response_holds_only_its_own_row(model: Any) -> None:
     gen = generator(model)
     gen.insert([PROMPT, PROMPT[:9]], [2, 5])
     finished = []
@@ -162,7 +162,7 @@ def test_a_finished_response_keeps_its_own_row_and_nothing_of_the_batch(model: A
 
 
 def frames_of(error: BaseException) -> int:
-    """Tracebacks that an error keeps, those of its causes included."""
+    """Return how many tracebacks an error and its causes keep."""
     count, parts = 0, [error]
     while parts:
         part = parts.pop()
@@ -190,7 +190,7 @@ def test_a_failed_request_keeps_no_frames(model: Any) -> None:
     gen = generator(model)
     gen.insert([PROMPT, PROMPT[:30]], [9, 9], logits_processors=[[raising_after(3)], None])
     (error,) = drain(gen)
-    assert "raise KeyError" in "\n".join(error.__cause__.__notes__)  # where it happened is told all the same
+    assert "raise KeyError" in "\n".join(error.__cause__.__notes__)  # the traceback is kept as a note
     assert frames_of(error) == 0
     gone = weakref.ref(gen._engine)
     del gen
@@ -198,7 +198,7 @@ def test_a_failed_request_keeps_no_frames(model: Any) -> None:
     assert live_blocks(model) == 0
 
 
-def test_a_sampler_that_fails_for_a_batch_and_for_each_row_leaves_nothing(model: Any) -> None:
+def test_failing_sampler_of_several_rows_leaves_no_blocks(model: Any) -> None:
     def bad(logprobs: mx.array) -> mx.array:
         raise ValueError(f"{logprobs.shape[0]} rows")
 
@@ -209,7 +209,7 @@ def test_a_sampler_that_fails_for_a_batch_and_for_each_row_leaves_nothing(model:
     assert live_blocks(model) == 0
 
 
-def test_a_model_call_that_fails_leaves_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_model_call_leaves_no_blocks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gen = generator(model)
     gen.insert([PROMPT, PROMPT[:30], PROMPT[:9]], [9, 9, 9])
     gen.next_generated()
@@ -220,7 +220,7 @@ def test_a_model_call_that_fails_leaves_nothing(model: Any, monkeypatch: pytest.
     assert live_blocks(model) == 0
 
 
-def test_requests_that_make_room_leave_nothing(model: Any) -> None:
+def test_preempted_requests_leave_no_blocks(model: Any) -> None:
     with_blocks(model, 12)
     gen = generator(model)
     gen.insert([PROMPT[:20]] * 4, [90] * 4)
@@ -228,7 +228,7 @@ def test_requests_that_make_room_leave_nothing(model: Any) -> None:
     assert live_blocks(model) == 0
 
 
-def test_a_request_that_outgrows_the_budget_leaves_nothing(model: Any) -> None:
+def test_request_that_outgrows_the_budget_leaves_no_blocks(model: Any) -> None:
     with_blocks(model, 6)
     gen = generator(model)
     gen.insert([PROMPT], [200])
@@ -242,8 +242,8 @@ def test_a_request_that_outgrows_the_budget_leaves_nothing(model: Any) -> None:
     assert live_blocks(model) == 0
 
 
-def test_a_batch_cache_without_a_block_raises_an_error_that_goes(model: Any) -> None:
-    """A user who drives batch caches himself meets it so."""
+def test_batch_cache_that_runs_out_of_blocks_leaves_none(model: Any) -> None:
+    """This happens to callers that use batch caches directly."""
     with_blocks(model, 5)
     rows = [upstream.make_prompt_cache(model) for _ in range(2)]
     for row in rows:
@@ -257,7 +257,7 @@ def test_a_batch_cache_without_a_block_raises_an_error_that_goes(model: Any) -> 
 # Prefixes and servers -------------------------------------------------------------------------------------------------
 
 
-def test_a_sharing_batch_leaves_what_the_cache_holds_and_no_more(model: Any) -> None:
+def test_dropped_batch_leaves_only_the_blocks_of_the_prefix_cache(model: Any) -> None:
     store = PagedPromptCache()
     upstream.make_prompt_cache(model)
     gen = PagedBatchGenerator(model, prefixes=store.shared_prefixes("model", mlx_paged.pool_of(model)))
@@ -271,7 +271,7 @@ def test_a_sharing_batch_leaves_what_the_cache_holds_and_no_more(model: Any) -> 
     assert live_blocks(model) == 0
 
 
-def test_a_prompt_cache_goes_on_and_lets_go(model: Any) -> None:
+def test_dropped_prompt_cache_store_frees_its_blocks(model: Any) -> None:
     store = PagedPromptCache()
     for length in (40, 41):
         caches, rest = store.fetch_nearest_cache("model", PROMPT[:length])
@@ -282,7 +282,7 @@ def test_a_prompt_cache_goes_on_and_lets_go(model: Any) -> None:
     assert live_blocks(model) == 0
 
 
-def test_a_served_batch_frees_failed_requests_and_all_when_closed(model: Any) -> None:
+def test_closed_served_batch_frees_failed_requests_and_itself(model: Any) -> None:
     options = ("decode_concurrency", "prompt_concurrency", "prefill_step_size")
     cli_args = types.SimpleNamespace(**dict.fromkeys(options, 64))
     models: Any = types.SimpleNamespace(cli_args=cli_args, prompt_cache=PagedPromptCache())
@@ -301,7 +301,7 @@ def test_a_served_batch_frees_failed_requests_and_all_when_closed(model: Any) ->
         loop._step()
     errors = [item for items in told for each in items.values() for item in each if isinstance(item, Exception)]
     assert [frames_of(error) for error in errors] == [0, 0]
-    told.clear()  # which its streams know
+    told.clear()  # it refers to the streams, and they to it
     gone = weakref.ref(batch), weakref.ref(batch._engine)
     loop.close_batch(None)
     del batch
@@ -311,7 +311,7 @@ def test_a_served_batch_frees_failed_requests_and_all_when_closed(model: Any) ->
 
 
 class Stream:
-    """What a request's stream is to the thread that computes; ``told`` is what its event loop is woken with."""
+    """Stand-in for a request's stream; ``told`` collects what its event loop would get."""
 
     def __init__(self, told: list[Any]) -> None:
         self.is_wanted = True
@@ -320,7 +320,7 @@ class Stream:
         )
 
 
-def test_an_error_for_a_client_keeps_no_frames() -> None:
+def test_error_sent_to_a_client_keeps_no_frames() -> None:
     class Held:
         pass
 
@@ -339,4 +339,4 @@ def test_an_error_for_a_client_keeps_no_frames() -> None:
     outbox.flush()
     ((error,),) = told[0].values()
     assert 'raise ValueError("no prompt")' in error.__notes__[0]  # for the log
-    told.clear()  # which its stream knows
+    told.clear()  # it refers to the stream, and that to it

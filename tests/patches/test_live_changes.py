@@ -1,4 +1,4 @@
-"""What changes between generations, or during them: the configuration, the patches, the model's dtype."""
+"""Changes of the configuration, the patches and the model's dtype between generations and during them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ CHANGES = [other_block_size, other_budget, mlx_paged.remove_patches, applied_ane
 @pytest.mark.usefixtures("storage")
 class TestLiveBatches:
     @pytest.mark.parametrize("change", CHANGES)
-    def test_a_batch_goes_on_as_it_began(self, kind: str, change: Callable[[], Any]) -> None:
+    def test_running_batch_keeps_its_configuration(self, kind: str, change: Callable[[], Any]) -> None:
         model = model_of(kind)
         solo = solos(kind)
         mlx_paged.apply_patches(CONFIG)
@@ -81,7 +81,7 @@ class TestLiveBatches:
                 found.setdefault(response.uid, []).append(response.token)
         assert [found[uid] for uid in uids] == solo
 
-    def test_a_cache_made_under_other_options_is_refused_and_the_others_go_on(self, kind: str) -> None:
+    def test_cache_made_under_other_options_is_refused_and_others_continue(self, kind: str) -> None:
         model = model_of(kind)
         solo = greedy(model, PROMPTS[0], TOKENS)[0]
         mlx_paged.apply_patches(CONFIG)
@@ -101,7 +101,7 @@ class TestLiveBatches:
 @pytest.mark.parametrize(("storage", "kind"), quick(ALL, ("functional", "qwen2")), indirect=["storage"])
 @pytest.mark.usefixtures("storage")
 class TestDtypes:
-    def test_the_next_generation_after_set_dtype_has_a_pool_of_its_own(self, kind: str) -> None:
+    def test_generation_after_set_dtype_has_a_new_pool(self, kind: str) -> None:
         expected, model = [], model_of(kind)
         for dtype in (mx.float32, mx.bfloat16, mx.float32):
             model.set_dtype(dtype)
@@ -117,7 +117,7 @@ class TestDtypes:
         assert found[0] == expected[0] and found[2] == expected[2]
         assert dtypes == [{mx.float32}, {mx.bfloat16}, {mx.float32}]
 
-    def test_a_batch_after_set_dtype(self, kind: str) -> None:
+    def test_batch_after_set_dtype_has_pages_of_the_new_dtype(self, kind: str) -> None:
         model = model_of(kind)
         mlx_paged.apply_patches(CONFIG)
         greedy(model, PROMPTS[0], 2)
@@ -133,7 +133,7 @@ class TestDtypes:
         assert pool is not None
         assert {group.geometry.dtype for group in pool.groups if group.geometry is not None} == {mx.bfloat16}
 
-    def test_a_generation_under_way_goes_on_when_the_dtype_changes(self, kind: str) -> None:
+    def test_running_generation_continues_when_the_dtype_changes(self, kind: str) -> None:
         def run(model: Any) -> list[int]:
             found = []
             for token, _ in generate_step(PROMPTS[0], model, max_tokens=TOKENS):
@@ -147,7 +147,7 @@ class TestDtypes:
         found = run(model_of(kind))
         assert found[:4] == expected[:4] and len(found) == TOKENS
 
-    def test_f32_embeddings_into_a_bf16_model(self, kind: str) -> None:
+    def test_f32_embeddings_run_in_a_bf16_model(self, kind: str) -> None:
         model = model_of(kind)
         model.set_dtype(mx.bfloat16)
         prompt = PROMPTS[1]

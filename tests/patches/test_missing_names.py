@@ -1,4 +1,4 @@
-"""An mlx-lm that lacks a name an adapter imports: that adapter's patch is left out, and the others are applied."""
+"""If mlx-lm lacks a name that an adapter imports, that adapter's patch is skipped and the others are applied."""
 
 import json
 import sys
@@ -14,14 +14,14 @@ SAMPLE = NAMES[::16]
 
 
 def outcomes(names: list[str]) -> dict[str, Any]:
-    """By missing name; see missing_names.py."""
+    """Return the outcome for each missing name; see missing_names.py."""
     ended = commands.run("tests.support.models.missing_names", *names, cwd=commands.ROOT, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def test_all_names_are_found() -> None:
-    """Imported by name, used as attributes, and patched."""
+def test_upstream_names_finds_all_names() -> None:
+    """Names that are imported, used as attributes, or patched."""
     imported = {"mlx_lm.models.cache:CacheList", "mlx_lm.models.activations:swiglu", "mlx_lm.models.activations:"}
     used = {"mlx_lm.models.cache:make_prompt_cache", "mlx_lm.server:ResponseGenerator"}
     assert imported | used | {"mlx_lm.models.gemma2:", "mlx_lm.generate:BatchGenerator"} <= set(NAMES)
@@ -29,8 +29,8 @@ def test_all_names_are_found() -> None:
 
 
 @pytest.mark.parametrize("names", [SAMPLE, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["sample", "all"])
-def test_what_is_missing_costs_the_patches_that_need_it(names: list[str]) -> None:
-    """One test for many names: each process imports what it needs anew."""
+def test_missing_name_skips_only_the_patches_that_need_it(names: list[str]) -> None:
+    """One test for many names, as each test starts a process."""
     found = outcomes(names)
     wrong = {}
     assert list(found) == names
@@ -55,7 +55,7 @@ def check(name: str, outcome: dict[str, Any]) -> None:
         assert len(skipped) < 15, "others are applied"
 
 
-def test_a_server_that_cannot_be_adapted_says_so(
+def test_server_that_cannot_be_adapted_runs_stock_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import mlx_lm.server as upstream
@@ -68,7 +68,7 @@ def test_a_server_that_cannot_be_adapted_says_so(
     monkeypatch.setitem(sys.modules, "mlx_paged.patches.server", None)
     monkeypatch.delattr("mlx_paged.patches.server", raising=False)
     server.main(["--port", "9"])
-    assert "mlx_lm.server is not the one known" in caplog.text
+    assert "unknown version of mlx_lm.server" in caplog.text
     ((host, port, provider),) = ran
     assert (host, port, provider.cli_args.max_tokens) == ("127.0.0.1", 9, 512)
     with pytest.raises(SystemExit, match="--api-key"):

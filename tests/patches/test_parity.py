@@ -32,7 +32,7 @@ from tests.support.models.tokenizers import plain_tokenizer
 
 LENGTHS = (1, 31, 32, 33, 257)
 BLOCK_SIZES = (8, 16, 32, 128)
-# Each kind with each length and with each block size, and each length with each block size.
+# Every pair of kind and length, of kind and block size, and of length and block size.
 SAMPLE = [(kind, length, BLOCK_SIZES[(i + j) % 4]) for i, kind in enumerate(KINDS) for j, length in enumerate(LENGTHS)]
 LONG_LENGTHS = (32,)  # with an answer past the window, and past a block of each size but the largest
 REST = [case for case in itertools.product(KINDS, LENGTHS, BLOCK_SIZES) if case not in SAMPLE]
@@ -87,7 +87,7 @@ def test_half_precision_equals_stock(kind: str, dtype: mx.Dtype) -> None:
     expected = greedy(model, prompt_of(77), 24)
     mlx_paged.apply_patches()
     got = greedy(model, prompt_of(77), 24)
-    # Past a window the last bits may differ: one of float16, for values from 4 to 8.
+    # Past a window the last bit may differ: 2**-8 in float16 for values from 4 to 8.
     assert_same(got, expected, 2**-8 if tolerance_of(kind, 101) else 0.0)
     assert mlx_paged.pool_of(model).groups[0].geometry.dtype == dtype
 
@@ -123,12 +123,12 @@ def test_multi_turn_chat_equals_stock(kind: str) -> None:
 
 
 def make_prompt_cache_now(model):
-    """By the module's present binding: the patches rebind it here too."""
+    """Make a prompt cache; the patches rebind the function in this module, too."""
     return make_prompt_cache(model)
 
 
 @pytest.mark.parametrize("kind", ["llama-sliding", *slow("gemma3")])
-def test_sliding_layers_hold_blocks_of_their_window_only(kind: str) -> None:
+def test_sliding_layers_hold_only_blocks_of_their_window(kind: str) -> None:
     model = model_of(kind)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     cache = make_prompt_cache_now(model)
@@ -178,9 +178,9 @@ def test_generate_and_stream_generate_equal_stock() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefill_keeps_no_attention_for_later(kind: str) -> None:
+def test_prefill_keeps_no_reads_to_wait_for(kind: str) -> None:
     """mlx-lm drops the logits of every prefill chunk but the last, so the last layer's attention is never computed
-    there. A read kept to wait for would compute it; only decode steps, which overlap, are waited for."""
+    there. Keeping a read to wait for would compute it; only decode steps, which overlap, keep their reads."""
     model = model_of(kind)
     mlx_paged.apply_patches()
     cache = make_prompt_cache_now(model)
@@ -200,10 +200,10 @@ def test_prefill_needs_no_more_memory_than_stock(monkeypatch: pytest.MonkeyPatch
     mx.eval(prompt)
 
     def peak() -> int:
-        model = build("llama", **shape)  # each with a pool of its own, where there are pools
+        model = build("llama", **shape)  # a new model, and so a new pool
         mx.eval(model.parameters())
         cache = make_prompt_cache_now(model)
-        gc.collect()  # what other tests left would be freed on the way
+        gc.collect()  # or what other tests left might be freed meanwhile
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -228,11 +228,11 @@ def test_prefill_needs_no_more_memory_than_stock(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", keeping)
     assert peak() > stock + kv_bytes
     assert len(kept) == 8
-    # A peak differs by a tenth of kv_bytes: it depends on how far MLX's thread is behind when an array goes.
+    # Peaks vary by a tenth of kv_bytes, with how far MLX's thread is behind when an array is dropped.
     assert paged < stock + kv_bytes * 3 // 4
 
 
-def test_fork_of_a_prompt_cache_moves_no_bytes_and_both_go_on_alone() -> None:
+def test_fork_of_a_prompt_cache_copies_no_blocks_and_both_continue() -> None:
     import copy
 
     model = model_of("gemma3")

@@ -61,7 +61,7 @@ def test_applying_twice_changes_nothing() -> None:
     assert not mlx_paged.patches.is_applied()
 
 
-def test_a_script_that_imported_the_name_before_is_patched_too() -> None:
+def test_script_that_imported_the_name_before_is_patched_too() -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
     script = types.ModuleType("a_users_script")
@@ -91,7 +91,7 @@ def test_changed_upstream_source_is_skipped_with_a_warning(monkeypatch: pytest.M
         report = mlx_paged.apply_patches()
     assert list(report.skipped) == ["mlx_lm.models.qwen3.Attention.__call__"]
     assert qwen3.Attention.__call__ is __call__
-    with pytest.warns(mlx_paged.NotPagedWarning, match="no attention writes to"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="no attention layer writes to"):
         cache = upstream_cache.make_prompt_cache(build("qwen3"))
     assert type(cache[0]).__name__ == "KVCache"
 
@@ -120,7 +120,7 @@ def test_a_changed_model_is_warned_of_when_it_is_used(monkeypatch: pytest.Monkey
         assert "mlx_lm.models.qwen3.MLP.__call__" in mlx_paged.apply_patches().applied
 
 
-def test_no_model_is_imported_before_it_is_used_and_nothing_of_the_server() -> None:
+def test_apply_patches_imports_no_model_and_no_server_module() -> None:
     program = (
         "import sys, mlx_paged; report = mlx_paged.apply_patches(); "
         "loaded = {name for name in sys.modules if name.startswith('mlx_lm.models.')}; "
@@ -133,7 +133,7 @@ def test_no_model_is_imported_before_it_is_used_and_nothing_of_the_server() -> N
         "print([name for name in sys.modules if name.startswith(served)])"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    parts = [f"mlx_lm.models.{name}" for name in ("activations", "base", "cache", "mla")]  # which models share
+    parts = [f"mlx_lm.models.{name}" for name in ("activations", "base", "cache", "mla")]  # shared by models
     expected = f"{parts} PagedLayerCache mlx_paged.patches.models.attention True"
     assert ended.stdout.splitlines() == [expected, "[]"], ended.stdout + ended.stderr
 
@@ -147,13 +147,13 @@ def test_missing_upstream_symbol_is_skipped(monkeypatch: pytest.MonkeyPatch) -> 
     assert "mlx_lm.models.cache.make_prompt_cache" in report.applied
 
 
-def test_kernel_on_is_refused_where_there_is_none_and_nothing_is_patched() -> None:
+def test_kernel_on_is_refused_without_a_gpu_and_nothing_is_patched() -> None:
     with pytest.raises(KernelUnavailableError, match="kernel=on"):
         mlx_paged.apply_patches(PagedConfig(kernel="on"))
     assert not mlx_paged.patches.is_applied()
 
 
-def test_another_configuration_holds_for_caches_made_from_then_on() -> None:
+def test_new_configuration_applies_only_to_new_caches() -> None:
     from mlx_lm.models import cache
 
     model = build("llama")
@@ -166,7 +166,7 @@ def test_another_configuration_holds_for_caches_made_from_then_on() -> None:
     assert greedy(model, prompt_of(30), 10, prompt_cache=old)[0] == expected
 
 
-def test_environment_variables_configure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_configure_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_lm.models import cache
 
     monkeypatch.setenv("MLX_PAGED_BLOCK_SIZE", "16")
@@ -208,7 +208,7 @@ class Attention(nn.Module):
         return x
 
 
-def test_a_patch_says_that_it_adapts_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_adapter_is_true_only_for_patches_that_adapt_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {patch.target for patch in registry._patches() if patch.adapts_attention} == {
         f"mlx_lm.models.{model}.Attention.__call__" for model in ("llama", "llama4", "qwen3", "gemma2", "gemma3_text")
     }
@@ -229,7 +229,7 @@ def test_a_patch_says_that_it_adapts_attention(monkeypatch: pytest.MonkeyPatch) 
     assert not registry._has_adapter(layer)
 
 
-def test_fingerprints_of_all_replaced_symbols_are_those_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fingerprints_of_all_replaced_symbols_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         registry.main(["--fingerprint"])
     assert ended.value.code == 0
@@ -239,7 +239,7 @@ def test_fingerprints_of_all_replaced_symbols_are_those_known(capsys: pytest.Cap
     assert "mlx_lm.server.ResponseGenerator._tokenize" in {name for name, *_ in lines}
 
 
-def test_a_changed_or_missing_symbol_is_told_with_what_is_known(
+def test_changed_or_missing_symbol_is_listed_with_the_known_fingerprint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mlx_lm.models import cache, qwen3
@@ -268,7 +268,7 @@ def test_a_changed_or_missing_symbol_is_told_with_what_is_known(
         "",
     ],
 )
-def test_the_fingerprint_of_what_does_not_exist_is_a_patch_error(name: str) -> None:
+def test_fingerprint_of_a_nonexistent_name_raises_patch_error(name: str) -> None:
     with pytest.raises(PatchError):
         registry.installed_fingerprint(name)
     with pytest.raises(SystemExit, match="registry: "):
@@ -276,7 +276,7 @@ def test_the_fingerprint_of_what_does_not_exist_is_a_patch_error(name: str) -> N
 
 
 @pytest.mark.slow
-def test_the_registry_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_registry_command_prints_fingerprints(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "mlx_paged.patches.registry", "--fingerprint"]
     name = "mlx_lm.models.llama.Attention.__call__"
     found = subprocess.run([*command, name], capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Rotary positions of a decode step on a CPU: computed once for all layers, with MLX's bits."""
+"""Rotary positions of a decode step on a CPU: computed once for all layers, bit for bit as by MLX."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bits(x: mx.array) -> np.ndarray:
 @pytest.mark.parametrize("offset", [0, 5, 77_777, [3, 700, 65_000]])
 @pytest.mark.parametrize(("head_dim", "dims"), [(16, 16), (64, 16), (128, 128), (80, 20)])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_one_token_is_rotated_with_the_same_bits(
+def test_one_token_is_rotated_bit_for_bit_as_by_mlx(
     dtype: mx.Dtype, head_dim: int, dims: int, offset: int | list[int]
 ) -> None:
     mx.random.seed(head_dim)
@@ -57,13 +57,13 @@ def test_angles_are_computed_once_for_each_kind_of_rotation_and_offset() -> None
         assert len(calls) == 2 * 4  # bases, offsets
         rotate(nn.RoPE(16), mx.ones((1, 4, 2, 16)), 3)  # several tokens
         assert calls.pop() == (1, 4, 2, 16)
-    for _ in range(2):  # outside such a section
+    for _ in range(2):  # outside of Inference
         rotate(nn.RoPE(16), x, 3)
     assert calls[8:] == [x.shape] * 2
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
-def test_models_rotate_a_step_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_compute_angles_once_per_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_configs.build(name)
     prompt = prompt_of(20, 0) % model_configs.VOCAB
     expected = greedy(model, prompt, 8)
@@ -77,7 +77,7 @@ def test_models_rotate_a_step_once(name: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(rope, "_turned", counted)
     assert greedy(model, prompt, 8)[0] == expected[0]
-    assert 7 <= len(made) <= 9  # steps, with the one ahead
+    assert 7 <= len(made) <= 9  # one per step, including the step ahead
 
 
 HEADS, KV_HEADS, DIM = 6, 2, 32
@@ -93,7 +93,7 @@ SCALINGS: tuple[dict[str, Any] | None, ...] = (
 @pytest.mark.parametrize("traditional", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(("rows", "length"), [(1, 1), (3, 1), (1, 5)])
-def test_bits_are_those_of_rotating_apart(
+def test_rotating_together_equals_rotating_apart_bit_for_bit(
     scaling: dict[str, Any] | None, traditional: bool, dtype: mx.Dtype, rows: int, length: int
 ) -> None:
     rope = initialize_rope(DIM, 10_000.0, traditional, scaling, 1024)

@@ -1,4 +1,4 @@
-"""Heads over ranks, of which both are played here; tests/engine/ranks and tests/cli/ranks have real ones."""
+"""Output layers over two simulated ranks; engine/test_ranks.py and cli/test_over_ranks.py have real ones."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def model_of(*, tied: bool = False, vocab: int = VOCAB) -> Any:
 
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> Heads:
-    """Heads of all ranks, which a gather asks in the place of the others."""
+    """Collect the heads of all ranks; all_gather computes their parts here."""
     heads: Heads = []
     asked: list[mx.array] = []
 
@@ -55,7 +55,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Heads:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 5)])
-def test_every_rank_has_all_logits_in_their_order(
+def test_every_rank_gets_all_logits_in_order(
     shape: tuple[int, int], bias: bool, quantized: bool, gathered: Heads
 ) -> None:
     mx.random.seed(5)
@@ -73,7 +73,7 @@ def test_every_rank_has_all_logits_in_their_order(
         )
 
 
-def test_a_model_answers_with_the_logits_that_it_had(gathered: Heads) -> None:
+def test_model_with_a_sharded_head_gives_the_same_logits(gathered: Heads) -> None:
     model, tokens = model_of(), mx.array([[5, 9, 1]])
     expected = model(tokens)
     for rank in range(SIZE):
@@ -89,7 +89,7 @@ def test_a_head_within_a_language_model_is_found() -> None:
     assert shard_head(outer, Group(0)) and type(outer.language_model.lm_head) is ShardedHead
 
 
-def test_a_model_says_whether_its_ranks_have_the_same_logits() -> None:
+def test_has_same_logits_is_true_only_with_a_sharded_head() -> None:
     model = model_of()
     assert not has_same_logits(model)
     model.model.layers[0].mlp.up_proj = shard_linear(
@@ -100,7 +100,7 @@ def test_a_model_says_whether_its_ranks_have_the_same_logits() -> None:
     assert has_same_logits(model)
 
 
-def test_heads_that_stay_whole() -> None:
+def test_heads_that_cannot_be_sharded_are_left_unchanged() -> None:
     tied, odd, sharded, again, headless = model_of(tied=True), model_of(vocab=97), model_of(), model_of(), nn.Module()
     sharded.lm_head = shard_linear(sharded.lm_head, "all-to-sharded", group=Group(0))
     assert shard_head(again, Group(0))

@@ -1,4 +1,4 @@
-"""Detach, park, adopt: references only, the right tokens, and the same results as computing them again."""
+"""Detached, parked and adopted prefixes hold references only and give the results of computing them again."""
 
 import copy
 
@@ -71,25 +71,25 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
         forward(model, prompt_of(suffix_tokens, seed=number).tolist(), caches_of(adopted))
         siblings.append(adopted)
         stats = pool.stats()
-        # 5 whole blocks are shared; the tail is copied, and 2 + 3 tokens and 2 blocks' worth of others follow.
+        # 5 whole blocks are shared; the copied tail and the suffix take 3 blocks.
         assert stats.live_blocks == before.live_blocks + (number + 1) * 3
         assert stats.cow_forks == number + 1
     pool.check_integrity()
 
     release(pool, parked.tables)
-    assert pool.stats().live_blocks == 5 + 4 * 3  # the tail nobody else has is free again
+    assert pool.stats().live_blocks == 5 + 4 * 3  # the parked set's own tail is free again
     for adopted in siblings:
         release(pool, adopted.tables)
     assert pool.stats().live_blocks == 0
     pool.check_integrity()
 
 
-# Always each cut by a kind with windows and by one without: they are neighbours.
+# The quick cases: one kind with windows, one without.
 @pytest.mark.parametrize(
     ("kind", "cut"), quick(crossed(KINDS, [1, BLOCK, 3 * BLOCK + 5, 57]), ("llama-sliding", 1),
     ("qwen3", 8))
 )  # fmt: skip
-def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_alike(kind: str, cut: int) -> None:
+def test_shared_prefix_equals_a_cold_prefill_with_the_same_cut(kind: str, cut: int) -> None:
     model = paged(kind)
     tokens = prompt_of(70, seed=2).tolist()
     cold = upstream.make_prompt_cache(model)
@@ -111,21 +111,21 @@ def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_alike(kind: str, cut
 
 
 @pytest.mark.parametrize("kind", quick(["llama", "gemma3"], "gemma3"))
-def test_parked_end_of_a_turn_goes_on_as_its_donor_would(kind: str) -> None:
-    """Also behind a window that has been crossed, and after decode steps that turned mlx-lm's ring."""
+def test_parked_sequence_continues_like_its_donor(kind: str) -> None:
+    """This holds past a window too, after decode steps that rotated mlx-lm's ring."""
     model = paged(kind)
     donor = upstream.make_prompt_cache(model)
     generate(model, prompt_of(WINDOW + 21, seed=3).tolist(), donor, steps=5)
     parked = copy.deepcopy(donor[0].sequence)
     for following in ([7], prompt_of(11, seed=4).tolist()):
         expected = generate(model, following, copy.deepcopy(donor))
-        for _ in range(2):  # adopting does not use it up
+        for _ in range(2):  # a parked set can be adopted more than once
             got = generate(model, following, caches_of(copy.deepcopy(parked)))
             np.testing.assert_array_equal(got[1], expected[1])
 
 
 def test_sharers_of_a_partial_tail_never_see_each_others_tokens() -> None:
-    """The donor too writes on in its own tail block after giving it away."""
+    """The donor keeps writing to its tail block after sharing it."""
     pool = make_pool((None, 7))
     shared = tuple(range(10))  # two tokens in the third block
     donor = new_tables(pool)
@@ -149,7 +149,7 @@ def test_sharers_of_a_partial_tail_never_see_each_others_tokens() -> None:
     tree.check_integrity()
 
 
-def test_a_chunk_behind_another_prefix_never_matches() -> None:
+def test_chunk_after_a_different_prefix_never_matches() -> None:
     model = paged("llama")
     chunk = prompt_of(4 * BLOCK, seed=5).tolist()
     first, second = ([n] * BLOCK + chunk for n in (1, 2))

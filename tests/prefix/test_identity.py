@@ -1,4 +1,4 @@
-"""model_identity(): whatever keys and values depend on is in it, and nothing that differs between processes is."""
+"""model_identity() covers all that keys and values depend on, and nothing that differs between processes."""
 
 import json
 import os
@@ -72,7 +72,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_keys_depend_on_is_part_of_it(change: str) -> None:
+def test_changes_that_affect_keys_change_the_identity(change: str) -> None:
     model = adapted()
     before = model_identity(model)
     assert before == model_identity(adapted())
@@ -91,11 +91,11 @@ def test_whatever_keys_depend_on_is_part_of_it(change: str) -> None:
         {"rope_traditional": True},
     ],
 )  # fmt: skip
-def test_models_of_the_same_weights_and_another_configuration_differ(changes: dict[str, Any]) -> None:
+def test_same_weights_with_another_configuration_differ(changes: dict[str, Any]) -> None:
     assert model_identity(build("llama")) != model_identity(build("llama", **changes))
 
 
-def test_the_configuration_as_loaded_is_part_of_it() -> None:
+def test_loaded_configuration_is_part_of_the_identity() -> None:
     model = build("llama")
     config = {"a": 1, "nested": {"b": [1, 2.0, None]}}
     same = json.loads(json.dumps({"nested": {"b": [1, 2.0, None]}, "a": 1}))
@@ -104,7 +104,7 @@ def test_the_configuration_as_loaded_is_part_of_it() -> None:
         assert model_identity(model, other) != model_identity(model, config)
 
 
-def test_format_and_versions_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_and_versions_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     before, known = model_identity(model), identity.version
     with monkeypatch.context() as patch:
@@ -117,7 +117,7 @@ def test_format_and_versions_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert model_identity(model) == before
 
 
-def test_another_process_finds_the_same() -> None:
+def test_identity_is_the_same_in_another_process() -> None:
     script = (
         "from tests.prefix.test_identity import adapted, model_identity; print(model_identity(adapted(), {'a': 1}))"
     )
@@ -148,9 +148,9 @@ def test_every_byte_counts_in_any_dtype_and_layout(dtype: mx.Dtype, monkeypatch:
 
 
 @pytest.mark.gpu
-def test_reading_the_weights_leaves_them_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, a buffer that the host reads is moved to where it can, for good."""
-    monkeypatch.setattr(identity, "PIECE_WORDS", 1 << 16)  # what is freed late is less than the weights
+def test_identity_does_not_move_the_weights_to_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, a buffer that the host reads moves to memory that the host can read, for good."""
+    monkeypatch.setattr(identity, "PIECE_WORDS", 1 << 16)  # memory freed late is less than the weights
     x = mx.random.normal((1024, 4096)).astype(mx.bfloat16)
     module = nn.Module()
     module.x = x

@@ -1,5 +1,5 @@
-"""What sequences have in common is quantised once, in rotated pages, too: adopted, parked, spilled, restored and saved
-prefixes are the same rows, and a run from them has the same bits as one that computed everything."""
+"""A shared prefix is quantised once, also in rotated pages. Adopted, parked, spilled, restored and saved prefixes
+hold the same rows, and a run from them gives the same bits as a cold run."""
 
 import copy
 from pathlib import Path
@@ -50,7 +50,7 @@ def logits_of(model: Any, caches: list[Any]) -> mx.array:
         (False, 8, "llama"), (False, (8, 4), "llama"), (False, 4, "gemma3"), (True, 8, "llama"), (True, 4, "gemma3"),
     ), ids=str,
 )  # fmt: skip
-def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, rotate: bool, tmp_path: Path) -> None:
+def test_prefix_has_the_same_rows_from_every_source(kind: str, bits: Any, rotate: bool, tmp_path: Path) -> None:
     model = build(kind)
     configure(bits, kv_rotate=rotate)
     cold = make_prompt_cache(model)
@@ -67,7 +67,7 @@ def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, 
     assert before == 64 + 10
 
     hits = [parked, adopt_longest(tree, [*tokens, 1])]
-    assert pool.stats().quantized_tokens == before  # nothing at a hit
+    assert pool.stats().quantized_tokens == before  # a hit quantises nothing
     for hit in hits:
         assert mx.array_equal(logits_of(model, caches_over(hit, cold)), expected)
     assert pool.stats().quantized_tokens == before + 2 * 10
@@ -119,7 +119,7 @@ def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("gemma3")])
-def test_requests_share_and_quantise_what_is_new_only(kind: str) -> None:
+def test_requests_with_a_shared_prefix_quantise_only_new_tokens(kind: str) -> None:
     model = build(kind)
     configure(8)
     prompts = [prompt_of(64, seed=1).tolist() + prompt_of(6, seed=n).tolist() for n in (5, 6, 7)]
@@ -142,12 +142,12 @@ def test_requests_share_and_quantise_what_is_new_only(kind: str) -> None:
     assert run(prompts, SharedPrefixes(tree)) == cold
     stats = pool.stats()
     found = stats.prefix_hit_tokens
-    assert found >= 2 * 40  # behind a window, at the ends of chunks
-    # A generator computes a token more than it is asked for, at most.
+    assert found >= 2 * 40  # with a window, hits end where chunks end
+    # A generator computes at most one token more than requested.
     assert stats.quantized_tokens - before <= sum(len(p) + 8 for p in prompts) - found
 
 
-def test_preempted_requests_come_to_the_same_tokens() -> None:
+def test_preempted_requests_give_the_same_tokens() -> None:
     model = build("llama")
     configure(8)
     prompts = [prompt_of(40, seed=n).tolist() for n in range(4)]
@@ -174,16 +174,16 @@ def test_preempted_requests_come_to_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize(("bits", "times"), [(8, 1.8), *slow((4, 3.4))])
-def test_the_same_memory_holds_more_requests(bits: int, times: float) -> None:
-    """Pages of bfloat16 keys, heads of 64 and groups of 64: admitted at once, and computed."""
+def test_quantised_pages_admit_more_requests(bits: int, times: float) -> None:
+    """Count the requests admitted at once, for bfloat16 keys, heads of 64 and groups of 64."""
     model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=4, num_hidden_layers=2)
     model.set_dtype(mx.bfloat16)
-    budget = 2 * 2 * 2 * 64 * 2 * 40 * 32  # 2 layers of 2 heads of keys and values: 32 blocks of 40 tokens' size
+    budget = 2 * 2 * 2 * 64 * 2 * 40 * 32  # keys and values of 2 layers and 2 heads, for 40 requests of 32 tokens
 
     def most_at_once(bits: int | None) -> int:
         mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=bits, kv_cache_memory=budget))
         gen = generator(model, completion_batch_size=512, prefill_batch_size=512, prefill_step_size=1 << 16)
-        gen.insert([prompt_of(30, seed=n).tolist() for n in range(150)], [2] * 150)  # of four blocks each, to the end
+        gen.insert([prompt_of(30, seed=n).tolist() for n in range(150)], [2] * 150)  # four blocks each
         most = 0
         while any(gen.next()):
             most = max(most, sum(not each["waiting"] for each in gen.progress()))
@@ -202,9 +202,9 @@ def test_the_same_memory_holds_more_requests(bits: int, times: float) -> None:
     assert most_at_once(bits) >= times * dense
 
 
-def test_a_sequence_that_fits_quantised_pages_only_is_taken_there() -> None:
+def test_sequence_that_fits_only_quantised_pages_runs_in_them() -> None:
     model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=4)
-    budget = 3 * 2 * 2 * 64 * 4 * 100  # of 100 tokens of float32
+    budget = 3 * 2 * 2 * 64 * 4 * 100  # 100 tokens of float32
     for bits, fits in ((None, False), (8, True)):
         mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=bits, kv_cache_memory=budget))
         cache = make_prompt_cache(model)

@@ -1,4 +1,4 @@
-"""RadixTree, one rule at a time: matching, inserting, windows, accounts; what it gives up and what it keeps."""
+"""RadixTree, one rule at a time: matching, inserting, windows, accounting, eviction."""
 
 import gc
 import threading
@@ -18,12 +18,12 @@ from tests.support.without_collector import without_collector
 # Matching and inserting -----------------------------------------------------------------------------------------------
 
 
-def test_the_drawing_of_radix_node() -> None:
+def test_example_in_the_docstring_of_radix_node() -> None:
     pool = make_pool()
     tree = RadixTree(pool)
     add(tree, range(6))
     assert pool.stats().live_blocks == 2
-    add(tree, range(10))  # takes blocks 1 and 2 of it, and block 1 again for the node it goes on from
+    add(tree, range(10))  # the child holds blocks 1 and 2; its block 1 also replaces the parent's tail
     assert pool.stats().live_blocks == 3  # the shorter tail block is free again
     add(tree, [*range(6), 99])
     assert pool.stats().live_blocks == 4
@@ -46,15 +46,15 @@ def test_the_last_token_is_always_left_to_compute() -> None:
         match = tree.match(range(length))
         assert match.length == length - 1 and len(match.block_ids[0]) == -(-(length - 1) // 4)
     assert tree.match([]).length == 0 and tree.match([7]).node.is_root
-    assert pool.stats().prefix_hit_tokens == 0  # nobody has adopted anything
+    assert pool.stats().prefix_hit_tokens == 0  # nothing is adopted yet
     tree.adopt(range(8))
     assert pool.stats().prefix_hit_tokens == 7
 
 
-def test_where_a_chunk_begins_nothing_before_it_is_needed() -> None:
+def test_prefix_that_ends_at_a_chunk_boundary_needs_no_earlier_blocks() -> None:
     tree, pool = make_tree((None, Window(10, 10)))
     add(tree, range(36), chunks=(9, 17, 25, 33))  # the table holds its last chunk
-    # Held: the end, and what comes after position 30. Before, a prefix is found up to its own chunk's start.
+    # Held: the last chunk, from position 30 on. A shorter prefix is found up to the start of its last chunk.
     assert [found(tree, range(length)) for length in (36, 34, 31, 30, 29, 21, 20, 19, 10, 9)] == [
         36, 34, 31, 30, 20, 20, 20, 10, 10, 0,
     ]  # fmt: skip
@@ -67,7 +67,7 @@ def test_where_a_chunk_begins_nothing_before_it_is_needed() -> None:
     tree.check_integrity()
 
 
-def test_salts_are_apart() -> None:
+def test_salts_do_not_share_prefixes() -> None:
     tree, _pool = make_tree((None,))
     add(tree, range(9), ("model", "adapter"))
     assert (found(tree, range(9), ("model", "adapter")), found(tree, range(9), ("model", None))) == (9, 0)
@@ -75,7 +75,7 @@ def test_salts_are_apart() -> None:
     assert found(tree, range(9), ("model", None)) == 9 and len(tree) == 2
 
 
-def test_what_is_there_is_not_taken_again() -> None:
+def test_inserting_cached_tokens_again_holds_no_more_blocks() -> None:
     tree = RadixTree(pool := make_pool())
     add(tree, range(20))
     own = hold(pool, range(20))
@@ -85,7 +85,7 @@ def test_what_is_there_is_not_taken_again() -> None:
     assert pool.stats().live_blocks == 5 and len(list(tree.nodes())) == 1
 
 
-def test_a_donor_goes_on_in_a_copy_of_its_tail() -> None:
+def test_donor_continues_in_a_copy_of_its_tail_block() -> None:
     tree = RadixTree(pool := make_pool())
     tables = hold(pool, range(6))
     tree.insert(range(6), tables)
@@ -124,7 +124,7 @@ def test_tables_that_do_not_hold_the_tokens_are_refused(problem: str) -> None:
 # Windows --------------------------------------------------------------------------------------------------------------
 
 
-def test_behind_a_window_only_ends_that_were_kept_are_served() -> None:
+def test_window_group_serves_only_prefixes_whose_window_is_held() -> None:
     tree, _pool = make_tree((None, 6))
     add(tree, range(30), chunks=(14, 22))  # the window group holds positions 17 to 29
     assert [found(tree, range(n)) for n in (30, 27, 22, 21, 14)] == [30, 27, 22, 0, 0]
@@ -132,14 +132,14 @@ def test_behind_a_window_only_ends_that_were_kept_are_served() -> None:
     assert [found(tree, range(n)) for n in (30, 22, 21, 14, 9)] == [30, 22, 14, 14, 9]
 
 
-def test_the_longest_prefix_that_all_groups_can_serve() -> None:
+def test_match_is_the_longest_prefix_that_all_groups_can_serve() -> None:
     tree, _pool = make_tree((None, 6, 12))
     add(tree, range(30), chunks=(20,))
     # The window of 12 is held from 9 on, so up to 20; that of 6 from 15 on, so up to 20 as well.
     assert [found(tree, range(n)) for n in (30, 24, 20, 19)] == [30, 24, 20, 0]
 
 
-def test_window_blocks_of_inner_nodes_go_first_and_come_back() -> None:
+def test_window_blocks_of_inner_nodes_are_evicted_first_and_restored() -> None:
     pool = make_pool((None, 6))
     tree = RadixTree(pool)
     for end in (8, 16, 24):
@@ -163,7 +163,7 @@ def test_window_blocks_of_inner_nodes_go_first_and_come_back() -> None:
 # Accounts -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_dropped_tree_gives_its_blocks_back() -> None:
+def test_dropped_tree_releases_its_blocks() -> None:
     pool = make_pool((None, 6))
     tree = RadixTree(pool)
     add(tree, range(20))
@@ -174,7 +174,7 @@ def test_a_dropped_tree_gives_its_blocks_back() -> None:
     pool.check_integrity()
 
 
-def test_the_nodes_of_a_dropped_tree_go_with_it() -> None:
+def test_nodes_of_a_dropped_tree_are_freed_without_the_collector() -> None:
     tree = RadixTree(pool := make_pool((None, 6)))
     with without_collector():
         for tail in range(3):
@@ -184,12 +184,12 @@ def test_the_nodes_of_a_dropped_tree_go_with_it() -> None:
     assert pool.stats().live_blocks == 0
 
 
-def test_a_tree_does_not_keep_its_pool() -> None:
+def test_tree_does_not_keep_its_pool_alive() -> None:
     tree = RadixTree(pool := make_pool())
     add(tree, range(4))
     del pool
     gc.collect(0)
-    with pytest.raises(BlockStateError, match="gone"):
+    with pytest.raises(BlockStateError, match="no longer exists"):
         tree.match([1])
 
 
@@ -215,7 +215,7 @@ def test_integrity_check_finds_damage(damage: str) -> None:
         pool.check_integrity()
 
 
-def test_other_threads_may_look_while_one_works() -> None:
+def test_other_threads_can_read_the_tree_while_it_changes() -> None:
     pool = make_pool(num_blocks=40)
     tree = RadixTree(pool)
     errors: list[BaseException] = []
@@ -265,7 +265,7 @@ def test_least_recently_used_leaves_are_evicted_first() -> None:
     assert tree.evict(0, 99) == 2 and len(tree) == 0 and tree.evictions == 8
 
 
-def test_a_leaf_gives_its_end_up_before_its_beginning() -> None:
+def test_leaf_is_evicted_from_its_end() -> None:
     tree = RadixTree(pool := make_pool())
     add(tree, range(22))
     assert tree.evict(0, 2) == 2 and found(tree, range(22)) == 16
@@ -275,12 +275,12 @@ def test_a_leaf_gives_its_end_up_before_its_beginning() -> None:
     assert pool.stats().evictions == 2
 
 
-def test_what_is_kept_is_evicted_after_what_is_newer() -> None:
+def test_kept_prefix_is_evicted_after_newer_ones() -> None:
     tree = RadixTree(pool := make_pool(num_blocks=40))
     add(tree, range(10), keep=10)
     add(tree, range(100, 116))
     assert tree.evict(0, 4) == 4 and (found(tree, range(100, 116)), found(tree, range(10))) == (0, 10)
-    add(tree, [*range(10), *range(50, 56)], keep=10)  # what follows the mark goes like any other
+    add(tree, [*range(10), *range(50, 56)], keep=10)  # tokens after the kept ones are evicted like others
     add(tree, range(100, 116))
     assert tree.evict(0, 1) == 1 and found(tree, [*range(10), *range(50, 56)]) == 12
     assert tree.evict(0, 4) == 4 and found(tree, range(10)) == 10
@@ -288,7 +288,7 @@ def test_what_is_kept_is_evicted_after_what_is_newer() -> None:
     assert pool.stats().cached_blocks == 0
 
 
-def test_what_is_kept_has_a_share_of_the_budget() -> None:
+def test_kept_prefixes_are_limited_to_a_share_of_the_budget() -> None:
     tree = RadixTree(pool := make_pool(num_blocks=16))
     size = int(16 * MOST_KEPT)
     for start in (0, 100, 200, 300):
@@ -302,7 +302,7 @@ def test_what_is_kept_has_a_share_of_the_budget() -> None:
     assert not tree._kept
 
 
-def test_kept_ends_with_states_go_last() -> None:
+def test_kept_checkpoints_are_evicted_last() -> None:
     tree = RadixTree(pool := make_pool(num_blocks=400))
     for start in (0, 100, 200):
         tables = hold(pool, range(start, start + 8))
@@ -314,7 +314,7 @@ def test_kept_ends_with_states_go_last() -> None:
     assert tree.evict_states(1) == 64 and not tree._kept
 
 
-def test_locked_nodes_stay() -> None:
+def test_locked_nodes_are_not_evicted() -> None:
     tree, _pool = make_tree((None,))
     add(tree, range(12))
     add(tree, [0, 1, 2, 3, 99, 98, 97, 96])
@@ -347,30 +347,30 @@ def test_a_lock_holds_through_a_split() -> None:
     assert tree.evict(0, 99) == 3
 
 
-def test_blocks_that_sequences_hold_do_not_become_free() -> None:
+def test_blocks_held_by_sequences_are_not_reclaimable() -> None:
     tree = RadixTree(pool := make_pool())
     tables = hold(pool, range(10))
     tree.insert(range(10), tables)
     add(tree, [50, 51])
     stats = pool.stats()
     assert (stats.live_blocks, stats.cached_blocks, tree.reclaimable(0)) == (4, 1, 1)
-    assert tree.evict(0, 5) == 1 and found(tree, range(10)) == 10  # what would free nothing stays
+    assert tree.evict(0, 5) == 1 and found(tree, range(10)) == 10  # eviction that frees nothing is skipped
     release(pool, tables)
     assert (tree.reclaimable(0), pool.stats().cached_blocks) == (3, 3)
 
 
-def test_a_leaf_in_use_goes_if_it_stands_before_blocks_that_are_not() -> None:
+def test_leaf_in_use_is_evicted_to_free_the_blocks_of_its_parent() -> None:
     tree = RadixTree(pool := make_pool())
     add(tree, range(8))
-    own = hold(pool, range(12))  # computed without looking: only its third block goes into the tree
+    own = hold(pool, range(12))  # computed without a lookup: the tree takes only its third block
     tree.insert(range(12), own)
     assert tree.reclaimable(0) == 2 and tree.evict(0, 2) == 2
     assert found(tree, range(12)) == 0
     check_contents(pool, own, range(12))
 
 
-def test_the_pool_asks_before_it_refuses() -> None:
-    pool = make_pool(num_blocks=9)  # eight that can be used
+def test_pool_evicts_cached_blocks_before_it_raises() -> None:
+    pool = make_pool(num_blocks=9)  # eight usable ones
     tree = RadixTree(pool)
     add(tree, range(12))
     add(tree, range(50, 62))
@@ -379,13 +379,13 @@ def test_the_pool_asks_before_it_refuses() -> None:
     before = pool.stats()
     with pytest.raises(PoolExhaustedError):
         pool.append_tokens(tables[0], 17)  # five blocks; four are cached
-    assert pool.stats() == before and found(tree, range(50, 62)) == 12  # nothing is given up for nothing
+    assert pool.stats() == before and found(tree, range(50, 62)) == 12  # nothing is evicted if that is not enough
     pool.append_tokens(tables[0], 16)
     assert pool.stats().cached_blocks == 0
     pool.check_integrity()
 
 
-def test_a_full_pool_looks_at_few_of_its_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_in_a_full_pool_inspects_few_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(num_blocks=402)
     tree = RadixTree(pool)
     for n in range(200):
@@ -400,7 +400,7 @@ def test_a_full_pool_looks_at_few_of_its_cached_blocks(monkeypatch: pytest.Monke
     assert tree.reclaimable(0) == 399 and tree.reclaimable(0, 5) == 5 and tree.reclaimable(0, 500) == 399
 
 
-def test_a_large_full_pool_frees_blocks_for_the_next_steps_too() -> None:
+def test_large_full_pool_evicts_for_the_next_steps_too() -> None:
     pool = make_pool(num_blocks=2 * EVICTED_SHARE)
     tree = RadixTree(pool)
     tables = hold(pool, range(4 * (2 * EVICTED_SHARE - 10)))
@@ -414,8 +414,9 @@ def test_a_large_full_pool_frees_blocks_for_the_next_steps_too() -> None:
     pool.check_integrity()
 
 
-def test_nodes_go_in_the_order_of_use_whatever_goes_with_them() -> None:
-    """More nodes than are looked at at a time, some of them in use, and parents that become leaves meanwhile."""
+def test_nodes_are_evicted_in_the_order_of_use() -> None:
+    """There are more nodes than one batch of the eviction order; some are in use, and parents become leaves
+    meanwhile."""
     tree = RadixTree(pool := make_pool())
     in_use = []
     for n in range(100):
@@ -440,7 +441,7 @@ def test_time_to_live() -> None:
     add(tree, [*range(8), 1, 2, 3, 4])
     add(tree, range(50, 54))
     clock.now = 6
-    assert found(tree, range(8)) == 8  # and so its beginning stays on
+    assert found(tree, range(8)) == 8  # this use keeps the prefix
     clock.now = 11
     assert [found(tree, t) for t in ([*range(8), 1, 2, 3, 4], range(50, 54))] == [8, 0]
     clock.now = 30

@@ -24,7 +24,7 @@ Tokens = tuple[int, ...]
 MAX_LIVE = 4
 SALTS = ("a", "b")
 suffixes = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
-# A beginning of what was asked for before, and something new.
+# A prefix of an earlier request, and new tokens.
 recipes = st.tuples(st.integers(0, 30), st.integers(0, 40), suffixes)
 
 
@@ -33,7 +33,8 @@ def common(a: Tokens, b: Tokens) -> int:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Requests that adopt, compute, insert, go on or end; locks, evictions and a pool that runs out."""
+    """A tree under requests that adopt, compute, insert, continue or end, with locks, evictions and an exhausted
+    pool."""
 
     @initialize(
         windows=st.sampled_from(
@@ -47,8 +48,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree = RadixTree(self.pool)
         self.live: list[tuple[str, Tokens, list[BlockTable]]] = []
         self.locked: list[tuple[Any, str, Tokens, int]] = []
-        # Inserted prefixes, and for each the first position each group's keys were there from. Entries go when
-        # anything was evicted, except that locked ones must still be found.
+        # Inserted prefixes, each with the first position whose keys each group held. After an eviction they are only an
+        # upper bound, except that locked ones must still be found.
         self.inserted: dict[str, list[tuple[Tokens, list[int]]]] = {salt: [] for salt in SALTS}
         self.complete = True  # nothing has been evicted
         self.asked: list[Tokens] = [()]
@@ -72,7 +73,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.inserted[salt].append((tokens, [table.logical_start for table in tables]))
 
     def check_match(self, salt: str, tokens: Tokens, length: int) -> None:
-        """``length`` against the model: without windows it is exact, with them between two bounds."""
+        """Compare ``length`` with the model: equal without windows, between two bounds with them."""
         known = [(min(common(tokens, other), len(tokens) - 1), other, starts) for other, starts in self.inserted[salt]]
         assert 0 <= length <= max((agreed for agreed, _, _ in known), default=0)
         if not self.complete:
@@ -123,7 +124,8 @@ class TreeMachine(RuleBasedStateMachine):
             try:
                 compute(self.pool, tables, chunk, salt)
             except PoolExhaustedError as error:
-                # Only what cannot be had at all is refused; the group asked for is not said, so: some group.
+                # It refuses only if evicting all would not be enough. The error does not name the group, so: some
+                # group.
                 free = [group.allocator.num_free + self.tree.reclaimable(i) for i, group in enumerate(self.pool.groups)]
                 assert error.blocks_needed > 0 and min(free) < 20
                 self.complete &= self.tree.evictions == evictions
@@ -170,7 +172,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(group=st.integers(0, 2), num_blocks=st.integers(1, 12))
     def evict(self, group: int, num_blocks: int) -> None:
         group %= len(self.windows)
-        self.pool.stats()  # takes back what dropped tables held
+        self.pool.stats()  # collects the blocks of dropped tables
         allocator = self.pool.groups[group].allocator
         free, reclaimable = allocator.num_free, self.tree.reclaimable(group)
         freed = self.tree.evict(group, num_blocks)

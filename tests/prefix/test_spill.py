@@ -32,7 +32,7 @@ WINDOWS = [(None,), (None, 6), (5, None, 1)]
 
 
 def spilled(folder: Path, prefixes: Sequence[Sequence[int]], windows=(None,), chunk: int = 100, **options: Any):
-    """A store with these prefixes, each computed in chunks, inserted into a tree and given up again."""
+    """Return a store with these prefixes, each computed in chunks, inserted into a tree and evicted."""
     pool, store = make_pool(windows), SpillStore(folder, **options)
     tree = RadixTree(pool, on_evict=lambda salt, node: save(store, pool, node))
     for tokens in prefixes:
@@ -56,7 +56,7 @@ def add(tree: RadixTree, tokens: Sequence[int], chunk: int = 100) -> None:
 
 
 def restored(folder: Path, tokens: Sequence[int], windows=(None,), identity: str = "weights", **options: Any) -> int:
-    """Tokens served of a prefix by a new pool, as after a restart; their contents are checked."""
+    """Return the number of tokens that a new pool serves, as after a restart; checks their contents."""
     pool, store = make_pool(windows, **options), SpillStore(folder)
     tree = RadixTree(pool)
     gained = store.restore(tree, tokens, None, identity)
@@ -85,7 +85,7 @@ def test_round_trip(windows: tuple[int | None, ...], length: int, tmp_path: Path
         assert restored(tmp_path, (*tokens, 98, 97), windows) == length
 
 
-def test_part_of_what_is_there_is_served_to_the_token(tmp_path: Path) -> None:
+def test_part_of_a_spilled_prefix_is_served_to_the_token(tmp_path: Path) -> None:
     spilled(tmp_path, [range(22)])
     assert restored(tmp_path, [*range(14), 99, 98]) == 14
     assert restored(tmp_path, range(22)) == 21  # one is left to compute
@@ -94,18 +94,18 @@ def test_part_of_what_is_there_is_served_to_the_token(tmp_path: Path) -> None:
 
 
 def test_prefixes_with_images_stay_in_memory(tmp_path: Path) -> None:
-    """mlx-lm writes for an image's tokens a negative hash of its address, which may show another one by then."""
+    """mlx-lm's tokens for an image are a negative hash of its address, where another image may be after a restart."""
     assert len(spilled(tmp_path, [[1, 2, 3, 4, -1, -1, 5, 6]])) == 0
 
 
-def test_common_beginnings_are_written_once(tmp_path: Path) -> None:
+def test_common_prefixes_are_written_once(tmp_path: Path) -> None:
     system = tuple(range(10))
     prefixes = [(*system, 100 + n, *range(5)) for n in range(4)]
     store = spilled(tmp_path, prefixes)
     assert len(store) == 2 + 4 * 2
     for tokens in prefixes:
         assert restored(tmp_path, (*tokens, 99)) == 16
-    # A longer prefix takes the place of its shorter beginning's last block.
+    # A longer prefix adds only its own blocks.
     longer = spilled(tmp_path, [(*prefixes[0], *range(50, 60))])
     assert len(longer) == 2 + 4 * 2 + 3 and restored(tmp_path, (*prefixes[0], 99)) == 16
 
@@ -130,8 +130,8 @@ def test_random_prefixes(
         assert restored(folder, (*tokens, 2), windows) == len(tokens)
 
 
-def test_the_tree_and_the_disk_go_together(tmp_path: Path) -> None:
-    """What the tree still has is not read again, also from inside a block."""
+def test_restore_reads_only_what_the_tree_lacks(tmp_path: Path) -> None:
+    """The tree may hold a prefix that ends inside a block."""
     tokens = tuple(range(30))
     for windows in WINDOWS:
         folder = tmp_path / str(windows)
@@ -164,7 +164,7 @@ def test_other_weights_and_other_block_sizes_find_nothing(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_damaged_files_are_ignored_with_one_warning(damage: str, number: int, tmp_path: Path) -> None:
     store = spilled(tmp_path, [range(20)])
-    paths = list(store._order)  # from the last block of the leaf or from the first: by order of writing
+    paths = list(store._order)  # in the order of writing
     path = paths[number]
     data = path.read_bytes()
     reader = SpillStore(tmp_path) if damage == "vanish" else None
@@ -200,8 +200,8 @@ def test_damaged_files_are_ignored_with_one_warning(damage: str, number: int, tm
     assert len(caught) == 1
 
 
-def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is on disk when the process ends, at any point of writing a file, is whole or ignored."""
+def test_file_of_a_killed_writer_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the process ends while it writes a file, the file is whole or ignored."""
 
     class Killed(BaseException):
         pass
@@ -222,7 +222,7 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         spilled(folder, [range(8)])
         with monkeypatch.context() as patch:
             patch.setattr(where, name, action)
-            patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # nothing is tidied up either
+            patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # no clean-up either
             pool = make_pool()
             tree = RadixTree(pool)
             add(tree, range(30))
@@ -233,14 +233,14 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert restored(folder, range(30)) == 8
-        # What was left over goes in time.
+        # Stale temporary files are deleted at a later start.
         monkeypatch.setattr(spill_folder, "STALE_SECONDS", -1)
         SpillStore(folder)
         monkeypatch.undo()
         assert not any(path.name.startswith(".") for path in folder.iterdir())
 
 
-def test_a_full_disk_costs_the_prefix_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_loses_the_prefix_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -251,7 +251,7 @@ def test_a_full_disk_costs_the_prefix_and_nothing_else(tmp_path: Path, monkeypat
 
 
 def test_evicted_blocks_are_written_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody who evicts waits for the disk, and whoever wants the prefix back does."""
+    """Eviction does not wait for the disk; restoring the same prefix does."""
     go_on, threads, fill = threading.Event(), set(), spill_folder._fill
 
     def slowly(file: Any, data: memoryview) -> None:
@@ -278,7 +278,7 @@ def test_evicted_blocks_are_written_by_a_thread(tmp_path: Path, monkeypatch: pyt
     assert restored(tmp_path, (*range(100, 108), 99)) == 8
 
 
-def test_a_slow_disk_costs_prefixes_which_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefixes_dropped_on_a_slow_disk_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, fill = threading.Event(), spill_folder._fill
 
     def slowly(file: Any, data: memoryview) -> None:
@@ -299,7 +299,7 @@ def test_a_slow_disk_costs_prefixes_which_are_counted(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_size_cap_deletes_what_was_used_least_recently(restarts: bool, tmp_path: Path) -> None:
+def test_size_limit_deletes_the_least_recently_used_files(restarts: bool, tmp_path: Path) -> None:
     store = spilled(tmp_path, [range(100 * n, 100 * n + 4) for n in range(4)])
     each = store.nbytes // 4
     pool = make_pool()
@@ -315,7 +315,7 @@ def test_size_cap_deletes_what_was_used_least_recently(restarts: bool, tmp_path:
     assert len(SpillStore(tmp_path, max_bytes=each)) <= 1 and len(list(tmp_path.iterdir())) <= 1
 
 
-def test_what_does_not_fit_the_pool_stays_on_disk(tmp_path: Path) -> None:
+def test_prefix_too_large_for_the_pool_stays_on_disk(tmp_path: Path) -> None:
     spilled(tmp_path, [range(40)])
     pool, store = make_pool(num_blocks=6), SpillStore(tmp_path)
     tree = RadixTree(pool)
@@ -350,7 +350,7 @@ def test_half_precision_keeps_its_bits(dtype: mx.Dtype, tmp_path: Path) -> None:
 
 
 def test_files_of_another_shape_are_not_served(tmp_path: Path) -> None:
-    """Two models with one identity: keys of another geometry are not the pool's, and stay for theirs."""
+    """Two models with one identity: files of another geometry are not served, and are kept for the other model."""
     spilled(tmp_path, [range(9)])
     for dtype, heads in ((mx.float32, 5), (mx.float16, 1)):
         pool = make_pool()
@@ -366,7 +366,7 @@ def test_files_of_another_shape_are_not_served(tmp_path: Path) -> None:
         pool.check_integrity()
 
 
-def test_what_the_pool_refuses_costs_nothing_but_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_that_the_pool_refuses_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spilled(tmp_path, [range(9)], WINDOWS[1])
     pool, store = make_pool(WINDOWS[1]), SpillStore(tmp_path)
     tree = RadixTree(pool)
@@ -377,7 +377,7 @@ def test_what_the_pool_refuses_costs_nothing_but_the_time(tmp_path: Path, monkey
             raise RuntimeError("no")
         real(self, tables, *arrays)
 
-    with monkeypatch.context() as patch, pytest.warns(SpillWarning, match="do not fit the model"):
+    with monkeypatch.context() as patch, pytest.warns(SpillWarning, match="do not match the model"):
         patch.setattr(PoolLayer, "write_stored", refuse)
         assert store.restore(tree, range(9), None, "weights") == 0
     assert len(tree) == pool.stats().live_blocks == 0
@@ -385,7 +385,7 @@ def test_what_the_pool_refuses_costs_nothing_but_the_time(tmp_path: Path, monkey
     assert store.restore(tree, range(9), None, "weights") == 0  # not tried again
 
 
-def test_in_place_pools_spill_restore_and_share_too(tmp_path: Path) -> None:
+def test_in_place_pools_spill_restore_and_share_prefixes(tmp_path: Path) -> None:
     """Reads and writes go through the pool's own methods, so the form of its storage does not matter."""
     with fake_kernels():
 
@@ -405,7 +405,7 @@ def test_in_place_pools_spill_restore_and_share_too(tmp_path: Path) -> None:
                     pool.write_prefill(tables[group], layer, k, v)
 
         def contents(pool: BlockPool, tables: list[Any]) -> list[mx.array]:
-            """What the next token would see: of the window, its last 19 tokens."""
+            """Return the last 19 tokens of each layer, which the next token sees in the window."""
             arrays = [x for layer in range(3) for x in pool.gather_visible(tables[layer % 2], layer)]
             return [mx.contiguous(x[:, :, -19:]) + 0 for x in arrays]
 

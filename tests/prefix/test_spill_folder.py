@@ -1,4 +1,4 @@
-"""What may be in a spill folder: each fault is its file's own, it is private, and ranks find what all of them have."""
+"""Spill folders: a bad file affects only itself, files are private, and ranks restore only what all of them have."""
 
 import hashlib
 import os
@@ -57,13 +57,13 @@ def test_folder_and_files_are_private_at_every_moment(tmp_path: Path, monkeypatc
     assert restored(folder, (*range(20), 99)) == 20
 
 
-def test_what_is_open_to_others_is_made_private(tmp_path: Path) -> None:
+def test_folder_open_to_others_is_made_private(tmp_path: Path) -> None:
     folder = tmp_path / "spill"
     spilled(folder, [range(20)])
     for path in folder.iterdir():
         path.chmod(0o644)
     folder.chmod(0o755)
-    with pytest.warns(SpillWarning, match="was open to other users; now it is its owner's alone"):
+    with pytest.warns(SpillWarning, match="was accessible to other users; now only its owner can access it"):
         store = SpillStore(folder)
     assert len(store) == 5 and modes(folder) == {0o700, 0o600}
     with warnings.catch_warnings():
@@ -72,7 +72,7 @@ def test_what_is_open_to_others_is_made_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["with other files", "sticky"])
-def test_a_folder_that_is_not_ours_alone_stays_as_it_is(kind: str, tmp_path: Path) -> None:
+def test_shared_folder_keeps_its_permissions(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777 if kind == "sticky" else 0o755)
@@ -80,7 +80,7 @@ def test_a_folder_that_is_not_ours_alone_stays_as_it_is(kind: str, tmp_path: Pat
         (folder / "notes.txt").write_text("of somebody's")
         (folder / "notes.txt").chmod(0o644)
     before = folder.stat().st_mode
-    with pytest.warns(SpillWarning, match="is open to other users; the files that are written there are not"):
+    with pytest.warns(SpillWarning, match="is accessible to other users; the files written there are not"):
         spilled(folder, [range(9)])
     assert folder.stat().st_mode == before
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.safetensors")} == {0o600}
@@ -91,7 +91,7 @@ def test_a_folder_that_is_not_ours_alone_stays_as_it_is(kind: str, tmp_path: Pat
 def test_files_of_other_users_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spilled(tmp_path, [range(9)])
     monkeypatch.setattr(spill_folder.os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.warns(SpillWarning, match="not a file of this user's"):
+    with pytest.warns(SpillWarning, match="not a prefix file of this user"):
         assert len(SpillStore(tmp_path)) == 0
 
 
@@ -129,7 +129,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_else_is_there_is_ignored(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_entries_are_ignored(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spilled(tmp_path, [range(20)])
     put(tmp_path, kind)
     monkeypatch.setattr(spill_folder, "STALE_SECONDS", -1)
@@ -139,7 +139,7 @@ def test_whatever_else_is_there_is_ignored(kind: str, tmp_path: Path, monkeypatc
     assert len([each for each in caught if each.category is SpillWarning]) == (kind != "dangling temporary")
 
 
-def test_a_start_while_another_process_writes_and_deletes(tmp_path: Path) -> None:
+def test_store_starts_while_another_process_writes_and_deletes(tmp_path: Path) -> None:
     spilled(tmp_path, [range(20)])
     stop = threading.Event()
 
@@ -163,7 +163,7 @@ def test_a_start_while_another_process_writes_and_deletes(tmp_path: Path) -> Non
         thread.join()
 
 
-def test_a_neighbour_deletes_between_listing_and_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_deleted_after_the_listing_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spilled(tmp_path, [range(20)])
     names = os.listdir(tmp_path)
     monkeypatch.setattr(spill_folder.os, "listdir", lambda path: [*names, NOT_OURS, ".7-7.safetensors"])
@@ -173,7 +173,7 @@ def test_a_neighbour_deletes_between_listing_and_reading(tmp_path: Path, monkeyp
 
 
 def rewritten(path: Path, change: Callable[[dict[str, mx.array], dict[str, str]], None]) -> Path:
-    """The file with other contents, under the name that goes with them."""
+    """Change the contents of a file and rename it to match their hash."""
     arrays, metadata = mx.load(str(path), return_metadata=True)
     mx.eval(list(arrays.values()))
     change(arrays, metadata)
@@ -203,7 +203,7 @@ CHANGES: dict[str, Callable[[dict[str, mx.array], dict[str, str]], Any]] = {
     ("number", "change"), quick(crossed([0, 2], CHANGES), (0, "no keys"), (2, "other dtype"), (0, "fewer heads"),
     (0, "fewer tokens"), (0, "flat"), (0, "other names"), (0, "geometry"), (0, "no geometry"))
 )  # fmt: skip
-def test_a_bad_file_with_the_right_hash_is_that_files_fault_alone(change: str, number: int, tmp_path: Path) -> None:
+def test_bad_file_with_the_right_hash_affects_only_itself(change: str, number: int, tmp_path: Path) -> None:
     windows = (None, None)
     store = spilled(tmp_path, [range(20)], windows)
     chains = [block.path for block in sorted(store._order.values(), key=lambda block: block.tokens)]
@@ -211,17 +211,17 @@ def test_a_bad_file_with_the_right_hash_is_that_files_fault_alone(change: str, n
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert restored(tmp_path, (*range(20), 99), windows) == 4 * number
-    # What says that it is of another geometry than the blocks before is not looked into.
+    # A file whose header names another geometry than the blocks before it is not read.
     assert len(caught) == (0 if change == "geometry" and number else 1)
     assert bad.exists() == (not caught)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nobody trips over it again
+        warnings.simplefilter("error")  # it is not read again
         assert restored(tmp_path, (*range(20), 99), windows) == 4 * number
-    spilled(tmp_path, [range(20)], windows)  # and it can be written anew
+    spilled(tmp_path, [range(20)], windows)  # it can be written again
     assert restored(tmp_path, (*range(20), 99), windows) == 20
 
 
-def test_a_file_of_other_groups_is_not_looked_at(tmp_path: Path) -> None:
+def test_file_of_other_groups_is_not_read(tmp_path: Path) -> None:
     store = spilled(tmp_path, [range(20)], (None, None))
     path = min(store._order.values(), key=lambda block: block.tokens).path
     rewritten(path, lambda arrays, metadata: metadata.update(starts="[0]", geometry="[null]"))
@@ -232,19 +232,19 @@ def test_a_file_of_other_groups_is_not_looked_at(tmp_path: Path) -> None:
         assert restored(tmp_path, (*range(20), 99), (None, None)) == 20
 
 
-def test_a_truncated_file_with_the_right_hash(tmp_path: Path) -> None:
-    """Cut a file as a full disk would leave it, if errors of writing went unseen."""
+def test_truncated_file_with_the_right_hash_is_deleted(tmp_path: Path) -> None:
+    """Cut a file as a full disk would if write errors were missed."""
     store = spilled(tmp_path, [range(20)])
     path = max(store._order.values(), key=lambda block: block.tokens).path
     path.write_bytes(path.read_bytes()[:-5])
     renamed(path)
-    with pytest.warns(SpillWarning, match="was deleted"):
+    with pytest.warns(SpillWarning, match="deleted the unusable file"):
         assert restored(tmp_path, (*range(20), 99)) == 16
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_disk_that_is_full_while_a_file_is_written(tmp_path: Path) -> None:
-    """A real limit on the size of files, in a process of its own: what is there then is whole or nothing."""
+def test_full_disk_during_a_write_leaves_no_file(tmp_path: Path) -> None:
+    """Set a real limit on the size of files, in a separate process."""
     script = f"""
 import resource, warnings
 from tests.prefix.test_spill import spilled
@@ -259,7 +259,7 @@ assert "was not written" in str(caught[0].message), caught
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         SpillFolder(tmp_path / "file")
@@ -271,7 +271,7 @@ TOKENS = (*range(30), 99)
 
 
 def restored_by_ranks(folder: Path, windows: Any, everywhere: Callable[[int], Sequence[int]]) -> int:
-    """Tokens that the tree serves then; their contents are checked."""
+    """Return the number of tokens that the tree serves after a restore over ranks; checks their contents."""
     pool = make_pool(windows)
     tree = RadixTree(pool)
     SpillStore(folder, everywhere=everywhere).restore(tree, TOKENS, None, "weights")
@@ -285,7 +285,7 @@ def restored_by_ranks(folder: Path, windows: Any, everywhere: Callable[[int], Se
     ("windows", "most"), quick(crossed(WINDOWS, [0, 1, 7, 8, 13, 29, 30]), ((None,), 0), ((None, 6), 1),
     ((5, None, 1), 7), ((None,), 13), ((None, 6), 29), ((5, None, 1), 30))
 )  # fmt: skip
-def test_another_rank_has_less(windows: Any, most: int, tmp_path: Path) -> None:
+def test_ranks_restore_only_what_all_of_them_have(windows: Any, most: int, tmp_path: Path) -> None:
     spilled(tmp_path, [TOKENS[:30]], windows, chunk=8)
     asked = []
 
@@ -298,19 +298,19 @@ def test_another_rank_has_less(windows: Any, most: int, tmp_path: Path) -> None:
     if windows == (None,):
         assert found == most
     assert asked[0] == 30
-    if found:  # all ranks said the same last, and then that their files are as they were
+    if found:  # all ranks ended with the same length, and then no bad files
         assert asked[-2:] == [found, 0]
 
 
-def test_a_file_that_is_bad_on_another_rank_is_looked_at_again(tmp_path: Path) -> None:
+def test_bad_file_on_another_rank_shortens_the_prefix(tmp_path: Path) -> None:
     spilled(tmp_path, [TOKENS[:30]])
-    theirs = iter([30, 2, 28, 28, 0])  # how far; files that are bad; how far, twice, until all say the same; none bad
+    theirs = iter([30, 2, 28, 28, 0])  # length; bad files; length, twice, until all agree; no bad files
     assert restored_by_ranks(tmp_path, (None,), lambda mine: [mine, next(theirs, mine)]) == 28
 
 
-def test_a_file_that_is_bad_here(tmp_path: Path) -> None:
+def test_bad_file_on_this_rank_shortens_the_prefix(tmp_path: Path) -> None:
     spilled(tmp_path, [TOKENS[:30]])
-    victim = min(tmp_path.iterdir(), key=lambda path: path.stat().st_size)  # the last block is not whole
+    victim = min(tmp_path.iterdir(), key=lambda path: path.stat().st_size)  # the partial last block
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
     asked: list[int] = []
 
@@ -318,6 +318,6 @@ def test_a_file_that_is_bad_here(tmp_path: Path) -> None:
         asked.append(mine)
         return [mine, mine]
 
-    with pytest.warns(UserWarning, match="was deleted"):
+    with pytest.warns(UserWarning, match="deleted the unusable file"):
         assert restored_by_ranks(tmp_path, (None,), everywhere) == 28
     assert asked == [30, 1, 28, 0]

@@ -1,4 +1,4 @@
-"""The servers of the tests: one for each module, over a tiny model."""
+"""One server for each test module, over a tiny model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.support.processes.server_process import ServerProcess
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a llama, or of a model of the module's ``FAMILY``."""
+    """Make a folder of a tiny llama, or of a tiny model of the module's ``FAMILY``."""
     family = getattr(request.module, "FAMILY", "llama")
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder, family)
 
@@ -21,7 +21,7 @@ def folder(request: pytest.FixtureRequest, demo_model_folder: Path, tmp_path_fac
 def server(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """A server with the module's ``FLAGS``. It ends well, and has logged no traceback."""
+    """A server with the module's ``FLAGS``; it must exit with status 0 and log no traceback."""
     process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *request.module.FLAGS)
     yield process
     assert process.stop() == 0, process.log

@@ -1,4 +1,4 @@
-"""What a model writes, as a client is told it: text, reasoning, calls, log-probabilities."""
+"""Answers as clients get them: text, reasoning, tool calls, log probabilities."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HARMONY_TEXTS = texts_of(HarmonyParts, harmony_call)
 
 
 def answer_of(text: str, texts: Any = JSON_TEXTS, **options: Any) -> Piece:
-    """The text in pieces of three characters, and an end token."""
+    """Return the answer to a text that comes in pieces of three characters, then an end token."""
     finish = options.pop("finish", "stop")
     request = ServerRequest(options.pop("inputs", [[1]]), prompts=[Prompt.of_tokens([1])], **options)
     answer = Answer(0, request, texts)
@@ -71,7 +71,7 @@ def answer_of(text: str, texts: Any = JSON_TEXTS, **options: Any) -> Piece:
         ({"name": "f", "arguments": [1]}, {"value": [1]}),
     ],
 )
-def test_a_call_has_an_object_of_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> None:
+def test_arguments_of_a_call_are_always_an_object(call: dict[str, Any], arguments: dict[str, Any]) -> None:
     told = answer_of(f"Hello <tool_call>{json.dumps(call)}</tool_call>")
     assert told.text == "Hello " and told.finish == "tool_calls"
     (made,) = told.calls
@@ -81,30 +81,30 @@ def test_a_call_has_an_object_of_arguments(call: dict[str, Any], arguments: dict
 
 
 @pytest.mark.parametrize("text", ['{"name": "f", "arguments": {"a": NaN}}', '{"name": "f", "arguments": "\\ud83d"}'])
-def test_arguments_that_no_json_has_are_text(text: str) -> None:
+def test_call_with_arguments_that_are_not_json_is_text(text: str) -> None:
     told = answer_of(f"<tool_call>{text}</tool_call>")
     assert told.text == f"<tool_call>{text}" and not told.calls and json.dumps(told.text).encode()
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", '"f"', "null", '{"arguments": {}}', "{", '{"name": {"x": 1}}'])
-def test_a_call_that_cannot_be_read_is_text(text: str) -> None:
+def test_unreadable_call_is_text(text: str) -> None:
     told = answer_of(f"Hello <tool_call>{text}</tool_call> bye")
     assert told.text == f"Hello <tool_call>{text} bye" and not told.calls and told.finish == "stop"
 
 
-def test_a_call_without_an_end_is_one_and_only_the_first_is_told_if_asked() -> None:
+def test_unclosed_call_counts_and_calls_once_keeps_only_the_first() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}'
     assert answer_of(call).finish == "tool_calls"
     assert len(answer_of(f"{call}</tool_call>{call}</tool_call>").calls) == 2
     assert len(answer_of(f"{call}</tool_call>{call}</tool_call>", calls_once=True).calls) == 1
 
 
-def test_what_only_begins_a_marker_is_told_at_the_end() -> None:
+def test_partial_marker_at_the_end_is_text() -> None:
     for text in ("1 < 2 <", "a <tool", "<"):
         assert answer_of(text).text == text
 
 
-def test_end_tokens_have_no_log_probabilities_others_have_bytes() -> None:
+def test_end_token_has_no_log_probability_and_others_have_bytes() -> None:
     told = answer_of("abcdé", top_logprobs=0)
     assert [(token.text, token.bytes) for token in told.tokens] == [("a", b"a"), ("d", b"d")]
 
@@ -134,7 +134,9 @@ UTC, EMPTY = '{"tz": "UTC"}', "{}"
         ("<|channel|>" + "x" * 2000, "", "<|channel|>" + "x" * 2000, []),
     ],
 )
-def test_channels_of_gpt_oss(text: str, reasoning: str, shown: str, calls: list[str]) -> None:
+def test_channels_of_gpt_oss_become_reasoning_text_and_calls(
+    text: str, reasoning: str, shown: str, calls: list[str]
+) -> None:
     told = answer_of(text, HARMONY_TEXTS)
     assert (told.reasoning, told.text) == (reasoning, shown)
     assert [call["function"] for call in told.calls] == [{"name": "clock", "arguments": each} for each in calls]
@@ -146,7 +148,7 @@ XML = "<function=look>\n<parameter=path>\na.py\n</parameter>\n<parameter=n>\n3\n
 
 
 def call_of(text: str, *, has_tools: bool = True, finish: str = "stop") -> tuple[str, list[tuple[str, Any]]]:
-    """The text beside the calls, and the calls."""
+    """Return the text beside the calls, and the calls."""
     inputs = [ChatInput([], TOOLS if has_tools else None)]
     piece = answer_of(text, inputs=inputs, finish=finish)
     functions = [call["function"] for call in piece.calls]
@@ -178,24 +180,24 @@ LOOK = ("look", {"path": "a.py", "n": 3})
         ('He said {"name": "go"}', 'He said {"name": "go"}', []),
     ],
 )
-def test_calls_that_are_not_as_the_parser_expects_arrive(text: str, said: str, calls: list[tuple[str, Any]]) -> None:
+def test_calls_in_unexpected_forms_are_recognised(text: str, said: str, calls: list[tuple[str, Any]]) -> None:
     assert call_of(text) == (said, calls)
 
 
-def test_a_call_that_is_cut_off_is_text() -> None:
+def test_truncated_call_is_text() -> None:
     for text in (XML, '{"name": "go"', "<tool_call>go"):
         assert call_of(text, finish="length") == (text, [])
     cut = "<function=look>\n<parameter=path>\na.p"
     assert call_of(cut) == (cut, [])
 
 
-def test_without_tools_nothing_is_taken_for_a_call() -> None:
+def test_request_without_tools_gets_no_calls() -> None:
     for text in (f"{XML}</function>", '{"name": "look"}', "<tool_call>go</tool_call>"):
         assert call_of(text, has_tools=False) == (text.removesuffix("</tool_call>"), [])
 
 
 def streamed(text: str, form: Any, texts: Any = JSON_TEXTS, *, finish: str = "stop") -> list[Any]:
-    """The events of an answer that comes in pieces of three characters."""
+    """Return the events of an answer that comes in pieces of three characters."""
     request = ServerRequest([ChatInput([], TOOLS)], prompts=[Prompt.of_tokens([1])])
     answer = Answer(0, request, texts, streams=True)
     said = [Generated(0, 5, text[i : i + 3]) for i in range(0, len(text), 3)] + [Generated(0, 2, "", finish)]
@@ -215,7 +217,7 @@ OPEN = '<tool_call>{"name": "go", "arguments": {"a": [{"b": 1'
     ("text", "given"),
     [(TWICE, [GIVEN, GIVEN]), (OPEN + "}]}}</tool_call>", [{"a": [{"b": 1}]}]), (OPEN, [{"a": [{"b": 1}]}])],
 )
-def test_arguments_are_told_while_they_are_written(text: str, given: list[Any]) -> None:
+def test_arguments_are_streamed_while_they_are_generated(text: str, given: list[Any]) -> None:
     head = Head("x", "m", 0, "")
     deltas: dict[int, list[str]] = {}
     for event in streamed(text, ChatForm(head, CHAT)):
@@ -244,7 +246,7 @@ def test_arguments_are_told_while_they_are_written(text: str, given: list[Any]) 
     ]
 
 
-def test_channels_stream_arguments_of_known_tools_only() -> None:
+def test_channels_stream_arguments_only_of_known_tools() -> None:
     told = streamed(f"<|channel|>commentary to=functions.go {CALL}", ChatForm(HEAD, CHAT), HARMONY_TEXTS)
     calls = [call for event in told[:-1] for call in event["choices"][0]["delta"].get("tool_calls", [])]
     assert len(calls) > 2 and "".join(call["function"]["arguments"] for call in calls) == UTC

@@ -1,4 +1,4 @@
-"""Models as they were trained at first: without a chat template, and without pad or end tokens."""
+"""Base models: without a chat template, and without pad or end tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return base
 
 
-def test_completions_are_those_of_stock(server: ServerProcess, folder: Path) -> None:
+def test_completions_equal_stock(server: ServerProcess, folder: Path) -> None:
     mlx_lm = importlib.import_module("mlx_lm")
     expected = mlx_lm.generate(*mlx_lm.load(str(folder)), "Once upon a time", max_tokens=9)
     answer = server.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 9, "logprobs": 1})
@@ -37,7 +37,7 @@ def test_completions_are_those_of_stock(server: ServerProcess, folder: Path) -> 
     assert len(answer.json["choices"][0]["logprobs"]["tokens"]) == 9
 
 
-def test_chats_are_made_as_by_mlx_lm(server: ServerProcess) -> None:
+def test_chats_without_a_template_use_mlx_lms_role_mapping(server: ServerProcess) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi."}], "chat_template_kwargs": {"enable_thinking": False}}
     for path, extra in (("/v1/chat/completions", {}), ("/v1/messages", {"max_tokens": 3})):
         assert server.post(path, {**chat, **extra}).status == 200
@@ -45,7 +45,7 @@ def test_chats_are_made_as_by_mlx_lm(server: ServerProcess) -> None:
     assert mapped.status == 200 and mapped.json["usage"]["prompt_tokens"] < 9
 
 
-def test_an_assistants_message_at_the_end_goes_on(server: ServerProcess) -> None:
+def test_assistant_message_at_the_end_is_continued(server: ServerProcess) -> None:
     hi, begun = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Once upon"}
     whole = server.post("/v1/completions", {"prompt": "USER: Hi.\nASSISTANT: Once upon", "max_tokens": 3}).json
     message = server.post("/v1/messages", {"messages": [hi, begun], "max_tokens": 3})
@@ -60,10 +60,10 @@ def test_an_assistants_message_at_the_end_goes_on(server: ServerProcess) -> None
         server.post("/tokenize", {"messages": [hi, each]}).json["tokens"]
         for each in (called, {**called, "content": ""})
     ]
-    assert asked[0] == asked[1]  # "None" is no text
+    assert asked[0] == asked[1]  # null is not the text "None"
 
 
-def test_samples_of_all_kinds(server: ServerProcess) -> None:
+def test_sampling_works_and_grammars_are_refused(server: ServerProcess) -> None:
     body = {"prompt": "x", "temperature": 1, "xtc_probability": 0.5, "seed": 3, "stop": ["~~"]}
     assert server.post("/v1/completions", body).status == 200
     constrained = server.post("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "[ab]"}})

@@ -22,11 +22,12 @@ from tests.support.models.chat_templates import FAMILIES, family_tokenizer
 pytestmark = pytest.mark.demo_model
 
 SESSIONS = 4
-TAIL = 4  # tokens that begin an answer, which the template writes otherwise in the history
-MOVES_TOOLS = {"mistral-small-3.2"}  # to the latest question
-UP_TO_AN_ANSWER = {"gpt-oss"}  # with thinking, all behind the latest answer without a call; others: behind a question
-# Templates that leave out the thinking before the latest question have what follows it computed again.
-# And with clients that send the latest answer's thinking only.
+TAIL = 4  # tokens that begin an answer and that the template writes differently in the history
+MOVES_TOOLS = {"mistral-small-3.2"}  # the template puts the tools at the latest question
+# Keeps the thinking after the latest answer without a call; others: after the latest question.
+UP_TO_AN_ANSWER = {"gpt-oss"}
+# Least share of tokens found again. It is lower if the template drops the thinking before the latest question.
+# The second value is for clients that send only the latest answer's thinking.
 LEAST_FOUND = {
     **dict.fromkeys(("deepseek-v3.1", "kimi-k2", "llama-3.1", "gemma-3"), (0.995, 0.995)),
     **dict.fromkeys(("glm-4.6", "minimax-m2", "qwen3"), (0.96, 0.92)),
@@ -69,7 +70,7 @@ def said(dice: random.Random, most: int = 40) -> str:
 
 
 def session(dice: random.Random) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages of each turn of an agent: questions, thinking, calls one after another or several, results."""
+    """Yield the messages of each turn of an agent: questions, thinking, single or parallel calls, results."""
     messages = [{"role": "system", "content": said(dice, 200)}, {"role": "user", "content": said(dice)}]
     for number in range(dice.randint(2, 12)):
         yield list(messages)
@@ -106,7 +107,7 @@ def texts_of(family: str) -> LoadedTexts:
 
 
 def without_old_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat as clients have it that send the latest answer's thinking only."""
+    """Return a chat as sent by clients that keep only the latest answer's thinking."""
     last = max((i for i, each in enumerate(messages) if each["role"] == "assistant"), default=0)
     return [{k: v for k, v in each.items() if k != "reasoning_content" or i == last} for i, each in enumerate(messages)]
 
@@ -128,7 +129,7 @@ def kept_of(family: str, before: list[dict[str, Any]], now: list[dict[str, Any]]
     ("family", "forgets"),
     quick(crossed(FAMILIES, [False, True]), *crossed(FAMILIES, [False]), ("gpt-oss", True), ("qwen3", True)),
 )
-def test_a_turn_begins_with_the_turn_before(family: str, forgets: bool) -> None:
+def test_tokens_of_a_turn_begin_with_those_of_the_turn_before(family: str, forgets: bool) -> None:
     texts, maker = texts_of(family), PromptMaker()
     earlier = found = 0
     for seed in range(SESSIONS):
@@ -146,15 +147,15 @@ def test_a_turn_begins_with_the_turn_before(family: str, forgets: bool) -> None:
     assert found / earlier >= LEAST_FOUND[family][forgets]
 
 
-def test_a_template_that_never_ends_is_ended() -> None:
+def test_endless_template_is_stopped_and_refused() -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     given = ChatInput([{"role": "user", "content": "Hello"}], None, {"chat_template": endless})
-    with pytest.raises(RequestRefused, match="was not made within") as caught:
+    with pytest.raises(RequestRefused, match="the chat template ran for more than") as caught:
         texts_of("qwen3").make_prompt(given, PromptLimits(None, 0.2, True, False))
     assert caught.value.status == 400
 
 
-# Two calls at once, thinking and text beside them, a question right behind the results, and two in a row.
+# Two parallel calls with thinking and text, a question right after the results, and two questions in a row.
 HARD: list[dict[str, Any]] = [
     {"role": "system", "content": "mark-a."},
     {"role": "user", "content": "mark-b."},
@@ -174,16 +175,16 @@ HARD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_template_refuses_is_said_in_another_way(family: str) -> None:
+def test_messages_that_a_template_refuses_are_rewritten(family: str) -> None:
     texts = texts_of(family)
     text = texts.decode(PromptMaker().made(ChatInput(HARD, TOOLS), texts).tokens)
     marks = ["mark-a.", "mark-b.", "mark-e.", "mark-e.-result", "mark-f.", "mark-f.-result", "mark-g.", "mark-h."]
-    if not texts._refusals.several:  # else each call is before its own result
+    if not texts._refusals.several:  # otherwise each call is followed by its own result
         marks[3:5] = marks[4:2:-1]
     begin = 0
     for mark in marks:
         begin = text.index(mark, begin) + len(mark)
-    if family not in ("mistral-small-3.2", "llama-3.1"):  # which have no text beside a call
+    if family not in ("mistral-small-3.2", "llama-3.1"):  # these have no text beside a call
         assert text.count("mark-d.") == 1
     if family == "gemma-3":
         assert '<tool_call>\n{"name": "run", "arguments": {"path": "mark-e."}}\n</tool_call>' in text

@@ -1,4 +1,4 @@
-"""constraint_of(): what a request says of its answer, and what is wrong with it."""
+"""constraint_of(): the constraint that a request puts on its answer, and invalid requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tool(name: str = "f", **options: Any) -> dict[str, Any]:
         ({"structured_outputs": {"grammar": 'start: "x"'}}, "lark", 'start: "x"'),
     ],
 )
-def test_what_an_answer_has_to_be(body: dict[str, Any], kind: str, text: str) -> None:
+def test_each_form_of_request_gives_its_constraint(body: dict[str, Any], kind: str, text: str) -> None:
     for chat in (False, True):
         found = constraint_of(body, chat=chat)
         assert found is not None and found.answer == (kind, text) and found.tools is None
@@ -47,7 +47,7 @@ def test_what_an_answer_has_to_be(body: dict[str, Any], kind: str, text: str) ->
         {"tool_choice": "none"},
     ],
 )
-def test_requests_that_say_nothing(body: dict[str, Any]) -> None:
+def test_requests_without_a_constraint_give_none(body: dict[str, Any]) -> None:
     assert constraint_of(body, chat=True) is None
 
 
@@ -76,7 +76,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "one of json"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice must be a list"),
     ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "choice must be a list"),
-    ({"structured_outputs": {"regex": ""}}, "structured_outputs", "regex must be a string"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs", "regex must be a non-empty string"),
     ({"structured_outputs": {"json": "{}"}}, "structured_outputs", "json must be a JSON schema"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "json_object must be true"),
     (
@@ -85,12 +85,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "cannot both",
     ),
     ({"tool_choice": "any"}, "tool_choice", "none, auto, required"),
-    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tool_choice": "required"}, "tool_choice", "requires a call, but tools is empty"),
     ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "must name a function"),
     (
         {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [tool()]},
         "tool_choice",
-        "there is no tool 'g'",
+        "not in tools: 'g'",
     ),
     ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools", r"tools\[0\].function must be"),
     ({"tool_choice": "required", "tools": [tool(parameters=[1])]}, "tools", r"tools\[0\].function.parameters"),
@@ -98,17 +98,17 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("body, param, message", WRONG)
-def test_what_is_wrong_is_named(body: dict[str, Any], param: str, message: str) -> None:
+def test_invalid_constraint_is_refused_by_parameter(body: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(RequestRefused, match=message) as caught:
         constraint_of(body, chat=True)
     assert caught.value.status == 400 and caught.value.param == param
 
 
-def test_texts_have_no_tools() -> None:
+def test_tools_are_ignored_in_completions() -> None:
     assert constraint_of({"tools": [tool()], "tool_choice": "required"}, chat=False) is None
 
 
-def test_which_tools_may_be_called() -> None:
+def test_tools_of_returns_the_callable_tools() -> None:
     both = [tool("f", parameters={"enum": [1]}), tool("g", parameters={"enum": [2]}, strict=True)]
     required = tools_of({"tools": both, "tool_choice": "required"})
     assert required is not None and required.required and required.parallel
@@ -117,10 +117,10 @@ def test_which_tools_may_be_called() -> None:
     assert named is not None and [each.name for each in named.callable] == ["f"] and not named.parallel
     strict = tools_of({"tools": both, "parallel_tool_calls": False})
     assert strict is not None and not strict.required and not strict.parallel
-    assert [each.schema for each in strict.callable] == [SCHEMA, {"enum": [2]}], "arguments of others are any object"
+    assert [each.schema for each in strict.callable] == [SCHEMA, {"enum": [2]}], "the other tool takes any object"
 
 
-def test_a_schema_beyond_the_interpreters_depth_is_refused() -> None:
+def test_schema_nested_too_deeply_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(20_000):
         schema = {"items": schema}

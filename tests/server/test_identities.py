@@ -1,4 +1,4 @@
-"""What names the models of a server on disk: those that are loaded now, with their drafts and configurations."""
+"""Identities that name a server's models on disk: weights, draft model and configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_paged.prefix.identity import identity_of, loaded_configs, noting_config
 from tests.support.models.builders import build, perturbed
 
 
-def test_target_and_draft_both_count() -> None:
+def test_identity_depends_on_target_and_draft() -> None:
     target, draft = build("llama"), perturbed("llama", 0.1)
     found = {
         identity_of(models) for models in [(target,), (draft,), (target, draft), (draft, target), (target, target)]
@@ -17,23 +17,23 @@ def test_target_and_draft_both_count() -> None:
     assert len(found) == 5 and None not in found
 
 
-def test_equal_weights_have_one_name() -> None:
+def test_equal_weights_have_one_identity() -> None:
     first = identity_of([build("llama")])
     assert first == identity_of([build("llama")]) != identity_of([build("llama", seed=9)])
 
 
-def test_the_configuration_as_it_was_loaded_counts() -> None:
+def test_identity_depends_on_the_configuration_as_loaded() -> None:
     config = {"rope_scaling": None}
     load = noting_configs(lambda name, return_config: (build("llama"), "tokenizer", config))
     model, tokenizer = load("name")
     assert tokenizer == "tokenizer" and load("name", return_config=True)[2] is config
     first = identity_of([model])
     assert first == identity_of([load("name")[0]]) != identity_of([build("llama")])
-    config["rope_scaling"] = {"factor": 2.0}  # what is read later is not what the first one was built from
+    config["rope_scaling"] = {"factor": 2.0}  # a later change does not affect the first model
     assert first == identity_of([model]) != identity_of([load("name")[0]])
 
 
-def test_a_configuration_goes_with_its_model() -> None:
+def test_configuration_is_dropped_with_its_model() -> None:
     model, _ = noting_configs(lambda name, return_config: (build("llama"), "tokenizer", {}))("name")
     gone, known = weakref.ref(model), len(loaded_configs)
     gc.disable()

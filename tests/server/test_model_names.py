@@ -17,7 +17,7 @@ NOTHING = ModelKey(None)
 
 @pytest.fixture(autouse=True)
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one model in it."""
+    """Make a hub cache that holds one model, org/here."""
     repo = tmp_path / "hub" / "models--org--here"
     snapshot = repo / "snapshots" / "0123"
     for folder in (snapshot, repo / "refs", repo / "blobs"):
@@ -35,7 +35,7 @@ def refused(names: ModelNames, name: str | None) -> str:
     return str(caught.value)
 
 
-def test_without_a_model_clients_have_those_of_the_hubs_cache(tmp_path: Path) -> None:
+def test_without_a_model_those_in_the_hub_cache_are_served(tmp_path: Path) -> None:
     names = ModelNames(NOTHING, ServerConfig())
     assert names.resolve("org/here").model == "org/here"
     assert [each["id"] for each in names.listed(0)] == ["org/here"]
@@ -43,13 +43,13 @@ def test_without_a_model_clients_have_those_of_the_hubs_cache(tmp_path: Path) ->
         assert "/v1/models" in refused(names, name)
 
 
-def test_with_a_model_clients_have_that_one(tmp_path: Path) -> None:
+def test_with_a_model_only_that_one_is_served(tmp_path: Path) -> None:
     names = ModelNames(ModelKey("org/mine"), ServerConfig(served_model_names=("mine",)))
     assert names.resolve("mine") == names.resolve(None) == names.resolve("org/mine") == ModelKey("org/mine")
     assert "'mine'" in refused(names, "org/here")
 
 
-def test_any_model_where_that_is_allowed() -> None:
+def test_allow_any_model_accepts_any_name() -> None:
     names = ModelNames(ModelKey("org/mine"), ServerConfig(allow_any_model=True))
     assert names.resolve("org/elsewhere").model == "org/elsewhere"
     assert names.resolve("org/elsewhere", adapter="a", draft="d") == ModelKey("org/elsewhere", "a", "d")

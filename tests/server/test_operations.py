@@ -1,4 +1,4 @@
-"""What somebody sees who runs a server for others: models, keys, refusals, the log, figures, and its end."""
+"""Operation of a server: models, keys, refusals, log, figures and shutdown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.demo_model
-def test_only_models_that_are_listed_can_be_asked_for(server: ServerProcess) -> None:
+def test_only_listed_models_are_served(server: ServerProcess) -> None:
     listed = [model["id"] for model in server.get("/v1/models", **ONE).json["data"]]
     assert listed[0] == "house" and "other" in listed and "empty" not in listed
     folder = next(name for name in listed if name.startswith("/"))
@@ -57,7 +57,7 @@ def test_only_models_that_are_listed_can_be_asked_for(server: ServerProcess) -> 
 
 
 @pytest.mark.demo_model
-def test_refusals_are_in_the_form_of_the_api(server: ServerProcess) -> None:
+def test_refusals_have_the_form_of_the_api(server: ServerProcess) -> None:
     long = {"role": "user", "content": "word " * 30_000}
     for body, status, kind, code in (
         ({"messages": [long], "max_tokens": 1}, 400, "invalid_request_error", "context_length_exceeded"),
@@ -78,7 +78,7 @@ def test_refusals_are_in_the_form_of_the_api(server: ServerProcess) -> None:
 
 
 @pytest.mark.demo_model
-def test_figures_say_nothing_of_texts(server: ServerProcess) -> None:
+def test_figures_reveal_no_texts(server: ServerProcess) -> None:
     secret = {"prompt": "xylophone mandragora " * 20, "max_tokens": 2, "cache_salt": "mandragora"}
     assert server.post(COMPLETIONS, secret, **ONE).status == 200
     for path in ("/metrics", "/v1/cache/stats?blocks=1", "/cache", "/health"):
@@ -102,8 +102,8 @@ def line_of(server: ServerProcess, request_id: str) -> str:
 
 
 @pytest.mark.demo_model
-def test_the_log_and_the_end(server: FaultyServer) -> None:
-    """The last one: SIGHUP is an end in order."""
+def test_log_describes_requests_and_sighup_drains_the_server(server: FaultyServer) -> None:
+    """Runs last, as SIGHUP ends the server."""
     told = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}, **ONE, **{"x-request-id": "mine-1"})
     refused = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 0}, **ONE)
     assert server.request("GET", "/", None, {"Host": "["}, 30).status == 400
@@ -115,10 +115,10 @@ def test_the_log_and_the_end(server: FaultyServer) -> None:
         r"first=\S+s tokens/s=\S+ ",
         one,
     )
-    assert "400" in other and "reason='max_tokens must be at least 1 without echo'" in other
+    assert "400" in other and "reason='max_tokens must be at least 1 without echo, got 0'" in other
     body = {"prompt": [1, 2, 3], "max_tokens": 500, "stream": True}
     with ThreadPoolExecutor(1) as pool:
-        with server.holding(1):  # the answer is not over before the signal is seen
+        with server.holding(1):  # so that the answer does not finish before the signal is seen
             answer = pool.submit(server.post, COMPLETIONS, body, **ONE)
             server.wait_until(lambda: server.get("/v1/cache/stats", **ONE).json["running"]["running"] == 1)
             server.process.send_signal(signal.SIGHUP)
@@ -135,7 +135,7 @@ def test_the_log_and_the_end(server: FaultyServer) -> None:
 @pytest.mark.parametrize(
     ("context", "capacity", "asked", "option", "most"),
     [
-        (8192, 20_000, None, None, 8092),  # what the model leaves
+        (8192, 20_000, None, None, 8092),  # what the model's context leaves
         (8192, 1000, None, None, 900),  # what the budget leaves
         (None, None, None, None, MAX_DEFAULT_TOKENS),
         (8192, 20_000, None, 512, 512),
@@ -143,7 +143,7 @@ def test_the_log_and_the_end(server: FaultyServer) -> None:
         (8192, 1000, 9000, None, 900),
     ],
 )
-def test_tokens_of_an_answer(
+def test_max_tokens_is_limited_by_context_and_budget(
     context: int | None, capacity: int | None, asked: int | None, option: int | None, most: int
 ) -> None:
     assert parse([]).max_tokens is None
@@ -175,8 +175,8 @@ def test_small_prompts_do_not_wait_for_a_huge_one() -> None:
     asyncio.run(run())
 
 
-def test_a_long_text_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To encode it whole takes a hundred times its bytes."""
+def test_long_text_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding it whole takes a hundred times its size in memory."""
     monkeypatch.setattr(server_texts, "PIECE", 100)
     monkeypatch.setattr(server_texts, "_most_characters", lambda inner: 10)
     encoded: list[int] = []
@@ -193,4 +193,4 @@ def test_a_long_text_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
             with pytest.raises(RequestRefused, match=words) as caught:
                 bounded.encode("a" * length)
             assert caught.value.code == "context_length_exceeded"
-        assert encoded[-6:] == [100] * 6 and max(encoded) == 501  # one token too many, of which nobody knew
+        assert encoded[-6:] == [100] * 6 and max(encoded) == 501  # 501 might have fitted, so it was encoded whole

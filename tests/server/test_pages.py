@@ -1,4 +1,4 @@
-"""Pages for GET and endpoints for POST: one list of each makes the routes and their lines in the description."""
+"""Pages (GET) and endpoints (POST): one list of each makes the routes and the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_DESCRIBED = {"/", "/v1/models/", "/v1/models/{name:path}"}
 
 
 class NewerApp(app.App):
-    """An app with a page more."""
+    """An app with one more page."""
 
     def pages(self) -> dict[str, Page]:
         return super().pages() | {"/new": Page(self.new, "A new page", "text/plain")}
@@ -52,7 +52,7 @@ def ask(router: Any, path: str, body: bytes = b"") -> bytes:
     return b"".join(message.get("body", b"") for message in sent)
 
 
-def test_a_new_page_asks_for_a_key() -> None:
+def test_new_page_requires_a_key_unless_it_is_open() -> None:
     shown: list[bool] = []
     own = app.App(MagicMock(config=SimpleNamespace(api_keys=ApiKeys(["secret"]))))
     asks = Request({"type": "http", "headers": []})
@@ -71,7 +71,7 @@ def test_a_new_page_asks_for_a_key() -> None:
     assert {path for path, page in own.pages().items() if page.is_open} == {"/", "/cache", "/health", "/openapi.json"}
 
 
-def test_a_new_page_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_page_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "App", NewerApp)
     monkeypatch.setattr(app, "Gate", lambda router, service: router)
     router = app.make_app(SERVICE)
@@ -85,7 +85,7 @@ def test_a_new_page_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -
     assert all(page.summary or path in NOT_DESCRIBED for path, page in pages.items())
 
 
-def test_a_new_endpoint_that_generates_nothing_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_endpoint_without_generation_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(body: DetokenizeBody, prompts: Any, texts: Any) -> dict[str, Any]:
         return {"tokens": body.tokens, "texts": texts}
 

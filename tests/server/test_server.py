@@ -22,7 +22,7 @@ from tests.support.processes.server_process import ServerProcess
 
 pytestmark = pytest.mark.demo_model
 
-BUDGET = 8 << 20  # some 16,000 tokens of the tiny model
+BUDGET = 8 << 20  # about 16,000 tokens of the tiny model
 FLAGS = ("--kv-cache-memory", str(BUDGET), "--max-tokens", "4", "--log-level", "WARNING")
 SYSTEM = "You answer in rhyme, always in the language of the question, and never with more than a line. " * 6
 SEVEN = {"39": 1000}  # makes the tokenizer's "7" the only answer
@@ -36,7 +36,7 @@ def messages_of(question: str, system: str = SYSTEM) -> list[dict[str, Any]]:
 # The openai client ------------------------------------------------------------------------------------------------
 
 
-def test_answers_are_those_of_stock(server: ServerProcess, client: openai.OpenAI, folder: Path) -> None:
+def test_answers_equal_stock(server: ServerProcess, client: openai.OpenAI, folder: Path) -> None:
     mlx_lm = importlib.import_module("mlx_lm")
     model, tokenizer = mlx_lm.load(str(folder))
     for question in ("Who are you?", "Where is the sea?", "Who are you?"):
@@ -50,7 +50,7 @@ def test_answers_are_those_of_stock(server: ServerProcess, client: openai.OpenAI
     assert client.completions.create(model="default_model", prompt=prompt, max_tokens=9).choices[0].text == expected
 
 
-def test_streams_say_the_same(client: openai.OpenAI) -> None:
+def test_streams_equal_whole_answers(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "default_model", "messages": messages_of("How far is the moon?")}
     whole = client.chat.completions.create(**options, max_tokens=10)
     chunks = list(
@@ -63,7 +63,7 @@ def test_streams_say_the_same(client: openai.OpenAI) -> None:
     assert usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1
 
 
-def test_stop_words_logprobs_and_seeds(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_stop_strings_logprobs_seeds_and_biases_work(client: openai.OpenAI, server: ServerProcess) -> None:
     options: dict[str, Any] = {"model": "default_model", "messages": messages_of("Why?"), "max_tokens": 10}
     whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=3)
     content = whole.choices[0].logprobs.content
@@ -89,7 +89,7 @@ def test_stop_words_logprobs_and_seeds(client: openai.OpenAI, server: ServerProc
 # Sharing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_burst_computes_its_system_prompt_once(server: ServerProcess) -> None:
+def test_burst_computes_its_system_prompt_once(server: ServerProcess) -> None:
     system = "This is the prompt of a burst of requests. " * 40
     before = server.stats()["server"]
 
@@ -102,11 +102,11 @@ def test_a_burst_computes_its_system_prompt_once(server: ServerProcess) -> None:
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(ask, range(16)))
     alone = [ask(number) for number in range(16)]
-    assert [text for *_, text in answers] == [text for *_, text in alone]  # found cached to the last token by now
+    assert [text for *_, text in answers] == [text for *_, text in alone]  # by now cached to the last token
     assert all(cached == length - 1 for length, cached, _ in alone)
     lengths = [length for length, *_ in answers]
     found = sorted(cached for _, cached, _ in answers)
-    shared = found[1]  # the first one finds what all chats begin with
+    shared = found[1]  # the first one finds only the beginning of all chats
     assert shared >= 360 > found[0]
     unique = shared + sum(length - shared for length in lengths)
     computed = sum(length - cached for length, cached, _ in answers)
@@ -117,10 +117,10 @@ def test_a_burst_computes_its_system_prompt_once(server: ServerProcess) -> None:
 
 
 def chat_of_ten_turns(server: ServerProcess) -> None:
-    """Each turn computes what is new in it and the last token of the answer, which nobody had computed."""
+    """Check that each turn computes only its new tokens and the last token of the answer before."""
     messages, known = messages_of("Hello."), 0
     for turn in range(10):
-        # A random model's answers are not tokenized again as they were generated; digits are.
+        # A random model's answers do not encode to the tokens that were generated; digits do.
         body = server.chat(messages, max_tokens=7, logit_bias=SEVEN)
         usage, answer = body["usage"], body["choices"][0]["message"]["content"]
         assert answer == "7" * 7
@@ -131,12 +131,14 @@ def chat_of_ten_turns(server: ServerProcess) -> None:
     assert known > 200
 
 
-def test_ten_turns_compute_only_what_is_new(server: ServerProcess) -> None:
+def test_ten_turns_compute_only_new_tokens(server: ServerProcess) -> None:
     chat_of_ten_turns(server)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", *slow("mamba")])
-def test_ten_turns_across_a_window_or_with_states(kind: str, demo_model_folder: Path, tmp_path: Path) -> None:
+def test_ten_turns_with_windows_or_states_compute_only_new_tokens(
+    kind: str, demo_model_folder: Path, tmp_path: Path
+) -> None:
     server = ServerProcess(make_tiny_model(tmp_path / kind, demo_model_folder, kind), tmp_path)
     chat_of_ten_turns(server)
     usage = server.chat(messages_of("Hello."), max_tokens=7)["usage"]  # and the first prompt again
@@ -147,14 +149,14 @@ def test_ten_turns_across_a_window_or_with_states(kind: str, demo_model_folder: 
     assert "Traceback" not in server.log
 
 
-def test_a_killed_server_finds_its_prefixes_again(folder: Path, tmp_path: Path) -> None:
+def test_prefixes_are_restored_after_the_server_is_killed(folder: Path, tmp_path: Path) -> None:
     flags = ("--prefix-cache-dir", str(tmp_path / "prefixes"), "--prefix-cache-dir-size", "50MB")
     question = messages_of("What was before?")
     first = ServerProcess(folder, tmp_path, *flags)
     expected = first.chat(question, max_tokens=12)
     tokens = expected["usage"]["total_tokens"]
     first.wait_until(lambda: first.stats()["prefix_cache"]["on_disk"]["blocks"] >= -(-(tokens - 1) // 32))
-    first.post(CHAT, {"messages": messages_of("And after?"), "max_tokens": 80})  # some blocks more
+    first.post(CHAT, {"messages": messages_of("And after?"), "max_tokens": 80})  # some more blocks
     first.kill()  # as kill -9 does, perhaps in the middle of a file
     truncated = max((tmp_path / "prefixes").glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
     truncated.write_bytes(truncated.read_bytes()[:-100])
@@ -164,7 +166,7 @@ def test_a_killed_server_finds_its_prefixes_again(folder: Path, tmp_path: Path) 
     assert body["choices"][0]["message"] == expected["choices"][0]["message"]
     usage = body["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1 - 32
-    assert second.stop() == 0, second.log  # this end writes what is left
+    assert second.stop() == 0, second.log  # this end writes the rest to disk
     third = ServerProcess(folder, tmp_path, *flags, "--prefix-cache-ttl", "1")
     usage = third.chat(question, max_tokens=1)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
@@ -173,10 +175,10 @@ def test_a_killed_server_finds_its_prefixes_again(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("mamba")])
-def test_a_model_saved_again_under_its_path_is_another_model(
+def test_model_overwritten_under_its_path_uses_no_old_prefixes(
     kind: str, folder: Path, demo_model_folder: Path, tmp_path: Path
 ) -> None:
-    """Neither from disk nor, for states that are not paged, from memory."""
+    """Old prefixes are used neither from disk nor, for states that are not paged, from memory."""
     mlx_lm = importlib.import_module("mlx_lm")
     model = make_tiny_model(tmp_path / "model", demo_model_folder, kind)
     body = {"prompt": "The quick brown fox jumps over the lazy dog, and then " * 8, "max_tokens": 12}
@@ -198,14 +200,14 @@ def test_a_model_saved_again_under_its_path_is_another_model(
     expected = mlx_lm.generate(*mlx_lm.load(str(model)), body["prompt"], max_tokens=12)
     assert after == expected
     assert cached == 0
-    assert kind == "mamba" or after != before  # of this size, both say the same for ever
+    assert kind == "mamba" or after != before  # at this size, both repeat the same text
 
 
 # Clients that go --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_frees_its_blocks(server: ServerProcess, stream: bool) -> None:
+def test_disconnect_frees_the_blocks_of_a_request(server: ServerProcess, stream: bool) -> None:
     server.wait_until(lambda: server.is_idle)
     body = {
         "messages": messages_of("Tell me a long story."),
@@ -226,7 +228,7 @@ def test_a_client_that_goes_frees_its_blocks(server: ServerProcess, stream: bool
 
 
 def users(server: ServerProcess, num_users: int, num_asks: int) -> dict[str, int]:
-    """Chats of users that come and go, with cancels. Returns how many of each kind there were; any error raises."""
+    """Run chats of concurrent users, some cancelled; return the number of each kind. Any error raises."""
     counts: dict[str, int] = {}
     lock = threading.Lock()
 
@@ -290,7 +292,9 @@ def check_consistent(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("num_users, num_asks", [(8, 3), pytest.param(16, 300, marks=pytest.mark.slow)])
-def test_users_come_and_go_and_nothing_leaks(server: ServerProcess, num_users: int, num_asks: int) -> None:
+def test_many_users_leak_nothing_and_figures_are_consistent(
+    server: ServerProcess, num_users: int, num_asks: int
+) -> None:
     counts = users(server, num_users, num_asks)
     assert sum(counts.values()) == num_users * num_asks
     check_consistent(server)
@@ -299,7 +303,7 @@ def test_users_come_and_go_and_nothing_leaks(server: ServerProcess, num_users: i
 # Limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_requests_past_the_budget(server: ServerProcess) -> None:
+def test_requests_past_the_budget_or_the_body_limit_are_refused(server: ServerProcess) -> None:
     answer = server.post(CHAT, {"messages": messages_of("word " * 20000)})
     assert answer.status == 400 and "KV cache budget" in answer.json["error"]["message"]
     assert answer.json["error"]["code"] == "context_length_exceeded"
@@ -311,7 +315,7 @@ def test_requests_past_the_budget(server: ServerProcess) -> None:
     assert server.is_up
 
 
-def test_tokens_end_where_the_budget_does(folder: Path, tmp_path: Path) -> None:
+def test_answer_ends_at_the_budget_and_keys_are_required(folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(folder, tmp_path, "--kv-cache-memory", "150KB", "--api-key", "söcret", "--kv-block-size=16")
     key = {"Authorization": "Bearer söcret".encode().decode("latin-1")}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic söcret"}, {"Authorization": "é"}):
@@ -328,26 +332,26 @@ def test_tokens_end_where_the_budget_does(folder: Path, tmp_path: Path) -> None:
         body = {"prompt": f"{number} " * 60, "max_tokens": 40}
         return server.post(COMPLETIONS, body, **key).status
 
-    with ThreadPoolExecutor(5) as pool:  # more than fit together: some wait or make room, all are answered
+    with ThreadPoolExecutor(5) as pool:  # more than fit together: some wait or are preempted
         assert list(pool.map(ask, range(5))) == [200] * 5
     assert server.stop() == 0, server.log
 
 
-def test_a_server_that_cannot_start_says_why_and_ends(server: ServerProcess, folder: Path) -> None:
+def test_server_that_cannot_start_exits_with_the_reason(server: ServerProcess, folder: Path) -> None:
     for flags, words in (
         (["--port", str(server.port)], "cannot start"),
-        (["--model", "/nowhere"], "no model folder"),
-        (["--no-prefix-cache", "--prefix-cache-ttl", "1"], "leaves nothing"),
+        (["--model", "/nowhere"], "model folder /nowhere does not exist"),
+        (["--no-prefix-cache", "--prefix-cache-ttl", "1"], "cannot be combined with"),
         (["--kv-block-size", "7"], "power of two"),
     ):
         done = commands.run("mlx_paged", "server", "--model", folder, *flags, timeout=60)
         assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_host_that_others_reach_is_warned_of(tmp_path: Path, folder: Path) -> None:
+def test_public_host_without_keys_is_warned_of(tmp_path: Path, folder: Path) -> None:
     server = ServerProcess(folder, tmp_path, "--host", "0.0.0.0", "--no-prefix-cache")
     assert "no --api-key" in server.log
-    for seed in (None, None, 1, 1):  # and nothing is kept
+    for seed in (None, None, 1, 1):  # --no-prefix-cache keeps nothing
         seeded = {} if seed is None else {"seed": seed}
         usage = server.chat(messages_of("Again?"), max_tokens=8, **seeded)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0

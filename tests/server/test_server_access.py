@@ -1,4 +1,4 @@
-"""Who may do what with the server: names, keys, salts, templates, and clients that take more than their share."""
+"""Access to a server: model names, keys, salts, templates, and clients that ask for too much."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = ["--max-tokens", "3", "--kv-cache-memory", "8MB", "--allow-chat-template-override"]
     flags += ["--served-model-name", "house", "--served-model-name", "org/house"]
-    flags += ["--allow-any-model", "--drain-timeout", "0.2"]  # the last prompt never ends
+    flags += ["--allow-any-model", "--drain-timeout", "0.2"]  # the last test's prompt never ends
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     keys.write_text(json.dumps({"batch": {"key": "three", "priority": 7, "requests_per_minute": 2}}))
     key = f"one,two,@{keys}\n"
@@ -61,7 +61,7 @@ def chat(content: str = "Hi.", **options: Any) -> dict[str, Any]:
 # Names ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_model_answers_to_its_names(server: ServerProcess, folder: Path) -> None:
+def test_model_is_served_under_all_its_names(server: ServerProcess, folder: Path) -> None:
     listed = [model["id"] for model in server.get("/v1/models", **KEY).json["data"]]
     assert listed[:4] == ["house", "org/house", "tiny-llama", str(folder)]
     for name in [*listed[:4], "default_model"]:
@@ -76,7 +76,7 @@ def test_the_model_answers_to_its_names(server: ServerProcess, folder: Path) -> 
     assert "unloaded" not in server.log and server.log.count("is ready") == 1  # it was the same one all the time
 
 
-def test_the_root_leads_to_the_page_and_head_answers(server: ServerProcess) -> None:
+def test_root_redirects_to_the_page_and_head_is_answered(server: ServerProcess) -> None:
     root = server.get("/")
     assert root.status == 307 and root.headers["location"] == "/cache"
     for path, status, headers in (
@@ -93,7 +93,7 @@ def test_the_root_leads_to_the_page_and_head_answers(server: ServerProcess) -> N
 # Keys and salts ---------------------------------------------------------------------------------------------------
 
 
-def test_holders_of_other_keys_do_not_learn_what_was_asked(server: ServerProcess) -> None:
+def test_prefixes_are_not_shared_between_keys_or_salts(server: ServerProcess) -> None:
     prompt = {"prompt": SECRET, "max_tokens": 1}
     assert server.post(COMPLETIONS, prompt).status == 401
     assert cached(server.post(COMPLETIONS, prompt, **KEY)) == 0
@@ -102,21 +102,21 @@ def test_holders_of_other_keys_do_not_learn_what_was_asked(server: ServerProcess
     salted = {**prompt, "cache_salt": "mine"}
     assert cached(server.post(COMPLETIONS, salted, **KEY)) == 0
     assert cached(server.post(COMPLETIONS, salted, **KEY)) > 60
-    assert cached(server.post(COMPLETIONS, {**salted, "seed": 1}, **KEY)) > 60  # one that is served alone
+    assert cached(server.post(COMPLETIONS, {**salted, "seed": 1}, **KEY)) > 60  # a request with a seed
     assert cached(server.post(COMPLETIONS, {**salted, "cache_salt": "other", "seed": 1}, **KEY)) == 0
     assert cached(server.post(COMPLETIONS, {**salted, "seed": 1}, **OTHER)) == 0
     for wrong in ("", 3, "x" * 1001):
         assert server.post(COMPLETIONS, {**prompt, "cache_salt": wrong}, **KEY).json["error"]["param"] == "cache_salt"
 
 
-def test_a_keys_limit_is_told_with_the_time_to_wait(server: ServerProcess) -> None:
+def test_key_over_its_limit_gets_status_429_with_retry_after(server: ServerProcess) -> None:
     limited = {"Authorization": "Bearer three", "User-Agent": "claude-cli/2"}
     for _ in range(2):
         assert server.post(CHAT, chat(), **limited).status == 200
     for path, body in ((CHAT, chat()), ("/v1/messages", chat(max_tokens=3))):
         refused = server.post(path, body, **limited)
         assert refused.status == 429 and 1 <= int(refused.headers["retry-after"]) <= 30
-        assert "'batch' has used its requests" in refused.json["error"]["message"]
+        assert "'batch' has reached its limit of 2 requests per minute" in refused.json["error"]["message"]
     assert server.get("/v1/models", **limited).status == 200 and server.post(CHAT, chat(), **KEY).status == 200
     clients = {each["client"]: each for each in server.get("/v1/cache/stats", **KEY).json["clients"]}
     assert clients["batch"]["requests"] == 2 and clients["batch"]["cached_tokens"] > 0
@@ -126,7 +126,7 @@ def test_a_keys_limit_is_told_with_the_time_to_wait(server: ServerProcess) -> No
 
 
 @NEEDS_NODE
-def test_each_keys_cached_share_is_among_the_metrics_and_on_the_page(server: ServerProcess, tmp_path: Path) -> None:
+def test_cached_share_of_each_key_is_in_the_metrics_and_on_the_page(server: ServerProcess, tmp_path: Path) -> None:
     names = {"key 1": KEY, "key 2": OTHER}
     before, page = figures_of_clients(server, tmp_path)
     used = {name: before.get(name, Counter()).copy() for name in names}
@@ -155,14 +155,14 @@ def figures_of_clients(server: ServerProcess, folder: Path) -> tuple[dict[str, C
     return counted, said["figures"]
 
 
-def test_a_priority_may_come_in_a_header(server: ServerProcess) -> None:
+def test_priority_header_is_accepted_or_refused(server: ServerProcess) -> None:
     assert server.post(CHAT, chat(), **KEY, **{"X-Priority": "-3"}).status == 200
     for wrong in ("high", "1.5", "99999999"):
         refused = server.post(CHAT, chat(), **KEY, **{"X-Priority": wrong})
         assert refused.status == 400 and refused.json["error"]["param"] == "priority"
 
 
-def test_a_burst_shares_within_a_salt_alone(server: ServerProcess) -> None:
+def test_burst_shares_prefixes_only_within_a_salt(server: ServerProcess) -> None:
     prompt = "A burst of requests, all of which begin with the same long text. " * 20
     answers: list[int] = []
 
@@ -181,7 +181,7 @@ def test_a_burst_shares_within_a_salt_alone(server: ServerProcess) -> None:
 # Prompts ----------------------------------------------------------------------------------------------------------
 
 
-def test_arguments_of_the_renderer_are_refused(server: ServerProcess) -> None:
+def test_unsafe_chat_template_arguments_are_refused(server: ServerProcess) -> None:
     for kwargs in (
         {"padding": "max_length", "max_length": 4_000_000},
         {"return_tensors": "np"},
@@ -195,9 +195,9 @@ def test_arguments_of_the_renderer_are_refused(server: ServerProcess) -> None:
     assert server.post(CHAT, chat(chat_template_kwargs=brought), **KEY).json["usage"]["prompt_tokens"] < 5
 
 
-def test_others_are_answered_beside_prompts_that_are_too_long(server: ServerProcess) -> None:
+def test_others_are_answered_while_oversized_prompts_are_made(server: ServerProcess) -> None:
     """``test_operations.py`` shows that they do not wait for these prompts."""
-    body = {"prompt": "a b c " * 200_000}  # as few characters as might fit the pool
+    body = {"prompt": "a b c " * 200_000}  # so few characters that it might fit the pool
     with ThreadPoolExecutor(2) as pool:
         huge = [pool.submit(server.post, COMPLETIONS, body, timeout=240, **KEY) for _ in range(2)]
         for _ in range(3):
@@ -208,7 +208,7 @@ def test_others_are_answered_beside_prompts_that_are_too_long(server: ServerProc
 # Clients that go --------------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_goes_while_it_waits_is_noticed(server: ServerProcess) -> None:
+def test_disconnect_cancels_a_request_without_stream(server: ServerProcess) -> None:
     cancelled = server.get("/v1/cache/stats", **KEY).json["server"]["requests"]["cancelled"]
     raw = json.dumps({"prompt": "Tell me a story", "max_tokens": 10000}).encode()
     client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
@@ -251,7 +251,7 @@ def broken_models(folder: Path, at: Path) -> Iterator[tuple[str, Path]]:
         yield name, copy
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_present_one(
+def test_model_that_cannot_be_loaded_leaves_the_current_one(
     server: ServerProcess, folder: Path, tmp_path: Path
 ) -> None:
     prompt = {"prompt": SECRET, "max_tokens": 1, "cache_salt": "models"}
@@ -266,7 +266,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_present_one(
     assert server.log.count("is ready") == 1
 
 
-def test_errors_do_not_tell_what_there_is_on_disk(server: ServerProcess, tmp_path: Path) -> None:
+def test_errors_do_not_reveal_what_is_on_disk(server: ServerProcess, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     said = set()
@@ -280,9 +280,7 @@ def test_errors_do_not_tell_what_there_is_on_disk(server: ServerProcess, tmp_pat
     assert len(said) == 1
 
 
-def test_another_model_takes_the_place_of_the_present_one(
-    folder: Path, demo_model_folder: Path, tmp_path: Path
-) -> None:
+def test_requested_model_replaces_the_current_one(folder: Path, demo_model_folder: Path, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other", demo_model_folder, "gemma3")
     server = ServerProcess(folder, tmp_path, "--kv-cache-memory", "8MB", "--allow-any-model")
     for model in ("default_model", str(other), str(other), folder.name):
@@ -301,13 +299,13 @@ def test_another_model_takes_the_place_of_the_present_one(
 # The start and the log --------------------------------------------------------------------------------------------
 
 
-def test_the_log_says_what_is_served_and_no_polls(server: ServerProcess, folder: Path) -> None:
+def test_log_names_the_model_and_addresses_but_no_polls(server: ServerProcess, folder: Path) -> None:
     for path in ("/health", "/v1/cache/stats?blocks=1", "/metrics", "/v1/models"):
         assert server.get(path, **KEY).status == 200
     assert server.post(COMPLETIONS, {"prompt": "Hi"}, **KEY).status == 200
     server.wait_until(lambda: "POST" in server.log)  # written after the answer
     log = server.log
-    # Of 32 tokens each, but for the one that is never handed out and the copy of one that is shared in part.
+    # Blocks of 32 tokens, without the null block and one for the copy of a block that is shared in part.
     num_blocks = 8_000_000 // (32 * 512) - 2
     ready = f"is ready, with a KV cache of 8,000,000 bytes, which holds {num_blocks * 32:,} tokens"
     assert f"the model {folder} {ready}" in log
@@ -317,29 +315,29 @@ def test_the_log_says_what_is_served_and_no_polls(server: ServerProcess, folder:
     assert "GET /v1/models" in log and "POST" in log
 
 
-def test_addresses_that_are_none_are_bad_requests(server: ServerProcess) -> None:
+def test_malformed_addresses_are_bad_requests(server: ServerProcess) -> None:
     for line in (b"GET http://[ HTTP/1.1", b"POST http://[ HTTP/1.1", b"HEAD http://[ HTTP/1.1"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
             client.sendall(line + b"\r\nAuthorization: Bearer one\r\nContent-Length: 0\r\n\r\n")
             assert b" 400 " in client.recv(100)
 
 
-def test_what_can_serve_nobody_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+def test_unusable_model_budget_or_key_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     (broken / "model.safetensors").write_bytes(b"x" * 1000)
     for flags, env, words in (
-        (["--model", str(broken)], {}, "is cut off"),
-        (["--kv-cache-memory", "40KB"], {}, "holds no request of this model, which takes at least 49,152"),
-        (["--kv-cache-memory", "20KB", "--no-prefix-cache"], {}, "which takes at least 32,768"),
-        ([], {"MLX_PAGED_API_KEY": ""}, "MLX_PAGED_API_KEY holds an empty API key"),
-        (["--api-key", " "], {}, "--api-key holds an empty API key"),
+        (["--model", str(broken)], {}, "is truncated"),
+        (["--kv-cache-memory", "40KB"], {}, "one request of this model needs at least 49,152 bytes"),
+        (["--kv-cache-memory", "20KB", "--no-prefix-cache"], {}, "which needs at least 32,768"),
+        ([], {"MLX_PAGED_API_KEY": ""}, "MLX_PAGED_API_KEY contains an empty API key"),
+        (["--api-key", " "], {}, "--api-key contains an empty API key"),
     ):
         done = commands.run("mlx_paged", "server", "--model", folder, "--port", 0, *flags, timeout=120, **env)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-# Of a server's interpreter: its model is not loaded before a file is there.
+# Runs in the server's interpreter: the model is not loaded until a file exists.
 LOADS_LATER = """
 import pathlib, time
 import mlx_lm.utils
@@ -355,7 +353,9 @@ mlx_lm.utils.load_model = load_later
 """
 
 
-def test_health_tells_loading_from_ready(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_is_503_while_loading_and_200_when_ready(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, str]] = []
     flag = tmp_path / "load"
     (tmp_path / "sitecustomize.py").write_text(LOADS_LATER.format(flag=str(flag)))
@@ -376,11 +376,11 @@ def test_health_tells_loading_from_ready(folder: Path, tmp_path: Path, monkeypat
     assert server.stop() == 0, server.log
 
 
-# The last one with this server: what never ends keeps its process busy for some seconds more, and others wait longer.
+# The last test with this server: the endless template keeps its process busy for some more seconds.
 @pytest.mark.slow
 @pytest.mark.parametrize("stays", [False, True])
-def test_a_template_that_never_ends_holds_up_nobody(server: ServerProcess, stays: bool) -> None:
-    """Whether its client goes or stays for the end of the time that there is for a prompt."""
+def test_endless_template_does_not_block_other_requests(server: ServerProcess, stays: bool) -> None:
+    """Its client disconnects, or waits for the time limit of a prompt."""
     raw = json.dumps(chat(chat_template_kwargs={"chat_template": ENDLESS})).encode()
     head = f"POST {CHAT} HTTP/1.1\r\n{HOST_AND_KEY}Content-Length: {len(raw)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=90) as client:
@@ -389,5 +389,5 @@ def test_a_template_that_never_ends_holds_up_nobody(server: ServerProcess, stays
             assert server.post(CHAT, chat(), timeout=60, **KEY).status == 200
         if stays:
             answer = b"".join(iter(lambda: client.recv(65536), b""))
-            assert b" 400 " in answer[:20] and b"was not made within" in answer
+            assert b" 400 " in answer[:20] and b"the chat template ran for more than" in answer
     server.wait_until(lambda: server.get("/v1/cache/stats", **KEY).json["running"]["waiting"] == 0)

@@ -1,4 +1,4 @@
-"""The names of clients, what their keys allow, and their turns; API keys, and the salts of their holders."""
+"""Clients of a server: names, limits of their keys, turns, API keys and salts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def used(client: str, prompt: int, cached: int, generated: int) -> RequestLog:
     return RequestLog("x", client=client, prompt=prompt, cached=cached, generated=generated)
 
 
-def test_a_key_may_have_a_name_a_priority_and_limits(tmp_path: Path) -> None:
+def test_key_may_have_a_name_a_priority_and_limits(tmp_path: Path) -> None:
     now = [0.0]
     keys = keys_of(tmp_path, a={"key": "ka", "tokens_per_minute": 600}, b={"key": " kb", "priority": 5})
     assert keys.keys == ("ka", "kb")
@@ -45,18 +45,18 @@ def test_a_key_may_have_a_name_a_priority_and_limits(tmp_path: Path) -> None:
     assert second["client"] == "b"
 
 
-def test_one_of_several_keys_has_a_bound_of_open_requests() -> None:
+def test_open_requests_are_limited_for_each_of_several_keys() -> None:
     clients = Clients(ApiKeys(["a", "b"]))
     for _ in range(MAX_OPEN):
         assert clients.enter("a", "") == "key 1"
-    with pytest.raises(RequestRefused, match="are open") as caught:
+    with pytest.raises(RequestRefused, match="too many concurrent requests") as caught:
         clients.enter("a", "")
     assert caught.value.retry_after and clients.enter("b", "") == "key 2"
     clients.leave(used("key 1", 0, 0, 0))
     assert clients.enter("a", "") == "key 1"
 
 
-def test_without_several_keys_programs_are_told_apart() -> None:
+def test_clients_with_one_key_are_named_by_user_agent() -> None:
     clients = Clients(ApiKeys(["a"]))
     agents = {"claude-cli/2.1 (external)": "claude-cli", "": "unknown", "OpenAI/Python 1.2": "OpenAI", "\n": "unknown"}
     assert [clients.enter("a", agent) for agent in agents] == list(agents.values())
@@ -77,14 +77,14 @@ def test_without_several_keys_programs_are_told_apart() -> None:
         {"a": {"key": "k"}, "b": {"key": "k"}},
     ],
 )
-def test_a_file_of_keys_that_says_something_else_is_refused(told: dict[str, Any], tmp_path: Path) -> None:
+def test_malformed_keys_file_is_refused(told: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keys\.json"):
         keys_of(tmp_path, **told)
     with pytest.raises(ConfigError, match=r"nothing\.json"):
         ApiKeys.from_options(["@nothing.json"], None)
 
 
-def test_who_waits_takes_turns_whoever_has_more_to_do() -> None:
+def test_waiting_clients_take_turns() -> None:
     order = []
 
     async def work(turns: Turns, client: str) -> None:
@@ -112,19 +112,19 @@ def test_an_empty_key_is_refused() -> None:
     for given, variable in (([""], None), ([" \n"], None), (None, ""), (None, "\n"), (None, "a,"), (["a", ""], "b")):
         with pytest.raises(ConfigError, match="empty API key"):
             ApiKeys.from_options(given, variable)
-    with pytest.raises(ConfigError, match="control character"):
+    with pytest.raises(ConfigError, match="non-printable character"):
         ApiKeys(["a\x00b"])
     assert not ApiKeys.from_options(None, None)
 
 
-def test_white_space_around_a_key_does_not_lock_out() -> None:
+def test_white_space_around_a_key_is_ignored() -> None:
     keys = ApiKeys.from_options(None, "abc\n")
     assert keys and keys.find("Bearer abc") == "abc" and keys.find("bearer  abc ") == "abc"
     assert ApiKeys.from_options(None, " a , b\n").keys == ("a", "b")
     assert ApiKeys.from_options(["a,b"], "c").keys == ("a,b",)  # the flag wins, and takes one key
 
 
-def test_only_the_keys_open() -> None:
+def test_only_known_keys_are_accepted() -> None:
     keys = ApiKeys(["one", "söcret"])
     assert keys.find(bearer("söcret")) == "söcret" and keys.find(bearer("one")) == "one"
     for header in ("", "Bearer", "Bearer ", "Bearer two", "Basic one", "one", "Bearer ONE", "é", bearer("söcre")):
@@ -133,11 +133,11 @@ def test_only_the_keys_open() -> None:
     assert "one" not in repr(keys)
 
 
-def test_holders_of_different_keys_have_different_salts() -> None:
+def test_different_keys_have_different_salts() -> None:
     assert ApiKeys().salt(None, None) is None and ApiKeys(["a"]).salt("a", None) is None
     two = ApiKeys(["a", "b"])
     salts = [two.salt("a", None), two.salt("b", None), two.salt("a", "x"), two.salt("b", "x"), two.salt("a", "y")]
     assert None not in salts and len(set(salts)) == 5
     assert two.salt("a", "x") == ApiKeys(["c", "a"]).salt("a", "x")  # also after a restart with other keys
     assert ApiKeys().salt(None, "x") == ApiKeys(["a"]).salt("a", "x") not in salts
-    assert all(salt != "a" and "x" not in (salt or "") for salt in salts)  # nothing of them goes to disk
+    assert all(salt != "a" and "x" not in (salt or "") for salt in salts)  # salts go to disk, so they reveal neither

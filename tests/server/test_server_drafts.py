@@ -1,4 +1,4 @@
-"""A server with a draft model: its requests run together, with the answers of a server without."""
+"""A server with a draft model batches its requests and gives the answers of a server without one."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -29,15 +29,15 @@ def ask_all(server: ServerProcess, **options: Any) -> list[str]:
     return [answer.json["choices"][0]["text"] for answer in answers]
 
 
-def test_requests_are_drafted_for_together(folder: Path, tmp_path: Path) -> None:
+def test_drafted_requests_are_batched_and_give_plain_answers(folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(folder, tmp_path, "--draft-model", str(folder), "--kv-cache-memory", "64MB")
-    long = {**LENGTH, **BODIES[0], "max_tokens": 700}  # pays for a trial, which few tokens do not
+    long = {**LENGTH, **BODIES[0], "max_tokens": 700}  # long enough to repay a trial of drafts
     first = server.post(COMPLETIONS, long).json["choices"][0]["text"]
     found = ask_all(server)
     pool = server.stats()["pool"]
     # A trial reads the last 16 tokens of a row, so its drafts may be wrong.
     assert 0 <= pool["accepted_tokens"] <= pool["drafted_tokens"] and 0 < pool["draft_steps"] <= pool["drafted_tokens"]
-    assert pool["budget_bytes"] == 32_000_000, "both models' pages are of one size"
+    assert pool["budget_bytes"] == 32_000_000, "both models have pages of one size, so each gets half"
     assert ask_all(server) == found
     assert server.stats()["pool"]["prefix_hit_tokens"] > 0
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["left", "right"]}}}
@@ -48,7 +48,7 @@ def test_requests_are_drafted_for_together(folder: Path, tmp_path: Path) -> None
     assert server.stop() == 0 and "Traceback" not in server.log, server.log
     plain = ServerProcess(folder, tmp_path)
     refused = plain.post(COMPLETIONS, {"prompt": "x", "num_draft_tokens": 2})
-    assert refused.status == 400 and "needs a draft_model" in refused.json["error"]["message"]
+    assert refused.status == 400 and "requires a draft model" in refused.json["error"]["message"]
     for body in BODIES:
         body.pop("num_draft_tokens", None)
     assert ask_all(plain) == found
@@ -67,12 +67,12 @@ def test_a_draft_model_with_another_tokenizer_is_refused(folder: Path, tmp_path:
     vocab[words[-1]], vocab[words[-2]] = vocab[words[-2]], vocab[words[-1]]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     done = commands.run("mlx_paged", "server", "--model", str(folder), "--draft-model", str(other), "--port", "0")
-    assert done.returncode != 0 and "the draft model's tokenizer is not the model's: 2 token(s) differ" in done.stderr
+    assert done.returncode != 0 and "the draft model's tokenizer differs from the model's in 2 token(s)" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("length", [*slow(1), 7])
-def test_an_answer_has_the_length_that_was_asked_for(length: int, folder: Path, tmp_path: Path) -> None:
+def test_answer_length_equals_max_tokens(length: int, folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(folder, tmp_path, "--draft-model", str(folder), "--num-draft-tokens", "5")
     answer = server.post(COMPLETIONS, {**BODIES[0], **LENGTH, "max_tokens": length})
     assert answer.json["usage"]["completion_tokens"] == length

@@ -31,7 +31,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
-WHITE = {str(token): -100 for token in (216, 197, 198, 201, 202, 216, 220, 222)}  # of the demo model's tokenizer
+WHITE = {str(token): -100 for token in (216, 197, 198, 201, 202, 216, 220, 222)}  # tokens of white space
 
 
 def ask(client: openai.OpenAI, question: str, **options: Any) -> Any:
@@ -46,7 +46,7 @@ def checked(choice: Any, schema: Any = SCHEMA) -> Any:
     return value
 
 
-def test_both_forms_of_response_format(client: openai.OpenAI) -> None:
+def test_both_forms_of_response_format_constrain_answers(client: openai.OpenAI) -> None:
     checked(ask(client, "Who?", response_format=FORMAT).choices[0])
     answer = ask(client, "Who?", response_format={"type": "json_object"}, max_tokens=30)
     if answer.choices[0].finish_reason == "stop":
@@ -56,7 +56,7 @@ def test_both_forms_of_response_format(client: openai.OpenAI) -> None:
     assert free.choices[0].message.content == ask(client, "Who?", max_tokens=8).choices[0].message.content
 
 
-def test_streams_say_the_same_and_prefixes_are_found(client: openai.OpenAI) -> None:
+def test_streams_equal_whole_answers_and_prefixes_are_cached(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"response_format": FORMAT, "stream_options": {"include_usage": True}}
     whole = ask(client, "How far is it?", response_format=FORMAT)
     chunks = list(ask(client, "How far is it?", stream=True, **options))
@@ -65,7 +65,7 @@ def test_streams_say_the_same_and_prefixes_are_found(client: openai.OpenAI) -> N
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= whole.usage.prompt_tokens - 1
 
 
-def test_drawn_answers_and_seeded_ones(client: openai.OpenAI) -> None:
+def test_sampled_answers_match_the_schema_and_seeds_repeat_them(client: openai.OpenAI) -> None:
     texts = [
         ask(client, "Draw!", response_format=FORMAT, temperature=1.2, seed=seed, max_tokens=300, logit_bias=WHITE)
         for seed in (7, 7)
@@ -74,7 +74,7 @@ def test_drawn_answers_and_seeded_ones(client: openai.OpenAI) -> None:
     checked(ask(client, "Draw!", response_format=FORMAT, temperature=1.2, max_tokens=300, logit_bias=WHITE).choices[0])
 
 
-def test_structured_outputs(client: openai.OpenAI) -> None:
+def test_structured_outputs_constrain_answers(client: openai.OpenAI) -> None:
     def text(**form: Any) -> str:
         return str(ask(client, "Say it", extra_body={"structured_outputs": form}).choices[0].message.content)
 
@@ -90,17 +90,17 @@ def test_structured_outputs(client: openai.OpenAI) -> None:
     assert completion.choices[0].text in ("one", "two") and completion.choices[0].finish_reason == "stop"
 
 
-def test_log_probabilities_are_of_what_is_allowed(client: openai.OpenAI) -> None:
+def test_log_probabilities_cover_only_allowed_tokens(client: openai.OpenAI) -> None:
     options = {"structured_outputs": {"choice": ["yes", "no"]}}
     answer = ask(client, "Well?", extra_body=options, logprobs=True, top_logprobs=8)
     content = answer.choices[0].logprobs.content
     assert all(other.logprob > float("-inf") for token in content for other in token.top_logprobs)
     assert 1 <= len(content[0].top_logprobs) <= 8
     raw = ask(client, "Well?", extra_body={"structured_outputs": {"regex": "q"}}, logprobs=True, top_logprobs=8)
-    assert abs(raw.choices[0].logprobs.content[0].logprob) < 1e-4, "there is no other"
+    assert abs(raw.choices[0].logprobs.content[0].logprob) < 1e-4, "only one token is allowed"
 
 
-def test_constrained_and_free_requests_at_once(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_constrained_requests_do_not_affect_concurrent_free_ones(client: openai.OpenAI, server: ServerProcess) -> None:
     def free(number: int) -> str:
         return str(ask(client, f"Tell me of {number}", max_tokens=24).choices[0].message.content)
 
@@ -119,7 +119,7 @@ def test_constrained_and_free_requests_at_once(client: openai.OpenAI, server: Se
     server.wait_until(lambda: server.is_idle)
 
 
-def test_who_goes_leaves_nothing(server: ServerProcess) -> None:
+def test_disconnect_ends_a_constrained_request(server: ServerProcess) -> None:
     body = {"messages": [{"role": "user", "content": "Tell me all"}], "max_tokens": 2000}
     form = {"structured_outputs": {"regex": "[a-z]{1500}"}}
     connection = server.send_and_leave_open(CHAT, body | form)
@@ -154,14 +154,16 @@ REFUSED: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize("body, param, message", REFUSED)
-def test_what_cannot_be_used_is_refused_and_named(server: ServerProcess, body: Any, param: str, message: str) -> None:
+def test_unusable_constraint_is_refused_by_parameter(
+    server: ServerProcess, body: Any, param: str, message: str
+) -> None:
     answer = server.post(CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **body})
     assert answer.status == 400, answer.body
     error = answer.json["error"]
     assert error["param"] == param and message in error["message"]
 
 
-def test_a_schema_that_is_too_deep_or_too_large_takes_nothing_down(server: ServerProcess) -> None:
+def test_schema_too_deep_or_too_large_is_refused(server: ServerProcess) -> None:
     deep = b'{"items":' * 10_000 + b"{}" + b"}" * 10_000
     body = b'{"messages":[{"role":"user","content":"x"}],"structured_outputs":{"json":%s}}' % deep
     assert server.post(CHAT, body).status == 400
@@ -170,7 +172,7 @@ def test_a_schema_that_is_too_deep_or_too_large_takes_nothing_down(server: Serve
     assert server.get("/health").status == 200
 
 
-def test_a_grammar_that_takes_too_much_fails_its_request_alone(server: ServerProcess, client: openai.OpenAI) -> None:
+def test_grammar_with_too_many_items_fails_only_its_request(server: ServerProcess, client: openai.OpenAI) -> None:
     schema = {"properties": {f"k{i}": {"type": "string"} for i in range(1000)}, "required": ["k999"]}
     body = schema_body({"type": "object", **schema})
     with ThreadPoolExecutor(1) as pool:
@@ -194,7 +196,9 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", quick(HOSTILE, *HOSTILE[2:4]), ids=lambda body: str(body)[:60])
-def test_a_hostile_grammar_ends_nothing(server: ServerProcess, client: openai.OpenAI, body: dict[str, Any]) -> None:
+def test_hostile_grammar_does_not_affect_other_requests(
+    server: ServerProcess, client: openai.OpenAI, body: dict[str, Any]
+) -> None:
     with ThreadPoolExecutor(1) as pool:
         hostile = pool.submit(server.post, CHAT, QUESTION | {"max_tokens": 2} | body)
         checked(ask(client, "Who?", response_format=FORMAT).choices[0])
@@ -202,7 +206,7 @@ def test_a_hostile_grammar_ends_nothing(server: ServerProcess, client: openai.Op
     assert server.get("/health").status == 200
 
 
-@pytest.mark.slow  # 3 s of CPU; of the compiler, always: tests/engine/test_grammars.py
+@pytest.mark.slow  # 3 s of CPU; tests/engine/test_grammars.py covers the compiler in every run
 def test_others_are_answered_while_a_grammar_is_tried(server: ServerProcess, client: openai.OpenAI) -> None:
     """The trial has 3 s of CPU time before it is refused; these answers, one of a new grammar, take much less."""
     with ThreadPoolExecutor(1) as pool:
@@ -216,17 +220,17 @@ def test_others_are_answered_while_a_grammar_is_tried(server: ServerProcess, cli
     assert refused.status == 400 and "takes more than 3 s to compile" in refused.json["error"]["message"], refused.body
 
 
-def test_an_ambiguous_grammar_fails_its_request_alone(server: ServerProcess, client: openai.OpenAI) -> None:
+def test_ambiguous_grammar_fails_only_its_request(server: ServerProcess, client: openai.OpenAI) -> None:
     grammar = {"structured_outputs": {"grammar": 'start: a\na: a a a | a a | "x" | "y" | a "z"'}}
     no_end = {"max_tokens": 2000, "logit_bias": {"0": -100, "2": -100}}
     with ThreadPoolExecutor(1) as pool:
         ambiguous = pool.submit(server.post, CHAT, QUESTION | grammar | no_end)
         checked(ask(client, "Who?", response_format=FORMAT).choices[0])
         answer = ambiguous.result()
-    assert answer.status == 400 and "more work for a token" in answer.json["error"]["message"], answer.body
+    assert answer.status == 400 and "too much work: " in answer.json["error"]["message"], answer.body
 
 
-def test_clients_that_leave_while_their_grammars_are_tried(server: ServerProcess, client: openai.OpenAI) -> None:
+def test_disconnects_during_grammar_trials_do_not_block_others(server: ServerProcess, client: openai.OpenAI) -> None:
     for number in range(6):
         body = QUESTION | {"structured_outputs": {"json": ENDLESS | {"title": str(number)}}}
         server.send_and_leave_open(CHAT, body).close()
@@ -235,7 +239,7 @@ def test_clients_that_leave_while_their_grammars_are_tried(server: ServerProcess
     server.wait_until(lambda: server.is_idle)
 
 
-def test_tool_choice_none_takes_the_tools_away(server: ServerProcess) -> None:
+def test_tool_choice_none_hides_the_tools(server: ServerProcess) -> None:
     tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
     plain = server.chat([{"role": "user", "content": "Hello"}], max_tokens=4)
     answer = server.chat([{"role": "user", "content": "Hello"}], max_tokens=4, tools=tools, tool_choice="none")
@@ -243,7 +247,7 @@ def test_tool_choice_none_takes_the_tools_away(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_extra_a_request_is_told_what_to_install(folder: Path, tmp_path: Path) -> None:
+def test_request_without_llguidance_is_refused_with_the_install_command(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "llguidance.py").write_text("raise ImportError('not here')")
     server = ServerProcess(
         folder, tmp_path, "--max-tokens", "2", "--log-level", "WARNING", cold=True, PYTHONPATH=str(tmp_path)

@@ -1,4 +1,4 @@
-"""Bad input: whatever the body, the answer is below 500, comes soon, and the server lives on."""
+"""Bad input: every body is answered soon, with a status below 500, and the server stays up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
 NAMES = sorted({name for path in (CHAT, COMPLETIONS) for name in ENDPOINTS[path].body.model_fields})
 EVERY = [(path, name) for path, endpoint in ENDPOINTS.items() for name in endpoint.body.model_fields]
-LEAST: dict[str, dict[str, Any]] = {  # of each endpoint, a body that passes
+LEAST: dict[str, dict[str, Any]] = {  # a minimal valid body for each endpoint
     CHAT: HI,
     COMPLETIONS: {"prompt": "x", "max_tokens": 2},
     "/v1/responses": {"input": "x"},
@@ -71,7 +71,7 @@ def parse(body: Any, path: str, **options: bool) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(bodies | json_values)
-def test_a_body_passes_or_is_refused(body: Any) -> None:
+def test_json_body_is_parsed_or_refused(body: Any) -> None:
     try:
         parsed = parse(body, CHAT)
     except RequestRefused as refusal:
@@ -91,7 +91,7 @@ def test_a_body_passes_or_is_refused(body: Any) -> None:
 @example(b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}")
 @example(b"[" * 100000)
 @example(b"\xff\xfe")
-def test_bytes_pass_or_are_refused(raw: bytes) -> None:
+def test_random_bytes_are_refused(raw: bytes) -> None:
     with pytest.raises(RequestRefused) as caught:
         fields.parsed(raw, ENDPOINTS[COMPLETIONS].body)
     assert caught.value.status == 400
@@ -108,11 +108,11 @@ def test_wrong_types_are_refused_by_name(path: str, name: str) -> None:
             refused += 1
             assert refusal.status == 400 and refusal.param == name and name in str(refusal)
     is_refused = support_of(ENDPOINTS[path].body, name) == fields.REFUSED
-    assert refused >= (5 if is_refused else 2)  # some have a neutral value
+    assert refused >= (5 if is_refused else 2)  # some parameters accept a neutral value
     assert parse({**LEAST[path], name: None}, path) if name not in LEAST[path] else True  # as if it were not there
 
 
-def test_what_is_needed_and_what_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_parameters_are_refused_and_unknown_ones_are_named(caplog: pytest.LogCaptureFixture) -> None:
     for path, body in LEAST.items():
         model = ENDPOINTS[path].body
         for name, field in model.model_fields.items():
@@ -122,7 +122,7 @@ def test_what_is_needed_and_what_is_not_known(caplog: pytest.LogCaptureFixture) 
         raw = json.dumps({**body, "temprature": 0, "nothing": None}).encode()
         for _ in range(2):
             assert fields.parsed(raw, model)[1] == ["temprature"]
-        with pytest.raises(RequestRefused, match="temprature is unknown, or has no effect here") as caught:
+        with pytest.raises(RequestRefused, match="temprature is unknown or has no effect") as caught:
             fields.parsed(raw, model, strict=True)
         assert caught.value.param == "temprature"
     assert caplog.text.count("'temprature'") <= 1
@@ -135,7 +135,7 @@ def test_what_is_needed_and_what_is_not_known(caplog: pytest.LogCaptureFixture) 
     ["[" + "[]," * 1_100_000 + "1]", "[" + "1e5," * 2_200_000 + "1]", '{"":[' * 1_100_000],
     ids=["lists", "numbers", "nested"],
 )
-def test_a_body_of_very_many_values_is_not_parsed(junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_of_too_many_values_is_refused_without_parsing(junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def from_json(*args: Any, **options: Any) -> Any:
         raise AssertionError("was parsed")
 
@@ -145,13 +145,13 @@ def test_a_body_of_very_many_values_is_not_parsed(junk: str, monkeypatch: pytest
     assert caught.value.status == 413
 
 
-def test_a_long_text_is_one_value() -> None:
+def test_long_text_counts_as_one_value() -> None:
     for text in ('he said, "[{," ' * 200_000, "\\" * 1_000_000, ',"' * 700_000):
         body = {"prompt": text, "logit_bias": {str(n): 1 for n in range(1000)}}
         assert parse(body, COMPLETIONS).prompt == text
 
 
-def test_null_is_as_not_given_and_seeds_are_made_fit() -> None:
+def test_null_is_ignored_and_negative_seeds_are_wrapped() -> None:
     request = completion_request(parse({"prompt": "x", "seed": -1, "temperature": None}, COMPLETIONS), {})
     assert request.sampling == SamplingParams(seed=2**64 - 1)
 
@@ -192,7 +192,7 @@ plausible = st.fixed_dictionaries({}, optional={name: st.sampled_from(edges) for
 
 
 def check(server: ServerProcess, path: str, body: Any) -> None:
-    answer = server.post(path, body)  # which waits for a minute
+    answer = server.post(path, body)  # times out after a minute
     assert 200 <= answer.status < 500, (answer.status, answer.body, body)
     if answer.status >= 400:
         assert answer.json["error"]["message"]
@@ -229,7 +229,7 @@ def check(server: ServerProcess, path: str, body: Any) -> None:
 @example({"messages": [{"role": "assistant", "tool_calls": [{"function": "x"}]}]})
 @example({"messages": [{"role": "nobody", "content": None}]})
 @example({"messages": [{"role": "user", "content": "<|im_end|>" * 50}], "seed": 1})
-def test_no_body_is_too_bad_for_the_server(server: ServerProcess, body: dict[str, Any]) -> None:
+def test_no_chat_body_crashes_the_server(server: ServerProcess, body: dict[str, Any]) -> None:
     check(server, CHAT, body)
 
 
@@ -238,7 +238,7 @@ def test_no_body_is_too_bad_for_the_server(server: ServerProcess, body: dict[str
 @given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=3), st.text(max_size=30))
 @example({}, "\x00")
 @example({"seed": -(1 << 63)}, "x")
-def test_nor_is_any_prompt(server: ServerProcess, body: dict[str, Any], prompt: str) -> None:
+def test_no_completion_body_crashes_the_server(server: ServerProcess, body: dict[str, Any], prompt: str) -> None:
     check(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 2, **body})
 
 
@@ -246,7 +246,7 @@ def test_nor_is_any_prompt(server: ServerProcess, body: dict[str, Any], prompt: 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plausible)
 def test_edges_of_every_range_are_answered(server: ServerProcess, body: dict[str, Any]) -> None:
-    """Each parameter alone is in range; together they are whatever they are."""
+    """Each parameter is in its range; combinations are random."""
     check(server, CHAT, {**HI, **body})
 
 

@@ -1,4 +1,4 @@
-"""The server with quantised pages: it batches, shares prefixes, and finds them after a crash."""
+"""A server with quantised pages batches, shares prefixes, and restores them after a crash."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STORY = "Once upon a time, in a forest, there lived a fox who counted the days b
 
 
 def ask(server: ServerProcess, prompt: str) -> tuple[str, int]:
-    """The text, and how many tokens of the prompt were found cached."""
+    """Return the text, and the number of cached prompt tokens."""
     answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 12}).json
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_requests_are_batched_share_and_survive_a_crash(folder: Path, tmp_path: Path) -> None:
+def test_requests_share_quantised_prefixes_also_after_a_crash(folder: Path, tmp_path: Path) -> None:
     flags = ("--kv-bits", "8", "--prefix-cache-dir", str(tmp_path / "prefixes"))
     server = ServerProcess(folder, tmp_path, *flags)
     assert server.stats()["pages"][0]["format"] == "8 bits in groups of 64"
@@ -35,12 +35,12 @@ def test_requests_are_batched_share_and_survive_a_crash(folder: Path, tmp_path: 
         answers = list(pool.map(lambda prompt: ask(server, prompt), tails))
     assert all(found > 90 for _, found in answers)
     after = server.stats()["pool"]
-    assert after["quantized_tokens"] - before["quantized_tokens"] < 4 * 40  # not the story again
+    assert after["quantized_tokens"] - before["quantized_tokens"] < 4 * 40  # the story is not quantised again
     assert after["quantized_layers"] == 2 and after["dense_layers"] == 0
     assert "mlx_paged_pool_quantized_layers 2.0" in server.get("/metrics").body.decode()
 
     def is_on_disk() -> bool:
-        """All that is cached: children are written before what they go on from."""
+        """Return whether all cached blocks are on disk; children are written before their parents."""
         stats = server.stats()
         return bool(stats["prefix_cache"]["on_disk"]["blocks"] >= stats["pool"]["live_blocks"] > 0)
 
@@ -56,11 +56,11 @@ def test_requests_are_batched_share_and_survive_a_crash(folder: Path, tmp_path: 
     assert again.stop() == 0, again.log
 
     other = ServerProcess(folder, tmp_path, "--kv-bits", "4", *flags[2:])
-    assert ask(other, STORY)[1] == 0  # pages of another format are not its
+    assert ask(other, STORY)[1] == 0  # pages of another format are not restored
     assert other.stop() == 0, other.log
 
 
-def test_bits_that_pages_do_not_have_are_served_one_at_a_time(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_kv_bits_are_served_one_at_a_time(folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(folder, tmp_path, "--kv-bits", "6", "--quantized-kv-start", "0")
     body: dict[str, Any] = {"prompt": STORY, "max_tokens": 5}
     assert server.post(COMPLETIONS, body).status == 200

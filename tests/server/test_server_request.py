@@ -1,4 +1,4 @@
-"""The one record of a request, over ranks and beside others; and what is imported for whom."""
+"""ServerRequest and its description for other ranks; scores of prompts beside other requests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def request(**options: object) -> ServerRequest:
     )
 
 
-def test_other_ranks_are_told_the_whole_request() -> None:
+def test_description_for_other_ranks_has_the_whole_request() -> None:
     asked = request(n=2, best_of=3, top_logprobs=4)
     told = ServerRequest.from_description(json.loads(json.dumps(asked.described())))
     for name in ("prompts", "constraint", "max_tokens", "n", "best_of", "top_logprobs", "salt", "number"):
@@ -67,16 +67,16 @@ SAID = {
 ONLY_OF_THE_ENGINE = {"min_tokens_to_keep", "xtc_special_tokens"}
 
 
-def test_all_that_a_body_says_of_sampling_reaches_the_engine() -> None:
+def test_all_sampling_parameters_of_a_body_reach_the_engine() -> None:
     body = SamplingParameters(**SAID, logit_bias={"3": 1.5})
     made = asdict(sampling_of(vars(body), {}))
     assert {name: made[name] for name in SAID} == SAID and made["logit_bias"] == {3: 1.5}
-    assert set(made) - set(SAID) - ONLY_OF_THE_ENGINE == {"logit_bias"}, "a parameter that no client can say"
+    assert set(made) - set(SAID) - ONLY_OF_THE_ENGINE == {"logit_bias"}, "a parameter that no client can set"
     others = {"logit_bias", "prompt_lookup", "cache_salt", "priority", "structured_outputs"}
-    assert set(SamplingParameters.model_fields) - set(SAID) == others, "a field that is not tried here"
+    assert set(SamplingParameters.model_fields) - set(SAID) == others, "a field that is not tested here"
 
 
-def test_a_field_that_the_engine_does_not_have_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_field_that_the_engine_lacks_raises_type_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "_SAMPLING", [*chat._SAMPLING, "top_a"])
     with pytest.raises(TypeError, match="top_a"):
         sampling_of({"top_a": 0.5}, {})
@@ -84,7 +84,7 @@ def test_a_field_that_the_engine_does_not_have_is_not_ignored(monkeypatch: pytes
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
-MARKED: dict[str, tuple[dict[str, Any], int]] = {  # of 3 tokens, 2 are the system's
+MARKED: dict[str, tuple[dict[str, Any], int]] = {  # 2 of the 3 tokens are the system message's
     "nothing": ({}, 0),
     "the body": (MARK, 3),
     "the system": ({"system": [{"type": "text", "text": "s", **MARK}]}, 2),
@@ -95,7 +95,7 @@ MARKED: dict[str, tuple[dict[str, Any], int]] = {  # of 3 tokens, 2 are the syst
 
 
 @pytest.mark.parametrize(("body", "kept"), MARKED.values(), ids=MARKED)
-def test_marks_say_how_much_of_a_prompt_is_kept(body: dict[str, Any], kept: int) -> None:
+def test_cache_control_marks_set_how_much_of_a_prompt_is_kept(body: dict[str, Any], kept: int) -> None:
     given = {"messages": [{"role": "user", "content": "m"}], **body}
     (prompt, alone) = request().prompts
     asked = message_request(CountBody.model_validate(given), {})
@@ -107,13 +107,13 @@ def test_marks_say_how_much_of_a_prompt_is_kept(body: dict[str, Any], kept: int)
         assert chat_request(chat, {}).num_kept(prompt) == number
 
 
-def test_many_answers_are_told_of_once() -> None:
+def test_description_does_not_grow_with_the_number_of_answers() -> None:
     one, many = (len(json.dumps(request(n=n, best_of=n).described())) for n in (1, 128))
     assert many < one + 100
 
 
-def test_other_ranks_compile_grammars_beside_their_steps() -> None:
-    """One that takes long holds up neither a step nor who has none."""
+def test_other_ranks_compile_grammars_without_blocking_steps() -> None:
+    """A slow grammar blocks neither steps nor requests without a grammar."""
     may_end = threading.Event()
     ranks: Any = SimpleNamespace(rank=1, exchange=lambda mine: [mine, mine])
     texts = SimpleNamespace(compile=lambda constraint, is_checked: may_end.wait(60))
@@ -143,11 +143,11 @@ def test_others_are_answered_while_prompts_are_scored(server: ServerProcess) -> 
         assert not select.select([client], [], [], 0)[0], "it is answered last, after minutes"
     answer = server.post("/v1/completions", {**LONG, "prompt": LONG["prompt"][:4]}, 300)
     assert answer.status == 200 and len(answer.json["choices"][3]["logprobs"]["token_logprobs"]) == 700
-    assert server.get("/health").json["restarts"] == 0  # nobody took it for a hang
+    assert server.get("/health").json["restarts"] == 0  # the watchdog did not take it for a hang
 
 
 @pytest.mark.demo_model
-def test_prompts_of_a_client_that_goes_are_not_scored_to_the_end(server: ServerProcess) -> None:
+def test_disconnect_stops_the_scoring_of_prompts(server: ServerProcess) -> None:
     server.wait_until(lambda: server.is_idle)
     cancelled = server.stats()["server"]["requests"]["cancelled"]
     with server.send_and_leave_open("/v1/completions", LONG):
@@ -155,8 +155,8 @@ def test_prompts_of_a_client_that_goes_are_not_scored_to_the_end(server: ServerP
     server.wait_until(lambda: server.is_idle and server.stats()["server"]["requests"]["cancelled"] == cancelled + 1)
 
 
-def test_a_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of a second for each token: none takes the thread for much longer than the first slice does."""
+def test_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 0.1 s per token a slice has at most 2 tokens, so that it does not occupy the thread for long."""
     model, now, slices = build("llama"), [0.0], []
 
     def slow(tokens: mx.array, cache: list[Any]) -> mx.array:
@@ -172,7 +172,7 @@ def test_a_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPat
     assert between == [None] * len(slices)
 
 
-def test_answers_have_as_much_time_as_scores() -> None:
+def test_scoring_takes_at_most_half_of_the_time_beside_requests() -> None:
     now = [0.0]
     watch: Any = SimpleNamespace()
     loop = EngineLoop(SimpleNamespace(), SimpleQueue(), SimpleNamespace(), watch, lambda: False, lambda: now[0])  # type: ignore[arg-type]
@@ -192,4 +192,4 @@ def test_answers_have_as_much_time_as_scores() -> None:
             spent[is_busy] += now[0] - before
             now[0] += 0.1  # a step
     assert spent[True] <= 4.4, "about half of the time, beside forty steps"
-    assert spent[False] == pytest.approx(16), "with nobody beside it, all of it"
+    assert spent[False] == pytest.approx(16), "all of the time if no request runs"

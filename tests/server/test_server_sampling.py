@@ -1,4 +1,4 @@
-"""Sampling options over HTTP: seeds beside other requests, log-probabilities for those who ask."""
+"""Sampling options over HTTP: seeds beside other requests, log probabilities only on request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def text(server: ServerProcess, index: int) -> str:
 
 
 @pytest.mark.slow
-def test_seeds_give_the_same_answers_alone_and_at_once(server: ServerProcess) -> None:
+def test_seeds_give_the_same_answers_alone_and_concurrently(server: ServerProcess) -> None:
     alone = [text(server, index) for index in range(12)]
     assert len(set(alone)) == 12
     with ThreadPoolExecutor(12) as clients:

@@ -1,4 +1,4 @@
-"""Stop strings as clients of the server meet them: the answer is the unstopped one, cut before the first of them."""
+"""Stop strings in the server: an answer is the unstopped one, cut before the first stop string."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPLETIONS = "/v1/completions"
 FLAGS = ("--kv-cache-memory", str(8 << 20), "--log-level", "WARNING")
 SEVEN = {"39": 1000}  # makes the tokenizer's "7" the only answer
 NUM_TOKENS = 24
-WIDE = "Émile naïve 日本語の 🙂🤝🏽 e\u0301 ﷽ π≈3"  # its characters lie across tokens
+WIDE = "Émile naïve 日本語の 🙂🤝🏽 e\u0301 ﷽ π≈3"  # characters that span several tokens
 
 
 class Unstopped(NamedTuple):
@@ -55,7 +55,7 @@ def unstopped(server: ServerProcess, folder: Path) -> list[Unstopped]:
         pieces[-1] += detokenizer.last_segment
         assert "".join(pieces) == choice["text"]
         answers.append(Unstopped(body, choice["text"], pieces))
-    assert any(not piece for answer in answers for piece in answer.pieces)  # characters that several tokens make
+    assert any(not piece for answer in answers for piece in answer.pieces)  # characters made of several tokens
     assert any("\ufffd" in answer.text for answer in answers)
     return answers
 
@@ -68,7 +68,7 @@ class Answer(NamedTuple):
 
 
 def ask(server: ServerProcess, body: dict[str, Any]) -> Answer:
-    """An answer, whole or as a stream."""
+    """Return an answer, whole or from a stream."""
     options = {"stream_options": {"include_usage": True}} if body.get("stream") else {}
     got = server.post(COMPLETIONS, {**body, **options})
     assert got.status == 200, got.body
@@ -90,7 +90,7 @@ def check(answer: Answer, whole: Unstopped, stops: list[str]) -> None:
     assert answer.finish_reason == ("stop" if found else "length")
     needed = next((n for n in range(NUM_TOKENS) if _holds("".join(whole.pieces[: n + 1]), stops)), NUM_TOKENS - 1) + 1
     assert needed <= answer.num_tokens <= NUM_TOKENS
-    if len(stops) == 1:  # with several the next characters may have to tell which of them comes first
+    if len(stops) == 1:  # with several, later characters may decide which one comes first
         assert answer.num_tokens == needed
 
 
@@ -100,7 +100,7 @@ def _holds(text: str, stops: list[str]) -> bool:
 
 @st.composite
 def stops_of(draw: st.DrawFn, text: str) -> list[str]:
-    """Pieces of a text, perhaps overlapping, and some that only begin like it."""
+    """Draw pieces of a text, which may overlap, and some that only begin like it."""
     begin = draw(st.integers(0, len(text) - 1))
     stops = []
     for _ in range(draw(st.integers(1, 3))):
@@ -110,7 +110,7 @@ def stops_of(draw: st.DrawFn, text: str) -> list[str]:
 
 
 def check_cuts(server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject) -> None:
-    """One to five requests at a time, whole and streamed, in the batch and alone (those with a seed)."""
+    """Check one to five concurrent requests, whole and streamed, with and without a seed."""
     requests = []
     for _ in range(data.draw(st.integers(1, 5), "requests")):
         whole = data.draw(st.sampled_from(unstopped))
@@ -125,7 +125,7 @@ def check_cuts(server: ServerProcess, unstopped: list[Unstopped], data: st.DataO
 
 @settings(max_examples=9, deadline=None)
 @given(st.data())
-def test_answers_are_the_unstopped_ones_cut_before_the_first_stop_string(
+def test_answers_are_cut_before_the_first_stop_string(
     server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject
 ) -> None:
     check_cuts(server, unstopped, data)
@@ -134,27 +134,27 @@ def test_answers_are_the_unstopped_ones_cut_before_the_first_stop_string(
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_many_answers_are_the_unstopped_ones_cut(
+def test_many_answers_are_cut_before_the_first_stop_string(
     server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject
 ) -> None:
     check_cuts(server, unstopped, data)
 
 
 @pytest.mark.slow
-def test_a_stop_string_inside_a_word_of_the_demo_model(demo_model_folder: Path, tmp_path: Path) -> None:
+def test_stop_string_inside_a_word_cuts_the_demo_models_answer(demo_model_folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(demo_model_folder, tmp_path, "--kv-cache-memory", "200MB", "--log-level", "WARNING")
     check_sentence(server, "What is the capital of France?")
     assert server.stop() == 0, server.log
 
 
-def test_a_stop_string_inside_a_word(server: ServerProcess, folder: Path) -> None:
-    """The tiny model is made to say what the demo model says, and to end then: each token once, in this order."""
+def test_stop_string_inside_a_word_cuts_the_answer(server: ServerProcess, folder: Path) -> None:
+    """Biases make the tiny model give the demo model's answer and then end: each token once, in this order."""
     tokenizer: Any = mlx_lm.load(str(folder))[1]
     tokens = tokenizer.encode("The capital of France is Paris.", add_special_tokens=False)
     tokens.append(json.loads((folder / "config.json").read_text())["eos_token_id"])
     assert len(set(tokens)) == len(tokens)
     bias = {str(token): 1_000 - 10 * place for place, token in enumerate(tokens)}
-    bias[str(tokens[-1])] += 500  # a prompt's last tokens count as present: the end of the turn, and no word of this
+    bias[str(tokens[-1])] += 500  # a prompt's last tokens count as present: the end token does, none of the answer's do
     check_sentence(server, "What?", logit_bias=bias, presence_penalty=500)
 
 
@@ -175,7 +175,7 @@ def check_sentence(server: ServerProcess, question: str, **extra: Any) -> None:
     parts = list(client.chat.completions.create(**options, stop=["s Paris", "e is P"], stream=True))
     assert "".join(part.choices[0].delta.content or "" for part in parts) == "The capital of Franc"
     assert parts[-1].choices[0].finish_reason == "stop"
-    # What only begins like a stop string is held back until the end token comes, and not lost then.
+    # Text that only begins like a stop string is held back until the end token, and then shown.
     ends = client.chat.completions.create(**options, stop=["Paris.\n"]).choices[0]
     assert (ends.message.content, ends.finish_reason) == ("The capital of France is Paris.", "stop")
 
@@ -183,7 +183,7 @@ def check_sentence(server: ServerProcess, question: str, **extra: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "flags"), [("llama", ()), ("mamba", ()), *slow(("llama", ("--no-prefix-cache",)), ("gemma3", ()))]
 )  # fmt: skip
-def test_a_stopped_request_is_gone_at_once_and_what_it_computed_is_kept(
+def test_stopped_request_ends_at_once_and_its_prefix_stays_cached(
     kind: str, flags: tuple[str, ...], demo_model_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     is_own = (kind, flags) != ("llama", ())
@@ -193,7 +193,7 @@ def test_a_stopped_request_is_gone_at_once_and_what_it_computed_is_kept(
         server = request.getfixturevalue("server")
 
     def chat(name: str, **options: Any) -> int:
-        """How much of an answer of 40 tokens the next turn finds cached."""
+        """Return how many tokens the turn after an answer of 40 tokens finds cached."""
         body = {"prompt": f"{name}: ", "logit_bias": SEVEN, **options}
         answer = ask(server, body)
         assert answer.num_tokens == 40
@@ -213,7 +213,9 @@ def test_a_stopped_request_is_gone_at_once_and_what_it_computed_is_kept(
         assert server.stop() == 0 and "Traceback" not in server.log, server.log
 
 
-def test_with_a_draft_model(folder: Path, unstopped: list[Unstopped], tmp_path: Path) -> None:
+def test_answers_with_a_draft_model_are_cut_before_stop_strings(
+    folder: Path, unstopped: list[Unstopped], tmp_path: Path
+) -> None:
     server = ServerProcess(folder, tmp_path, *FLAGS, "--draft-model", str(folder))
     for whole in unstopped[:2]:
         for begin in range(0, len(whole.text) - 4, 29):
@@ -223,7 +225,7 @@ def test_with_a_draft_model(folder: Path, unstopped: list[Unstopped], tmp_path: 
     assert server.stop() == 0 and "Traceback" not in server.log, server.log
 
 
-def test_logprobs_are_those_of_the_tokens_that_are_shown(server: ServerProcess, unstopped: list[Unstopped]) -> None:
+def test_logprobs_cover_only_the_shown_tokens(server: ServerProcess, unstopped: list[Unstopped]) -> None:
     for whole in unstopped[:2]:
         content = server.post(COMPLETIONS, {**whole.body, "logprobs": True}).json["choices"][0]["logprobs"]["content"]
         assert len(content) == NUM_TOKENS
@@ -233,13 +235,13 @@ def test_logprobs_are_those_of_the_tokens_that_are_shown(server: ServerProcess, 
             text, shown = body["choices"][0]["text"], body["choices"][0]["logprobs"]["content"]
             assert [token["id"] for token in shown] == [token["id"] for token in content[: len(shown)]]
             assert all(len(token["top_logprobs"]) == 2 for token in shown)
-            # The last one has some of the text; the next one would have none.
+            # The last token has part of the text; the next one would have none.
             before, after = "".join(whole.pieces[: max(0, len(shown) - 1)]), "".join(whole.pieces[: len(shown)])
             assert len(before) < len(text) <= len(after) if text else not shown
             assert body["usage"]["completion_tokens"] >= len(shown)
 
 
-def test_any_number_of_stop_strings_is_taken_and_empty_ones_are_refused(
+def test_many_stop_strings_are_accepted_and_invalid_ones_refused(
     server: ServerProcess, unstopped: list[Unstopped]
 ) -> None:
     whole = unstopped[0]

@@ -1,4 +1,4 @@
-"""StopScanner against the plain definition: the whole text, cut at the least position at which a stop string occurs."""
+"""StopScanner against the plain definition: the whole text, cut at the first position of a stop string."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ borders = st.lists(st.integers(0, 60), max_size=40)
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A text, and stop strings, most of them cut out of it, perhaps with an end that the text does not have."""
+    """Draw a text and stop strings, most of them pieces of it, some with an ending that the text lacks."""
     text = draw(few)
     stops = []
     for _ in range(draw(st.integers(0, 6))):
@@ -52,7 +52,7 @@ def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]
         taken += piece
         shown += searched.feed(piece)
         assert expected.startswith(shown)
-        # No more is held back than a stop string begins with, or what follows a stop string that may yet be the first.
+        # Held back is only the beginning of a stop string, or what follows one that may yet be the first.
         held = taken[len(shown) :]
         assert searched.found or not held or any(stop.startswith(held) or stop in held for stop in stops)
     assert (searched.found is not None) <= (len(expected) < len(text) or any(stop in text for stop in stops))
@@ -64,7 +64,7 @@ def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]
 
 @settings(max_examples=300, deadline=None)
 @given(cases(), borders, borders)
-def test_borders_do_not_matter(case: tuple[str, list[str]], ends: list[int], others: list[int]) -> None:
+def test_borders_of_pieces_do_not_matter(case: tuple[str, list[str]], ends: list[int], others: list[int]) -> None:
     text, stops = case
     found = []
     for each in (ends, others):
@@ -74,7 +74,7 @@ def test_borders_do_not_matter(case: tuple[str, list[str]], ends: list[int], oth
     assert found[0] == found[1]
 
 
-def test_what_cannot_begin_a_stop_string_is_shown_at_once() -> None:
+def test_text_that_cannot_begin_a_stop_string_is_shown_at_once() -> None:
     searched = StopScanner(StopList(["stop here"]))
     assert searched.feed("Do not sto") == "Do not "
     assert searched.feed("w it, st") == "stow it, "
@@ -84,7 +84,7 @@ def test_what_cannot_begin_a_stop_string_is_shown_at_once() -> None:
     assert searched.feed("more") == searched.feed("", is_last=True) == ""
 
 
-def test_an_end_that_only_begins_a_stop_string_is_shown_when_the_text_ends() -> None:
+def test_partial_stop_string_is_shown_when_the_text_ends() -> None:
     searched = StopScanner(StopList(["###"]))
     assert searched.feed("a ##") == "a "
     assert searched.feed("", is_last=True) == "##"
@@ -101,8 +101,8 @@ def test_an_empty_stop_string_is_refused() -> None:
         StopList(["a", ""])
 
 
-def test_each_place_is_left_behind_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much of long strings matches, whether one may begin at a place is asked once more than it is said no."""
+def test_scanning_takes_at_most_two_checks_per_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check either drops a position for good or ends a feed, however long the partial matches are."""
     stops = StopList(["a" * length + "b" for length in range(900, 910)] + [chr(0x4E00 + n) for n in range(2000)])
     asked = 0
     may_begin_with = StopList.may_begin_with

@@ -1,4 +1,4 @@
-"""Paged and dense caches of one sequence, the keys and values they take, and what "the same" means."""
+"""Paged and dense caches of one sequence, their keys and values, and bitwise comparison."""
 
 import copy
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def caches_of(
 
 
 class OrderedRing(RotatingKVCache):
-    """mlx-lm's rotating cache, whose keys and values are given by position, not by slot of its buffer."""
+    """mlx-lm's rotating cache, whose keys and values are in order of position, not of its buffer."""
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         keys, values = map(self._temporal_order, super().keys_and_values())
@@ -63,7 +63,7 @@ def assert_same(got: tuple[mx.array, mx.array], expected: tuple[mx.array, mx.arr
 
 
 def filled(window: int | None = None, chunks: tuple[int, ...] = (6,), **options: Any) -> tuple[PagedKVCache, Any]:
-    """A paged and a dense cache with the same tokens."""
+    """Return a paged and a dense cache with the same tokens."""
     (paged,), dense = caches_of(window=window, **options), dense_of(window)
     for seed, n in enumerate(chunks):
         paged.update(*kv(seed, n))

@@ -14,12 +14,12 @@ def slow(*cases: Any, single: bool = False) -> list[Any]:
 
 
 def quick(cases: Iterable[Any], *always: Any, single: bool = False) -> list[Any]:
-    """Mark all cases as slow that are not listed, and not marked otherwise."""
+    """Mark all cases as slow that are neither listed nor marked already."""
     given = list(cases)
     assert all(case in given for case in always), "listed cases must be among the cases"
     return [c if c in always or hasattr(c, "marks") else slow(c, single=single)[0] for c in given]
 
 
 def crossed(*dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Every combination of a value of each dimension."""
+    """Return every combination of one value per dimension."""
     return list(itertools.product(*dimensions))

@@ -1,4 +1,4 @@
-"""Small pools, noise to write to them, and what they are to hold."""
+"""Small pools, random keys and values for them, and checks of their contents."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.attention_params import AttentionParams
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-TOKEN_BYTES = 2 * (8 + 8) * 4  # of kv() in one layer
+TOKEN_BYTES = 2 * (8 + 8) * 4  # of the arrays of kv() in one layer
 BLOCK_BYTES = 4 * TOKEN_BYTES
 
 
 def bits(x: mx.array) -> np.ndarray:
-    """The bytes, so that NaNs and signed zeros compare."""
+    """Return the bytes, so that NaNs and signed zeros can be compared."""
     return np.array(mx.contiguous(x).view({2: mx.uint16, 4: mx.uint32}[x.dtype.size]))
 
 
@@ -66,7 +66,7 @@ def scatter_free_blocks(pool: BlockPool, group: int = 0) -> list[int]:
 
 
 class Watched:
-    """A pool with a sequence in it, to see that an error changes nothing and that life goes on."""
+    """A pool with a sequence in it, to check that an error changes nothing and that the pool remains usable."""
 
     def __init__(self, **options: Any) -> None:
         self.pool = pool_of(layers=2, **options)
@@ -98,7 +98,7 @@ class Watched:
 def paged_attention(
     q: mx.array, pool: BlockPool, layer: int, tables: Sequence[BlockTable], params: AttentionParams
 ) -> mx.array:
-    """Attention from the last ``q_len`` tokens of each table, which are written, for q
+    """Return attention from the last ``q_len`` tokens of each table, which are written, for q
     ``[B, n_q_heads, q_len, head_dim]``."""
     kv = pool.layer(layer)
     return attend(q, None, kv, tables, kv.step(tables, q.shape[2]), params, is_written=True)

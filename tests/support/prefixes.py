@@ -1,4 +1,4 @@
-"""Sequences whose keys tell which tokens they were computed from: every position holds a number made of its prefix.
+"""Sequences whose keys show which tokens they were computed from: every position holds a hash of its prefix.
 
 Radix trees of such sequences.
 """
@@ -22,8 +22,8 @@ BYTES_PER_TOKEN = 3 * 4
 def make_pool(
     windows: Sequence[int | Window | None] = (None,), *, block_size: int = 4, num_blocks: int | None = None
 ) -> BlockPool:
-    """A pool with one layer per group, a number being a sliding window; ``num_blocks`` is its budget, null blocks
-    included."""
+    """Return a pool with one layer per group, where a number is a sliding window; ``num_blocks`` is its budget, null
+    blocks included."""
     own = [Window(window) if isinstance(window, int) else window for window in windows]
     return BlockPool(
         [
@@ -40,12 +40,12 @@ def new_tables(pool: BlockPool) -> list[BlockTable]:
 
 
 def fingerprints(tokens: Sequence[int], start: int, salt: object = None) -> np.ndarray:
-    """One number per position from ``start`` on, different for different prefixes."""
+    """Return one number per position from ``start`` on, different for different prefixes."""
     return np.array([hash((salt, *tokens[: i + 1])) % (1 << 23) for i in range(start, len(tokens))], np.float32)
 
 
 def compute(pool: BlockPool, tables: Sequence[BlockTable], tokens: Sequence[int], salt: object = None) -> None:
-    """Do as a forward pass over ``tokens`` would that finds the first ones in the tables already."""
+    """Write what a forward pass over ``tokens`` would write, given that the tables already hold the first ones."""
     for layer, table in enumerate(tables):
         start = table.length
         if start < len(tokens):
@@ -55,7 +55,7 @@ def compute(pool: BlockPool, tables: Sequence[BlockTable], tokens: Sequence[int]
 
 
 def check_contents(pool: BlockPool, tables: Sequence[BlockTable], tokens: Sequence[int], salt: object = None) -> None:
-    """Every visible position of the tables holds what was computed from its own prefix of ``tokens``."""
+    """Assert that every visible position of the tables holds what was computed from its own prefix of ``tokens``."""
     for layer, table in enumerate(tables):
         if table.length == table.logical_start:
             continue
@@ -71,7 +71,8 @@ def release(pool: BlockPool, tables: Sequence[BlockTable]) -> None:
 
 
 def add(tree: RadixTree, tokens: Sequence[int], salt: Any = None, chunks: Sequence[int] = (), **options: Any) -> Any:
-    """Serve a request for ``tokens`` and leave all of it in the tree, nothing else. Returns the node it ends in."""
+    """Serve a request for ``tokens`` and leave all of it in the tree, nothing else. Return the node in which it
+    ends."""
     _, tables = tree.adopt([*tokens, -1], salt)
     for end in (*chunks, len(tokens)):
         compute(tree.pool, tables, tokens[:end], salt)
@@ -83,7 +84,7 @@ def add(tree: RadixTree, tokens: Sequence[int], salt: Any = None, chunks: Sequen
 
 
 def found(tree: RadixTree, tokens: Sequence[int], salt: Any = None) -> int:
-    """Length of the match of all of ``tokens`` and one more; what it serves is checked."""
+    """Return how many tokens the tree serves of ``tokens`` and one more, and check their contents."""
     length, tables = tree.adopt([*tokens, -1], salt)
     check_contents(tree.pool, tables, tokens, salt)
     release(tree.pool, tables)
@@ -97,7 +98,7 @@ def hold(pool: BlockPool, tokens: Sequence[int]) -> list[BlockTable]:
 
 
 def make_tree(windows: Sequence[int | Window | None], **options: Any) -> tuple[RadixTree, BlockPool]:
-    """A tree and its pool, which the tree does not keep."""
+    """Return a tree and its pool, which the tree does not keep alive."""
     pool = make_pool(windows)
     return RadixTree(pool, **options), pool
 

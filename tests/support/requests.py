@@ -11,7 +11,8 @@ from mlx_paged.engine.request import Request, RequestOptions
 def request_of(
     uid: int, prompt_length: int, boundaries: Sequence[int] = (), *, priority: int = 0, client: str = ""
 ) -> Request:
-    """A request for a prompt of so many tokens, whose segments end at these positions and at its end."""
+    """Return a request for a prompt of ``prompt_length`` tokens, whose segments end at ``boundaries`` and at its
+    end."""
     segments = [[1] * (end - begin) for begin, end in pairwise([0, *boundaries, prompt_length])]
     options = RequestOptions(priority=priority, client=client)
     return Request(

@@ -9,7 +9,7 @@ from mlx_paged.engine.sampling.params import SamplingParams
 
 
 def penalised(logits: np.ndarray, params: SamplingParams, history: Sequence[int]) -> np.ndarray:
-    """Logits ``[vocab]`` with the bias and the penalties, in float64."""
+    """Return logits ``[vocab]`` with the bias and the penalties, in float64."""
     x = logits.astype(np.float64)
     for token, value in params.logit_bias.items():
         x[token] += value
@@ -30,8 +30,8 @@ def penalised(logits: np.ndarray, params: SamplingParams, history: Sequence[int]
 
 
 def likely_words(x: np.ndarray, params: SamplingParams, *, xtc: bool, slack: float = 0.0) -> np.ndarray:
-    """Which words are left, by sorting. A positive ``slack`` lets those in that rounding could let in, a negative one
-    only those that it could not drop."""
+    """Return which tokens are kept, by sorting. A positive ``slack`` adds those that rounding could keep, a negative
+    one removes those that rounding could drop."""
     kept = np.isfinite(x)
     probs = np.exp(x - x.max())
     if params.uses_top_p:
@@ -61,7 +61,7 @@ def _first(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def probabilities(x: np.ndarray, params: SamplingParams, kept: np.ndarray) -> np.ndarray:
-    """Return the probabilities of the words, ``[vocab]``, by the temperature."""
+    """Return the kept tokens' probabilities ``[vocab]`` at the temperature."""
     scaled = np.where(kept, x, -np.inf) / params.temperature
     weights = np.exp(scaled - scaled.max())
     return np.asarray(weights / weights.sum())

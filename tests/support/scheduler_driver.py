@@ -1,4 +1,4 @@
-"""A scheduler without a model: a memory of numbered blocks, and a driver that does what its plans say."""
+"""A scheduler without a model: a memory that counts blocks, and a driver that executes its plans."""
 
 from mlx_paged.engine.request import Request
 from mlx_paged.engine.scheduler import Growth, ScheduledStep, Scheduler
@@ -56,7 +56,7 @@ class FakeMemory:
 
 
 class Driver:
-    """Does what a plan says, as a generator would: requests end after ``extra`` decoded tokens."""
+    """Executes plans as a generator would: requests end after ``extra`` decoded tokens."""
 
     def __init__(self, num_blocks: int, **options: int | None) -> None:
         self.memory = FakeMemory(num_blocks)

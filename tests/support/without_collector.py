@@ -1,4 +1,4 @@
-"""Python's cyclic collector switched off, and what it would have found."""
+"""A context without Python's cyclic collector, and a check of what it would have found."""
 
 import gc
 import types
@@ -12,10 +12,10 @@ import mlx.nn as nn
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Within, only reference counts free anything. Fails at the end if something of this package, of mlx-lm, an array,
-    a frame or an error has become unreachable that they did not free. What is to be free must have been dropped within,
-    locals included: call a function."""
-    gc.collect()  # what other tests left
+    """Switch the cyclic collector off, so that only reference counts free objects. Fails at the end if they left an
+    unreachable array, frame, error or object of this package or mlx-lm. Checked objects must have been dropped within
+    the context, locals included: call a function."""
+    gc.collect()  # free what other tests left
     gc.disable()
     try:
         yield
@@ -33,5 +33,5 @@ def without_collector() -> Iterator[None]:
 
 def _is_ours(each: object) -> bool:
     kinds = (mx.array, nn.Module, types.FrameType, types.TracebackType, BaseException)
-    # By type: a proxy whose object is gone answers to nothing else.
+    # By type: a weak proxy whose object is gone supports nothing else.
     return issubclass(type(each), kinds) or str(type(each).__module__).startswith(("mlx_paged", "mlx_lm"))

@@ -51,8 +51,8 @@ PROGRAM = "mlx_paged.cli.doctor.checks"
 
 TOO_MANY = 2048  # no Metal GPU allows more than 1,024
 HOW = (
-    "each decode kernel was launched with 2,048 threads in a group, which is an error; MLX's text names how many "
-    "Metal allows. 1,024: registers are no limit; less: the kernel needs more of them"
+    "each decode kernel was launched with 2,048 threads per group, which is an error; MLX's error message names "
+    "Metal's limit. 1,024: registers do not limit the kernel; fewer: the kernel needs more registers"
 )
 _KV_HEADS = 2
 _ROWS, _WIDTH = 9, 16
@@ -93,7 +93,7 @@ def probe(shape: Shape) -> dict[str, Any]:
     needed = launch.options["threadgroup"][0]
     decode = prepared(launch.kernel, {**launch.options, "threadgroup": (TOO_MANY, 1, 1)})
     q = mx.zeros((_ROWS, heads, 1, shape.head_dim), shape.dtype)
-    message = "no error: it ran"
+    message = "no error: the kernel ran"
     try:
         mx.eval(
             launch._replace(decode=decode, merge=None)(
@@ -294,13 +294,13 @@ def ordering_stress(seed: int = 0, steps: int = 100) -> dict[str, str]:
     """
     reference = tokens_with(seed, steps, **REFERENCE)
     if reference.error is not None or not reference.values:
-        return {"gathered blocks": reference.error or "said nothing"}
+        return {"gathered blocks": reference.error or "no output"}
     expected: dict[str, list[int]] = reference.values[0]
     outcome = {}
     for name, variables in VARIANTS.items():
         got = tokens_with(seed, steps, **variables)
         if got.error is not None or not got.values:
-            outcome[name] = got.error or "said nothing"
+            outcome[name] = got.error or "no output"
         else:
             outcome[name] = difference(expected, got.values[0]) or "same"
             if not got.values[-1].get("kernel"):
@@ -339,7 +339,7 @@ Finding = tuple[bool, Any]  # passed (also if it cannot run here), and its secti
 def threads(config: PagedConfig) -> Finding:
     """Check that Metal allows each decode kernel at least the threads of its group."""
     if backend() != "metal":
-        return True, {"not run": "only Metal has such a limit, and only MLX's errors there name it"}
+        return True, {"not run": "only Metal has this limit and names it in error messages"}
     outcome = run_program(PROGRAM, "threads", str(config.block_size))
     found: dict[str, Any] = {"how": HOW, "shapes": outcome.values}
     if outcome.error is not None:
@@ -364,14 +364,14 @@ def speed(config: PagedConfig) -> Finding:
     variables = {"MLX_PAGED_KERNEL": KERNEL[config.kernel], "MLX_PAGED_BLOCK_SIZE": str(config.block_size)}
     outcome = run_program(PROGRAM, "speed", variables=variables)
     if outcome.error is not None or not outcome.values:
-        return False, {"error": outcome.error or "said nothing"}
+        return False, {"error": outcome.error or "no output"}
     return True, outcome.values[-1]
 
 
 # Section of the report, description, and check.
 CHECKS: tuple[tuple[str, str, Callable[[PagedConfig], Finding]], ...] = (
-    ("threads", "threads that Metal allows in a group", threads),
-    ("ordering", "the ordering stress", ordering),
+    ("threads", "threads per group that Metal allows", threads),
+    ("ordering", "order of command buffers", ordering),
     ("speed", "tokens per second", speed),
 )
 

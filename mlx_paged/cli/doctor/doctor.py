@@ -48,7 +48,7 @@ def facts() -> dict[str, str]:
         "system": _system(),
         "device": f"{mx.default_device()} {info.get('device_name', '')}".strip(),
         "architecture": str(info.get("architecture", "") or "unknown"),
-        "GPU cores": str(gpu_cores() or "not known"),
+        "GPU cores": str(gpu_cores() or "unknown"),
         "memory": _memory(info),
         **_wheel(),
         "kernel dialect": backend() or "none",
@@ -68,7 +68,7 @@ def _pages(page_format: PageFormat) -> str:
     for dim in (64, 96, 128, 256):
         dense = Geometry(1, dim, dim, mx.bfloat16)
         pages, why = dense.in_format(page_format, None)
-        size = f"{pages.bytes_per_token()} of {dense.bytes_per_token()} bytes" if why is None else "as they are"
+        size = f"{pages.bytes_per_token()} of {dense.bytes_per_token()} bytes" if why is None else "not quantised"
         parts.append(f"{dim}: {size}")
     return f"{page_format}; a head's keys and values of a token: {', '.join(parts)}"
 
@@ -92,7 +92,7 @@ def _wheel() -> dict[str, str]:
         return {}
     text = f"for macOS {release}"
     if release < NAX_RELEASE <= int(mac.partition(".")[0]):
-        text += f", which does not use an M5's matrix units: one for macOS {NAX_RELEASE} comes with a current pip"
+        text += f", which does not use an M5's matrix units; a current pip installs the one for macOS {NAX_RELEASE}"
     return {"MLX wheel": text}
 
 
@@ -139,7 +139,7 @@ def _verdict(failed: int, config: PagedConfig) -> str:
     if failed:
         return f"{failed} failed"
     why = device_unsupported_reason() or ("--kernel is off" if config.kernel is False else None)
-    return "all passed" if why is None else f"no kernel ran ({why}); attention without one passed for every shape"
+    return "all passed" if why is None else f"no kernel ran ({why}); attention without kernels passed for every shape"
 
 
 def _rows(block_size: int, config: PagedConfig, everything: bool, workers: int, report: Report) -> Iterator[Row]:
@@ -162,14 +162,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="Every dtype, head dimension, GQA ratio and block size, not only those of popular models (takes long)",
+        help="Check every dtype, head dimension, GQA ratio and block size, not only those of popular models (slow)",
     )
     parser.add_argument(
         "--report",
         metavar="FILE",
         type=Path,
-        help="Also check the order of command buffers, registers (Metal) and tokens/s of a small model, and write all "
-        "of it as JSON that can be posted; it names no files of yours",
+        help="Also check the order of command buffers and registers (Metal), measure tokens/s of a small model, and "
+        "write everything as JSON that is safe to post (the home folder is replaced by ~)",
     )
     add_version(parser)
     raise_at_interrupt()

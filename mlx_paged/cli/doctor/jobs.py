@@ -235,7 +235,7 @@ class ShapeJob(NamedTuple):
             use = f"{choice.path}: {choice.reason}"
             passed = error < MAX_RMS
             if not passed:
-                use += " FAILED: attention through the pool differs"
+                use += " FAILED: attention over the pool differs from dense attention"
         except (PagedCacheError, RuntimeError, ValueError) as failure:
             passed, use = False, f"FAILED: {type(failure).__name__}: {str(failure)[:500]}"
         if models_of(shape):
@@ -244,7 +244,7 @@ class ShapeJob(NamedTuple):
             yield Checked(Row(passed, str(shape), "-", "-", error, None, None, use))
             return
         for variant in self.prefill_variants():
-            result, of_prompts = self_check(variant), "prompts in packs"
+            result, of_prompts = self_check(variant), "packed prefill"
             if result.ok and variant.backend == "metal":
                 of_prompts += f", {paths_of(variant)}"
             yield _checked(True, str(shape), variant.body, result, of_prompts, partial(prefill_seconds, variant))
@@ -431,7 +431,7 @@ class Worker:
     def how_it_ended(self) -> str:
         """Return how the process ended, in words."""
         self._process.join(timeout=5)
-        return f"the process that ran it ended with {self._process.exitcode}"
+        return f"its process exited with status {self._process.exitcode}"
 
     def close(self) -> None:
         """End the process."""

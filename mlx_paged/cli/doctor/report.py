@@ -45,11 +45,11 @@ def run_program(
             command, capture_output=True, timeout=timeout, check=False, env={**os.environ, **(variables or {})}
         )
     except subprocess.TimeoutExpired as late:
-        return Outcome(_values(late.stdout or b""), f"did not end within {timeout:.0f} s")
+        return Outcome(_values(late.stdout or b""), f"timed out after {timeout:.0f} s")
     error = None
     if run.returncode:
         said = run.stderr.decode(errors="replace").strip()
-        error = f"ended with {run.returncode}: {said[-1000:] or 'it said nothing'}"
+        error = f"exited with status {run.returncode}: {said[-1000:] or 'no output on stderr'}"
     return Outcome(_values(run.stdout), error)
 
 
@@ -199,7 +199,7 @@ class Report:
             if section in data:
                 lines += [f"{section}: {line}" for line in _flat(data[section])]
         if not data["finished"]:
-            lines.append(f"NOT FINISHED: it was at {data['running'] or 'its beginning'}")
+            lines.append(f"NOT FINISHED: stopped at {data['running'] or 'the start'}")
         return lines
 
     def _save(self) -> None:
@@ -223,7 +223,7 @@ def _times(rows: Sequence[dict[str, Any]]) -> list[str]:
     ratios = sorted((row["launch_us"] / row["dense_us"], row["shape"]) for row in timed)
     middle = ratios[len(ratios) // 2][0]
     slowest, shape = ratios[-1]
-    return [f"launch against MLX's dense attention: median {middle:.2f}, most {slowest:.2f} ({shape})"]
+    return [f"launch time relative to MLX's dense attention: median {middle:.2f}, maximum {slowest:.2f} ({shape})"]
 
 
 def _flat(value: Any) -> list[str]:

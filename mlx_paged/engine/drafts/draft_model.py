@@ -219,7 +219,8 @@ class DraftModel:
         return self.model(tokens, cache=layers), None
 
     def _warn(self, error: Exception) -> None:
-        warn_once(f"the draft model {type(self.model).__module__} fails: {type(error).__name__}: {error}")
+        what = f"the draft model {type(self.model).__module__} failed; requests go on without its drafts"
+        warn_once(f"{what}: {type(error).__name__}: {error}")
 
     def _reserve(self, tables: Rows, rows: Sequence[Request]) -> None:
         """Reserve positions. If a row finds no block, it gets no more drafts, and its error is raised."""

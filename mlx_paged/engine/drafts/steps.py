@@ -23,7 +23,10 @@ from ..sampling.token_choice import Places
 from ..scheduler import Growth
 from .proposal import NextTokens, Proposal, Proposer
 
-WHY_NOT = "a layer pins tokens, or computes with keys and values by itself, or none is paged"
+WHY_NOT = (
+    "no layer is paged, a layer's cache is neither paged nor a state (as with max_kv_size), the model's attention may "
+    "bypass mlx-lm's attention function, or its rows are computed one by one"
+)
 
 
 class DraftSteps:
@@ -128,7 +131,7 @@ class DraftSteps:
             if isinstance(error, NotPackableError):
                 self.proposer.remove(list(self.proposer.rows))
                 batch.proposer = None
-                warn_once(f"tokens are not proposed in models of {type(batch.model).__module__}: {error}")
+                warn_once(f"drafts are switched off for models of {type(batch.model).__module__}: {error}")
             elif not isinstance(error, PoolExhaustedError):  # it may be the fault of a draft
                 self.proposer.remove([row for row, count in zip(batch.rows, counts, strict=True) if count > 1])
             return None

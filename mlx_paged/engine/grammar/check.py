@@ -67,9 +67,9 @@ def fault_of_size(kind: str, text: str) -> str:
         kind, text: see :class:`.compiler.GrammarSource`.
     """
     if len(text) > MAX_CHARACTERS:
-        return f"it has {len(text):,} characters, of at most {MAX_CHARACTERS:,}"
+        return f"it has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}"
     if kind in ("lark", "tools") and (lines := text.count("\n")) > MAX_LINES:
-        return f"it has {lines:,} lines, of at most {MAX_LINES:,}"
+        return f"it has {lines:,} lines; the limit is {MAX_LINES:,}"
     if kind != "json":
         return ""
     try:
@@ -83,12 +83,12 @@ def fault_of_size(kind: str, text: str) -> str:
         num_references += sum("$ref" in part for part in level if isinstance(part, dict))
         level = [child for part in level for child in _children(part)]
     if level:
-        return f"it is nested too deeply: at most {MAX_DEPTH} levels"
+        return f"it is nested too deeply; the limit is {MAX_DEPTH} levels"
     if num_references > MAX_REFERENCES:
-        return f"it has {num_references:,} references, of at most {MAX_REFERENCES:,}"
+        return f"it has {num_references:,} references; the limit is {MAX_REFERENCES:,}"
     for where, number, _ in numbers(schema):
         if isinstance(number, int) and number < LEAST_INTEGER:
-            return f"{where}: integers may not be below {LEAST_INTEGER}, got {number}"
+            return f"{where}: integers must be at least {LEAST_INTEGER}, got {number}"
     return ""
 
 
@@ -123,7 +123,7 @@ class Checker:
         if not matcher.is_error():
             return "", matcher
         fault = reason(matcher)
-        return ("there is no answer that it allows" if fault.startswith("NoExtension") else fault), None
+        return ("no answer can satisfy it" if fault.startswith("NoExtension") else fault), None
 
     def try_out(self, kind: str, text: str) -> tuple[str, int]:
         """Compile a grammar and take the first steps of an answer. Returns an error message or "", and its bytes.
@@ -142,7 +142,7 @@ class Checker:
             if found[0] and kind == "json":
                 found[0] = self._placed(schema, found[0], lambda: time.process_time() - begin > self._seconds / 2)
             elif not found[0] and num_bytes > MAX_BYTES:
-                found[0] = f"it takes {num_bytes >> 20} MB when it is compiled, of at most {MAX_BYTES >> 20}"
+                found[0] = f"it takes {num_bytes >> 20} MB when compiled; the limit is {MAX_BYTES >> 20} MB"
             elif not found[0] and kind == "json":
                 found[0] = self._fault_of_numbers(schema)
 
@@ -170,7 +170,7 @@ class Checker:
     def _fault_of_numbers(self, schema: Any) -> str:
         for where, number, is_answer in numbers(schema):
             if (is_answer or isinstance(number, float)) and is_long(number) and not self._is_kept(number):
-                return f"{where}: {number!r} has more digits than would be kept"
+                return f"{where}: {number!r} has more digits than llguidance keeps"
         for where, bounds in ranges(schema):
             allowed = self._allowed_outside(bounds)
             if allowed:
@@ -403,7 +403,7 @@ def main() -> None:
         except RecursionError:
             answer = ("it is nested too deeply", 0)
         except MemoryError:
-            answer = ("it takes more memory to compile than is allowed", 0)
+            answer = (f"it needs more than {num_bytes / (1 << 30):g} GB of memory to compile", 0)
         except Exception as error:
             answer = (f"{type(error).__name__}: {error}", 0)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -123,12 +123,13 @@ class TrialProcess:
         assert self._process is not None
         status = self._process.wait()
         self._end()
-        logging.warning("a %s grammar of %d characters ended the process that tried it: %d", kind, len(text), status)
+        logging.warning("a %s grammar of %d characters ended its trial process: status %d", kind, len(text), status)
         if status == -signal.SIGPROF:
             return Verdict(f"it takes more than {check.TRIAL_SECONDS:g} s to compile")
         if status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGTRAP):
-            return Verdict("it takes more memory or depth to compile than is allowed")
-        raise GrammarError("the process that tries grammars was ended; try again")
+            most = check.TRIAL_BYTES / (1 << 30)
+            return Verdict(f"it needs more than {most:g} GB of memory, or too much stack, to compile")
+        raise GrammarError(f"the grammar trial process ended with status {status}; try again")
 
     def _start(self, is_cancelled: IsCancelled) -> None:
         self._end()
@@ -140,7 +141,7 @@ class TrialProcess:
         self.num_started += 1
         if self._ask([self._describe(), self._eos_tokens], START_SECONDS, is_cancelled) is None:
             self._end()
-            raise GrammarError("the process that tries grammars does not start")
+            raise GrammarError(f"the grammar trial process did not start within {START_SECONDS:g} s, or ended")
 
     def _ask(self, message: object, seconds: float, is_cancelled: IsCancelled) -> Any:
         """Return the process's answer; None if it ends, or is killed because it takes longer than ``seconds``."""
@@ -256,7 +257,7 @@ class GrammarCompiler:
         try:
             self._tokenizer = convert(tokenizer, eos_token=self._eos_tokens)
         except Exception as error:
-            raise GrammarError(f"answers of this model's tokenizer cannot be constrained: {error}") from error
+            raise GrammarError(f"llguidance does not support this model's tokenizer: {error}") from error
         self._checker = Checker(library, self._tokenizer)
         folder = str(Path(library.__file__).resolve().parents[1])
         self.trials = Trials(lambda: _described(tokenizer), self._eos_tokens, folder)

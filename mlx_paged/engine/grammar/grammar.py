@@ -70,10 +70,10 @@ class CompiledGrammar:
 class Part(Enum):
     """The part of an answer that its next token belongs to."""
 
-    BEFORE = "what comes before it, and is free"
-    BETWEEN = "what comes between the parts that it describes, and is free"
-    WITHIN = "what it describes"
-    ENDED = "what comes after its end: nothing"
+    BEFORE = "unconstrained, before the grammar begins"
+    BETWEEN = "unconstrained, between parts that the grammar describes"
+    WITHIN = "described by the grammar"
+    ENDED = "after the end of the grammar: nothing"
 
 
 class Grammar:
@@ -134,7 +134,7 @@ class Grammar:
             if token in compiled.eos_tokens and self._matcher.is_accepting():
                 self.part = Part.ENDED
             elif not self._matcher.consume_token(token):
-                raise self._failure(f"token {token} is not what the grammar allows")
+                raise self._failure(f"the grammar does not allow token {token}")
             elif compiled.trigger and self._matcher.is_stopped():
                 self.part = Part.BETWEEN
 
@@ -200,7 +200,7 @@ class Grammar:
         target = out[:words] if fits else np.zeros(words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
         if self._matcher.is_error():
-            raise self._failure("the grammar cannot be followed")
+            raise self._failure("the tokens that the grammar allows cannot be computed")
         if fits:
             out[words:] = 0
         else:  # the tokenizer has tokens that the model does not
@@ -215,13 +215,14 @@ class Grammar:
         self._excess = max(0.0, self._excess + seconds - SECONDS_PER_TOKEN)
         if self._excess > MAX_EXCESS_SECONDS:
             raise GrammarError(
-                f"the grammar takes more work for a token than is allowed: {seconds:.3f} s, of {SECONDS_PER_TOKEN:g}"
+                f"the grammar takes too much work: the last token took {seconds:.3f} s of CPU time; "
+                f"allowed are {SECONDS_PER_TOKEN:g} s per token on average"
             )
 
     def _failure(self, what: str) -> GrammarError:
         why = reason(self._matcher)
         if "too many" in why.lower() or "; max is" in why:  # llguidance has no other sign of it
-            what = "the grammar takes more work for a token than is allowed"
+            what = "the grammar takes too much work"
         return GrammarError(f"{what}: {why}")
 
 

@@ -34,7 +34,7 @@ def send_frame(connection: socket.socket, kind: bytes, value: Any) -> int:
     """Send a frame. Returns its size in bytes. Raises OSError; RankError: the value is too large."""
     body = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     if len(body) > MOST_BYTES:
-        raise RankError(f"a message of {len(body)} bytes is too large for other ranks: at most {MOST_BYTES}")
+        raise RankError(f"a message to another rank has {len(body):,} bytes; the limit is {MOST_BYTES:,}")
     connection.sendall(_HEAD.pack(len(body), kind) + body)
     return _HEAD.size + len(body)
 
@@ -43,7 +43,7 @@ def read_frame(connection: socket.socket) -> tuple[bytes, Any]:
     """Return the kind and value of the next frame. Raises OSError; ValueError: it is no frame; EOFError at the end."""
     length, kind = _HEAD.unpack(read_bytes(connection, _HEAD.size))
     if length > MOST_BYTES:
-        raise ValueError(f"a frame of {length} bytes")
+        raise ValueError(f"a frame has {length:,} bytes; the limit is {MOST_BYTES:,}")
     return kind, json.loads(read_bytes(connection, length).decode("utf-8", "surrogatepass"))
 
 
@@ -228,14 +228,14 @@ class Watch:
         for peer in self.peers:
             silent = now - peer.heard_at
             if silent > self.timeout and not peer.has_left:
-                return f"rank {peer.rank} has said nothing for {silent:.0f} s: it is stopped or cannot be reached"
+                return f"rank {peer.rank} has sent nothing for {silent:.0f} s: it is stopped or cannot be reached"
         if self._idle_since is not None:
             return None
         busy = now - self._busy_since
         for peer in self.peers:
             idle = peer.idle_since
             if busy > self.timeout and idle is not None and now - idle > self.timeout:
-                where = "has ended" if peer.has_left else f"has been in no step since step {peer.step}"
+                where = "has ended" if peer.has_left else f"has been idle since step {peer.step}"
                 return f"rank {self.rank} has been in step {self.step} for {busy:.0f} s, and rank {peer.rank} {where}"
         if busy > STEP_FACTOR * self.timeout:
             return f"rank {self.rank} has been in step {self.step} for {busy:.0f} s, and so have the others"
@@ -341,12 +341,12 @@ def _tell(group: Any, where: list[Any] | None) -> list[Any]:
     """Return rank 0's value on every rank, by a reduction: there are no connections yet."""
     encoded = b"" if where is None else json.dumps(where).encode()
     if len(encoded) > _MOST_BYTES:
-        raise RankError(f"rank 0 has too many addresses: {len(encoded)} bytes")
+        raise RankError(f"the addresses of rank 0 take {len(encoded):,} bytes; the limit is {_MOST_BYTES:,}")
     padded = encoded + b" " * (_MOST_BYTES - len(encoded)) if where is not None else bytes(_MOST_BYTES)
     try:
         values: Any = mx.distributed.all_sum(mx.array(list(padded), mx.int32), group=group).tolist()
     except RuntimeError as error:
-        raise RankError(f"another rank has ended while it started: {error}") from error
+        raise RankError(f"another rank ended during the start: {error}") from error
     found: list[Any] = json.loads(bytes(values))
     return found
 
@@ -414,7 +414,7 @@ def _connect(hosts: list[str], port: int, token: str, rank: int, timeout: float)
             connection.sendall(mine + _proof(token, nonce + mine))
             if hmac.compare_digest(read_bytes(connection, _PROOF_BYTES), _proof(token, mine + nonce)):
                 return Peer(0, _settled(connection))
-            reasons.append(f"{host}: it is not rank 0")
+            reasons.append(f"{host}: the process there is not rank 0")
         except (OSError, EOFError) as error:
             reasons.append(f"{host}: {error}")
         connection.close()

@@ -288,14 +288,15 @@ class Ranks:
         # Rank 0 does not compare checksums: the other ranks do, and report theirs.
         alike = 2 if self.rank == 0 else 3
         if theirs[:alike] != head[:alike]:
-            self._diverged_from(peer, theirs)
+            self._diverged_from(peer, theirs, head)
         return value
 
-    def _diverged_from(self, peer: Peer, theirs: list[Any]) -> NoReturn:
+    def _diverged_from(self, peer: Peer, theirs: list[Any], head: list[Any]) -> NoReturn:
         """End all ranks: this one's decisions differ from those of ``peer``."""
         mine = [self._sequence, self.record.count, self.record.describe()]
         if self.rank == 0:
-            self._watch.end_process(f"rank {peer.rank} makes another call than rank 0: {theirs}; rank 0: {mine}")
+            called = f"rank {peer.rank} called {theirs[1]} at message {theirs[0]} where rank 0 called {head[1]}"
+            self._watch.end_process(f"{called} {_in_words(mine)}")
         report = {"diverged": self.rank, "decided": mine}
         with suppress(RankError):
             peer.send(FAULT, report)
@@ -307,7 +308,7 @@ class Ranks:
         if not isinstance(report, dict):
             return str(report)
         theirs = _in_words(report["decided"])
-        text = f"the ranks have not decided alike. Rank {report['diverged']} {theirs}."
+        text = f"the ranks' decisions differ. Rank {report['diverged']} {theirs}."
         if self.rank == 0:
             text += f" Rank 0 {_in_words([self._sequence, self.record.count, self.record.describe()])}."
         return text
@@ -403,7 +404,9 @@ def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
     configured = ranks.exchange(f"{options} on {backend() or 'the CPU'}")
     for rank, theirs in enumerate(configured):
         if theirs != configured[0]:
-            raise ConfigError(f"ranks must be configured alike: rank 0 is {configured[0]}, and rank {rank} is {theirs}")
+            raise ConfigError(
+                f"ranks must have the same configuration: rank 0 has {configured[0]}, rank {rank} has {theirs}"
+            )
     return min(ranks.exchange(num_bytes))
 
 

@@ -37,9 +37,9 @@ def parse_timeout(text: str | float) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ConfigError(f"rank timeout must be a number of seconds, not {text!r}") from None
+        raise ConfigError(f"rank timeout must be a number of seconds, got {text!r}") from None
     if not 1 <= value < float("inf"):
-        raise ConfigError(f"rank timeout must be at least 1 second, not {text!r}")
+        raise ConfigError(f"rank timeout must be at least 1 second and finite, got {text!r}")
     return value
 
 
@@ -97,8 +97,8 @@ def check_heads(model: nn.Module, ranks: Ranks) -> None:
         head_dim = getattr(module, "head_dim", None) or module.q_proj.weight.shape[0] // max(1, queries)
         if not heads or heads * head_dim != rows:
             raise ConfigError(
-                f"the model's key and value heads do not divide by {ranks.size} ranks: each would have {rows} of their "
-                f"values, where a head has {head_dim}"
+                f"the key and value heads cannot be split over {ranks.size} ranks: each would get {rows} rows of "
+                f"k_proj, but a head has {head_dim}"
             )
 
 

@@ -53,24 +53,30 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in (*_NUMBERS, *_PENALTIES):
             value = getattr(self, name)
-            _check(name, isinstance(value, (int, float)) or (value is None and name in _PENALTIES), value)
-        _check("temperature", self.temperature >= 0, self.temperature)
-        _check("min_p", 0 <= self.min_p <= 1, self.min_p)
-        _check("min_tokens_to_keep", _is_int(self.min_tokens_to_keep, 1), self.min_tokens_to_keep)
-        _check("xtc_probability", self.xtc_probability <= 1, self.xtc_probability)
-        _check("xtc_threshold", not self.uses_xtc or 0 <= self.xtc_threshold <= 0.5, self.xtc_threshold)
-        _check("top_k", self.top_k <= 0 or _is_int(self.top_k, 1), self.top_k)
-        _check("repetition_penalty", (self.repetition_penalty or 0) >= 0, self.repetition_penalty)
+            is_number = isinstance(value, (int, float)) or (value is None and name in _PENALTIES)
+            _check(name, is_number, value, "a number or None" if name in _PENALTIES else "a number")
+        _check("temperature", self.temperature >= 0, self.temperature, "at least 0")
+        _check("min_p", 0 <= self.min_p <= 1, self.min_p, "from 0 to 1")
+        least = self.min_tokens_to_keep
+        _check("min_tokens_to_keep", _is_int(least, 1), least, "an integer of at least 1")
+        _check("xtc_probability", self.xtc_probability <= 1, self.xtc_probability, "at most 1")
+        threshold = self.xtc_threshold
+        _check("xtc_threshold", not self.uses_xtc or 0 <= threshold <= 0.5, threshold, "from 0 to 0.5")
+        _check("top_k", self.top_k <= 0 or _is_int(self.top_k, 1), self.top_k, "an integer")
+        _check("repetition_penalty", (self.repetition_penalty or 0) >= 0, self.repetition_penalty, "at least 0")
         for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
             size = getattr(self, name)
-            _check(name, size is None or _is_int(size, 0), size)
-        _check("seed", self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)), self.seed)
+            _check(name, size is None or _is_int(size, 0), size, "None or an integer of at least 0")
+        is_seed = self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))
+        _check("seed", is_seed, self.seed, "None or an integer")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ConfigError if a value is out of range for a vocabulary of this size."""
-        _check("top_k", not self.draws or self.top_k < vocab_size, self.top_k)
+        below = f"below the vocabulary size of {vocab_size}"
+        _check("top_k", not self.draws or self.top_k < vocab_size, self.top_k, below)
         tokens = [*self.logit_bias, *(self.xtc_special_tokens if self.draws and self.uses_xtc else ())]
-        _check("token", all(_is_int(token, 0) and token < vocab_size for token in tokens), tokens)
+        are_tokens = all(_is_int(token, 0) and token < vocab_size for token in tokens)
+        _check("token ids", are_tokens, tokens, f"integers from 0 to {vocab_size - 1}")
 
     @property
     def draws(self) -> bool:
@@ -103,6 +109,6 @@ def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _check(name: str, is_usable: bool, value: Any) -> None:
+def _check(name: str, is_usable: bool, value: Any, allowed: str) -> None:
     if not is_usable:
-        raise ConfigError(f"{name} cannot be {value!r}")
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}")

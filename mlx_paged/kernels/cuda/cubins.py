@@ -45,7 +45,7 @@ class Nvrtc:
         self._library = library
         major, minor = ctypes.c_int(), ctypes.c_int()
         if library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)):
-            raise OSError("NVRTC does not tell its version")
+            raise OSError("cannot query NVRTC's version")
         self.version = f"{major.value}.{minor.value}"
 
     def compile(self, text: str, architecture: str) -> bytes:
@@ -59,7 +59,7 @@ class Nvrtc:
             )
             if failed:
                 log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-                raise CompileError(log or f"NVRTC's error {failed}")
+                raise CompileError(log or f"NVRTC failed with error {failed}")
             return self._read(program, "CUBIN")
         finally:
             library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -73,7 +73,7 @@ class Nvrtc:
 
     def _check(self, result: int) -> None:
         if result:
-            raise CompileError(f"NVRTC's error {result}")
+            raise CompileError(f"NVRTC failed with error {result}")
 
 
 @lru_cache(maxsize=1)
@@ -107,7 +107,7 @@ def fat_binary(cubin: bytes, architecture: str) -> bytes:
     """
     number = re.match(r"sm_(\d+)(a?)", architecture)
     if number is None:
-        raise ValueError(f"{architecture} has no number")
+        raise ValueError(f"unknown CUDA architecture {architecture!r}, expected e.g. sm_90")
     from lz4.block import compress
 
     packed = compress(cubin, mode="high_compression", store_size=False)
@@ -168,7 +168,7 @@ class CubinFolder:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"others could write to {path}")
+            raise PermissionError(f"{path} must belong to this user and not be writable by others")
 
     def read(self, key: str) -> bytes | None:
         """Return the machine code of a key; None if its file is missing or damaged."""

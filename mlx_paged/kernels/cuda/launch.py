@@ -160,7 +160,7 @@ class CompiledKernel:
                 if not self._is_checked:
                     given = tuple(self._type_of.get(x.dtype, str(x.dtype)) for x in inputs)
                     if given != types:
-                        raise ValueError(f"{name} takes {types}, not {given}")
+                        raise ValueError(f"inputs of {name} must have types {types}, got {given}")
                     self._is_checked = True
                 shapes = [inputs[i].shape for i, _ in axes]
                 options["scalars"] = [shape[axis] for shape, (_, own) in zip(shapes, axes, strict=True) for axis in own]

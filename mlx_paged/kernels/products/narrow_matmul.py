@@ -464,7 +464,7 @@ def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, arou
         reason = failure_of(text_of(body, dtype, tile, num_dims, bits, around), build_kernel) or ""
     if reason:
         name = text_of(body, dtype, tile, num_dims, bits, around).body
-        warnings.warn(f"mlx_paged: {name} ({dtype}, {tile}) is off, MLX multiplies: {reason}", stacklevel=2)
+        warnings.warn(f"mlx_paged: {name} ({dtype}, {tile}) is off, using MLX's operations: {reason}", stacklevel=2)
     return not reason
 
 
@@ -574,7 +574,7 @@ def _difference_around(body: str, dtype: mx.Dtype, tile: Tile, bits: int, around
         if norm is not None:
             expected = _launch(body, rows, weights, None, tile, shapes, None, turn)
             if not all(mx.array_equal(a, b).item() for a, b in zip(got, expected, strict=True)):
-                raise RuntimeError(f"MLX normalises {num_rows} rows of {depth} values to other bits")
+                raise RuntimeError(f"the norm of {num_rows} rows of {depth} values differs from MLX's")
         expected = _launch(body, rows, weights, None, tile, shapes)
         if turn is not None:
             expected[:2] = [

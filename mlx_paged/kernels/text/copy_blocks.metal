@@ -1,4 +1,5 @@
-// Copy whole blocks of the pool onto others, in place: pairs[0] -> pairs[1], column by column. No block may be both.
+// Copy whole blocks of the pool onto others in place: block pairs[0][i] to block pairs[1][i]. No block may be both a
+// source and a target.
 // Grid: x = one thread per packet of 4 elements of a block (rounded up), y = pair.
 const int n_kv = k_pool_shape[1];
 const int n_pairs = pairs_shape[1];

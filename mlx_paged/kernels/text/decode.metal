@@ -1,7 +1,7 @@
 //// partitions
-// Both dialects: the partitions of a row, for the kernel that attends and the one that joins, and the blocks it attends to.
+// Both dialects: a row's partitions, for the decode kernels and merge_partitions, and the look-up of blocks.
 
-// Tokens of a partition. It grows with what the row itself sees, so it never depends on the rest of the batch.
+// Return the tokens per partition. It depends only on how many tokens the row sees, never on the rest of the batch.
 template <int PART, int SPAN>
 FUNCTION int partition_size(int seen) {
   int size = PART;
@@ -11,16 +11,17 @@ FUNCTION int partition_size(int seen) {
   return size;
 }
 
-// Where the first partition begins: a multiple of a chunk, fewer than PART tokens before the first visible one. Farther
-// away, a partition could hold no visible token: nobody would write its result, and the one that joins would read it.
+// Return where the first partition begins: the first visible token, rounded down to a multiple of min(PART, 64), itself
+// a multiple of a chunk. If it began PART tokens or more before the first visible one, the first partition could hold
+// no visible token: no thread group would write its output, and merge_partitions would read it.
 template <int PART>
 FUNCTION int first_partition(int begin) {
   constexpr int ALIGNMENT = PART < 64 ? PART : 64;
   return begin / ALIGNMENT * ALIGNMENT;
 }
 
-// The ids of the BLOCKS blocks that a chunk of tokens lies in. Outside of what is visible, [lo, hi), the nearest one inside is
-// taken. The table is a template: it may be in either address space on Metal.
+// Look up the ids of the BLOCKS blocks of a chunk. A block outside the visible tokens [lo, hi) is replaced by the
+// nearest one inside. The type of the table is a template parameter: on Metal it may be in either address space.
 template <int CHUNK, int BS, int BLOCKS, typename Table>
 FUNCTION void look_up_blocks(Table table, int chunk, int lo, int hi, thread int* blocks) {
   UNROLL
@@ -29,15 +30,17 @@ FUNCTION void look_up_blocks(Table table, int chunk, int lo, int hi, thread int*
   }
 }
 //// begin
-// Attention of one row (one query position of one sequence) over one partition, for the G query heads of one kv head. A row sees the tokens starts[row] <= t < ends[row]; nothing else is read.
+// Attention of one row (one query position of one sequence) over one partition, for the G query heads of one KV head. A
+// row sees the tokens starts[row] <= t < ends[row]; nothing else is read.
 //
-// Grid: x = kv head, y = row, z = partition; SG simdgroups. HS of them share the heads, SG / HS stripes share the tokens.
-// Inside a simdgroup LPT lanes hold one token, so 32 / LPT tokens pass at a time and U such steps make a chunk.
+// Grid: x = KV head, y = row, z = partition; SG simdgroups. HS of them split the heads, SG / HS stripes split the
+// tokens. Inside a simdgroup LPT lanes hold one token, so 32 / LPT tokens are processed at a time; U such steps make a
+// chunk.
 //
-// A chunk has U * HG scores, of which each lane holds its elements' share. They are added up by halving: at every step a
-// lane keeps half of its scores and gives the other half away, so that in the end each score is complete in one lane (or
-// R of them in each), and its softmax is computed once instead of LPT times. Lane bit 0 stands for the top bit of a
-// score's index u * HP + h, lane bit 1 for the next, and so on.
+// A chunk has U * HG scores, and each lane has a partial sum of each, over the elements it holds. The partial sums are
+// reduced by halving: in each step a lane keeps half of its scores and sends the other half to another lane. At the end
+// each lane holds R complete scores, so a score's softmax is computed once instead of LPT times. Lane bit 0 stands for
+// the top bit of a score's index u * HP + h, lane bit 1 for the next, and so on.
 constexpr int NK = (D + LPT * VEC - 1) / (LPT * VEC);    // packets of a key per lane
 constexpr int NV = (DV + LPT * VEC - 1) / (LPT * VEC);   // packets of a value per lane
 constexpr int TPS = 32 / LPT;                            // tokens per step
@@ -45,9 +48,9 @@ constexpr int CHUNK = U * TPS;
 constexpr int HG = (G + HS - 1) / HS;                    // query heads per simdgroup
 constexpr int HP = HG > 8 ? 16 : HG > 4 ? 8 : HG > 2 ? 4 : HG; // rounded up to a power of two
 constexpr int NS = U * HP;                               // scores of a chunk
-constexpr int OWNERS = NS < LPT ? NS : LPT;              // lanes that hold different scores in the end; others repeat them
-constexpr int R = NS / OWNERS;                           // scores of each
-constexpr int BLOCKS = CHUNK > BS ? CHUNK / BS : 1;      // blocks that a chunk lies in
+constexpr int OWNERS = NS < LPT ? NS : LPT;              // lanes with different scores at the end; the rest repeat them
+constexpr int R = NS / OWNERS;                           // scores per owner
+constexpr int BLOCKS = CHUNK > BS ? CHUNK / BS : 1;      // blocks that a chunk spans
 constexpr int STRIPES = SG / HS;
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
@@ -56,7 +59,7 @@ threadgroup float tg_m[SG * HG];
 threadgroup float tg_l[SG * HG];
 threadgroup float tg_o[SG * HR * DV];
 
-const int n_kv = static_cast<int>(threadgroups_per_grid.x);  // of latents: tiles of G query heads over the one
+const int n_kv = static_cast<int>(threadgroups_per_grid.x);  // for latents: tiles of G query heads, all of one KV head
 const int max_blocks = tables_shape[1];
 const int q_len = ends_shape[1];
 const int kv_head = static_cast<int>(threadgroup_position_in_grid.x);
@@ -70,19 +73,20 @@ const int step_token = lane / LPT;
 const int stripe = sg / HS;
 const int head0 = (sg % HS) * HG;
 const int sequence = row / q_len;
-// The first of this kv head's lines; a line is one (sequence, query head, query position) of q and out.
+// The first line of this KV head; a line is one (sequence, query head, query position) of q and out.
 const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + row % q_len;
 
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
-// A row that ends at most FIRST tokens after its first partition begins has that one alone: such launches need no merge.
+// A row that ends at most FIRST tokens after its first partition begins has only that partition. A launch with only
+// such rows needs no merge.
 const bool is_short = FIRST > 0 && end - first_partition<PART>(begin) <= FIRST;
 const int size = is_short ? FIRST : partition_size<PART, SPAN>(end - begin);
 const int origin = first_partition<PART>(begin);
 const int lo = metal::max(begin, origin + partition * size);
 const int hi = metal::min(end, origin + partition * size + size);
-// With params[2] set (q_len is 1 then), the row's newest token comes with the call: it is read from there, and the
-// threadgroup whose partition it is in stores it into its slot.
+// If params[2] is set (only with q_len 1), k_new and v_new hold the row's newest token. It is read from there, and the
+// thread group of its partition stores it in its slot.
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
 const int64_t fresh_row = static_cast<int64_t>(row) * n_kv + kv_head;
 
@@ -94,7 +98,8 @@ if (lo < hi) {
   const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
   float query[HG * NK * VEC];
   float acc[HG * NV * VEC];
-  // Of the scores that this lane holds in the end: heads first_head .. first_head + R - 1 of step own_step.
+  // State of the softmax for the scores that this lane holds at the end: heads first_head .. first_head + R - 1 of step
+  // own_step.
   float m[R];
   float l[R];
   UNROLL
@@ -135,9 +140,10 @@ if (lo < hi) {
   }
 
 //// latent_newest
-  (void)fresh_row;  // of keys with heads
-  // Of latent_decode: a token is a latent of DV elements and, in the other pool, D - DV that positions are in. A key is both,
-  // one after the other, and the value is the latent: packets of a lane's keys that it has loaded already.
+  (void)fresh_row;  // used only for keys with heads
+  // latent_decode: a token has a latent of DV elements in k_pool and a rotary part of D - DV elements in v_pool. Its
+  // key is the latent followed by the rotary part. Its value is the latent, so a lane's key packets already hold its
+  // value.
   if (kv_head == 0 && fresh >= lo && fresh < hi) {
     const int64_t at = static_cast<int64_t>(tables[sequence * max_blocks + fresh / BS]) * BS + fresh % BS;
     for (int dim = sg * 32 + lane; dim < DV; dim += SG * 32) {
@@ -150,7 +156,7 @@ if (lo < hi) {
 
 //// query_sums
   float query_sum[HG * NK];
-  float base[HG * NV];  // of the accumulators: the weighted biases
+  float base[HG * NV];  // weighted biases, added to the accumulators at the end
   UNROLL
   for (int i = 0; i < HG * NV; i++) {
     base[i] = 0.0f;
@@ -170,7 +176,7 @@ if (lo < hi) {
   const int last_chunk = (hi - 1) / CHUNK;
   const auto table = tables + sequence * max_blocks;
   int chunk = first_chunk + (stripe + STRIPES - first_chunk % STRIPES) % STRIPES;
-  // Blocks are looked up one chunk ahead.
+  // Block ids are looked up one chunk ahead.
   int blocks[BLOCKS];
   look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk, lo, hi, blocks);
   for (; chunk <= last_chunk; chunk += STRIPES) {
@@ -203,7 +209,7 @@ if (lo < hi) {
     look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk + STRIPES, lo, hi, blocks);
 
 //// latent_loads
-    // A lane's packets of a token: those of its key, of which the first are its value.
+    // A lane's packets of a token: those of its key, which begin with those of its value.
     constexpr int PACKETS = NK;
     constexpr int VALUE = 0;
     Packet<T, VEC> packets[U * PACKETS];
@@ -234,7 +240,7 @@ if (lo < hi) {
     UNROLL
     for (int u = 0; u < U; u++) {
       // A token outside [lo, hi) is replaced by the nearest one inside (its score is dropped below), so that every
-      // address is of a live token. So is a packet past the end of a row, by the first one: its query is 0.
+      // address is of a live token. A packet past the end of a row is replaced by the row's first one: its query is 0.
       const int token = chunk * CHUNK + u * TPS;
       const int64_t page = static_cast<int64_t>(blocks[u * TPS / BS]) * n_kv + kv_head;
       const int inside = metal::min(metal::max(token + step_token, lo), hi - 1) % BS;
@@ -348,7 +354,7 @@ if (lo < hi) {
     }
 
 //// values
-    // Back to every lane: what its accumulators shrink by, and the weights of its values.
+    // Send every lane the factors that scale down its accumulators, and the weights of its values.
     UNROLL
     for (int h = 0; h < HG; h++) {
       const float factor = simd_shuffle(shrink[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER(h / R, OWNERS)));
@@ -376,7 +382,7 @@ if (lo < hi) {
   }
 
 //// quantized_values
-    // Back to every lane: what its accumulators shrink by, and the weights of its values.
+    // Send every lane the factors that scale down its accumulators, and the weights of its values.
     UNROLL
     for (int h = 0; h < HG; h++) {
       const float factor = simd_shuffle(shrink[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER(h / R, OWNERS)));
@@ -423,7 +429,7 @@ if (lo < hi) {
   }
 
 //// end
-  // Add up the tokens that passed side by side in this simdgroup, then the stripes.
+  // Sum over the tokens that this simdgroup processed side by side, then over the stripes.
   UNROLL
   for (int j = 0; j < R; j++) {
     UNROLL
@@ -446,7 +452,7 @@ if (lo < hi) {
       acc[i] += simd_shuffle_xor(acc[i], static_cast<ushort>(o));
     }
   }
-  // HR heads of every simdgroup at a time fit in threadgroup memory.
+  // Threadgroup memory has room for HR heads of each simdgroup at a time.
   UNROLL
   for (int h0 = 0; h0 < HG; h0 += HR) {
     if (h0 > 0) {
@@ -488,7 +494,7 @@ if (lo < hi) {
           stats[(line * n_partitions + partition) * 2 + 1] = total;
         }
         if (SINGLE) {
-          // The same operations in the same order as merge_partitions with one live partition: equal bits.
+          // Same operations in the same order as merge_partitions with one live partition, so the bits are equal.
           float all = top;
           float denominator = 0.0f;
           if (SINKS) {
@@ -505,7 +511,7 @@ if (lo < hi) {
     }
   }
 } else {
-  // Nothing visible here: merge_partitions never reads such a partition, a row that sees nothing at all gets zeros.
+  // No visible token: merge_partitions never reads such a partition, and a row that sees no token gets zeros.
   for (int item = sg * 32 + lane; item < G * DV; item += SG * 32) {
     const int64_t at = (line0 + item / DV * q_len) * n_partitions + partition;
     if (item % DV == 0) {

@@ -1,15 +1,16 @@
-// Draw a word of each row with its temperature, among those that its top-p, min-p and top-k leave; the first of the
-// largest where the scale is 0. Words stand in the order of their logits, of equal ones the first before the others, and
-// what is left is a beginning of that order. A word is drawn from all; if it is not left, nor is one behind it, and
-// the next one is drawn from those before it: the word that ends it has the probabilities of those left, exactly.
-// params: log2(e) / temperature, top-p, log(min-p), top-k, words that min-p does not drop, whether any are dropped.
-// Grid: x = row, SG simdgroups, whose lanes have AHEAD logits in flight. Word column + 32 * (line + 32 * n) of a
-// simdgroup's part is one of its lane `column`.
+// Sample one token (in the code: word) per row at its temperature, from the tokens that its top-p, min-p and top-k
+// keep. If the scale is 0, take the first token with the largest logit.
+// Tokens are ordered by logit, equal ones by id, and the filters keep the beginning of that order. The first token is
+// drawn from all. If the filters drop it, they drop all after it too, and the next one is drawn from those before it.
+// The token that passes is distributed exactly as if drawn from the tokens kept.
+// params: log2(e) / temperature, top-p, log(min-p), top-k, tokens that min-p always keeps, whether any filter is set.
+// Grid: x = row; SG simdgroups, each with a part of the vocabulary; a lane has AHEAD logits in flight. Token column +
+// 32 * (line + 32 * n) of a simdgroup's part belongs to its lane `column`.
 constexpr float FLOOR = -2.0e38f;   // below every logit
-constexpr float LEAST = -1.0e38f;   // stands for what is less, which weighs nothing
+constexpr float LEAST = -1.0e38f;   // smaller logits are raised to this; their weight is 0
 constexpr float MIN_POWER = -200.0f;
 constexpr float LOG2E = 1.44269504088896341f;
-constexpr uint MOST = 1024u;        // draws, of which a row needs as many as a random order has maxima, at most
+constexpr uint MOST = 1024u;        // limit of draws; at most 1 + 1/2 + ... + 1/vocab are expected, about 12
 
 threadgroup float tg_weight[SG];
 threadgroup float tg_mass[SG];
@@ -59,10 +60,11 @@ const bool has_top = lane < SG ? tg_weight[lane] == top : false;
 int word = static_cast<int>(-simd_max(has_top ? -tg_count[lane] : FLOOR));
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-float pivot = FLOOR;  // the logit of the word that was drawn
-float all = 0.0f;     // mass of all words
+float pivot = FLOOR;  // logit of the last token drawn
+float all = 0.0f;     // weight of all tokens at temperature 1, for top-p
 for (uint attempt = 0u; attempt < MOST && scale > 0.0f; attempt++) {
-  // Of the words before the one that was drawn: their weight, their number, and the mass of those with a larger logit.
+  // Over the tokens before the last one drawn: weight, number, and the weight at temperature 1 of those with a larger
+  // logit.
   float weight = 0.0f;
   float count = 0.0f;
   float mass = 0.0f;
@@ -79,7 +81,7 @@ for (uint attempt = 0u; attempt < MOST && scale > 0.0f; attempt++) {
       largest = metal::max(values[j], largest);
     }
     if (largest < pivot) {
-      continue;  // as most are, once a word has been drawn
+      continue;  // true of most tokens once one has been drawn
     }
     UNROLL
     for (int j = 0; j < AHEAD; j++) {
@@ -114,7 +116,7 @@ for (uint attempt = 0u; attempt < MOST && scale > 0.0f; attempt++) {
     }
   }
 
-  // Threefry-2x32 of 20 rounds: four numbers of the row's key, for this position and attempt.
+  // Threefry-2x32 with 20 rounds: four random numbers from the row's key, position and attempt.
   uint numbers[4];
   UNROLL
   for (int half_ = 0; half_ < 2; half_++) {
@@ -135,8 +137,8 @@ for (uint attempt = 0u; attempt < MOST && scale > 0.0f; attempt++) {
     numbers[2 * half_ + 1] = right;
   }
 
-  // A simdgroup's part is drawn, one of its columns, a line of that, and the word: sums stay short, and each number
-  // is new, so that float32 loses nothing of words that are unlikely.
+  // Draw a simdgroup's part, one of its columns, a line of that column, and a token, each with a random number of its
+  // own. So sums stay short, and float32 does not lose unlikely tokens.
   int chosen = 0;
   int column = 0;
   int line = 0;
@@ -158,7 +160,7 @@ for (uint attempt = 0u; attempt < MOST && scale > 0.0f; attempt++) {
     const uint bits = level == 0 ? numbers[0] : level == 1 ? numbers[1] : level == 2 ? numbers[2] : numbers[3];
     const float target = static_cast<float>(bits >> 8) * 5.9604644775390625e-8f * simd_shuffle(sum, static_cast<ushort>(31));
     const float hit = simd_max(own > 0.0f && sum > target ? static_cast<float>(32 - lane) : 0.0f);
-    const float last = simd_max(own > 0.0f ? static_cast<float>(lane) : 0.0f);  // should sums round to less
+    const float last = simd_max(own > 0.0f ? static_cast<float>(lane) : 0.0f);  // if rounding leaves no sum above it
     const int found = hit > 0.0f ? 32 - static_cast<int>(hit) : static_cast<int>(last);
     if (level == 0) {
       chosen = found;

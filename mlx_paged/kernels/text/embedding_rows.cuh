@@ -1,5 +1,5 @@
-// CUDA only: out[i] = table[tokens[i]], row by row. An id below zero counts from the end, as MLX takes it.
-// Grid: x = threads of a row's group, which copy it together; y = which token.
+// CUDA only: out[i] = table[tokens[i]], row by row. A negative id counts from the end, as in MLX.
+// Grid: x = one thread group, which copies a row; y = token.
 const int64_t width = table_shape[1];
 const int64_t token = static_cast<int64_t>(tokens[threadgroup_position_in_grid.y]);
 const T* const from = table + (token < 0 ? token + table_shape[0] : token) * width;

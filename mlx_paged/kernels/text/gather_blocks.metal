@@ -1,5 +1,5 @@
 // Copy the token range [span[0], span[0] + span[1]) of one block table into contiguous [kv heads, length, head_dim].
-// Grid: x = one thread per packet of 4 elements of one head's rows (rounded up), y = kv head.
+// Grid: x = one thread per packet of 4 elements of one head's rows (rounded up), y = KV head.
 constexpr int KP = D / 4;
 constexpr int VP = DV / 4;
 constexpr int WIDE = KP > VP ? KP : VP;

@@ -1,5 +1,5 @@
 //// flags
-// How warpgroups of a thread group that do different things wait for each other, and share its registers.
+// Barriers and register counts of warpgroups with different work in one thread group.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int COUNT>
 __device__ inline void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
@@ -11,21 +11,22 @@ __device__ inline void fewer_registers() {}
 template <int COUNT>
 __device__ inline void more_registers() {}
 #endif
-// Of the 128 threads of one.
+// Barrier of the 128 threads of one warpgroup.
 __device__ inline void warpgroup_barrier(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
-// What threads of a group tell each other (mbarrier): after so many arrivals a turn is over, and the next one begins.
+// An mbarrier in shared memory. A turn ends after `arrivals` arrivals, and the next one begins.
 struct Flag {
   unsigned long long bits;
   __device__ void begin(int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals) : "memory");
   }
-  // Of a warp, after what its lanes have done.
+  // Count one arrival for the warp, once all its lanes are here.
   __device__ void arrive(int lane) {
     __syncwarp();
     if (lane == 0) asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(this)) : "memory");
   }
-  // Until a turn is over: of the first and every other one (0), or of those between (1), which before the first is so.
+  // Wait for the end of a turn: with 0 of the first, third ... one, with 1 of the second, fourth ... one. Before the
+  // first turn has ended, waiting with 1 returns at once.
   __device__ void wait(int turn) {
     unsigned over;
     do {
@@ -38,10 +39,10 @@ struct Flag {
   }
 };
 //// boxes
-// Copies of whole boxes, some rows of 64 values of a table in global memory, by the GPU's own unit for them (TMA). It puts the
-// eighths of a row where swizzled() does. What it has to know of a table is in a map of 128 bytes, which a kernel makes for itself:
-// in shared memory, field by field (PTX: tensormap.replace), and from there to global memory.
-// Compilers before CUDA 12.6 took a map's strides in other units.
+// Copies of boxes, rows of 64 values of a table in global memory, by the tensor memory accelerator (TMA). It puts the
+// eighths of a row where swizzled() says. A map of 128 bytes describes a table to it. A kernel makes its own maps: in
+// shared memory, field by field (PTX: tensormap.replace), then copied to global memory.
+// CUDA 12.6 or later: earlier compilers took a map's strides in other units.
 struct alignas(128) BoxMap {
   unsigned words[32];
 };
@@ -52,10 +53,10 @@ struct alignas(128) BoxMap {
 template <class T>
 struct BoxTable {
   BoxMap* map;      // in global memory
-  const T* values;  // of 16 bits
+  const T* values;  // 16-bit values
   int columns;
   int box_rows;     // a multiple of 8
-  // By a whole warp; before a thread's first copy the others see() it.
+  // Make the map, by a whole warp. A thread calls see() before its first copy.
   __device__ void make_map(BoxMap* scratch, int lane) const {
     const unsigned to = shared_address(scratch);
     scratch->words[lane] = 0;
@@ -67,7 +68,7 @@ struct BoxTable {
       SET_FIELD("box_dim", "b32 [%0], 0", "n", 64);
       SET_FIELD("box_dim", "b32 [%0], 1", "r", box_rows);
       SET_FIELD("global_dim", "b32 [%0], 0", "r", columns);
-      SET_FIELD("global_dim", "b32 [%0], 1", "n", 0x7fffffff);  // rows: a prepared launch outlives the growth of its table
+      SET_FIELD("global_dim", "b32 [%0], 1", "n", 0x7fffffff);  // no limit of rows: tables of prepared launches grow
       SET_FIELD("global_stride", "b64 [%0], 0", "l", static_cast<unsigned long long>(columns) * 2);
       SET_FIELD("element_stride", "b32 [%0], 0", "n", 1);
       SET_FIELD("element_stride", "b32 [%0], 1", "n", 1);
@@ -80,7 +81,7 @@ struct BoxTable {
   }
   __device__ void see() const { asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory"); }
 };
-// Of one thread, which arrives at a flag; its turn is not over before so many bytes of them have.
+// Copies by one thread. It arrives at `flag`, whose turn does not end before `bytes` bytes have been copied.
 struct BoxCopies {
   Flag* flag;
   __device__ BoxCopies(Flag* there, int bytes) : flag(there) {
@@ -96,18 +97,22 @@ struct BoxCopies {
 };
 #endif
 //// warpgroup
-// Products of tiles in shared memory by a warpgroup, four warps: wgmma where the compiler has it (sm_90a), else mma.sync, with
-// the same accumulators. A tile has rows of 64 values of 16 bits; the eighth e of row n lies where e ^ n % 8 would: that keeps
-// columns of a tile in different banks, and is what wgmma calls a swizzle of 128 bytes. Tiles begin at multiples of 1024 bytes.
-// Accumulators of 64 rows and N columns: [j][e] of lane 4r + c in warp w is row 16w + r + 8 (e / 2), column 8j + 2c + e % 2.
-// Where the values of an eighth of a row begin.
+// Products of tiles in shared memory by a warpgroup of four warps: wgmma where the compiler has it (sm_90a), else
+// mma.sync with the same layout of accumulators. A tile has rows of 64 16-bit values. Eighth e of row n is stored in
+// place e ^ (n % 8), wgmma's swizzle of 128 bytes, so that the values of a column lie in different banks. Tiles begin
+// at multiples of 1024 bytes.
+// Accumulators of 64 rows and N columns: [j][e] of lane 4r + c, warp w is row 16w + r + 8 (e / 2), column 8j + 2c + e %
+// 2.
+
+// Return where the values of an eighth of a row begin.
 __device__ inline int swizzled(int row, int eighth) { return row * 64 + (eighth ^ row % 8) * 8; }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_WARPGROUPS 1
-// What threads have stored and copied is seen by products that begin after the next barrier.
+// Make what threads have stored and copied visible to products that begin after the next barrier.
 __device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Of tiles of 64 values: `leading` bytes to the next tile along the other axis, where the product runs across rows.
+// Return wgmma's descriptor of tiles of 64 columns; `leading` is the distance in bytes of the next tile along the other
+// axis, for products across rows.
 __device__ inline unsigned long long tile_at(const void* first, int leading) {
   const unsigned long long swizzle = 1, stride = 1024 >> 4, address = shared_address(first) >> 4 & 0x3fff;
   return address | static_cast<unsigned long long>(leading >> 4) << 16 | stride << 32 | swizzle << 62;
@@ -128,7 +133,7 @@ __device__ inline unsigned long long tile_at(const void* first, int leading) {
 #define WGMMA(columns, type, names, sums, a, b, more, across) \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " more ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type \
                " {" names "}, " a ", " b ", p, 1, 1, 0, " across ";\n}\n" : sums : "l"(left), "l"(right), "r"(goes_on))
-// d (+)= A B^T for A of 64 rows and B of N, or A B for B of N columns if it is read across rows; 16 values deep.
+// d = A B^T for 64 rows of A and N rows of B, or with ACROSS A B for N columns of B, 16 values deep; d += if goes_on.
 template <class T, bool ACROSS, int J>
 __device__ inline void multiply(float (&d)[J][4], unsigned long long left, unsigned long long right, int goes_on) {
   static_assert(J == 8 || J == 16 || J == 32, "64, 128 or 256 columns");
@@ -144,7 +149,7 @@ __device__ inline void multiply(float (&d)[J][4], unsigned long long left, unsig
   if constexpr (J == 32 && ACROSS && !is_half<T>) WGMMA("256", "bf16", NAMES_128, SUMS_128, "%128", "%129", "%130", "1");
 }
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Until all that have begun are there.
+// Wait for the results of all products that have begun.
 __device__ inline void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -154,8 +159,8 @@ __device__ inline void show_to_products() {}
 __device__ inline void begin_products() {}
 __device__ inline void end_products() {}
 #endif
-// d = A B^T, or d += if it goes on: 64 rows of A, 8 J rows of B, of `tiles` tiles each, which lie so many values apart. It is there
-// after end_products(), like those below.
+// d = A B^T, or d += if GOES_ON: 64 rows of A and 8 J rows of B, each in TILES tiles, a_apart and b_apart values apart.
+// As below, d is valid after end_products().
 template <int TILES, bool GOES_ON, class T, int J>
 __device__ inline void multiply_rows(float (&d)[J][4], const T* a, int a_apart, const T* b, int b_apart, int lane, int warp) {
 #ifdef HAS_WARPGROUPS
@@ -179,7 +184,7 @@ __device__ inline void multiply_rows(float (&d)[J][4], const T* a, int a_apart, 
 #endif
 }
 
-// d += A B: a tile A of 64 rows, of whose columns the first DEPTH are used; DEPTH rows of B in tiles of 64 columns each.
+// d += A B: the first DEPTH columns of a tile A of 64 rows, and DEPTH rows of B in tiles of 64 columns, b_apart apart.
 template <int DEPTH, class T, int J>
 __device__ inline void multiply_columns(float (&d)[J][4], const T* a, const T* b, int b_apart, int lane, int warp) {
 #ifdef HAS_WARPGROUPS
@@ -201,33 +206,34 @@ __device__ inline void multiply_columns(float (&d)[J][4], const T* a, const T* b
 #endif
 }
 //// decode
-// CUDA only: latent_decode for 16-bit types on the tensor cores. A thread group takes a row, up to 64 of its query heads and a
-// partition of 2^params[3] tokens, which it reads once: as keys of D values and as values of the first DV.
-// Two warpgroups compute and a third one copies. Tokens come in tiles of KEYS, two at a time. Each of the two computes the scores of one
-// tile, with all dims, and then the outputs of half of the dims, over both tiles: while the one is at its weights, the other's
-// products go on. Weights go from one to the other through shared memory, where the rotated part of their tile was, rounded to T: over
-// hundreds of tokens what that loses averages out.
-// A half of a tile's values is copied anew as soon as its outputs are there. merge_partitions joins the partitions.
-constexpr int M = 64;                  // query heads of a thread group; those that are missing are zeros
+// CUDA only: latent_decode for 16-bit types on the tensor cores. A thread group handles one row, up to 64 of its query
+// heads and a partition of 2^params[3] tokens. It reads each token once, as a key of D values and as a value, the first
+// DV of them.
+// Two warpgroups compute and a third one copies. Tokens come in tiles of KEYS, two tiles at a time. Each of the two
+// computes the scores of one tile over all dims, then the outputs of half of the dims over both tiles. While one
+// computes its softmax, the products of the other go on. They exchange weights through shared memory, in place of the
+// rotary part of their tiles. Weights are rounded to T; the rounding errors average out over hundreds of tokens.
+// Half of a tile's values is replaced as soon as its outputs are computed. merge_partitions joins the partitions.
+constexpr int M = 64;                  // query heads of a thread group; missing ones are zeros
 constexpr int THREADS = 32 * SG;       // three warpgroups
-constexpr int TILES = D / 64;          // of 64 values, that a key has
-constexpr int HALF = DV / 128;         // of half of the latent
-constexpr int TILE = KEYS * 64;        // values of one, of all tokens
+constexpr int TILES = D / 64;          // tiles of a key, of 64 values each
+constexpr int HALF = DV / 128;         // tiles of half of the latent
+constexpr int TILE = KEYS * 64;        // values of a tile, for all its tokens
 constexpr int STAGE = TILES * TILE;
-constexpr int DP = D - DV;             // values behind the latent, which positions are in
+constexpr int DP = D - DV;             // values of the rotary part, after the latent
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
 
 SHARED_TILES(T, shared, TILES * M * 64 + 2 * STAGE + 2 * M * 4 + 128 + 11 * 4);
 T* const queries = shared;
 T* const stages = queries + TILES * M * 64;
-float* const tops = reinterpret_cast<float*>(stages + 2 * STAGE);  // what the warpgroups tell each other of each head: largest scores,
+float* const tops = reinterpret_cast<float*>(stages + 2 * STAGE);  // exchanged by the warpgroups, per head: maxima
 float* const sums = tops + 2 * M;                                  // and sums of weights
-BoxMap* const scratch = reinterpret_cast<BoxMap*>(sums + 2 * M);   // of two tables
+BoxMap* const scratch = reinterpret_cast<BoxMap*>(sums + 2 * M);   // maps of two tables
 Flag* const full = reinterpret_cast<Flag*>(scratch + 2);   // [tile][half]: copied
-Flag* const used = full + 4;                               // [tile][half]: its outputs are there
-Flag* const weighed = used + 4;                            // [tile]: its weights are there
-Flag* const both = weighed + 2;                            // queries are there; sums are
+Flag* const used = full + 4;                               // [tile][half]: its outputs are computed
+Flag* const weighed = used + 4;                            // [tile]: its weights are stored
+Flag* const both = weighed + 2;                            // first queries are loaded, then sums are stored
 
 const int n_heads = q_shape[1];
 const int max_blocks = tables_shape[1];
@@ -238,11 +244,11 @@ const int partition = static_cast<int>(threadgroup_position_in_grid.z);
 const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
 const int thread_index = static_cast<int>(thread_position_in_threadgroup.x);
 const int lane = thread_index % 32;
-const int warp = thread_index / 32 % 4;    // of the warpgroup
-const int group = simd_shuffle(thread_index / 128, 0);  // the same for a warp, as the compiler has to know
+const int warp = thread_index / 32 % 4;    // within the warpgroup
+const int group = simd_shuffle(thread_index / 128, 0);  // the compiler must know that it is uniform in a warp
 const int r = lane / 4;
 const int c = lane % 4;
-const int own_head = warp * 16 + r;        // and 8 more
+const int own_head = warp * 16 + r;        // and own_head + 8
 const int sequence = row / q_len;
 const int64_t line0 = (static_cast<int64_t>(sequence) * n_heads + head0) * q_len + row % q_len;
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
@@ -251,8 +257,8 @@ const int size = 1 << static_cast<int>(params[3]);
 const int origin = begin / 64 * 64;
 const int lo = metal::max(begin, origin + partition * size);
 const int hi = metal::min(end, origin + partition * size + size);
-// With params[2] set (q_len is 1 then), the row's newest token comes with the call: it is read from there, and the first
-// thread group whose partition it is in stores it into its slot.
+// If params[2] is set (only with q_len 1), k_new and v_new hold the row's newest token. It is read from there, and the
+// first thread group of its partition stores it in its slot.
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
 
 if (head0 + row + partition + thread_index == 0) {
@@ -281,9 +287,9 @@ if (lo < hi) {
 
   if (group == 2) {
     fewer_registers<72>();
-    // A warp copies half of the tokens of each other tile, four at a time, eight lanes each; lane % OWN knows where one of them
-    // lies: its slot, or that it is NEW, or DEAD. Dead ones are zeros: their slots may hold anything, and a weight of zero
-    // does not make a NaN go away.
+    // A warp copies half of the tokens of every second tile, four tokens at a time by eight lanes each. Lane % OWN
+    // numbers the token whose place the lane knows: its slot, NEW or DEAD. Dead tokens become zeros: their slots may
+    // hold NaN, and NaN times a weight of 0 is NaN.
     constexpr int OWN = KEYS / 2, DEAD = -1, NEW = -2;
     const int tile = warp / 2, eighth = lane % 8;
     T* const stage = stages + tile * STAGE;
@@ -293,7 +299,8 @@ if (lo < hi) {
       return position < lo || position >= hi ? DEAD : position == fresh ? NEW : block * BS + position % BS;
     };
 #ifdef HAS_BOXES
-    // Whole tiles come in boxes; those of dead tokens, or of the new one, come token by token. Maps are where results will be.
+    // Whole tiles are copied as boxes; tiles with dead tokens or the new one token by token. The maps are stored where
+    // the results will be.
     constexpr int BOX = BS < OWN ? BS : OWN;
     BoxMap* const maps = reinterpret_cast<BoxMap*>(out + (line0 * n_partitions + partition) * DV);
     const BoxTable<T> latents = {maps, k_pool, DV, BOX}, rotated_parts = {maps + 1, v_pool, DP, BOX};
@@ -344,7 +351,7 @@ if (lo < hi) {
           const T* const latent = (slots[i] < 0 ? new_latent : k_pool + static_cast<int64_t>(slots[i]) * DV) + half * (DV / 2) + eighth * 8;
           UNROLL
           for (int j = 0; j < HALF; j++) copies.copy(stage + (half * HALF + j) * TILE + at, latent + j * 64, slots[i] != DEAD);
-          // Where the rotated part goes, weights were for both halves.
+          // The rotary part replaces the weights, which have been used for both halves.
           const T* const rotated = (slots[i] < 0 ? new_rotated : v_pool + static_cast<int64_t>(slots[i]) * DP) + eighth * 8;
           UNROLL
           for (int j = 0; j < DP / 64 && half == 1; j++) copies.copy(stage + (DV / 64 + j) * TILE + at, rotated + j * 64, slots[i] != DEAD);
@@ -376,7 +383,7 @@ if (lo < hi) {
     const float gain = params[0] * LOG2E;
     auto compute = [&](auto own_group) {
       constexpr int GROUP = decltype(own_group)::value;
-      float m[2], l[2];  // of heads own_head and own_head + 8; the sum is of this lane's tokens, and of the own tiles
+      float m[2], l[2];  // of heads own_head and own_head + 8; sums over this lane's tokens of the own tiles
       float acc[DV / 16][4];
       UNROLL
       for (int i = 0; i < 2; i++) {
@@ -386,7 +393,7 @@ if (lo < hi) {
       UNROLL
       for (int i = 0; i < DV / 4; i++) acc[i / 4][i % 4] = 0.0f;
       T* const own = stages + GROUP * STAGE;
-      // From now on in units of weights that are the largest for these scores.
+      // Rescale sums and outputs to new maxima.
       auto raise = [&](const float (&top)[2]) {
         float shrink[2];
         UNROLL
@@ -395,7 +402,7 @@ if (lo < hi) {
           m[i] = top[i];
           l[i] *= shrink[i];
         }
-        // Most tiles have no larger score than those before.
+        // Most tiles raise no maximum.
         if (simd_any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
           UNROLL
           for (int i = 0; i < DV / 4; i++) acc[i / 4][i % 4] *= shrink[i % 4 / 2];
@@ -432,7 +439,7 @@ if (lo < hi) {
           top[i] = metal::max(top[i], simd_shuffle_xor(top[i], 1));
           top[i] = metal::max(top[i], simd_shuffle_xor(top[i], 2));
         }
-        float before[2];  // largest scores with the first tile's
+        float before[2];  // maxima after the first tile
         if constexpr (GROUP == 1) {
           weighed[0].wait(turn);
           UNROLL
@@ -493,7 +500,7 @@ if (lo < hi) {
       }
       both->arrive(lane);
       both->wait(1);
-      // Of two lanes that hold the same columns of two heads, each stores one head's.
+      // Two lanes hold columns of the same two heads; each stores those of one head.
       const int head = own_head + c % 2 * 8;
       const int64_t at = (line0 + head * q_len) * n_partitions + partition;
       const bool live = head0 + head < n_heads;
@@ -528,7 +535,7 @@ if (lo < hi) {
     }
   }
 } else {
-  // Nothing visible here: merge_partitions never reads such a partition, a row that sees nothing at all gets zeros.
+  // No visible token: merge_partitions never reads such a partition, and a row that sees no token gets zeros.
   for (int item = thread_index; item < M * DV; item += THREADS) {
     const int head = item / DV;
     if (head0 + head < n_heads) {

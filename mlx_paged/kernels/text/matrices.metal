@@ -1,7 +1,7 @@
 //// stage
-// Metal: what kernels by matrices need that dequantise into threadgroup memory.
+// Metal: helpers of the matrix kernels that dequantise into threadgroup memory.
 
-// All simdgroups of the thread group, or each one alone.
+// A barrier of the thread group if TOGETHER, else of one simdgroup.
 template <bool TOGETHER>
 inline void stage_barrier() {
   if (TOGETHER) {
@@ -11,7 +11,7 @@ inline void stage_barrier() {
   }
 }
 
-// Dequantise eight codes, number `at` of a row, into threadgroup memory, to the bits that a gather gives.
+// Dequantise the eight codes from 8 * at on of a row into threadgroup memory, with the same bits as quantized_gather.
 template <typename T, int BITS, int DIM, int GS, int BS>
 inline void stage_codes(const device uint* pool, int64_t page, int slot, int at, threadgroup T* target) {
   constexpr int CODES = DIM * BITS / 32;  // words of a row
@@ -28,8 +28,8 @@ inline void stage_codes(const device uint* pool, int64_t page, int slot, int at,
   }
 }
 //// join
-// Metal: what a simdgroup has of a row joins what those before have, the largest score and the sum of weights. Of outputs `kept` is
-// what remains of theirs, `added` what comes of its own.
+// Metal: join a simdgroup's maximum and sum of weights of a row into those of the simdgroups before it. The outputs
+// before are to be multiplied by `kept`, its own by `added`.
 struct JoinWeights {
   float kept, added;
 };
@@ -44,12 +44,12 @@ inline JoinWeights join(thread float& top, thread float& total, float m, float l
 //// decode_dense_pages
 threadgroup T edges[64 * SG];
 //// decode_quantized_pages
-// Each simdgroup dequantises the tokens that it takes, for itself.
+// Each simdgroup dequantises its own tokens.
 constexpr bool TOGETHER = false;
 threadgroup T staged[SG * KEYS * (D > DV ? D : DV)];
 threadgroup T* const own_staged = staged + simdgroup_index_in_threadgroup * (KEYS * (D > DV ? D : DV));
 //// decode_row
-// A thread group takes a partition of one row.
+// A thread group handles a partition of one row.
 constexpr int ROWS = 1;
 constexpr int n_rows = 1;
 const int query_row = static_cast<int>(threadgroup_position_in_grid.y);
@@ -57,11 +57,12 @@ const int own_row = query_row;
 const int partition = static_cast<int>(threadgroup_position_in_grid.z);
 const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
 //// decode_item
-// Of shared_matrix_decode, which is matrix_decode for rows that have blocks in common: a thread group takes an item of `items`
-// (shared_runs.py: partition, number of rows, their places in the batch). That is a partition of one row, as in matrix_decode, or
-// of up to ROWS rows that see the same blocks there, each of which has a simdgroup for itself. Such a simdgroup takes the steps of
-// the first of matrix_decode's simdgroups, then of the second, and joins what each of these has, so a row has the same bits. All
-// simdgroups take a step at the same time: what one of them reads from the pool serves all.
+// shared_matrix_decode is matrix_decode for rows with common blocks. A thread group handles one of `items`
+// (shared_runs.py: partition, number of rows, their places in the batch). An item is a partition of one row, as in
+// matrix_decode, or of up to ROWS rows that see the same blocks in it, with one simdgroup per row. Such a simdgroup
+// processes the steps of matrix_decode's first simdgroup, then those of the second, and so on, and joins the results,
+// so a row has the same bits. All simdgroups process a step at the same time, so what one of them reads from the pool
+// serves all.
 const auto own_item = items + static_cast<int>(threadgroup_position_in_grid.y) * (2 + ROWS);
 const int n_rows = own_item[1];
 if (n_rows == 0) return;
@@ -70,14 +71,14 @@ const int own_row = n_rows == 1 ? query_row : own_item[2 + metal::min(static_cas
 const int partition = own_item[0];
 const int n_partitions = static_cast<int>(params[4]);
 //// decode_begin
-// Metal only: attention as in decode/begin, by 8 x 8 matrices: the G query heads of a KV head are the rows of RT matrices, so a
-// key or value is read, and dequantised, once for all of them. Same grid, results and partial results; SG simdgroups share the
-// tokens of a partition, KEYS at a time. Head G and those after it are rows of zeros.
+// Metal only: attention as in part begin of decode.metal, with 8 x 8 matrices. The G query heads of a KV head are the
+// rows of RT matrices, so a key or value is read, and dequantised, once for all of them. Grid, results and partial
+// results are the same; SG simdgroups split the tokens of a partition, KEYS at a time. Rows G and after are zeros.
 typedef simdgroup_matrix<T, 8, 8> Matrix;
 typedef simdgroup_matrix<float, 8, 8> Sums;
 constexpr int RT = (G + 7) / 8;
 constexpr int LINES = 8 * RT;
-constexpr int SHARE = KEYS / 4;  // scores of a row that a lane takes
+constexpr int SHARE = KEYS / 4;  // scores of a row per lane
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
 threadgroup T queries[ROWS * LINES * D];
@@ -94,19 +95,20 @@ const int kv_head = static_cast<int>(threadgroup_position_in_grid.x);
 const int lane = static_cast<int>(thread_index_in_simdgroup);
 const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
 const int sequence = query_row / q_len;
-// The first of this kv head's lines; a line is one (sequence, query head, query position) of q and out.
+// The first line of this KV head; a line is one (sequence, query head, query position) of q and out.
 const int64_t line0 = static_cast<int64_t>(own_row / q_len * n_kv + kv_head) * G * q_len + own_row % q_len;
 
 const int begin = metal::max(static_cast<int>(starts[query_row]), 0);
 const int end = static_cast<int>(ends[query_row]);
-// A row that ends at most FIRST tokens after its first partition begins has that one alone: such launches need no merge.
+// A row that ends at most FIRST tokens after its first partition begins has only that partition. A launch with only
+// such rows needs no merge.
 const bool is_short = FIRST > 0 && end - first_partition<PART>(begin) <= FIRST;
 const int size = is_short ? FIRST : partition_size<PART, SPAN>(end - begin);
 const int origin = first_partition<PART>(begin);
 const int lo = metal::max(begin, origin + partition * size);
 const int hi = metal::min(end, origin + partition * size + size);
-// With params[2] set (q_len is 1 then), the row's newest token comes with the call; the thread group whose partition it is in
-// stores it into its slot, and reads it there.
+// If params[2] is set (only with q_len 1), k_new and v_new hold the row's newest token. The thread group of its
+// partition stores it in its slot and reads it there.
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
 const int64_t fresh_row = static_cast<int64_t>(query_row) * n_kv + kv_head;
 
@@ -114,7 +116,7 @@ if (kv_head + static_cast<int>(threadgroup_position_in_grid.y + threadgroup_posi
   fence_out[0] = fence[0] + 1u;
 }
 if (lo >= hi) {
-  // Nothing visible here: merge_partitions never reads such a partition, a row that sees nothing at all gets zeros.
+  // No visible token: merge_partitions never reads such a partition, and a row that sees no token gets zeros.
   for (int item = sg * 32 + lane; item < G * DV; item += SG * 32) {
     const int64_t at = (line0 + item / DV * q_len) * n_partitions + partition;
     if (item % DV == 0) {
@@ -134,7 +136,7 @@ threadgroup float* const diagonal = diagonals + sg * RT * 64;
 const auto table = tables + static_cast<int64_t>(sequence) * max_blocks;
 const int row = lane / 4;
 const int part = lane % 4;
-const int own = hi - 1, from = lo;  // the last and the first token that all rows see
+const int own = hi - 1, from = lo;  // last and first visible token, of all rows
 const float gain = SOFTCAP ? 1.0f : params[0] * LOG2E;
 const bool is_common = n_rows > 1;
 threadgroup T* const own_queries = queries + (is_common ? sg * LINES * D : 0);
@@ -146,8 +148,8 @@ for (int i = lane; i < RT * 64; i += 32) {
   diagonal[i] = 0.0f;
 }
 //// decode_dense_newest
-// The pool is written and read through one pointer each: a compiler may take for granted that memory reached by one buffer
-// argument, or by a const one, is not stored to by another.
+// Each pool is written and read through one pointer: a compiler may assume that memory reached through one buffer
+// argument, or through a const one, is not written through another.
 device T* const k_pages = const_cast<device T*>(k_pool);
 device T* const v_pages = const_cast<device T*>(v_pool);
 if (fresh >= lo && fresh < hi) {
@@ -163,7 +165,7 @@ if (fresh >= lo && fresh < hi) {
 //// decode_loop
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-float m[RT], l[RT];  // of the lane's rows; the sums are of the lane's scores
+float m[RT], l[RT];  // of the lane's rows; sums over the lane's scores
 UNROLL
 for (int r = 0; r < RT; r++) {
   m[r] = NOTHING;
@@ -177,31 +179,32 @@ for (int v = 0; v < RT * (DV / 8); v++) {
 
 for (int step = lo / KEYS + (is_common ? 0 : sg); step <= (hi - 1) / KEYS; step += SG) {
 //// prefill_dense_pages
-// Of prefill_matrix: keys and values come from the pool straight into matrices, since 8 tokens never lie in two blocks. Each
-// simdgroup works for itself, and waits for no other.
+// prefill_matrix: keys and values are loaded from the pool into matrices directly, since 8 tokens never span two
+// blocks. Simdgroups do not wait for each other.
 constexpr bool TOGETHER = false;
 threadgroup T edges[64 * SG];
 const device T* const k_pages = k_pool;
 const device T* const v_pages = v_pool;
 //// prefill_quantized_pages
-// Of quantized_prefill_matrix: keys, then values of KEYS tokens are dequantised into threadgroup memory, by all simdgroups of
-// the thread group for all of them. A token that no row sees is replaced by the nearest one that some row sees: the mask
-// takes its score away, and its values are finite.
+// quantized_prefill_matrix: all simdgroups together dequantise the keys, then the values of KEYS tokens into
+// threadgroup memory. A token that no row sees is replaced by the nearest one that some row sees: the mask drops its
+// score, and its values are finite.
 constexpr bool TOGETHER = true;
 threadgroup T staged[KEYS * (D > DV ? D : DV)];
 threadgroup T* const own_staged = staged;
 const device uint* const k_pages = k_pool;
 const device uint* const v_pages = v_pool;
 //// prefill_begin
-// Metal only: causal attention of the new tokens of several sequences, of any lengths, over block tables, by 8 x 8 matrices.
-// A thread group takes one KV head and one tile: up to 8 * SG / G new tokens of one sequence, times the G query heads of the
-// KV head. Row n of the tile is head n % G of token n / G. A simdgroup takes 8 rows. How lanes hold a matrix is not
-// specified, so scores pass through threadgroup memory, and sums are rescaled by a diagonal matrix.
+// Metal only: causal attention of the new tokens of several sequences, of any lengths, over block tables, with 8 x 8
+// matrices. A thread group handles one KV head and one tile: up to 8 * SG / G new tokens of one sequence, times the G
+// query heads of the KV head. Row n of the tile is head n % G of token n / G. A simdgroup handles 8 rows. How lanes
+// hold a matrix is not specified, so scores pass through threadgroup memory, and outputs are rescaled by a diagonal
+// matrix.
 // Tiles start at a sequence's first new token and keys at multiples of KEYS, so a row's bits do not depend on the pack.
 typedef simdgroup_matrix<T, 8, 8> Matrix;
 typedef simdgroup_matrix<float, 8, 8> Sums;
-constexpr int RT = 1;            // times 8 rows that a simdgroup takes
-constexpr int SHARE = KEYS / 4;  // scores of a row that a lane takes
+constexpr int RT = 1;            // a simdgroup handles RT times 8 rows
+constexpr int SHARE = KEYS / 4;  // scores of a row per lane
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
 threadgroup T queries[8 * SG * D];
@@ -216,8 +219,8 @@ const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
 const int kv_head = unit % n_kv;
 const auto tile = tiles + unit / n_kv * 4;
 const auto table = tables + static_cast<int64_t>(tile[0]) * tables_shape[1];
-const int first_row = tile[1];  // of the tile's tokens, in the pack
-const int origin = tile[2];     // position of the first
+const int first_row = tile[1];  // of the tile's first token, in the pack
+const int origin = tile[2];     // position of that token
 const int n_tokens = tile[3];
 const int first_line = sg * 8;
 if (unit + sg + lane == 0) {
@@ -233,10 +236,10 @@ const int row = lane / 4;
 const int part = lane % 4;
 const int window = static_cast<int>(params[2]);
 const int stride = static_cast<int>(params[3]);
-// What a token sees: at most `window` tokens, itself included, from a multiple of the stride on.
+// A token sees at most `window` tokens, itself included, from a multiple of the stride on.
 const int own = origin + metal::min((first_line + row) / G, n_tokens - 1);
 const int from = (metal::max(own - window + 1, 0) + stride - 1) / stride * stride;
-// What the rows of this simdgroup see, or of all if they wait for each other.
+// Tokens [lo, hi) are those that the rows of this simdgroup see, or with TOGETHER the rows of all.
 const int low = TOGETHER ? origin : origin + first_line / G;
 const int lo = (metal::max(low - window + 1, 0) + stride - 1) / stride * stride;
 const int hi = origin + (TOGETHER ? n_tokens : metal::min((first_line + 7) / G, n_tokens - 1) + 1);
@@ -254,7 +257,7 @@ diagonal[lane * 2] = 0.0f;
 diagonal[lane * 2 + 1] = 0.0f;
 simdgroup_barrier(mem_flags::mem_threadgroup);
 
-float m[RT] = {NOTHING}, l[RT] = {0.0f};  // of the lane's row; the sum is of the lane's scores
+float m[RT] = {NOTHING}, l[RT] = {0.0f};  // of the lane's row; sum over the lane's scores
 Sums acc[DV / 8];
 UNROLL
 for (int v = 0; v < DV / 8; v++) {
@@ -273,7 +276,7 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
     for (int r = 0; r < RT; r++) {
       s[r * (KEYS / 8) + j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
-    // Eight tokens that no row sees are those next to them: the mask takes their scores away.
+    // Eight tokens that no row sees are replaced by the nearest eight that some row sees: the mask drops their scores.
     const int token = metal::min(metal::max(step * KEYS + j * 8, lo / 8 * 8), (hi - 1) / 8 * 8);
     key[j] = k_head + static_cast<int64_t>(table[token / BS]) * n_kv * (BS * D) + token % BS * D;
   }
@@ -331,7 +334,7 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
-  bool grows = false;  // some row has a larger score than before
+  bool grows = false;  // some row has a new maximum
   UNROLL
   for (int r = 0; r < RT; r++) {
     const int at = (r * 8 + row) * KEYS + part * SHARE;
@@ -344,7 +347,7 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
       if (token > own || token < from) {
         x[i] = NOTHING;
       } else if (SOFTCAP) {
-        // The hyperbolic tangent, to some 1e-7.
+        // The hyperbolic tangent, with an error of about 1e-7.
         const float e = metal::fast::exp2(metal::min(x[i] * (params[0] / params[1] * 2.0f * LOG2E), 64.0f));
         x[i] = (1.0f - metal::fast::divide(2.0f, 1.0f + e)) * (params[1] * LOG2E);
       }
@@ -352,7 +355,8 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
     }
     top = metal::max(top, simd_shuffle_xor(top, 1));
     top = metal::max(top, simd_shuffle_xor(top, 2));
-    // A row may see nothing yet: then the difference of its scores to the largest is not 0 but rounding.
+    // If a row has seen no token yet, score * gain - top * gain is a rounding error of huge numbers: weights could be
+    // infinite.
     const float base = top == NOTHING ? 0.0f : top * gain;
     const float shrink = metal::fast::exp2(metal::fma(m[r], gain, -base));
     m[r] = top;
@@ -370,7 +374,7 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
     grows = grows || shrink != 1.0f;
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
-  // Most steps have no larger score than those before.
+  // Most steps raise no maximum.
   if (simd_any(grows)) {
     UNROLL
     for (int r = 0; r < RT; r++) {
@@ -393,7 +397,7 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
     if (token + 8 > lo && token < hi) {
       const device T* const value =
           v_head + static_cast<int64_t>(table[token / BS]) * n_kv * (BS * DV) + token % BS * DV;
-      // Slots that no row sees may hold anything, and a weight of zero does not make a NaN go away.
+      // Slots that no row sees may hold NaN, and NaN times a weight of 0 is NaN.
       const bool whole = token >= lo && token + 8 <= hi;
       const bool live = token + row >= lo && token + row < hi;
       Matrix weight[RT];
@@ -447,8 +451,9 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
     }
   }
 //// common_begin
-// Of shared_matrix_decode, for rows that share a partition: whose steps the simdgroup takes, and what it has of its row of those
-// before: largest scores and their sums, and outputs, KEYS elements of the values at a time, of which a lane has every 32nd.
+// shared_matrix_decode, rows that share a partition: in turn n a simdgroup processes the steps of matrix_decode's
+// simdgroup n. whole_* are its row's maxima, sums and outputs of the turns so far. Outputs are joined KEYS elements at
+// a time, of which a lane has every 32nd.
 constexpr int EACH = LINES * KEYS / 32;
 int turn = 0;
 float whole_m[RT], whole_l[RT], whole_o[DV / KEYS * EACH];
@@ -467,7 +472,7 @@ for (int i = 0; i < DV / KEYS * EACH; i++) {
   }
 //// common_turn
   if (is_common && step + SG > (hi - 1) / KEYS) {
-    // The last of a turn's steps, of which each turn has as many.
+    // The last step of a turn; all turns have the same number of steps.
     UNROLL
     for (int r = 0; r < RT; r++) {
       l[r] += simd_shuffle_xor(l[r], 1);
@@ -524,7 +529,7 @@ for (int r = 0; r < RT; r++) {
     tg_l[sg * LINES + r * 8 + row] = l[r];
   }
 }
-// Join what the simdgroups have, KEYS elements of the values at a time, in the memory of the scores.
+// Join the results of the simdgroups, KEYS elements of the values at a time, in the memory of the scores.
 UNROLL
 for (int v = 0; v < DV / 8; v += KEYS / 8) {
   UNROLL
@@ -551,7 +556,7 @@ for (int v = 0; v < DV / 8; v += KEYS / 8) {
         stats[(line * n_partitions + partition) * 2 + 1] = total;
       }
       if (SINGLE) {
-        // The same operations in the same order as merge_partitions with one live partition: equal bits.
+        // Same operations in the same order as merge_partitions with one live partition, so the bits are equal.
         float all = top;
         float denominator = 0.0f;
         if (SINKS) {

@@ -1,5 +1,6 @@
-// Join the partitions of one line (sequence, query head, query position); the head's sink enters the denominator here.
-// Grid: x = line, SG simdgroups. Only partitions that hold visible tokens are read.
+// Join the partitions of one line (sequence, query head, query position). The head's attention sink is added to the
+// denominator here.
+// Grid: x = line, SG simdgroups. Only partitions with visible tokens are read.
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
 
@@ -20,7 +21,7 @@ const int64_t base = static_cast<int64_t>(line) * n_partitions;
 constexpr int ND = (DV + SG * 32 - 1) / (SG * 32);   // dims per thread
 constexpr int AHEAD = 8;                             // partitions in flight
 
-// The first partials are on their way before their weights are known.
+// Load the first partial outputs before their weights are known.
 float ahead[AHEAD * ND];
 UNROLL
 for (int i = 0; i < AHEAD * ND; i++) {
@@ -28,7 +29,7 @@ for (int i = 0; i < AHEAD * ND; i++) {
   ahead[i] = i / ND < n_live && dim < DV ? partial[(base + i / ND) * DV + dim] : 0.0f;
 }
 
-// Lane p holds partition p of the first 32; the rest are read again below.
+// Lane p holds the stats of partition p of the first 32; those of the rest are read again below.
 const float first_m = lane < n_live ? stats[(base + lane) * 2] : NOTHING;
 const float first_l = lane < n_live ? stats[(base + lane) * 2 + 1] : 0.0f;
 float top = first_m;

@@ -1,9 +1,10 @@
-// One more token of each row with penalties, and its logits as they make them; other rows' logits as they are.
-// A row's history is a list of words, an entry for each token: in how many places of each of three windows its word
-// stands (counts 0 to 2), and whether the entry is the word's last (count 3), which is the one that writes.
-// spans: entries of the row, and of each window. penalties: repetition, presence, frequency.
-// Grid: x = row and chunk of CW words of it, SG simdgroups. A chunk's group writes its words, the first one's the
-// history too.
+// Add one token to the history of each row with penalties, and write the logits with its penalties. Logits of other
+// rows are copied unchanged.
+// A row's history has an entry per token: the token id (in the code: word), how often it occurs in each of three
+// windows (counts 0 to 2), and whether the entry is the last one of its id (count 3). Only last entries write a logit.
+// spans: number of entries of the row, and the length of each window. penalties: repetition, presence, frequency.
+// Grid: x = row and chunk of CW of its logits; SG simdgroups. A thread group writes the logits of its chunk; that of
+// the first chunk also writes the history.
 constexpr int AHEAD = 8;  // logits in flight
 
 threadgroup float tg_best[3 * SG];
@@ -55,8 +56,8 @@ if (place >= 0) {
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
-  int now[3];     // how often the token stands in a window, itself included
-  bool goes[3];   // whether the window leaves a word behind, and which
+  int now[3];     // occurrences of the token in each window, this one included
+  bool goes[3];   // whether a token drops out of the window, and which
   uint gone[3];
   UNROLL
   for (int kind = 0; kind < 3; kind++) {

@@ -1,4 +1,4 @@
-// CUDA dialect: the Metal names that the kernel bodies use, in terms of CUDA's.
+// CUDA dialect: defines the Metal names that the kernel bodies use.
 namespace mlx::core::cu {
 using uint = unsigned int;
 using ushort = unsigned short;
@@ -48,7 +48,7 @@ __device__ inline float simd_max(float x) {
 }
 __device__ inline bool simd_any(bool x) { return __any_sync(0xffffffffu, x); }
 
-// N elements of T loaded together; kept raw until they are used.
+// N elements of T loaded together; converted only when they are used.
 template <class T, int N>
 struct alignas(sizeof(T) * N) Packet {
   T part[N];
@@ -103,11 +103,12 @@ __device__ inline float packet_value(const Packet<T, N>& packet, int i) {
 #define thread_index_in_simdgroup (threadIdx.x % 32u)
 #define simdgroup_index_in_threadgroup (threadIdx.x / 32u)
 #define UNROLL _Pragma("unroll")
-// Which of OWNERS lanes holds number n, when lane bit 0 stands for the top bit of n, lane bit 1 for the next, and so on.
+// Return which of OWNERS lanes holds number n if lane bit 0 stands for the top bit of n, lane bit 1 for the next, and
+// so on.
 #define SCORE_OWNER(n, OWNERS) \
   ((((n) & 1) << 4 | ((n) & 2) << 2 | ((n) & 4) | ((n) & 8) >> 2 | ((n) & 16) >> 4) / (32 / (OWNERS)))
 #define FUNCTION __device__ inline
-// Last: __device__ is itself spelt with the word device.
+// Must come last: __device__ expands to a text with the word device in it.
 #define device
 #define constant
 #define thread

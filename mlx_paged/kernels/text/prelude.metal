@@ -1,11 +1,12 @@
 // Metal dialect: what the kernel bodies need beyond MSL and MLX's own preamble.
 #define FUNCTION inline
 #define UNROLL _Pragma("clang loop unroll(full)")
-// Which of OWNERS lanes holds number n, when lane bit 0 stands for the top bit of n, lane bit 1 for the next, and so on.
+// Return which of OWNERS lanes holds number n if lane bit 0 stands for the top bit of n, lane bit 1 for the next, and
+// so on.
 #define SCORE_OWNER(n, OWNERS) \
   ((((n) & 1) << 4 | ((n) & 2) << 2 | ((n) & 4) | ((n) & 8) >> 2 | ((n) & 16) >> 4) / (32 / (OWNERS)))
 
-// N elements of T loaded together; kept raw until they are used.
+// N elements of T loaded together; converted only when they are used.
 template <typename T, int N>
 struct Packet {
   metal::vec<T, 4> part[N / 4];

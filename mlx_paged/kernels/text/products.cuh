@@ -10,15 +10,15 @@ auto gated = [&](float gate_value, float up_value) {
   return static_cast<T>(rounded(gate * sigmoid) * rounded(up_value));
 };
 //// matmul_single
-// CUDA only, goes before the bodies of narrow_matmul that have one result; see matmul_tile.
+// CUDA only, first part of the narrow_matmul kernels with one result; see matmul_tile.
 const T* const matrix = w;
 T* target = out;
 const int depth = w_shape[1];
 const int width = w_shape[0];
 const int tile = threadgroup_position_in_grid.x;
 //// matmul_group
-// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T; see matmul_tile. The grid is as long as all tiles of the
-// matrices, one after the other; it may end before the third.
+// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T; see matmul_tile. The grid covers the tiles of the matrices one
+// after the other, and ends before the third if there are only two.
 const int depth = w_shape[1];
 const int tiles0 = (w_shape[0] + COLUMNS - 1) / COLUMNS;
 const int tiles1 = (w1_shape[0] + COLUMNS - 1) / COLUMNS;
@@ -31,7 +31,7 @@ const int width = which == 0 ? w_shape[0] : which == 1 ? w1_shape[0] : w2_shape[
 const int tile = place - (which == 0 ? 0 : which == 1 ? tiles0 : tiles0 + tiles1);
 auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
 //// quantized_single
-// CUDA only, goes before the bodies of narrow_matmul that have one matrix, for a quantised one; see quantized_tile.
+// CUDA only, first part of the narrow_quantized kernels with one matrix; see quantized_tile.
 const auto* const w = words;
 const auto* const matrix = w;
 const T* const matrix_scales = scales;
@@ -44,7 +44,7 @@ const int groups = scales_shape[1];
 const int width = words_shape[0];
 const int tile = threadgroup_position_in_grid.x;
 //// quantized_pair
-// CUDA only, goes before the body of narrow_matmul that has two matrices, for quantised ones; see quantized_tile.
+// CUDA only, first part of the narrow_quantized kernels with two matrices and one result; see quantized_tile.
 const auto* const w = words;
 const auto* const w1 = words1;
 const auto* const matrix = w;
@@ -58,8 +58,8 @@ const int groups = scales_shape[1];
 const int width = words_shape[0];
 const int tile = threadgroup_position_in_grid.x;
 //// quantized_group
-// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T with quantised matrices; see quantized_tile. The grid is as
-// long as all tiles of the matrices, one after the other; it may end before the third.
+// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T with quantised matrices; see quantized_tile. The grid covers the
+// tiles of the matrices one after the other, and ends before the third if there are only two.
 const int depth = words_shape[1] / BITS * 32;
 const int groups = scales_shape[1];
 const int tiles0 = (words_shape[0] + COLUMNS - 1) / COLUMNS;
@@ -96,8 +96,8 @@ auto finish = [&](int row, int column, float sum, float) {
 const auto* const partner = w1;
 auto finish = [&](int, int, float sum, float partner_sum) { return gated(sum, partner_sum); };
 //// rows
-// CUDA only, goes before the parts that read rows of narrow_matmul and narrow_quantized: how many there are. x has XD
-// dimensions of any sizes, of rows of depth values one after the other.
+// CUDA only: the number of rows of x, and those of this thread group. x has XD dimensions of any sizes; its rows of
+// `depth` values lie one after the other.
 constexpr int ROWS = 8 * MT;
 int n_rows = 1;
 UNROLL
@@ -112,14 +112,14 @@ const int first_row = threadgroup_position_in_grid.y * ROWS;
 // CUDA only, after rows.
 const T* const rows_of_x = x;
 //// rows_normalised
-// CUDA only, after rows: each divided by its root mean square and multiplied with gains, in the order of MLX's rms_norm and
-// rounded where that rounds; kept by each thread group for itself. EPS is the float's bits.
+// CUDA only, after part rows: each row is divided by its root mean square and multiplied by the gains, with the order
+// and the roundings of MLX's rms_norm. Each thread group normalises all rows for itself. EPS holds the bits of a float.
 threadgroup uint4 normalised[NORMED / 8];
 threadgroup float squares[NORMED_ROWS][4];
 const T* const rows_of_x = reinterpret_cast<const T*>(normalised);
 {
   const int thread_number = thread_position_in_threadgroup.x;
-  // MLX gives a row so many threads, which add eight values at a time.
+  // MLX uses this many threads per row, each of which adds eight values at a time.
   const int adders = depth % 1024 == 0 ? 128 : 64;
   const bool aligned = is_aligned(x);
   auto value = [&](const T* source, int i) {
@@ -159,14 +159,14 @@ const T* const rows_of_x = reinterpret_cast<const T*>(normalised);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 //// columns
-// CUDA only: which columns of the target a tile makes, and which sum goes with that of one of them.
+// CUDA only: the target's column of each of a tile's sums, and the index of the second sum that the result needs.
 auto column_of = [&](int e) { return tile * COLUMNS + e; };
 auto other = [&](int e) { return (MATRICES - 1) * COLUMNS + e; };
 auto finished = [&](int row, int column, float sum, float other_sum) { return finish(row, column, sum, other_sum); };
 //// columns_rotated
-// CUDA only, for narrow_matmul_group: the first two matrices make heads of 2 * HALF columns, which are rotated as MLX's rope
-// rotates them. A tile has eight columns of a head's first half, and those that are rotated with them. LOG_BASE and SCALE are
-// floats' bits; where the base is 0, frequencies are given.
+// CUDA only, for kernels with several results: the first two matrices make heads of 2 * HALF columns, which are rotated
+// like MLX's rope. A tile has eight columns of a head's first half and the eight of its second half that are rotated
+// with them. LOG_BASE and SCALE hold the bits of floats. Without BASED, frequencies are given instead of a base.
 auto column_of = [&](int e) {
   const int head = tile / (HALF / 8);
   return which == 2 ? tile * COLUMNS + e : head * (2 * HALF) + e / 8 * HALF + tile % (HALF / 8) * 8 + e % 8;
@@ -184,17 +184,19 @@ auto finished = [&](int row, int column, float sum, float other_sum) {
   return static_cast<T>(column % (2 * HALF) < HALF ? own * cosine - partner_value * sine : partner_value * sine + own * cosine);
 };
 //// matmul_tile
-// CUDA only, the part that all bodies of narrow_matmul share. Before it, a body names the matrix [width, depth], a partner of
-// its shape, the target, the tile (of the target's columns) and finish(row, column, sum, partner_sum): what target[m, n] is
-// made from, sum over k of x[m, k] matrix[n, k] and, with MATRICES = 2, sum over k of x[m, k] partner[n, k].
-// For few rows m: x has XD dimensions of any sizes, of rows of depth values one after the other.
-// 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A operand, rows of x the B.
-// A thread group makes MT * 8 rows of COLUMNS columns of the target. Its warps share out k, 128 at a time whatever the tile, and
-// their sums are added in the warps' order: a row's bits depend neither on the other rows nor on how many there are.
-// The order of k inside a fragment is ours to choose as long as both factors agree, so every load is 16 bytes.
+// CUDA only, a part of all narrow_matmul kernels. The parts before it define the matrix [width, depth], a partner of
+// the same shape, the target, the tile (of the target's columns) and finish(row, column, sum, partner_sum). finish
+// makes target[m, n] from the sum over k of x[m, k] matrix[n, k] and, with MATRICES = 2, the sum over k of x[m, k]
+// partner[n, k].
+// For few rows m, of 16-bit types, on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A
+// operand, rows of x the B operand.
+// A thread group computes MT * 8 rows of COLUMNS columns of the target. Its warps split k, 128 at a time with every
+// tile, and their sums are added in the order of the warps: a row's bits depend neither on the other rows nor on their
+// number.
+// The order of k inside a fragment is free if both factors have the same, so that every load is 16 bytes.
 constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
 constexpr int SHARE = 128;
-constexpr int SHARES = (U + 3) / 4;  // of a warp, in flight
+constexpr int SHARES = (U + 3) / 4;  // of k per warp, in flight
 
 // Padded, so that the stores below spread over all banks.
 threadgroup float sums[SG][ROWS][16 * R + 4];
@@ -203,7 +205,7 @@ const int r = lane / 4;
 const int c = lane % 4;
 const bool aligned = is_aligned(rows_of_x) && is_aligned(matrix) && is_aligned(partner);
 
-// Past the last row or column the last one is computed again, and not stored.
+// Rows and columns past the last repeat the last one, and are not stored.
 const T* w_rows[R][2];
 UNROLL
 for (int i = 0; i < R * 2; i++) {
@@ -257,13 +259,14 @@ while (k < depth) {
   if (k % SHARE == 0) k += (SHARES * SG - 1) * SHARE;
 }
 //// quantized_tile
-// CUDA only: matmul_tile for matrices of affine quantisation, as MLX packs them: BITS (4 or 8) a value in words of
-// 32 bits, low bits first, and a scale and a bias for each group of 32, 64 or 128 values of a row. A value is scale * q + bias,
+// CUDA only: matmul_tile for affine-quantised matrices as MLX packs them: values of BITS (4 or 8) bits in 32-bit words,
+// low bits first, and a scale and a bias for each group of 32, 64 or 128 values of a row. A value is scale * q + bias,
 // rounded to T.
-// As there, a warp takes 128 of k at a time, here 32 in a row for each of a row's four lanes: all of one group.
+// As in matmul_tile, a warp takes 128 of k at a time. Each of a row's four lanes has 32 consecutive ones, all of one
+// group.
 constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
 constexpr int SHARE = 128;
-constexpr int LOADS = BITS / 4;  // of 16 bytes, for 32 values
+constexpr int LOADS = BITS / 4;  // of 16 bytes each, for 32 values
 constexpr unsigned MASK = (1u << BITS) - 1;
 
 // Padded, so that the stores below spread over all banks.
@@ -276,7 +279,7 @@ const int shift = depth == groups * 32 ? 5 : depth == groups * 64 ? 6 : 7;
 const bool aligned = is_aligned(matrix) && is_aligned(partner);
 const bool x_aligned = is_aligned(rows_of_x);
 
-// Past the last row or column the last one is computed again, and not stored.
+// Rows and columns past the last repeat the last one, and are not stored.
 int64_t w_rows[R][2];
 UNROLL
 for (int i = 0; i < R * 2; i++) {
@@ -293,8 +296,9 @@ for (int i = 0; i < R * MT * 4; i++) {
   acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
 }
 
-// Two of a lane's 32 values, the first of them numbered e. A value is taken out of its half word as it stands there, q times a
-// power of two: as the last bits of a float of exponent 23 that is a float at once, and the scale takes the power away.
+// Return two of a lane's 32 values, numbers e and e + 1. A code q stays in its place in its half word, where it counts
+// q times a power of two. As the low bits of a float of exponent 23 it needs no conversion, and the scale is divided by
+// the power.
 auto values = [&](const uint4 (&packed)[LOADS], int e, float by, float plus) {
   float value[2];
   UNROLL
@@ -360,7 +364,7 @@ for (int first = warp * SHARE; first < depth; first += U * SG * SHARE) {
   }
 }
 //// sums
-// CUDA only, goes after the tiles of narrow_matmul and narrow_quantized: the warps' sums, and what is made from them.
+// CUDA only, last part of narrow_matmul and narrow_quantized: add the warps' sums and store the results.
 UNROLL
 for (int i = 0; i < R; i++) {
   UNROLL
@@ -386,7 +390,7 @@ for (int e = thread_position_in_threadgroup.x; e < ROWS * COLUMNS; e += SG * 32)
   }
 }
 //// silu_product
-// CUDA only: out = silu(left) * right, with gated() of silu_gate. All of XD dimensions, contiguous.
+// CUDA only: out = silu(left) * right, with gated() of silu_gate. Arrays have XD dimensions and are contiguous.
 // Grid: one thread per eight values.
 int64_t size = 1;
 UNROLL

@@ -1,5 +1,5 @@
 //// codes
-// CUDA: what texts over quantised pages need beyond the prelude.
+// CUDA: what the kernels for quantised pages need besides the prelude.
 
 namespace metal {
 __device__ inline float round(float x) { return ::roundf(x); }
@@ -12,7 +12,7 @@ __device__ inline ushort& bits_of(T& x) { return reinterpret_cast<ushort&>(x); }
 template <class T>
 __device__ inline const ushort& bits_of(const T& x) { return reinterpret_cast<const ushort&>(x); }
 
-// What a code stands for, rounded once, as MLX's dequantising kernel computes it.
+// Return the value of a code, rounded once, as MLX's dequantising kernel computes it.
 __device__ inline float dequantized(float scale, uint code, float bias) {
   return ::fmaf(scale, static_cast<float>(code), bias);
 }
@@ -38,7 +38,7 @@ __device__ inline void set_packet(Packet<T, N>& packet, int i, T value) {
   packet.part[i] = value;
 }
 
-// One word, or two that lie on 8 bytes.
+// Load one word, or two that are aligned to 8 bytes.
 template <int N>
 __device__ inline void load_words(const uint* source, uint* words) {
   if (N == 1) {
@@ -57,13 +57,13 @@ __device__ inline float round(float x) { return ::roundf(x); }
 __device__ inline unsigned word_of(float x) {
   return __float_as_uint(x);
 }
-// word & mask | bits, in one instruction, which the compiler makes two of if it sees the constants.
+// Return word & mask | bits, in one instruction; the compiler makes two of it if it sees the constants.
 __device__ inline unsigned select_bits(unsigned word, unsigned mask, unsigned bits) {
   unsigned x;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(x) : "r"(word), "r"(mask), "r"(bits));
   return x;
 }
-// N words that are read once. WHOLE: by lanes that read whole sectors together, so that L1 need not keep the rest of one.
+// Load N words that are read once. WHOLE: the lanes together read whole sectors, so L1 need not keep the rest of one.
 template <int N, bool WHOLE>
 __device__ inline void stream_words(const unsigned* source, unsigned* target) {
   static_assert(N == 1 || N == 2 || N == 4);
@@ -89,7 +89,7 @@ __device__ inline unsigned stream_half_word(const unsigned short* source) {
   asm volatile("ld.global.L2::128B.u16 %0, [%1];" : "=h"(x) : "l"(source));
   return x;
 }
-// A row's scales and biases: N words, which begin at a multiple of what N is a multiple of.
+// Load a row's scales and biases, N words; aligned to 4 words if N is a multiple of 4, to 2 if it is even.
 template <int N>
 __device__ inline void load_factors(const unsigned* source, unsigned (&target)[N]) {
   constexpr int STEP = N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
@@ -104,13 +104,13 @@ __device__ inline void load_factors(const unsigned* source, unsigned (&target)[N
     }
   }
 }
-// The largest of a simdgroup's numbers, none of them negative.
+// Return the largest of a simdgroup's numbers, which must not be negative.
 __device__ inline float largest_of(float x) {
   unsigned y;
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(__float_as_uint(x)));
   return __uint_as_float(y);
 }
-// a * b + c of two values of T each, rounded once.
+// Return a * b + c of two packed values of T each, rounded once.
 template <class T>
 __device__ inline unsigned fma2(unsigned a, unsigned b, unsigned c) {
   unsigned x;
@@ -125,12 +125,12 @@ template <class T>
 __device__ inline void store_words(T* target, uint4 words) {
   *reinterpret_cast<uint4*>(target) = words;
 }
-// Copies, and what is done as soon as those that this thread began have arrived.
+// Asynchronous copies, and a function to call as soon as those of this thread have arrived.
 template <class Then>
 struct CopiesThen : AsyncCopies {
   Then act;
   __device__ CopiesThen(Then what) : act(what) {}
-  // Of four bytes.
+  // Copy four bytes.
   __device__ void copy_word(unsigned* target, const unsigned* source, bool live) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source), "r"(live ? 4 : 0));
   }
@@ -145,20 +145,21 @@ __device__ inline CopiesThen<Then> then(Then what) {
 }
 //// tensor_codes
 // CUDA only: codes of quantised keys and values as factors for the tensor cores.
-// A code is put into the low bits of a 16-bit float as it stands: with the exponent of 1024 its bits 0.. count ones, with that
-// of 64 its bits 4.. do. So a factor is the code and an offset, 1024 or 64, that the sums are rid of by their other factors.
+// A code becomes the low bits of a float16 without a shift: with the exponent of 1024 bit 0 counts 1, with that of 64
+// bit 4 does. So a factor is the code plus an offset of 1024 or 64. The sums are corrected by the offset times the sum
+// of the other factors.
 using Half = __half;
 constexpr unsigned ONES = 0x64006400u, SIXTEENTHS = 0x54005400u;
 constexpr float OFFSET = 1024.0f;
-// Of a pair's two kinds at 4 bits; at 8 bits all are of the first.
+// Kinds of pairs, by their offset: two at 4 bits, one at 8 bits.
 template <int BITS>
 constexpr int KINDS = BITS == 4 ? 2 : 1;
 template <int BITS>
 __device__ inline float offset_of(int kind) {
   return BITS == 4 && kind == 1 ? 64.0f : OFFSET;
 }
-// Eight codes in a row, of one or two words, as four pairs: 0 1, 2 3, 4 5, 6 7 of 8 bits, and 0 4, 1 5, 2 6, 3 7 of 4 bits. Pairs
-// 1 and 3 are of the second kind.
+// Make four pairs of eight consecutive codes, in one or two words: 0 1, 2 3, 4 5, 6 7 at 8 bits, and 0 4, 1 5, 2 6, 3 7
+// at 4 bits. Pairs 1 and 3 are of the second kind.
 template <int BITS>
 __device__ inline void code_pairs(const unsigned* words, unsigned (&pairs)[4]) {
   if constexpr (BITS == 8) {
@@ -171,13 +172,13 @@ __device__ inline void code_pairs(const unsigned* words, unsigned (&pairs)[4]) {
     pairs[3] = select_bits(later, 0x00f000f0u, SIXTEENTHS);
   }
 }
-// Of each of eight values, which two are in pair i.
+// Return which of eight values is the first or the second of pair i.
 template <int BITS>
 __device__ inline constexpr int pair_member(int i, int second) {
   return BITS == 8 ? i * 2 + second : i + second * 4;
 }
-// Four codes in a row of two tokens, a pair for each. They begin at a word of 8 bits, or at a half word (0 or 1) of 4 bits. Pairs
-// 1 and 3 are of the second kind.
+// Make pairs of four consecutive codes of two tokens, one code of each per pair. The codes are a word at 8 bits, and a
+// half (0 or 1) of a word at 4 bits. Pairs 1 and 3 are of the second kind.
 template <int BITS>
 __device__ inline void token_pairs(unsigned first, unsigned second, int half, unsigned (&pairs)[4]) {
   if constexpr (BITS == 8) {
@@ -188,15 +189,15 @@ __device__ inline void token_pairs(unsigned first, unsigned second, int half, un
     code_pairs<4>(&both, pairs);
   }
 }
-// What eight codes in a row, of one or two words, stand for, in order: scale * code + bias rounded once to T, as mx.dequantize has
-// it. Scale and bias come twice in a word each.
+// Dequantise eight consecutive codes, in one or two words, into pairs in order: scale * code + bias, rounded once to T
+// like mx.dequantize. Words `scale` and `bias` hold their value twice.
 template <class T, int BITS>
 __device__ inline void value_pairs(const unsigned* words, unsigned scale, unsigned bias, unsigned (&pairs)[4]) {
   constexpr unsigned ONE = is_half<T> ? 0x3c003c00u : 0x3f803f80u;
   for (int i = 0; i < 4; i++) {
     unsigned codes;
     if constexpr (BITS == 4) {
-      // The high code of a byte stands at bit 4, or for bfloat16, which has fewer bits, at bit 3.
+      // The high code of a byte is at bit 4, or at bit 3 for bfloat16, which has fewer bits.
       constexpr unsigned MASK = is_half<T> ? 0x00f0000fu : 0x0078000fu;
       constexpr unsigned EXPONENTS = is_half<T> ? 0x54006400u : 0x41804300u;  // 64 and 1024, 16 and 128
       constexpr unsigned OFFSETS = is_half<T> ? 0xd400e400u : 0xc180c300u;
@@ -205,7 +206,7 @@ __device__ inline void value_pairs(const unsigned* words, unsigned scale, unsign
     } else if constexpr (is_half<T>) {
       codes = fma2<T>(__byte_perm(words[i / 2], ONES, i % 2 ? 0x7372 : 0x7170), ONE, 0xe400e400u);
     } else {
-      // As the last bits of a float of exponent 23.
+      // Codes as the low bits of a float of exponent 23.
       const float low = float_of(__byte_perm(words[i / 2], 0x4b000000u, 0x7440 + i % 2 * 2));
       const float high = float_of(__byte_perm(words[i / 2], 0x4b000000u, 0x7441 + i % 2 * 2));
       codes = pack_rounded<T>(low - 8388608.0f, high - 8388608.0f);
@@ -213,11 +214,11 @@ __device__ inline void value_pairs(const unsigned* words, unsigned scale, unsign
     pairs[i] = fma2<T>(codes, scale, bias);
   }
 }
-// A word of one of the halves of a word.
+// Return a word with one half of a word twice.
 __device__ inline unsigned both_halves(unsigned word, int high) {
   return __byte_perm(word, 0, high ? 0x3232 : 0x1010);
 }
-// One of the values in a word.
+// Return the low or the high value in a word.
 template <class T>
 __device__ inline float value_of(unsigned word, int high) {
   const unsigned short bits = high ? word >> 16 : word;
@@ -225,7 +226,8 @@ __device__ inline float value_of(unsigned word, int high) {
   memcpy(&value, &bits, 2);
   return static_cast<float>(value);
 }
-// Of a product's PG groups of values, side by side, that of lane c's columns: its scale, or with first the number of groups its bias.
+// Return the scale for lane c's columns, which belong to one of a product's PG groups side by side. If `first` is the
+// number of groups, return its bias.
 template <class T, int PG, int N>
 __device__ inline float factor_of(const unsigned (&factors)[N], int first, int product, int c) {
   const int at = first + product * PG;
@@ -237,7 +239,7 @@ __device__ inline float factor_of(const unsigned (&factors)[N], int first, int p
     return value_of<T>(c < 2 ? factors[at / 2] : factors[at / 2 + 1], c % 2);
   }
 }
-// Powers of two that take numbers of up to such a size, 0 and more, to less than 2^15, and back.
+// Powers of two that scale numbers of magnitude `most` or less to less than 2^15, and back.
 __device__ inline unsigned exponent_of(float most) {
   const unsigned exponent = word_of(most) >> 23;
   return exponent < 15u ? 15u : exponent;
@@ -248,13 +250,13 @@ __device__ inline float to_half_range(unsigned exponent) {
 __device__ inline float from_half_range(unsigned exponent) {
   return float_of((exponent - 14u) << 23);
 }
-// 2^(from - to), or 0 for less than there is.
+// Return 2^(from - to), or 0 if that is below the range of floats.
 __device__ inline float power_of_two(unsigned from, unsigned to) {
   return to - from < 127u ? float_of((127u + from - to) << 23) : 0.0f;
 }
 //// tensor_quantize
-// CUDA only: a row of keys or values goes into a page, quantised as quantized_write does it.
-// Eight of the warp's lanes for each group.
+// CUDA only: quantise a row of keys or values into a page, with the bits of quantized_write. A group takes eight of the
+// warp's lanes.
 template <class T, int BITS, int DIM, int GS, int BS>
 __device__ inline void quantize_row(const T* row, unsigned* page, int at, int lane) {
   constexpr int GROUPS_OF_ROW = DIM / GS;

@@ -1,9 +1,9 @@
 //// codes
-// Metal: what texts over quantised pages need beyond the prelude.
+// Metal: what the kernels for quantised pages need besides the prelude.
 
 inline float float_of(uint bits) { return as_type<float>(bits); }
 
-// What a code stands for, as MLX's dequantising kernel computes it.
+// Return the value of a code, as MLX's dequantising kernel computes it.
 template <typename T>
 inline T dequantized(T scale, uint code, T bias) {
   return static_cast<T>(scale * static_cast<uint8_t>(code) + bias);
@@ -14,7 +14,7 @@ inline void set_packet(thread Packet<T, N>& packet, int i, T value) {
   packet.part[i / 4][i % 4] = value;
 }
 
-// One word, or two that lie on 8 bytes.
+// Load one word, or two that are aligned to 8 bytes.
 template <int N, typename P>
 inline void load_words(P source, thread uint* words) {
   if (N == 1) {
@@ -26,13 +26,14 @@ inline void load_words(P source, thread uint* words) {
   }
 }
 //// groups
-// Both dialects: groups of quantised values, as MLX's kernels make them on a GPU.
+// Both dialects: quantisation of groups, as in MLX's GPU kernels.
 struct Affine {
   float scale;
   float bias;
 };
 
-// Of a group whose values lie between low and high, and 0 below high: the one farther from 0 is met exactly.
+// Return the scale and bias of a group with values in [low, high], where high >= 0. Of low and high, the one farther
+// from 0 is represented exactly.
 FUNCTION Affine affine_of(float low, float high, int bits) {
   const float most = static_cast<float>((1 << bits) - 1);
   const float step = metal::max((high - low) / most, 1e-7f);
@@ -47,8 +48,9 @@ FUNCTION Affine affine_of(float low, float high, int bits) {
   return affine;
 }
 
-// A simdgroup quantises a group, of which each lane has PER values in a row. Returns the word with this lane's codes, which
-// 32 / (bits * PER) lanes share. Codes are of the scale as it is here; what is kept is rounded.
+// Quantise a group with a simdgroup, of which each lane has PER consecutive values. Return the word with this lane's
+// codes; 32 / (bits * PER) lanes share a word. Codes are computed with this scale and bias; the stored ones are
+// rounded.
 template <int PER>
 FUNCTION uint quantized_word(const thread float* x, int bits, int lane, thread Affine& affine) {
   float low = float_of(0x7f800000u);
@@ -75,8 +77,8 @@ FUNCTION uint quantized_word(const thread float* x, int bits, int lane, thread A
   return word;
 }
 
-// A simdgroup quantises a group and stores it; codes and factors are those of the group's row. Pointers are templates: a
-// buffer has an address space on Metal.
+// Quantise a group with a simdgroup and store it in the row that codes and factors point to. Types of pointers are
+// template parameters: on Metal they have an address space.
 template <typename T, int PER, typename Words, typename Factors>
 FUNCTION void store_group(const thread float* x, int bits, int group, int groups, int lane, Words codes, Factors factors) {
   Affine affine;
@@ -91,19 +93,19 @@ FUNCTION void store_group(const thread float* x, int bits, int group, int groups
   }
 }
 
-// Where bit `bit` of a word stands in its half of the word.
+// The place of bit `bit` of a word in its half of the word.
 #define PLACE(bit) ((bit) % 16)
-// The code at a bit of a word, times 2 to the power of its place: as the last bits of a float of exponent 23 it is a float
-// without a conversion.
+// Return the code at a bit of a word, times 2 to the power of its place: as the low bits of a float of exponent 23 it
+// needs no conversion.
 template <int BITS>
 FUNCTION float code_in_place(uint word, int bit) {
   const uint code = word >> (bit / 16 * 16) & (((1u << BITS) - 1u) << PLACE(bit));
   return float_of(code | 0x4b000000u) - 8388608.0f;
 }
 //// page_words
-  // Pages of quantised keys and values. A packet of VEC values lies in one group, whose scale and bias stay outside the
-  // products: q . k = scale * (q . codes) + bias * sum(q). Codes are used where they stand in their word, times a power of
-  // two, which the query takes away beforehand, and the accumulators in the end.
+  // Pages of quantised keys and values. A packet of VEC values is part of one group, whose scale and bias stay outside
+  // the products: q . k = scale * (q . codes) + bias * sum(q). Codes stay in their place in their word, where they
+  // count code times a power of two. The query is divided by that power at the start, the accumulators at the end.
   constexpr int KW = VEC * KBITS / 32;
   constexpr int VW = VEC * VBITS / 32;
 //// page_sizes
@@ -115,8 +117,8 @@ FUNCTION float code_in_place(uint word, int bit) {
   constexpr int K_PAGE = BS * (K_CODES + K_GROUPS * FACTOR / 2);
   constexpr int V_PAGE = BS * (V_CODES + V_GROUPS * FACTOR / 2);
 //// newest
-  // Pages are written and read through one pointer each: a compiler may take for granted that memory reached by one buffer
-  // argument, or by a const one, is not stored to by another.
+  // Each pool is written and read through one pointer: a compiler may assume that memory reached through one buffer
+  // argument, or through a const one, is not written through another.
   auto k_pages = const_cast<device uint*>(k_pool);
   auto v_pages = const_cast<device uint*>(v_pool);
   if (fresh >= lo && fresh < hi) {
@@ -145,14 +147,14 @@ FUNCTION float code_in_place(uint word, int bit) {
         store_group<T, PER>(x, VBITS, task - K_GROUPS, V_GROUPS, lane, page + offset * V_CODES, factors);
       }
     }
-    // It is attended to as its page holds it: what this thread group has just written.
+    // The token is read below as its page holds it, so wait for the stores of this thread group.
     threadgroup_barrier(mem_flags::mem_device);
   }
 
 //// quantized_write
-// Quantise new key and value rows into pages of the pool, in place (PageShape says how a page is laid out). k, v and slots
-// are those of write_slots.
-// Grid: x = row, kv head, keys or values; one simdgroup each.
+// Quantise new key and value rows into pages of the pool, in place (PageShape describes a page). k, v and slots as in
+// write_slots.
+// Grid: x = row, KV head, keys or values; one simdgroup each.
 constexpr int PER = GS / 32;
 const int n_kv = k_pool_shape[1];
 const int length = k_shape[2];
@@ -161,7 +163,7 @@ const int lane = static_cast<int>(thread_position_in_grid.x) % 32;
 const bool is_value = item % 2 != 0;
 const int head = item / 2 % n_kv;
 const int row = item / 2 / n_kv;
-const int64_t slot = static_cast<int64_t>(static_cast<S>(slots[row]));  // S, so that another type is another text
+const int64_t slot = static_cast<int64_t>(static_cast<S>(slots[row]));  // S: each type of slots has its own text
 
 if (item + lane == 0) {
   fence_out[0] = fence[0] + 1u;
@@ -172,7 +174,7 @@ if (slot >= 0) {
   const int code_words = groups * GS * bits / 32;
   const int64_t page_words = BS * (code_words + 2 * groups * static_cast<int>(sizeof(T)) / 4);
   const int offset = static_cast<int>(slot % BS);
-  // MLX does not count a kernel's inputs as written: the fence is what orders this store with every other use.
+  // MLX does not know that a kernel writes to its inputs: only the fence orders this store with every other use.
   auto page = const_cast<device uint*>(is_value ? v_pool : k_pool) + (slot / BS * n_kv + head) * page_words;
   auto codes = page + offset * code_words;
   auto factors = reinterpret_cast<device T*>(page + BS * code_words) + offset * 2 * groups;
@@ -193,8 +195,9 @@ if (slot >= 0) {
   }
 }
 //// quantized_gather
-// Dequantise the token range [span[0], span[0] + span[1]) of one block table into contiguous [kv heads, length, head_dim].
-// Grid: x = one thread per packet of 4 values of one head's rows (rounded up), y = kv head, z = keys or values.
+// Dequantise the token range [span[0], span[0] + span[1]) of one block table into contiguous [kv heads, length,
+// head_dim].
+// Grid: x = one thread per packet of 4 values of one head's rows (rounded up), y = KV head, z = keys or values.
 constexpr int WIDE = (D > DV ? D : DV) / 4;
 const int n_kv = k_pool_shape[1];
 const int head = static_cast<int>(thread_position_in_grid.y);
@@ -230,9 +233,9 @@ if (i < length && first < dim) {
   store_packet<T, 4>((is_value ? v_out : k_out) + (static_cast<int64_t>(head) * length + i) * dim + first, packet);
 }
 //// write_rows
-// Scatter rows of quantised pages, k and v of [batch, kv heads, length, D or DV words], into pages as they are. Of a row the
-// first KC or VC words are codes; slots are those of write_slots.
-// Grid: x = row, kv head, keys or values; one simdgroup each.
+// Scatter quantised rows into pages, unchanged. k and v are [batch, kv heads, length, D or DV words]; the first KC or
+// VC words of a row are codes. slots as in write_slots.
+// Grid: x = row, KV head, keys or values; one simdgroup each.
 const int n_kv = k_pool_shape[1];
 const int length = k_shape[2];
 const int item = static_cast<int>(thread_position_in_grid.x) / 32;
@@ -240,7 +243,7 @@ const int lane = static_cast<int>(thread_position_in_grid.x) % 32;
 const bool is_value = item % 2 != 0;
 const int head = item / 2 % n_kv;
 const int row = item / 2 / n_kv;
-const int64_t slot = static_cast<int64_t>(static_cast<S>(slots[row]));  // S, so that another type is another text
+const int64_t slot = static_cast<int64_t>(static_cast<S>(slots[row]));  // S: each type of slots has its own text
 
 if (item + lane == 0) {
   fence_out[0] = fence[0] + 1u;
@@ -257,9 +260,9 @@ if (slot >= 0) {
   }
 }
 //// gather_rows
-// Copy rows of the token range [span[0], span[0] + span[1]) of one block table, as quantised pages hold them, into contiguous
-// [kv heads, length, D or DV words]. Of a row the first KC or VC words are codes.
-// Grid: x = one thread per word of one head's rows (rounded up), y = kv head, z = keys or values.
+// Copy the quantised rows of the token range [span[0], span[0] + span[1]) of one block table, unchanged, into
+// contiguous [kv heads, length, D or DV words]. The first KC or VC words of a row are codes.
+// Grid: x = one thread per word of one head's rows (rounded up), y = KV head, z = keys or values.
 constexpr int WIDE = D > DV ? D : DV;
 const int n_kv = k_pool_shape[1];
 const int head = static_cast<int>(thread_position_in_grid.y);

@@ -1,71 +1,73 @@
 //// own_heads
-// A thread group has the query heads of one row as columns.
+// The columns of a thread group are the query heads of one row.
 constexpr int HEADS = G;
-constexpr int WAITS = 2;  // halves of a tree that may wait
+constexpr int WAITS = 2;  // first halves of a tree of joins that may wait
 //// common_heads
-// Of shared_decode_tensor, which is paged_decode_tensor for rows that have blocks in common: a thread group takes a partition of
-// up to ROWS rows that see the same blocks there, or one of a row by itself, as paged_decode_tensor does. The columns of rows
-// together are the query heads of all of them. Each is computed as it is for a row by itself, so it has the same bits.
-// Which rows those are, `items` says (shared_runs.py): partition, number of rows, their places in the batch. Partitions are
-// joined by join_partitions: in this kernel one thread group would join those of all its rows, after all others.
-constexpr int HEADS = G;  // of a row by itself
+// shared_decode_tensor is paged_decode_tensor for rows with common blocks. A thread group handles a partition of up to
+// ROWS rows that see the same blocks in it, or of a single row, as paged_decode_tensor does. With several rows its
+// columns are the query heads of all. Each column is computed as it is for a single row, so it has the same bits.
+// `items` lists the rows (shared_runs.py): partition, number of rows, their places in the batch. join_partitions joins
+// the partitions. If this kernel did, one thread group would join those of all its rows, after all others have
+// finished.
+constexpr int HEADS = G;  // of a single row
 constexpr int WAITS = 1;
 //// common_columns
-// Of shared_quantized_decode_tensor, which is quantized_decode_tensor for such items: the query heads of all rows are columns as those
-// of one row are there, so codes become factors once for all of them.
+// shared_quantized_decode_tensor is quantized_decode_tensor for such items. Its columns are the query heads of all
+// rows, so codes become factors once for all of them.
 constexpr int HEADS = G * ROWS;
 constexpr int WAITS = 1;
 //// dense_rows
 // CUDA only: paged_decode for 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators).
-// Same partitions as paged_decode. A thread group takes a run of 1, 2 or 4 (2^params[3]) of them, and the last group
-// of a row and kv head to finish joins the runs: no second kernel. Partitions are always joined as the same tree, four
-// by four, so the result has the same bits for every length of runs.
+// Same partitions as paged_decode. A thread group handles a run of 1, 2 or 4 (2^params[3]) of them. The last group of a
+// row and KV head to finish joins the runs, so there is no second kernel. Partitions are always joined as the same
+// tree, four by four, so the result has the same bits for every length of runs.
 // Each warp takes whole chunks of 16 * U tokens:
 //   scores  S[token, head]  = K[token, dim] Q[dim, head]     K rows go from memory straight into the A fragments
 //   output  O[dim, head]   += V^T[dim, token] P[token, head]  V rows are paired by byte permutes into A fragments
-// Heads are the 8 columns (NT column tiles for more than 8). The order of dims inside a fragment is ours to choose as
-// long as both factors agree, so every load is 16 bytes: a lane holds dims 8c.. of a key row, 8r.. of a value row.
-// A probability is split into two 16-bit halves (high and remainder), so P keeps float's precision to about 2^-16.
+// Heads are the 8 columns (NT column tiles for more than 8). The order of dims inside a fragment is free if both
+// factors have the same, so that every load is 16 bytes: a lane holds dims 8c.. of a key row, 8r.. of a value row. A
+// probability is split into two 16-bit halves (high and remainder), so P is precise to about 2^-16.
 constexpr int NT = (G + 7) / 8;
 constexpr int KT = (D + 31) / 32;    // 32 dims of a key row per load
 constexpr int VT = (DV + 63) / 64;   // 64 dims of a value row per load
 //// quantized_rows
-// CUDA only: paged_decode_tensor for pages of quantised keys and values (quantized/pages.py), whose codes of 8 or 4 bits the
-// tensor cores multiply as they are, as 16-bit floats with an offset (tensor_codes). What is uniform in a group stays out:
+// CUDA only: paged_decode_tensor for pages of quantised keys and values (PageShape). The tensor cores multiply codes of
+// 8 or 4 bits directly, as float16 with an offset (tensor_codes). A group's scale s_g and bias b_g are applied to
+// products and weights:
 //   scores  S[token, head]  = sum over groups of s_g (C[token, dim] Q[dim, head]) + b_g sum(Q[dim, head])
 //   output  O[dim, head]   += C^T[dim, token] (s_g P)[token, head], and at the end sum(b_g P) of the dim's group
-// Queries and weights are float16 there, whatever T is: both are multiplied by powers of two so that the largest is just below
-// 2^15. A query of bfloat16 loses nothing by that; a weight is rounded to 2^-11 of its size, and what its offset adds goes with the
-// rounded one, so that only codes feel it.
-// Codes become factors once for all heads. In a group, lane c has a fourth of a key row. A product has 8 columns: where that is room
-// for all heads PG times, it takes PG groups of values side by side, lane r an eighth of them. The columns of a group have its scales,
-// and of the result only what is of a column's own group is an output.
+// Queries and weights are float16, whatever T is: both are multiplied by powers of two so that the largest is just
+// below 2^15. A query of bfloat16 loses nothing. A weight is rounded to 2^-11 of its size. What an offset adds is
+// subtracted for the rounded weight, so rounding affects only the part of the codes.
+// Codes become factors once for all heads. Lane c has a fourth of a group of a key row. A product has 8 columns: if all
+// heads fit into them PG times, a product covers PG groups of values side by side, of which lane r has an eighth. Each
+// group has columns of its own, with its scales; only a group's values in its own columns are outputs.
 constexpr int NT = (HEADS + 7) / 8;
 constexpr int KG = D / GS;   // groups of a row
 constexpr int VG = DV / GS;
-constexpr int KC = D * KBITS / 32;   // words of a row's codes; its scales and biases are as many as it has groups
+constexpr int KC = D * KBITS / 32;   // words of a row's codes; its scales and biases take KG words
 constexpr int VC = DV * VBITS / 32;
-constexpr int KW = GS * KBITS / 128;                          // words of a lane and group of a key row
-constexpr int KL = KW < 4 ? KW : 4;                           // of one load
-constexpr int MOST = 1024 / (GS * VBITS);  // groups of which an eighth is a load of 16 bytes
+constexpr int KW = GS * KBITS / 128;                          // words per lane and group of a key row
+constexpr int KL = KW < 4 ? KW : 4;                           // words per load
+constexpr int MOST = 1024 / (GS * VBITS);  // groups whose eighth is a load of 16 bytes
 constexpr int PG = VG % 4 == 0 && HEADS <= 2 && MOST >= 4 ? 4 : VG % 2 == 0 && HEADS <= 4 && MOST >= 2 ? 2 : 1;
-constexpr int COLUMNS = 8 / PG;      // of a group, if there are several
-constexpr int VP = VG / PG;          // products of a value row
-constexpr int VD = GS * PG / 8;      // dims of a lane and product of a value row
-constexpr int VW = VD * VBITS < 32 ? 1 : VD * VBITS / 32;  // words of them, or half of one
+constexpr int COLUMNS = 8 / PG;      // columns per group
+constexpr int VP = VG / PG;          // products per value row
+constexpr int VD = GS * PG / 8;      // dims per lane and product of a value row
+constexpr int VW = VD * VBITS < 32 ? 1 : VD * VBITS / 32;  // words of them; half a word counts as one
 constexpr int TILES = DV / 16;
 //// partition
-// Of the decode texts for tensor cores: which tokens the thread group of a row, kv head and run takes, and what it shares.
+// Decode kernels for tensor cores: constants, shared memory, and the indices of a thread group and its lanes.
 constexpr int CHUNK = 16 * U;
-constexpr int AT_ONCE = DV <= 64 || GROUPS > 3 ? 8 : 16;  // runs: more do not fit the registers of four thread groups
+constexpr int AT_ONCE = DV <= 64 || GROUPS > 3 ? 8 : 16;  // runs; more do not fit the registers of four groups
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
 
 __shared__ float tg_m[SG * NT * 8];
 __shared__ float tg_l[SG * NT * 8];
-// Outputs are kept with dim 8 a + b at b * DV / 8 + a, which spreads the stores below over all banks.
+// The dense kernels keep dim 8 a + b at b * DV / 8 + a, which spreads the stores below over all banks.
 __shared__ __align__(16) float tg_o[SG * HR][DV + 4];
-// A first half that waits for its second: [0] a partition, [1] a pair of partitions.
+// First halves that wait for their second: [0] a partition, [1] a pair of partitions.
 __shared__ State wait[WAITS][HEADS];
 __shared__ float4 wait_o[WAITS][HEADS][DV / 4];
 __shared__ bool tg_last;
@@ -98,7 +100,7 @@ if (n_rows == 0) return;
 const int sequence = row;
 auto line_of = [&](int column) { return (static_cast<int64_t>(own_item[2 + column / G]) * n_kv + kv_head) * G + column % G; };
 //// sees
-// Partitions grow with what the row itself sees, so they never depend on the rest of the batch.
+// The size of partitions depends only on how many tokens the row sees, never on the rest of the batch.
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
 int doublings = 0;
@@ -113,21 +115,22 @@ const int lo = metal::max(begin, origin + first * size);
 const int hi = metal::min(end, origin + (last + 1) * size);
 const int64_t unit = static_cast<int64_t>(row) * n_kv + kv_head;
 const int first_head = kv_head * G;
-const int heads = HEADS == G ? G : n_rows * G;  // columns that have one
-// With params[2] set (q_len is 1 then), the row's newest token comes with the call and is stored into its slot first.
+const int heads = HEADS == G ? G : n_rows * G;  // columns with a head
+// If params[2] is set (only with q_len 1), k_new and v_new hold the row's newest token, which is first stored in its
+// slot.
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
 
 if (kv_head + blockIdx.y + blockIdx.z + lane + warp == 0) {
   fence_out[0] = fence[0] + 1u;
 }
 //// dense_dims
-// Of the dense kernels: which dim of an output lies at a place.
+// Dense kernels: the dim of an output at a place in tg_o.
 auto dim_of = [&](int place) { return place % (DV / 8) * 8 + place / (DV / 8); };
 //// quantized_dims
-// Of the kernels over codes: which dim of an output lies at a place. Place 8 k + r is the k-th dim of lane r.
+// Kernels for codes: the dim of an output at a place in tg_o. Place 8 k + r is the k-th dim of lane r.
 auto dim_of = [&](int place) { return place / 8 / VD * (VD * 8) + place % 8 * VD + place / 8 % VD; };
 //// finish
-// Of the kernels for a row by itself: an output of a partition or a run. The head's sink enters here.
+// Kernels for a single row: add the head's sink and store four outputs.
 auto finish = [&](int head, int at, State whole, float4 o) {
   if (SINKS) join({static_cast<float>(sinks[first_head + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
   const float values[4] = {o.x, o.y, o.z, o.w};
@@ -135,7 +138,7 @@ auto finish = [&](int head, int at, State whole, float4 o) {
   for (int i = 0; i < 4; i++) out[line_of(head) * DV + dim_of(at * 4 + i)] = static_cast<T>(values[i] / whole.l);
 };
 //// own_end
-// Of the decode texts for tensor cores: what becomes of a run's result.
+// Kernels for a single row: store the result of a run, as the outputs if the row has no other.
 float2* stats = reinterpret_cast<float2*>(partial + static_cast<int64_t>(ends_shape[0] * q_len) * n_kv * n_runs * (G * DV));
 auto end_run = [&](int head, int at, State whole, float4 o) {
   if (n_live <= 1 << run_shift) {
@@ -147,7 +150,7 @@ auto end_run = [&](int head, int at, State whole, float4 o) {
   }
 };
 //// common_end
-// Of the kernels for common blocks: what becomes of a partition's result. Dims lie in their order.
+// Kernels for common blocks: store the result of a partition, with its dims in order.
 auto slot_of = [&](int column) { return line_of(column) * n_runs + run; };
 auto end_run = [&](int column, int at, State whole, float4 o) {
   const float values[4] = {o.x, o.y, o.z, o.w};
@@ -156,31 +159,32 @@ auto end_run = [&](int column, int at, State whole, float4 o) {
   if (at == 0) reinterpret_cast<float2*>(stats)[slot_of(column)] = make_float2(whole.m, whole.l);
 };
 //// common_tile
-// Of shared_decode_tensor: a partition that several rows see. Its keys and values come through shared memory, once for all
-// warps; a warp has 16 of the columns, of wide heads with half of the values' dims. It takes the chunks in the order in which
-// paged_decode_tensor's warps would, first all of the first warp's, and joins what each of these has.
+// shared_decode_tensor: a partition that several rows see. Its keys and values pass through shared memory, once for all
+// warps. A warp handles 16 columns, and if DV > 128 half of the values' dims. It processes the chunks of
+// paged_decode_tensor's first warp, then those of the second, and so on, and joins their results.
 //   scores  S[column, token]  = Q[column, dim] K^T[dim, token]
-//   output  O[column, dim]   += P[column, token] V[token, dim]    the accumulators of S are, in pairs, the A fragments of P
-// The products are paged_decode_tensor's with their factors exchanged, of the same tokens and dims, and sums go the same ways.
-constexpr int KW = ((D / 8 + 3) / 8 * 8 + 4) * 8;  // a row of keys and of values in shared memory: what lanes load together
-constexpr int VW = DV + 8;                         // lies in different banks
+//   output  O[column, dim]   += P[column, token] V[token, dim]    pairs of S's accumulators are P's A fragments
+// The products are those of paged_decode_tensor with their factors exchanged, over the same tokens and dims. Sums are
+// taken in the same order.
+constexpr int KW = ((D / 8 + 3) / 8 * 8 + 4) * 8;  // rows of keys and values in shared memory are padded:
+constexpr int VW = DV + 8;                         // lanes load from different banks
 constexpr int STAGE = KEYS * (KW + VW);
-constexpr int CHUNKS = KEYS / CHUNK;  // of a stage
+constexpr int CHUNKS = KEYS / CHUNK;  // per stage
 constexpr int EIGHTS = KEYS / 8;
 constexpr int HALVES = DV > 128 ? 2 : 1;
-constexpr int DW = DV / HALVES;  // dims of values of a warp
+constexpr int DW = DV / HALVES;  // dims of the values per warp
 static_assert(PART % (KEYS * SG) == 0, "a partition has as many stages for each warp");
 static_assert(G * ROWS <= 16 * SG / HALVES, "columns are too many");
 SHARED_ARRAY(T, staged, STAGE * STAGES);
 if (n_rows > 1) {
   const int* table = tables + sequence * max_blocks;
-  const int of_warp = size / (KEYS * SG);  // stages
+  const int of_warp = size / (KEYS * SG);  // stages per warp of paged_decode_tensor
   AsyncCopies copies;
   const T* k_head = k_pool + kv_head * (BS * D);
   const T* v_head = v_pool + kv_head * (BS * DV);
-  // The stage that is copied next, of which of paged_decode_tensor's warps, and where its tokens lie.
+  // The stage to copy next, the warp of paged_decode_tensor that it belongs to, and the blocks of its tokens.
   int next = 0, next_warp = 0, ids[CHUNKS];
-  const int turned = SG - lo / CHUNK % SG;  // its warps count chunks from a row's first token on
+  const int turned = SG - lo / CHUNK % SG;  // its warp w takes the chunks with number % SG == w
   auto token_of = [&](int i) { return lo + ((next * CHUNKS + i) * SG + (next_warp + turned) % SG) * CHUNK; };
   auto look_up = [&] {
     UNROLL
@@ -219,7 +223,7 @@ if (n_rows > 1) {
 
   const int columns = n_rows * G;
   const int tile = warp % (SG / HALVES) * 16, first_dim = warp / (SG / HALVES) * DW;
-  const int first_column = tile + r;  // of the lane's two: this, and 8 more
+  const int first_column = tile + r;  // the lane's two columns: this, and this + 8
   uint4 query[KT * 2];  // A fragments, two for 32 dims: 32 kt + 8c + 0..3 and + 4..7
   UNROLL
   for (int kt = 0; kt < KT; kt++) {
@@ -235,8 +239,8 @@ if (n_rows > 1) {
   }
   const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
   float acc[DW / 8][4];  // dims 8 t + 2c and + 1 of the two columns
-  float m[2], l[2][2];   // sums of tokens 2c and 2c + 1 of each eight
-  State before[2];       // what the warps so far have, and their outputs: dims 16 t + 2c, + 1, + 8, + 9
+  float m[2], l[2][2];   // sums over tokens 2c and 2c + 1 of each eight
+  State before[2];       // result of the warps so far; kept: dims 16 t + 2c, + 1, + 8, + 9 of their outputs
   float4 kept[2][DW / 16];
   int stage = 0;
   for (int other = 0; other < SG; other++) {
@@ -305,7 +309,7 @@ if (n_rows > 1) {
       }
       UNROLL
       for (int u = 0; u < CHUNKS * U; u++) {
-        // Most chunks have no larger score than those before.
+        // Most chunks raise no maximum.
         if (u % U == 0 && simd_any(shrink[u / U][0] != 1.0f || shrink[u / U][1] != 1.0f)) {
           UNROLL
           for (int j = 0; j < DW / 2; j++) acc[j / 4][j % 4] *= shrink[u / U][j / 2 % 2];
@@ -335,7 +339,7 @@ if (n_rows > 1) {
         }
       }
     }
-    // What a warp of paged_decode_tensor has now joins what those before have.
+    // Join the result of this warp of paged_decode_tensor to that of the warps before it.
     UNROLL
     for (int e = 0; e < 2; e++) {
       float sum = l[e][0] + l[e][1];
@@ -371,7 +375,7 @@ if (n_rows > 1) {
   }
 }
 //// dense_tile
-// Of the dense kernels: a warp's chunks of a row by itself, from queries, keys and values to the accumulators of a partition.
+// Dense kernels, single row: a warp's chunks, from queries, keys and values to the accumulators of a partition.
 if (first <= last && n_rows == 1) {
   const int* table = tables + sequence * max_blocks;
   const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
@@ -393,8 +397,8 @@ if (first <= last && n_rows == 1) {
   const int last_chunk = (hi - 1) / CHUNK;
   const int first_block = lo / BS;
   const int last_block = (hi - 1) / BS;
-  // Block ids of a chunk's 8-token halves, one look-up per block. Dead halves and dead tokens borrow the nearest live
-  // one, so that every address is of a live token.
+  // Look up the block ids of a chunk's 8-token halves, once per block. A half or token outside [lo, hi) is replaced by
+  // the nearest one inside, so that every address is of a live token.
   auto look_up = [&](int chunk, int (&ids)[U * 2]) {
     UNROLL
     for (int i = 0; i < U * 2; i++) {
@@ -404,7 +408,7 @@ if (first <= last && n_rows == 1) {
   auto slot = [&](int token) { return metal::min(metal::max(token, lo), hi - 1) % BS; };
   const T* k_head = k_pool + kv_head * (BS * D) + c * 8;
   const T* v_head = v_pool + kv_head * (BS * DV) + r * 8;
-  uint4 keys[U][2][KT];    // tokens r of each half
+  uint4 keys[U][2][KT];    // token r of each half
   uint4 values[U][4][VT];  // tokens 2c, 2c + 1 of each half
   auto load_keys = [&](int chunk, const int (&ids)[U * 2]) {
     UNROLL
@@ -508,7 +512,7 @@ if (first <= last && n_rows == 1) {
       }
       UNROLL
       for (int u = 0; u < U; u++) {
-        // Rows of 8 tokens x 8 columns become, transposed, the B fragment: column r, tokens 2c and 2c + 1.
+        // 8 tokens x 8 columns, transposed, are the B fragment: column r, tokens 2c and 2c + 1.
         uint high[NT][2], rest[NT][2];
         UNROLL
         for (int n = 0; n < NT; n++) {
@@ -549,12 +553,12 @@ if (first <= last && n_rows == 1) {
       }
     }
 //// quantized_tile
-// Of quantized_decode_tensor: a warp's chunks, from queries and codes to the accumulators of a partition.
+// Kernels for codes: a warp's chunks, from queries and codes to the accumulators of a partition.
 if (first <= last) {
   const int* table = tables + sequence * max_blocks;
-  uint query[NT][KG][GS / 32][4];           // column (head) r: eight dims of lane c in a fourth of a group
-  float sums[NT][KG][2];                    // heads 2c and 2c + 1: sums of a group's dims
-  float base[NT][KG][2];                    // less what offsets add to its products, where these differ
+  uint query[NT][KG][GS / 32][4];           // column (head) r: lane c's fourth of a group, eight dims each
+  float sums[NT][KG][2];                    // heads 2c and 2c + 1: sums over a group's dims
+  float base[NT][KG][2];                    // minus what offsets add to a group's products, with two kinds of pairs
   float gain[NT][2];
   UNROLL
   for (int n = 0; n < NT; n++) {
@@ -580,7 +584,7 @@ if (first <= last) {
     const float own_gain = (SOFTCAP ? params[0] / params[1] : params[0] * LOG2E) * from_half_range(exponent);
     UNROLL
     for (int g = 0; g < KG; g++) {
-      float sum[2] = {0.0f, 0.0f};  // of each kind of pairs
+      float sum[2] = {0.0f, 0.0f};  // per kind of pairs
       UNROLL
       for (int e = 0; e < GS / 32; e++) {
         UNROLL
@@ -611,7 +615,8 @@ if (first <= last) {
     for (int i = 0; i < 2; i++) gain[n][i] = simd_shuffle(own_gain, c * 8 + i * 4);
   }
   float acc[NT][TILES][4];
-  // Sums over a lane's tokens, for heads 2c and 2c + 1: p b, and the rounded weights, of which codes' offsets added that many.
+  // Sums over a lane's tokens for heads 2c and 2c + 1: of p * bias, and of the rounded weights. Offsets have added the
+  // latter times the offset.
   float plus[NT][VP][2], added[NT][VP][2];
   float m[NT][2], l[NT][2];
 
@@ -619,8 +624,8 @@ if (first <= last) {
   const int last_chunk = (hi - 1) / CHUNK;
   const int first_block = lo / BS;
   const int last_block = (hi - 1) / BS;
-  // Block ids of a chunk's 8-token halves, one look-up per block. Dead halves and dead tokens borrow the nearest live
-  // one, so that every address is of a live token.
+  // Look up the block ids of a chunk's 8-token halves, once per block. A half or token outside [lo, hi) is replaced by
+  // the nearest one inside, so that every address is of a live token.
   auto look_up = [&](int chunk, int (&ids)[U * 2]) {
     UNROLL
     for (int i = 0; i < U * 2; i++) {
@@ -628,7 +633,7 @@ if (first <= last) {
     }
   };
   auto slot = [&](int token) { return metal::min(metal::max(token, lo), hi - 1) % BS; };
-  // In bytes, so that an address is a product and a sum. Of codes, those of this lane.
+  // Strides are in bytes, so that an address is a product and a sum. Codes are those of this lane.
   const int k_stride = n_kv * (BS * (KC + KG) * 4), v_stride = n_kv * (BS * (VC + VG) * 4);
   const char* k_codes = reinterpret_cast<const char*>(k_pool + kv_head * (BS * (KC + KG)) + c * KL);
   const char* k_page = reinterpret_cast<const char*>(k_pool + kv_head * (BS * (KC + KG)) + BS * KC);
@@ -637,9 +642,9 @@ if (first <= last) {
   auto row_of = [&](const char* first, int stride, int id, int at, int bytes) {
     return first + static_cast<int64_t>(id) * stride + static_cast<int64_t>(at) * bytes;
   };
-  unsigned keys[U][2][KG][KW];       // tokens r of each half
+  unsigned keys[U][2][KG][KW];       // token r of each half
   unsigned values[U][4][VP][VW];     // tokens 2c, 2c + 1 of each half
-  unsigned key_factors[U][2][KG];    // tokens r of each half: scales, then biases
+  unsigned key_factors[U][2][KG];    // token r of each half: scales, then biases
   unsigned value_factors[U][2][VG];
   auto load_keys = [&](int chunk, const int (&ids)[U * 2]) {
     UNROLL
@@ -675,7 +680,7 @@ if (first <= last) {
   // values at the end, so that loads are always in flight; block ids are fetched two chunks ahead.
   int ids[U * 2];
   if (fresh >= lo && fresh < hi && fresh / CHUNK % SG == warp) {
-    // Quantised and stored by the warp that loads it again below: eight lanes for each group, eight values at most each.
+    // Quantised and stored by the warp that loads it again below.
     const int64_t page = static_cast<int64_t>(table[fresh / BS]) * n_kv + kv_head;
     quantize_row<T, KBITS, D, GS, BS>(k_new + unit * D, const_cast<unsigned*>(k_pool) + page * (BS * (KC + KG)), fresh % BS, lane);
     quantize_row<T, VBITS, DV, GS, BS>(v_new + unit * DV, const_cast<unsigned*>(v_pool) + page * (BS * (VC + VG)), fresh % BS, lane);
@@ -689,7 +694,7 @@ if (first <= last) {
     look_up(chunk + SG, ids);
   }
   for (int part = 0; first + part <= last; part++) {
-    unsigned range = 15;  // the largest exponent of scales so far, that of the weights' power of two
+    unsigned range = 15;  // largest exponent of the scales so far, which sets the weights' power of two
     UNROLL
     for (int n = 0; n < NT; n++) {
       UNROLL
@@ -770,13 +775,13 @@ if (first <= last) {
         for (int u = 0; u < U; u++) {
           UNROLL
           for (int i = 0; i < 4; i++) {
-            float& s = scores[n][u][i];  // a weight from here on: 0 of dead tokens, as each chunk has a live one
+            float& s = scores[n][u][i];  // a weight from here on; 0 for dead tokens, since each chunk has a live one
             s = metal::fast::exp2(s - top[i % 2]);
             l[n][i % 2] += s;
           }
         }
       }
-      // Most chunks have no larger score than those before, and no larger scale.
+      // Most chunks raise no maximum, and no largest scale.
       if (simd_any(grown)) {
         UNROLL
         for (int n = 0; n < NT; n++) {
@@ -808,7 +813,7 @@ if (first <= last) {
       for (int u = 0; u < U; u++) {
         UNROLL
         for (int g = 0; g < VP; g++) {
-          // Rows of 8 tokens x 8 heads become, transposed, the B fragment: column (head) r, tokens 2c and 2c + 1.
+          // 8 tokens x 8 heads, transposed, are the B fragment: column (head) r, tokens 2c and 2c + 1.
           unsigned weight[NT][2];
           UNROLL
           for (int half = 0; half < 2; half++) {
@@ -851,7 +856,7 @@ if (first <= last) {
       }
     }
 
-    // What offsets added goes, and the biases' part comes.
+    // Subtract what the offsets have added, and add the part of the biases.
     UNROLL
     for (int i = 0; i < NT * VP * 2; i++) {
       UNROLL
@@ -867,7 +872,7 @@ if (first <= last) {
       x = ::fmaf(::fmaf(added[n][g][i % 2], -offset_of<VBITS>(i / 2 % KINDS<VBITS>), x), from_half_range(range), plus[n][g][i % 2]);
     }
 //// sums
-// Of the decode texts for tensor cores: a warp's maxima and sums of a partition, and the rounds of heads whose outputs are joined.
+// Decode kernels for tensor cores: a warp's maxima and sums of a partition; then heads are joined in rounds of HR.
     // Sums over the eight lanes that share heads 2c and 2c + 1, then over the warps.
     if (part > 0) __syncthreads();
     UNROLL
@@ -887,7 +892,7 @@ if (first <= last) {
     for (int h0 = 0; h0 < HEADS; h0 += HR) {
       if (h0 > 0) __syncthreads();
 //// dense_store
-// Of paged_decode_tensor: a warp's outputs of a round, for the others to see.
+// Dense kernels: store a warp's outputs of a round for the other warps.
       UNROLL
       for (int n = 0; n < NT; n++) {
         UNROLL
@@ -898,7 +903,7 @@ if (first <= last) {
         }
       }
 //// quantized_store
-// Of quantized_decode_tensor: a warp's outputs of a round, for the others to see.
+// Kernels for codes: store a warp's outputs of a round for the other warps.
       UNROLL
       for (int n = 0; n < NT; n++) {
         UNROLL
@@ -908,7 +913,7 @@ if (first <= last) {
         }
       }
 //// join
-// Of the decode texts for tensor cores: warps, partitions and runs are joined, always as the same tree.
+// Decode kernels for tensor cores: join warps and partitions, always as the same tree.
       __syncthreads();
       for (int item = threadIdx.x; item < HR * DV / 4; item += SG * 32) {
         const int head = h0 + item / (DV / 4);
@@ -938,9 +943,10 @@ if (first <= last) {
   }
 }
 //// join_runs
-// Of the decode texts for tensor cores: a head's runs are joined, four partitions at a time as a tree, in which a run stands for its
-// partitions, and trees one after another; four values of the output, of which, and of maxima and sums, those of the next run lie
-// `stride` values of float4 further, or pair_stride pairs. They join what is there, of no weight; AT_ONCE are loaded at a time.
+// Decode kernels for tensor cores: join a head's runs into `whole` and `o`, for four values of the output. Four
+// partitions form a tree, in which a run stands for its partitions; trees are joined one after another. The next run's
+// outputs are `stride` float4 further, its maximum and sum pair_stride pairs further. The initial `whole` and `o` have
+// no weight. AT_ONCE runs are loaded at a time.
 auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int pair_stride, State& whole, float4& o) {
   const int n = (n_live + (1 << run_shift) - 1) >> run_shift;
   for (int p = 0; p < n; p += AT_ONCE) {
@@ -954,7 +960,7 @@ auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int p
         leaf_o[i] = load_relaxed(parts + static_cast<int64_t>(p + i) * stride);
       }
     }
-    // No joins but those of a tree after the other wait for each other, so they are not behind branches.
+    // Only the joins of one tree after another depend on each other. Without branches, the other joins overlap.
     auto join_trees = [&](auto shift) {
       constexpr int SHIFT = decltype(shift)::value, TREE = 4 >> SHIFT;
       UNROLL
@@ -971,7 +977,7 @@ auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int p
   }
 };
 //// own_join
-// Of the decode texts for tensor cores: the last thread group of a row and KV head joins its runs.
+// Kernels for a single row: the last thread group of a row and KV head to finish joins its runs.
 if (first <= last && n_live > 1 << run_shift) {
   __syncthreads();
   if (threadIdx.x == 0) tg_last = arrive(const_cast<unsigned*>(arrivals) + unit, (n_live - 1 >> run_shift) + 1);
@@ -986,15 +992,16 @@ if (first <= last && n_live > 1 << run_shift) {
   }
 }
 //// nothing_seen
-// Of the decode texts for tensor cores: a row that sees nothing has zeros.
+// Kernels for a single row: a row that sees no token gets zeros.
 if (n_live == 0 && run == 0) {
   for (int item = threadIdx.x; item < G * DV; item += SG * 32) {
     out[line_of(item / DV) * DV + item % DV] = static_cast<T>(0.0f);
   }
 }
 //// join_line
-// CUDA only: join_partitions, which joins what shared_decode_tensor leaves of a line (row and query head), as paged_decode_tensor
-// joins its runs. Grid: x = line; a thread has four values. The head's sink enters here.
+// CUDA only: join_partitions joins the partitions that shared kernels store for a line (row and query head), as
+// paged_decode_tensor joins its runs. Grid: x = line; a thread handles four values. The head's sink is added at the
+// end.
 constexpr int AT_ONCE = 8;
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
@@ -1004,7 +1011,7 @@ const int row = line / n_heads;
 constexpr int run_shift = 0;
 //// join_end
 if (threadIdx.x < DV / 4) {
-  State whole = {NOTHING, 1.0f};  // of a row that sees nothing: zeros
+  State whole = {NOTHING, 1.0f};  // a row that sees no token gets zeros
   float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   const int64_t slot = static_cast<int64_t>(line) * stats_shape[1];
   join_runs(reinterpret_cast<const float4*>(partial) + slot * (DV / 4) + threadIdx.x, reinterpret_cast<const float2*>(stats) + slot, DV / 4, 1, whole, o);

@@ -1,19 +1,19 @@
 //// tile
-// CUDA only: causal attention of the new tokens of several sequences, of any lengths, over block tables. 16-bit types on the
-// tensor cores (mma.sync m16n8k16, float accumulators).
-// A thread group takes one KV head and one tile: up to M / G new tokens of one sequence, times the G query heads of the KV head.
-// Row n of its M rows is head n % G of token n / G. A warp has RT times 16 rows. Scores, probabilities and outputs stay in its
-// registers; keys and values come through shared memory, KEYS tokens at a time:
+// CUDA only: causal attention of the new tokens of several sequences, of any lengths, over block tables. 16-bit types
+// on the tensor cores (mma.sync m16n8k16, float accumulators).
+// A thread group handles one KV head and one tile: up to M / G new tokens of one sequence, times the G query heads of
+// the KV head. Row n of its M rows is head n % G of token n / G. A warp handles RT times 16 rows. Scores, probabilities
+// and outputs stay in its registers; keys and values pass through shared memory, KEYS tokens at a time:
 //   scores  S[row, token] = Q[row, dim] K^T[dim, token]
 //   output  O[row, dim]  += P[row, token] V[token, dim]    the accumulators of S are, in pairs, the A fragments of P
 // Tiles start at a sequence's first new token and keys at multiples of KEYS, so a row's bits do not depend on the pack.
-// Probabilities are rounded to T: over the hundreds of tokens that a new token sees, what that loses averages out.
+// Probabilities are rounded to T: the errors average out over the hundreds of tokens that a new token sees.
 constexpr int M = 16 * RT * SG;
 constexpr int THREADS = 32 * SG;
-constexpr int KW = D + 8;   // a row of keys in shared memory: padded, so that eight rows lie in different banks
+constexpr int KW = D + 8;   // a row of keys in shared memory, padded so that eight rows lie in different banks
 constexpr int VW = DV + 8;
 constexpr int STAGE = KEYS * (KW + VW);
-constexpr int BLOCKS = KEYS > BS ? KEYS / BS : 1;  // that KEYS tokens lie in
+constexpr int BLOCKS = KEYS > BS ? KEYS / BS : 1;  // blocks that KEYS tokens span
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
 
@@ -22,23 +22,23 @@ T* const queries = shared + STAGE * BUFFERS;
 
 const int n_kv = k_pool_shape[1];
 const int unit = threadgroup_position_in_grid.x;
-// Where a tile's heads come first, they are those of one token, which lie next to each other; where a head's tiles do, they
-// read the same keys at the same time.
+// Usually the heads of a tile follow each other: those of a token lie next to each other. With TILES_FIRST the tiles of
+// a head follow each other: they read the same keys at the same time.
 const int n_tiles = tiles_shape[0];
 const int kv_head = TILES_FIRST ? unit / n_tiles : unit % n_kv;
 const int* tile = tiles + (TILES_FIRST ? unit % n_tiles : unit / n_kv) * 4;
-const int first_row = tile[1];  // of the tile's tokens, in the pack
-const int origin = tile[2];     // position of the first
+const int first_row = tile[1];  // of the tile's first token, in the pack
+const int origin = tile[2];     // position of that token
 const int n_tokens = tile[3];
 const int thread_index = thread_position_in_threadgroup.x;
 const int lane = thread_index_in_simdgroup;
 const int warp = simdgroup_index_in_threadgroup;
 const int r = lane / 4;
 const int c = lane % 4;
-const int first_line = warp * (RT * 16) + r;  // rows of a lane are this, and 8 more each
+const int first_line = warp * (RT * 16) + r;  // first row of the lane; the others follow in steps of 8
 const int window = static_cast<int>(params[2]);
 const int stride = static_cast<int>(params[3]);
-// What a token sees: at most so many tokens, itself included, from a multiple of the stride on.
+// A token sees at most `window` tokens, itself included, from a multiple of the stride on.
 auto first_seen = [=](int position) {
   return (metal::max(position - window + 1, 0) + stride - 1) / stride * stride;
 };
@@ -49,25 +49,26 @@ const int last = (hi - 1) / KEYS;
 const float gain = SOFTCAP ? 1.0f : params[0] * LOG2E;
 const int* table = tables + static_cast<int64_t>(tile[0]) * tables_shape[1];
 //// dense_pages
-// Of paged_prefill_tensor: where the head's keys and values lie.
+// paged_prefill_tensor: the head's keys and values.
 const T* k_head = k_pool + static_cast<int64_t>(kv_head) * (BS * D);
 const T* v_head = v_pool + static_cast<int64_t>(kv_head) * (BS * DV);
 AsyncCopies copies;
 //// quantized_pages
-// Of quantized_prefill_tensor: keys and values are those that mx.dequantize makes of a page's codes, and lie in shared memory as
-// the dense kernel's do. A step's codes come there first, asynchronously, each thread's for itself; once they are there it
-// makes values of them, 16 or 32 codes of a token at a time, all of one group.
+// quantized_prefill_tensor: keys and values have the bits of mx.dequantize, and lie in shared memory as those of the
+// dense kernel. Each thread first copies codes of a step to shared memory, asynchronously. Once its own have arrived,
+// it dequantises them, 16 or 32 codes of a token at a time, all of one group.
 constexpr int K_ROW = D / 32 * KBITS + D / GS;   // words
 constexpr int V_ROW = DV / 32 * VBITS + DV / GS;
-constexpr int K_ITEMS = (KEYS * D / 128 * KBITS + THREADS - 1) / THREADS;   // loads of 16 bytes of a thread
+constexpr int K_ITEMS = (KEYS * D / 128 * KBITS + THREADS - 1) / THREADS;   // loads of 16 bytes per thread
 constexpr int V_ITEMS = (KEYS * DV / 128 * VBITS + THREADS - 1) / THREADS;
 constexpr int ITEMS = K_ITEMS > V_ITEMS ? K_ITEMS : V_ITEMS;
 __shared__ __align__(16) uint raw[ITEMS * THREADS * 4];
-__shared__ uint scales[ITEMS * THREADS], biases[ITEMS * THREADS];  // words that have a load's scale or bias
+__shared__ uint scales[ITEMS * THREADS], biases[ITEMS * THREADS];  // words with each load's scale or bias
 const uint* k_head = k_pool + static_cast<int64_t>(kv_head) * (BS * K_ROW);
 const uint* v_head = v_pool + static_cast<int64_t>(kv_head) * (BS * V_ROW);
-bool is_value = false;  // what has been begun last
-// Which token and load of its row: eight lanes in a row take eight tokens, and store into different banks.
+bool is_value = false;  // whether the last copies begun are of values
+// The token of a thread's i-th item, and the load of the token's row. Eight consecutive lanes have eight tokens, so
+// they store into different banks.
 auto token_of = [&](int i, int loads) {
   return (i * (THREADS / 8) + thread_index / 8) / loads * 8 + thread_index % 8;
 };
@@ -101,30 +102,30 @@ auto copies = then([&] {
   }
 });
 //// latent_pages
-// Of latent_prefill_tensor: where the head's keys and values lie, in slots that lie next to each other in each head. What
-// is rotated of a key, its last DR values, all heads share.
+// latent_prefill_tensor: the head's keys and values. A head's slots are contiguous. The rotary part of keys, their last
+// DR values, is shared by all heads.
 const int64_t head_slot = static_cast<int64_t>(kv_head) * k_pool_shape[2];
 const T* k_head = k_pool + head_slot * (D - DR);
 const T* v_head = v_pool + head_slot * DV;
 AsyncCopies copies;
 //// lines
-// Of the prefill texts for tensor cores: the lines of a tile's rows, and the blocks of a step.
+// Prefill kernels for tensor cores: the lines of a tile's rows, and the blocks of a step.
 if (unit + thread_index == 0) {
   fence_out[0] = fence[0] + 1u;
 }
 if (n_tokens == 0) return;
 
-// A line of q and of out; rows past the last token are those of the last, and are not stored.
+// Return the line of a row in q and out. Rows past the last token repeat those of the last, and are not stored.
 auto line_of = [&](int row) {
   return (static_cast<int64_t>(first_row + metal::min(row / G, n_tokens - 1)) * n_kv + kv_head) * G + row % G;
 };
-// The ids of a step's blocks, one a lane.
+// Return the ids of a step's blocks, one per lane.
 auto look_up = [&](int step) {
   return table[metal::min(metal::max(step * KEYS / BS + metal::min(lane, BLOCKS - 1), lo / BS), (hi - 1) / BS)];
 };
 //// dense_loads
-// Of paged_prefill_tensor: how a step's keys and values come.
-// Dead tokens are zeros: their slots may hold anything, and a weight of zero does not make a NaN go away.
+// paged_prefill_tensor: loads of a step's keys and values. Dead tokens become zeros: their slots may hold NaN, and NaN
+// times a weight of 0 is NaN.
 auto load = [&](auto width, const T* head, T* target, int step, int ids) {
   constexpr int DIM = decltype(width)::value;
   constexpr int CHUNKS = DIM / 8;
@@ -148,8 +149,8 @@ auto load_values = [&](int step, int ids) {
   load(Number<DV>(), v_head, shared + (step - first) % BUFFERS * STAGE + KEYS * KW, step, ids);
 };
 //// quantized_loads
-// Of quantized_prefill_tensor: how a step's codes come. Dead tokens have scales and biases of zero: their slots may hold anything,
-// and a weight of zero does not make a NaN go away.
+// quantized_prefill_tensor: loads of a step's codes. Dead tokens have scales and biases of 0: their slots may hold NaN,
+// and NaN times a weight of 0 is NaN.
 auto load = [&](auto width, auto bits, const uint* head, int step, int ids) {
   constexpr int DIM = decltype(width)::value, BITS = decltype(bits)::value;
   constexpr int LOADS = DIM * BITS / 128, WORDS = DIM * BITS / 32, ROW_GROUPS = DIM / GS;
@@ -179,8 +180,8 @@ auto load_values = [&](int step, int ids) {
   load(Number<DV>(), Number<VBITS>(), v_head, step, ids);
 };
 //// latent_loads
-// Of latent_prefill_tensor: how a step's keys and values come.
-// Dead tokens are zeros: their slots may hold anything, and a weight of zero does not make a NaN go away.
+// latent_prefill_tensor: loads of a step's keys and values. Dead tokens become zeros: their slots may hold NaN, and NaN
+// times a weight of 0 is NaN.
 auto load = [&](auto width, auto from, auto padded, const T* source, T* target, int step, int ids) {
   constexpr int DIM = decltype(width)::value;
   constexpr int CHUNKS = DIM / 8;
@@ -208,7 +209,7 @@ auto load_values = [&](int step, int ids) {
   load(Number<DV>(), Number<0>(), Number<VW>(), v_head, shared + (step - first) % BUFFERS * STAGE + KEYS * KW, step, ids);
 };
 //// steps
-// Of the prefill texts for tensor cores: steps over keys and values, and what is stored at the end.
+// Prefill kernels for tensor cores: the loop over steps of keys and values, and the stores of the results.
 int ids = look_up(first);
 if (QS) {
   UNROLL
@@ -243,7 +244,8 @@ UNROLL
 for (int i = 0; i < RT * DV / 2; i++) acc[i / (DV / 2)][i / 4 % (DV / 8)][i % 4] = 0.0f;
 
 for (int step = first; step <= last; step++) {
-  // With one buffer, values arrive during the scores and the next keys after them; with two, all of the next step's.
+  // With one buffer, values are loaded while scores are computed, and the next keys after that. With two buffers, the
+  // next step's keys and values are loaded during this step.
   copies.wait();
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const int next_ids = step < last ? look_up(step + 1) : 0;
@@ -291,7 +293,7 @@ for (int step = first; step <= last; step++) {
   if (SOFTCAP) {
     UNROLL
     for (int i = 0; i < RT * KEYS / 2; i++) {
-      // The hyperbolic tangent, to some 1e-7.
+      // The hyperbolic tangent, with an error of about 1e-7.
       float& x = s[i / (KEYS / 2)][i / 4 % (KEYS / 8)][i % 4];
       const float e = metal::fast::exp2(metal::min(x * (params[0] / params[1] * 2.0f * LOG2E), 64.0f));
       x = (1.0f - metal::fast::divide(2.0f, 1.0f + e)) * (params[1] * LOG2E);
@@ -317,7 +319,8 @@ for (int step = first; step <= last; step++) {
     for (int j = 0; j < KEYS / 4; j++) top = metal::max(top, s[i / 2][j / 2][i % 2 * 2 + j % 2]);
     top = metal::max(top, simd_shuffle_xor(top, 1));
     top = metal::max(top, simd_shuffle_xor(top, 2));
-    // A row may see nothing yet: then the difference of its scores to the largest is not 0 but rounding.
+    // If a row has seen no token yet, score * gain - top * gain is a rounding error of huge numbers: weights could be
+    // infinite.
     const float base = top == NOTHING ? 0.0f : top * gain;
     shrink[i] = metal::fast::exp2(metal::fma(m[i], gain, -base));
     m[i] = top;
@@ -330,7 +333,7 @@ for (int step = first; step <= last; step++) {
     }
     l[i] = metal::fma(l[i], shrink[i], sum);
   }
-  // Most steps have no larger score than those before.
+  // Most steps raise no maximum.
   bool grown = false;
   UNROLL
   for (int i = 0; i < RT * 2; i++) grown = grown || shrink[i] != 1.0f;

@@ -1,5 +1,5 @@
-// CUDA only, for texts that are compiled without CUDA's headers: what they use of cuda_fp16.h, cuda_bf16.h and cstdint, by the
-// same instructions.
+// CUDA only, for texts compiled without CUDA's headers: what they use of cuda_fp16.h, cuda_bf16.h and cstdint, made
+// with the same instructions.
 #ifdef __CUDACC_RTC__
 using int64_t = long long;
 using uint32_t = unsigned int;
@@ -21,7 +21,7 @@ struct alignas(2) __nv_bfloat16 {
 #if __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
 #else
-    const unsigned all = __float_as_uint(x);  // to the nearest, ties to even; not a number stays none
+    const unsigned all = __float_as_uint(x);  // round to nearest, ties to even; NaN stays NaN
     bits = (all & 0x7fffffff) > 0x7f800000 ? 0x7fff : (all + 0x7fff + (all >> 16 & 1)) >> 16;
 #endif
   }

@@ -40,18 +40,18 @@ class PageFormat(NamedTuple):
         """Return the format of 8 or 4 bits, or of (8, 4) for keys and values. Raises ConfigError for any other."""
         pair = bits if isinstance(bits, tuple) else (bits, bits)
         if pair not in PAIRS:
-            raise ConfigError(f"pages are of {BITS[0]} or {BITS[1]} bits, or of (8, 4) for keys and values, not {bits}")
+            raise ConfigError(f"kv_bits must be {BITS[0]}, {BITS[1]} or (8, 4), got {bits!r}")
         if group_size not in GROUP_SIZES:
-            raise ConfigError(f"keys and values are quantised in groups of {GROUP_SIZES}, not of {group_size}")
+            raise ConfigError(f"kv_group_size must be one of {GROUP_SIZES}, got {group_size}")
         return cls(*pair, group_size, rotate)
 
     def why_not(self, k_head_dim: int, v_head_dim: int, dtype: mx.Dtype) -> str | None:
         """Return why keys and values of these sizes and this dtype cannot be quantised, or None."""
         if dtype not in DTYPES:
-            return f"keys are {dtype}"
+            return f"keys of {dtype} cannot be quantised"
         for dim in (k_head_dim, v_head_dim):
             if dim % self.group_size:
-                return f"a head of {dim} is not made of groups of {self.group_size} (kv_group_size)"
+                return f"head size {dim} is not a multiple of kv_group_size {self.group_size}"
         return None
 
     @property

@@ -40,7 +40,7 @@ def _variant_unsupported_reason(
     pages = pages_of(geometry)
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
     if rest:
-        return f"{heads.num_q_heads} query heads do not divide into {num_kv_heads} kv heads"
+        return f"{heads.num_q_heads} query heads are not a multiple of {num_kv_heads} KV heads"
     why = refuse(dtype, k_dim, v_dim, gqa, block_size)
     if why:
         return why
@@ -53,7 +53,7 @@ def _variant_unsupported_reason(
             return None
         reasons.append(result.reason)
     if not reasons:
-        return f"no kernel for heads of {k_dim} and pages of {pages} fits this GPU"
+        return f"no kernel for head size {k_dim} (pages: {pages or 'not quantised'}) fits this GPU"
     return f"the kernel failed its self-check: {'; '.join(reasons)}"
 
 
@@ -80,7 +80,7 @@ def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads
     The first call self-checks it, with all launches of its steps."""
     why = availability.device_unsupported_reason()
     if why is not None or not availability.prepares_plans():
-        return why or "there is a kernel for prompts over latents on CUDA only"
+        return why or "the kernel for prompts over latents requires CUDA"
     num_kv_heads, _, rope, dtype, page_format = geometry
     if num_kv_heads != 1 or page_format is not None:
         return "latent pages must have one KV head and cannot be quantised"

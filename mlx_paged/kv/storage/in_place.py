@@ -209,7 +209,7 @@ class InPlaceStorage:
                     stride=window.stride if window else 1, pages=self.pages,
                 )  # fmt: skip
             except ValueError as error:
-                raise KernelUnavailable(f"a shape that the kernel does not cover: {error}") from error
+                raise KernelUnavailable(f"the kernel does not support this shape: {error}") from error
         if self.rotates:
             q = rotate(q)
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks)

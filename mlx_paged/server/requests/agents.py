@@ -192,7 +192,7 @@ def callable_tools(tools: Sequence[Mapping[str, Any]], namespace: str | None = N
         if kind not in ("function", "custom", "namespace"):
             continue
         if not isinstance(name, str) or not name:
-            raise ValueError(f"a tool of type {kind} has a name")
+            raise ValueError(f"a tool of type {kind} requires a name")
         if kind == "namespace":
             found += callable_tools([each for each in tool.get("tools") or () if isinstance(each, Mapping)], name)
             continue

@@ -35,7 +35,7 @@ def check_messages(given: Any) -> Any:
     """Check the messages of a request body or of a line of a prompts file. Other fields are left to the chat
     template."""
     if not given:
-        raise ValueError("must be a list that is not empty")
+        raise ValueError("must be a non-empty list")
     for index, message in enumerate(given):
         content, calls = message.get("content"), message.get("tool_calls")
         if not isinstance(message.get("role"), str):
@@ -67,7 +67,7 @@ Messages = Annotated[
 
 
 class Thinking(Body):
-    """Anthropic's parameter of that name, which others took over for chats."""
+    """Anthropic's parameter ``thinking``; chats and Responses accept it as well."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
@@ -75,12 +75,13 @@ class Thinking(Body):
 
 
 class TemplateParameters(Body):
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables that the chat template reads")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
     thinking: Thinking | None = Field(
-        None, description="`enable_thinking` of the chat template, which `adaptive` leaves as it is; `budget_tokens`"
+        None,
+        description="sets the chat template's `enable_thinking` unless `adaptive`; `budget_tokens` limits thinking",
     )
     max_thinking_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
-        None, description="the end of thinking is forced there; wins over `budget_tokens`"
+        None, description="thinking is ended after this many tokens; overrides `budget_tokens`"
     )
 
     @property
@@ -115,28 +116,32 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
 
     messages: Messages
     max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = Field(None, description="wins over `max_tokens`")
+    max_completion_tokens: Tokens | None = Field(None, description="overrides `max_tokens`")
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(None, description="`include_usage`; without effect without `stream`")
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`; no effect without `stream`")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="the prompt is computed once")
     stop: StopField = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(None, description="beyond 11, more than mlx-lm")
-    response_format: dict[str, Any] | None = Field(None, description="`text`, `json_object`, `json_schema`")
+    top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(None, description="mlx-lm allows up to 11")
+    response_format: dict[str, Any] | None = Field(None, description="`text`, `json_object` or `json_schema`")
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is told")
+    parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is returned")
     reasoning_effort: str | None = Field(
-        None, description="of the chat template, or a budget of thinking; `none`: no thinking"
+        None, description="variable of the chat template, else a limit on thinking; `none`: no thinking"
     )
-    enable_thinking: bool | None = Field(None, description="of the chat template; without effect where it is not read")
-    role_mapping: dict[str, Any] | None = Field(None, description="of mlx-lm, for models without a chat template")
-    continue_final_message: bool | None = Field(None, description="the last message, an assistant's, goes on")
-    add_generation_prompt: bool | None = Field(None, description="as in vLLM: false with `continue_final_message`")
-    modalities: no_effect(list[Literal["text"]], "answers are text") = None  # type: ignore[valid-type]
-    prediction: no_effect(dict[str, Any], "changes speed alone; use `prompt_lookup`") = None  # type: ignore[valid-type]
-    verbosity: no_effect(str, "models here do not read it") = None  # type: ignore[valid-type]
-    audio: refused("answers are text") = None  # type: ignore[valid-type]
+    enable_thinking: bool | None = Field(None, description="variable of the chat template; no effect if it is not read")
+    role_mapping: dict[str, Any] | None = Field(None, description="as in mlx-lm, for models without a chat template")
+    continue_final_message: bool | None = Field(
+        None, description="continue the last message, which must be an assistant's"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="ignored: false with `continue_final_message`, else true"
+    )
+    modalities: no_effect(list[Literal["text"]], "answers are always text") = None  # type: ignore[valid-type]
+    prediction: no_effect(dict[str, Any], "would change only the speed; use `prompt_lookup`") = None  # type: ignore[valid-type]
+    verbosity: no_effect(str, "not passed to the model") = None  # type: ignore[valid-type]
+    audio: refused("answers are always text") = None  # type: ignore[valid-type]
     function_call: refused("use tool_choice", "none") = None  # type: ignore[valid-type]
     functions: refused("use tools", []) = None  # type: ignore[valid-type]
     moderation: refused("there is no such service") = None  # type: ignore[valid-type]
@@ -193,7 +198,7 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
     """
     kwargs = template_kwargs(body, body.reasoning_effort, body.enable_thinking)
     if body.continue_final_message and body.messages[-1]["role"] != "assistant":
-        raise invalid("continue_final_message needs an assistant's message at the end", "continue_final_message")
+        raise invalid("continue_final_message requires the last message to be an assistant's", "continue_final_message")
     messages = [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in body.messages]
     for message in messages:  # answers call it `reasoning`, chat templates `reasoning_content`
         if isinstance(message.get("reasoning"), str):

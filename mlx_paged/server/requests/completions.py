@@ -27,7 +27,7 @@ from .fields import (
 )
 from .pieces import LEAST, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
-_WORDS = "must be a string that is not empty, token ids, or a list of such"
+_WORDS = "must be a non-empty string, a non-empty list of token ids, or a list of either"
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -46,7 +46,7 @@ def _check_prompt(value: Any) -> Any:
         if (not isinstance(prompt, str) and not _is_token_ids(prompt)) or not prompt:
             raise ValueError(_WORDS)
         if isinstance(prompt, list) and not all(0 <= token < MAX_TOKEN_ID for token in prompt):
-            raise ValueError(f"token ids go from 0 to {MAX_TOKEN_ID - 1}")
+            raise ValueError(f"token ids must be from 0 to {MAX_TOKEN_ID - 1}")
     return value
 
 
@@ -59,28 +59,30 @@ class CompletionBody(SamplingParameters, ModelParameters):
     """The body of ``/v1/completions``."""
 
     prompt: Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_SCHEMA)] = Field(
-        description=f"a text, token ids, or a list of either; {MAX_ANSWERS} answers"
+        description=f"a text, token ids, or a list of either; at most {MAX_ANSWERS} answers in all"
     )
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(None, description="0 with `echo` only")
-    max_completion_tokens: Tokens | None = Field(None, description="wins over `max_tokens`")
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(None, description="0 requires `echo`")
+    max_completion_tokens: Tokens | None = Field(None, description="overrides `max_tokens`")
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(None, description="`include_usage`; without effect without `stream`")
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`; no effect without `stream`")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="the prompt is computed once")
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        None, description="those of the highest mean log-probability; not in streams"
+        None, description="generate this many, return the `n` with the highest mean log-probability; not in streams"
     )
-    echo: bool | None = Field(None, description="with `logprobs: N`, the prompt's as well")
+    echo: bool | None = Field(
+        None, description="start with the prompt; with `logprobs: N`, include its log-probabilities"
+    )
     stop: StopField = None
     logprobs: bool | Annotated[int, Field(ge=0, le=20)] | None = Field(
-        None, description="a number as in OpenAI, `true` as in mlx-lm"
+        None, description="a number as in OpenAI's API, or `true` as in mlx-lm"
     )
     top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(
-        None, description="of mlx-lm, with `logprobs: true`"
+        None, description="as in mlx-lm, with `logprobs: true`"
     )
-    response_format: dict[str, Any] | None = Field(None, description="as in chats")
+    response_format: dict[str, Any] | None = Field(None, description="as in `/v1/chat/completions`")
     user: no_effect(str, TRACE) = None  # type: ignore[valid-type]
     metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
-    suffix: refused("models here go on from a prompt alone", "") = None  # type: ignore[valid-type]
+    suffix: refused("only text after the prompt is generated", "") = None  # type: ignore[valid-type]
 
 
 def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> ServerRequest:
@@ -93,16 +95,18 @@ def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> Ser
     best_of = body.best_of or n
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if best_of < n:
-        raise invalid("best_of must be at least n", "best_of")
+        raise invalid(f"best_of must be at least n ({n}), got {best_of}", "best_of")
     if best_of > n and body.stream:
-        raise invalid("best_of answers cannot be a stream: the best are known at the end", "best_of")
+        raise invalid("best_of greater than n cannot be streamed", "best_of")
     if len(prompts) * best_of > MAX_ANSWERS:
         name = "prompt" if len(prompts) > MAX_ANSWERS // MAX_CHOICES else "n"
-        raise invalid(f"a request has at most {MAX_ANSWERS} answers to all its prompts", name)
+        raise invalid(
+            f"a request may have at most {MAX_ANSWERS} answers (prompts times best_of, which defaults to n)", name
+        )
     if most == 0 and not body.echo:
-        raise invalid("max_tokens must be at least 1 without echo", "max_tokens")
+        raise invalid("max_tokens must be at least 1 without echo, got 0", "max_tokens")
     if body.echo and body.logprobs is True:
-        raise invalid("logprobs must be a number beside echo", "logprobs")
+        raise invalid("echo requires logprobs to be a number", "logprobs")
     top = _num_top(body)
     if top is None:
         top = body.top_logprobs or 0

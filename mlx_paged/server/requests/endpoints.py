@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from ..prompting import PromptMaker
 
 ERRORS = {
-    "400": "a parameter that cannot be used, or a prompt that is too long",
-    "401": "no API key, or a wrong one",
-    "403": "a page of another site",
-    "404": "there is no such model",
-    "408": "the body did not come, or the answer was not read",
-    "413": "the body is too large",
-    "429": "too little memory, or too many requests, at present",
+    "400": "an invalid parameter, or a prompt that is too long",
+    "401": "missing or wrong API key",
+    "403": "cross-site request",
+    "404": "unknown model or id",
+    "408": "timeout reading the body or writing the answer",
+    "413": "the request body is too large",
+    "429": "too little memory at present, too many requests, or a limit of the API key",
     "431": "the headers are too large",
-    "500": "an error of the server",
-    "501": "what several ranks do not do",
+    "500": "internal error",
+    "501": "not supported on several ranks",
     "503": "the server is loading, shutting down or has failed",
 }
 
@@ -74,39 +74,37 @@ class Page(NamedTuple):
 
 CHAT = Endpoint(
     "/v1/chat/completions",
-    "Answers to a chat, as OpenAI's",
+    "Chat completions, as in OpenAI's API",
     ChatBody,
     chat_request,
     ChatForm,
     ("/chat/completions",),  # as in mlx-lm
 )
 COMPLETIONS = Endpoint(
-    "/v1/completions", "Texts that go on from prompts, as OpenAI's", CompletionBody, completion_request, CompletionForm
+    "/v1/completions", "Completions of prompts, as in OpenAI's API", CompletionBody, completion_request, CompletionForm
 )
 RESPONSES = Endpoint(
     "/v1/responses",
-    "An answer in the form of OpenAI's Responses",
+    "Responses, as in OpenAI's API",
     ResponseBody,
     response_request,
     ResponseForm,
 )
 MESSAGES = Endpoint(
     "/v1/messages",
-    "An answer in the form of Anthropic's Messages",
+    "Messages, as in Anthropic's API",
     MessageBody,
     message_request,
     MessageForm,
 )
 COUNT_TOKENS = Endpoint(
     "/v1/messages/count_tokens",
-    "How many tokens the prompt of a message has, as Anthropic's",
+    "Number of tokens in the prompt of a message, as in Anthropic's API",
     CountBody,
     answer=count_tokens,
 )
-TOKENIZE = Endpoint(
-    "/tokenize", "The tokens of a prompt, as in vLLM: of a text, or of messages", TokenizeBody, answer=tokenize
-)
-DETOKENIZE = Endpoint("/detokenize", "The text of tokens, as in vLLM", DetokenizeBody, answer=detokenize)
+TOKENIZE = Endpoint("/tokenize", "Tokens of a text or of messages, as in vLLM", TokenizeBody, answer=tokenize)
+DETOKENIZE = Endpoint("/detokenize", "Text of tokens, as in vLLM", DetokenizeBody, answer=detokenize)
 ENDPOINTS = {each.path: each for each in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)}
 
 

@@ -58,13 +58,13 @@ class Body(BaseModel):
 class ModelParameters(Body):
     """Which model answers."""
 
-    model: str | None = Field(None, description="a name that `/v1/models` lists; without it the model of `--model`")
-    adapters: str | None = Field(None, description="of mlx-lm; with `--allow-any-model` alone")
-    draft_model: str | None = Field(None, description="of mlx-lm; with `--allow-any-model` alone")
+    model: str | None = Field(None, description="a name listed by `/v1/models`; default: the model of `--model`")
+    adapters: str | None = Field(None, description="as in mlx-lm; requires `--allow-any-model`")
+    draft_model: str | None = Field(None, description="as in mlx-lm; requires `--allow-any-model`")
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = Field(
-        None, description="of mlx-lm; 400 without a draft model or `--mtp`"
+        None, description="as in mlx-lm; requires a draft model or `--mtp`"
     )
-    draft: bool | None = Field(None, description="of mlx_paged; `false`: no draft model proposes tokens for it")
+    draft: bool | None = Field(None, description="mlx_paged only; `false`: no drafts by a draft model or `--mtp`")
 
 
 def _check_repetition(value: float) -> float:
@@ -97,16 +97,18 @@ class Sampling(Body):
     frequency_context_size: Context | None = None
     logit_bias: dict[TokenKey, TokenBias] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = Field(
-        None, description="of `n` answers, the i-th (from 0) has seed + i"
+        None, description="the i-th of `n` answers (from 0) uses seed + i"
     )
-    prompt_lookup: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOOKUP)] | None = Field(None, description="of mlx_paged")
+    prompt_lookup: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOOKUP)] | None = Field(
+        None, description="mlx_paged only; most drafts per step"
+    )
 
 
 class SamplingParameters(Sampling):
     """Sampling parameters and other options of the engine."""
 
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = Field(
-        None, description="only requests with the same one share prefixes"
+        None, description="only requests with the same salt share prefixes"
     )
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
         None, description="lower numbers are admitted first, and preempt higher ones"
@@ -136,7 +138,7 @@ def check_stops(value: Any) -> Any:
 
 StopField = Annotated[Stops | None, AfterValidator(check_stops)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-TRACE = "for records; nothing is kept here"
+TRACE = "a label for records only"
 _CACHE = "prefixes are found by their tokens"
 
 
@@ -146,12 +148,12 @@ class RecordParameters(Body):
     user: no_effect(str, TRACE) = None  # type: ignore[valid-type]
     metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
     safety_identifier: no_effect(str, TRACE) = None  # type: ignore[valid-type]
-    store: no_effect(Literal[False], "answers to chats are not kept: `true` is refused") = None  # type: ignore[valid-type]
-    prompt_cache_key: str | None = Field(None, description="the prompt is evicted after prompts without one")
-    prompt_cache_retention: no_effect(str, "prefixes stay while there is memory") = None  # type: ignore[valid-type]
+    store: no_effect(Literal[False], "answers to chats are not stored; `true` is refused") = None  # type: ignore[valid-type]
+    prompt_cache_key: str | None = Field(None, description="prompts with a key are evicted after those without")
+    prompt_cache_retention: no_effect(str, "prefixes are kept as memory allows") = None  # type: ignore[valid-type]
     prompt_cache_options: no_effect(dict[str, Any], _CACHE) = None  # type: ignore[valid-type]
     service_tier: no_effect(  # type: ignore[valid-type]
-        Literal["auto", "default", "flex", "priority", "scale"], "there is one tier"
+        Literal["auto", "default", "flex", "priority", "scale"], "there is only one tier"
     ) = None
 
 
@@ -170,7 +172,7 @@ def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any,
         RequestRefused: 400, naming the parameter, or 413.
     """
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise RequestRefused(413, f"a request body holds at most {MAX_VALUES:,} values")
+        raise RequestRefused(413, f"the request body has more than {MAX_VALUES:,} commas and opening brackets")
     try:
         given = from_json(raw, allow_inf_nan=False)
     except (ValueError, RecursionError) as error:
@@ -183,7 +185,7 @@ def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any,
         raise refusal_of(error) from None
     unknown = sorted(ignored_in(body))[:MOST_NOTED]
     if unknown and strict:
-        raise invalid(f"{unknown[0]} is unknown, or has no effect here", unknown[0])
+        raise invalid(f"{unknown[0]} is unknown or has no effect (--strict-parameters)", unknown[0])
     _note_ignored(unknown)
     return body, unknown
 
@@ -206,7 +208,7 @@ def _note_ignored(names: Sequence[str]) -> None:
     new = [name for name in names if name not in _noted][: MOST_NOTED - len(_noted)]
     if new:
         _noted.update(new)
-        logging.warning("parameters that are not known are ignored: %.1000s", ", ".join(map(repr, new)))
+        logging.warning("ignoring parameters that are unknown or have no effect: %.1000s", ", ".join(map(repr, new)))
 
 
 _noted: set[str] = set()
@@ -233,6 +235,6 @@ def _words(fault: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     if isinstance(value, list | dict) and len(value) > 8:
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+        return f"a list of {len(value)} values" if isinstance(value, list) else f"an object with {len(value)} fields"
     text = repr(value[:80] if isinstance(value, str) else value)
     return text if len(text) <= 100 else text[:100] + "…"

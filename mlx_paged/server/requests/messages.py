@@ -43,7 +43,8 @@ TRAINED_TOOLS = ("bash_", "text_editor_", "computer_", "memory_")
 
 
 class MessageTool(Body):
-    """A tool of the client; one with another type is run by a server of Anthropic's."""
+    """A tool. The client runs those of type ``custom`` or without a type; those that run on Anthropic's servers are
+    ignored."""
 
     type: str | None = None
     name: str
@@ -59,9 +60,9 @@ class MessageTool(Body):
     @model_validator(mode="after")
     def _has_schema(self) -> MessageTool:
         if self.is_own and self.input_schema is None:
-            raise ValueError("a tool has an input_schema")
+            raise ValueError("input_schema is required for a client tool")
         if str(self.type).startswith(TRAINED_TOOLS):
-            raise ValueError("models here do not know this tool: describe it as one of type custom")
+            raise ValueError(f"tools of type {str(self.type)[:80]} are not supported; describe the tool as type custom")
         return self
 
     def unused(self) -> list[str]:
@@ -80,7 +81,7 @@ class OutputConfig(Body):
 
 
 class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
-    """The body of ``/v1/messages/count_tokens``: a message's, but for the length of the answer."""
+    """The body of ``/v1/messages/count_tokens``: that of ``/v1/messages`` without ``max_tokens`` and ``stream``."""
 
     messages: Annotated[list[MessageParam], AfterValidator(check_not_empty)] = Field(
         description="texts, images, tool uses and results, thinking"
@@ -88,27 +89,27 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
     system: Annotated[str | list[dict[str, Any]], AfterValidator(check_not_empty)] | None = None
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(check_stops)] | None = None
     tools: list[MessageTool] | None = Field(
-        None, description="of type `custom`; others, which a server of Anthropic's runs, are left out"
+        None, description="of type `custom`; tools that run on Anthropic's servers are ignored"
     )
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = Field(
-        None, description="`format`: `json_schema`; `effort`, as `reasoning_effort` of chats"
+        None, description="`format` of type `json_schema`; `effort`, like `reasoning_effort` in chats"
     )
     metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
     cache_control: dict[str, Any] | None = Field(
         None,
-        description="as in a message: the prompt is evicted after others; in tools and `system`: only so far",
+        description="the prompt is evicted after others; in `tools` or `system`: only its system messages",
     )
-    service_tier: no_effect(Literal["auto", "standard_only"], "there is one tier") = None  # type: ignore[valid-type]
+    service_tier: no_effect(Literal["auto", "standard_only"], "there is only one tier") = None  # type: ignore[valid-type]
     container: refused("there are no containers") = None  # type: ignore[valid-type]
-    betas: no_effect(list[str], "there are none to choose") = None  # type: ignore[valid-type]
-    context_management: no_effect(dict[str, Any], "messages are read as they come") = None  # type: ignore[valid-type]
+    betas: no_effect(list[str], "there are no beta features") = None  # type: ignore[valid-type]
+    context_management: no_effect(dict[str, Any], "messages are used as sent") = None  # type: ignore[valid-type]
     diagnostics: refused("there is no such service") = None  # type: ignore[valid-type]
-    inference_geo: refused("there is one place") = None  # type: ignore[valid-type]
+    inference_geo: refused("there is only one location") = None  # type: ignore[valid-type]
     mcp_servers: refused("there are no built-in tools", []) = None  # type: ignore[valid-type]
-    speed: refused("there is one speed", "standard") = None  # type: ignore[valid-type]
-    user_profile_id: refused("nothing is kept") = None  # type: ignore[valid-type]
-    workspace_id: refused("nothing is kept") = None  # type: ignore[valid-type]
+    speed: refused("there is only one speed", "standard") = None  # type: ignore[valid-type]
+    user_profile_id: refused("there are no user profiles") = None  # type: ignore[valid-type]
+    workspace_id: refused("there are no workspaces") = None  # type: ignore[valid-type]
 
 
 class MessageBody(CountBody):
@@ -126,7 +127,7 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
     """
     messages = [*_system(body.system), *(m for given in body.messages for m in _messages(given))]
     if not messages:
-        raise invalid("messages: the content is empty", "messages")
+        raise invalid("messages: the content must not be empty", "messages")
     tools = [_tool(tool) for tool in body.tools or () if tool.is_own]
     fields: dict[str, Any] = {"tools": tools} if tools else {}
     if body.tool_choice is not None:
@@ -183,7 +184,7 @@ def _blocks(where: str, given: Any) -> list[dict[str, Any]]:
 def _system(given: Any) -> list[dict[str, Any]]:
     blocks = [] if given is None else _blocks("system", given)
     if any(block.get("type") != "text" or not isinstance(block.get("text"), str) for block in blocks):
-        raise invalid("system: blocks must be of type text, with a text", "system")
+        raise invalid("system: each block must be of type text and have a text", "system")
     text = "\n".join(block["text"] for block in blocks)
     return [{"role": "system", "content": text}] if text else []
 
@@ -211,11 +212,11 @@ def _messages(given: MessageParam) -> list[dict[str, Any]]:
         elif kind == "redacted_thinking" and role == "assistant":
             continue  # encrypted: only its author can read it
         else:
-            what = f"a block of type {str(kind)[:80]!r} is not supported in a message of {role!r}"
+            what = f"a block of type {str(kind)[:80]!r} is malformed or not supported in a message of role {role!r}"
             raise invalid(f"messages: {what}", "messages")
     if not (parts or calls or thoughts):
         if role == "user" and not results:
-            raise invalid("messages: the content of a user's message is empty", "messages")
+            raise invalid("messages: the content of a user message must not be empty", "messages")
         return results
     message: dict[str, Any] = {"role": role, "content": parts}
     if all(part["type"] == "text" for part in parts):
@@ -246,7 +247,7 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
 def _tool_choice(given: ToolChoice) -> dict[str, Any]:
     if given.type == "tool":
         if given.name is None:
-            raise invalid("tool_choice of type tool needs a name", "tool_choice")
+            raise invalid("tool_choice of type tool requires a name", "tool_choice")
         choice: Any = {"type": "function", "function": {"name": given.name}}
     else:
         choice = {"auto": "auto", "any": "required", "none": "none"}[given.type]

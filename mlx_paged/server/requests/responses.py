@@ -43,7 +43,7 @@ INCLUDED = (
 
 
 class ResponseTool(Body):
-    """A tool; what it holds besides depends on the type."""
+    """A tool; other fields depend on its type."""
 
     type: str
     name: str | None = None
@@ -76,40 +76,43 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
     """The body of ``/v1/responses``."""
 
     input: Annotated[str | list[dict[str, Any]], AfterValidator(check_not_empty)] = Field(
-        description="messages, function calls, their outputs, reasoning"
+        description="a text, or a list of messages, function calls, their outputs and reasoning"
     )
     instructions: str | None = Field(None, description="a system message before all others")
-    previous_response_id: str | None = Field(None, description="its conversation goes on; 404 if it is not kept")
+    previous_response_id: str | None = Field(None, description="continue its conversation; 404 if it is not stored")
     store: bool | None = Field(
         None,
-        description="`false`: the answer is not kept for `previous_response_id` and `GET`; see `--no-response-store`",
+        description="`false`: do not store the answer for `previous_response_id` and `GET`; see `--no-response-store`",
     )
     max_output_tokens: Tokens | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(None, description="without effect")
-    text: TextOptions | None = Field(None, description="`format`: `text`, `json_object`, `json_schema`")
+    stream_options: StreamOptions | None = Field(None, description="no effect")
+    text: TextOptions | None = Field(None, description="`format`: `text`, `json_object` or `json_schema`")
     tools: Annotated[list[ResponseTool], AfterValidator(_check_tools)] | None = Field(
-        None, description="of type `function`, `custom` or `namespace`; others, which OpenAI runs, are left out"
+        None, description="of type `function`, `custom` or `namespace`; tools that OpenAI runs are ignored"
     )
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is told")
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="with `include`")
+    parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is returned")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description=f"requires `{LOGPROBS}` in `include`"
+    )
     include: list[str] | None = Field(
-        None, description=f"`{LOGPROBS}`; what else OpenAI knows has no effect: reasoning is not encrypted"
+        None, description=f"`{LOGPROBS}`; OpenAI's other values have no effect: reasoning is not encrypted"
     )
     reasoning: ReasoningOptions | None = Field(
-        None, description="`effort`, as `reasoning_effort` of chats; `summary` has no effect: reasoning is given whole"
+        None,
+        description="`effort`, like `reasoning_effort` in chats; `summary` has no effect: reasoning is returned whole",
     )
     background: no_effect(Literal[False], "`true` is refused") = None  # type: ignore[valid-type]
-    truncation: no_effect(Literal["disabled", "auto"], "too long a prompt is refused") = None  # type: ignore[valid-type]
+    truncation: no_effect(Literal["disabled", "auto"], "a prompt that is too long is refused") = None  # type: ignore[valid-type]
     max_tool_calls: no_effect(int, "there are no built-in tools") = None  # type: ignore[valid-type]
     conversation: refused("use previous_response_id") = None  # type: ignore[valid-type]
     prompt: refused("there are no stored prompts") = None  # type: ignore[valid-type]
-    context_management: refused("messages are read as they come", []) = None  # type: ignore[valid-type]
+    context_management: refused("messages are used as sent", []) = None  # type: ignore[valid-type]
     moderation: refused("there is no such service") = None  # type: ignore[valid-type]
-    background_options: refused("answers are given at once") = None  # type: ignore[valid-type]
+    background_options: refused("there is no background mode") = None  # type: ignore[valid-type]
     access_programs: refused("there is no such service") = None  # type: ignore[valid-type]
-    image: refused("answers are text") = None  # type: ignore[valid-type]
+    image: refused("answers are always text") = None  # type: ignore[valid-type]
 
 
 def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerRequest:
@@ -127,13 +130,13 @@ def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerR
         for index, item in enumerate(body.input):
             _add(messages, f"input[{index}]", item)
     if not messages:
-        raise invalid("input holds no message", "input")
+        raise invalid("input must contain a message", "input")
     for name in body.include or ():
         if name not in INCLUDED:
-            raise invalid(f"include: {name[:80]!r} is not supported; it may hold {', '.join(INCLUDED)}", "include")
+            raise invalid(f"include: {name[:80]!r} is not supported; allowed are {', '.join(INCLUDED)}", "include")
     tells = LOGPROBS in (body.include or ())
     if body.top_logprobs and not tells:
-        raise invalid(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
+        raise invalid(f"top_logprobs requires {LOGPROBS} in include", "top_logprobs")
     tools = [tool.function for tool in callable_tools([tool.model_dump() for tool in body.tools or ()])]
     choice = _tool_choice(body.tool_choice)
     kwargs = template_kwargs(body, body.reasoning.effort if body.reasoning else None)
@@ -173,7 +176,7 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
             given = {INPUT: str(item.get("input", ""))} if kind == "custom_tool_call" else item.get("action")
             name, arguments = name or "local_shell", json.dumps(given, ensure_ascii=False)
         if not isinstance(name, str) or not isinstance(arguments, str):
-            raise invalid(f"{where} must have a name and arguments, which are strings", "input")
+            raise invalid(f"{where}: name and arguments must be strings", "input")
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
         function = {"name": function_name(name, item.get("namespace")), "arguments": arguments}
@@ -206,7 +209,7 @@ def _content(where: str, given: Any) -> Any:
         elif kind == "input_image" and isinstance(part.get("image_url"), str):
             parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
         else:
-            raise invalid(f"{where}: a part of type {str(kind)[:80]!r} is not supported", "input")
+            raise invalid(f"{where}: a part of type {str(kind)[:80]!r} is malformed or not supported", "input")
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
@@ -226,7 +229,7 @@ def _tool_choice(given: Any) -> Any:
 def _chosen(given: Any) -> dict[str, Any]:
     named = isinstance(given, dict) and isinstance(given.get("name"), str)
     if not named or given.get("type") not in ("function", "custom"):
-        what = "none, auto, required, allowed_tools, or of type function or custom, with a name"
+        what = "none, auto, required, or an object of type allowed_tools, or of type function or custom with a name"
         raise invalid(f"tool_choice must be {what}", "tool_choice")
     return {"type": "function", "function": {"name": function_name(given["name"], given.get("namespace"))}}
 
@@ -512,7 +515,7 @@ class KeptResponses:
         given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
         body.input = items = [*items, *(self._referenced(key, item) for item in given)]
         if body.store and not self._max_bytes:
-            raise invalid("store: this server keeps no responses (--no-response-store)", "store")
+            raise invalid("store must not be true: this server stores no responses (--no-response-store)", "store")
         if body.store is False or not self._max_bytes:
             return None
         return lambda response: self._keep(key, response, items, num_bytes)
@@ -553,5 +556,5 @@ class KeptResponses:
 
 
 def _unknown(what: str, name: str, param: str | None) -> RequestRefused:
-    why = "it was never kept, or others have taken its place: send what was said before"
-    return not_found(f"there is no {what} {name[:200]!r} here: {why}", param=param)
+    why = "it was never stored or has been evicted; send the conversation itself"
+    return not_found(f"no such {what}: {name[:200]!r}; {why}", param=param)

@@ -35,7 +35,7 @@ class DetokenizeBody(Body):
 def _input(body: TokenizeBody) -> Input:
     """Return the text or chat to tokenize. Raises RequestRefused unless exactly one is given."""
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("one of prompt and messages is needed, and not both", "prompt")
+        raise invalid("exactly one of prompt and messages is required", "prompt")
     if body.prompt is not None:
         return body.prompt
     return ChatInput([dict(m) for m in body.messages or ()], body.tools, dict(body.chat_template_kwargs or {}))
@@ -50,5 +50,5 @@ async def tokenize(body: TokenizeBody, prompts: PromptMaker, texts: ModelTexts) 
 async def detokenize(body: DetokenizeBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
     """Return the answer of ``/detokenize``."""
     if max(body.tokens) >= texts.vocab_size:
-        raise invalid(f"tokens: token ids go from 0 to {texts.vocab_size - 1}", "tokens")
+        raise invalid(f"tokens: token ids must be from 0 to {texts.vocab_size - 1}", "tokens")
     return {"prompt": await prompts.run(lambda: texts.decode(body.tokens), size=len(body.tokens))}

@@ -1,4 +1,4 @@
-"""Compiled steps see whatever changes in a model between two steps, not only its weights: by mx.compile itself."""
+"""Compiled steps, by the real mx.compile, see every change to a model between two steps, not only to its weights."""
 
 import functools
 import gc
@@ -30,7 +30,7 @@ ON = {"kernel": "on"}
 
 @pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
 def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every step but a pool's first is compiled, by mx.compile."""
+    """Compile every step but a pool's first by mx.compile."""
     if request.param != "gpu" and mx.default_device() == mx.Device(mx.gpu):
         pytest.skip("the kernels themselves run here")
     monkeypatch.setattr(compiled_step, "PATIENCE", 0)
@@ -165,13 +165,13 @@ def logits_around(model: Any, change: Callable[[Any], None], *, steps: int = 3) 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("change", quick(CHANGES, other_eps, hook), ids=lambda change: change.__name__)
 def test_a_change_between_two_steps_is_seen_by_the_next(change: Callable[[Any], None]) -> None:
-    # The stand-in stores nothing in a compiled step: so the change comes after the first one.
+    # The fake kernel stores nothing in a compiled step, so the change comes after the first one.
     expected = logits_around(adapted(), change, steps=1)
     unchanged = logits_around(adapted(), lambda model: None, steps=1)
     effect = np.abs(expected[1] - unchanged[1]).max()
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     model = adapted()
-    for _ in range(3):  # the first step of all is not compiled
+    for _ in range(3):  # the very first step is not compiled
         again = logits_around(model, lambda model: None, steps=1)
     step = model_calls.step_of(mlx_paged.pool_of(model), None)
     assert step._functions and step.failure is None
@@ -185,7 +185,7 @@ def test_a_change_between_two_steps_is_seen_by_the_next(change: Callable[[Any], 
 
 
 @pytest.mark.usefixtures("traced")
-def test_what_does_not_change_costs_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_model_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[int] = []
     original = compiled_step.CompiledStep._trace
 
@@ -236,14 +236,14 @@ def test_a_model_with_hidden_arrays_is_not_compiled() -> None:
     tokens = greedy(model, prompt, 12)[0]
     vars(model.layers[0].mlp)["bias"] = mx.zeros(3)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    with pytest.warns(mlx_paged.NotPagedWarning, match="StateNotKnown: array in a plain attribute"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="StateNotKnown: a plain attribute or a tuple .* array"):
         assert greedy(model, prompt, 12)[0] == tokens
 
 
 # ModelState itself ----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_is_replaced_is_kept_alive() -> None:
+def test_model_state_does_not_keep_replaced_parts_alive() -> None:
     model = build("llama")
     state = ModelState(model)
     layer, array = model.layers[0].mlp.down_proj, model.lm_head.weight
@@ -280,7 +280,7 @@ def test_nothing_that_is_replaced_is_kept_alive() -> None:
         lambda m: m.layers[0].__dict__.update(num_attention_heads=5),
     ],
 )
-def test_what_is_changed_in_place_is_seen(change: Callable[[Any], None]) -> None:
+def test_model_state_detects_changes_in_place(change: Callable[[Any], None]) -> None:
     class Notes:
         def __init__(self) -> None:
             self.lines = ["a"]
@@ -297,7 +297,7 @@ def test_what_is_changed_in_place_is_seen(change: Callable[[Any], None]) -> None
     assert ModelState(model).arrays_of(model) is not None
 
 
-def test_arrays_where_they_cannot_be_followed_are_refused() -> None:
+def test_model_state_refuses_arrays_that_it_cannot_track() -> None:
     for hide in (
         lambda m: vars(m).update(hidden=mx.zeros(2)),
         lambda m: vars(m).update(hidden=[nn.ReLU()]),
@@ -311,8 +311,8 @@ def test_arrays_where_they_cannot_be_followed_are_refused() -> None:
             ModelState(model)
 
 
-def test_other_arrays_are_put_in_and_taken_out_again() -> None:
-    """Layers that are held twice, and the same array in two places, included."""
+def test_substituted_arrays_are_restored_after_an_error() -> None:
+    """The model holds one layer twice and one array in two places."""
     model = build("llama")
     model.again = model.layers[0]
     model.lm_head.weight = model.model.embed_tokens.weight

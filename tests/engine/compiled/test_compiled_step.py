@@ -1,4 +1,4 @@
-"""The compiled decode step: when it is made, what it takes, its rows and quantised layers."""
+"""The compiled decode step: when it is compiled, its shapes and rows, and quantised layers."""
 
 import copy
 import gc
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("no_fall_through")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The batch size of each compiled step taken."""
+    """Record the batch size of each compiled step."""
     taken: list[int] = []
     monkeypatch.setattr(compiled_step, "PATIENCE", 0)
     original = compiled_step.CompiledStep._compiled
@@ -65,20 +65,20 @@ def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> No
     got, got_logprobs = greedy(model, prompt, 50)
     assert got == tokens
     np.testing.assert_allclose(got_logprobs, logprobs, atol=5e-3)
-    assert calls == [1] * 50  # the step that is one ahead included, the first one not
+    assert calls == [1] * 50  # the step ahead included, the first one not
     counts = mlx_paged.dispatch_counts()
     assert sum(n for c, n in counts.items() if c.path == "kernel") == 51 * len(model.layers)
     mlx_paged.pool_of(model).check_integrity()
 
 
 @pytest.mark.usefixtures("kernels")
-def test_shapes_that_come_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+def test_rare_shapes_are_not_compiled(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", 8)
     model, prompt = build("llama", head_dim=64), prompt_of(70)
     tokens = greedy(model, prompt, 30)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     assert greedy(model, prompt, 30)[0] == tokens
-    # 31 steps: the first chooses the kernel, the next 8 are waited for. The pool is as large as it gets here.
+    # 31 steps: the first chooses the kernel, the next 8 are below PATIENCE. The pool does not grow any more.
     assert calls == [1] * (31 - 1 - 8)
     assert greedy(model, prompt, 30)[0] == tokens
     assert calls == [1] * (31 - 1 - 8 + 31)
@@ -100,14 +100,14 @@ def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.Monkey
     assert len(step._functions) == 2
 
 
-def test_few_sizes_of_batches() -> None:
+def test_padded_batches_have_few_sizes() -> None:
     assert [compiled_step.padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 17, 31, 32, 33, 64, 65, 100, 128)] == [
         1, 2, 4, 4, 8, 8, 20, 32, 32, 40, 64, 80, 112, 128
     ]  # fmt: skip
     assert len({compiled_step.padded_rows(n) for n in range(1, 1025)}) < 32
 
 
-def test_packs_of_any_number_of_drafts_have_one_size_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_sizes_are_multiples_of_16_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "backend", lambda: "cuda")
     assert [compiled_step.padded_pack(n) for n in (2, 9, 16, 17, 33, 72, 129)] == [16, 16, 16, 32, 48, 80, 160]
     monkeypatch.setattr(compiled_step, "backend", lambda: "metal")
@@ -139,7 +139,7 @@ def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], k
 
 
 def step_of_a_pool() -> tuple[Any, Any]:
-    """A pool in use, and a compiled step over it that has taken none."""
+    """Return a pool in use, and a compiled step over it that has not run."""
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     greedy(model, prompt_of(9), 2)
@@ -148,8 +148,8 @@ def step_of_a_pool() -> tuple[Any, Any]:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that lose and gain rows: steps of a size count, also with other sizes between them."""
+def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a size count with other sizes between them too, as when batches lose and gain rows."""
     monkeypatch.setattr(compiled_step, "PATIENCE", 3)
     monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
     pool, step = step_of_a_pool()
@@ -164,11 +164,11 @@ def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> 
         assert find(4) is None and find(16) is None
     assert find(4) == 4 and find(16) == 16 and find(4) == 4
     assert [find(40) for _ in range(4)] == [None] * 3 + [40]
-    assert len(step._functions) == 2 and find(4) == 4  # 16 was used the longest ago
+    assert len(step._functions) == 2 and find(4) == 4  # 16 was the least recently used
 
 
 @pytest.mark.usefixtures("kernels")
-def test_larger_steps_serve_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_compiled_step_serves_until_the_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", 2)
     monkeypatch.setattr(compiled_step, "PATIENCE_PADDED", 3)
     pool, step = step_of_a_pool()
@@ -183,17 +183,17 @@ def test_larger_steps_serve_until_there_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert [find(24, long) for _ in range(3)] == [None, None, (24, (32,))]
     assert [find(8) for _ in range(4)] == [(24, (32,))] * 3 + [(8, (0,))]
     assert find(5) == (8, (0,)) and find(4) == (8, (0,)) and find(12) == (24, (32,))
-    assert find(1) is None and find(28) is None  # alone: stock's own steps; 28: too many
-    assert find(12, is_pack=True) == (12, (0,)), "its own, at once: others serve decode steps"
+    assert find(1) is None and find(28) is None  # a single row is never padded; 28 are too many
+    assert find(12, is_pack=True) == (12, (0,)), "a pack compiles its own size at once; the others serve decode steps"
     assert find(12, items=(3,)) is None
     shapes = compiled_step.StepShapes.of(16, pool, [[pool.new_table()] * 16])
-    assert step._shapes_for(shapes, may_pad=False) is None  # rows with states
+    assert step._shapes_for(shapes, may_pad=False) is None  # rows with states are not padded
     pool.append_tokens(long, 16 * pool.groups[0].allocator.num_blocks)
     assert find(8) is None  # the pool has grown
 
 
 @pytest.mark.usefixtures("kernels")
-def test_steps_are_counted_of_so_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_counts_are_dropped_beyond_the_trace_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "MOST_TRACES", 3)
     pool, step = step_of_a_pool()
     for size in (4, 8, 12, 16):
@@ -203,7 +203,7 @@ def test_steps_are_counted_of_so_many_shapes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("kernels")
-def test_weights_are_as_before_and_changed_ones_are_seen(calls: list[int]) -> None:
+def test_weights_are_untouched_and_changed_ones_are_used(calls: list[int]) -> None:
     model, prompt = build("llama", head_dim=64), prompt_of(20)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     before = dict(tree_flatten(model.parameters()))
@@ -220,7 +220,7 @@ def test_weights_are_as_before_and_changed_ones_are_seen(calls: list[int]) -> No
 
 
 @pytest.mark.usefixtures("kernels")
-def test_layers_are_replaced(calls: list[int]) -> None:
+def test_replaced_layers_are_used(calls: list[int]) -> None:
     """Put another module in the place of one, as a LoRA adapter does."""
     import mlx.nn as nn
 
@@ -243,7 +243,7 @@ def test_layers_are_replaced(calls: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+def test_model_that_cannot_be_compiled_runs_uncompiled(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     model, prompt = build("llama", head_dim=64), prompt_of(20)
     tokens = greedy(model, prompt, 12)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
@@ -260,7 +260,7 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     mlx_paged.pool_of(model).check_integrity()
 
 
-def test_functional_pools_are_left_alone(calls: list[int]) -> None:
+def test_steps_over_functional_pools_are_not_compiled(calls: list[int]) -> None:
     model = build("llama")
     mlx_paged.apply_patches(PagedConfig(kernel="off"))
     greedy(model, prompt_of(9), 5)
@@ -285,7 +285,7 @@ def test_an_exhausted_pool_raises_and_stays_usable(calls: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_traces_and_the_weights_they_were_made_with_go_with_the_model(calls: list[int]) -> None:
+def test_traces_are_freed_with_the_model(calls: list[int]) -> None:
     def run() -> weakref.ref[Any]:
         model = build("llama", head_dim=64)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
@@ -299,7 +299,7 @@ def test_traces_and_the_weights_they_were_made_with_go_with_the_model(calls: lis
 
 
 @pytest.mark.usefixtures("kernels")
-def test_the_model_is_not_kept_alive() -> None:
+def test_compiled_step_does_not_keep_the_model_alive() -> None:
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     greedy(model, prompt_of(9), 5)
@@ -313,7 +313,7 @@ def test_the_model_is_not_kept_alive() -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_a_model_that_fails_once_is_compiled_again(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    # A trace that fails has called no kernel; the stand-ins, which are not traced, lose count of the fences.
+    # A trace that fails has called no kernel. The fake kernels are not traced and would lose count of the fences.
     monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
     model, prompt = build("llama", head_dim=64), prompt_of(20)
     tokens = greedy(model, prompt, 30)[0]
@@ -347,8 +347,8 @@ def test_a_model_that_fails_once_is_compiled_again(monkeypatch: pytest.MonkeyPat
     mlx_paged.pool_of(model).check_integrity()
 
 
-def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in without memory for the kernel, so that it can be traced: shapes, weights and fences go through."""
+def test_real_mx_compile_traces_each_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake kernel without state can be traced; shapes, weights and fences pass through it."""
     traced = []
 
     def prepare_decode(
@@ -385,7 +385,7 @@ def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         assert changed != eager
 
 
-def test_another_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_step_runs_on_the_stream_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled on one thread, run on another: streams of MLX belong to a thread."""
 
     def prepare_decode(k_pool: mx.array, v_pool: mx.array, visible: Any, **options: Any) -> Any:
@@ -410,7 +410,7 @@ def test_another_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
                     token = mx.argmax(logits[:, -1], axis=-1)
                     tokens.append(int(token.item()))
                     logits = model(token[None], cache=cache)
-                mx.eval(logits, [c.state[0] for c in cache])  # the stand-in's fences are no siblings of its results
+                mx.eval(logits, [c.state[0] for c in cache])  # the fake's fences are separate from its results
             return tokens
 
         first = run(mx.new_stream(mx.default_device()))
@@ -428,11 +428,11 @@ def test_another_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
         assert results == [first]
 
 
-BLOCK_BYTES = 2 * 4 * 2 * 8 * 4  # of two layers of keys and values
+BLOCK_BYTES = 2 * 4 * 2 * 8 * 4  # keys and values of two layers
 
 
 def full_pool() -> tuple[BlockPool, SequenceTables]:
-    """Two groups of two layers, a sequence at a block's end, and one free block."""
+    """Return a pool of two groups of two layers with one free block, and a sequence at a block's end."""
     pool = BlockPool([LayerGroup((0, 1)), LayerGroup((2, 3))], block_size=4, memory_budget=5 * BLOCK_BYTES)
     x = mx.zeros((1, 1, 1, 8))
     for layer in (0, 2):
@@ -443,7 +443,7 @@ def full_pool() -> tuple[BlockPool, SequenceTables]:
     return pool, sequence
 
 
-def test_layers_stay_where_they_are_if_a_group_has_no_block() -> None:
+def test_step_changes_no_layer_if_a_group_has_no_free_block() -> None:
     pool, sequence = full_pool()
     caches = [PagedKVCache(sequence, layer) for layer in range(4)]
     assert rows_of(caches) is sequence
@@ -459,7 +459,7 @@ def test_layers_stay_where_they_are_if_a_group_has_no_block() -> None:
     pool.check_integrity()
 
 
-def test_caches_of_the_last_step_are_not_their_parts() -> None:
+def test_parts_of_a_step_follow_the_given_caches() -> None:
     pool, sequence = full_pool()
     step = compiled_step.CompiledStep(pool, lambda *args, **kwargs: mx.zeros((1,)))
     state = ArraysCache(1)
@@ -488,19 +488,19 @@ def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
     sequence.give_up()
     assert sequence.take_all()[0][0].length == 1  # the position that was reserved
     sequence.take_next(0, 1)
-    with pytest.raises(BlockStateError, match="layer 0 takes what is not reserved"):
+    with pytest.raises(BlockStateError, match="layer 0 writes without reserved positions"):
         sequence.take_all()
     assert sequence.is_behind(1) and not sequence.is_behind(0)
     sequence.take_next(1, 1)
     sequence.reserve(3)
-    with pytest.raises(BlockStateError, match="3 are reserved"):
+    with pytest.raises(BlockStateError, match="one reserved token, got 3"):
         sequence.take_all()
     pool.check_integrity()
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("kind", "rotate"), quick(crossed(KINDS, [False, True]), ("llama", False), ("qwen3", True)))
-def test_steps_are_those_of_the_gather_path(kind: str, rotate: bool, calls: list[int]) -> None:
+def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool, calls: list[int]) -> None:
     options = {"kv_bits": 8, "kv_rotate": rotate}
     model, prompt = build(kind, head_dim=64), prompt_of(70)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="off", **options))
@@ -521,8 +521,8 @@ def test_steps_are_those_of_the_gather_path(kind: str, rotate: bool, calls: list
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", quick(["llama", "llama-sliding"], "llama"))
-def test_steps_are_compiled_with_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    """Rows that share a prefix: the kernel is given what is read together, and tokens are the same."""
+def test_compiled_step_shares_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """The kernel gets the blocks that rows with a shared prefix read together, and tokens do not change."""
     variant = Variant(SHARED_BODY, "cuda", mx.float32, 64, 64, 2, 16)
     cut = SharedCut(variant, shape_for(variant)._replace(partition=64, rows=8), 1 << 20, 1 << 18)
     given: list[int] = []
@@ -548,7 +548,7 @@ def test_steps_are_compiled_with_common_blocks(kind: str, monkeypatch: pytest.Mo
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         given.clear()
         greedy(model, prompt, 3)
-        assert not asked  # a sequence alone waits for no check of that kernel
+        assert not asked  # a single sequence does not check that kernel
         cache = make_prompt_cache(model)
         model(prompt[None], cache=cache)
         batch = generator(model, completion_batch_size=4)

@@ -1,4 +1,5 @@
-"""Products of few rows in compiled decode steps: which layers, which batches, and that the model is left as it was."""
+"""Products of few rows in compiled decode steps: which layers and batches use them; the model is restored
+afterwards."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -24,13 +25,13 @@ from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 
 NUM_TOKENS = 12
-# Of three layers; the output layer of the second model is its embedding.
+# Per step of a model of three layers. The output layer of qwen3 is its embedding.
 LAUNCHES = Counter({GROUPED: 3, ADDED: 2 * 3, GATED: 3, PLAIN: 1})
 
 
 @pytest.fixture
 def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
-    """Body and rows of each product that went to the kernel, or to its stand-in."""
+    """Record body and rows of each product that went to the kernel or its fake."""
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     taken: list[tuple[str, int]] = []
     launch = narrow_matmul._launch
@@ -45,7 +46,7 @@ def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
         with mock.patch.object(narrow_matmul, "_launch", launch):
             return check(*kernel)
 
-    # Not by monkeypatch, which may outlive the stand-ins.
+    # Not by monkeypatch, which may outlive the fake kernels.
     with (
         mock.patch.object(narrow_matmul, "_launch", count),
         mock.patch.object(narrow_matmul, "self_check", uncounted),
@@ -62,7 +63,7 @@ def model_of(kind: str, dtype: mx.Dtype) -> Any:
 
 
 def batch(model: Any, num_rows: int) -> list[list[int]]:
-    """Tokens of requests of different lengths."""
+    """Return the tokens of ``num_rows`` requests of different lengths."""
     generator = mlx_lm_generate.BatchGenerator(model, completion_batch_size=num_rows)
     prompts = [prompt_of(5 + 7 * row % 40, seed=row).tolist() for row in range(num_rows)]
     uids = generator.insert(prompts, [NUM_TOKENS] * num_rows)
@@ -86,7 +87,7 @@ def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[
     counted = len(products)
     with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
         plain = batch(model, 5)
-    assert len(products) == counted or kernels is None  # traces of before are used again
+    assert len(products) == counted or kernels is None  # earlier traces are reused
     if kernels is not None:
         assert got == plain
 
@@ -97,7 +98,7 @@ def test_every_product_with_quantised_weights_is_a_launch(
 ) -> None:
     model = model_of(kind, mx.bfloat16)
     nn.quantize(model, group_size=32, bits=bits)
-    with mlx_dequantizes():  # its products with quantised weights round elsewhere
+    with mlx_dequantizes():  # MLX's own quantised products round differently
         got = batch(model, 5)
         bodies = Counter(body for body, num_rows in products if num_rows == 8)  # padded; others are not compiled
         steps = bodies.total() // LAUNCHES.total()
@@ -111,7 +112,7 @@ def test_every_product_with_quantised_weights_is_a_launch(
 def test_every_product_of_sharded_layers_is_a_launch(
     bits: int | None, products: list[tuple[str, int]], kernels: Any
 ) -> None:
-    """What a rank has of a model; here of a group of one. The products that are added up cannot add the residual."""
+    """The model is one rank's part, in a group of one. Products that are summed over ranks cannot add the residual."""
     model = model_of("llama", mx.bfloat16)
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
@@ -131,7 +132,7 @@ def test_every_product_of_sharded_layers_is_a_launch(
 
 @contextmanager
 def mlx_dequantizes() -> Iterator[None]:
-    """MLX multiplies with the dequantised weight."""
+    """Make MLX multiply with the dequantised weight."""
 
     def quantized_matmul(x: mx.array, w: mx.array, *, transpose: bool, **options: Any) -> mx.array:
         assert transpose
@@ -143,13 +144,13 @@ def mlx_dequantizes() -> Iterator[None]:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("num_rows", "dtype"), [(narrow_matmul.MAX_ROWS + 1, mx.bfloat16), (3, mx.float32)])
-def test_other_batches_are_left_to_mlx(num_rows: int, dtype: mx.Dtype, products: list[tuple[str, int]]) -> None:
+def test_large_and_float32_batches_use_mlx(num_rows: int, dtype: mx.Dtype, products: list[tuple[str, int]]) -> None:
     assert len(batch(model_of("llama", dtype), num_rows)) == num_rows
-    assert num_rows not in [rows for _, rows in products]  # batches of fewer rows on the way to it are another matter
+    assert num_rows not in [rows for _, rows in products]  # smaller batches before and after may use them
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_step_of_one_row_takes_launches_where_the_host_limits(
+def test_step_of_one_row_uses_launches_only_for_small_models(
     products: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("llama", mx.bfloat16)
@@ -165,7 +166,7 @@ def test_a_step_of_one_row_takes_launches_where_the_host_limits(
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     batch(model, 1)
     assert not products
-    # Several ranks' reductions take the host's time besides.
+    # Over several ranks, reductions take the host's time too.
     with mock.patch.object(narrow_layers_module, "group_of", lambda model: "a group"):
         with narrow_layers(model, 1):
             assert is_narrow(model.layers[0].mlp.up_proj)
@@ -174,8 +175,8 @@ def test_a_step_of_one_row_takes_launches_where_the_host_limits(
             assert type(model.layers[0].mlp.up_proj) is nn.Linear
 
 
-def test_steps_that_are_not_compiled_yet_multiply_alike(products: list[tuple[str, int]], kernels: Any) -> None:
-    """Else a prompt that comes again could get another answer, as soon as its steps are compiled."""
+def test_steps_not_yet_compiled_use_the_same_products(products: list[tuple[str, int]], kernels: Any) -> None:
+    """Otherwise a repeated prompt could get another answer once its steps are compiled."""
     model = model_of("llama", mx.bfloat16)
     with mock.patch.object(compiled_step, "PATIENCE", NUM_TOKENS):
         uncompiled = batch(model, 1)
@@ -183,7 +184,7 @@ def test_steps_that_are_not_compiled_yet_multiply_alike(products: list[tuple[str
     steps = bodies[GATED] // 3
     assert steps >= NUM_TOKENS - 2 and bodies == Counter({GROUPED: 3 * steps, GATED: 3 * steps, PLAIN: 7 * steps})
     assert batch(model, 1) == uncompiled
-    assert Counter(body for body, _ in products)[ADDED], "that one was compiled"
+    assert Counter(body for body, _ in products)[ADDED], "the last batch was compiled"
 
 
 def test_layers_of_other_classes_are_left_alone(products: list[tuple[str, int]], kernels: Any) -> None:
@@ -227,7 +228,7 @@ def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[t
             assert batch(model, 3) == got
 
 
-def test_classes_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_classes_are_restored_after_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3", num_hidden_layers=3)
     with narrow_layers(model, 4):
         assert not any(is_narrow(module) for module in model.modules()), "there is no CUDA"
@@ -268,7 +269,7 @@ def close(got: mx.array, expected: mx.array) -> bool:
 
 
 @pytest.mark.parametrize(("bias", "launches"), [(False, [(GROUPED, 6)]), (True, [(BIASED, 6)] * 3)])
-def test_layers_multiply_together_in_the_shape_of_heads(
+def test_projections_share_a_launch_and_have_the_shape_of_heads(
     bias: bool, launches: list[tuple[str, int]], products: list[tuple[str, int]]
 ) -> None:
     model, x = model_and_x(96, 32, 32, bias=bias)

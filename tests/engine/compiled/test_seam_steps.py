@@ -1,5 +1,5 @@
-"""Compiled steps of models without an adapter: the logits and tokens of steps that are not compiled, whatever a model
-attends with, alone, in ragged batches and in packs of look-up."""
+"""Compiled steps of models without an adapter give the logits and tokens of uncompiled steps, for every kind of
+attention: alone, in ragged batches and in packs of look-up."""
 
 import functools
 import warnings
@@ -51,7 +51,7 @@ FIRST = mx.array([[5], [9]], mx.uint32)
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Compiled steps of one row, of several, and of packs. Every step but a pool's first is."""
+    """Count compiled steps of one row, of several, and of packs. Every step but a pool's first is compiled."""
     counted: Counter[str] = Counter()
     original = compiled_step.CompiledStep._compiled
 
@@ -68,14 +68,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def traced() -> Iterator[None]:
-    """Steps are compiled by mx.compile itself."""
+    """Compile steps by the real mx.compile."""
     if mx.default_device() == mx.Device(mx.gpu):
         pytest.skip("stand-ins that a CPU computes")
     with traceable_kernels():
         yield
 
 
-# Traced by MLX: one step behind a prompt, for the stand-ins that can be traced store nothing --------------------------
+# Traced by MLX: one step after a prompt, as the traceable fake kernels store nothing --------------------------
 
 
 def prefilled(model: Any, length: int) -> list[Any]:
@@ -86,7 +86,7 @@ def prefilled(model: Any, length: int) -> list[Any]:
 
 
 def next_logits(model: Any, *, batches: bool = True) -> list[np.ndarray]:
-    """Return the logits of the step behind each of two prompts alone, and then in a batch of both."""
+    """Return the logits of the step after each of two prompts, alone and then in a batch of both."""
     found = []
     for row, length in enumerate((7, 30)):
         logits = model(FIRST[row : row + 1], cache=prefilled(model, length))
@@ -109,7 +109,7 @@ def check_traced(name: str, taken: Counter[str]) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        next_logits(model)  # by what is not compiled
+        next_logits(model)  # runs uncompiled
         taken.clear()
         assert largest_difference(next_logits(model), expected) < LIMIT
     told = [str(warning.message) for warning in caught if "are not compiled" in str(warning.message)]
@@ -122,7 +122,7 @@ def check_traced(name: str, taken: Counter[str]) -> None:
 @pytest.mark.usefixtures("traced")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(SAMPLE, "qwen2", "gpt_oss", "cohere2"))
-def test_a_step_is_compiled_and_gives_stocks_logits(name: str, taken: Counter[str]) -> None:
+def test_compiled_step_gives_the_logits_of_mlx_lm(name: str, taken: Counter[str]) -> None:
     check_traced(name, taken)
 
 
@@ -130,22 +130,22 @@ def test_a_step_is_compiled_and_gives_stocks_logits(name: str, taken: Counter[st
 @pytest.mark.usefixtures("traced")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in PAGED if name not in SAMPLE and name != "phi3small"])
-def test_steps_of_every_model_that_is_paged_are_compiled(name: str, taken: Counter[str]) -> None:
+def test_steps_of_every_paged_model_are_compiled(name: str, taken: Counter[str]) -> None:
     check_traced(name, taken)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_step_leaves_nothing_that_keeps_others_from_being_compiled() -> None:
-    """In every run, where most models are compiled in the sweep alone."""
+def test_state_of_every_paged_model_is_known_after_a_step() -> None:
+    """Always runs; most models are compiled only in the slow sweep."""
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     for name in PAGED:
         model = model_configs.build(name)
         mx.eval(model(FIRST[:1], cache=prefilled(model, 7)))
-        ModelState(model)  # or it says what it does not know
+        ModelState(model)  # raises StateNotKnown otherwise
 
 
 def states_behind(model: Any) -> list[np.ndarray]:
-    """What a step of two rows leaves of their states."""
+    """Return the states of two rows after a step."""
     rows = batch_over([prefilled(model, length) for length in (7, 30)])
     mx.eval(model(FIRST, cache=rows))
     return [np.array(x) for cache in leaves(rows) for x in getattr(cache, "cache", ())]
@@ -154,7 +154,7 @@ def states_behind(model: Any) -> list[np.ndarray]:
 @pytest.mark.usefixtures("traced")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["falcon_h1", *slow("qwen3_next", "lfm2", "recurrent_gemma", "kimi_linear")])
-def test_states_are_what_a_step_makes_that_is_not_compiled(name: str, taken: Counter[str]) -> None:
+def test_states_equal_those_of_an_uncompiled_step(name: str, taken: Counter[str]) -> None:
     model = model_configs.build(name)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
     expected = states_behind(model)
@@ -165,11 +165,11 @@ def test_states_are_what_a_step_makes_that_is_not_compiled(name: str, taken: Cou
 
 
 @pytest.mark.usefixtures("traced")
-def test_one_that_is_not_says_so_once(taken: Counter[str]) -> None:
+def test_model_that_is_not_compiled_warns_at_most_once(taken: Counter[str]) -> None:
     check_traced("dbrx", taken)
 
 
-def test_the_page_names_all_that_are_not() -> None:
+def test_page_names_all_models_that_are_not_compiled() -> None:
     assert set(NOT_COMPILED) <= set(PAGED)
     (line,) = [line for line in model_matrix.PAGE.read_text().split("\n- ") if line.startswith("**Compiled**")]
     assert all(name in line for name in NOT_COMPILED)
@@ -184,8 +184,10 @@ def test_the_page_names_all_that_are_not() -> None:
     "name", quick(SAMPLE, "qwen2", "qwen3_moe", "gpt_oss", "afm7", "nemotron-nas", "gpt_bigcode", "cohere2", "phixtral",
     "qwen3_next")
 )  # fmt: skip
-def test_tokens_alone_and_in_batches(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over stand-ins that store, in steps that are not really traced."""
+def test_tokens_alone_and_in_batches_are_those_of_mlx_lm(
+    name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake kernels store keys; steps are not really traced."""
     model = model_configs.build(name)
     monkeypatch.setattr(model_matrix, "PROMPTS", (5, 30))
     expected = [alone(model, length, TOKENS) for length in model_matrix.PROMPTS]
@@ -203,8 +205,8 @@ def test_tokens_alone_and_in_batches(name: str, taken: Counter[str], monkeypatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_tokens_on_a_gpu(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced by MLX, in the kernels themselves."""
+def test_tokens_on_a_gpu_are_those_of_mlx_lm(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX traces the steps, which use the real kernels."""
     model = wide(name)
     monkeypatch.setattr(model_matrix, "PROMPTS", (5, 45))
     expected = [alone(model, length, 40) for length in model_matrix.PROMPTS]
@@ -219,7 +221,7 @@ def test_tokens_on_a_gpu(name: str, taken: Counter[str], monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", *slow("qwen2", "olmo3", "gpt_oss")])
-def test_packs_of_look_up(name: str, kernels: Any, taken: Counter[str]) -> None:
+def test_packs_of_look_up_are_compiled_and_give_the_same_tokens(name: str, kernels: Any, taken: Counter[str]) -> None:
     model, most = wide(name), 4
     prompts = [(prompt_of(length, seed=length) % model_configs.VOCAB).tolist() for length in (3, 37, 12)]
     solos = [greedy(model, mx.array(prompt, mx.uint32), TOKENS + most) for prompt in prompts]
@@ -240,8 +242,10 @@ def test_packs_of_look_up(name: str, kernels: Any, taken: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("name", [*slow("gemma3n"), "gpt_oss"])
-def test_quantised_pages(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of layers that attend to what another has written."""
+def test_compiled_steps_over_quantised_pages_equal_uncompiled_ones(
+    name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers attend to the keys of another layer."""
     model, prompt = wide(name), prompt_of(30) % model_configs.VOCAB
     runs = []
     for patience in (1 << 30, 0):
@@ -256,8 +260,8 @@ def test_quantised_pages(name: str, taken: Counter[str], monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("traced")
-def test_without_mlxs_compilation(taken: Counter[str]) -> None:
-    """MLX_DISABLE_COMPILE: the same function, run anew at each step."""
+def test_steps_work_with_mlx_compilation_disabled(taken: Counter[str]) -> None:
+    """The function runs in Python at each step, as with MLX_DISABLE_COMPILE."""
     mx.disable_compile()
     try:
         check_traced("qwen2", taken)
@@ -295,7 +299,9 @@ CHANGES: list[tuple[str, Callable[[Any], None]]] = [
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("name", "change"), CHANGES)
-def test_a_change_of_the_model_is_seen(name: str, change: Callable[[Any], None], taken: Counter[str]) -> None:
+def test_change_of_the_model_is_seen_by_the_next_step(
+    name: str, change: Callable[[Any], None], taken: Counter[str]
+) -> None:
     changed = model_configs.build(name)
     before = next_logits(changed, batches=False)
     change(changed)
@@ -313,7 +319,7 @@ def test_a_change_of_the_model_is_seen(name: str, change: Callable[[Any], None],
 
 
 @pytest.mark.usefixtures("traced")
-def test_calls_with_anything_else_are_the_models_own(taken: Counter[str]) -> None:
+def test_calls_with_other_arguments_are_not_compiled(taken: Counter[str]) -> None:
     model = model_configs.build("qwen2")
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
     for _ in range(2):
@@ -325,14 +331,14 @@ def test_calls_with_anything_else_are_the_models_own(taken: Counter[str]) -> Non
     embedded = model(token, cache=cache, input_embeddings=model.model.embed_tokens(token))
     assert not taken
     np.testing.assert_allclose(embedded, expected, atol=LIMIT)
-    assert model(token, cache, None).shape == expected.shape  # by place
+    assert model(token, cache, None).shape == expected.shape  # positional
     assert taken == {"alone": 1}
     assert model(FIRST).shape == (2, 1, model_configs.VOCAB) and taken == {"alone": 1}
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_model_whose_call_is_not_mlx_lms_is_left_alone(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody has put in its place may do things at each step that a trace would do once."""
+def test_model_with_a_replaced_call_is_not_compiled(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement may have effects at each step, which a trace would have only once."""
     original, calls = qwen2.Model.__call__, []
 
     @functools.wraps(original)
@@ -353,7 +359,7 @@ def test_a_model_whose_call_is_not_mlx_lms_is_left_alone(taken: Counter[str], mo
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.filterwarnings("ignore")
-def test_of_a_model_in_a_model_the_outer_one_is_compiled(taken: Counter[str]) -> None:
+def test_outer_model_of_a_nested_model_is_compiled(taken: Counter[str]) -> None:
     model = model_configs.build("kimi_vl")
     outer, inner = kimi_vl.Model.__call__, deepseek_v3.Model.__call__
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))

@@ -1,5 +1,5 @@
-"""What a traced step hands to a model's attention is good for one thing only: a model that does any other is not
-compiled, and its tokens are those that it gives uncompiled."""
+"""In a traced step a model may only attend over the fetched keys. A model that does anything else with them is not
+compiled and gives the tokens of uncompiled steps."""
 
 import contextlib
 import warnings
@@ -28,7 +28,7 @@ STEPS = 6
 
 
 def attention(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
-    """mlx-lm's, by its present binding."""
+    """Call mlx-lm's attention by its current binding."""
     return base.scaled_dot_product_attention(q, k, v, cache=None, scale=scale, mask=mask)
 
 
@@ -126,13 +126,13 @@ MISUSES: list[Attend] = [
     adds_keys, adds_values, scales_by_length, counts, repeats_heads, attends_by_itself, slices, exchanges, compares,
     looks_who_it_is, masks_some, asks_twice_at_once,
 ]  # fmt: skip
-# These gather at each step, so that no step of theirs is tried.
+# These gather at each step, so their steps are never traced.
 GATHERS: list[Attend] = [multiplies, concatenates]
 
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every step but a pool's first is compiled, by mx.compile itself."""
+    """Compile every step but a pool's first by the real mx.compile."""
     if mx.default_device() == mx.Device(mx.gpu):
         pytest.skip("stand-ins that a CPU computes")
     monkeypatch.setattr(compiled_step, "PATIENCE", 0)
@@ -141,7 +141,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, attend: Attend) -> None:
-    """Make Qwen 2 attend so."""
+    """Make Qwen 2 use this attention."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         batch, length, _ = x.shape
@@ -159,7 +159,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, attend: Attend) -> None:
 
 
 def logits_of(model: Any, steps: int = STEPS) -> list[np.ndarray]:
-    """Return the logits of a prompt's last token, and of some steps behind it."""
+    """Return the logits of a prompt's last token and of ``steps`` steps after it."""
     cache = make_prompt_cache(model)
     out = [model((prompt_of(21) % model_configs.VOCAB)[None], cache=cache)]
     for token in range(steps):
@@ -169,7 +169,7 @@ def logits_of(model: Any, steps: int = STEPS) -> list[np.ndarray]:
 
 
 def run(model: Any, steps: int = STEPS) -> tuple[list[np.ndarray], compiled_step.CompiledStep, list[str]]:
-    """Run twice under the patches: the logits of the second time, the compiled step, and the warnings."""
+    """Run twice under the patches. Returns the logits of the second run, the compiled step and the warnings."""
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -180,7 +180,7 @@ def run(model: Any, steps: int = STEPS) -> tuple[list[np.ndarray], compiled_step
 
 
 def run_planted(monkeypatch: pytest.MonkeyPatch, attend: Attend) -> tuple[compiled_step.CompiledStep, list[str]]:
-    """The compiled step and the warnings of a model that attends like this, whose logits are stock's."""
+    """Return the compiled step and the warnings of a model with this attention; its logits must be stock's."""
     plant(monkeypatch, attend)
     model = model_configs.build("qwen2")
     expected = logits_of(model)
@@ -190,7 +190,7 @@ def run_planted(monkeypatch: pytest.MonkeyPatch, attend: Attend) -> tuple[compil
 
 
 @pytest.mark.parametrize("attend", MISUSES, ids=lambda attend: attend.__name__)
-def test_a_model_that_does_something_else_is_not_compiled(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_misuses_fetched_keys_is_not_compiled(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     step, told = run_planted(monkeypatch, attend)
     assert step.failure is not None
     assert len(told) == 1 and "decode steps of mlx_lm.models.qwen2 are not compiled" in told[0]
@@ -198,13 +198,13 @@ def test_a_model_that_does_something_else_is_not_compiled(attend: Attend, monkey
 
 
 @pytest.mark.parametrize("attend", GATHERS, ids=lambda attend: attend.__name__)
-def test_a_model_that_never_attends_over_blocks_is_not_tried(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_never_attends_over_blocks_is_not_traced(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     step, told = run_planted(monkeypatch, attend)
     assert not step._functions and step.failure is None and not told
 
 
 def test_a_model_that_stops_attending_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its steps ran in the kernel before; the one that is traced attends no more."""
+    """Its earlier steps ran in the kernel; the traced one does not attend."""
     plant(monkeypatch, does_not_attend)
     model = model_configs.build("qwen2")
     run(model, steps=1)
@@ -212,15 +212,15 @@ def test_a_model_that_stops_attending_is_not_compiled(monkeypatch: pytest.Monkey
     step._functions.clear()
     monkeypatch.setattr(does_not_attend, "now", True)
     found, _, told = run(model)
-    assert step.failure == "NotCompilable: not every layer writes and attends"
+    assert step.failure == "NotCompilable: a layer did not attend to its new tokens"
     assert len(told) == 1
     mlx_paged.remove_patches()
     np.testing.assert_allclose(found, logits_of(model), atol=2e-3)
 
 
 @pytest.mark.parametrize("attend", [plain, twice], ids=lambda attend: attend.__name__)
-def test_a_model_that_does_nothing_else_is_compiled(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that attends twice over the same keys. The stand-ins store nothing: so one step is looked at."""
+def test_model_that_only_attends_is_compiled(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may attend twice over the same keys. The fake kernels store nothing, so only one step is compared."""
     plant(monkeypatch, attend)
     model = model_configs.build("qwen2")
     expected = logits_of(model, steps=1)
@@ -229,7 +229,7 @@ def test_a_model_that_does_nothing_else_is_compiled(attend: Attend, monkeypatch:
     assert step.failure is None and step._functions and not told
 
 
-def test_keys_that_are_kept_from_the_trace_are_not_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_over_keys_kept_from_a_trace_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
 
     def keeps(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
@@ -242,16 +242,16 @@ def test_keys_that_are_kept_from_the_trace_are_not_attended_to(monkeypatch: pyte
     assert step.failure is None
     pairs = [(k, v) for k, v in kept if isinstance(k, FetchedKV)]
     assert pairs and all(isinstance(v, FetchedKV) for _, v in pairs)
-    with pytest.raises(NotCompilable, match="keeps the keys"):
+    with pytest.raises(NotCompilable, match="keys and values of an earlier step"):
         attention(mx.ones((1, 4, 1, 16)), *pairs[0], 1.0, None)
 
 
 def test_a_layer_that_writes_twice_is_not_compiled() -> None:
     layer = step_layer()
     layer.update_and_fetch(*keys_and_values())
-    with pytest.raises(NotCompilable, match="two layers' keys"):
+    with pytest.raises(NotCompilable, match="updated twice in a step"):
         layer.update_and_fetch(*keys_and_values())
-    with pytest.raises(NotCompilable, match="before there is anything"):
+    with pytest.raises(NotCompilable, match="attends before update_and_fetch"):
         step_layer().keys_and_values()
 
 
@@ -259,7 +259,7 @@ def test_a_layer_that_writes_twice_is_not_compiled() -> None:
 
 
 class Blocks:
-    """Notes what is asked of it."""
+    """Fake blocks that record calls of ``decode``."""
 
     dtype = mx.float32
 
@@ -299,7 +299,7 @@ USES: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("make", [lambda: FetchedKV([], mx.float32), lambda: NarrowMask([], 4)], ids=["kv", "mask"])
-def test_nobody_can_compute_with_a_stand_in(make: Callable[[], StandIn]) -> None:
+def test_computing_with_a_stand_in_raises(make: Callable[[], StandIn]) -> None:
     stand_in = make()
     for place, use in enumerate(USES):
         with pytest.raises((NotCompilable, TypeError, ValueError, RuntimeError)):
@@ -307,8 +307,8 @@ def test_nobody_can_compute_with_a_stand_in(make: Callable[[], StandIn]) -> None
     assert stand_in is not None and {stand_in}
 
 
-def test_who_goes_on_after_a_misuse_is_not_compiled_either() -> None:
-    """MLX says of an array and anything else that they are not equal, and raises errors that could be caught."""
+def test_misuse_is_noticed_even_if_its_error_is_caught() -> None:
+    """MLX compares an array with any other object as unequal, and its errors may be caught."""
     for misuse in (lambda x: mx.ones(2) == x, lambda x: hasattr(x, "shape"), lambda x: mx.abs(x), lambda x: x == x):
         layer = step_layer()
         keys, _ = layer.update_and_fetch(*keys_and_values())
@@ -316,11 +316,11 @@ def test_who_goes_on_after_a_misuse_is_not_compiled_either() -> None:
         layer.check_attended()
         with contextlib.suppress(NotCompilable, ValueError):
             misuse(keys)
-        with pytest.raises(NotCompilable, match="by itself"):
+        with pytest.raises(NotCompilable, match="a placeholder"):
             layer.check_attended()
 
 
-def test_a_dtype_may_be_asked_for() -> None:
+def test_fetched_keys_and_values_have_a_dtype() -> None:
     keys, values = step_layer().update_and_fetch(*keys_and_values())
     assert keys.dtype == values.dtype == mx.float32 and keys is not values
 
@@ -344,7 +344,7 @@ def test_the_first_attention_writes_and_others_only_read() -> None:
 
 
 def mask_of(mask: Any) -> Any:
-    """Numbers stand for windows: pytest cannot name a stand-in either."""
+    """Return a mask for a number, its window: pytest cannot make ids of masks."""
     return NarrowMask([], mask) if isinstance(mask, int) else mask
 
 
@@ -354,16 +354,18 @@ def mask_of(mask: Any) -> Any:
         (None, None, None, [0, 0, 0]),
         (None, "causal", None, [0, 0, 0]),
         (None, 4, Window(4), [1, 0, 0]),
-        (Window(4), 4, Window(4), [0, 0, 0]),  # by the tables' own
+        (Window(4), 4, Window(4), [0, 0, 0]),  # the window of the tables
         (Window(4), 9, Window(4), [0, 0, 0]),
     ],
 )
-def test_windows_under_masks(window: Window | None, mask: Any, seen: Window | None, starts: list[int]) -> None:
+def test_window_is_the_narrower_of_layer_and_mask(
+    window: Window | None, mask: Any, seen: Window | None, starts: list[int]
+) -> None:
     layer = step_layer(window)
     layer.attend(queries(), *keys_and_values(), AttentionParams(1.0, mask_of(mask)))
     ((visible, _, params, slots, items),) = layer.blocks.calls
     assert params.window == seen and params.mask is None and slots is None
-    assert (items is None) == (seen != window)  # common blocks are those that the layer sees by its own window
+    assert (items is None) == (seen != window)  # common blocks hold for the layer's own window only
     assert visible[2][:, 0].tolist() == starts
 
 
@@ -372,7 +374,7 @@ def test_masks_are_made_for_narrower_windows_only() -> None:
     assert step_layer(Window(4)).make_mask(1, window_size=5) is None
     assert step_layer(Window(4)).make_mask(1, return_array=True, window_size=3).window_size == 3
     assert step_layer().make_mask(1, window_size=3).window_size == 3
-    with pytest.raises(NotCompilable, match="several tokens"):
+    with pytest.raises(NotCompilable, match="a mask of 2 tokens, not 1"):
         step_layer().make_mask(2)
 
 
@@ -384,11 +386,11 @@ def test_masks_are_made_for_narrower_windows_only() -> None:
         (None, queries(dtype=mx.float16), keys_and_values(), None),
         (None, queries(), keys_and_values(2), None),
         (None, queries(), keys_and_values(), mx.ones((3, 1, 1, 5), mx.bool_)),
-        (Window(9), queries(), keys_and_values(), 4),  # of a ring
+        (Window(9), queries(), keys_and_values(), 4),  # narrower than a ring
         (Window(9, 9), queries(), keys_and_values(), 4),
     ],
 )
-def test_what_the_kernel_cannot_do_is_refused(window: Window | None, q: mx.array, kv: Any, mask: Any) -> None:
+def test_attention_unsupported_by_the_kernel_is_refused(window: Window | None, q: mx.array, kv: Any, mask: Any) -> None:
     layer = step_layer(window)
     with pytest.raises(NotCompilable):
         layer.attend(q, *kv, AttentionParams(1.0, mask_of(mask)))

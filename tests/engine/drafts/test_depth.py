@@ -1,4 +1,4 @@
-"""Depth: how many drafts a step is worth, by a clock of the test's own."""
+"""Depth: how many drafts per step pay, by a simulated clock."""
 
 import time
 from collections.abc import Callable
@@ -27,36 +27,36 @@ from mlx_paged.engine.drafts.depth import (
 from mlx_paged.engine.drafts.draft_model import MOST_BEHIND
 from tests.support.cases import crossed, quick
 
-FIRST_TRIAL = (COMPUTED.fixed + 3 * COMPUTED.draft) / FIRST_SHARE  # plain steps before the account holds its price
+FIRST_TRIAL = (COMPUTED.fixed + 3 * COMPUTED.draft) / FIRST_SHARE  # plain steps until the account can pay for it
 
 
 def expected_tokens(chance: float, drafts: int) -> float:
-    """Return the tokens that a row gets in a step with so many drafts, each right with this chance."""
+    """Return the tokens that a row gets in a step with ``drafts`` drafts, each right with probability ``chance``."""
     return 1.0 + sum(chance**n for n in range(1, drafts + 1))
 
 
 def flat(tokens: float, rows: int) -> float:
-    """Return the time of a step that verifies so many tokens, on a GPU whose weights are read once a step."""
+    """Return the time of a step that verifies ``tokens`` tokens on a GPU, which reads the weights once a step."""
     return 1.0 + 0.02 * (tokens - rows) / rows
 
 
 def each(tokens: float, rows: int) -> float:
-    """Return the same on a CPU, where each token takes its time."""
+    """Return the time on a CPU, where it grows with the number of tokens."""
     return tokens / rows
 
 
 class Machine:
-    """Rows whose drafts are right with a chance, on a device whose plain step takes 1. As in the engine a plain step
-    ends with the one before it, and a step with drafts waits for its own tokens.
+    """Simulated rows whose drafts are right with a given probability, on a device whose plain step takes 1. As in the
+    engine, a plain step returns when the one before it ends, and a step with drafts waits for its own tokens.
 
     Args:
-        rows: in each step.
-        chance: of a draft of being right.
-        draft: time of a draft of all rows.
-        verify: time of a step with so many tokens, and so many rows.
-        most: drafts of a row.
-        prompt: tokens that the draft model has to compute of each row.
-        prompt_price: time of one of them.
+        rows: rows of each step.
+        chance: probability that a draft is right.
+        draft: time to draft one token for all rows.
+        verify: returns the time of a step, given its tokens and rows.
+        most: most drafts per row.
+        prompt: prompt tokens of each row that the draft model lacks.
+        prompt_price: time to compute one of them.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Machine:
         self.rows, self.chance, self.draft, self.verify, self.most = rows, chance, draft, verify, most
         self.prompt_price = prompt_price
         self.idle = 0.0
-        self.host, self.device = 0.0, 1.0  # what a plain step takes of each
-        self.now = self.ends = 0.0  # of the host; when the step that it has not waited for ends
+        self.host, self.device = 0.0, 1.0  # time of a plain step on each
+        self.now = self.ends = 0.0  # time on the host; end of the step not waited for
         of_device = (CPU_PROMPT_PRICE, CPU_COMPUTED) if verify is each else (PROMPT_PRICE, COMPUTED)
         self.depth = depth or Depth(time.perf_counter, *of_device)
         self.depth.clock = lambda: self.now
         self.rng = np.random.default_rng(0)
         self.tokens = self.num_steps = self.prompts = 0
-        self.worst = 1.0  # least tokens of a row in the time of a plain step, up to any step
+        self.worst = 1.0  # lowest rate up to any step
         self.join(prompt)
 
     def join(self, prompt: int = 0) -> None:
@@ -117,7 +117,7 @@ class Machine:
         return self.depth.choose([Candidate(own.chances(self.most), left, miss) for own, miss in parts], self.rows)
 
     def _catch_up(self, index: int) -> bool:
-        """Compute what the draft model lacks of a row; return whether it then has all."""
+        """Compute a chunk of what the draft model lacks of a row; return whether nothing is left."""
         if self.depth.is_trial:
             self.behind[index] = min(self.behind[index], TRIAL_CONTEXT)
         chunk = min(512, self.behind[index])
@@ -144,7 +144,7 @@ class Machine:
 
     @property
     def rate(self) -> float:
-        """Tokens of a row in the time of a plain step."""
+        """Tokens per row in the time of a plain step."""
         return self.tokens / self.rows / self.passed
 
     @property
@@ -154,14 +154,14 @@ class Machine:
 
 
 class LookUpMachine(Machine):
-    """Rows that look tokens up. Which are likely is known, and nothing has to be computed for them.
+    """Rows that look tokens up: the chances of drafts are known, and drafts are not computed.
 
     Args:
-        rows: in each step.
-        chance: of a draft of being right.
-        verify: time of a step with so many tokens, and so many rows.
-        repeats: chance of a row of having drafts in a step.
-        host: part of a plain step that the host takes; what the device takes overlaps it.
+        rows: rows of each step.
+        chance: probability that a draft is right.
+        verify: returns the time of a step, given its tokens and rows.
+        repeats: probability that a row has drafts in a step.
+        host: time of a plain step on the host; it overlaps the time on the device.
     """
 
     def __init__(
@@ -194,12 +194,12 @@ class LookUpMachine(Machine):
         return self.now - self.idle if self.host else super().passed
 
     def go_on_from(self, other: Machine) -> None:
-        """Begin when another machine has ended; the time until then counts for nobody."""
+        """Begin when another machine has ended; the time until then does not count."""
         self.idle += max(other.now, other.ends) - max(self.now, self.ends)
         self.now = self.ends = max(other.now, other.ends)
 
     def answers(self, count: int, length: int) -> None:
-        """Have the rows give answers, one after the other."""
+        """Generate ``count`` answers of ``length`` tokens, one after the other."""
         self.depth.clock = lambda: self.now
         for _ in range(count):
             left, is_first = length, True
@@ -236,7 +236,7 @@ def test_the_rate_is_near_the_best_and_never_below_098(
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_good_drafts_are_found_within_some_tens_of_steps(rows: int) -> None:
+def test_good_drafts_are_used_within_145_steps(rows: int) -> None:
     machine = Machine(rows, chance=0.8, prompt=200, prompt_price=0.003)
     depths = machine.run(200)
     first = next(place for place, depth in enumerate(depths) if depth)
@@ -245,13 +245,13 @@ def test_good_drafts_are_found_within_some_tens_of_steps(rows: int) -> None:
 
 
 @pytest.mark.parametrize("verify", [flat, each], ids=["gpu", "cpu"])
-def test_short_answers_of_bad_drafts_cost_nothing(verify: Callable[[float, int], float]) -> None:
+def test_short_answers_with_bad_drafts_cost_nothing(verify: Callable[[float, int], float]) -> None:
     machine = Machine(chance=0.0, verify=verify, prompt=200, prompt_price=0.07)
     assert not any(machine.run(33)) and machine.prompts == 0 and machine.rate == 1.0
 
 
 @pytest.mark.parametrize(("rows", "fixed"), quick(crossed([1, 8], [0.7, 0.9, 0.97]), (1, 0.7), (1, 0.97), (8, 0.9)))
-def test_several_drafts_are_found_where_one_alone_hardly_pays(rows: int, fixed: float) -> None:
+def test_several_drafts_are_used_where_one_alone_hardly_pays(rows: int, fixed: float) -> None:
     """A step with drafts waits for its own tokens: with one row of a 1B model on an H100 three drafts cost .79 of a
     plain step, one nearly as much; with 8 rows .97."""
 
@@ -264,7 +264,7 @@ def test_several_drafts_are_found_where_one_alone_hardly_pays(rows: int, fixed: 
 
 
 def test_short_answers_pay_for_trials_together() -> None:
-    """What is known of all rows, and what may be spent, goes on with the next request's."""
+    """Acceptance and budget carry over to the next request."""
     machine = Machine(chance=0.9, prompt_price=0.005)
     depths = []
     for _ in range(30):
@@ -294,11 +294,11 @@ def test_prompts_are_computed_where_drafts_are_known_to_pay() -> None:
     assert machine.prompts - before in (1000, 1001)
     before = machine.prompts
     machine.join(1000)
-    assert not any(machine.step(left=5) for _ in range(5)), "it ends before that has paid"
+    assert not any(machine.step(left=5) for _ in range(5)), "the answer ends before that has paid off"
     assert machine.prompts == before and machine.worst > 0.98
 
 
-def test_dear_drafts_stop_and_are_tried_again_now_and_then() -> None:
+def test_expensive_drafts_stop_and_are_retried_now_and_then() -> None:
     machine = Machine(8, 0.5, 2.0)
     depths = machine.run(4000)
     tries = [depth for depth in depths if depth]
@@ -308,7 +308,7 @@ def test_dear_drafts_stop_and_are_tried_again_now_and_then() -> None:
     assert np.mean([depth > 0 for depth in later[-500:]]) > 0.9
 
 
-def test_what_was_saved_is_not_lost_when_drafts_go_wrong() -> None:
+def test_saved_time_is_not_lost_when_drafts_turn_bad() -> None:
     machine = Machine(chance=0.95, draft=0.1)
     machine.run(2000)
     saved = machine.depth.seconds_saved
@@ -316,12 +316,12 @@ def test_what_was_saved_is_not_lost_when_drafts_go_wrong() -> None:
     machine.chance = 0.0
     depths = machine.run(2000)
     lost = saved - machine.depth.seconds_saved
-    assert lost < 2000 * SHARE + 15, "those until it is seen, and trials"
+    assert lost < 2000 * SHARE + 15, "drafts until the change is noticed, and trials"
     assert sum(depth > 0 for depth in depths[-1000:]) < 100
 
 
 def test_large_batches_have_no_drafts() -> None:
-    """Each draft costs as much as a token there: known from a smaller batch, that is seen at once."""
+    """There each draft costs as much as a token, which is known at once from a smaller batch."""
     machine = Machine(2, 0.8)
     assert any(machine.run(200)[-20:])
     large = Machine(64, 0.8, verify=each, depth=machine.depth)
@@ -340,7 +340,7 @@ def test_the_depth_falls_with_the_acceptance() -> None:
     assert found[0] > found[1] + 1 > found[2] + 1 and found[2] < 1
 
 
-def test_a_row_that_is_seldom_right_gets_fewer_drafts() -> None:
+def test_row_with_low_acceptance_gets_fewer_drafts() -> None:
     machine = Machine(2, 1.0, 0.2)
     machine.run(FIRST_STEPS)
     machine.depth.begin(2, is_like_last=True)
@@ -354,7 +354,7 @@ def test_a_row_that_is_seldom_right_gets_fewer_drafts() -> None:
     assert chosen == [3, 0], "an answer that ends gets no more than it can use"
 
 
-def test_steps_with_prompts_or_other_rows_say_nothing_of_time() -> None:
+def test_steps_with_prompts_or_other_rows_are_not_timed() -> None:
     machine = Machine(2, 0.9)
     for _ in range(200):
         machine.step(is_like_last=False)
@@ -364,8 +364,8 @@ def test_steps_with_prompts_or_other_rows_say_nothing_of_time() -> None:
     assert machine.depth.steps
 
 
-def test_drafts_that_nobody_verifies_are_paid_for() -> None:
-    """Each step computes drafts and then goes without: no blocks are left for them."""
+def test_drafts_that_are_not_verified_are_charged() -> None:
+    """Each step computes drafts but cannot verify them, because no blocks are free."""
     machine = Machine(chance=1.0)
     machine.run(200)
     proposed = 0
@@ -387,9 +387,8 @@ def test_plain_steps_are_timed_again_now_and_then() -> None:
 
 # Look-up ------------------------------------------------------------------------------------------------------------
 
-# What a step with drafts costs beyond a plain one, in plain steps: a part that is fixed, and one by drafts of each row.
-# The first are near what an H100 took with a model of 1B; with the second 32 rows never pay, with the third even they
-# are nearly free.
+# Extra cost of a step with drafts, in plain steps: a fixed part, and a part per draft of each row. "measured" is near
+# an H100 with a 1B model; with "dear" drafts never pay for 32 rows; with "flat" they are nearly free even for these.
 COSTS = {
     "measured": {1: (1.1, 0.01), 8: (1.1, 0.07), 32: (1.1, 0.3)},
     "dear": {1: (0.3, 0.04), 8: (0.5, 0.2), 32: (1.0, 1.3)},
@@ -398,7 +397,7 @@ COSTS = {
 
 
 def verification(costs: str, host: float = 0.0) -> Callable[[float, int], float]:
-    """Return what the device takes for a step of so many tokens and rows that costs this."""
+    """Return the function that gives the device's time of a step with these costs."""
 
     def verify(tokens: float, rows: int) -> float:
         fixed, price = COSTS[costs][rows]
@@ -408,7 +407,7 @@ def verification(costs: str, host: float = 0.0) -> Callable[[float, int], float]
 
 
 def best_of_look_up(machine: LookUpMachine) -> float:
-    """Return the tokens of a row for a plain step's time where all rows have drafts in every step."""
+    """Return the best rate if all rows have drafts in every step."""
     rows = machine.rows
     times = [machine.host + machine.verify(rows * (1 + n), rows) for n in range(1, machine.most + 1)]
     return max(1.0, *(expected_tokens(machine.chance, n) / times[n - 1] for n in range(1, machine.most + 1)))
@@ -419,8 +418,8 @@ def best_of_look_up(machine: LookUpMachine) -> float:
     quick(crossed([1, 8, 32], COSTS, [0.0, 1.0]), (1, "flat", 0.0), (8, "measured", 1.0), (32, "measured", 0.0)),
 )
 def test_look_up_is_used_where_it_pays(rows: int, costs: str, host: float) -> None:
-    """Whether the device or the host bounds a plain step: in one case alone the first step with drafts behind a plain
-    one waits for that."""
+    """A plain step is bound by the device or by the host. Only if by the device, the first step with drafts waits for
+    the plain step before it."""
     for chance in (0.1, 0.9):
         for repeats in (1.0, 0.3):
             machine = LookUpMachine(rows, chance, verification(costs, host), repeats, host)
@@ -434,7 +433,7 @@ def test_look_up_is_used_where_it_pays(rows: int, costs: str, host: float) -> No
 @pytest.mark.parametrize("host", [0.0, 1.0], ids=["device", "host"])
 @pytest.mark.parametrize("length", [32, 256])
 def test_short_answers_look_up_where_it_pays(length: int, host: float) -> None:
-    """What is known of a batch of one row, and what was saved, does not hurt one of 32."""
+    """Times and savings of a batch of one row do not hurt a batch of 32."""
     alone = LookUpMachine(1, 0.9, verification("dear", host), 1.0, host)
     many = LookUpMachine(32, 0.9, verification("dear", host), 1.0, host, alone.depth)
     alone.answers(1, length)
@@ -452,8 +451,8 @@ def test_short_answers_look_up_where_it_pays(length: int, host: float) -> None:
     assert new.worst > 0.98
 
 
-def test_a_first_draft_that_was_dear_by_chance_is_forgotten() -> None:
-    """The first one had a kernel compiled."""
+def test_slow_first_draft_is_forgotten() -> None:
+    """The first one compiled a kernel."""
     machine = LookUpMachine(1, 0.9, verification("measured"))
     slow = iter([30.0])
     verify = machine.verify
@@ -462,8 +461,8 @@ def test_a_first_draft_that_was_dear_by_chance_is_forgotten() -> None:
     assert machine.rate > 0.5 * best_of_look_up(machine)
 
 
-def test_times_that_vary_do_not_make_drafts_look_cheap() -> None:
-    """On a busy CPU drafts that hardly pay have steps that take by chance half or twice as long."""
+def test_noisy_times_do_not_make_drafts_look_cheap() -> None:
+    """On a busy CPU steps take half or twice as long by chance, and drafts hardly pay."""
     machine = LookUpMachine(1, 0.85, each, depth=Depth(assumed=CPU_LOOKED_UP))
     noise = np.random.default_rng(1)
     machine.verify = lambda tokens, rows: (0.1 + 0.9 * tokens) * float(noise.lognormal(0, 0.3))
@@ -473,18 +472,19 @@ def test_times_that_vary_do_not_make_drafts_look_cheap() -> None:
     assert machine.rate * np.exp(0.3**2 / 2) > 0.98
 
 
-def test_trials_that_are_too_dear_become_rare() -> None:
+def test_expensive_trials_become_rare() -> None:
     machine = LookUpMachine(32, 0.9, verification("dear"))
     trials = [sum(depth > 0 for depth in machine.run(4000)) for _ in range(4)]
     assert trials[0] <= 8 and 0 < sum(trials[1:]) <= 9 and machine.rate > 0.995
 
 
-def test_what_the_account_cannot_pay_is_not_cut_to_what_does_not_pay() -> None:
-    """One draft of a row does not pay here, so none is verified for want of more; nor are rows looked at until then."""
+def test_unaffordable_drafts_are_not_cut_to_a_number_that_does_not_pay() -> None:
+    """One draft per row does not pay here, so none is verified while the account cannot pay for more, and rows are not
+    looked at until then."""
     machine = LookUpMachine(8, 1.0, lambda tokens, rows: 1.5 + 0.5 * (tokens - rows) / rows, host=1.0)
     depths = machine.run(1000)
     first = next(step for step, depth in enumerate(depths) if depth > 2)
-    assert machine.looked < sum(map(bool, depths)) + 120, "the time of looking is in no account"
+    assert machine.looked < sum(map(bool, depths)) + 120, "looking at rows is not charged"
     assert first < 400 and sum(map(bool, depths)) > 500
     assert all(depth > 1 for depth in depths[first:] if depth)
     assert machine.worst > 0.98 and machine.rate > 1.15

@@ -1,4 +1,4 @@
-"""Drafts of rows with grammars: masks go along a draft, and what was refused leaves no trace."""
+"""Drafts of rows with grammars: masks follow a draft, and refused drafts leave no trace."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ def compiled(index: int) -> CompiledGrammar:
 
 
 def run(draft: Any, temperature: float) -> tuple[list[Outcome], Any]:
-    """Two rows with grammars beside one that is free."""
+    """Run two rows with grammars and one without."""
     model = model_of("llama")
     with in_every_step():
         options = {} if draft is None else {"draft_model": draft, "num_draft_tokens": DRAFTS}
@@ -54,7 +54,7 @@ def run(draft: Any, temperature: float) -> tuple[list[Outcome], Any]:
 
 
 @pytest.mark.parametrize(("scale", "temperature"), [(0.05, 0.3), *slow((0.0, 0.0), (0.0, 0.3), (0.05, 0.0))])
-def test_answers_with_grammars_are_those_without_drafts(scale: float, temperature: float) -> None:
+def test_answers_with_grammars_are_the_same_without_drafts(scale: float, temperature: float) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     expected, _ = run(None, temperature)
     found, gen = run(noisy("llama", scale), temperature)
@@ -73,7 +73,7 @@ def test_answers_with_grammars_are_those_without_drafts(scale: float, temperatur
 
 
 class Row:
-    """A row behind a prompt of one token that has got nothing yet."""
+    """A row after a prompt of one token, before its first new token."""
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self.grammar = grammar.start()
@@ -83,31 +83,31 @@ class Row:
 
 
 def masks(row: Row, drafts: list[int]) -> tuple[np.ndarray, dict[int, Exception]]:
-    """Which tokens are allowed at each place."""
+    """Return which tokens are allowed at each position, and the errors by position."""
     logits = mx.zeros((1 + len(drafts), 320))
     found, broken = constrain(logits, [row] * (1 + len(drafts)), [1, *drafts])
     return np.array(found) == 0, broken
 
 
-def test_masks_go_along_a_draft_and_the_row_stays_where_it_is() -> None:
+def test_masks_follow_a_draft_without_advancing_the_row() -> None:
     row, text = Row(compiled(1)), [ord(c) for c in '["left"']
     allowed, broken = masks(row, text)
     assert not broken and row.grammar.tokens == []
     for place, token in enumerate(text):
-        assert allowed[place, token], "a right draft is allowed where it stands"
+        assert allowed[place, token], "a right draft is allowed at its position"
     assert allowed[-1, ord(",")] and not allowed[-1, ord("x")]
     again, _ = masks(row, text)
     assert (again == allowed).all()
 
 
-def test_behind_a_draft_that_is_not_allowed_nothing_is_masked() -> None:
+def test_positions_after_a_forbidden_draft_are_not_masked() -> None:
     row = Row(compiled(1))
     allowed, broken = masks(row, [ord("["), ord("x"), ord("y")])
     assert not broken and allowed[0].sum() < 10 and not allowed[1, ord("x")]
-    assert allowed[2:].all(), "what comes here is never used"
+    assert allowed[2:].all(), "these positions are never used"
 
 
-def test_an_error_behind_a_draft_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_error_after_a_draft_is_reported_with_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row(compiled(1))
     kind = type(row.grammar)
     original = kind.mask

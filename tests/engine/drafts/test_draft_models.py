@@ -1,4 +1,4 @@
-"""Draft models in batches: every family's tokens are those without, whatever the draft says."""
+"""Draft models in batches: every family gives the same tokens as without drafts, whatever the draft model says."""
 
 import functools
 from typing import Any
@@ -45,7 +45,7 @@ SCALES = {"llama-sliding": 0.1, "deepseek_v3": 0.02, "gpt_oss": 0.02, "gemma": 2
 
 @functools.cache
 def solos(name: str) -> list[tuple[list[int], list[int], np.ndarray]]:
-    """Prompts, and what stock mlx-lm says behind them."""
+    """Return prompts and the answers of stock mlx-lm."""
     assert not mlx_paged.patches.is_applied()
     prompts = prompts_of(name, LENGTHS)
     return [(p, *greedy(model_of(name), mx.array(p, mx.uint32), TOKENS)) for p in prompts]
@@ -67,7 +67,7 @@ def run_alike(name: str, config: PagedConfig, scale: float = 0.03, **options: An
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(FAMILIES, "gemma3", "gpt_oss", "deepseek_v3"))
-def test_tokens_of_every_family_are_those_without(name: str) -> None:
+def test_every_family_gives_the_same_tokens_with_drafts(name: str) -> None:
     stats = run_alike(name, PagedConfig(block_size=8), SCALES.get(name, 0.03))
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
@@ -79,15 +79,13 @@ def test_a_draft_that_is_always_right_fills_every_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", quick(["llama", "llama-sliding", "qwen3", "gemma3"], "llama-sliding"))
-def test_pools_in_place(name: str, kernels: Any) -> None:
+def test_in_place_pools_give_the_same_tokens_with_drafts(name: str, kernels: Any) -> None:
     stats = run_alike(f"wide {name}", PagedConfig(block_size=8, kernel="on"), 0.3 if name == "qwen3" else 0.1)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-def test_rows_with_varying_numbers_of_drafts_come_back_to_few_shapes(
-    kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A verification is traced by its number of tokens, which is rounded up, not by the drafts of each row."""
+def test_varying_numbers_of_drafts_use_few_compiled_shapes(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification is traced per rounded-up number of tokens, not per combination of drafts of the rows."""
     rng = np.random.default_rng(0)
     packs: list[tuple[tuple[int, ...], bool]] = []  # tokens of each row, and whether the step was compiled
     shapes: set[compiled_step.StepShapes] = set()
@@ -125,7 +123,7 @@ def test_rows_with_varying_numbers_of_drafts_come_back_to_few_shapes(
 
 
 @pytest.mark.parametrize("num_tokens", quick(range(1, 9), 1, DRAFTS, DRAFTS + 1))
-def test_an_answer_ends_at_its_most_tokens(num_tokens: int) -> None:
+def test_answer_ends_at_max_tokens(num_tokens: int) -> None:
     expected = solos("llama")
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -154,8 +152,8 @@ def test_a_stop_among_accepted_tokens_ends_the_answer_there(place: int) -> None:
 
 
 @pytest.mark.parametrize("kv_bits", [*slow(8), (8, 4)])
-def test_quantised_pages(kv_bits: Any) -> None:
-    """Compared with the same batch without drafts: what pages hold depends on nothing but the token."""
+def test_quantised_pages_give_the_same_tokens_with_drafts(kv_bits: Any) -> None:
+    """Compare with the same batch without drafts: the contents of pages depend on the token only."""
     prompts = prompts_of("llama", LENGTHS)
     model, draft = model_of("llama"), noisy("llama", 0.02)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=kv_bits, kv_group_size=32))
@@ -194,7 +192,7 @@ def test_rows_join_leave_and_refuse_drafts() -> None:
     check_nothing_left(gen, model, draft)
 
 
-def test_preempted_rows_go_on_with_drafts() -> None:
+def test_preempted_rows_continue_with_drafts() -> None:
     expected = solos("llama")
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -238,7 +236,7 @@ def test_a_draft_pool_without_room_leaves_rows_without_drafts() -> None:
     check_nothing_left(gen, model, draft)
 
 
-def test_prefixes_of_the_draft_model_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_reuses_its_cached_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = model_of("llama"), noisy("llama", 0.01)
     ((first, tokens, _), *_) = [solo for solo in solos("llama") if len(solo[0]) == 37]
     second = [*first, *tokens[:10], 5, 6]
@@ -293,7 +291,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     ("sampler", "penalised"),
     quick(crossed(list(SAMPLERS), [False, True]), ("min_p", True), ("xtc", False)),
 )
-def test_seeds_give_the_tokens_that_they_give_without(sampler: str, penalised: bool) -> None:
+def test_seeded_samples_are_the_same_with_drafts(sampler: str, penalised: bool) -> None:
     options = SAMPLERS[sampler]
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4} if penalised else {}
     model, draft = model_of("llama"), noisy("llama", 0.03)
@@ -316,7 +314,7 @@ def test_seeds_give_the_tokens_that_they_give_without(sampler: str, penalised: b
     check_nothing_left(gen, model, draft)
 
 
-def test_greedy_rows_with_penalties_are_those_without() -> None:
+def test_greedy_rows_with_penalties_are_the_same_with_drafts() -> None:
     model, draft = model_of("llama"), noisy("llama", 0.02)
     prompts = prompts_of("llama", LENGTHS)
     processors = [
@@ -335,7 +333,7 @@ def test_greedy_rows_with_penalties_are_those_without() -> None:
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-def test_rows_with_functions_of_the_callers_take_no_drafts() -> None:
+def test_rows_with_custom_samplers_or_processors_take_no_drafts() -> None:
     expected = solos("llama")
     model, draft = model_of("llama"), noisy("llama", 0.0)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -351,18 +349,18 @@ def test_rows_with_functions_of_the_callers_take_no_drafts() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 65, True, 2.5])
-def test_numbers_of_drafts_that_cannot_be_are_refused(number: Any) -> None:
+def test_invalid_num_draft_tokens_is_refused(number: Any) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     with pytest.raises(ConfigError, match="num_draft_tokens must be from 0 to 64"):
         generator(model_of("llama"), draft_model=noisy("llama", 0.0), num_draft_tokens=number)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_models_with_states_are_refused_on_either_side() -> None:
+def test_unsupported_pairs_of_model_and_draft_model_are_refused() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     states, llama = build_recurrent("mamba"), build("llama")
     budget = mlx_paged.pool_of(llama).memory_budget
-    with pytest.raises(ConfigError, match="cannot verify drafts: a layer pins tokens"):
+    with pytest.raises(ConfigError, match="cannot verify drafts: no layer is paged"):
         generator(states, draft_model=llama)
     with pytest.raises(ConfigError, match="cannot be a draft model"):
         generator(llama, draft_model=states)
@@ -371,7 +369,7 @@ def test_models_with_states_are_refused_on_either_side() -> None:
     assert mlx_paged.pool_of(llama).memory_budget == budget
 
 
-def test_a_draft_model_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_draft_model_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = solos("llama")
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -384,13 +382,13 @@ def test_a_draft_model_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -
         return original(self, *arguments)
 
     monkeypatch.setattr(DraftModel, "_first", first)
-    with pytest.warns(mlx_paged.NotPagedWarning, match="fails: ValueError: no more"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="failed; .*: ValueError: no more"):
         outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3)
     assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens, _ in expected]
     check_nothing_left(gen, model, draft)
 
 
-def test_prefixes_of_drafts_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_cache_draft_prefixes_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = solos("llama")
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -399,16 +397,16 @@ def test_prefixes_of_drafts_that_fail_are_left_out(monkeypatch: pytest.MonkeyPat
         raise ValueError("no room")
 
     monkeypatch.setattr(SharedPrefixes, "donate", donate)
-    with pytest.warns(mlx_paged.NotPagedWarning, match="fails: ValueError: no room"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="failed; .*: ValueError: no room"):
         outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3)
     assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens, _ in expected]
     check_nothing_left(gen, model, draft)
 
 
-def test_a_larger_vocabulary_of_the_draft_is_cut() -> None:
+def test_larger_vocabulary_of_the_draft_model_is_cut() -> None:
     expected = solos("llama")
     model, draft = model_of("llama"), build("llama", vocab_size=vocab_of("llama") + 64)
-    draft.lm_head.weight[vocab_of("llama") :] *= 50.0  # which it would always say
+    draft.lm_head.weight[vocab_of("llama") :] *= 50.0  # which it would always choose
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     outcomes, _ = drafted(model, draft, [p for p, _, _ in expected], [12] * 3)
     assert [outcome.tokens for outcome in outcomes] == [tokens[:12] for _, tokens, _ in expected]

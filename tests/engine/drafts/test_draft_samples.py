@@ -1,4 +1,4 @@
-"""The distribution of sampled answers with a draft model is that without: two samples, compared by chi-square."""
+"""Sampled answers have the same distribution with and without a draft model: two samples, compared by chi-square."""
 
 from collections import Counter
 from typing import Any
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def sizes() -> tuple[Any, Any]:
-    """A model of 6 tokens, and a draft that often thinks otherwise."""
+    """Return a model with a vocabulary of 6 tokens, and a draft model that often disagrees."""
     shape = {"vocab_size": 6, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 32}
     model, draft = build("llama", **shape), build("llama", **shape)
     model.lm_head.weight = model.lm_head.weight * 1.5
@@ -38,7 +38,7 @@ def sizes() -> tuple[Any, Any]:
 
 
 def drawn(gen: Any, number: int, options: dict[str, Any], penalties: dict[str, Any]) -> Counter[tuple[int, ...]]:
-    """How often each answer came."""
+    """Return how often each answer was sampled."""
     found: Counter[tuple[int, ...]] = Counter()
     sampler, processors = make_sampler(**options), make_logits_processors(None, **penalties)
     for begin in range(0, number, 2000):
@@ -61,7 +61,7 @@ def drawn(gen: Any, number: int, options: dict[str, Any], penalties: dict[str, A
         *slow(*((case, number) for case in CASES for number in (2000, 200_000))),
     ],
 )
-def test_samples_are_distributed_as_without(case: str, number: int) -> None:
+def test_samples_have_the_same_distribution_with_drafts(case: str, number: int) -> None:
     model, draft = sizes()
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     mx.random.seed(11)

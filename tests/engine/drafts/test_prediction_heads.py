@@ -1,4 +1,4 @@
-"""Heads for multi-token prediction in batches: tokens are those without, whatever the head says."""
+"""Heads for multi-token prediction in batches: tokens are the same as without, whatever the head says."""
 
 import functools
 from typing import Any
@@ -34,7 +34,7 @@ def model_of(name: str, scale: float, *, is_wide: bool = False) -> Any:
 
 @functools.cache
 def solos(name: str, scale: float, *, is_wide: bool = False) -> list[tuple[list[int], list[int]]]:
-    """Prompts, and what stock mlx-lm says behind them."""
+    """Return prompts and the answers of stock mlx-lm."""
     assert not mlx_paged.patches.is_applied()
     model = model_of(name, scale, is_wide=is_wide)
     return [(p, greedy(model, mx.array(p, mx.uint32), TOKENS)[0]) for p in prompts_of(f"{name}-of-mlx-lm", LENGTHS)]
@@ -54,20 +54,20 @@ def run_alike(name: str, model_scale: float, scale: float | None, prompts: slice
 
 
 @pytest.mark.parametrize("name", quick(FAMILIES, "qwen3_next"))
-def test_a_right_head_gives_the_tokens_without_in_fewer_steps(name: str) -> None:
+def test_accurate_head_gives_the_same_tokens_in_fewer_steps(name: str) -> None:
     stats = run_alike(name, 0.01, 0.01)
     assert stats.accepted_tokens > 0.5 * stats.drafted_tokens > 0
     assert stats.draft_steps < TOKENS - 4
 
 
 @pytest.mark.parametrize("name", quick(FAMILIES, "mimo"))
-def test_a_random_head_gives_the_tokens_without(name: str) -> None:
+def test_random_head_gives_the_same_tokens(name: str) -> None:
     stats = run_alike(name, 1.0, None)
     assert stats.drafted_tokens > 100 and stats.accepted_tokens < 0.15 * stats.drafted_tokens
 
 
 @pytest.mark.parametrize("index", quick(range(3), 1))
-def test_a_request_alone_has_the_tokens_without(index: int) -> None:
+def test_single_request_has_the_same_tokens_with_a_head(index: int) -> None:
     stats = run_alike("mimo", 0.2, 0.3, slice(index, index + 1))
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
@@ -76,7 +76,7 @@ def test_a_request_alone_has_the_tokens_without(index: int) -> None:
     ("name", "num_tokens"),
     quick(crossed(QUICK, range(1, 9)), ("qwen3_next", 2), ("mimo", DRAFTS), ("mimo", DRAFTS + 1)),
 )
-def test_an_answer_ends_at_its_most_tokens(name: str, num_tokens: int) -> None:
+def test_answer_ends_at_max_tokens(name: str, num_tokens: int) -> None:
     expected = solos(name, 0.05)
     model = model_of(name, 0.05)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -90,7 +90,7 @@ def test_an_answer_ends_at_its_most_tokens(name: str, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("name", quick(QUICK, "qwen3_next"))
-def test_preempted_rows_go_on_with_drafts(name: str) -> None:
+def test_preempted_rows_continue_with_drafts(name: str) -> None:
     expected = solos(name, 0.05)
     model = model_of(name, 0.05)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -110,7 +110,7 @@ def test_preempted_rows_go_on_with_drafts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_prefix_that_is_found_again_has_drafts_behind_it(name: str) -> None:
+def test_request_with_a_cached_prefix_gets_drafts(name: str) -> None:
     model = model_of(name, 0.05)
     ((first, tokens), *_) = [solo for solo in solos(name, 0.05) if len(solo[0]) == 37]
     second = [*first, *tokens[:10], 5, 6]
@@ -134,8 +134,8 @@ def test_a_prefix_that_is_found_again_has_drafts_behind_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_same_beginning", [True, False])
-def test_the_heads_own_prefixes_are_found_again(is_same_beginning: bool) -> None:
-    """What the head computes depends on all tokens, the first of which it is not given, too."""
+def test_head_reuses_its_cached_prefix(is_same_beginning: bool) -> None:
+    """The head's results depend on all tokens, including the first one, which the head is not given."""
     model = model_of("mimo", 0.05)
     ((first, tokens), *_) = [solo for solo in solos("mimo", 0.05) if len(solo[0]) == 37]
     second = [*first, *tokens[:10], 5, 6]
@@ -154,15 +154,15 @@ def test_the_heads_own_prefixes_are_found_again(is_same_beginning: bool) -> None
     hit = mlx_paged.pool_of(head).stats().prefix_hit_tokens
     assert hit > 30 if is_same_beginning else hit == 0
     known = gen._engine.drafts.proposer.prefixes.held([*second, *expected][1:], (None, second[0]))
-    assert known > len(second), "no token was skipped: the next one finds this one's, too"
+    assert known > len(second), "no token was skipped, so the next request finds this one's prefix"
     assert not gen._engine.drafts.proposer.rows
     for each in (model, head):
         mlx_paged.pool_of(each).check_integrity()
 
 
-@pytest.mark.slow  # in compiled steps, always: the next test
+@pytest.mark.slow  # the next test always covers compiled steps
 @pytest.mark.parametrize("name", QUICK)
-def test_pools_in_place(name: str, kernels: Any) -> None:
+def test_in_place_pools_give_the_same_tokens_with_a_head(name: str, kernels: Any) -> None:
     expected = solos(name, 0.05, is_wide=True)
     model = model_of(name, 0.05, is_wide=True)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
@@ -172,7 +172,7 @@ def test_pools_in_place(name: str, kernels: Any) -> None:
 
 
 def test_decode_steps_in_place_run_compiled(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their one output is cut into logits and hidden states."""
+    """Their single output is split into logits and hidden states."""
     compiled: list[bool] = []
     original = CompiledStep._compiled
 
@@ -192,7 +192,7 @@ def test_decode_steps_in_place_run_compiled(kernels: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_states_are_kept_for_drafts_that_pay_alone(pays: bool) -> None:
+def test_all_hidden_states_are_kept_only_if_drafts_pay(pays: bool) -> None:
     model = model_of("mimo", 0.05)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = generator(model, draft_model=head_of("mimo", model, 0.05), num_draft_tokens=DRAFTS)
@@ -208,7 +208,7 @@ def test_states_are_kept_for_drafts_that_pay_alone(pays: bool) -> None:
     gen.close()
 
 
-def test_the_head_of_another_model_is_refused() -> None:
+def test_head_of_another_model_is_refused() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     model, other = model_of("mimo", 1.0), model_of("mimo", 0.05)
     with pytest.raises(ConfigError, match="belongs to another model"):
@@ -219,11 +219,11 @@ def test_the_head_of_another_model_is_refused() -> None:
 
 
 class Sequence:
-    """Stands for block tables."""
+    """A placeholder for block tables."""
 
 
 def states_of(*calls: tuple[int, int]) -> tuple[HiddenStates, Any]:
-    """What is kept after calls from a position on, of so many tokens: each state is its position, and the call's."""
+    """Note calls of (first position, number of tokens). A state is its position and the number of its call."""
     states, sequence = HiddenStates(), Sequence()
     for number, (begin, count) in enumerate(calls):
         hidden = mx.stack([mx.arange(begin, begin + count), mx.full(count, number)], axis=1)
@@ -242,7 +242,7 @@ def test_positions_computed_again_replace_what_was_kept() -> None:
     assert states.known(sequence, 9) is None
 
 
-def test_what_lies_behind_a_gap_begins_anew() -> None:
+def test_states_after_a_gap_replace_earlier_ones() -> None:
     states, sequence = states_of((0, 5), (7, 2))
     assert states.known(sequence, 9) == 7
     states.drop(sequence, 9)
@@ -254,7 +254,7 @@ def test_positions_before_those_kept_are_zeros() -> None:
     assert values(states, sequence, 3, 7) == [[0, 0], [0, 0], [5, 0], [6, 0]]
 
 
-def test_few_positions_are_kept() -> None:
+def test_number_of_kept_positions_is_limited() -> None:
     states, sequence = states_of((0, 3 * MOST_KEPT))
     assert states.known(sequence, 3 * MOST_KEPT) == 2 * MOST_KEPT
     assert values(states, sequence, 2 * MOST_KEPT, 2 * MOST_KEPT + 1) == [[2 * MOST_KEPT, 0]]

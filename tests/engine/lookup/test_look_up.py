@@ -1,4 +1,4 @@
-"""LookUp over a model whose tokens can be told on paper: rows get the tokens they get without, whatever is proposed."""
+"""LookUp over a model whose tokens are known in advance: rows get the same tokens, whatever is proposed."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,13 +26,13 @@ MOST = 5
 
 @pytest.fixture
 def oracle() -> Iterator[type[Oracle]]:
-    """Rows propose what they are going to say, right in part."""
+    """Make rows propose their own next tokens, partly right."""
     with oracles(VOCAB) as fresh:
         yield fresh
 
 
 class Engine(ToyEngine):
-    """Whose requests look up what the oracle says."""
+    """An engine whose requests propose what the oracle says."""
 
     def ask(self, prompt: Sequence[int], num_tokens: int, *, lookup: int = MOST, **options: Any) -> int:
         look_up.Predictor.answers[tuple(prompt)] = answer(prompt, num_tokens + MOST + 2)  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ class Engine(ToyEngine):
 
 
 def check_left(pool: BlockPool, toy: ToyEngine) -> None:
-    """Nothing is left but what the last responses hold."""
+    """Assert that only the last responses hold blocks."""
     pool.check_integrity()
     assert not toy.engine.drafts.proposer.rows
     for responses in toy.responses.values():
@@ -87,21 +87,21 @@ def _last(toy: ToyEngine) -> list[Any]:
     return [responses[-1] for responses in toy.responses.values()]
 
 
-def test_counts_are_what_was_proposed_and_what_was_right(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_and_accepted_tokens_are_counted(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "right", staticmethod(lambda place: MOST))
     pool = make_pool()
     toy = Engine(pool)
     uid = toy.ask(PROMPTS[1], 25)
     toy.run()
     stats = pool.stats()
-    # 5 drafts behind the prompt, then 6 tokens a step, of which one is the model's own, and 2 in the last step.
+    # 5 drafts after the prompt, then 6 tokens a step, of which one is the model's own, and 2 in the last step.
     assert stats.drafted_tokens == stats.accepted_tokens == 5 + 3 * 5 + 1
     assert toy.engine.counters.generation_tokens == len(toy.tokens(uid)) == 25
     assert "21 of 21 draft(s) accepted" in str(stats)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 6, 7, 11])
-def test_an_answer_ends_at_its_most_tokens(num_tokens: int, oracle: type[Oracle], monkeypatch: Any) -> None:
+def test_answer_ends_at_max_tokens(num_tokens: int, oracle: type[Oracle], monkeypatch: Any) -> None:
     monkeypatch.setattr(oracle, "right", staticmethod(lambda place: MOST))
     pool = make_pool()
     toy = Engine(pool)
@@ -132,7 +132,7 @@ def test_a_stop_token_among_accepted_ones_ends_the_answer_there(
     (cache,) = last.request.caches
     assert cache.offset == cache.table.length == len(last.all_tokens) == last.request.length
     assert toy.tokens(other) == answer(PROMPTS[4], 20)
-    # What is found again is what was said, and no more.
+    # The cached prefix ends where the answer ends.
     held = SharedPrefixes(tree).held([*PROMPTS[3], *expected], None)
     assert held == len(PROMPTS[3]) + place + 1
     uid = toy.ask([*PROMPTS[3], *expected[: place + 1], 5, 6], 6)
@@ -158,7 +158,7 @@ def test_rows_join_and_leave_while_others_propose(oracle: type[Oracle]) -> None:
     check_left(pool, toy)
 
 
-def test_requests_make_room_and_go_on(oracle: type[Oracle]) -> None:
+def test_preempted_requests_continue_with_look_up(oracle: type[Oracle]) -> None:
     pool = make_pool(22)
     toy = Engine(pool)
     for prompt in PROMPTS[:6]:
@@ -200,7 +200,7 @@ def test_without_free_blocks_nothing_is_proposed(
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 6])
-def test_cancelled_rows_leave_the_others_alone(steps: int, oracle: type[Oracle]) -> None:
+def test_cancelled_rows_do_not_affect_the_others(steps: int, oracle: type[Oracle]) -> None:
     pool = make_pool()
     toy = Engine(pool)
     for prompt in PROMPTS[:4]:
@@ -216,7 +216,7 @@ def test_cancelled_rows_leave_the_others_alone(steps: int, oracle: type[Oracle])
     check_left(pool, toy)
 
 
-def test_a_call_that_fails_is_undone_and_whose_fault_it_is_is_found(oracle: type[Oracle]) -> None:
+def test_failed_call_is_undone_and_fails_only_the_row_at_fault(oracle: type[Oracle]) -> None:
     pool = make_pool()
     toy = Engine(pool)
     for prompt in PROMPTS[:3]:
@@ -237,9 +237,7 @@ def test_a_call_that_fails_is_undone_and_whose_fault_it_is_is_found(oracle: type
     check_left(pool, toy)
 
 
-def test_a_draft_that_cannot_be_computed_is_nobodys_fault(
-    oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_that_cannot_be_computed_fails_no_request(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answer(PROMPTS[1], 20)
     monkeypatch.setattr(oracle, "right", staticmethod(lambda place: 1))
     pool = make_pool()
@@ -258,7 +256,7 @@ def test_a_draft_that_cannot_be_computed_is_nobodys_fault(
     check_left(pool, toy)
 
 
-def test_a_model_that_does_not_pack_stops_looking_up(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_look_up_stops_for_a_model_that_cannot_pack(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise NotPackableError("it does something else")
 
@@ -266,13 +264,13 @@ def test_a_model_that_does_not_pack_stops_looking_up(oracle: type[Oracle], monke
     pool = make_pool()
     toy = Engine(pool)
     toy.ask(PROMPTS[0], 20)
-    with pytest.warns(mlx_paged.NotPagedWarning, match="not proposed .* it does something else"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="drafts are switched off .* it does something else"):
         toy.run()
     assert toy.tokens(0) == answer(PROMPTS[0], 20) and toy.engine.batch.proposer is None
     check_left(pool, toy)
 
 
-def test_rows_whose_tokens_depend_on_more_do_not_propose(oracle: type[Oracle]) -> None:
+def test_rows_with_custom_samplers_or_processors_do_not_propose(oracle: type[Oracle]) -> None:
     pool = make_pool()
     toy = Engine(pool)
     toy.ask(PROMPTS[0], 12, processors=[lambda tokens, logits: logits])
@@ -291,7 +289,7 @@ def test_rows_whose_tokens_depend_on_more_do_not_propose(oracle: type[Oracle]) -
     toy.run()
     assert [toy.tokens(uid) for uid in range(5)] == [answer(prompt, 12) for prompt in PROMPTS[:5]]
     assert pool.stats().accepted_tokens > 0 and toy.tokens(second)
-    # The one with a processor is in the same calls: each of its tokens was seen once.
+    # The row with a processor is in the same calls; its processor sees each token once.
     assert [len(tokens) for tokens in seen[:12]] == list(range(len(PROMPTS[3]), len(PROMPTS[3]) + 12))
     assert seen[11] == [*PROMPTS[3], *toy.tokens(first)[:11]]
 
@@ -312,7 +310,7 @@ def test_a_sampler_that_raises_fails_its_row_alone(oracle: type[Oracle]) -> None
     check_left(pool, toy)
 
 
-def test_rows_are_not_looked_at_where_drafts_cannot_pay(oracle: type[Oracle], monkeypatch: Any) -> None:
+def test_rows_are_not_looked_at_while_drafts_cannot_pay(oracle: type[Oracle], monkeypatch: Any) -> None:
     monkeypatch.setattr(EveryStep, "may_choose", lambda self, num_rows: False)
     monkeypatch.setattr(oracle, "follow", lambda self, row: pytest.fail("looked at"))
     pool = make_pool()
@@ -322,14 +320,16 @@ def test_rows_are_not_looked_at_where_drafts_cannot_pay(oracle: type[Oracle], mo
     assert pool.stats().drafted_tokens == 0 and toy.tokens(0) == answer(PROMPTS[0], 12)
 
 
-def test_what_drafts_cost_is_known_to_the_next_batch_over_the_pool() -> None:
+def test_batches_over_one_pool_share_their_depth() -> None:
     pool = make_pool()
     first, second = (ToyEngine(pool).engine.drafts.proposer for _ in range(2))
     assert first.depth is second.depth is not ToyEngine(make_pool()).engine.drafts.proposer.depth
 
 
-def test_times_of_several_batches_are_told_apart(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines take steps in turns: what passes between those of one is no step's time."""
+def test_interleaved_batches_do_not_time_each_others_steps(
+    oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines take steps in turns; the time between the steps of one is not the time of a step."""
     begun: list[bool] = []
     depth = EveryStep()
     original = depth.begin
@@ -351,7 +351,9 @@ def test_times_of_several_batches_are_told_apart(oracle: type[Oracle], monkeypat
 
 
 @pytest.mark.parametrize("limit", ["MOST_TOKENS", "MOST_READS"])
-def test_a_step_takes_no_more_than_is_good(limit: str, oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_keeps_to_its_limits_of_tokens_and_reads(
+    limit: str, oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(look_up, limit, {"MOST_TOKENS": 8, "MOST_READS": 100}[limit])
     toy = Engine(make_pool())
     for prompt in PROMPTS[:3]:
@@ -361,7 +363,7 @@ def test_a_step_takes_no_more_than_is_good(limit: str, oracle: type[Oracle], mon
     assert 3 < max(toy.model.call_sizes) <= 8 if limit == "MOST_TOKENS" else toy.pool.stats().drafted_tokens > 0
 
 
-def test_without_the_option_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_looked_up_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("looked up")
 

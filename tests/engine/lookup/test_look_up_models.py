@@ -1,4 +1,4 @@
-"""Look-up over real models and every form of storage: the tokens of stock mlx-lm, and its probabilities."""
+"""Look-up over real models and every form of storage gives the tokens and probabilities of stock mlx-lm."""
 
 import functools
 from collections import Counter
@@ -46,7 +46,7 @@ def model_of(kind: str) -> Any:
 
 @functools.cache
 def solos(kind: str) -> list[tuple[list[int], list[int], np.ndarray]]:
-    """Prompts, and what stock mlx-lm says behind them."""
+    """Return prompts and the answers of stock mlx-lm."""
     assert not mlx_paged.patches.is_applied()
     prompts = [prompt_of(length, seed=length).tolist() for length in LENGTHS]
     return [(p, *greedy(model_of(kind), mx.array(p, mx.uint32), TOKENS + MOST)) for p in prompts]
@@ -80,14 +80,14 @@ def run_alike(kind: str, config: PagedConfig, oracle: type[Oracle]) -> Any:
 
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", quick(KINDS, "qwen3"))
-def test_functional_pools(kind: str, oracle: type[Oracle]) -> None:
+def test_functional_pools_give_the_tokens_of_mlx_lm(kind: str, oracle: type[Oracle]) -> None:
     solos(kind)
     run_alike(kind, PagedConfig(block_size=8), oracle)
 
 
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", quick(KINDS, "llama", "qwen3"))
-def test_pools_in_place(
+def test_in_place_pools_give_the_tokens_of_mlx_lm(
     kind: str, kernels: FakeKernels | None, oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solos(kind)
@@ -109,8 +109,10 @@ def test_pools_in_place(
 
 
 @pytest.mark.parametrize("options", [{}, *slow({"kernel": "on"})], ids=["functional", "in place"])
-def test_quantised_pages(options: dict[str, Any], oracle: type[Oracle], request: pytest.FixtureRequest) -> None:
-    """Compared with the same batch without look-up: what pages hold depends on nothing but the token."""
+def test_quantised_pages_give_the_same_tokens_with_look_up(
+    options: dict[str, Any], oracle: type[Oracle], request: pytest.FixtureRequest
+) -> None:
+    """Compare with the same batch without look-up: the contents of pages depend on the token only."""
     if options:
         request.getfixturevalue("fake")
     config = PagedConfig(block_size=8, kv_bits=8, kv_group_size=32, **options)
@@ -142,7 +144,7 @@ def fake() -> Iterator[FakeKernels]:
 
 
 @pytest.mark.parametrize("name", ["gemma2", *slow("phi3", "gpt_oss")])
-def test_models_behind_the_seam(name: str) -> None:
+def test_models_without_an_adapter_give_the_tokens_of_mlx_lm(name: str) -> None:
     model = model_configs.build(name)
     vocab = model_configs.VOCAB
     prompts = [(prompt_of(length, seed=length) % vocab).tolist() for length in LENGTHS]
@@ -160,7 +162,7 @@ def test_models_behind_the_seam(name: str) -> None:
 
 @functools.cache
 def hybrid_solos(name: str) -> tuple[Any, list[list[int]], list[tuple[list[int], np.ndarray]]]:
-    """A model with states, prompts, and what stock mlx-lm says behind them."""
+    """Return a model with states, prompts and the answers of stock mlx-lm."""
     assert not mlx_paged.patches.is_applied()
     model, vocab = model_configs.build(name), model_configs.VOCAB
     prompts = [(prompt_of(length, seed=length) % vocab).tolist() for length in LENGTHS]
@@ -170,8 +172,8 @@ def hybrid_solos(name: str) -> tuple[Any, list[list[int]], list[tuple[list[int],
 @pytest.mark.parametrize(
     ("name", "stops"), quick(crossed(PAGED_HYBRIDS, [False, True]), ("qwen3_next", True), ("baichuan_m1", False))
 )
-def test_states_follow_the_drafts_that_are_kept(name: str, stops: bool) -> None:
-    """An answer that a stop token ends leaves the state behind that token, though drafts after it were right."""
+def test_states_end_at_the_last_token_of_the_answer(name: str, stops: bool) -> None:
+    """An answer that ends at a stop token leaves the state after that token, even if later drafts were right."""
     model, prompts, expected = hybrid_solos(name)
     ends = [tokens.index(tokens[11]) + 1 if stops else TOKENS for tokens, _ in expected]
     continued = [p + tokens[:end] + [3, 1] for p, (tokens, _), end in zip(prompts, expected, ends, strict=True)]
@@ -190,7 +192,7 @@ def test_states_follow_the_drafts_that_are_kept(name: str, stops: bool) -> None:
         assert np.abs(np.stack(outcome.logprobs) - logprobs[:end]).max() < 1e-4
     stats = mlx_paged.pool_of(model).stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
-    # What the answers have left goes on as if nothing had been drafted.
+    # The caches of the answers continue as if nothing had been drafted.
     gen = generator(model)
     given = {"caches": [caches[uid] for uid in outcomes], "all_tokens": [each.all_tokens for each in outcomes.values()]}
     uids = gen.insert([[3, 1]] * len(prompts), [6] * len(prompts), **given)
@@ -200,7 +202,7 @@ def test_states_follow_the_drafts_that_are_kept(name: str, stops: bool) -> None:
         assert outcome.tokens == tokens and np.abs(np.stack(outcome.logprobs) - logprobs).max() < 1e-4
 
 
-def test_models_without_any_paged_layer_look_nothing_up() -> None:
+def test_look_up_has_no_effect_on_models_without_paged_layers() -> None:
     model = build_recurrent("mamba")
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [3, 3, 3, 3]]
     expected = [greedy(model, mx.array(prompt, mx.uint32), 10)[0] for prompt in prompts]
@@ -212,7 +214,7 @@ def test_models_without_any_paged_layer_look_nothing_up() -> None:
     assert [outcome.tokens for outcome in outcomes.values()] == expected
 
 
-def test_the_configured_number_is_that_of_requests_that_say_nothing() -> None:
+def test_requests_default_to_the_configured_prompt_lookup() -> None:
     model = model_of("llama")
     mlx_paged.apply_patches(PagedConfig(block_size=8, prompt_lookup=3))
     gen = generator(model)
@@ -224,8 +226,8 @@ def test_the_configured_number_is_that_of_requests_that_say_nothing() -> None:
     run_all(gen, {uid: Outcome(), other: Outcome()})
 
 
-def test_penalties_go_along_tokens_that_are_looked_up(oracle: type[Oracle]) -> None:
-    """Penalties as numbers, as the server says them: each draft is followed by those of the tokens before it."""
+def test_penalties_apply_to_looked_up_tokens(oracle: type[Oracle]) -> None:
+    """Penalties are given as numbers, as by the server; each position counts the drafts before it."""
     model, prompt = model_of("llama"), prompt_of(12, seed=3).tolist()
     processors = make_logits_processors(None, repetition_penalty=1.5)
     expected, _ = greedy(model, mx.array(prompt, mx.uint32), TOKENS + MOST, logits_processors=processors)
@@ -245,7 +247,7 @@ DRAWN, POSITIONS = 800, 3
 
 
 class Guess(Oracle):
-    """Always the same words, each of which is likely."""
+    """Always propose the same likely tokens."""
 
     words: tuple[int, ...] = ()
 
@@ -257,13 +259,15 @@ class Guess(Oracle):
 @pytest.mark.parametrize(
     "options", slow({"temp": 1.0}, {"temp": 0.7, "top_p": 0.9, "top_k": 5}), ids=["plain", "filters"]
 )  # fmt: skip
-def test_samples_are_distributed_as_without(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first tokens of many answers to one prompt, against what the sampler gives of the model's probabilities."""
+def test_samples_have_the_same_distribution_with_look_up(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the first tokens of many answers to one prompt with samples of the model's own probabilities."""
     model = build("llama", vocab_size=6, num_hidden_layers=1, hidden_size=32, intermediate_size=32, head_dim=32)
     model.lm_head.weight = model.lm_head.weight * 1.5
     prompt, sampler = [1, 2, 3], make_sampler(**options)
     mx.random.seed(11)
-    # By the model's own code, without caches: every continuation of so many tokens, and how likely it is.
+    # Every continuation of POSITIONS tokens and its probability, by the model's own code without caches.
     chances = {(): 1.0}
     for _ in range(POSITIONS):
         longer = {}

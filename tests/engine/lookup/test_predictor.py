@@ -1,5 +1,4 @@
-"""Predictor and NgramIndex: what is expected next, from where the latest tokens have stood before, and that nothing is
-proposed where it does not come true."""
+"""Predictor and NgramIndex propose what followed the latest tokens before, and nothing while predictions fail."""
 
 import itertools
 
@@ -19,19 +18,19 @@ def feed(predictor: Predictor, tokens: list[int]) -> None:
         predictor.add(token)
 
 
-def test_what_followed_is_proposed_no_further_than_is_wanted() -> None:
+def test_tokens_that_followed_before_are_proposed_up_to_the_limit() -> None:
     text = list(range(30))
     predictor = Predictor([*text, 5, 6, 7], 4)
     found = predictor.drafts(0, ANY)
     assert found is not None and found.tokens == [8, 9, 10, 11]
     assert 1 > found.chances[0] > found.chances[1] > found.chances[3] > 0
     assert predictor.drafts(0, 2).tokens == [8, 9]
-    assert predictor.drafts(1, ANY).tokens == [9, 10, 11, 12], "behind a token that is being computed"
+    assert predictor.drafts(1, ANY).tokens == [9, 10, 11, 12], "after a token that is being computed"
     assert predictor.drafts(1, ANY).chances[:2] == found.chances[1:3]
     assert predictor.drafts(0, 0) is None and Predictor(text, 4).drafts(0, ANY) is None
 
 
-def test_the_longer_a_row_repeats_the_more_is_expected() -> None:
+def test_longer_repetitions_raise_the_chances() -> None:
     text = np.random.default_rng(0).permutation(400).tolist()
     predictor = Predictor([*text, *text[:3]], 16)
     before = predictor.drafts(0, ANY)
@@ -42,12 +41,12 @@ def test_the_longer_a_row_repeats_the_more_is_expected() -> None:
     assert predictor.num_tokens == 460
 
 
-def test_what_is_unlikely_is_not_proposed() -> None:
+def test_unlikely_tokens_are_not_proposed() -> None:
     found = Predictor([*range(90), 5, 6], 64).drafts(0, ANY)
     assert len(found.tokens) < 60 and min(found.chances) >= LEAST_CHANCE
 
 
-def test_a_row_that_circles_goes_on_circling() -> None:
+def test_repeating_cycle_is_continued() -> None:
     predictor = Predictor([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], 7)
     assert predictor.drafts(0, ANY).tokens == [1, 2, 1, 2, 1, 2, 1]
     assert Predictor([4, 7, 7, 7, 7, 7, 7, 7, 7], 3).drafts(1, ANY).tokens == [7, 7, 7]
@@ -57,7 +56,7 @@ def test_a_row_stops_proposing_while_its_predictions_fail() -> None:
     rng = np.random.default_rng(1)
     predictor = Predictor([], 8)
     gains = []
-    for another in range(1000, 1300):  # pairs come again, and what follows them is another word each time
+    for another in range(1000, 1300):  # the pair repeats, followed by another token each time
         feed(predictor, [1, 2])
         found = predictor.drafts(0, ANY)
         gains.append(0.0 if found is None else found.chances[0])
@@ -69,7 +68,7 @@ def test_a_row_stops_proposing_while_its_predictions_fail() -> None:
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
-def test_drafts_are_what_comes_when_the_text_is_repeated(skipped: int) -> None:
+def test_drafts_are_right_when_the_text_is_repeated(skipped: int) -> None:
     text = np.random.default_rng(2).integers(0, 50, 120).tolist()
     predictor = Predictor(text, 5)
     hits = total = 0
@@ -86,7 +85,7 @@ FEW = st.lists(st.integers(0, 3), max_size=40)
 
 
 def by_hand(tokens: list[int]) -> tuple[int, int] | None:
-    """What :meth:`NgramIndex.find` says: the last place before the end where 3, or else 2, of the last tokens stand."""
+    """Return what :meth:`NgramIndex.find` should: the last earlier occurrence of the last 3, or else 2, tokens."""
     for size in SIZES:
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[len(tokens) - size :]:
@@ -98,7 +97,7 @@ def by_hand(tokens: list[int]) -> tuple[int, int] | None:
 
 
 @given(prompt=FEW, rest=FEW)
-def test_the_last_place_of_the_longest_run_is_found(prompt: list[int], rest: list[int]) -> None:
+def test_last_occurrence_of_the_longest_ngram_is_found(prompt: list[int], rest: list[int]) -> None:
     index = NgramIndex(prompt)
     assert index.find() == by_hand(prompt)
     for count, token in enumerate(rest, 1):
@@ -109,7 +108,7 @@ def test_the_last_place_of_the_longest_run_is_found(prompt: list[int], rest: lis
 
 @settings(deadline=None)
 @given(prompt=FEW, rest=st.lists(FEW, max_size=5))
-def test_tokens_that_come_together_are_indexed_as_one_by_one(prompt: list[int], rest: list[list[int]]) -> None:
+def test_extend_equals_adding_tokens_one_by_one(prompt: list[int], rest: list[list[int]]) -> None:
     index, tokens = NgramIndex(prompt), list(prompt)
     for more in rest:
         index.extend(more)
@@ -122,7 +121,7 @@ def test_a_single_token_is_no_match() -> None:
     assert NgramIndex([5, 1, 2, 9, 1, 2]).find() == (3, 2)
 
 
-def test_of_a_very_long_prompt_the_end_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_end_of_a_very_long_prompt_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look_up, "MOST_AT_ONCE", 6)
     assert NgramIndex([1, 2, 3, 4, 5, 6, 7, 8, 1, 2]).find() is None
     assert NgramIndex([7, 7, 7, 7, 1, 2, 9, 9, 1, 2]).find() == (6, 2)

@@ -1,4 +1,4 @@
-"""Which words are left, and how they are drawn, against the formulas in NumPy."""
+"""Which tokens are kept, and how tokens are drawn, against the formulas in NumPy."""
 
 import math
 
@@ -68,7 +68,7 @@ params_of = st.builds(
     st.integers(0, 20),
     st.sampled_from([0.5, 4.0]),
 )
-def test_every_row_keeps_the_words_of_its_own_parameters(
+def test_every_row_keeps_the_tokens_of_its_own_parameters(
     rows: list[SamplingParams], dtype: mx.Dtype, seed: int, spread: float
 ) -> None:
     logits = logits_of(len(rows), seed, dtype, spread=spread)
@@ -82,9 +82,9 @@ def test_every_row_keeps_the_words_of_its_own_parameters(
         exact = sampling_model.likely_words(x, row, xtc=True)
         if (found == exact).all():
             continue
-        # Where probabilities add up to the limit but for rounding, or a probability is at a threshold, either is right.
+        # If probabilities reach the limit within rounding, or one is at a threshold, either result is right.
         near = [sampling_model.likely_words(x, row, xtc=True, slack=slack) for slack in (-1e-5, 1e-5)]
-        assert (near[0] != near[1]).any(), "nothing was near"
+        assert (near[0] != near[1]).any(), "no probability was near a limit"
         assert any((found == one).all() for one in near)
     np.testing.assert_array_equal(np.array(logits.astype(mx.float32)), before)
 
@@ -93,8 +93,8 @@ def test_every_row_keeps_the_words_of_its_own_parameters(
     ("dtype", "top_p"), quick(crossed([mx.float32, mx.bfloat16], [0.1, 0.5, 0.9, 0.99]), (mx.bfloat16, 0.5),
     (mx.float32, 0.99))
 )  # fmt: skip
-def test_top_p_keeps_what_mlx_lms_keeps(dtype: mx.Dtype, top_p: float) -> None:
-    """Ties at the border included: they stay together."""
+def test_top_p_keeps_the_tokens_that_mlx_lm_keeps(dtype: mx.Dtype, top_p: float) -> None:
+    """Ties at the limit are kept together."""
     logits = mx.round(logits_of(64, 3, mx.float32) * 4) / 4
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     expected = sample_utils.apply_top_p(logprobs, top_p) > -math.inf
@@ -102,7 +102,7 @@ def test_top_p_keeps_what_mlx_lms_keeps(dtype: mx.Dtype, top_p: float) -> None:
     assert mx.array_equal(kept, expected)
 
 
-def test_what_is_masked_is_never_drawn() -> None:
+def test_masked_tokens_are_never_drawn() -> None:
     logits = mx.full((4, VOCAB), -math.inf)
     for row, words in enumerate(([0], [VOCAB - 1], [5, 200], [127, 128])):
         logits[row, words] = mx.array([float(index) for index in range(len(words))])
@@ -130,7 +130,8 @@ CHI_SQUARE = [
 
 @pytest.mark.parametrize("params", quick(CHI_SQUARE, CHI_SQUARE[0], CHI_SQUARE[3]), ids=str)
 def test_tokens_are_drawn_with_their_probabilities(params: SamplingParams) -> None:
-    """Chi-square of 40,000 tokens at fixed seeds: the sum is near the number of words, within six deviations."""
+    """Chi-square of 40,000 tokens at fixed seeds: the sum is near the degrees of freedom, within six standard
+    deviations."""
     num_rows, steps = 400, 100
     logits = logits_of(1, 11, spread=1.5)
     sampler = BatchSampler()

@@ -1,4 +1,4 @@
-"""Rows of a batch whose tokens the kernel draws, on the emulator: the same alone and in any batch."""
+"""Rows whose tokens the kernel draws, on the emulator: tokens are the same alone and in any batch."""
 
 from collections.abc import Iterator
 from unittest import mock
@@ -40,7 +40,7 @@ def logits_of(rows: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
 
 
 def answers(rows: list[SamplingParams], logits: list[mx.array], position: int = 0) -> np.ndarray:
-    """Tokens of each step, of each row."""
+    """Return the tokens, ``[steps, rows]``."""
     sampler = BatchSampler()
     sampler.add([SampledRow(row, (4, 5, 6), position) for row in rows])
     found, inputs = [], mx.full((len(rows),), 9, mx.uint32)
@@ -50,7 +50,7 @@ def answers(rows: list[SamplingParams], logits: list[mx.array], position: int = 
     return np.array(found)
 
 
-def test_a_seeds_tokens_are_the_same_alone_and_in_any_batch() -> None:
+def test_seeded_tokens_are_the_same_alone_and_in_any_batch() -> None:
     steps = [logits_of(len(SEEDED), seed) for seed in range(6)]
     together = answers(SEEDED, steps)
     for index, row in enumerate(SEEDED):
@@ -63,7 +63,7 @@ def test_a_seeds_tokens_are_the_same_alone_and_in_any_batch() -> None:
     assert len({tuple(column) for column in together.T}) == len(SEEDED)
 
 
-def test_several_positions_of_a_row_have_the_tokens_of_its_steps() -> None:
+def test_positions_drawn_together_equal_those_of_single_steps() -> None:
     row, step = SamplingParams(3.0, seed=8), logits_of(1, 3)
     one_by_one = answers([row], [step] * 4)[:, 0].tolist()
     sampler = BatchSampler()
@@ -85,7 +85,7 @@ def test_greedy_rows_take_the_first_largest_without_a_launch() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("others", [SamplingParams(), SamplingParams(1.0)], ids=["greedy", "drawn"])
-def test_greedy_rows_of_16_bits_take_what_log_probabilities_make_equal(dtype: mx.Dtype, others: SamplingParams) -> None:
+def test_greedy_16_bit_rows_break_ties_like_log_probabilities(dtype: mx.Dtype, others: SamplingParams) -> None:
     logits = mx.zeros((2, VOCAB), dtype)
     logits[0, 40], logits[0, 90] = 1.0, 1.0 + (2**-7 if dtype == mx.bfloat16 else 2**-10)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -117,8 +117,8 @@ CHI_SQUARE = [
 
 
 @pytest.mark.parametrize("params", quick(CHI_SQUARE, CHI_SQUARE[0]), ids=str)
-def test_tokens_have_their_probabilities(params: SamplingParams) -> None:
-    """Chi-square, near the number of words; within five deviations."""
+def test_tokens_are_drawn_with_their_probabilities(params: SamplingParams) -> None:
+    """Chi-square is near the degrees of freedom, within five standard deviations."""
     mx.random.seed(3)
     count, steps, logits = 300, 4, logits_of(1, 11, mx.float32)
     batch = mx.contiguous(mx.broadcast_to(logits, (count, VOCAB)))
@@ -138,8 +138,9 @@ def test_tokens_have_their_probabilities(params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("seed", [None, 4])
-def test_numbers_of_a_draft_that_was_taken_are_not_used_again(seed: int | None) -> None:
-    """A step draws three tokens of a row, and two of them are taken: the next one is of the third position."""
+def test_random_numbers_of_accepted_drafts_are_not_reused(seed: int | None) -> None:
+    """A step draws two tokens of the first row, and both are accepted; the next step draws from the third position
+    on."""
     sampler, same = BatchSampler(), mx.zeros((3, VOCAB))
     sampler.add([SampledRow(SamplingParams(1.0, seed=seed), (), 0)] * 2)
     found = []
@@ -148,7 +149,7 @@ def test_numbers_of_a_draft_that_was_taken_are_not_used_again(seed: int | None) 
         found.append(sampler.sample(same, [0, 0, 1], [0, 1, 0]).tolist())
         sampler.skip([1, 0])
     taken = [token for step in found for token in step[:2]]
-    assert len(set(taken)) > 15, "of 150 words, 24 times"
+    assert len(set(taken)) > 15, "24 draws of 150 tokens"
     if seed is not None:
         steps = answers([SamplingParams(1.0, seed=seed)], [same[:1]] * 24)
         assert taken == steps[:, 0].tolist()

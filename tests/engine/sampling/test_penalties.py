@@ -29,7 +29,7 @@ histories = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 
 
 class Rows:
-    """Rows of a sampler beside what they have seen."""
+    """Rows of a sampler, with the tokens that they have seen."""
 
     def __init__(self) -> None:
         self.sampler = BatchSampler()
@@ -63,13 +63,14 @@ class Rows:
     st.integers(0, 1000),
     st.sampled_from([mx.float32, mx.bfloat16]),
 )
-def test_counts_are_those_of_the_histories_whoever_comes_and_goes(
+def test_penalties_match_the_histories_as_rows_join_and_leave(
     first: list[tuple[SamplingParams, list[int]]],
     events: list[tuple[SamplingParams, list[int]] | int | None],
     seed: int,
     dtype: mx.Dtype,
 ) -> None:
-    """A tuple joins; a number leaves, and is back at the next event with all it has seen, as after a preemption."""
+    """A tuple is a row that joins. A number is a row that leaves and returns with its history at the next event, as
+    after a preemption."""
     rng = np.random.default_rng(seed)
     rows, away = Rows(), []
     rows.add(first)
@@ -85,7 +86,7 @@ def test_counts_are_those_of_the_histories_whoever_comes_and_goes(
             rows.step(rng, dtype)
 
 
-def test_long_histories_get_more_room_and_windows_need_none() -> None:
+def test_long_histories_grow_the_capacity_and_windows_do_not() -> None:
     rng = np.random.default_rng(0)
     rows = Rows()
     history = [int(token) for token in rng.integers(0, VOCAB, 500)]
@@ -101,8 +102,8 @@ def test_long_histories_get_more_room_and_windows_need_none() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 6, 20])
-def test_the_result_is_that_of_mlx_lms_processors_in_float32(size: int) -> None:
-    """A context of 0 tokens is all of them, in mlx-lm as here."""
+def test_penalties_equal_mlx_lms_processors_in_float32(size: int) -> None:
+    """A context size of 0 means all tokens, as in mlx-lm."""
     rng = np.random.default_rng(1)
     options = dict(
         zip(("repetition_context_size", "presence_context_size", "frequency_context_size"), [size] * 3, strict=True)
@@ -142,12 +143,12 @@ def test_an_empty_history_penalises_nothing() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_used_is_refused(field: dict[str, object]) -> None:
+def test_invalid_sampling_parameters_are_refused(field: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(reversed(field))):
         SamplingParams(**field)  # type: ignore[arg-type]
 
 
-def test_words_that_there_are_not_are_refused() -> None:
+def test_parameters_beyond_the_vocabulary_are_refused() -> None:
     for params in (
         SamplingParams(1.0, top_k=8),
         SamplingParams(logit_bias={8: 1.0}),

@@ -85,14 +85,14 @@ def vocabulary_prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", quick(HYBRIDS, "qwen3_next"))
-def test_prefixes_that_part_anywhere_are_found_up_to_the_interval(kind: str) -> None:
+def test_diverging_prompts_reuse_all_but_an_interval(kind: str) -> None:
     chats = Chats(model_configs.build(kind), prefill_step_size=48)
     first = vocabulary_prompt(150, seed=1)
     assert chats.ask(first) == [0]
     for number, fork in enumerate((149, 101, 70, 31)):
         (cached,) = chats.ask([*first[:fork], *vocabulary_prompt(9, seed=10 + number)])
         assert fork - INTERVAL < cached <= fork
-    # Edited in the middle, and a chat that goes on from its answer beside it.
+    # A prompt edited in the middle, beside a chat that continues from its answer.
     edited = [*first[:64], 1, *first[65:]]
     chats.ask(first)
     cached_edited, cached_answer = chats.ask(edited, [*first, *chats.answers[0], 5, 6, 7])
@@ -100,7 +100,7 @@ def test_prefixes_that_part_anywhere_are_found_up_to_the_interval(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", quick(RECURRENT, "falcon_h1"))
-def test_a_turn_computes_its_new_tokens_and_an_interval_at_most(kind: str) -> None:
+def test_turn_computes_at_most_its_new_tokens_and_an_interval(kind: str) -> None:
     chats = Chats(model_of(kind))
     tokens = prompt_of(100, seed=1).tolist()
     chats.ask(tokens)
@@ -131,7 +131,7 @@ def test_twelve_turns_over_8k_tokens_compute_what_is_new_and_an_interval(monkeyp
             for response in step[1]:
                 answer.append(response.token)
                 cached = response.num_cached
-        assert known - cached <= LEAST_INTERVAL  # which so small states have by default
+        assert known - cached <= LEAST_INTERVAL  # the default for states this small
         if turn < 11:
             tokens += [*answer, *vocabulary_prompt(500, seed=2 + turn)]
     assert len(tokens) > 8000 and chats.pool.stats().checkpoint_bytes > 0
@@ -139,7 +139,7 @@ def test_twelve_turns_over_8k_tokens_compute_what_is_new_and_an_interval(monkeyp
 
 
 @pytest.mark.parametrize(("shared", "is_compared"), ((0, False), (LEAST_SHARED - 1, False), (LEAST_SHARED, True)))
-def test_only_prompts_that_begin_alike_are_compared(
+def test_only_prompts_with_a_common_start_are_compared(
     shared: int, is_compared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chats, compared = Chats(model_of("mamba")), []
@@ -151,7 +151,7 @@ def test_only_prompts_that_begin_alike_are_compared(
 
 
 @pytest.mark.parametrize("kind", quick(RECURRENT, "mamba"))
-def test_where_prompts_part_a_checkpoint_is_kept_for_the_next(kind: str) -> None:
+def test_checkpoint_is_kept_where_prompts_diverge(kind: str) -> None:
     chats = Chats(model_of(kind), interval=0)
     system = prompt_of(77, seed=1).tolist()
     found = [chats.ask([*system, 7 + n, *prompt_of(10, seed=n).tolist()])[0] for n in range(4)]
@@ -159,7 +159,7 @@ def test_where_prompts_part_a_checkpoint_is_kept_for_the_next(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", quick(RECURRENT, "falcon_h1", "mamba"))
-def test_a_state_serves_only_prompts_that_begin_with_all_that_made_it(kind: str) -> None:
+def test_state_serves_only_prompts_that_begin_with_its_tokens(kind: str) -> None:
     chats = Chats(model_of(kind))
     shared, tail = prompt_of(64, seed=1).tolist(), prompt_of(40, seed=2).tolist()
     chats.ask([*shared, 3, *tail])
@@ -168,7 +168,7 @@ def test_a_state_serves_only_prompts_that_begin_with_all_that_made_it(kind: str)
 
 
 @pytest.mark.parametrize("kind", quick(RECURRENT, "falcon_h1"))
-def test_checkpoints_stay_within_their_share_and_the_useful_ones_stay(kind: str) -> None:
+def test_checkpoints_keep_to_their_share_and_useful_ones_stay(kind: str) -> None:
     probe = Chats(model_of(kind))
     probe.ask(prompt_of(70, seed=1).tolist())
     each = probe.tree.checkpoints.nbytes // len(probe.tree.checkpoints)
@@ -188,7 +188,7 @@ def test_checkpoints_stay_within_their_share_and_the_useful_ones_stay(kind: str)
 
 
 @pytest.mark.parametrize("kind", quick(RECURRENT, "falcon_h1"))
-def test_requests_that_make_room_for_others_go_on_from_their_checkpoints(kind: str) -> None:
+def test_preempted_requests_continue_from_their_checkpoints(kind: str) -> None:
     chats = Chats(model_of(kind))
     prompts = [prompt_of(60 + 20 * n, seed=n).tolist() for n in range(5)]
     expected = [greedy_stock(chats, prompt, 6) for prompt in prompts]
@@ -218,7 +218,7 @@ def test_the_interval_follows_the_size_of_the_states() -> None:
     assert interval_of(1 << 40) == MOST_INTERVAL
 
 
-def test_the_first_prompt_of_all_has_checkpoints_by_default() -> None:
+def test_very_first_prompt_has_checkpoints_by_default() -> None:
     chats = Chats(model_of("qwen3_next"), interval=None)
     prompt = prompt_of(3 * LEAST_INTERVAL + 10, seed=1).tolist()
     assert chats.ask(prompt) == [0]
@@ -226,7 +226,7 @@ def test_the_first_prompt_of_all_has_checkpoints_by_default() -> None:
     assert chats.ask([*prompt[:edit], (prompt[edit] + 1) % 20, *prompt[edit + 1 :]]) == [2 * LEAST_INTERVAL]
 
 
-# The tree by itself: without blocks, so that prefixes are their tokens and states alone ------------------------------
+# The tree alone, without blocks: prefixes are tokens and states only ------------------------------
 
 
 def tree_of(budget: int = 4000) -> tuple[BlockPool, RadixTree]:
@@ -256,7 +256,7 @@ def test_a_match_ends_at_the_deepest_checkpoint_of_the_shared_prefix() -> None:
     pool.check_integrity()
 
 
-def test_the_checkpoint_of_least_value_goes_first() -> None:
+def test_checkpoint_of_least_value_is_evicted_first() -> None:
     pool, tree = tree_of(budget=1600)  # four of 100 bytes
     for tokens in ("a" * 50, "b" * 5, "c" * 20, "d" * 30):
         assert put(tree, tokens)
@@ -271,7 +271,7 @@ def test_the_checkpoint_of_least_value_goes_first() -> None:
     assert pool.memory.states.nbytes == tree.nbytes == len(tree.checkpoints) == 0
 
 
-def test_a_state_that_somebody_still_holds_counts_until_it_is_dropped() -> None:
+def test_state_in_use_counts_until_it_is_dropped() -> None:
     pool, tree = tree_of()
     put(tree, "abc")
     (node,) = tree.checkpoints.nodes
@@ -288,7 +288,7 @@ def test_a_state_that_somebody_still_holds_counts_until_it_is_dropped() -> None:
 
 @pytest.mark.parametrize("kind", quick(HYBRIDS, "qwen3_next"))
 def test_checkpoints_come_back_from_disk_after_a_kill(kind: str, tmp_path: Path) -> None:
-    """What is written in idle moments serves another process, which has nothing of the first one's memory."""
+    """Checkpoints written in idle moments serve another process."""
     model = model_configs.build(kind)
     first = vocabulary_prompt(130, seed=1)
     chats = Chats(model, folder=tmp_path)
@@ -326,8 +326,8 @@ print(chats.ask([*first[:100], *vocabulary_prompt(9, seed=2)], [*first, 5, 6]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ("qwen3_next", "falcon_h1", "mamba"))
-def test_a_process_that_is_killed_leaves_checkpoints_to_the_next(kind: str, tmp_path: Path) -> None:
-    """SIGKILL in the middle of an answer; the next process answers as stock does, from what is on disk."""
+def test_killed_process_leaves_its_checkpoints_to_the_next_one(kind: str, tmp_path: Path) -> None:
+    """The process gets SIGKILL during an answer; the next one answers as stock does, from the files on disk."""
     command = [sys.executable, "-W", "ignore", "-c", KILLED, kind, str(tmp_path)]
     with subprocess.Popen([*command, "first"], stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None and first.stdout.readline() == "busy\n"
@@ -337,7 +337,7 @@ def test_a_process_that_is_killed_leaves_checkpoints_to_the_next(kind: str, tmp_
     assert second.stdout == "[96, 129]\n"
 
 
-def test_a_damaged_file_of_states_costs_that_checkpoint_alone(tmp_path: Path) -> None:
+def test_damaged_file_of_states_loses_only_that_checkpoint(tmp_path: Path) -> None:
     model = model_of("qwen3_next")
     first = prompt_of(130, seed=1).tolist()
     chats = Chats(model, folder=tmp_path)
@@ -352,11 +352,11 @@ def test_a_damaged_file_of_states_costs_that_checkpoint_alone(tmp_path: Path) ->
     for block in states:
         if block.tokens[-1] == first[127]:  # the deepest before the prompt's end
             block.path.write_bytes(block.path.read_bytes()[:-8] + b"damaged!")
-    with pytest.warns(UserWarning, match="was deleted"):
+    with pytest.warns(UserWarning, match="deleted the unusable file"):
         assert again.ask([*first[:128], 1, 2]) == [96]
 
 
-def test_checkpoints_that_make_room_go_to_disk(tmp_path: Path) -> None:
+def test_evicted_checkpoints_are_written_to_disk(tmp_path: Path) -> None:
     model = model_of("qwen3_next")
     chats = Chats(model, folder=tmp_path)
     first = prompt_of(100, seed=1).tolist()

@@ -33,13 +33,13 @@ def blocks_of(num_tokens: int, block_size: int) -> int:
 
 @functools.cache
 def solo(kind: str, prompt: tuple[int, ...], new: int) -> list[int]:
-    """Stock mlx-lm's tokens."""
+    """Return stock mlx-lm's tokens."""
     assert not mlx_paged.patches.is_applied()
     return greedy(model_of(kind), mx.array(prompt), new)[0]
 
 
 def burst(prompts: list[list[int]], kind: str, *, new: int, block_size: int, **options: Any) -> tuple[Any, Any]:
-    """The generator after all requests have finished, checked against solo runs; and the pool."""
+    """Run all requests and compare them with solo runs. Returns the generator and the pool."""
     model = model_of(kind)
     expected = [solo(kind, tuple(prompt), new) for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=block_size))
@@ -76,19 +76,19 @@ def test_a_burst_computes_and_stores_its_system_prompt_once(length: int, request
     assert gen._engine.computed_prompt_tokens <= 1.05 * unique
     assert gen.num_cached[0] == 0
     assert all(length <= cached <= length + 2 for cached in gen.num_cached[1:])  # random tokens may agree, too
-    # The whole shared blocks once; and for each request a copy of their partial tail and what its own tokens fill.
+    # The whole shared blocks once; per request a copy of their partial tail and the blocks of its own tokens.
     own = blocks_of(length % 32 + 20 + new, 32)
     assert pool.stats().peak_live_blocks <= length // 32 + requests * own + 1
 
 
 @pytest.mark.parametrize("kind", quick(KINDS, "llama"))
-def test_bursts_of_every_kind_share_and_answer_as_alone(kind: str) -> None:
+def test_bursts_of_every_kind_share_and_answer_like_solo_runs(kind: str) -> None:
     """Sliding windows are crossed by the prompt. Chunks are smaller than the shared prefix."""
     system = prompt_of(101, seed=1).tolist()
     prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(5)] + [prompt_of(30, seed=2).tolist()]
     gen, _ = burst(prompts, kind, new=5, block_size=BLOCK, prefill_step_size=40)
     own = sum(5 + n for n in range(5)) + 30
-    # Behind a window, what was computed is found up to a whole block of what the first request left.
+    # With a window, a hit may end some blocks before the end of the shared prefix.
     slack = 0 if kind in ("llama", "qwen3") else 4 * BLOCK
     assert gen._engine.computed_prompt_tokens <= 101 + own + slack
     assert gen.num_cached[0] == gen.num_cached[5] == 0
@@ -96,7 +96,7 @@ def test_bursts_of_every_kind_share_and_answer_as_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", quick(KINDS, "llama", "qwen3"))
-def test_the_same_prompt_again_computes_at_most_a_block(kind: str) -> None:
+def test_repeated_prompt_computes_at_most_a_block(kind: str) -> None:
     prompt = prompt_of(100, seed=3).tolist()
     gen, _ = burst([prompt] * 4, kind, new=24, block_size=BLOCK)
     assert gen.num_cached[0] == 0
@@ -104,7 +104,7 @@ def test_the_same_prompt_again_computes_at_most_a_block(kind: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 64])
-def test_marked_prompts_outlive_newer_ones_under_pressure(keep: int) -> None:
+def test_kept_prompts_outlive_newer_ones_under_pressure(keep: int) -> None:
     model = model_of("llama")
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=kv_budget(model, 24, BLOCK)))
     tree = RadixTree(mlx_lm_generate.make_prompt_cache(model)[0].pool)
@@ -170,15 +170,15 @@ def test_blocks_of_a_dropped_response_count_as_free() -> None:
 
 
 @pytest.mark.parametrize("kind", quick(RECURRENT, "mamba"))
-def test_models_with_states_share_at_ends(kind: str) -> None:
-    """What the prompts have in common is cut off as a chunk, and the states at its end go to the others."""
+def test_models_with_states_share_the_states_at_the_common_end(kind: str) -> None:
+    """The common prefix is a chunk of its own, and the states at its end serve the other prompts."""
     system = prompt_of(101, seed=1).tolist()
     prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(5)] + [prompt_of(30, seed=2).tolist()]
     expected = [greedy(model_of(kind), mx.array(prompt), 5)[0] for prompt in prompts]
     gen = state_burst(kind, prompts, expected)
     assert gen._engine.computed_prompt_tokens <= 101 + sum(5 + n for n in range(5)) + 30
     assert gen.num_cached == [0, 101, 101, 101, 101, 0]
-    # A chat goes on from the end of its answer.
+    # A chat continues from the end of its answer.
     again = [*prompts[0], *expected[0], *prompt_of(9, seed=9).tolist()]
     mlx_paged.remove_patches()
     later = greedy(model_of(kind), mx.array(again), 5)[0]
@@ -212,7 +212,7 @@ def state_burst(kind: str, prompts: list[list[int]], expected: list[list[int]]) 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("gemma3")])
 def test_bursts_share_in_place_pools(kind: str) -> None:
-    """Blocks that kernels write in place (stand-ins here) are shared while their owner writes on."""
+    """Blocks that (fake) kernels write in place are shared while their owner keeps writing."""
     with fake_kernels():
         model = build(kind, head_dim=64)
         system = prompt_of(101, seed=1).tolist()
@@ -234,7 +234,7 @@ def test_bursts_share_in_place_pools(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", quick(KINDS, "llama", "qwen3"))
-def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_alike(kind: str) -> None:
+def test_sharing_request_equals_a_cold_one_with_the_same_cut(kind: str) -> None:
     model = model_of(kind)
     system, suffix = prompt_of(2 * WINDOW + 5, seed=6).tolist(), prompt_of(9, seed=7).tolist()
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
@@ -251,16 +251,16 @@ def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_alike(kind: str) -> No
 
     cold = run(None, [system, suffix])
     pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
-    tree = RadixTree(pool)  # held: what it counted goes with it
+    tree = RadixTree(pool)  # kept alive: its counters go with it
     warm = run(SharedPrefixes(tree), [system, [1, 2, 3]], [[*system, *suffix]])
     assert pool.stats().prefix_hit_tokens == len(system)
     np.testing.assert_array_equal(np.stack(cold), np.stack(warm))
-    anyhow = run(None, [[*system, *suffix]])  # cut nowhere
+    anyhow = run(None, [[*system, *suffix]])  # without a cut
     assert np.abs(np.stack(anyhow) - np.stack(warm)).max() < 1e-4
 
 
 class Tight:
-    """A generator with a prefix cache, in the least budget that holds a sequence of so many tokens."""
+    """A generator with a prefix cache, in the least budget that holds a sequence of ``num_tokens`` tokens."""
 
     def __init__(self, kind: str, num_tokens: int, block_size: int = BLOCK, step_size: int = 2 * BLOCK) -> None:
         model = model_of(kind)
@@ -273,7 +273,7 @@ class Tight:
         self.gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(self.tree), prefill_step_size=step_size)
 
     def run(self, prompts: list[list[int]], num_tokens: list[int]) -> tuple[list[list[int]], list[int]]:
-        """The requests' tokens, and how many of each prompt were cached when its last token came."""
+        """Return the requests' tokens, and how many tokens of each prompt its last response says were cached."""
         tokens: dict[int, list[int]] = {uid: [] for uid in self.gen.insert(prompts, num_tokens)}
         cached = dict.fromkeys(tokens, 0)
         while generated := self.gen.next_generated():  # a request that failed raises
@@ -285,13 +285,13 @@ class Tight:
         return list(tokens.values()), list(cached.values())
 
 
-# Always each size by a kind with windows and by one without: they are neighbours.
+# The quick cases: two kinds with windows, two without.
 @pytest.mark.parametrize(
     "kind, size", quick(crossed(KINDS, [(100, 128), (100, 32), (96, 8), (250, 32)]), ("llama", (100, 128)),
     ("llama-sliding", (100, 128)), ("qwen3", (100, 32)), ("gemma3", (96, 8)))
 )  # fmt: skip
 def test_the_longest_request_uses_all_of_a_known_prefix(kind: str, size: tuple[int, int]) -> None:
-    """The copy of a block shared in part is counted: there is room for it, and no token is computed again."""
+    """The budget counts the copy of a partly shared block, so no token is computed again."""
     length, block_size = size
     prompt, new = prompt_of(length, seed=3).tolist(), 4
     expected = greedy(model_of(kind), mx.array(prompt), new)[0]
@@ -305,14 +305,14 @@ def test_the_longest_request_uses_all_of_a_known_prefix(kind: str, size: tuple[i
         tight.gen.insert([prompt_of(length + new + block_size, seed=4).tolist()], [1])
 
 
-def test_a_request_at_the_budgets_end_restarts_behind_a_shared_block() -> None:
-    """It has made room for the older one, which takes the last block and leaves all that it has computed to the cache.
-    For the copy of the block in which both part there is room: what is behind it in the cache goes."""
+def test_preempted_request_at_the_budgets_limit_restarts() -> None:
+    """It is preempted for the older request, which takes the last block and leaves its blocks to the tree. The copy of
+    the block in which both diverge fits, because the tree evicts the blocks after it."""
     for common, own in [(19, 2), (17, 1), (20, 2), (16, 2)]:
         mlx_paged.remove_patches()
         system = prompt_of(common, seed=1).tolist()
         prompts = [system + prompt_of(own, seed=10 + n).tolist() for n in range(2)]
-        fill = 4 * BLOCK - common - own  # a block more than is held for certain
+        fill = 4 * BLOCK - common - own  # a block more than the budget surely holds
         expected = [greedy(model_of("llama"), mx.array(prompt), fill)[0] for prompt in prompts]
         tight = Tight("llama", 3 * BLOCK)
         tokens, _ = tight.run(prompts, [fill, fill])

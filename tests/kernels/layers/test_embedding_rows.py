@@ -1,4 +1,4 @@
-"""When embedding_rows' kernel is taken, what happens when it does not work, and its results on a GPU.
+"""embedding_rows: when its kernel is used, what happens if it does not work, and its results on a GPU.
 
 Its text is tested on the emulator in tests/msl/test_layers.py.
 """
@@ -22,7 +22,7 @@ def unchecked() -> Iterator[None]:
     works.cache_clear()
 
 
-def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_used_only_in_inference_with_supported_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "works", lambda dtype, token_dtype: True)
     monkeypatch.setattr(module, "_launch", lambda table, tokens: tokens)
     table, tokens = mx.ones((3, 8), mx.bfloat16), mx.zeros((2, 1), mx.uint32)
@@ -53,7 +53,10 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
         return lambda inputs, **_: [inputs[0][inputs[1]] * mx.array([1] * (inputs[0].shape[1] - 1) + [2], mx.float16)]
 
     monkeypatch.setattr(module, "build_kernel", wrong)
-    with Inference(), pytest.warns(UserWarning, match="embedding_rows .* is off, MLX copies: RMS .* is not below"):
+    with (
+        Inference(),
+        pytest.warns(UserWarning, match="embedding_rows .* is off, using MLX's operations: RMS .* is not below"),
+    ):
         assert embedding_rows(mx.ones((3, 8), mx.float16), mx.zeros((2,), mx.int32)) is None
 
 

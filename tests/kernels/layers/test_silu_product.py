@@ -1,4 +1,4 @@
-"""When silu_product's kernel is taken, what happens when it does not work, and its results on a GPU.
+"""silu_product: when its kernel is used, what happens if it does not work, and its results on a GPU.
 
 Its text is tested on the emulator in tests/msl/test_layers.py.
 """
@@ -23,7 +23,7 @@ def unchecked() -> Iterator[None]:
     works.cache_clear()
 
 
-def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_used_only_in_inference_with_supported_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "works", lambda dtype, dims: dtype != mx.float32)
     monkeypatch.setattr(module, "_launch", lambda gate, up: gate)
     x = mx.ones((3, 1, 7), mx.bfloat16)
@@ -70,16 +70,16 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 @pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_are_mlxs_on_a_gpu(dtype: mx.Dtype) -> None:
+def test_results_equal_mlxs_bit_for_bit_on_a_gpu(dtype: mx.Dtype) -> None:
     @mx.compile
     def swiglu(gate: mx.array, up: mx.array) -> mx.array:
         return nn.silu(gate) * up
 
-    # Each value there is, but for those that are not numbers, and odd sizes at odd addresses.
+    # Every finite 16-bit value, and odd sizes at odd addresses.
     each = mx.arange(1 << 16, dtype=mx.int32).astype(mx.uint16).view(dtype)
     each = mx.where(mx.isfinite(each), each, mx.zeros_like(each))
     up = mx.random.normal(each.shape).astype(dtype)
-    # Of -6.84375 MLX rounds the exponential, which lies between two bfloat16, to the other one.
+    # MLX rounds the exponential of -6.84375, which lies between two bfloat16, the other way.
     each = mx.where(each == -6.84375, mx.zeros_like(each), each)
     with Inference():
         for part in (slice(None), slice(1, 1000), slice(3, 8)):
@@ -90,7 +90,7 @@ def test_bits_are_mlxs_on_a_gpu(dtype: mx.Dtype) -> None:
 
 
 def different(got: mx.array | None, want: mx.array) -> int:
-    """How many values."""
+    """Return the number of values that differ."""
     assert got is not None
     wrong = got != want
     count: Any = wrong.sum().item()

@@ -48,8 +48,8 @@ def extra_peak(action: Callable[[], None]) -> int:
 
 
 def one_step_ahead(x: mx.array, attend: Callable[[mx.array, mx.array], mx.array]) -> None:
-    """Take steps of queries ``[B, 16, 1, 128]`` and a new token's keys. Step t + 1 is built, on what step t gives, and
-    started before the result of step t is looked at."""
+    """Run 12 decode steps with queries ``[B, 16, 1, 128]``. Step t + 1 is built on the result of step t and started
+    before that result is read."""
     pending = None
     for _ in range(12):
         slow = mx.ones((256, 256)) * x[0, 0, 0, 0].astype(mx.float32)
@@ -100,7 +100,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
     def pipelined() -> None:
         one_step_ahead(query(), lambda x, token: cache.attend(x, token, token * 0.5, AttentionParams(0.1)))
 
-    def fetch_and_keep() -> None:  # by whoever does not attend over them
+    def fetch_and_keep() -> None:  # as a caller that does not attend over them
         kept = []
         for _ in range(3):
             kept.append(cache.update_and_fetch(*kv(next(seeds), 1, **shape)))
@@ -131,8 +131,8 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
     pool.check_integrity()
 
 
-def test_views_of_a_layer_that_is_not_the_last_never_have_it_copied() -> None:
-    """Attention over what a cache hands out reads the blocks themselves, and the next step is built meanwhile."""
+def test_views_of_an_inner_layer_do_not_copy_the_pool() -> None:
+    """MLX's attention reads views of the blocks while the next step is built."""
     shape = {"heads": 8, "kd": 128, "vd": 128, "dtype": mx.float16}
     pool = pool_of(layers=2, block_size=32)
     table = pool.new_table()
@@ -157,10 +157,10 @@ def test_views_of_a_layer_that_is_not_the_last_never_have_it_copied() -> None:
 
 
 @pytest.mark.parametrize("how", [RowsInParts, RowsTogether, None])
-def test_rows_cut_from_the_pool_or_gathered_never_copy_it(
+def test_reading_batched_rows_does_not_copy_the_pool(
     how: type | None, big_pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step is built, and its write started, while the step before may still read."""
+    """The next step is built and its write started while the step before may still be reading."""
     monkeypatch.setattr(gather, "_is_exact", lambda *_: how is RowsTogether)
     lengths = (40, 40, 40) if how is None else (5, 9, 17)
     pool, num_rows = big_pool, len(lengths)

@@ -99,7 +99,7 @@ def test_batched_decode_writes_each_sequence_its_own_row(dtype: mx.Dtype) -> Non
     pool.check_integrity()
 
 
-def test_a_write_replaces_the_tokens_reserved_last_only() -> None:
+def test_write_replaces_only_the_last_reserved_tokens() -> None:
     pool = pool_of()
     table = pool.new_table()
     k, v = put(pool, table, 1, 10)
@@ -182,7 +182,7 @@ def test_trim_past_a_window_is_refused() -> None:
     more = put(pool, table, 2, 9)
     last = put(pool, table, 3, 3)  # 13 tokens; held from 10 - 4 on
     before = (pool.stats(), list(table.block_ids), table.length)
-    with pytest.raises(TrimError, match="cannot trim to 9 tokens: the window of 5"):
+    with pytest.raises(TrimError, match="cannot trim to 9 tokens: the next token sees positions from 5 on"):
         pool.trim(table, 4)
     assert (pool.stats(), list(table.block_ids), table.length) == before
     history = joined(tuple(x[:, :, :1] for x in first), more, last)
@@ -228,7 +228,7 @@ def test_each_layer_belongs_to_one_group(groups: list[LayerGroup]) -> None:
 
 @pytest.mark.parametrize("window", [0, -3])
 def test_a_window_holds_at_least_one_token(window: int) -> None:
-    with pytest.raises(ConfigError, match="at least one token"):
+    with pytest.raises(ConfigError, match=f"window must be at least 1, got {window}"):
         pool_of(window=window)
 
 
@@ -360,7 +360,7 @@ def test_stats_count_blocks_and_bytes() -> None:
 
 
 HEADS, DIM, LENGTH = 2, 64, 1000
-SLACK = 4096  # scalars, and what MLX rounds sizes up to
+SLACK = 4096  # bytes, for scalars and MLX's rounding of sizes
 
 
 @pytest.fixture
@@ -379,19 +379,19 @@ def write(pool: BlockPool, table: BlockTable, num_tokens: int) -> None:
     mx.eval([pool.fence(layer) for layer in (0, 1)])
 
 
-def test_a_watched_read_is_there_after_the_wait(pool: BlockPool) -> None:
+def test_watched_read_is_computed_after_wait_for_reads(pool: BlockPool) -> None:
     table = pool.new_table()
     write(pool, table, LENGTH)
     mx.synchronize()
     before = mx.get_active_memory()
     keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
-    assert mx.get_active_memory() - before < SLACK  # nothing is computed for being watched
+    assert mx.get_active_memory() - before < SLACK  # watching computes nothing
     pool.groups[0].wait_for_reads()
     assert mx.get_active_memory() - before >= keys.nbytes + values.nbytes
     assert keys.tolist() == mx.ones((1, HEADS, LENGTH, DIM)).tolist()
 
 
-def test_a_steps_reads_are_computed_ahead_of_the_rest(pool: BlockPool) -> None:
+def test_begin_reads_computes_watched_reads(pool: BlockPool) -> None:
     table = pool.new_table()
     write(pool, table, LENGTH)
     mx.synchronize()
@@ -403,7 +403,7 @@ def test_a_steps_reads_are_computed_ahead_of_the_rest(pool: BlockPool) -> None:
 
 
 @pytest.mark.parametrize("used", ["keys", "values"])
-def test_a_watched_read_is_not_kept(pool: BlockPool, used: str) -> None:
+def test_watched_read_does_not_keep_its_tensors(pool: BlockPool, used: str) -> None:
     table = pool.new_table()
     write(pool, table, LENGTH)
     mx.synchronize()
@@ -416,7 +416,7 @@ def test_a_watched_read_is_not_kept(pool: BlockPool, used: str) -> None:
     assert mx.get_active_memory() - before < SLACK
 
 
-def test_another_threads_reads_are_left_to_it_until_it_begins_them(pool: BlockPool) -> None:
+def test_reads_of_another_thread_are_not_awaited_until_it_begins_them(pool: BlockPool) -> None:
     table, group = pool.new_table(), pool.groups[0]
     write(pool, table, LENGTH)
     mx.eval(group.latest())
@@ -445,12 +445,12 @@ def test_only_the_last_layers_reads_are_watched(pool: BlockPool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_garbage_in_free_and_stale_slots_never_shows(dtype: mx.Dtype) -> None:
+def test_garbage_in_free_and_stale_slots_is_never_read(dtype: mx.Dtype) -> None:
     def poison(n: int, batch: int = 1) -> mx.array:
         return mx.full((batch, 2, n, 8), float("nan"), dtype)
 
     pool = pool_of()
-    for _ in range(2):  # fill every block with NaN, the tail of a sequence that goes on too
+    for _ in range(2):  # fill every block with NaN
         filler = pool.new_table()
         pool.append_tokens(filler, 80)
         pool.write_prefill(filler, 0, poison(80), poison(80))
@@ -496,7 +496,7 @@ def test_copy_on_write_of_a_block_with_stale_slots_reads_clean() -> None:
     assert mx.all(mx.isfinite(paged_attention(q, pool, 0, [fork], AttentionParams(0.3)))).item()
 
 
-def test_check_integrity_sees_tables_and_tensors_that_do_not_agree() -> None:
+def test_check_integrity_detects_tables_and_tensors_that_disagree() -> None:
     def damaged(damage: Callable[[BlockPool, BlockTable], object]) -> BlockPool:
         pool = pool_of(window=5)
         table = pool.new_table()
@@ -510,10 +510,10 @@ def test_check_integrity_sees_tables_and_tensors_that_do_not_agree() -> None:
     keep: list[BlockTable] = []
     cases: list[tuple[Callable[[BlockPool, BlockTable], object], str]] = [
         (lambda pool, table: table.block_ids.pop(), "reference counts differ"),
-        (lambda pool, table: setattr(table, "length", 13), "has 3 entries"),
+        (lambda pool, table: setattr(table, "length", 13), "must have 4 block ids, got 3"),
         (lambda pool, table: setattr(table, "logical_start", 0), "still visible"),
-        (lambda pool, table: pool.groups[0].storages[0].resize(40), "differ in number"),
-        (lambda pool, table: pool.groups[0].allocator.grow(40), "differ in number"),
+        (lambda pool, table: pool.groups[0].storages[0].resize(40), "have 40 blocks, the allocator"),
+        (lambda pool, table: pool.groups[0].allocator.grow(40), "the allocator 40"),
         (lambda pool, table: pool.allocate(0, 1), "reference counts differ"),
     ]
     for damage, message in cases:
@@ -536,7 +536,7 @@ def test_write_prefill_cow_forks_shared_partial_tail_block() -> None:
     assert second.block_ids == [full, tail]
     assert pool.stats().shared_blocks == 1
 
-    other = put(pool, second, 3, 3)  # sole owner by now: it does not
+    other = put(pool, second, 3, 3)  # sole owner by now: no copy
     assert pool.stats().cow_forks == 1
     assert second.block_ids[:2] == [full, tail]
 
@@ -592,7 +592,7 @@ def test_trimming_into_a_shared_block_and_writing_on_copies_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["release", "drop"])
-def test_a_block_shared_only_with_a_table_that_is_gone_is_not_copied(how: str) -> None:
+def test_block_once_shared_with_a_released_table_is_not_copied(how: str) -> None:
     pool = pool_of()
     table = pool.new_table()
     prefix = put(pool, table, 1, 6)
@@ -606,7 +606,7 @@ def test_a_block_shared_only_with_a_table_that_is_gone_is_not_copied(how: str) -
     assert_holds(pool, table, *joined(prefix, more))
 
 
-def test_a_dropped_fork_does_not_stand_in_the_way_of_a_write() -> None:
+def test_write_succeeds_after_a_fork_is_dropped() -> None:
     pool = pool_of()
     table = pool.new_table()
     pool.append_tokens(table, 6)
@@ -640,7 +640,7 @@ def test_copy_on_write_block_copies_a_shared_block_once() -> None:
     ("window", "block_size", "step"), quick([(*a, b) for a in [(5, 4), (8, 4), (64, 8)] for b in [1, 7]], (5, 4, 1),
     (8, 4, 7))
 )  # fmt: skip
-def test_a_sliding_window_holds_no_more_than_it_needs(window: int, block_size: int, step: int) -> None:
+def test_sliding_window_holds_a_bounded_number_of_blocks(window: int, block_size: int, step: int) -> None:
     pool = pool_of(window=window, block_size=block_size)
     table = pool.new_table()
     rng = np.random.default_rng(0)
@@ -664,11 +664,11 @@ def test_a_sliding_window_holds_no_more_than_it_needs(window: int, block_size: i
             np.testing.assert_array_equal(np.array(got_v), -history[:, :, written - visible : written])
     assert most <= bound
     assert pool.stats().live_blocks <= bound
-    assert pool.stats().total_blocks <= 2 * max(16, bound)  # blocks are used again, not added
+    assert pool.stats().total_blocks <= 2 * max(16, bound)  # blocks are reused, not added
     pool.check_integrity()
 
 
-def test_a_window_slide_leaves_the_blocks_of_a_fork_alone() -> None:
+def test_sliding_a_window_keeps_the_blocks_of_a_fork() -> None:
     pool = pool_of(window=6)
     table = pool.new_table()
     prefix = put(pool, table, 1, 6)
@@ -682,7 +682,7 @@ def test_a_window_slide_leaves_the_blocks_of_a_fork_alone() -> None:
 
 
 @pytest.mark.parametrize("start", [4, 5, 7, 8])
-def test_a_table_may_start_behind_a_window(start: int) -> None:
+def test_table_can_start_at_a_position_above_zero(start: int) -> None:
     pool = pool_of(window=6)
     table = pool.new_table(start=start)
     pool.check_integrity()
@@ -695,7 +695,7 @@ def test_a_table_may_start_behind_a_window(start: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 5, 8])
-def test_a_position_for_each_of_many_is_what_each_would_append(window: int | None) -> None:
+def test_append_token_to_many_tables_equals_appending_to_each(window: int | None) -> None:
     pool = pool_of(window=window, block_size=4)
     one_by_one, together = [], []
     for length in range(1, 19):
@@ -707,7 +707,7 @@ def test_a_position_for_each_of_many_is_what_each_would_append(window: int | Non
     for _ in range(9):
         for table in one_by_one:
             pool.append_tokens(table, 1)
-        # Only who needs a block when none is free is left; a window that moves on frees some meanwhile.
+        # Only tables that need a block when none is free are left out; a moving window frees some meanwhile.
         full = [index for index, table in enumerate(together) if table.length % 4 == 0]
         if (num_unused := pool.groups[0].allocator.num_free - 2) > 0:
             fillers.append(pool.new_table())
@@ -724,7 +724,7 @@ def test_a_position_for_each_of_many_is_what_each_would_append(window: int | Non
     assert 0 < num_others < 9 * len(together) / 4
 
 
-def test_a_shared_block_is_left_alone_when_many_take_a_position() -> None:
+def test_append_token_skips_a_table_whose_tail_block_is_shared() -> None:
     pool = pool_of(window=6, block_size=4)
     table = pool.new_table()
     prefix = put(pool, table, 1, 10)
@@ -734,7 +734,7 @@ def test_a_shared_block_is_left_alone_when_many_take_a_position() -> None:
     assert_holds(pool, fork, *prefix)
 
 
-def test_a_failure_while_many_begin_a_block_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_token_that_fails_leaves_all_tables_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(block_size=4)
     tables = [pool.new_table() for _ in range(3)]
     for table, length in zip(tables, (4, 3, 8), strict=True):

@@ -1,4 +1,4 @@
-"""Memory belongs to the pool: it goes from group to group, and back to the system."""
+"""Pool memory moves between groups and returns to the system."""
 
 import gc
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def in_place(request: Any) -> Iterator[bool]:
 
 
 def make_pool(layer_blocks: int = 1 << 20, in_place: bool = False, window: int | None = WINDOW) -> BlockPool:
-    """A pool with a budget of so many blocks of one layer."""
+    """Return a pool with a budget of ``layer_blocks`` blocks of one layer."""
     groups = [LayerGroup(LAYERS[0]), LayerGroup(LAYERS[1], window, "window")]
     pool = BlockPool(
         groups, block_size=SIZE, memory_budget=layer_blocks * BLOCK_BYTES, choose_storage=storage_choice(in_place)
@@ -55,7 +55,7 @@ def keys_of(layer: int, tokens: range, salt: int) -> mx.array:
 
 
 def extend(pool: BlockPool, tables: list[BlockTable], num_tokens: int, salt: int) -> None:
-    """Append and write so many tokens."""
+    """Append and write ``num_tokens`` tokens to each table."""
     for table in tables:
         pool.append_tokens(table, num_tokens)
         for layer in LAYERS[table.group]:
@@ -64,7 +64,7 @@ def extend(pool: BlockPool, tables: list[BlockTable], num_tokens: int, salt: int
 
 
 def check(pool: BlockPool, tables: list[BlockTable], salt: int) -> None:
-    """The tables hold what :func:`extend` wrote."""
+    """Assert that the tables hold what :func:`extend` wrote."""
     for table in tables:
         for layer in LAYERS[table.group]:
             k, v = pool.gather_visible(table, layer)
@@ -77,13 +77,13 @@ def new_tables(pool: BlockPool) -> list[BlockTable]:
     return [pool.new_table(group) for group in range(2)]
 
 
-def test_ids_move_to_the_lowest_free_ones_with_their_references() -> None:
+def test_blocks_move_to_the_lowest_free_ids_with_their_references() -> None:
     allocator = BlockAllocator()
     allocator.grow(10)
     ids = allocator.allocate(9)
     allocator.retain([8])
     allocator.release([2, 3, 5, 9])
-    with pytest.raises(BlockStateError, match="5 blocks are held"):
+    with pytest.raises(BlockStateError, match="cannot shrink to 4 blocks: 5 are held"):
         allocator.moves(5)
     moves = allocator.moves(6)
     assert moves == {6: 2, 7: 3, 8: 5}
@@ -93,7 +93,7 @@ def test_ids_move_to_the_lowest_free_ones_with_their_references() -> None:
     assert allocator.num_blocks == 6 and allocator.num_free == 0 and allocator.refcount(5) == 2
 
 
-def test_what_one_group_does_not_use_serves_another(in_place: bool) -> None:
+def test_memory_unused_by_one_group_serves_another(in_place: bool) -> None:
     """A burst of short sequences fills the window group; a long one then gets the memory for the global group."""
     pool = make_pool(300, in_place)
     burst = [new_tables(pool) for _ in range(18)]
@@ -116,7 +116,7 @@ def test_what_one_group_does_not_use_serves_another(in_place: bool) -> None:
         extend(pool, long, 8 * 100, 99)
     for table in long:
         pool.release_table(table)
-    for salt in range(len(burst)):  # and back
+    for salt in range(len(burst)):  # the memory moves back
         burst[salt] = new_tables(pool)
         extend(pool, burst[salt], 20, salt)
     for salt, tables in enumerate(burst):
@@ -140,8 +140,8 @@ def scattered(pool: BlockPool) -> tuple[list[list[BlockTable]], RadixTree]:
     return rest, tree
 
 
-def test_whoever_holds_moved_blocks_finds_them(in_place: bool) -> None:
-    """Tables, forks, a prefix tree, and tables that were dropped and not collected yet."""
+def test_all_holders_of_moved_blocks_see_the_new_ids(in_place: bool) -> None:
+    """Holders are tables, forks, a prefix tree, and tables that were dropped but not collected yet."""
     pool = make_pool(in_place=in_place)
     sequences, tree = scattered(pool)
     dropped = [pool.fork(table) for table in sequences[1]]
@@ -162,7 +162,7 @@ def test_whoever_holds_moved_blocks_finds_them(in_place: bool) -> None:
     tree.check_integrity()
     for salt, tables in zip((1, 3, 5, 1), sequences, strict=True):
         check(pool, tables, salt)
-        extend(pool, tables, 5, salt)  # over a copy where the block is shared
+        extend(pool, tables, 5, salt)  # a shared block is copied first
         check(pool, tables, salt)
     pool.check_integrity()
     for salt, tokens in ((5, range(30)), (4, range(100, 130))):
@@ -182,7 +182,7 @@ def test_whoever_holds_moved_blocks_finds_them(in_place: bool) -> None:
     ("failing", "verb"), quick(crossed(range(1, 7), ["copy_blocks", "resize"]), (1, "copy_blocks"), (3, "copy_blocks"),
     (4, "copy_blocks"), (5, "copy_blocks"), (6, "copy_blocks"), (2, "resize"))
 )  # fmt: skip
-def test_a_move_that_fails_leaves_every_layer_usable(
+def test_failed_move_leaves_every_layer_usable(
     verb: str, failing: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool(in_place=in_place)
@@ -214,7 +214,7 @@ def test_a_move_that_fails_leaves_every_layer_usable(
                     pool.memory.shrink(index, group.allocator.num_live + 1)
                 except RuntimeError as error:
                     assert str(error) == "out of memory"
-    assert calls == failing or (verb == "copy_blocks" and in_place)  # a kernel evaluates nothing there
+    assert calls == failing or (verb == "copy_blocks" and in_place)  # a kernel copies without mx.eval
     tree.check_integrity()
     pool.check_integrity()
     for salt, tables in zip((1, 3, 5, 1), sequences, strict=True):
@@ -248,10 +248,10 @@ def test_idle_memory_goes_back_to_the_system() -> None:
     check(pool, others, 1)
     shrinks = pool.stats().shrinks
     pool.return_memory()
-    assert pool.stats().shrinks == shrinks  # there is no more to give
+    assert pool.stats().shrinks == shrinks  # nothing more to return
 
 
-def test_moving_memory_takes_no_more_than_one_tensor_beyond_the_budget() -> None:
+def test_moving_memory_exceeds_the_budget_by_at_most_one_tensor() -> None:
     blocks = 4000
     pool = make_pool(blocks)
     kept = new_tables(pool)
@@ -287,7 +287,7 @@ def test_blocks_that_the_same_append_frees_count_as_free() -> None:
             extend(pool, tables, 16, 0)
             extend(pool, tables, 16, 0)
         freed = sum(tables[1].num_blocks for tables in sequences)
-        for index, group in enumerate(pool.groups):  # nothing is left but what is in use
+        for index, group in enumerate(pool.groups):  # keep only the blocks in use
             pool.memory.shrink(index, group.allocator.num_live + 1)
         pool.memory.budget = pool.stats().bytes_reserved
         # Each appends two blocks a group, and frees one in the window group.
@@ -319,8 +319,9 @@ def test_free_and_cached_blocks_of_other_groups_count() -> None:
 
 
 @pytest.mark.parametrize("seed", quick(SEEDS, 1))
-def test_a_lone_sequence_that_the_budget_holds_can_always_go_on(seed: int) -> None:
-    """Computed in chunks, each donated to the prefix cache, its partial end included, after a burst of others."""
+def test_lone_sequence_within_the_budget_can_always_append(seed: int) -> None:
+    """It runs in chunks after a burst of others; about half of the chunks are inserted into the prefix tree, partial
+    last block included."""
     rng = np.random.default_rng(seed)
     for blocks in rng.integers(30, 120, 4):
         pool = make_pool(int(blocks))
@@ -350,8 +351,8 @@ def test_a_lone_sequence_that_the_budget_holds_can_always_go_on(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", quick(SEEDS, 1))
-def test_a_lone_sequence_that_begins_with_a_cached_prefix_can_always_go_on(seed: int) -> None:
-    """In the least budget that holds it, from wherever the cache can serve, which keeps what both share."""
+def test_lone_sequence_with_a_cached_prefix_can_always_append(seed: int) -> None:
+    """The budget is the least that holds it. The tree serves a prefix of any length and keeps the shared blocks."""
     rng = np.random.default_rng(seed)
     parts_in_a_block = 0
     for longest in rng.integers(20, 300, 6).tolist():
@@ -379,7 +380,7 @@ def test_a_lone_sequence_that_begins_with_a_cached_prefix_can_always_go_on(seed:
     assert parts_in_a_block > 10
 
 
-def test_a_budget_that_holds_no_sequence_says_the_least_that_does() -> None:
+def test_budget_too_small_for_any_sequence_names_the_least_budget() -> None:
     x = mx.zeros((1, 1, 1, 8))
     least = 2 * 3 * 4 * 2 * 8 * 4  # two blocks of three layers, four tokens of keys and values each
 
@@ -388,7 +389,7 @@ def test_a_budget_that_holds_no_sequence_says_the_least_that_does() -> None:
         pool.set_geometry(0, x, x, batch=1)
         return pool
 
-    with pytest.raises(PoolExhaustedError, match=f"which takes at least {least:,} bytes"):
+    with pytest.raises(PoolExhaustedError, match=f"which needs at least {least:,} bytes"):
         pool_of(least - 1)
     pool = pool_of(least)
     pool.set_geometry(2, x, x, batch=1)
@@ -397,7 +398,7 @@ def test_a_budget_that_holds_no_sequence_says_the_least_that_does() -> None:
 
 
 def test_first_tensors_of_a_group_hold_the_null_block_within_the_budget(in_place: bool) -> None:
-    """A group whose tensors were dropped has none for its null block either, which must fit beside what it needs."""
+    """A group whose tensors were dropped must also fit its null block into the budget."""
     per_block = [len(layers) for layers in LAYERS]  # in blocks of a layer
     pool = make_pool(4 * per_block[0] + 6 * per_block[1], in_place)
     pool.return_memory()

@@ -46,8 +46,8 @@ class Sequence:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Global group and window group, two layers each, written, forked, trimmed, released, dropped, moved together and
-    given back at random."""
+    """A pool with a global group and a window group of two layers each, under random writes, forks, trims, releases,
+    drops, shrinks and memory returns."""
 
     in_place = False
 
@@ -75,7 +75,8 @@ class PoolMachine(RuleBasedStateMachine):
         return bool(self.sequences)
 
     def reserve(self, sequence: Sequence, n: int) -> bool:
-        """Append n tokens to both tables, or to neither; the model follows."""
+        """Append n tokens to both tables or to neither, and update the expected start. Return False if the pool is
+        exhausted."""
         window_table = sequence.tables[1]
         length = sequence.length
         for number, table in enumerate(sequence.tables):
@@ -200,7 +201,8 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(has_sequences)
     @rule(number=st.integers(0, MAX_SEQUENCES), look=st.booleans())
     def drop(self, number: int, look: bool) -> None:
-        """The tables are garbage; what comes next must not depend on whether the pool has been looked at since."""
+        """Drop a sequence without releasing its tables. The next rule must not depend on whether the pool was inspected
+        since."""
         self.sequences.remove(self.pick(number))
         gc.collect(0)
         self.not_looked_at = not look
@@ -244,7 +246,7 @@ class PoolMachine(RuleBasedStateMachine):
                 held.update(ids)
             live += len(held)
             shared += sum(count > 1 for count in held.values())
-            pool.stats()  # takes back what dropped tables held
+            pool.stats()  # collects the blocks of dropped tables
             counts = {b: block_group.allocator.refcount(b) for b in range(1, block_group.allocator.num_blocks)}
             assert {b: count for b, count in counts.items() if count} == held
         stats = pool.stats()

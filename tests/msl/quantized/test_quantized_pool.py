@@ -1,4 +1,4 @@
-"""Writes and reads of quantised pages on the emulator: MLX's bytes, as its kernels make them on a GPU."""
+"""Writes and reads of quantised pages on the emulator give the bytes of MLX's kernels on a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def values(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 5) -> mx.array:
 
 
 def pools(pages: PageShape, seed: int = 3) -> tuple[mx.array, mx.array]:
-    """Full ones."""
+    """Return pools full of values."""
     k, v = (
         mx.array(pages_of(quantized(to_float(values((BLOCKS, HEADS, BLOCK, f.dim), f.dtype, seed + i)), f), f))
         for i, f in enumerate(pages)
@@ -45,7 +45,7 @@ def pools(pages: PageShape, seed: int = 3) -> tuple[mx.array, mx.array]:
 
 
 def put(pool: Words, rows: Words, slots: Any) -> Words:
-    """Rows [B, heads, length, words] at slots of pages, by NumPy."""
+    """Put rows [B, heads, length, words] at slots of pages, by NumPy."""
     result = pool.copy()
     for row, slot in zip(rows.swapaxes(1, 2).reshape(-1, HEADS, rows.shape[-1]), slots, strict=True):
         if slot >= 0:
@@ -74,7 +74,7 @@ def check_write(pages: PageShape, length: int = 5, batch: int = 2, flat: bool = 
     ("dtype", "group_size", "bits"), quick(crossed(DTYPES, [32, 64, 128], [(8, 8), (4, 4), (8, 4)]),
     (mx.float32, 32, (8, 8)), (mx.float16, 64, (4, 4)), (mx.bfloat16, 128, (8, 4)))
 )  # fmt: skip
-def test_written_bytes_are_mlx_s(bits: tuple[int, int], group_size: int, dtype: mx.Dtype) -> None:
+def test_written_bytes_equal_mlxs(bits: tuple[int, int], group_size: int, dtype: mx.Dtype) -> None:
     check_write(page_shape(128, bits, group_size, dtype))
 
 
@@ -91,7 +91,7 @@ def test_odd_lengths_and_other_layouts(length: int, batch: int) -> None:
     check_write(page_shape(64, (8, 4), 32, mx.float16), length, batch, flat=True)
 
 
-def test_what_is_not_a_number_is_not_a_number_in_the_page() -> None:
+def test_groups_with_infinities_or_nan_become_nan() -> None:
     pages = page_shape(64, (8, 4), 32)
     k_pool, v_pool = pools(pages)
     k = np.ones((1, HEADS, 3, 64), np.float32)
@@ -106,8 +106,8 @@ def test_what_is_not_a_number_is_not_a_number_in_the_page() -> None:
         assert np.isnan(groups[lost]).all() and (groups[~lost] == 1.0).all()
 
 
-def test_the_model_of_a_gpu_differs_from_the_cpu_only_where_signs_do() -> None:
-    """Else the tests above would test the model against itself."""
+def test_model_of_a_gpu_differs_from_the_cpu_in_groups_of_one_sign() -> None:
+    """Otherwise the tests above would compare the model with itself."""
     form = page_shape(64, (8, 8), 64).k
     x = np.random.default_rng(0).standard_normal((300, 64)).astype(np.float32)
     cpu = np.array(form.quantize(mx.array(x)))
@@ -129,7 +129,7 @@ def test_gathers_dequantise(bits: tuple[int, int], start: int, length: int, dtyp
     with emulated():
         k, v, fence = kernels.gather_blocks(k_pool, v_pool, FENCE, ids, start, length, pages)
     assert int(np.asarray(fence)[0]) == 42
-    # Sums of a product are rounded once or twice, as the compiler likes; self-checks on a GPU ask for MLX's bits.
+    # The compiler rounds a product and a sum once or twice; self-checks on a GPU require MLX's bits.
     tolerance = {mx.float32: 1e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}[dtype]
     for pool, got, form in ((k_pool, k, pages.k), (v_pool, v, pages.v)):
         rows = rows_of(np.array(pool), form)[ids].swapaxes(0, 1).reshape(HEADS, 32, -1)[:, start : start + length]
@@ -185,7 +185,7 @@ def test_whole_pages_are_copied() -> None:
         np.testing.assert_array_equal(np.asarray(fake.written[name]), expected)
 
 
-def test_where_bits_differ_mlx_quantises_and_rows_are_moved() -> None:
+def test_mlx_quantises_and_rows_are_moved_where_bits_differ() -> None:
     pages = page_shape(64, (8, 4), 32, mx.float16)
     k_pool, v_pool = pools(pages)
     k, v = (values((2, HEADS, 3, 64), mx.float16, seed) for seed in (1, 2))
@@ -193,7 +193,7 @@ def test_where_bits_differ_mlx_quantises_and_rows_are_moved() -> None:
     with emulated(exact=False) as fake:
         kernels.write_slots(k_pool, v_pool, FENCE, k, v, mx.array(slots, mx.int32), pages)
         written = [mx.array(np.asarray(fake.written[name])) for name in ("k_pool", "v_pool")]
-        # The emulator gives NumPy arrays, of which MLX is to dequantise the rows.
+        # The emulator returns NumPy arrays; MLX dequantises their rows.
         take, arrays = moves.gather_rows, lambda *args: tuple(mx.array(x) for x in take(*args))
         with mock.patch.object(moves, "gather_rows", arrays):
             *got, _ = kernels.gather_blocks(*written, FENCE, mx.arange(BLOCKS, dtype=mx.int32), 0, 48, pages)
@@ -205,7 +205,7 @@ def test_where_bits_differ_mlx_quantises_and_rows_are_moved() -> None:
 
 
 class InPlace:
-    """Stands in for build_kernel: on the emulator, with what is written really written, in MLX's arrays."""
+    """A fake build_kernel on the emulator whose writes really change MLX's arrays."""
 
     def __init__(self, fake: Any) -> None:
         self._fake = fake
@@ -228,20 +228,20 @@ def by_a_gpu(form: QuantizedRows, x: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("block_size", [8, *slow(32, 128)])
-def test_the_check_of_bits(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the emulator: MLX on the CPU quantises otherwise, which is found, and as a GPU's it would be alike."""
+def test_check_of_bits_finds_differences_from_mlx(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the emulator: MLX's quantisation on a CPU differs, which is found; that of a GPU agrees."""
     pages, check = page_shape(64, (8, 4), 32), moves.exact
     check.cache_clear()
     with emulated(orders=(0,)) as fake:
         monkeypatch.setattr(moves, "build_kernel", InPlace(fake))
-        with pytest.warns(UserWarning, match="quantising of 8/4 bits/32 is left to MLX"):
+        with pytest.warns(UserWarning, match=r"quantising 8/4 bits/32 uses MLX \(slower\)"):
             assert check(pages, block_size) == (False, True)
         check.cache_clear()
         monkeypatch.setattr(QuantizedRows, "quantize", by_a_gpu)
         assert check(pages, block_size) == (True, True)
         check.cache_clear()
         monkeypatch.setattr(moves, "build_kernel", mock.Mock(side_effect=RuntimeError("it does not compile")))
-        with pytest.warns(UserWarning, match="is left to MLX"):
+        with pytest.warns(UserWarning, match=r"uses MLX \(slower\)"):
             assert check(pages, block_size) == (False, False)
     check.cache_clear()
 

@@ -1,4 +1,4 @@
-"""The kernel that draws, on the emulator: the words that its model draws, and only words that are left."""
+"""The draw kernel on the emulator: it draws the tokens that its NumPy model draws, and only kept tokens."""
 
 import mlx.core as mx
 import numpy as np
@@ -42,7 +42,7 @@ def drawn(x: np.ndarray, rows: list[DrawnRow], positions: np.ndarray, dtype: mx.
 
 
 def logits_of(count: int, vocab: int, rng: np.random.Generator) -> np.ndarray:
-    """In steps of 1/8, which every dtype has, so that there are equal ones, also of the largest in a lane."""
+    """Return logits in steps of 1/8, exact in every dtype, so that some are equal, also among the largest of a lane."""
     x = np.round(rng.normal(size=(count, vocab)) * 16).clip(-56, 56) / 8
     x[:, 1:66:32] = 7.25
     return np.asarray(x)
@@ -65,14 +65,16 @@ def check_words(vocab: int, count: int, dtype: mx.Dtype = mx.float32, seed: int 
     quick([(a, *b) for a in DTYPES for b in [(1, 10), (5, 20), (96, 20), (3 * 1024 + 97, 20), (7000, 10)]],
     (mx.bfloat16, 1, 10), (mx.float16, 5, 20), (mx.float32, 96, 20), (mx.bfloat16, 3169, 20), (mx.bfloat16, 7000, 10))
 )  # fmt: skip
-def test_words_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch, vocab: int, count: int, dtype: mx.Dtype) -> None:
+def test_tokens_are_those_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, vocab: int, count: int, dtype: mx.Dtype
+) -> None:
     use_emulator(monkeypatch, GROUPS)
     check_words(vocab, count, dtype)
 
 
 @pytest.mark.parametrize("count", [2, *slow(9)])
-def test_no_order_of_threads_changes_a_word(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Under the thread checker; of few rows, whose positions are in Metal's constant memory, and of more."""
+def test_thread_order_does_not_change_a_token(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Run the thread checker, with few rows, whose positions are in Metal's constant memory, and with more."""
     use_emulator(monkeypatch, GROUPS, checked=True, orders=(0, 1, 2))
     check_words(301, count, mx.bfloat16)
 
@@ -83,7 +85,7 @@ def test_the_self_check_passes_with_the_groups_of_a_gpu(monkeypatch: pytest.Monk
     assert module._difference(mx.bfloat16) == 0
 
 
-def test_the_numbers_are_those_of_threefry() -> None:
+def test_random_numbers_are_those_of_threefry() -> None:
     """Known answers, from the authors of Random123."""
     assert threefry(0, 0, 0) == (0x6B200159, 0x99BA4EFE)
     assert threefry((1 << 64) - 1, 0xFFFFFFFF, 0xFFFFFFFF) == (0x1CB996FC, 0xBB002BE7)
@@ -96,7 +98,7 @@ def sampling_params(row: DrawnRow) -> SamplingParams:
 
 
 def check_kept(vocab: int = 24, count: int = 180) -> None:
-    """All words that are left are drawn in time, equal ones too, and no other."""
+    """Assert that exactly the kept tokens are drawn, equal ones included."""
     x = np.random.default_rng(4).normal(size=vocab).round(1)
     x[3:6] = x.max()
     x[10:20] = -np.inf
@@ -109,14 +111,14 @@ def check_kept(vocab: int = 24, count: int = 180) -> None:
 
 
 @pytest.mark.slow
-def test_words_that_are_left_are_drawn_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exactly_the_kept_tokens_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     use_emulator(monkeypatch, GROUPS)
     check_kept()
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(2400, marks=pytest.mark.slow)])
-def test_words_have_their_probabilities(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Chi-square of so many words each, near the number of words; within five deviations."""
+def test_tokens_are_drawn_with_their_probabilities(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Chi-square of ``count`` tokens per setting is near the degrees of freedom, within five standard deviations."""
     use_emulator(monkeypatch, GROUPS)
     rng, vocab = np.random.default_rng(9), 64
     x = rng.normal(size=vocab)
@@ -137,7 +139,7 @@ def test_words_have_their_probabilities(monkeypatch: pytest.MonkeyPatch, count: 
         assert abs(((groups - wanted) ** 2 / wanted).sum() - freedom) < 5 * (2 * freedom) ** 0.5
 
 
-def test_logits_that_are_no_numbers_end_in_some_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_and_infinite_logits_give_a_valid_token(monkeypatch: pytest.MonkeyPatch) -> None:
     use_emulator(monkeypatch, GROUPS)
     x = np.zeros((4 * len(SETTINGS), 50))
     x[0::4], x[1::4] = -np.inf, np.nan
@@ -148,7 +150,7 @@ def test_logits_that_are_no_numbers_end_in_some_word(monkeypatch: pytest.MonkeyP
 
 
 def check_extremes(monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> None:
-    """Whatever the numbers are, what weighs nothing is not drawn."""
+    """Assert that extreme random numbers draw no token of zero weight."""
     x = np.full((1, 500), -np.inf)
     x[0, [70, 71, 333, 400]] = 0.0
     for number, word in (("0u", 70), ("0xffffffffu", 400)):
@@ -161,9 +163,9 @@ NUMBERS = (("2 * half_", "left"), ("2 * half_ + 1", "right"))
 
 
 @pytest.mark.slow
-def test_words_that_weigh_nothing_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_zero_weight_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     check_extremes(monkeypatch)
-    # As if sums rounded to less than the last number's share of them.
+    # As if rounding made a sum less than the last number's share of it.
     rounds = ("own > 0.0f && sum > target", "own > 0.0f && sum > 2.0f * target")
     check_extremes(monkeypatch, rounds)
     last = ("simd_max(own > 0.0f ? static_cast<float>(lane)", "simd_max(true ? static_cast<float>(lane)")
@@ -238,7 +240,7 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch, after: str)
 
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("dialect", slow("cuda", "metal"), ids=["NVIDIA", "Apple"])
-def test_a_thread_keeps_what_it_holds_in_its_registers(dialect: str) -> None:
+def test_kernel_does_not_spill_registers(dialect: str) -> None:
     text: Text = text_of(mx.bfloat16, dialect)
     found = registers.registers_of(text.body, text.constants, None if dialect == "cuda" else registers.REGISTERS)
     assert (found.stored, found.loaded) == (0, 0), found

@@ -1,4 +1,4 @@
-"""The kernel that penalises, on the emulator: what its model finds, and the histories with one more token."""
+"""The penalty kernel on the emulator: the results of its NumPy model, and histories with one more token."""
 
 from unittest import mock
 
@@ -21,7 +21,7 @@ from tests.support.msl.harness import Emulated
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks of a vocabulary, several entries of a thread."""
+    """Use several chunks per vocabulary and several entries per thread."""
     monkeypatch.setattr(module, "GROUPS", 3)
     monkeypatch.setattr(module, "CHUNK", 200)
 
@@ -42,7 +42,7 @@ def check_step(count: int, vocab: int, room: int, dtype: mx.Dtype = mx.float32, 
     quick([(a, *b) for a in DTYPES for b in [(1, 5, 8), (3, 200, 40), (9, 450, 130)]], (mx.bfloat16, 1, 5, 8),
     (mx.float16, 3, 200, 40), (mx.float32, 9, 450, 130))
 )  # fmt: skip
-def test_a_step_is_that_of_the_model(
+def test_step_equals_that_of_the_model(
     monkeypatch: pytest.MonkeyPatch, count: int, vocab: int, room: int, dtype: mx.Dtype
 ) -> None:
     use_emulator(monkeypatch)
@@ -51,8 +51,8 @@ def test_a_step_is_that_of_the_model(
 
 
 @pytest.mark.parametrize("count", [2, *slow(20)])
-def test_no_order_of_threads_changes_a_step(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Under the thread checker; of few rows, whose tokens are in Metal's constant memory, and of more."""
+def test_thread_order_does_not_change_a_step(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Run the thread checker, with few rows, whose tokens are in Metal's constant memory, and with more."""
     use_emulator(monkeypatch, checked=True, orders=(0, 1, 2))
     check_step(count, 301, 50, mx.bfloat16)
 
@@ -66,10 +66,8 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_rows_that_come_and_go_have_the_penalties_of_their_histories(
-    monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
-    """What MLX's operations are held to, with the kernel in their place."""
+def test_penalties_match_the_histories_as_rows_join_and_leave(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """This is the test of MLX's operations, with the kernel in their place."""
     use_emulator(monkeypatch)
     monkeypatch.setattr(module, "serves", lambda x: True)
     monkeypatch.setattr(Penalties, "_see", mock.Mock(side_effect=AssertionError("MLX's operations")))
@@ -142,7 +140,7 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("dialect", slow("cuda", "metal"), ids=["NVIDIA", "Apple"])
-def test_a_thread_keeps_what_it_holds_in_its_registers(dialect: str) -> None:
+def test_kernel_does_not_spill_registers(dialect: str) -> None:
     text = text_of(mx.bfloat16)
     found = registers.registers_of(text.body, text.constants, None if dialect == "cuda" else registers.REGISTERS)
     assert (found.stored, found.loaded) == (0, 0), found

@@ -1,4 +1,4 @@
-"""What is not paged runs on stock mlx-lm, with the same results and one warning that says why."""
+"""Unsupported models and options run on stock mlx-lm, with equal results and one warning that says why."""
 
 import importlib
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +20,11 @@ from tests.support.cases import slow
 from tests.support.models.batch_runs import answers, fall_throughs, generator
 from tests.support.models.builders import COMMON, assert_same, build, greedy, prompt_of
 
-# Layers of another one of the hybrids, beside which their own are not new.
+# Hybrids with the same kinds of layers as another one in HYBRIDS; run only with the slow tests.
 TWINS = ("bailing_moe_linear", "bailing_moe_v3", "kimi_k3", "lfm2_moe", "qwen3_5_moe")
 
 
-def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:
+def test_late_quantized_kv_start_uses_mlx_lms_cache() -> None:
     model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
     kwargs = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}
     expected = greedy(model, prompt_of(50), 30, **kwargs)
@@ -38,7 +38,7 @@ def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:
 @pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("name", [each if each not in TWINS else slow(each)[0] for each in HYBRIDS])
 def test_states_are_served_without_a_warning(name: str) -> None:
-    """Alone, in a batch, and from checkpoints that count in the pool's budget."""
+    """Cover single runs, batches, and checkpoints, which count in the pool's budget."""
     model = model_configs.build(name)
     prompts = [(prompt_of(length, seed=length) % model_configs.VOCAB).tolist() for length in (9, 17)]
     expected = [greedy(model, mx.array(prompt), 3)[0] for prompt in prompts]
@@ -56,15 +56,15 @@ def test_states_are_served_without_a_warning(name: str) -> None:
     assert tree.pool.stats().checkpoint_bytes > 0
 
 
-def test_a_cache_that_is_neither_states_nor_blocks_is_warned_of() -> None:
+def test_unsupported_cache_type_is_warned_of() -> None:
     model = model_configs.build("deepseek_v41")
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     _, messages = fall_throughs(lambda: upstream.make_prompt_cache(model))
     assert len(messages) == 1 and "cache type LayerCache" in messages[0]
 
 
-def test_attention_that_reaches_into_its_cache_keeps_mlx_lms() -> None:
-    """What a paged cache does not have is found out before a token is computed."""
+def test_attention_that_reads_the_caches_keys_gets_mlx_lms_cache() -> None:
+    """Attributes that a paged cache lacks are detected before any token is computed."""
 
     class Nosy(qwen2.Attention):
         def __call__(self, x: mx.array, mask: object = None, cache: upstream.KVCache | None = None) -> mx.array:
@@ -82,11 +82,11 @@ def test_attention_that_reaches_into_its_cache_keeps_mlx_lms() -> None:
     mlx_paged.apply_patches()
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10)[0])
     assert got == expected
-    assert len(messages) == 1 and "reaches into its cache (keys)" in messages[0]
+    assert len(messages) == 1 and "uses internals of its cache (keys)" in messages[0]
     assert mlx_paged.pool_of(model) is None
 
 
-def test_foreign_models_are_batched_in_one_call_behind_the_seam_only() -> None:
+def test_unknown_models_are_batched_only_if_they_use_the_seam() -> None:
     class Own(qwen2.Model):
         pass
 
@@ -101,15 +101,15 @@ def test_foreign_models_are_batched_in_one_call_behind_the_seam_only() -> None:
     unseen = plan._replace(geometries=tuple((geometry, None) for geometry, _ in plan.geometries))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_paged.patches.cache.layout.layout_of", lambda _: unseen)
-        assert "elsewhere" in why_one_by_one(model, stock)
+        assert "not one of mlx-lm's models" in why_one_by_one(model, stock)
 
 
-def test_another_number_of_rows_is_an_error_and_nothing_is_lost() -> None:
+def test_changed_number_of_rows_raises_and_keeps_the_cache() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     cache = upstream.make_prompt_cache(model)
     model(prompt_of(10)[None], cache=cache)
-    with pytest.raises(GeometryError, match="2 sequence"):
+    with pytest.raises(GeometryError, match="got 2"):
         model(mx.stack([prompt_of(3), prompt_of(3)]), cache=cache)
     assert all(c.offset == 10 for c in cache)
     mlx_paged.pool_of(model).check_integrity()
@@ -117,7 +117,7 @@ def test_another_number_of_rows_is_an_error_and_nothing_is_lost() -> None:
     assert all(c.offset == 13 for c in cache)
 
 
-def test_user_built_stock_caches_stay_what_they_are() -> None:
+def test_stock_caches_made_by_the_user_stay_stock() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     own = [upstream.KVCache() for _ in model.layers]
@@ -126,7 +126,7 @@ def test_user_built_stock_caches_stay_what_they_are() -> None:
     assert type(own[0]) is upstream.KVCache and own[0].offset >= 49
 
 
-def test_generation_past_the_budget_says_so_and_leaves_the_pool_whole() -> None:
+def test_generation_past_the_budget_raises_and_keeps_the_pool_intact() -> None:
     model = build("llama")
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=200_000))
     with pytest.raises(PoolExhaustedError, match="200,000 bytes") as caught:
@@ -140,7 +140,7 @@ def test_generation_past_the_budget_says_so_and_leaves_the_pool_whole() -> None:
 
 
 @pytest.mark.usefixtures("unfused")
-def test_a_model_that_keeps_what_it_computes_runs_in_another_thread() -> None:
+def test_model_that_caches_computed_weights_runs_in_another_thread() -> None:
     """Gemma 3n clips weights in each pass and keeps the clipped ones."""
     generate = importlib.import_module("mlx_lm.generate")
     model = model_configs.build("gemma3n")

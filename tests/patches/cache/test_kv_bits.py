@@ -1,4 +1,4 @@
-"""Quantised pages under mlx-lm, rotated or not: its quantised cache's tokens, batches, files, and what is refused."""
+"""Quantised pages, rotated or not: equality with mlx-lm's quantised cache, batches, files, refused options."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def wide(kind: str, **changes):
     (64, 4, "qwen3"))
 )  # fmt: skip
 def test_logits_equal_those_of_mlx_lms_quantized_cache(kind: str, bits: int, group_size: int) -> None:
-    """One that is quantised from the first chunk on, as pages are. Token by token in chunks of any length."""
+    """mlx-lm's cache is quantised from the first chunk on, as pages are."""
     model = wide(kind)
     caches = [QuantizedKVCache(group_size, bits) for _ in model.layers]
     expected = greedy(model, prompt_of(45), 30, prompt_cache=caches, prefill_step_size=STEP)
@@ -42,11 +42,12 @@ def test_logits_equal_those_of_mlx_lms_quantized_cache(kind: str, bits: int, gro
     pool = mlx_paged.pool_of(model)
     assert pool.page_format == PageFormat(bits, bits, group_size)
     assert pool.stats().quantized_tokens == 45 + 30  # mlx-lm computes one token ahead
-    assert {choice.path for choice in mlx_paged.dispatch_counts()} == {"gather"}  # no chunk by its own keys
+    # No chunk attends to its unquantised keys.
+    assert {choice.path for choice in mlx_paged.dispatch_counts()} == {"gather"}
 
 
 @pytest.mark.parametrize("start", [*slow(None), 0, DEFAULT_QUANTIZED_KV_START])
-def test_a_calls_kv_bits_make_pages(start: int | None) -> None:
+def test_kv_bits_of_a_call_make_quantised_pages(start: int | None) -> None:
     model = wide("llama")
     options = {"kv_bits": 8, **({} if start is None else {"quantized_kv_start": start})}
     caches = [QuantizedKVCache(64, 8) for _ in model.layers]
@@ -57,10 +58,10 @@ def test_a_calls_kv_bits_make_pages(start: int | None) -> None:
     assert mlx_paged.pool_of(model).page_format == PageFormat(8, 8, 64)
     assert QUANTIZED_KV_START == DEFAULT_QUANTIZED_KV_START
     greedy(model, prompt_of(5), 3)
-    assert mlx_paged.pool_of(model).page_format is None  # it was that call's
+    assert mlx_paged.pool_of(model).page_format is None  # kv_bits held for that call only
 
 
-def test_keys_of_8_bits_and_values_of_4() -> None:
+def test_keys_of_8_and_values_of_4_bits_by_configuration_or_call() -> None:
     model = wide("llama")
     mlx_paged.apply_patches(PagedConfig(kv_bits=(8, 4)))
     configured, messages = fall_throughs(lambda: greedy(model, prompt_of(45), 20))
@@ -73,17 +74,17 @@ def test_keys_of_8_bits_and_values_of_4() -> None:
 
 
 @pytest.mark.parametrize("options", [{"kv_bits": 8, "quantized_kv_start": 10}, {"kv_bits": 3}, {"kv_bits": 6}])
-def test_what_pages_are_not_runs_in_mlx_lms_cache_and_says_why(options) -> None:
+def test_unsupported_kv_bits_run_in_mlx_lms_cache_with_a_warning(options) -> None:
     model = wide("llama")
     options = {"quantized_kv_start": 0, **options}
     expected = greedy(model, prompt_of(20), 10, **options)
-    mlx_paged.apply_patches(PagedConfig(kv_bits=8))  # what the call says goes
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8))  # the call's options take precedence
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10, **options))
     assert_same(got, expected)
-    assert len(messages) == 1 and "8 or 4 bits and from the first token on" in messages[0]
+    assert len(messages) == 1 and "quantises from the first token on" in messages[0]
 
 
-def test_a_speculating_model_and_its_draft_are_quantised() -> None:
+def test_target_and_draft_model_are_both_quantised() -> None:
     changes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4}
     model, draft = build("llama", **changes), perturbed("llama", 0.1, **changes)
     mlx_paged.apply_patches()
@@ -137,7 +138,7 @@ def test_a_dense_prompt_cache_is_quantised_once_in_place(kind: str) -> None:
                 assert all(mx.array_equal(a[:, :, :50], b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_prompt_cache_of_other_pages_is_refused() -> None:
+def test_prompt_cache_with_other_bits_or_group_size_is_refused() -> None:
     model = wide("llama")
     mlx_paged.apply_patches(PagedConfig(kv_bits=8))
     cache = upstream.make_prompt_cache(model)
@@ -148,10 +149,10 @@ def test_a_prompt_cache_of_other_pages_is_refused() -> None:
     with pytest.raises(PromptCacheError, match="8 bits in groups of 64"):
         cache[0].to_quantized(64, 4)
     assert cache[0].to_quantized(64, 8) is cache[0]
-    next(generate_step(prompt_of(3), model, prompt_cache=cache, kv_bits=8))  # it is as good as before
+    next(generate_step(prompt_of(3), model, prompt_cache=cache, kv_bits=8))  # still usable
 
 
-def test_two_widths_are_for_pages_only() -> None:
+def test_kv_bits_pair_is_refused_for_mlx_lms_own_caches() -> None:
     model = wide("llama")
     mlx_paged.apply_patches()
     with pytest.raises(ConfigError, match="mlx-lm's own"):
@@ -161,7 +162,7 @@ def test_two_widths_are_for_pages_only() -> None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def test_files_of_quantized_caches_come_and_go_byte_for_byte(tmp_path) -> None:
+def test_files_of_quantized_caches_round_trip_bit_for_bit(tmp_path) -> None:
     model = wide("llama")
     stock = [QuantizedKVCache(32, 4) for _ in model.layers]
     model(prompt_of(300)[None], cache=stock)
@@ -172,7 +173,7 @@ def test_files_of_quantized_caches_come_and_go_byte_for_byte(tmp_path) -> None:
     assert metadata == {"x": "y"}
     paged = mlx_paged.adopt_prompt_cache(model, loaded)
     pool = paged[0].pool
-    assert pool.page_format == PageFormat(4, 4, 32)  # the file's
+    assert pool.page_format == PageFormat(4, 4, 32)  # as in the file
     assert all(isinstance(c, PagedKVCache) and c.offset == 300 for c in paged)
     assert pool.stats().quantized_tokens == 0
     upstream.save_prompt_cache(str(tmp_path / "back.safetensors"), paged)
@@ -194,7 +195,7 @@ def test_files_of_quantized_caches_come_and_go_byte_for_byte(tmp_path) -> None:
         (PagedConfig(kv_bits=4, kv_rotate=True), "4 bits in groups of 64, rotated"),
     ],
 )
-def test_a_file_of_other_pages_than_configured_is_refused(config: PagedConfig, pages: str) -> None:
+def test_file_with_other_pages_than_configured_is_refused(config: PagedConfig, pages: str) -> None:
     model = wide("llama")
     stock = [QuantizedKVCache(64, 4) for _ in model.layers]
     model(prompt_of(30)[None], cache=stock)
@@ -204,11 +205,11 @@ def test_a_file_of_other_pages_than_configured_is_refused(config: PagedConfig, p
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
     dense = [KVCache() for _ in model.layers]
     model(prompt_of(30)[None], cache=dense)
-    paged = mlx_paged.adopt_prompt_cache(model, dense)  # quantised now, and not before
+    paged = mlx_paged.adopt_prompt_cache(model, dense)  # quantised on adoption
     assert paged[0].pool.stats().quantized_tokens == 30
 
 
-def test_what_mlx_lm_has_no_quantized_cache_for_is_saved_dequantised(tmp_path) -> None:
+def test_layers_without_a_quantized_stock_cache_are_saved_dequantised(tmp_path) -> None:
     model = wide("gemma3")
     mlx_paged.apply_patches(PagedConfig(kv_bits=8))
     cache = upstream.make_prompt_cache(model)
@@ -227,7 +228,7 @@ def test_what_mlx_lm_has_no_quantized_cache_for_is_saved_dequantised(tmp_path) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probabilities_are_near_to_those_of_dense_pages(kind: str) -> None:
+def test_rotated_log_probabilities_are_close_to_those_of_dense_pages(kind: str) -> None:
     model = wide(kind)
     mlx_paged.apply_patches()
     expected = greedy(model, prompt_of(45), 1)[1]
@@ -236,12 +237,13 @@ def test_log_probabilities_are_near_to_those_of_dense_pages(kind: str) -> None:
     mlx_paged.apply_patches(PagedConfig(kv_bits=8, kv_rotate=True))
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(45), 1)[1])
     assert not messages and rms(got, plain) > 0
-    assert 0 < rms(got, expected) < 2 * rms(plain, expected) < 0.2  # noise has no outliers
+    # Random keys have no outliers for rotation to spread.
+    assert 0 < rms(got, expected) < 2 * rms(plain, expected) < 0.2
     assert mlx_paged.pool_of(model).page_format == PageFormat(8, 8, 64, True)
 
 
-def test_a_calls_kv_bits_go_with_rotated_pages() -> None:
-    """A call says nothing of rotation: the configuration does."""
+def test_kv_bits_of_a_call_keep_the_configured_rotation() -> None:
+    """A call cannot choose rotation; only the configuration can."""
     model = wide("llama")
     mlx_paged.apply_patches(PagedConfig(kv_bits=4, kv_rotate=True))
     cache = upstream.make_prompt_cache(model)
@@ -257,7 +259,7 @@ def test_a_calls_kv_bits_go_with_rotated_pages() -> None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def test_rotated_pages_are_saved_dequantised_and_say_so(tmp_path: Path) -> None:
+def test_rotated_pages_are_saved_dequantised_with_a_warning(tmp_path: Path) -> None:
     model = wide("llama")
     mlx_paged.apply_patches(PagedConfig(kv_bits=8, kv_rotate=True))
     cache = upstream.make_prompt_cache(model)
@@ -277,9 +279,9 @@ def test_rotated_pages_are_saved_dequantised_and_say_so(tmp_path: Path) -> None:
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def test_rotation_without_bits_is_refused_and_nothing_is_patched() -> None:
+def test_kv_rotate_without_kv_bits_is_refused_and_nothing_is_patched() -> None:
     model = wide("llama")
-    with pytest.raises(ConfigError, match="kv_rotate is for quantised pages"):
+    with pytest.raises(ConfigError, match="kv_rotate requires kv_bits"):
         mlx_paged.apply_patches(PagedConfig(kv_rotate=True))
     assert not mlx_paged.is_applied()
     mlx_paged.apply_patches(PagedConfig(kv_bits=8))

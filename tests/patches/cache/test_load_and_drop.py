@@ -1,4 +1,4 @@
-"""A model that is dropped goes at once, with its pool: nothing waits for Python's cyclic collector."""
+"""A dropped model and its pool are freed at once, without Python's cyclic collector."""
 
 import gc
 import time
@@ -19,15 +19,15 @@ from tests.support.models.batch_runs import generator
 from tests.support.without_collector import without_collector
 
 PROMPT = list(range(1, 30))
-# Their attention computes with the fetched keys itself: latent attention of several makes, and what is not.
+# Their attention computes with the fetched keys itself: several kinds of latent attention, and others.
 FETCHING = ("deepseek_v3", "kimi_linear", "kimi_k3", "longcat_flash", "phi3small", "bailing_hybrid", "deepseek_v32")
 THROUGH_SEAM = ("stablelm", "plamo", "plamo2")
 OTHERS = ("qwen2", "gpt_oss", "gemma3n", "jamba", "qwen3_next", "mamba", "llama4")
 SAMPLE = (*FETCHING, *THROUGH_SEAM, *builders.KINDS, *OTHERS)
-# Families that are loaded and dropped again and again: seam, adapter, latent attention, shared keys, states.
+# Families that are loaded and dropped repeatedly: seam, adapter, latent attention, shared keys, states.
 FLAT = ("qwen2", "gemma3", "deepseek_v3", "gemma3n", "jamba")
 MORE_FLAT = ("llama", "stablelm", "qwen3_next")
-# Some modules cannot be batched, or not be computed on this machine, with stock mlx-lm either.
+# Some modules cannot be batched or cannot run on this machine, even with stock mlx-lm.
 NOT_RUN = (RuntimeError, ValueError)
 
 
@@ -80,7 +80,7 @@ def check(name: str) -> None:
     except (Exception, SystemExit):
         pytest.skip("cannot be built here")
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=64 << 20))
-    pool = None  # of a model that does not run here
+    pool = None  # stays None if the model does not run here
     with without_collector():
         for use in USES:
             try:
@@ -96,14 +96,14 @@ def check(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(SAMPLE, "deepseek_v3", "bailing_hybrid", "llama-sliding", "gemma3n"))
-def test_a_family_keeps_neither_blocks_nor_pool_nor_model(name: str) -> None:
+def test_dropped_model_is_freed_with_its_pool_and_blocks(name: str) -> None:
     check(name)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(set(model_configs.modules()) - set(SAMPLE)))
-def test_every_family_keeps_neither_blocks_nor_pool_nor_model(name: str) -> None:
+def test_dropped_model_of_every_other_family_is_freed(name: str) -> None:
     check(name)
 
 
@@ -114,7 +114,7 @@ def load_and_drop(name: str, in_mid_run: bool) -> None:
 
 
 def check_flat(name: str, times: int) -> None:
-    """Loads and drops of a family, the collector off: no more memory than after the first."""
+    """Load and drop a model ``times`` times without the collector; memory must not exceed that after the first."""
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=64 << 20))
     gc.collect()
     gc.disable()
@@ -123,7 +123,7 @@ def check_flat(name: str, times: int) -> None:
         before = mx.get_active_memory()
         for turn in range(times - 1):
             load_and_drop(name, turn % 2 == 0)
-        until = time.monotonic() + 10  # the last step of a batch that was dropped is still being computed
+        until = time.monotonic() + 10  # the last step of a dropped batch may still be running
         while (grown := mx.get_active_memory() - before) > 0 and time.monotonic() < until:
             time.sleep(0.05)
         assert grown <= 0, f"{grown} bytes more after {times} loads"
@@ -133,12 +133,12 @@ def check_flat(name: str, times: int) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(FLAT, "qwen2", "jamba"))
-def test_loads_and_drops_leave_memory_flat(name: str) -> None:
+def test_four_loads_and_drops_do_not_grow_memory(name: str) -> None:
     check_flat(name, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FLAT + MORE_FLAT)
-def test_two_hundred_loads_and_drops_leave_memory_flat(name: str) -> None:
+def test_two_hundred_loads_and_drops_do_not_grow_memory(name: str) -> None:
     check_flat(name, 200)

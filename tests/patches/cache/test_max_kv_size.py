@@ -1,4 +1,4 @@
-"""``max_kv_size``: mlx-lm's own rotating caches serve it, alone and row by row in batches."""
+"""``max_kv_size`` uses mlx-lm's own rotating caches, in single runs and row by row in batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fall_throughs(run: Any) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize(("kind", "size"), quick(crossed(KINDS, [5, SIZE]), (KINDS[1], 5), (KINDS[0], SIZE)))
-def test_alone_it_gives_stocks_tokens_and_one_warning(kind: str, size: int) -> None:
+def test_single_runs_give_stock_tokens_and_one_warning(kind: str, size: int) -> None:
     expected = [solo(kind, length, 24, size, 7) for length in LENGTHS]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     messages = []
@@ -48,8 +48,8 @@ def test_alone_it_gives_stocks_tokens_and_one_warning(kind: str, size: int) -> N
 
 
 @pytest.mark.parametrize("kind", quick(KINDS, KINDS[0]))
-def test_rows_of_a_batch_equal_stocks_single_runs(kind: str) -> None:
-    """mlx-lm's own batches forget which tokens to keep, and their rows are other than single runs."""
+def test_rows_of_a_batch_equal_single_runs_of_stock(kind: str) -> None:
+    """mlx-lm's own batches forget which tokens to keep, so their rows differ from single runs."""
     counts = dict(zip(LENGTHS, (60, 50, 20, 40, 30), strict=True))
     for length, num_tokens in counts.items():
         solo(kind, length, num_tokens)
@@ -57,7 +57,7 @@ def test_rows_of_a_batch_equal_stocks_single_runs(kind: str) -> None:
     gen, messages = fall_throughs(
         lambda: generator(model_of(kind), max_kv_size=SIZE, prefill_step_size=STEP, completion_batch_size=3)
     )
-    assert any("forgets in a batch which tokens it keeps" in message for message in messages)
+    assert any("do not keep the first tokens" in message for message in messages)
     assert gen._engine.batch.kind == "one by one" and gen._engine.pool is None
     uids = gen.insert([prompt_of(n, seed=n).tolist() for n in counts], list(counts.values()))
     outcomes = {uid: Outcome() for uid in uids}
@@ -70,7 +70,7 @@ def test_rows_of_a_batch_equal_stocks_single_runs(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_bounded_cache_joins_a_batch_and_a_file_and_stays_stocks(tmp_path: Path) -> None:
+def test_bounded_cache_from_a_file_stays_stock_alone_and_in_a_batch(tmp_path: Path) -> None:
     model, tail = model_of("qwen3"), prompt_of(30, seed=9)
     file = str(tmp_path / "stock.safetensors")
     upstream.save_prompt_cache(file, conversation(model, (SIZE + 5, 1, 1))[0])
@@ -104,7 +104,7 @@ def test_bounded_requests_share_no_prefixes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_prompt_cache_store_keeps_whole_bounded_caches() -> None:
+def test_prompt_cache_store_returns_bounded_caches_as_stock_does() -> None:
     model = model_of("qwen3")
     tokens = prompt_of(60, seed=4).tolist()
 

@@ -1,4 +1,4 @@
-"""Prompt caches: files both ways, the store that replaces mlx-lm's LRUPromptCache, and salts that part prefixes."""
+"""Prompt caches: files from and for mlx-lm, the replacement of LRUPromptCache, and salts that separate prefixes."""
 
 import copy
 import gc
@@ -27,12 +27,12 @@ from tests.support.models.batch_runs import assert_released, model_of
 from tests.support.models.builders import KINDS, WINDOW, assert_same, build, greedy, prompt_of, rms, tolerance_of
 from tests.support.models.recurrent import RECURRENT
 
-# Below, at and past the window; after prefill only, and after decode steps that turned mlx-lm's ring.
+# Below, at and past the window; after prefill only, and after decode steps that wrapped mlx-lm's ring.
 HISTORIES = [(5, 0), (WINDOW - 1, 0), (WINDOW, 0), (WINDOW + 1, 3), (90, 0), (90, 1), (90, 17), (3, WINDOW + 9)]
 
 
 def history(model, prompt_tokens: int, decoded: int):
-    """A prompt cache after a prefill and some single-token steps, by the present binding."""
+    """Return a prompt cache after a prefill and ``decoded`` single-token steps; paged if the patches are applied."""
     cache = upstream.make_prompt_cache(model)
     tokens = prompt_of(prompt_tokens + decoded, seed=4)
     model(tokens[None, :prompt_tokens], cache=cache)
@@ -47,7 +47,7 @@ def goes_on(model, cache):
 
 
 def assert_same_contents(got: list[Any], expected: list[Any], tolerance: float = 0.0) -> None:
-    """Two of mlx-lm's prompt caches hold the same by position, in all that the next token may see."""
+    """Compare two of mlx-lm's prompt caches by position, in all that the next token can see."""
     for ours, theirs in zip(got, expected, strict=True):
         assert type(ours) is type(theirs) and ours.offset == theirs.offset
         for new, old in zip(by_position(ours), by_position(theirs), strict=True):
@@ -61,12 +61,12 @@ def by_position(cache: Any) -> list[mx.array]:
     return [cache._temporal_order(x)[:, :, -seen:] for x in (cache.keys, cache.values)]
 
 
-# Always each history by a kind with windows and by one without: they are neighbours.
+# The quick cases include kinds with and without windows.
 @pytest.mark.parametrize(
     ("kind", "tokens"), quick(crossed(KINDS, HISTORIES), ("llama", (90, 0)),
     ("llama-sliding", (5, 0)), ("qwen3", (39, 0)), ("gemma3", (90, 17))), ids=str
 )  # fmt: skip
-def test_round_trips_with_stock(kind: str, tokens: tuple[int, int], tmp_path: Path) -> None:
+def test_prompt_cache_files_round_trip_with_stock(kind: str, tokens: tuple[int, int], tmp_path: Path) -> None:
     model, (prompt_tokens, decoded) = build(kind), tokens
     file, paged_file = str(tmp_path / "stock.safetensors"), str(tmp_path / "paged.safetensors")
     upstream.save_prompt_cache(file, history(model, prompt_tokens, decoded), {"model": "m"})
@@ -89,7 +89,7 @@ def test_round_trips_with_stock(kind: str, tokens: tuple[int, int], tmp_path: Pa
     mlx_paged.pool_of(model).check_integrity()
     mlx_paged.remove_patches()
     ours = upstream.load_prompt_cache(paged_file)
-    own = tolerance_of(kind, prompt_tokens + decoded) if decoded else 0.0  # decode steps past the window turn rings
+    own = tolerance_of(kind, prompt_tokens + decoded) if decoded else 0.0  # decode past the window reorders the ring
     assert_same_contents(ours, upstream.load_prompt_cache(file), own)
     assert_same(goes_on(model, ours), expected, tolerance)
 
@@ -106,8 +106,8 @@ def test_saved_file_names_only_stock_classes(tmp_path: Path) -> None:
     ("other", "message"),
     [
         ({"num_hidden_layers": 1}, "has 1 layers, the model 2"),
-        ({"num_key_value_heads": 3}, "3 KV heads of 32, the model has 2 of 32"),
-        ({"head_dim": 64}, "2 KV heads of 64, the model has 2 of 32"),
+        ({"num_key_value_heads": 3}, "3 KV heads of dimension 32, the model has 2 of 32"),
+        ({"head_dim": 64}, "2 KV heads of dimension 64, the model has 2 of 32"),
     ],
 )
 def test_prompt_cache_of_another_model_is_refused(other: dict[str, int], message: str, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_window_of_another_model_is_refused(tmp_path: Path) -> None:
     file = str(tmp_path / "other.safetensors")
     upstream.save_prompt_cache(file, history(build("gemma3", sliding_window=24), 20, 0))
     mlx_paged.apply_patches()
-    with pytest.raises(PromptCacheError, match="another window"):
+    with pytest.raises(PromptCacheError, match=r"has the window .*size=24"):
         mlx_paged.adopt_prompt_cache(build("gemma3"), upstream.load_prompt_cache(file))
 
 
@@ -170,17 +170,17 @@ def test_mlx_lm_merges_paged_caches_into_its_own_batch() -> None:
             np.testing.assert_array_equal(new, old)
 
 
-def test_quantised_tokens_are_not_merged() -> None:
+def test_merging_quantised_caches_is_refused() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=8, kv_group_size=32))
     model = build("llama")
     caches = [history(model, 20, 0)[0] for _ in range(2)]
-    with pytest.raises(PromptCacheError, match="batch generator takes no QuantizedKVCache"):
+    with pytest.raises(PromptCacheError, match="batch generator does not support QuantizedKVCache"):
         caches[0].merge(caches)
 
 
 @pytest.mark.parametrize("kind", ["llama-sliding", "llama"])
-def test_scripts_that_ask_for_mlx_lms_classes_get_yes(kind: str) -> None:
-    """With the attributes that go with them; ``type`` is the paged one, and nothing of the others is inherited."""
+def test_isinstance_of_a_paged_cache_answers_as_for_stock(kind: str) -> None:
+    """Attributes of those classes exist too; ``type`` is the paged class, which inherits nothing from them."""
     model = build(kind)
     stock = upstream.make_prompt_cache(model)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -194,7 +194,7 @@ def test_scripts_that_ask_for_mlx_lms_classes_get_yes(kind: str) -> None:
         assert isinstance(copy.deepcopy(new), PagedKVCache)
 
 
-def test_a_paged_cache_that_turned_into_mlx_lms_is_one() -> None:
+def test_paged_cache_that_gets_several_rows_becomes_a_stock_cache() -> None:
     model = build("llama")
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     cache = upstream.make_prompt_cache(model)
@@ -222,7 +222,7 @@ def forward(model: Any, tokens: list[int], caches: list[Any]) -> np.ndarray:
 def serve(
     model: Any, store: Any, tokens: list[int], num_new: int, key: Any = KEY, **kind: str
 ) -> tuple[list[int], int]:
-    """Answer a prompt as the server does. Returns all tokens, and how many of the prompt had to be computed."""
+    """Answer a prompt as the server does. Return all tokens, and the number of prompt tokens that were computed."""
     caches, rest = store.fetch_nearest_cache(key, tokens)
     if caches is None:
         caches = upstream.make_prompt_cache(model)
@@ -237,7 +237,7 @@ def serve(
 
 @pytest.mark.parametrize("model", quick(KINDS, "llama"), indirect=True)
 def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
-    """Windows are crossed in the second turn. The answers are those of computing turns anew."""
+    """The second turn crosses the window. Answers equal those of turns computed from scratch."""
     store, pool = PagedPromptCache(), None
     history: list[int] = []
     for turn in range(10):
@@ -245,7 +245,7 @@ def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
         prompt = history + user
         history, computed = serve(model, store, prompt, 6)
         assert computed == len(user), turn
-        if turn in (0, 1, 2, 5, 9):  # a wrong answer would be in all prompts that follow
+        if turn in (0, 1, 2, 5, 9):  # a wrong answer would be in all later prompts
             cold = upstream.make_prompt_cache(model)
             row, tokens = forward(model, prompt, cold), []
             for _ in range(6):
@@ -267,8 +267,8 @@ def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
     assert stats.prefix_hit_tokens > 0
 
 
-def test_stock_gives_up_behind_the_window_and_leaves_nothing_to_compute(model: Any) -> None:
-    """What the drop-in does better: pins mlx-lm's behaviour, so that a change there is noticed."""
+def test_stock_misses_past_the_window_and_may_leave_no_token_to_compute(model: Any) -> None:
+    """Pin the behaviour of mlx-lm that the replacement improves on, so that a change there is noticed."""
     mlx_paged.remove_patches()
     stock, gemma = LRUPromptCache(), build("gemma3")
     tokens = prompt_of(WINDOW + 30).tolist()
@@ -300,8 +300,8 @@ def test_common_prefixes_are_found_to_the_token_and_stored_once(model: Any) -> N
     assert (len(store), store.nbytes, pool.stats().live_blocks) == (0, 0, 0)
 
 
-def test_same_answers_as_stock_for_trimmable_caches(model: Any) -> None:
-    """Random prompts over two tokens: whatever mlx-lm finds, so does the drop-in, but for the token it leaves."""
+def test_trimmable_caches_are_found_wherever_stock_finds_them(model: Any) -> None:
+    """Random prompts over two tokens: the replacement finds all that mlx-lm finds, but leaves a token to compute."""
     store, stock = PagedPromptCache(max_size=None), LRUPromptCache(max_size=1000)
     rng = np.random.default_rng(0)
     for _ in range(40):
@@ -319,7 +319,7 @@ def test_same_answers_as_stock_for_trimmable_caches(model: Any) -> None:
     assert len(store) <= len(stock)
 
 
-def test_one_token_prefix(model: Any) -> None:
+def test_one_token_prefix_is_found(model: Any) -> None:
     store = PagedPromptCache()
     serve(model, store, [5], 0)
     assert store.fetch_nearest_cache(KEY, [5])[0] is None
@@ -327,7 +327,7 @@ def test_one_token_prefix(model: Any) -> None:
     assert caches is not None and caches[0].offset == 1 and rest == [6]
 
 
-def test_keys_are_apart(model: Any) -> None:
+def test_prefixes_of_other_keys_are_not_found(model: Any) -> None:
     store = PagedPromptCache()
     tokens = prompt_of(20).tolist()
     serve(model, store, tokens, 0)
@@ -335,7 +335,7 @@ def test_keys_are_apart(model: Any) -> None:
         assert store.fetch_nearest_cache(other, [*tokens, 1]) == (None, [*tokens, 1])
 
 
-def test_fetched_caches_are_the_callers_own(model: Any) -> None:
+def test_changing_a_fetched_cache_leaves_the_stored_one_unchanged(model: Any) -> None:
     store = PagedPromptCache()
     tokens = prompt_of(20).tolist()
     serve(model, store, tokens, 0)
@@ -347,7 +347,7 @@ def test_fetched_caches_are_the_callers_own(model: Any) -> None:
     assert first[0].offset == 18 and store.fetch_nearest_cache(KEY, [*tokens, 1])[1] == [1]
 
 
-def test_entries_beyond_the_limits_go_least_recently_used_first(model: Any) -> None:
+def test_least_recently_used_entries_are_evicted_beyond_the_limits(model: Any) -> None:
     store = PagedPromptCache(max_size=3)
     prompts = [[n, *prompt_of(17, seed=n).tolist()] for n in range(5)]
     for prompt in prompts[:3]:
@@ -364,12 +364,12 @@ def test_entries_beyond_the_limits_go_least_recently_used_first(model: Any) -> N
     assert len(store) == store.nbytes == 0
     small = PagedPromptCache(max_bytes=1)
     serve(model, small, prompts[0], 0)
-    assert len(small) == 1  # as it alone is over the limit, it stays until the next comes
+    assert len(small) == 1  # a single entry over the limit stays until the next one is inserted
     serve(model, small, prompts[1], 0)
     assert small.fetch_nearest_cache(KEY, [*prompts[0], 1])[0] is None
 
 
-def test_types_are_given_up_in_the_order_of_stock(model: Any) -> None:
+def test_types_are_evicted_in_the_order_of_stock(model: Any) -> None:
     store, stock = PagedPromptCache(), LRUPromptCache()
     kinds = ["system", "assistant", "user", "assistant", "assistant", "user", "system"]
     for number, kind in enumerate(kinds):
@@ -387,7 +387,7 @@ def test_types_are_given_up_in_the_order_of_stock(model: Any) -> None:
     assert len(store) == len(stock) == 0
 
 
-def test_caches_that_are_not_paged_are_kept_by_stock(model: Any) -> None:
+def test_unpaged_caches_are_kept_by_a_stock_store(model: Any) -> None:
     mlx_paged.remove_patches()
     store = PagedPromptCache()
     tokens = prompt_of(20).tolist()
@@ -398,14 +398,14 @@ def test_caches_that_are_not_paged_are_kept_by_stock(model: Any) -> None:
     ring = [RotatingKVCache(max_size=4)]
     ring[0].update_and_fetch(mx.zeros((1, 1, 9, 4)), mx.zeros((1, 1, 9, 4)))
     store.insert_cache("ring", tokens[:9], ring)
-    assert store.fetch_nearest_cache("ring", tokens[:9]) == (None, tokens[:9])  # cannot be cut: computed anew
+    assert store.fetch_nearest_cache("ring", tokens[:9]) == (None, tokens[:9])  # it cannot be trimmed
     caches, rest = store.fetch_nearest_cache("ring", tokens)
     assert caches[0].offset == 9 and rest == tokens[9:]
     store.trim_to(n_sequences=0)
     assert len(store) == store.nbytes == 0
 
 
-def test_a_draft_models_caches_come_along(model: Any) -> None:
+def test_caches_of_a_draft_model_are_stored_with_the_models(model: Any) -> None:
     draft, store = build("gemma3", seed=1), PagedPromptCache()
     tokens = prompt_of(30).tolist()
     target_caches, draft_caches = (upstream.make_prompt_cache(m) for m in (model, draft))
@@ -447,7 +447,7 @@ def test_a_batch_shares_prefixes_with_the_prompt_cache(model: Any) -> None:
     pool.check_integrity()
 
 
-def test_a_model_that_is_unloaded_takes_its_blocks_along() -> None:
+def test_unloading_a_model_removes_its_prefixes() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     store, model = PagedPromptCache(), build("llama")
     serve(model, store, prompt_of(20).tolist(), 0)
@@ -459,7 +459,7 @@ def test_a_model_that_is_unloaded_takes_its_blocks_along() -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"], indirect=True)
-def test_prefixes_come_back_after_a_restart(model: Any, tmp_path: Path) -> None:
+def test_prefixes_are_restored_from_disk_after_a_restart(model: Any, tmp_path: Path) -> None:
     prompt = prompt_of(2 * WINDOW + 5).tolist()
 
     def new_store(model: Any) -> PagedPromptCache:
@@ -485,13 +485,13 @@ def test_prefixes_come_back_after_a_restart(model: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes", [{"rope_theta": 1e6}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, {"rms_norm_eps": 1e-2}]
 )
-def test_prefixes_of_another_configuration_stay_on_disk(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Equal weights in one folder, and config.json was edited: their keys are others."""
+def test_prefixes_of_another_configuration_are_not_restored(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The weights are equal, but config.json was edited, so the keys differ."""
     prompt = prompt_of(100).tolist()
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
 
     def served(model: Any) -> list[int]:
-        """Tokens left to compute of the prompt, in a new process."""
+        """Return the tokens of the prompt left to compute, as in a new process."""
         mlx_paged.patches.cache.pools.forget_pools()
         store = PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: model_identity(model))
         store.learn_layout(KEY, upstream.make_prompt_cache(model))
@@ -505,8 +505,8 @@ def test_prefixes_of_another_configuration_stay_on_disk(changes: dict[str, Any],
     assert served(build("llama", **changes)) == [*prompt, 1]
 
 
-def test_a_pool_keeps_the_identity_it_began_with(tmp_path: Path) -> None:
-    """A model is loaded under a name while blocks of the one before it are still there, and are given up."""
+def test_pool_keeps_the_identity_of_its_own_model(tmp_path: Path) -> None:
+    """A second model is loaded under the same key while blocks of the first still exist."""
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     loaded = [build("llama"), build("llama", seed=9)]
     asked: list[int] = []
@@ -520,11 +520,11 @@ def test_a_pool_keeps_the_identity_it_began_with(tmp_path: Path) -> None:
     old, prompt = loaded[0], prompt_of(40).tolist()
     serve(old, store, prompt, 0)
     serve(old, store, prompt_of(20, seed=1).tolist(), 0)
-    assert len(asked) == 1  # once for each time it is loaded
+    assert len(asked) == 1  # once per load
     loaded.append(new)
     store.learn_layout(KEY, upstream.make_prompt_cache(new))
     assert len(asked) == 2
-    store.close()  # what is of the old model goes to disk, as that
+    store.close()  # blocks of the old model go to disk under its identity
     assert store.fetch_nearest_cache(KEY, [*prompt, 1]) == (None, [*prompt, 1])
 
 
@@ -532,7 +532,7 @@ SALTS = [None, "a", "b", None, "a", "b"]
 
 
 def run(gen: Any, prompts: list[list[int]], salts: list[Any]) -> tuple[list[list[int]], list[int]]:
-    """The answers, and how many tokens each request found."""
+    """Return the answers, and the number of cached tokens of each request."""
     uids = gen.insert_segments(
         [[prompt] for prompt in prompts], [5] * len(prompts), options=[RequestOptions(salt=salt) for salt in salts]
     )
@@ -546,7 +546,7 @@ def run(gen: Any, prompts: list[list[int]], salts: list[Any]) -> tuple[list[list
 
 
 @pytest.mark.parametrize("kind", quick([*KINDS, *RECURRENT], "llama", "mamba"))
-def test_a_burst_shares_within_a_salt(kind: str) -> None:
+def test_burst_shares_prefixes_only_within_a_salt(kind: str) -> None:
     system = prompt_of(2 * WINDOW + 5, seed=1).tolist()
     prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(len(SALTS))]
     expected = [greedy(model_of(kind), mx.array(prompt), 5)[0] for prompt in prompts]
@@ -563,7 +563,7 @@ def test_a_burst_shares_within_a_salt(kind: str) -> None:
 
 
 @pytest.mark.parametrize("paged", [True, False])
-def test_the_prompt_cache_keeps_salts_apart(paged: bool) -> None:
+def test_prompt_cache_separates_salts(paged: bool) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     model, store = build("llama"), PagedPromptCache()
     tokens = prompt_of(30).tolist()
@@ -581,7 +581,7 @@ def test_the_prompt_cache_keeps_salts_apart(paged: bool) -> None:
     assert len(store) == 0
 
 
-def test_salts_are_apart_on_disk(tmp_path: Path) -> None:
+def test_salts_are_separate_on_disk(tmp_path: Path) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     model, tokens = build("llama"), prompt_of(4 * BLOCK + 3).tolist()
 

@@ -1,4 +1,4 @@
-"""One model used by several threads: as with stock mlx-lm, whoever fails, stops or ends in between."""
+"""One model used by several threads, as stock mlx-lm allows, with failing, paused and dropped runs in between."""
 
 import functools
 import gc
@@ -85,17 +85,19 @@ class TestFailedWork:
         pool.check_integrity()
 
     @pytest.mark.parametrize("call", [1, 3])
-    def test_a_processor_that_raises_in_a_thread_leaves_nothing(self, kind: str, call: int) -> None:
+    def test_processor_raising_in_a_thread_leaves_the_pool_usable(self, kind: str, call: int) -> None:
         with pytest.raises(ValueError, match="bad request"):
             in_thread(lambda: generated(kind, 0, logits_processors=[fail_at(call)]))
         self.assert_usable(kind)
 
-    def test_a_processor_that_raises_here_leaves_nothing_for_threads(self, kind: str) -> None:
+    def test_processor_raising_in_the_main_thread_leaves_the_pool_usable(self, kind: str) -> None:
         with pytest.raises(ValueError, match="bad request"):
             generated(kind, 0, logits_processors=[fail_at(3)])
         assert in_thread(lambda: generated(kind, 2)) == solo(kind)[2]
 
-    def test_a_layer_that_raises_in_the_middle_of_a_call(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_layer_raising_during_a_call_leaves_the_pool_usable(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         last = type(model_of(kind).layers[-1].mlp)
         original, here = last.__call__, threading.get_ident()
         calls = itertools.count(1)
@@ -110,7 +112,7 @@ class TestFailedWork:
             in_thread(lambda: generated(kind, 0))
         self.assert_usable(kind)
 
-    def test_a_call_whose_result_nobody_looks_at(self, kind: str) -> None:
+    def test_call_that_is_never_evaluated_leaves_the_pool_usable(self, kind: str) -> None:
         model = model_of(kind)
 
         def call() -> None:
@@ -120,8 +122,8 @@ class TestFailedWork:
         in_thread(call)
         self.assert_usable(kind)
 
-    def test_weights_that_a_thread_cannot_compute(self, kind: str) -> None:
-        """Lazy arrays belong to the thread that made them: stock mlx-lm raises in the other one, too."""
+    def test_lazy_weights_of_another_thread_raise_as_in_stock(self, kind: str) -> None:
+        """Lazy arrays belong to the thread that made them: stock mlx-lm raises in another thread, too."""
         model = model_of(kind)
         greedy(model, PROMPTS[0], 1)
         weights = model.parameters()
@@ -135,7 +137,7 @@ class TestFailedWork:
 @pytest.mark.parametrize(("patched", "kind"), quick(ALL, ("functional", "gemma3")), indirect=["patched"])
 @pytest.mark.usefixtures("patched")
 class TestAtTheSameTime:
-    def test_four_threads_generate(self, kind: str) -> None:
+    def test_four_threads_generate_stock_tokens(self, kind: str) -> None:
         def work(index: int) -> list[list[int]]:
             return [generated(kind, index) for _ in range(3)]
 
@@ -146,7 +148,7 @@ class TestAtTheSameTime:
         pool.check_integrity()
         assert pool.stats().live_blocks == 0
 
-    def test_prompt_caches_are_used_by_hand(self, kind: str) -> None:
+    def test_prompt_caches_used_directly_in_threads_give_stock_tokens(self, kind: str) -> None:
         model = model_of(kind)
 
         def work(index: int) -> list[int]:
@@ -159,13 +161,13 @@ class TestAtTheSameTime:
 
         assert together([functools.partial(work, index) for index in range(4)]) == solo(kind)
 
-    def test_calls_that_are_not_guarded_go_layer_by_layer(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The model's own class is not the one called, as where one model wraps another."""
+    def test_unguarded_calls_in_threads_give_stock_tokens(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The guarded class is not the one called, as when one model wraps another."""
         monkeypatch.setattr("mlx_paged.patches.cache.prompt_cache.guard", lambda model: None)
         unguard()
         assert together([functools.partial(generated, kind, index) for index in range(4)]) == solo(kind)
 
-    def test_batches_in_several_threads(self, kind: str) -> None:
+    def test_batches_in_two_threads_give_stock_tokens(self, kind: str) -> None:
         def work(indices: list[int]) -> list[list[int]]:
             generator = PagedBatchGenerator(model_of(kind))
             uids = generator.insert([PROMPTS[i].tolist() for i in indices], [TOKENS] * len(indices))
@@ -184,10 +186,10 @@ class TestAtTheSameTime:
 @pytest.mark.parametrize(("patched", "kind"), CASES, indirect=["patched"])
 @pytest.mark.usefixtures("patched")
 class TestHandedOver:
-    def test_a_generator_goes_on_in_another_thread(self, kind: str) -> None:
+    def test_generator_continues_in_another_thread(self, kind: str) -> None:
         steps = _steps(kind, 0)
         first = in_thread(lambda: [next(steps)[0] for _ in range(5)])
-        # Not to its end: mlx-lm's generator cannot leave its stream there.
+        # Not run to its end: mlx-lm's generator cannot exit its stream in another thread.
         assert first + in_thread(lambda: [next(steps)[0] for _ in range(TOKENS - 5)]) == solo(kind)[0]
 
     def test_a_generator_dropped_in_another_thread_frees_its_blocks(self, kind: str) -> None:
@@ -199,7 +201,7 @@ class TestHandedOver:
         pool = pool_of(model_of(kind))
         assert pool is not None and pool.stats().live_blocks == 0
 
-    def test_who_stops_in_the_middle_keeps_nobody_waiting(self, kind: str) -> None:
+    def test_paused_generation_does_not_block_another_thread(self, kind: str) -> None:
         stopped, go_on = threading.Event(), threading.Event()
 
         def slow() -> list[int]:
@@ -223,14 +225,14 @@ def _steps(kind: str, index: int) -> Iterator[Any]:
     return steps
 
 
-def test_two_models_at_the_same_time() -> None:
+def test_two_models_in_threads_give_stock_tokens() -> None:
     expected = {kind: solo(kind) for kind in KINDS}
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=32 << 20))
     found = together([functools.partial(generated, kind, index) for kind in KINDS[:2] for index in range(2)])
     assert found == [expected[kind][index] for kind in KINDS[:2] for index in range(2)]
 
 
-def test_calls_of_models_are_put_back() -> None:
+def test_remove_patches_restores_the_call_of_a_model() -> None:
     model = build("llama")
     original = type(model).__call__
     mlx_paged.apply_patches()

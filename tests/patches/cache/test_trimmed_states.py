@@ -1,4 +1,4 @@
-"""mlx-lm's trim_prompt_cache on prompt caches of models with states: back to where a prompt began or ended."""
+"""mlx-lm's trim_prompt_cache for models with states: only to where a prompt began or ended."""
 
 import copy
 from typing import Any
@@ -34,7 +34,7 @@ def offset_of(cache: list[Any]) -> int:
 
 
 def chat(model: Any, cache: list[Any], *prompts: Any) -> tuple[list[int], np.ndarray]:
-    """Turns of a chat; what the last one gives."""
+    """Run turns of a chat; return tokens and log probabilities of the last one."""
     for prompt in prompts:
         answer = greedy(model, prompt, TURN, prompt_cache=cache, prefill_step_size=8)
     return answer
@@ -45,7 +45,7 @@ def assert_equal(got: tuple[list[int], np.ndarray], expected: tuple[list[int], n
 
 
 @pytest.mark.parametrize("kind", quick(HYBRIDS, "qwen3_next", "lfm2", single=True))
-def test_trimmed_turns_go_on_as_if_they_had_never_been(kind: str) -> None:
+def test_trimmed_turns_do_not_affect_later_ones(kind: str) -> None:
     model = model_configs.build(kind)
     first, then = (chat(model, upstream.make_prompt_cache(model), *each) for each in ((FIRST,), (FIRST, THIRD)))
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -56,11 +56,11 @@ def test_trimmed_turns_go_on_as_if_they_had_never_been(kind: str) -> None:
     count = offset_of(cache) - answered
     assert upstream.trim_prompt_cache(cache, count) == count and offset_of(cache) == answered
     assert_equal(chat(model, cache, THIRD), then)
-    # To the end of the first prompt, but for its last token: the answer is given again.
+    # To the end of the first prompt except its last token: the same answer follows.
     count = offset_of(cache) - (FIRST.size - 1)
     assert upstream.trim_prompt_cache(cache, count) == count and offset_of(cache) == FIRST.size - 1
     assert_equal(chat(model, cache, FIRST[-1:]), first)
-    # To nothing at all.
+    # To an empty cache.
     count = offset_of(cache)
     assert upstream.trim_prompt_cache(cache, count + 100) == count
     assert_equal(chat(model, cache, FIRST, THIRD), then)
@@ -78,27 +78,27 @@ def model() -> Any:
 
 
 def refuses(cache: list[Any], num_tokens: int) -> bool:
-    """Whether a cache stays as it is, and says so."""
+    """Return whether trimming reports 0 tokens and leaves the cache unchanged."""
     before = offset_of(cache), [part.nbytes for part in leaves(cache)]
     trimmed = upstream.trim_prompt_cache(cache, num_tokens)
     return trimmed == 0 and before == (offset_of(cache), [part.nbytes for part in leaves(cache)])
 
 
-def test_lengths_whose_states_are_gone_are_refused_as_by_stock(model: Any) -> None:
+def test_trimming_to_a_length_without_states_is_refused(model: Any) -> None:
     cache = upstream.make_prompt_cache(model)
     assert refuses(cache, 1)
     chat(model, cache, FIRST, SECOND)
     length, answered = offset_of(cache), FIRST.size + TURN
     kept = {0, FIRST.size - 1, answered, answered + SECOND.size - 1}
-    assert all(refuses(cache, length - end) for end in range(length) if end not in kept)  # not within a prompt either
+    assert all(refuses(cache, length - end) for end in range(length) if end not in kept)  # also inside a prompt
     assert refuses(cache, 0) and refuses(cache, -1)
-    assert not upstream.can_trim_prompt_cache(cache)  # not by any number
+    assert not upstream.can_trim_prompt_cache(cache)  # not by an arbitrary number
     assert refuses(copy.deepcopy(cache), length - answered)
     assert upstream.trim_prompt_cache(cache, length - answered) == length - answered
     assert refuses(cache, 0)
 
 
-def test_states_of_tokens_that_were_trimmed_are_forgotten(model: Any) -> None:
+def test_trimming_drops_the_states_of_the_trimmed_tokens(model: Any) -> None:
     cache = upstream.make_prompt_cache(model)
     chat(model, cache, FIRST, SECOND)
     answered, end = FIRST.size + TURN, FIRST.size + TURN + SECOND.size - 1
@@ -107,7 +107,7 @@ def test_states_of_tokens_that_were_trimmed_are_forgotten(model: Any) -> None:
     assert offset_of(cache) > end and refuses(cache, offset_of(cache) - end)
 
 
-def test_a_full_window_is_not_trimmed() -> None:
+def test_cache_with_a_full_window_is_not_trimmed() -> None:
     model = model_configs.build("recurrent_gemma")
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     cache = upstream.make_prompt_cache(model)
@@ -115,7 +115,7 @@ def test_a_full_window_is_not_trimmed() -> None:
     assert refuses(cache, offset_of(cache) - (FIRST.size - 1))
 
 
-def test_copies_are_few_and_go_when_blocks_need_their_bytes(model: Any) -> None:
+def test_kept_states_are_limited_and_evicted_when_blocks_need_memory(model: Any) -> None:
     cache = upstream.make_prompt_cache(model)
     chat(model, cache, *[SECOND] * MOST_KEPT)
     pool = mlx_paged.pool_of(model)

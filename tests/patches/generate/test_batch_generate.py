@@ -1,4 +1,4 @@
-"""Batches under the patches: each row is stock mlx-lm's run of that request alone; caches that go in and come out."""
+"""Batches under the patches: each row equals stock mlx-lm's solo run; caches that are given and returned."""
 
 import contextlib
 import gc
@@ -40,12 +40,12 @@ from tests.support.models.batch_runs import (
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT, build_recurrent
 
-# Around blocks, chunks and windows; 17 rows of 1 to 300 tokens.
+# Lengths around those of blocks, chunks and windows; 17 rows of 1 to 300 tokens.
 LENGTHS = (1, 300, 2, 33, 8, 40, 7, 150, 64, 1, 41, 129, 39, 16, 80, 5, 100)
 
 
 COUNTS = (1, 2, 17)
-# Always all rows with windows and without, and each kind.
+# Every kind, and all rows with windows and without.
 SAMPLE = [("gemma3", 17), ("qwen3", 17), ("llama", 1), ("llama-sliding", 2)]
 
 
@@ -54,7 +54,7 @@ def specs_of(count: int, num_tokens: int = 12) -> list[Spec]:
 
 
 def run_batch(kind: str, specs: list[Spec], config: PagedConfig | None = None, **options: Any) -> Any:
-    """All requests at once; each is compared with its solo run. Returns the generator."""
+    """Run all requests at once, compare each with its solo run, and return the generator."""
     make_solos(kind, specs)
     mlx_paged.apply_patches(config or PagedConfig(block_size=8))
     gen = generator(model_of(kind), **options)
@@ -79,14 +79,14 @@ def test_rows_equal_their_solo_runs(kind: str, count: int) -> None:
 @pytest.mark.parametrize("count", range(1, 18))
 @pytest.mark.parametrize("block_size", [8, 32, 128])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_batch_size(kind: str, block_size: int, count: int) -> None:
+def test_rows_equal_their_solo_runs_at_every_batch_size(kind: str, block_size: int, count: int) -> None:
     run_batch(kind, specs_of(count, 40), PagedConfig(block_size=block_size), prefill_step_size=96)
     check_released(kind)
 
 
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", quick(["llama", pytest.param("qwen3", marks=pytest.mark.slow), "gemma3"], "llama"))
-def test_joining_and_finishing_at_random(kind: str) -> None:
+def test_rows_that_join_and_finish_at_random_equal_solo_runs(kind: str) -> None:
     rng = random.Random(kind)
     specs = [Spec(rng.choice((1, 9, 32, 77, 150)), rng.randint(1, 30), seed=n) for n in range(12)]
     make_solos(kind, specs)
@@ -104,7 +104,7 @@ def test_joining_and_finishing_at_random(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", quick(["llama", "gemma3"], "gemma3"))
-def test_live_blocks_are_those_of_the_sequences(kind: str) -> None:
+def test_live_blocks_are_those_of_the_rows(kind: str) -> None:
     specs = specs_of(7)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = generator(model_of(kind), completion_batch_size=4, prefill_batch_size=4, prefill_step_size=64)
@@ -125,13 +125,13 @@ def _blocks_of_the_rows(gen: Any, pool: mlx_paged.BlockPool) -> int:
     return sum(-(-n // pool.block_size) - start // pool.block_size for n, start in starts)
 
 
-SHORT, LONG = ((30, 25, 20, 15), 40, 16, 2), ((60, 45, 50, 15), 50, 2048, 1)  # than windows
+SHORT, LONG = ((30, 25, 20, 15), 40, 16, 2), ((60, 45, 50, 15), 50, 2048, 1)  # prompts shorter and longer than windows
 
 
 @pytest.mark.parametrize(
     ("kind", "case"), quick([("llama", SHORT), ("gemma3", LONG), ("qwen3", SHORT)], ("gemma3", LONG))
 )
-def test_preempted_requests_deliver_their_solo_tokens_once(kind: str, case: tuple[Any, ...]) -> None:
+def test_preempted_requests_deliver_each_solo_token_once(kind: str, case: tuple[Any, ...]) -> None:
     lengths, num_tokens, step, preemptions = case
     model = model_of(kind)
     specs = [Spec(length, num_tokens, seed=length) for length in lengths]
@@ -149,7 +149,7 @@ def test_recurrent_states_are_not_padded(kind: str) -> None:
 
 
 def test_stock_pads_recurrent_states() -> None:
-    """The defect the test above guards against, so that it is known to look in the right place."""
+    """Stock has the defect that the test above guards against, so that test can detect it."""
     specs = specs_of(4, 4)
     make_solos("mamba", specs)
     gen = generator(model_of("mamba"))
@@ -164,7 +164,7 @@ def test_stock_pads_recurrent_states() -> None:
 # Arguments -----------------------------------------------------------------------------------------------------
 
 
-def test_too_large_a_request_is_refused_before_anything_changes() -> None:
+def test_request_larger_than_budget_is_refused_before_any_change() -> None:
     model = model_of("llama")
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 10, 8)))
     gen = generator(model)
@@ -187,7 +187,7 @@ def test_bad_arguments_raise_as_in_mlx_lm() -> None:
 # Options ---------------------------------------------------------------------------------------------------------
 
 
-def test_samplers_processors_and_stop_sequences_are_each_rows_own() -> None:
+def test_each_row_has_its_own_sampler_processors_and_stop_sequences() -> None:
     model = model_of("llama")
     specs = [Spec(20, 24, seed=n) for n in range(5)]
     make_solos("llama", specs)
@@ -212,7 +212,7 @@ def test_samplers_processors_and_stop_sequences_are_each_rows_own() -> None:
     assert got == expected
     assert got[4][1] == "stop" and len(got[4][0]) < 24
     assert got[0][0] == solo("llama", specs[0])[0] == got[0][0]
-    # The same in a pool that makes rows wait and come back.
+    # Again in a pool so small that rows are preempted.
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 17, 8)))
     assert run() == expected
     assert mlx_paged.pool_of(model).stats().preemptions > 0
@@ -240,7 +240,7 @@ def test_batch_generate_equals_stock(capsys: pytest.CaptureFixture[str]) -> None
     assert "Finished processing 3/3" in capsys.readouterr().out
 
 
-def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> None:
+def test_patch_replaces_and_restores_batch_generator_wherever_imported() -> None:
     import mlx_lm.server
 
     original = mlx_lm_generate.BatchGenerator
@@ -255,7 +255,7 @@ def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> 
 @pytest.mark.parametrize(
     ("kind", "in_place"), quick(crossed(["llama", "llama-sliding", "gemma3"], [False, True]), ("gemma3", False))
 )  # fmt: skip
-def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_place: bool) -> None:
+def test_pool_grows_at_most_to_what_its_requests_can_need(kind: str, in_place: bool) -> None:
     lengths, num_tokens = (200, 5, 60, 90, 40), 20
     with fake_kernels() if in_place else contextlib.nullcontext():
         mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -268,7 +268,7 @@ def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_
         most = sum(-(-(n + num_tokens) // 8) for n in lengths)
         assert all(group.allocator.num_blocks - 1 <= most for group in pool.groups)
         total = pool.stats().total_blocks
-        # Another that may generate without end: as ever, with some room.
+        # A request with an unlimited answer: the pool grows by more than is needed at once, as usual.
         nearly_all = max(group.allocator.num_blocks for group in pool.groups) * 8 - 16
         uids = gen.insert([prompt_of(nearly_all).tolist()], [1 << 40])
         while pool.stats().total_blocks == total:
@@ -278,7 +278,7 @@ def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_
         pool.check_integrity()
 
 
-def test_many_steps_leave_no_chain_of_graph_nodes(tmp_path) -> None:
+def test_graph_does_not_grow_with_the_number_of_steps(tmp_path) -> None:
     for kind in ("gemma3", "falcon_h1"):
         mlx_paged.apply_patches(PagedConfig(block_size=8))
         model = model_of(kind)
@@ -310,7 +310,7 @@ def _arrays(cache: Any) -> list[mx.array]:
 
 @pytest.mark.usefixtures("kernels", "no_fall_through")
 @pytest.mark.parametrize(("kind", "num_blocks"), quick(crossed(["llama", "gemma3"], [None, 40]), ("llama", None)))
-def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num_blocks: int | None) -> None:
+def test_in_place_kernels_give_each_row_its_solo_tokens(kind: str, num_blocks: int | None) -> None:
     model = build(kind, head_dim=64)
     lengths = (1, 90, 33, 8, 50, 130)
     expected = [greedy(model, prompt_of(n, seed=n), 24) for n in lengths]
@@ -337,7 +337,7 @@ def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num
 @pytest.mark.parametrize(
     ("kind", "num_blocks"), quick(crossed(["llama", "gemma3"], [None, 20]), ("gemma3", 20))
 )  # fmt: skip
-def test_prefixes_are_adopted_and_donated_and_make_room(kind: str, num_blocks: int | None) -> None:
+def test_prefixes_are_shared_and_evicted_when_blocks_run_out(kind: str, num_blocks: int | None) -> None:
     model = model_of(kind)
     specs = [Spec(60, 8, seed=1), Spec(60, 20, seed=1), Spec(37, 8, seed=2), Spec(1, 4, seed=3), Spec(60, 8, seed=1)]
     make_solos(kind, specs)
@@ -356,7 +356,7 @@ def test_prefixes_are_adopted_and_donated_and_make_room(kind: str, num_blocks: i
             assert outcome.all_tokens == spec.prompt + outcome.tokens
         pool.check_integrity()
     stats = pool.stats()
-    if kind == "llama":  # behind a window, a prefix shorter than what was donated may be held no more
+    if kind == "llama":  # behind a window, a prefix shorter than the donated one may no longer be held
         assert stats.prefix_hit_tokens >= 2 * 59
         assert num_blocks is None or stats.evictions > 0
     assert stats.live_blocks == stats.cached_blocks > 0
@@ -365,7 +365,7 @@ def test_prefixes_are_adopted_and_donated_and_make_room(kind: str, num_blocks: i
 # Handed in ------------------------------------------------------------------------------------------------------
 
 
-def test_segments_end_chunks_and_their_caches_can_be_extracted() -> None:
+def test_chunks_end_at_segments_and_caches_can_be_extracted_there() -> None:
     model, prompt = model_of("llama"), prompt_of(60).tolist()
     spec = Spec(60, 8)
     make_solos("llama", [spec])
@@ -402,7 +402,7 @@ def test_segments_end_chunks_and_their_caches_can_be_extracted() -> None:
 @pytest.mark.parametrize(
     ("kind", "paged"), quick(crossed(["llama", "gemma3"], [True, False]), ("llama", True), ("gemma3", False))
 )  # fmt: skip
-def test_caches_handed_in_go_on_where_they_end(kind: str, paged: bool) -> None:
+def test_given_caches_are_continued_from_their_end(kind: str, paged: bool) -> None:
     model, spec = model_of(kind), Spec(70, 10)
     make_solos(kind, [spec])
     stock = make_prompt_cache(model)
@@ -424,7 +424,7 @@ def test_caches_handed_in_go_on_where_they_end(kind: str, paged: bool) -> None:
 
 
 def test_given_cache_survives_preemption() -> None:
-    """Without the tokens behind it, it cannot be computed again: it is kept, only what was added makes room."""
+    """Its tokens are unknown, so it cannot be recomputed: preemption keeps it and releases only what was added."""
     model, first, second = model_of("llama"), Spec(30, 40, seed=1), Spec(60, 40, seed=2)
     make_solos("llama", [first, second])
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 20, 8)))
@@ -460,7 +460,7 @@ def test_unusable_caches_are_named_and_nothing_is_inserted() -> None:
     assert gen.insert([[1, 2]], [2], caches=[good]) == [0]
 
 
-def test_caches_that_have_no_form_for_batches_are_computed_one_by_one() -> None:
+def test_models_with_unbatchable_caches_run_one_by_one() -> None:
     class Odd(type(model_of("llama"))):
         def make_cache(self) -> list[Any]:
             return [KVCache(), ConcatenateKVCache(), KVCache()]
@@ -507,7 +507,7 @@ def test_remove_releases_and_returns_caches() -> None:
     check_released("llama")
 
 
-def test_finished_caches_keep_one_row_until_dropped_and_can_go_on() -> None:
+def test_finished_caches_hold_one_row_until_dropped_and_can_be_reused() -> None:
     model, specs = model_of("llama"), [Spec(20, 4, seed=1), Spec(33, 4, seed=2)]
     longer = [Spec(20, 12, seed=1), Spec(33, 12, seed=2)]
     make_solos("llama", specs + longer)
@@ -535,7 +535,7 @@ def _without_last(cache: list[Any]) -> list[Any]:
     return cache
 
 
-def test_a_finished_cache_that_nobody_read_makes_room() -> None:
+def test_unread_finished_cache_is_dropped_when_blocks_run_out() -> None:
     model, specs = model_of("llama"), [Spec(60, 2, seed=1), Spec(60, 2, seed=2)]
     make_solos("llama", specs)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 12, 8)))
@@ -543,13 +543,13 @@ def test_a_finished_cache_that_nobody_read_makes_room() -> None:
     gen.insert([s.prompt for s in specs], [2, 2])
     kept = [r for _, generated in iter(gen.next, ([], [])) for r in generated]
     assert [r.token for r in kept] == [t for s in specs for t in solo("llama", s)[0]]
-    with pytest.raises(PromptCacheError, match="given up"):
+    with pytest.raises(PromptCacheError, match="was dropped"):
         _ = kept[1].prompt_cache
     assert kept[3].prompt_cache[0].offset == 62
 
 
 HISTORY, PROMPT = prompt_of(40, seed=1).tolist(), prompt_of(30, seed=2).tolist()
-# Has no token in common with the others at its beginning.
+# Its first token differs from those of the others.
 OTHER = [1, 2, 3]
 
 
@@ -573,7 +573,7 @@ def drain(generator: Any, tokens: dict[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("preempts", [False, True])
-def test_the_owner_of_a_cache_may_go_on_with_it(preempts: bool) -> None:
+def test_caller_may_continue_a_cache_after_inserting_it(preempts: bool) -> None:
     model = build("llama")
     expected = stock(model, HISTORY + PROMPT, 12)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=16 << 20))
@@ -603,14 +603,14 @@ def test_the_owner_of_a_cache_may_go_on_with_it(preempts: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", quick(["mamba", "mamba2", "rwkv7"], "mamba"))
-def test_a_state_of_unknown_tokens_serves_nobody_else(kind: str) -> None:
+def test_states_of_unknown_tokens_are_not_shared(kind: str) -> None:
     model = build_recurrent(kind)
     alone, continued = stock(model, PROMPT, 8), stock(model, HISTORY + PROMPT, 8)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=16 << 20))
     try:
         generator = PagedBatchGenerator(model, prefixes=SharedPrefixes(RadixTree(prefix_pool_of(model))))
         tokens: dict[int, list[int]] = {}
-        for told in (None, [HISTORY]):  # what is known is shared
+        for told in (None, [HISTORY]):  # states of known tokens are shared
             (first,) = generator.insert([PROMPT], [8], caches=[filled(model, HISTORY)], all_tokens=told)
             drain(generator, tokens)
             (second,) = generator.insert([PROMPT], [8])
@@ -634,7 +634,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_an_insertion_that_fails_leaves_nothing(case: Any) -> None:
+def test_failed_insertion_leaves_no_request(case: Any) -> None:
     model = build("llama")
     expected = stock(model, [7, 8], 5)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=16 << 20))

@@ -1,4 +1,4 @@
-"""Faults at every call that a part of a request's life makes: the request fails, and nothing else does."""
+"""Faults injected into the calls of one phase of a request fail that request only."""
 
 import functools
 import gc
@@ -39,10 +39,10 @@ class Injected(RuntimeError):
 
 
 class Faults:
-    """Counts the calls into the watched files that are made inside of watched methods, and raises at one of them.
+    """Count the calls into the watched files that watched methods make, and raise at one of them.
 
     Attributes:
-        paths: without a fault, the first and the last call by each chain of callers.
+        paths: in a run without a fault, the numbers of the first and the last call by each chain of callers.
     """
 
     def __init__(self, at: int | None = None) -> None:
@@ -50,7 +50,7 @@ class Faults:
         self.calls = 0
         self.paths: dict[tuple[str, ...], tuple[int, int]] = {}
         self.where = ""
-        self.is_after_the_end = False  # raised in giving up what a finished request had left
+        self.is_after_the_end = False  # raised while a finished request's cache was dropped
 
     def watch(self, owner: Any, name: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -75,8 +75,8 @@ class Faults:
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        # A lambda may be the callback of a weak reference, where nothing can be raised.
-        # A generator is also "called" to be closed, where Python drops what it raises.
+        # A lambda may be the callback of a weak reference, where Python ignores exceptions.
+        # A generator is also "called" when it is closed, where Python ignores exceptions, too.
         if event != "call" or code.co_filename not in WATCHED or code.co_name in ("<lambda>", "<genexpr>"):
             return
         self.calls += 1
@@ -99,7 +99,7 @@ class Faults:
 
 @functools.cache
 def model_of(kind: str) -> Any:
-    """Build a model as small as its kind allows: what is counted here is calls."""
+    """Build a small model: only calls are counted here."""
     return build_recurrent(kind) if kind in ("falcon_h1", "qwen3_next", "mamba") else build(kind)
 
 
@@ -113,8 +113,7 @@ def solos(kind: str, new: int) -> list[list[int]]:
 
 
 class Scene:
-    """A generator over a pool of its own, with or without a prefix cache, with or without caches handed in, and with or
-    without packs of prompts."""
+    """A generator over its own pool, with or without a prefix cache, given caches, and packs of prompts."""
 
     def __init__(
         self, kind: str, prefixes: bool, given: bool, num_blocks: int | None = None, new: int = 4, packs: bool = False
@@ -139,7 +138,7 @@ class Scene:
             self.caches = caches
 
     def run(self) -> list[RequestFailedError]:
-        """All requests to their ends; the failures."""
+        """Run all requests to their ends; return the failures."""
         shared = len(SYSTEM)
         if self.caches is None:
             uids = self.gen.insert(PROMPTS, [self.new] * len(PROMPTS))
@@ -163,15 +162,15 @@ class Scene:
             for response in generated:
                 assert response.uid not in failures
                 tokens[response.uid].append(response.token)
-            del prompts, generated, response  # with the caches of finished requests
+            del prompts, generated, response  # they hold the caches of finished requests
         for uid, expected in zip(uids, self.expected, strict=True):
             got = tokens[uid]
             assert got == (expected[: len(got)] if uid in failures else expected)
-            assert uid not in failures or len(got) < self.new  # a request ends in one way
+            assert uid not in failures or len(got) < self.new  # a request fails or finishes, not both
         return list(failures.values())
 
     def check(self) -> None:
-        gc.collect()  # an error's frames may hold tables; that they let go by themselves is tested elsewhere
+        gc.collect()  # an error's frames may hold tables; test_letting_go.py checks that without the collector
         engine = self.gen._engine
         assert not engine.requests and not len(engine.scheduler) and not engine.batch.rows and not engine._noted
         self.pool.collect()
@@ -186,7 +185,7 @@ class Scene:
         assert stats.live_blocks == stats.cached_blocks + held, stats
 
 
-# Parts of a request's life, by the engine's methods that are theirs.
+# Phases of a request, with the engine's methods of each.
 PARTS = {
     "admission": ["admit", "must_wait", "fits"],
     "making room": ["release"],
@@ -214,8 +213,8 @@ CASES += [("plain, prefixes, tight", "making room"), ("plain, prefixes", "joinin
 CASES += [("windows, prefixes", "finishing"), ("hybrid, checkpoints", "finishing")]
 CASES += [("windows, prefixes", "inserting a chunk")]
 CASES += [("packs", "computing prompts"), ("packs, prefixes", "computing prompts")]
-# Outside of the exhaustive run, a case has two faults: of the first call, the middle one and the last one, each is left
-# out in turn. Admission, which is in most scenes, has one in each.
+# The sampled test raises at two of the first, middle and last call of a case, chosen in turn; for admission, which most
+# scenes have, at one of them.
 SAMPLES = [(0, 1), (1, 2), (0, 2)]
 
 
@@ -238,12 +237,12 @@ def with_fault(scene_name: str, part: str, at: int) -> None:
     assert failures or part != "admission" or faults.is_after_the_end, f"{faults.where} was swallowed"
     del failures
     scene.check()
-    assert not scene.run(), "the state is of no use any more"
+    assert not scene.run(), "the state is no longer usable"
     scene.check()
 
 
 def calls_of(scene_name: str, part: str) -> list[int]:
-    """The calls to raise at: of each chain of callers the first and the last."""
+    """Return the calls to raise at: the first and the last by each chain of callers."""
     mlx_paged.remove_patches()
     scene = Scene(*SCENES[scene_name])
     faults = watched(scene, part)
@@ -257,7 +256,7 @@ def calls_of(scene_name: str, part: str) -> list[int]:
     "scene, part", quick(CASES, ("windows, prefixes, caches given", "admission"),
     ("hybrid, checkpoints", "finishing"), ("packs", "computing prompts"))
 )  # fmt: skip
-def test_a_fault_in_a_part_of_one_requests_life_is_that_requests_failure(scene: str, part: str) -> None:
+def test_sampled_faults_fail_only_their_request(scene: str, part: str) -> None:
     calls = calls_of(scene, part)
     turn = CASES.index((scene, part)) % 3
     for index in [turn] if part == "admission" else SAMPLES[turn]:
@@ -265,8 +264,8 @@ def test_a_fault_in_a_part_of_one_requests_life_is_that_requests_failure(scene: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # some hundred runs
+@pytest.mark.timeout(3600)  # hundreds of runs
 @pytest.mark.parametrize("scene, part", CASES)
-def test_a_fault_at_every_call_of_a_part_of_one_requests_life(scene: str, part: str) -> None:
+def test_faults_by_every_chain_of_callers_fail_only_their_request(scene: str, part: str) -> None:
     for at in calls_of(scene, part):
         with_fault(scene, part, at)

@@ -1,5 +1,4 @@
-"""What the batch generator accepts runs, whatever came before, in budgets from barely enough to ample; and when nothing
-is left to do, memory goes back."""
+"""Accepted requests run whatever ran before, in budgets from barely enough to ample. Idle generators return memory."""
 
 import contextlib
 import functools
@@ -36,7 +35,7 @@ CHUNK, SIZE = 32, 8
 
 @functools.cache
 def model_of(kind: str) -> Any:
-    """Small, with a sliding window of 24 tokens in two layers of three."""
+    """Build a small model with a sliding window of 24 tokens in two of its three layers."""
     if kind == "gemma3":
         return build("gemma3", num_hidden_layers=3, sliding_window=24)
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -50,10 +49,10 @@ def solo(kind: str, length: int, seed: int) -> list[int]:
 
 
 class Run:
-    """A generator over a pool with a budget of so many blocks of one layer."""
+    """A generator over a pool whose budget is ``layer_blocks`` blocks of one layer."""
 
     def __init__(self, kind: str, layer_blocks: int, *, cached: bool, spill: SpillStore | None = None, rows: int = 6):
-        registry.remove_patches()  # with its pool
+        registry.remove_patches()  # drops the pool, too
         layer_block = SIZE * 2 * 2 * 32 * 4
         mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kv_cache_memory=layer_blocks * layer_block))
         self.cached, self.model = cached, model_of(kind)
@@ -100,7 +99,7 @@ class Run:
 @pytest.mark.parametrize("cached", [False, *slow(True)])
 def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
     """The burst fills the window group's tensors; the long prompt needs the memory in the global group."""
-    for rounds in range(1 if cached else 0, 2):  # without the prefix cache, in a second pool of the model, too
+    for rounds in range(1 if cached else 0, 2):  # without the prefix cache, repeat in a second pool of the model
         run = Run("gemma3", 130, cached=cached, rows=12)
         budget = PoolBudget(run.pool, chunk=CHUNK)
         longest = max(n for n in range(1, 2000, 7) if budget.holds(n + 4))
@@ -121,8 +120,8 @@ def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
     ("kind", "cached", "layer_blocks"), quick(crossed(["gemma3", "llama-sliding"], [False, True], [40, 61, 90]),
     ("gemma3", False, 40))
 )  # fmt: skip
-def test_the_longest_prompt_that_is_accepted_runs(kind: str, cached: bool, layer_blocks: int) -> None:
-    """In a fresh pool and at once again: with the prefix cache its own prefix takes memory of both groups."""
+def test_longest_accepted_prompt_runs(kind: str, cached: bool, layer_blocks: int) -> None:
+    """It runs in a fresh pool, and again when the prefix cache holds its own prefix in both groups."""
     run = Run(kind, layer_blocks, cached=cached)
     lengths = []
     for length in range(8, 2000, 8):
@@ -140,8 +139,8 @@ def test_the_longest_prompt_that_is_accepted_runs(kind: str, cached: bool, layer
         run.finish()
 
 
-def test_a_cache_that_came_with_a_request_counts_as_well() -> None:
-    """It stays as it is, and what is computed goes on behind a copy: refused at once where both do not fit."""
+def test_given_cache_counts_in_the_size_of_its_request() -> None:
+    """The cache stays unchanged while a copy is continued; the request is refused if both do not fit."""
     for layer_blocks, accepted in ((50, False), (64, True)):
         run = Run("gemma3", layer_blocks, cached=False)
         caches = make_prompt_cache(run.model)
@@ -161,10 +160,10 @@ LENGTHS = (1, 8, 23, 31, 40, 64, 97, 150)
 
 
 def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> int:
-    """Requests at random, some cancelled, some sharing prefixes. Returns how often memory moved."""
+    """Run random requests, some cancelled, some sharing prefixes; return how often the pool shrank."""
     rng = random.Random(seed)
     registry.remove_patches()
-    pairs = [(length, number) for number in range(2) for length in LENGTHS]  # prompts of a number begin alike
+    pairs = [(length, number) for number in range(2) for length in LENGTHS]  # prompts with one number share a prefix
     solos = {pair: solo(kind, *pair) for pair in pairs}
     cached = rng.random() < 0.7
     spill = SpillStore(tmp_path / str(seed)) if cached and rng.random() < 0.3 else None
@@ -190,7 +189,7 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
                     run.gen.remove([uid])
                     del run.expected[uid]
             if rng.random() < 0.3:
-                run.pool.return_memory()  # between steps, while requests run, too
+                run.pool.return_memory()  # between steps, also while requests run
             if rng.random() < 0.3:
                 run.prompts.tidy()
         run.finish()
@@ -198,7 +197,7 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
         return run.pool.stats().shrinks
 
 
-# Always a history with a prefix cache, by one storage on disk, too (4), and one without, for each kind and storage.
+# For each kind and storage a history with a prefix cache, for one storage also on disk (4), and one without.
 @pytest.mark.parametrize(
     ("kind", "in_place", "seeds"), [("gemma3", False, (4,)),
     *slow(("gemma3", False, (6,)), ("gemma3", True, (1, 2)), ("llama-sliding", False, (1, 6)),
@@ -212,7 +211,7 @@ def test_random_histories_run_and_equal_solo_runs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", "llama-sliding"])
-def test_many_random_histories(kind: str, tmp_path: Any) -> None:
+def test_three_hundred_random_histories_run_and_equal_solo_runs(kind: str, tmp_path: Any) -> None:
     for seed in range(300):
         random_history(kind, seed, in_place=seed % 5 == 0, tmp_path=tmp_path)
 
@@ -221,12 +220,12 @@ def test_many_random_histories(kind: str, tmp_path: Any) -> None:
 
 
 def settled_bytes(pool: BlockPool) -> int:
-    """Live and cached blocks, and one growth step."""
+    """Return the bytes of live and cached blocks and of one growth step."""
     return sum(g.bytes_per_block * g.idle_size(pool.memory_budget) for g in pool.groups)
 
 
 @pytest.mark.parametrize("cached", [False, *slow(True)])
-def test_an_idle_generator_gives_memory_back(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_generator_returns_memory(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("gemma3", 40_000, cached=cached, rows=16)
     for seed in range(4):
         run.insert(100, 4, seed)
@@ -235,7 +234,7 @@ def test_an_idle_generator_gives_memory_back(cached: bool, monkeypatch: pytest.M
         run.pool.release(group, run.pool.allocate(group, 500))
     reserved = run.pool.stats().bytes_reserved
     run.step()
-    assert run.pool.stats().bytes_reserved == reserved  # not before some seconds have gone by
+    assert run.pool.stats().bytes_reserved == reserved  # only after some seconds
     monkeypatch.setattr(engine, "IDLE_SECONDS", 0)
     active = mx.get_active_memory()
     run.step()
@@ -251,7 +250,7 @@ def test_an_idle_generator_gives_memory_back(cached: bool, monkeypatch: pytest.M
     run.finish()
 
 
-def test_an_idle_server_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_server_returns_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("gemma3", 40_000, cached=False)
     run.insert(300, 4, 0)
     run.finish()

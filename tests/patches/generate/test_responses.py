@@ -38,7 +38,7 @@ def last_response(gen: Any, length: int = 20) -> Any:
     return last
 
 
-def test_a_response_is_the_dataclass_that_mlx_lms_is() -> None:
+def test_response_is_a_dataclass_like_mlx_lms() -> None:
     model = model_of("llama")
     stock = last_response(generator(model))
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -67,7 +67,7 @@ def test_replace_keeps_the_cache_and_log_probabilities() -> None:
     assert response.logprobs is zeros
 
 
-def test_setting_prompt_cache_to_none_gives_its_blocks_back() -> None:
+def test_setting_prompt_cache_to_none_releases_its_blocks() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     model = model_of("llama")
     gen = generator(model)
@@ -81,7 +81,7 @@ def test_setting_prompt_cache_to_none_gives_its_blocks_back() -> None:
     pool.check_integrity()
 
 
-def test_a_cache_given_up_can_still_be_set() -> None:
+def test_prompt_cache_can_be_set_after_it_was_dropped() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     response = last_response(generator(model_of("llama")))
     assert response.drop_cache()
@@ -103,7 +103,7 @@ def sharing_generator(kind: str) -> tuple[Any, Any]:
 
 
 def tokens_until(gen: Any, uid: int, count: int) -> list[int]:
-    """Tokens of one request, until there are so many or it has finished."""
+    """Return tokens of one request, until there are ``count`` or it has finished."""
     tokens: list[int] = []
     while len(tokens) < count:
         mine = [response for response in gen.next()[1] if response.uid == uid]
@@ -114,14 +114,14 @@ def tokens_until(gen: Any, uid: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", quick(["llama", "gemma3", *RECURRENT], "llama", "mamba", "qwen3_next"))
-def test_after_finish_as_much_is_found_as_after_an_end_token(kind: str) -> None:
+def test_finish_caches_as_many_tokens_as_reaching_the_limit(kind: str) -> None:
     prompt, count = prompt_of(21, seed=1).tolist(), 10
     found = []
     for wanted in (count, 1000):
         gen, _ = sharing_generator(kind)
         (uid,) = gen.insert([prompt], [wanted])
         tokens = tokens_until(gen, uid, count)
-        gen.finish([uid])  # nothing to do where it has ended already
+        gen.finish([uid])  # no effect if it has already ended
         (uid,) = gen.insert([[*prompt, *tokens, *prompt_of(9, seed=2).tolist()]], [1])
         (response,) = [r for _ in range(9) for r in gen.next()[1]][:1]
         found.append((tokens, response.token, response.num_cached))
@@ -131,7 +131,7 @@ def test_after_finish_as_much_is_found_as_after_an_end_token(kind: str) -> None:
     assert found[0][2] >= 21 + count - 1
 
 
-def test_its_blocks_are_free_at_once_and_the_others_go_on() -> None:
+def test_finish_frees_blocks_at_once_and_other_rows_continue() -> None:
     specs = [Spec(20 + n, 24, seed=n) for n in range(4)]
     make_solos("llama", specs)
     gen, pool = sharing_generator("llama")
@@ -145,7 +145,7 @@ def test_its_blocks_are_free_at_once_and_the_others_go_on() -> None:
         block for row in gen._engine.requests.values() for table in row.tables for block in table.block_ids if block
     }
     stats = pool.stats()
-    assert stats.live_blocks == len(held) + stats.cached_blocks  # beyond the other rows' own: the prefix cache's only
+    assert stats.live_blocks == len(held) + stats.cached_blocks  # of the other rows, and of the prefix cache
     rest = {uid: outcome for uid, outcome in outcomes.items() if uid != uids[2]}
     run_all(gen, rest)
     for uid, spec in zip(uids, specs, strict=True):
@@ -154,8 +154,8 @@ def test_its_blocks_are_free_at_once_and_the_others_go_on() -> None:
     assert pool.stats().live_blocks == pool.stats().cached_blocks
 
 
-def test_a_failure_of_the_token_after_the_last_is_not_reported() -> None:
-    """The step that delivers a token samples the next one, and that may fail: the request is over by then."""
+def test_sampling_failure_after_finish_is_not_reported() -> None:
+    """The step that delivers a token also samples the next one, which may fail after the request is finished."""
     gen, pool = sharing_generator("llama")
     calls = 0
 
@@ -173,14 +173,14 @@ def test_a_failure_of_the_token_after_the_last_is_not_reported() -> None:
     assert pool.stats().live_blocks == pool.stats().cached_blocks
 
 
-def test_a_request_that_waits_can_be_finished() -> None:
+def test_waiting_request_can_be_finished() -> None:
     gen, pool = sharing_generator("llama")
     (uid,) = gen.insert([[1, 2, 3]], [5])
     gen.finish([uid])
     assert gen.next() == ([], []) and pool.stats().live_blocks == 0
 
 
-def test_where_mlx_lm_computes_the_request_is_removed() -> None:
+def test_finish_without_patches_removes_the_request() -> None:
     gen = PagedBatchGenerator(model_of("llama"))  # the patches are not applied: nothing is paged
     uids = gen.insert([[1, 2, 3], [4, 5, 6]], [5, 5])
     assert len(tokens_until(gen, uids[0], 2)) == 2

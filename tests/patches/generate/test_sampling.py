@@ -1,4 +1,4 @@
-"""Sampling in batches: whose samplers are known, seeds, and what a step computes, fetches and keeps."""
+"""Sampling in batches: recognised samplers, seeds, and what a step computes, fetches and keeps."""
 
 import copy
 import sys
@@ -56,7 +56,7 @@ def answers(
 # What is recognised -----------------------------------------------------------------------------------------------
 
 
-def test_what_mlx_lm_makes_is_read_back() -> None:
+def test_parameters_of_mlx_lms_samplers_are_recovered() -> None:
     assert known_sampler(make_sampler(0.0)) == {} == known_sampler(sample_utils.greedy_sampler)
     everything = make_sampler(0.7, 0.9, 0.05, 2, 40, 0.5, 0.2, [3])
     assert known_sampler(everything) == {
@@ -70,7 +70,7 @@ def test_what_mlx_lm_makes_is_read_back() -> None:
     assert known_processors([]) == {}
 
 
-def test_what_others_make_is_theirs() -> None:
+def test_other_samplers_and_processors_are_not_recognised() -> None:
     def sampler(logprobs: mx.array) -> mx.array:
         return mx.argmax(logprobs, axis=-1)
 
@@ -82,7 +82,7 @@ def test_what_others_make_is_theirs() -> None:
     assert all(fingerprint(getattr(sample_utils, name)) == known for name, known in KNOWN.items())
 
 
-def test_parameters_that_mlx_lm_refuses_fail_their_row_alone() -> None:
+def test_parameters_that_mlx_lm_refuses_fail_only_their_row() -> None:
     gen = generator(model_of("llama"))
     samplers = [make_sampler(0.0), make_sampler(1.0, top_k=10**6), make_sampler(0.0), make_sampler(1.0, min_p=2.0)]
     prompts = prompts_of(4)
@@ -121,19 +121,19 @@ def seeded(count: int) -> dict[str, Any]:
     }
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch() -> None:
+def test_seed_gives_the_same_tokens_alone_and_in_any_batch() -> None:
     model, prompts, options = model_of("llama"), prompts_of(32), seeded(32)
     whole = answers(generator(model), prompts, **options)
     for size, firsts in ((1, (0, 2, 31)), (2, (10, 30)), (8, (16,))):
         for first in firsts:
             part = slice(first, first + size)
-            mx.random.seed(first)  # plays no part
+            mx.random.seed(first)  # has no effect
             of_part = {name: values[part] for name, values in options.items()}
             assert answers(generator(model), prompts[part], **of_part) == whole[part], (size, first)
     assert len({tuple(tokens) for tokens in whole}) == 32
 
 
-def test_a_seed_gives_the_same_tokens_after_making_room() -> None:
+def test_seed_gives_the_same_tokens_after_preemption() -> None:
     model, prompts, options = model_of("llama"), prompts_of(4), seeded(4)
     expected = answers(generator(model), prompts, **options)
 
@@ -148,9 +148,9 @@ def test_a_seed_gives_the_same_tokens_after_making_room() -> None:
 
 
 @pytest.mark.parametrize("kind", [*slow("llama"), "qwen3_next"])
-def test_a_seed_gives_the_same_tokens_where_rows_wait_for_another_client(kind: str) -> None:
-    """Rows leave the batch while the first token of another client is computed, and join again with the token that they
-    had chosen, and with the states of layers without blocks."""
+def test_seed_gives_the_same_tokens_after_waiting_for_another_client(kind: str) -> None:
+    """Rows leave the batch while another client's first token is computed, and join again with the token that they had
+    sampled and the states of layers without blocks."""
     model, prompts, options = model_of(kind), prompts_of(4), seeded(4)
     expected = answers(generator(model), prompts, **options)
     left: list[int] = []
@@ -179,7 +179,7 @@ def test_rows_without_a_seed_draw_from_the_global_state() -> None:
     assert runs[0][1] == runs[2][1] and runs[0][0] != runs[2][0] and runs[0][2] != runs[2][2]
 
 
-def test_a_callers_own_sampler_runs_beside_the_others() -> None:
+def test_custom_sampler_runs_beside_known_ones() -> None:
     model, prompts = model_of("llama"), prompts_of(4)
     options = seeded(4)
     expected = answers(generator(model), prompts, **options)
@@ -202,8 +202,7 @@ TRANSFERS = ("tolist", "item", "__array__", "__dlpack__", "__bool__", "__int__",
 
 
 class Watch:
-    """Counts what is evaluated, normalised and read by the host, but for the blocks, of which the pool takes care
-    (mlx_paged/kv)."""
+    """Count evaluations, normalisations and reads by the host, except those of the pool (mlx_paged/kv)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts = {"eval": 0, "async_eval": 0, "logsumexp": 0, "transfer": 0}
@@ -221,9 +220,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("setting", [*range(4), "greedy"])
-def test_a_step_is_evaluated_once_fetched_once_and_never_normalised(
-    setting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_evaluates_once_fetches_once_and_never_normalises(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, processors = (make_sampler(0.0), []) if setting == "greedy" else SETTINGS[setting]
     gen = generator(model_of("llama"))
     gen.insert(prompts_of(3), [40] * 3, samplers=[sampler] * 3, logits_processors=[processors] * 3)
@@ -235,14 +232,14 @@ def test_a_step_is_evaluated_once_fetched_once_and_never_normalised(
     assert watch.counts == {"eval": 0, "async_eval": 5, "logsumexp": 0, "transfer": 5}
 
 
-def test_reading_an_array_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_counts_every_read_of_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
     one = mx.array([1])
     assert [one.tolist(), one.item(), int(one), float(one), bool(one)] == [[1], 1, 1, 1.0, True]
     assert watch.counts["transfer"] == 5
 
 
-def test_parameters_become_arrays_when_the_rows_change_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameter_arrays_are_made_only_when_the_rows_change(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     original = token_choice.BatchSampler._settle
     monkeypatch.setattr(token_choice.BatchSampler, "_settle", lambda self: (made.append(self), original(self))[1])
@@ -256,7 +253,7 @@ def test_parameters_become_arrays_when_the_rows_change_only(monkeypatch: pytest.
     assert len(made) == before
 
 
-def test_responses_that_are_kept_hold_their_own_rows_only() -> None:
+def test_kept_responses_hold_only_their_own_rows() -> None:
     model = model_of("llama")
     vocab, batch, steps = model.args.vocab_size, 16, 30
     gen = generator(model)
@@ -279,14 +276,14 @@ def test_responses_that_are_kept_hold_their_own_rows_only() -> None:
 
 
 class PeekingAttention(llama.Attention):
-    """Attention that reads arrays of its cache, which pages do not have: the model's batches are mlx-lm's own."""
+    """Attention that reads arrays that paged caches lack, so that batches of the model are mlx-lm's own."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         assert cache is None or cache.keys is None or cache.values is not None
         return super().__call__(x, mask, cache)
 
 
-def test_batches_of_mlx_lm_are_sampled_as_the_options_say() -> None:
+def test_batches_of_mlx_lm_are_sampled_by_the_given_options() -> None:
     model = copy.deepcopy(model_of("llama"))
     for layer in model.layers:
         layer.self_attn.__class__ = PeekingAttention
@@ -297,6 +294,6 @@ def test_batches_of_mlx_lm_are_sampled_as_the_options_say() -> None:
     processors = [make_logits_processors(dict(each.logit_bias) or None, each.repetition_penalty) for each in chosen]
     assert got == answers(generator(model), prompts, logits_processors=processors)
     assert got[1] == [7] * NEW and got[2] != answers(generator(model), prompts)[2]
-    with pytest.raises(ConfigError, match="one for each of 3 prompts, got 2"):
+    with pytest.raises(ConfigError, match=r"expected 3 \(one per prompt\), got 2"):
         answers(gen, prompts, options=[RequestOptions()] * 2)
-    assert answers(gen, prompts[:1]) == got[:1], "the generator goes on"
+    assert answers(gen, prompts[:1]) == got[:1], "the generator still works"

@@ -1,4 +1,4 @@
-"""Speculative decoding on the caches of two models in one list, where layers share keys and have none of their own."""
+"""Speculative decoding with the caches of two models in one list, for models whose layers share keys."""
 
 from typing import Any
 
@@ -23,14 +23,14 @@ def run(step: Any, model: Any, draft: Any, length: int, **options: Any) -> list[
     return [int(token) for token, *_ in step(prompt, model, draft, max_tokens=12, **options)]
 
 
-def test_only_mlx_lms_own_cut_is_moved() -> None:
+def test_two_caches_moves_only_the_cut_at_the_number_of_layers() -> None:
     caches = TwoCaches("abcdefg", 5, 3)
     assert caches[:5] == ["a", "b", "c"] and caches[5:] == ["d", "e", "f", "g"]
     assert caches[1] == "b" and caches[:4] == ["a", "b", "c", "d"] and caches[1:5] == ["b", "c", "d", "e"]
 
 
 @pytest.mark.parametrize("name", quick(SHARED, "gemma3n"))
-def test_a_prompt_cache_of_both_models_gives_the_tokens_of_none(name: str) -> None:
+def test_prompt_cache_of_both_models_gives_stock_tokens(name: str) -> None:
     model, draft = model_configs.build(name), model_configs.build(name)
     draft.update(tree_map(lambda w: w * 1.02, draft.parameters()))
     expected = run(stock_step, model, draft, 5)

@@ -1,4 +1,4 @@
-"""A kernel text that only a later step needs and that does not compile: every request goes on, over gathered blocks."""
+"""If a kernel text that a later step needs does not compile, every request continues over gathered blocks."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -51,8 +51,8 @@ def solo(model: Any, prompt: mx.array, count: int) -> list[int]:
 
 @contextmanager
 def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any) -> Iterator[Launched]:
-    """Paged, over stand-ins. At the end: the text was met, one warning was given, the dispatch says why blocks were
-    gathered since then, and no block is held."""
+    """Apply the patches over stand-in kernels. At the end, check that the broken text was tried once, one warning was
+    given, the dispatch has the reason for gathering, and no block is live."""
     with fake_kernels(), broken_texts(is_broken) as launched, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         mlx_paged.apply_patches(PagedConfig(block_size=8, **config))
@@ -75,7 +75,7 @@ def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any
     quick([(a, *b) for a in [several_partitions, merge] for b in [("llama", 0), ("gemma3", 10**6)]],
     (several_partitions, "llama", 0), (merge, "gemma3", 1000000))
 )  # fmt: skip
-def test_a_generation_whose_table_grows_goes_on(
+def test_generation_continues_when_its_table_grows_past_one_partition(
     monkeypatch: pytest.MonkeyPatch, kind: str, patience: int, is_broken: Callable[[Text], bool]
 ) -> None:
     """With compiled steps and without; 32 blocks of 8 are one partition, more of them are several."""
@@ -87,7 +87,7 @@ def test_a_generation_whose_table_grows_goes_on(
 
 
 @pytest.mark.parametrize(("kind", "patience"), slow(("llama", 0), ("llama-sliding", 10**6), ("gemma3", 10**6)))
-def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, kind: str, patience: int) -> None:
+def test_batch_continues_when_it_gets_more_rows(monkeypatch: pytest.MonkeyPatch, kind: str, patience: int) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", patience)
     model = MODELS[kind]
     prompts = [prompt_of(5 + 9 * row, seed=row) for row in range(9)]
@@ -108,8 +108,8 @@ def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, ki
 
 
 @pytest.mark.parametrize("kind", slow(*KINDS))
-def test_a_few_tokens_of_several_rows_go_on(kind: str) -> None:
-    """Rows with drafts get different numbers of tokens in one launch; its text is the first that does not compile."""
+def test_rows_with_drafts_continue(kind: str) -> None:
+    """Rows with drafts have different numbers of tokens in a launch, whose text is the first that fails to compile."""
     model = MODELS[kind]
     prompts = [prompt_of(length, seed=length).tolist() for length in (3, 5, 7, 8)]
     stock = [solo(model, mx.array(prompt), 26) for prompt in prompts]
@@ -127,7 +127,7 @@ def test_a_few_tokens_of_several_rows_go_on(kind: str) -> None:
         assert mlx_paged.pool_of(model).stats().accepted_tokens > 0
 
 
-def test_a_verification_of_drafts_goes_on() -> None:
+def test_verification_of_drafts_continues() -> None:
     model, draft, prompt = MODELS["llama"], perturbed("llama", 0.02, head_dim=64), prompt_of(60)
 
     def run() -> list[int]:
@@ -138,8 +138,8 @@ def test_a_verification_of_drafts_goes_on() -> None:
         assert run() == stock
 
 
-def test_a_text_is_tried_while_mlx_traces_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled step has 4 rows more than the batch, and so a text of its own."""
+def test_text_is_tried_while_mlx_traces_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled step has 8 rows more than the batch, and so needs another text."""
     monkeypatch.setattr(compiled_step, "PATIENCE", 0)
     monkeypatch.setattr(compiled_step, "padded_rows", lambda num_rows: num_rows + 8)
     model, prompt = MODELS["llama"], prompt_of(20)

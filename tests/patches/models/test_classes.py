@@ -1,5 +1,5 @@
-"""One model of each class through everything that is built on caches: speculative decoding, prompt caches kept, saved
-and loaded, prefixes shared in a batch, and the server. Prompts are longer than windows, except where it says so."""
+"""One model of each class with all that is built on caches: speculative decoding, prompt caches over turns and in
+files, prefixes shared in a batch, and the server. Prompts are longer than windows unless stated otherwise."""
 
 import gc
 import importlib
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
     @property
     def sharing(self) -> str:
-        """What docs/models.md says of its prefixes: "yes", or "checkpoints"."""
+        """How its prefixes are shared, by docs/models.md: "yes" or "checkpoints"."""
         return lines_of_page()[MODELS[self.kind]].split(" | ")[11]
 
     @property
@@ -69,13 +69,13 @@ class Case(NamedTuple):
 
 
 def always(*kinds: str) -> pytest.MarkDecorator:
-    """Run these classes in every run; the others go the same way here, or are tried in other tests."""
+    """Run these classes in every run; the others take the same path here or are covered by other tests."""
     return pytest.mark.parametrize("case", quick(MODELS, *kinds), indirect=True)
 
 
 @pytest.fixture(params=MODELS)
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    """Nothing may fall through."""
+    """Build the model of a class, and fail if anything falls through to stock mlx-lm."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", mlx_paged.NotPagedWarning)
         yield Case(request.param, model_configs.build(MODELS[request.param]))
@@ -86,7 +86,7 @@ def prompt_of(length: int, seed: int = 0) -> mx.array:
 
 
 def assert_paged_and_whole(model: Any, path: str = "gather") -> None:
-    """Attention ran over the pool's blocks, and all of them are back."""
+    """Check that attention last took ``path``, and that all of the pool's blocks are free again."""
     assert mlx_paged.last_dispatch().path == path
     gc.collect()
     pool = mlx_paged.pool_of(model)
@@ -98,7 +98,7 @@ def assert_paged_and_whole(model: Any, path: str = "gather") -> None:
 
 
 def draft_of(case: Case) -> Any:
-    """The model with noise on its weights: right now and then, so that tokens are kept and trimmed."""
+    """Return the model with noise on its weights: some of its drafts are accepted, and some are rejected."""
     draft = model_configs.build(MODELS[case.kind])
     scale = 0.05 if case.kind == "sliding" else 0.2
     mx.random.seed(2)
@@ -107,7 +107,7 @@ def draft_of(case: Case) -> Any:
 
 
 def speculate(case: Case, draft: Any, length: int, num_tokens: int, **options: Any) -> Any:
-    """The tokens, whether each is the draft's, and its log-probabilities; or what was raised."""
+    """Return each token, whether it was drafted, and the log probabilities; or the error's type and text."""
     tokenizer, prompt = plain_tokenizer(), prompt_of(length)
     try:
         responses = list(
@@ -124,8 +124,8 @@ def assert_speculated_alike(got: Any, expected: Any) -> None:
 
 
 @always("hybrid")
-def test_speculative_decoding(case: Case) -> None:
-    """Within a window, across its edge, and beyond it, where mlx-lm takes nothing back."""
+def test_speculative_decoding_equals_stock(case: Case) -> None:
+    """Run within a window, across its edge, and beyond it, where mlx-lm cannot trim."""
     draft = draft_of(case)
     runs = ((5, WINDOW - 5), (9, 20), (2 * WINDOW + 6, 16))
     alone = greedy(case.model, prompt_of(5), WINDOW - 5)[0]
@@ -145,8 +145,8 @@ def test_speculative_decoding(case: Case) -> None:
 
 
 @always("global", "hybrid", "shared keys")
-def test_speculative_decoding_on_a_prompt_cache(case: Case) -> None:
-    """Refused, as mlx-lm does, where the cache cannot be cut: a full window, or states."""
+def test_speculative_decoding_on_a_prompt_cache_equals_stock(case: Case) -> None:
+    """Refused, as by mlx-lm, if the cache cannot be trimmed: a full window, or states."""
     draft = draft_of(case)
 
     def run() -> Any:
@@ -166,7 +166,7 @@ def test_speculative_decoding_on_a_prompt_cache(case: Case) -> None:
 
 
 @always("sliding")
-def test_a_prompt_cache_over_turns_saved_and_loaded(case: Case, tmp_path: Path) -> None:
+def test_prompt_cache_over_turns_and_files_equals_stock(case: Case, tmp_path: Path) -> None:
     files = {by: str(tmp_path / f"{by}.safetensors") for by in ("stock", "paged")}
 
     def turn(number: int, cache: list[Any]) -> tuple[list[int], np.ndarray]:
@@ -180,13 +180,13 @@ def test_a_prompt_cache_over_turns_saved_and_loaded(case: Case, tmp_path: Path) 
         return results, cache
 
     def assert_same(got: tuple[list[int], np.ndarray], wanted: tuple[list[int], np.ndarray]) -> None:
-        # Past its window a model differs from mlx-lm's run, which sums in the order of its ring, in the last bits.
+        # Past the window mlx-lm sums in the order of its ring, so the last bits differ.
         assert got[0] == wanted[0] and rms(got[1], wanted[1]) <= (1e-5 if case.has_windows else 1e-6)
 
     expected, _ = two_turns_and_save("stock")
     third = turn(2, upstream.load_prompt_cache(files["stock"]))
     forgotten = turn(2, upstream.make_prompt_cache(case.model))
-    assert forgotten[0] != third[0]  # what is kept matters
+    assert forgotten[0] != third[0]  # the cache affects the tokens
 
     mlx_paged.apply_patches(CONFIG)
     got, cache = two_turns_and_save("paged")
@@ -213,7 +213,7 @@ def test_a_prompt_cache_over_turns_saved_and_loaded(case: Case, tmp_path: Path) 
 
 
 def answers_of(gen: Any, requests: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """The tokens of each request, and how many of its prompt's were found."""
+    """Return the tokens of each request, and how many tokens of its prompt were cached."""
     tokens: dict[int, list[int]] = {uid: [] for uid in gen.insert(requests)}
     cached: dict[int, int] = {}
     while any(answer := gen.next()):
@@ -224,8 +224,8 @@ def answers_of(gen: Any, requests: list[list[int]]) -> tuple[list[list[int]], li
 
 
 @always("hybrid in turn")
-def test_prefixes_are_shared(case: Case) -> None:
-    """By the requests of a burst, by the first one again, and by the chat that goes on from it."""
+def test_prefixes_are_shared_in_a_burst_and_later(case: Case) -> None:
+    """Shared by the requests of a burst, by the first one repeated, and by a chat that continues it."""
     system, new = prompt_of(3 * WINDOW + 9, seed=1).tolist(), 12
     prompts = [[*system, n, *prompt_of(5, seed=n).tolist()] for n in (2, 3, 4)]
     expected = [greedy(case.model, mx.array(p), new, prefill_step_size=CHUNK)[0] for p in prompts]
@@ -241,7 +241,7 @@ def test_prefixes_are_shared(case: Case) -> None:
 
     got, num_cached = answers_of(gen, prompts)
     assert got == expected
-    slack = BLOCK if case.has_windows else 0  # behind a window, what was computed is found at whole blocks
+    slack = BLOCK if case.has_windows else 0  # behind a window, prefixes are found only at whole blocks
     assert num_cached[0] == 0 and all(len(system) - slack <= found <= len(system) for found in num_cached[1:])
     assert answers_of(gen, prompts[:1]) == (expected[:1], [len(prompts[0]) - 1])
     got, num_cached = answers_of(gen, [later])
@@ -264,7 +264,7 @@ TOKENS = 16
 
 
 def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
-    """A folder of the module's random model as users have them, with the tokenizer of another folder."""
+    """Write a model folder with random weights of the module and the tokenizer of another folder."""
     eos = json.loads((tokenizer / "config.json").read_text())["eos_token_id"]
     config = {**model_configs.config_of(name), "model_type": name, "eos_token_id": eos}
     sized = {key: VOCAB for key in config if key in ("vocab_size", "vocab_size_per_layer_input")}
@@ -273,8 +273,7 @@ def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
     mx.random.seed(6)
     model = module.Model(module.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
-    # Random models of this size say the same token for ever. Larger embeddings make them wander, if the model
-    # does not multiply them.
+    # Random models of this size repeat one token. Larger embeddings vary their tokens, unless the model scales them.
     larger = 1 if name == "gemma4_text" else 4
     weights = {key: (larger * w if "embed_tokens" in key else w).astype(mx.float32) for key, w in weights.items()}
     folder.mkdir()
@@ -287,8 +286,10 @@ def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
 @pytest.mark.demo_model
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS, indirect=True)
-def test_the_server(case: Case, demo_model_folder: Path, tmp_path: Path) -> None:
-    """Two chats at a time that share a system prompt, the first again, one with a draft model, and the first again."""
+def test_server_gives_stock_answers_with_prefixes_and_drafts(
+    case: Case, demo_model_folder: Path, tmp_path: Path
+) -> None:
+    """Two concurrent chats share a system prompt; then the first again, one with a draft model, and the first again."""
     mlx_lm = importlib.import_module("mlx_lm")
     folder = make_folder(MODELS[case.kind], demo_model_folder, tmp_path / "model")
     model, tokenizer = mlx_lm.load(str(folder))
@@ -329,13 +330,13 @@ def test_the_server(case: Case, demo_model_folder: Path, tmp_path: Path) -> None
     else:
         assert ask(chats[1], draft_model=str(folder)) == (expected_drafted, 0)
         assert "Traceback" not in server.log
-    assert ask(chats[0]) == (expected[0], 0)  # the model was loaded anew
+    assert ask(chats[0]) == (expected[0], 0)  # the model was loaded again
     assert server.stop() == 0, server.log
 
 
 def check_figures(server: ServerProcess, case: Case, most_tokens: int) -> None:
-    """Nothing runs, and what is live is what is kept of the requests, each block once."""
-    server.wait_until(lambda: server.stats()["server"]["requests"]["ok"] == 3)  # counted once the answer has gone
+    """Check that nothing runs, and that only the prefix cache holds blocks and states."""
+    server.wait_until(lambda: server.stats()["server"]["requests"]["ok"] == 3)  # counted after the answer is sent
     server.wait_until(lambda: not any(server.stats()["running"].values()))
     stats = server.stats()
     pool = stats["pool"]

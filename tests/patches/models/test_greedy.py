@@ -1,4 +1,4 @@
-"""Greedy tokens are those that mlx-lm chooses, also where rounding makes several equally likely."""
+"""Greedy tokens equal mlx-lm's, also if rounding makes several equally likely."""
 
 from typing import Any
 
@@ -32,9 +32,9 @@ def batch_tokens(model: Any, prompts: list[list[int]], **options: Any) -> list[l
     ("dtype", "spread"), quick(crossed([mx.float32, mx.bfloat16, mx.float16], [0.3, 1.0, 3.0]), (mx.float32, 0.3),
     (mx.bfloat16, 1.0), (mx.float16, 3.0))
 )  # fmt: skip
-def test_the_first_of_the_largest_log_probabilities_is_chosen(dtype: mx.Dtype, spread: float) -> None:
-    """In 16 bits, rounded to the logits' dtype, logits that differ may have the same. In float32 none of these do, and
-    nothing is normalised."""
+def test_greedy_takes_the_first_of_equal_largest_log_probabilities(dtype: mx.Dtype, spread: float) -> None:
+    """In 16 bits, different logits may round to equal log probabilities. In float32 none of these do, and nothing is
+    normalised."""
     mx.random.seed(0)
     logits = (mx.random.normal((256, 8000)) * spread).astype(dtype)
     sampler = BatchSampler()
@@ -42,12 +42,12 @@ def test_the_first_of_the_largest_log_probabilities_is_chosen(dtype: mx.Dtype, s
     chosen = sampler.sample(sampler.penalised(logits, mx.zeros((256,), mx.uint32)))
     assert mx.array_equal(chosen, greedy_sampler(normalised(logits)))
     if dtype == mx.bfloat16 and spread < 3:
-        assert not mx.array_equal(chosen, mx.argmax(logits, axis=-1)), "nothing has been rounded here"
+        assert not mx.array_equal(chosen, mx.argmax(logits, axis=-1)), "rounding made no difference here"
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, *slow(mx.float16)])
 def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) -> None:
-    """Equal to stock mlx-lm bit for bit. Random models have many words that are nearly even."""
+    """Equal to stock mlx-lm bit for bit. Random models have many tokens that are nearly tied."""
     for seed in range(4):
         model = build("llama", seed=seed, vocab_size=8000)
         model.set_dtype(dtype)
@@ -67,7 +67,7 @@ def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) 
 
 
 @pytest.mark.parametrize("dtype", [*slow(mx.float32), mx.bfloat16])
-def test_greedy_rows_beside_sampled_ones_choose_alike(dtype: mx.Dtype) -> None:
+def test_greedy_rows_give_the_same_tokens_beside_sampled_ones(dtype: mx.Dtype) -> None:
     model = build("llama", vocab_size=8000)
     model.set_dtype(dtype)
     prompts = [prompt_of(12, seed=seed).tolist() for seed in range(3)]

@@ -1,5 +1,5 @@
-"""Adapters, models behind the seam and latents over pools in place: one table, alone, in chunks and in ragged batches,
-against stock's runs of each alone. On a CPU over stand-ins for the kernels."""
+"""Models with adapters, behind the seam and with latents, over in-place pools: single runs, chunks and ragged batches
+against stock's solo runs. On a CPU with stand-ins for the kernels."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,10 +20,10 @@ from tests.support.models.builders import KINDS, build, build_latent, greedy, pr
 
 TOLERANCE, TOKENS = 5e-3, 6
 KERNEL = ("kernel", "one new token per sequence")
-FRESH = ("prefill", "no prefix: the new keys are all there is")
+FRESH = ("prefill", "no prefix: only new keys")
 # Global, sliding windows, sinks, shared keys, soft caps, loops over layers, attention beside states, replacements.
 SEAM = ["qwen2", "exaone4", "gpt_oss", "gemma3n", "iquestloopcoder", "falcon_h1", "jamba", "afm7", "stablelm", "plamo2"]
-# All whose attention has the adapter for latents; those that share one of another module, too.
+# All with the adapter for latents, including those that use the attention of another module.
 LATENTS = [
     "deepseek_v3", "glm4_moe_lite", "longcat_flash", "longcat_flash_ngram", "kimi_k25", "kimi_vl", "kimi_linear",
     "kimi_k3", "bailing_hybrid", "bailing_moe_v3", "mistral4",
@@ -33,20 +33,20 @@ MODELS: dict[str, Callable[[], Any]] = {
     **{name: partial(wide, name) for name in ["gemma2", *SEAM]},
     **{name: partial(build_latent, name) for name in LATENTS},
 }
-ALWAYS = ("gemma3", "deepseek_v3")  # of the adapters, the one with windows beside global layers
+ALWAYS = ("gemma3", "deepseek_v3")  # gemma3 has windows beside global layers
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
-def test_tokens_are_stocks_alone_and_in_a_batch(
+def test_tokens_equal_stock_alone_and_in_a_batch(
     name: str, kernels: FakeKernels | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # More than a few tokens go to MLX's attention here, on every device; see test_prefill.py for the other choice.
+    # Send more than a few new tokens to MLX's attention on every device; test_prefill.py tests the other choice.
     monkeypatch.setattr(dispatch, "prepares_plans", lambda: False)
-    lengths = (30, 5, 45, 8) if "ngram" in name else (1, 30, 45, 8)  # mlx-lm's needs 3 tokens in a batch
+    lengths = (30, 5, 45, 8) if "ngram" in name else (1, 30, 45, 8)  # in a batch mlx-lm needs 3 tokens for n-grams
     monkeypatch.setattr(model_matrix, "PROMPTS", lengths)
     model = MODELS[name]()
-    sizes = ((1, 2048), (7, 2048), (60, 16), (130, 50), (130, 2048))  # prompt, and tokens of a chunk
+    sizes = ((1, 2048), (7, 2048), (60, 16), (130, 50), (130, 2048))  # prompt length, chunk size
     cases = [(prompt_of(length, 3) % model_configs.VOCAB, step) for length, step in sizes]
     expected = [greedy(model, prompt, TOKENS, prefill_step_size=step) for prompt, step in cases]
     rows = [alone(model, n, TOKENS) for n in lengths]
@@ -73,10 +73,10 @@ def test_tokens_are_stocks_alone_and_in_a_batch(
     for got, wanted in zip(batched(model, TOKENS)[0], rows, strict=True):
         assert_alike(got, wanted)
     assert KERNEL in dispatch_counts()
-    assert name in LATENTS or all(group.geometry.k_head_dim in HEAD_DIMS for group in pool.groups)  # as a GPU has it
+    assert name in LATENTS or all(group.geometry.k_head_dim in HEAD_DIMS for group in pool.groups)  # as on a GPU
     assert all(group.in_place and group.spec.latent == (name in LATENTS) for group in pool.groups)
     if kernels is not None:
         assert kernels.calls["append"] > 0
-        assert (kernels.rewound > 0) == (name in SEAM)  # the gather is forgotten where attention took the blocks
+        assert (kernels.rewound > 0) == (name in SEAM)  # the gather is dropped if attention read the blocks
     pool.check_integrity()
     assert pool.stats().live_blocks == 0 < pool.stats().peak_live_blocks

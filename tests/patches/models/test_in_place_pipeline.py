@@ -1,4 +1,4 @@
-"""Pipelined decode over in-place pools: a large pool stays in place, and blocks change hands without a wrong token."""
+"""Pipelined decode over in-place pools: a large pool stays in place, and reused blocks give no wrong token."""
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +22,7 @@ def schedules(kernels: object) -> int:
     return 100 if kernels is None else 2
 
 
-def test_sequences_join_finish_and_reuse_blocks_mid_pipeline(schedules: int) -> None:
+def test_tokens_are_right_while_sequences_join_finish_and_reuse_blocks(schedules: int) -> None:
     """Two sequences at a time, each one step ahead of what has been read; a finished one leaves its blocks to the next
     while its last step is still in flight."""
     model = build("llama", head_dim=64)
@@ -58,7 +58,7 @@ def test_sequences_join_finish_and_reuse_blocks_mid_pipeline(schedules: int) -> 
 
 
 @pytest.mark.gpu
-def test_a_large_pool_is_decoded_in_place() -> None:
+def test_large_pool_is_decoded_in_place_with_flat_memory() -> None:
     """24 layers, several GB of blocks, 200 pipelined steps: flat peak memory, the tokens of gather-then-SDPA."""
     args = llama.ModelArgs(
         model_type="llama", hidden_size=512, num_hidden_layers=24, intermediate_size=1024, num_attention_heads=16,

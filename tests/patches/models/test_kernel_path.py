@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("no_fall_through")
 ON = {"kernel": "on"}
 TOKENS = 24
 MODELS = {kind: build(kind, head_dim=64) for kind in KINDS}
-SINGLE = build("llama", head_dim=64, num_hidden_layers=1)  # its layer can take tokens without others
+SINGLE = build("llama", head_dim=64, num_hidden_layers=1)  # its only layer's cache can be used by itself
 
 
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a few tokens go to MLX's attention here, on every device; see test_prefill.py for the other choice."""
+    """Send more than a few new tokens to MLX's attention on every device; test_prefill.py tests the other choice."""
     monkeypatch.setattr(dispatch, "prepares_plans", lambda: False)
 
 
@@ -52,7 +52,7 @@ def test_speculative_verification_runs_in_the_kernel(kind: str, kernels: object)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", ["llama-sliding", "gemma3"])
-def test_several_tokens_behind_a_window_have_one_context_each(kind: str) -> None:
+def test_chunks_past_a_window_attend_in_the_kernel_as_in_stock(kind: str) -> None:
     """Chunks of up to 8 tokens, masked by mlx-lm's array in stock and by their own start positions in the kernel."""
     model, prompt = MODELS[kind], prompt_of(WINDOW + 29)
 
@@ -72,8 +72,8 @@ def test_several_tokens_behind_a_window_have_one_context_each(kind: str) -> None
 
 
 @pytest.mark.usefixtures("kernels")
-def test_forks_trims_and_growth_in_place() -> None:
-    """Two continuations of one prompt share its blocks, one steps back; the pool grows under both."""
+def test_forks_trims_and_growth_in_place_equal_stock() -> None:
+    """Two continuations of one prompt share its blocks, and one is trimmed; the pool grows during both."""
     model, prompt = MODELS["llama"], prompt_of(70)
 
     def follow(cache: list, first: int, count: int) -> list[int]:
@@ -98,7 +98,7 @@ def test_forks_trims_and_growth_in_place() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_mask_of_the_callers_own_is_not_given_to_the_kernel() -> None:
+def test_custom_mask_is_not_given_to_the_kernel() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     cache = make_prompt_cache(SINGLE)
     rng = np.random.default_rng(0)
@@ -107,7 +107,7 @@ def test_a_mask_of_the_callers_own_is_not_given_to_the_kernel() -> None:
     one = [x[:, :, :1] for x in (q, k, v)]
     mask = mx.array([i % 3 != 1 for i in range(21)])
     got = cache[0].attend(*one, AttentionParams(0.1, mask))
-    assert mlx_paged.last_dispatch() == ("gather", "a mask that is not causality and a window")
+    assert mlx_paged.last_dispatch() == ("gather", "the mask is more than causality and a window")
     dense = [mx.concatenate([x, x[:, :, :1]], axis=2) for x in (k, v)]
     expected = mx.fast.scaled_dot_product_attention(one[0], *dense, scale=0.1, mask=mask)
     np.testing.assert_allclose(np.array(got), np.array(expected), atol=5e-3)
@@ -136,7 +136,7 @@ def test_softcap_and_sinks_agree_with_the_fallback(softcap: float | None, sinks:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_demanded_but_unsupported_is_an_error_before_anything_is_changed() -> None:
+def test_kernel_on_with_an_unsupported_model_raises_before_any_change() -> None:
     model = build("llama", num_attention_heads=3, num_key_value_heads=1, head_dim=24)
     with pytest.MonkeyPatch.context() as patch:
         reason = "head_dim 24/24 is not one of the kernel's"
@@ -154,7 +154,7 @@ def test_demanded_but_unsupported_is_an_error_before_anything_is_changed() -> No
     assert greedy(model, prompt_of(9), 2)[0] == tokens
 
 
-def test_off_never_asks_for_a_kernel() -> None:
+def test_kernel_off_never_asks_for_a_kernel() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_paged.kv.storage.choice.kernel_unsupported_reason", lambda *_: pytest.fail("asked"))
         mlx_paged.apply_patches(PagedConfig(kernel="off"))
@@ -162,7 +162,7 @@ def test_off_never_asks_for_a_kernel() -> None:
     assert mlx_paged.last_dispatch() == ("gather", "kernel=off")
 
 
-def test_auto_without_a_gpu_gathers_and_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_auto_without_a_gpu_gathers_and_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_paged.kernels.availability.device_unsupported_reason", lambda: "MLX has no GPU here")
     for name in ("build_kernel", "variants_of"):
         monkeypatch.setattr(f"mlx_paged.kernels.ops.{name}", lambda *_: pytest.fail("built"))
@@ -200,7 +200,7 @@ def test_device_metadata_is_made_once_per_step_and_group(monkeypatch: pytest.Mon
     monkeypatch.setattr(Step, "slots", slots)
     monkeypatch.setattr(Step, "visible", visible)
     monkeypatch.setattr(DeviceTables, "of", of)
-    for token in range(10):  # positions 70 to 79: within one block; the window lets go of one
+    for token in range(10):  # positions 70 to 79: within one block; the window releases one
         model(mx.array([[token]]), cache=cache)
     groups = len(mlx_paged.pool_of(model).groups)
     assert groups == 2

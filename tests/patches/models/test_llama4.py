@@ -31,7 +31,7 @@ from tests.support.models.builders import greedy
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 BLOCK = 8
-CHUNKS = [24, 20]  # whole blocks, and not
+CHUNKS = [24, 20]  # a multiple of the block size, and none
 model_of = functools.cache(llama4.build)
 
 
@@ -53,7 +53,7 @@ def run(gen: Any, prompts: list[list[int]], num_tokens: list[int]) -> list[Outco
 @pytest.mark.parametrize(
     ("step", "length", "chunk"), quick(crossed([16, 512], [1, 23, 53], CHUNKS), (16, 53, 24), (512, 23, 20))
 )  # fmt: skip
-def test_alone_it_gives_what_the_dense_reference_does(chunk: int, length: int, step: int) -> None:
+def test_single_runs_equal_the_dense_reference(chunk: int, length: int, step: int) -> None:
     model, prompt = model_of(chunk), prompt_of(length)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     tokens, logprobs = greedy(model, mx.array(prompt), 30, prefill_step_size=step)
@@ -77,8 +77,8 @@ def test_ragged_batches_decode_together_in_the_kernel(chunk: int, packs: bool, k
         llama4.check(model, prompt, outcome.tokens, np.stack(outcome.logprobs))
     paths = {(choice.path, choice.reason) for choice in mlx_paged.dispatch_counts()}
     assert ("kernel", "one new token per sequence") in paths
-    if kernels is not None:  # the kernel for packs takes 16 bits; its stand-in does what it is given
-        assert (("kernel", "several sequences' new tokens") in paths) == packs
+    if kernels is not None:  # the kernel for packs takes only 16 bits; its stand-in takes any dtype
+        assert (("kernel", "new tokens of several sequences") in paths) == packs
     assert {reason for path, reason in paths if path == "gather"} <= {"several new tokens after a prefix"}
     gen.close()
     mlx_paged.pool_of(model).check_integrity()
@@ -99,7 +99,7 @@ def test_decode_steps_are_compiled(kernels: Any) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "chunk"), quick(crossed([200, 5_000], CHUNKS), (200, 24))
 )  # fmt: skip
-def test_a_chunk_and_a_step_are_all_that_is_held(chunk: int, num_tokens: int) -> None:
+def test_chunk_layers_hold_at_most_a_chunk_and_a_step(chunk: int, num_tokens: int) -> None:
     step, model = 32, llama4.build(chunk, num_hidden_layers=4, hidden_size=16, head_dim=16)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     prompt, cache, most = mx.array(prompt_of(num_tokens // 2)), upstream.make_prompt_cache(model), 0
@@ -124,7 +124,7 @@ def test_a_chunk_and_a_step_are_all_that_is_held(chunk: int, num_tokens: int) ->
 
 
 @pytest.mark.parametrize("chunk", quick(CHUNKS, 24))
-def test_prefixes_are_shared_to_the_token(chunk: int, kernels: Any) -> None:
+def test_prefixes_are_found_to_the_token_or_to_their_chunks_start(chunk: int, kernels: Any) -> None:
     model = model_of(chunk)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     pool = mlx_paged.pool_of(model)
@@ -134,7 +134,7 @@ def test_prefixes_are_shared_to_the_token(chunk: int, kernels: Any) -> None:
     (outcome,) = run(gen, [first], [3 * chunk])
     llama4.check(model, first, outcome.tokens, np.stack(outcome.logprobs))
     first = [*first, *outcome.tokens]
-    # The last chunk is held; a prefix that ends before it is found up to its own chunk's start, which needs nothing.
+    # The last chunk is held. A prefix that ends before it is found up to its chunk's start, where no keys are needed.
     for common, found in ((3 * chunk + 3, 3 * chunk + 3), (3 * chunk + 1, 3 * chunk + 1), (2 * chunk + 3, 2 * chunk)):
         prompt = [*first[:common], *prompt_of(9, seed=common)]
         prompt[common] = (first[common] + 1) % llama4.VOCAB
@@ -150,8 +150,8 @@ def test_prefixes_are_shared_to_the_token(chunk: int, kernels: Any) -> None:
 # Taking tokens back ---------------------------------------------------------------------------------------------------
 
 
-def test_what_stock_has_dropped_is_refused_here_and_wrong_there() -> None:
-    """Stock keeps as many tokens as a chunk has: taken back behind its start, the chunk before is not whole."""
+def test_trim_to_dropped_tokens_is_refused_and_wrong_in_stock() -> None:
+    """Stock keeps one chunk of tokens: trimmed to before a chunk's start, the chunk before is incomplete."""
     chunk = 12
     model, prompt = model_of(chunk), prompt_of(40)
 
@@ -192,7 +192,7 @@ def test_drafts_do_not_change_a_token(has_cache: bool, kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [40, *slow(13, 20, 33, 41)])
-def test_a_file_goes_on_in_stock_and_comes_back(length: int, tmp_path: Any) -> None:
+def test_saved_cache_continues_in_stock_and_adopted(length: int, tmp_path: Any) -> None:
     model, prompt = model_of(20), prompt_of(length)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     cache = upstream.make_prompt_cache(model)
@@ -205,7 +205,7 @@ def test_a_file_goes_on_in_stock_and_comes_back(length: int, tmp_path: Any) -> N
         llama4.check(model, [*prompt, *more], tokens, logprobs)
 
 
-def test_stock_caches_of_any_age_are_adopted() -> None:
+def test_stock_caches_of_any_length_are_adopted() -> None:
     model = model_of(20)
     for length in (5, 47):
         prompt, cache = prompt_of(length), upstream.make_prompt_cache(model)
@@ -221,14 +221,14 @@ def test_stock_caches_of_any_age_are_adopted() -> None:
         mlx_paged.remove_patches()
 
 
-def test_max_kv_size_changes_nothing_as_in_stock() -> None:
+def test_max_kv_size_has_no_effect_as_in_stock() -> None:
     model, prompt = model_of(20), prompt_of(50)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     tokens, logprobs = greedy(model, mx.array(prompt), 20, max_kv_size=16)
     llama4.check(model, prompt, tokens, logprobs)
 
 
-def test_several_rows_in_one_cache_are_stock() -> None:
+def test_several_rows_in_one_cache_run_as_in_stock() -> None:
     model, rows = model_of(20), mx.array([prompt_of(30), prompt_of(30, seed=1)])
     expected = model(rows, cache=upstream.make_prompt_cache(model))
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
@@ -239,7 +239,7 @@ def test_several_rows_in_one_cache_are_stock() -> None:
     assert mx.array_equal(got, expected) and all(type(c).__module__ == "mlx_lm.models.cache" for c in cache)
 
 
-def test_caches_outlive_the_patches() -> None:
+def test_caches_work_after_the_patches_are_removed() -> None:
     model, prompt = model_of(20), prompt_of(45)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     cache = upstream.make_prompt_cache(model)

@@ -1,4 +1,4 @@
-"""docs/models.md says what is so: a sample of families each time, all of them by `make test-models`."""
+"""docs/models.md matches the code: a sample of families here, all of them with `make test-models`."""
 
 from importlib import metadata
 
@@ -32,12 +32,12 @@ SAMPLE = (
     "stablelm", "plamo", "plamo2", "gpt_bigcode",  # adapters that lead to the seam
     "llama4", "longcat_flash", "pixtral", "deepseek_v41",  # chunks, composites, wrappers, caches of their own
 )  # fmt: skip
-# The classes that the whole of the interface is tried with.
+# The classes that are tested with every feature.
 CLASSES = {
     "global": "qwen2", "sliding": "olmo3", "sinks": "gpt_oss", "experts": "qwen3_moe", "shared keys": "gemma3n",
     "latent": "deepseek_v3", "soft cap": "gemma2",
 }  # fmt: skip
-# Paged in whole: plain, latent, shared keys. In part: states beside keys.
+# Fully paged: plain, latent, shared keys. Partly paged: states beside keys.
 ROOMS = [
     "qwen2", "deepseek_v3", "falcon_h1", "afm7",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "jamba", "gpt_bigcode")),
@@ -60,8 +60,8 @@ def check(name: str, num_tokens: int) -> None:
 @pytest.mark.parametrize(
     "name", quick(SAMPLE, "iquestloopcoder", "qwen3_next")
 )  # fmt: skip
-def test_a_model_runs_as_the_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Always the prompt that leaves a window while it decodes, and the one that is longer than windows and chunks.
+def test_model_runs_as_models_md_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One prompt leaves the window while it decodes, and one is longer than windows and chunks.
     monkeypatch.setattr(model_matrix, "PROMPTS", (5, 45))
     check(name, TOKENS)
 
@@ -70,18 +70,18 @@ def test_a_model_runs_as_the_page_says(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.models
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(set(lines_of_page()) - {"olmo"}))
-def test_every_model_runs_as_the_page_says(name: str) -> None:
+def test_every_model_runs_as_models_md_says(name: str) -> None:
     check(name, 64)
 
 
 @pytest.mark.skipif(metadata.version("mlx-lm") == "0.32.1", reason="the page is of a later mlx-lm, which has others")
-def test_the_page_lists_every_module() -> None:
+def test_models_md_lists_every_module() -> None:
     assert sorted(lines_of_page()) == model_configs.modules()
     assert set(SAMPLE) <= set(lines_of_page()) and len(SAMPLE) >= 25
     assert model_matrix.page_of(lines_of_page()) == model_matrix.PAGE.read_text()
 
 
-def test_a_row_that_differs_does_not_agree() -> None:
+def test_row_with_missing_or_different_results_does_not_agree() -> None:
     assert not Row("x", "paged", single=None, batched=0.0).agrees
     assert not Row("x", "paged", single=0.0, batched=1e-4).agrees
     assert not Row("x", "failed").agrees
@@ -93,8 +93,8 @@ def prompt(length: int, seed: int = 0) -> mx.array:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(CLASSES.values(), "qwen2"))
-def test_speculative_decoding(name: str) -> None:
-    """With a draft that is right now and then: tokens are kept and trimmed. Both refuse it where a window is full."""
+def test_speculative_decoding_equals_stock(name: str) -> None:
+    """Some drafts are accepted and some rejected. Stock and paged caches both refuse it if a window is full."""
     model, draft = model_configs.build(name), model_configs.build(name)
     mx.random.seed(2)
     draft.update(tree_map(lambda w: w + 0.2 * mx.std(w) * mx.random.normal(w.shape), draft.parameters()))
@@ -115,7 +115,7 @@ def test_speculative_decoding(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(CLASSES.values(), "gemma2"))
 def test_prefixes_are_shared(name: str) -> None:
-    """A second request with the same first tokens takes their blocks and gives the tokens it would have given."""
+    """A second request with the same first tokens reuses their blocks and gives its solo tokens."""
     model = model_configs.build(name)
     first = prompt(10).tolist()
     second = [*first[:9], *prompt(6, seed=3).tolist()]
@@ -138,8 +138,8 @@ def test_prefixes_are_shared(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(ROOMS, "qwen2"))
-def test_requests_make_room_in_a_small_budget(name: str) -> None:
-    """Rows that decode together or one by one, paged in part or in whole, are computed again; no token comes twice."""
+def test_preempted_requests_give_their_solo_tokens(name: str) -> None:
+    """Rows that decode together or one by one, partly or fully paged, are recomputed; no token is delivered twice."""
     model = model_configs.build(name)
     prompts = [prompt(n, seed=n) for n in (20, 25, 30, 9)]
     expected = [greedy(model, p, 40)[0] for p in prompts]

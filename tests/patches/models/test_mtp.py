@@ -74,7 +74,7 @@ def mlx_lms_layer(x: Array, head: Any) -> Array:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_head_computes_the_published_equations(name: str) -> None:
-    """From the weights as the checkpoint has them: norms of Qwen's are stored less one."""
+    """Uses the weights as stored in the checkpoint; Qwen's norm weights are stored minus one."""
     model = model_of(name)
     head = head_of(name, model)
     layout = mtp.LAYOUTS[name]
@@ -110,7 +110,7 @@ def test_a_head_computes_the_published_equations(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(FAMILIES, "qwen3_next", "qwen3_5", "qwen3_5_moe", "glm4_moe", "mimo"))
-def test_a_published_checkpoint_gives_model_and_head(name: str, tmp_path: Path) -> None:
+def test_published_checkpoint_loads_model_and_head(name: str, tmp_path: Path) -> None:
     model, head = write_checkpoint(name, tmp_path / "made")
     loaded, _ = load_model(tmp_path / "made")
     found = mtp.load_head(loaded, mtp.find_head(tmp_path / "made"))
@@ -160,12 +160,12 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
 
 def test_models_of_other_types_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match="models of type llama have no multi-token prediction head known here"):
+    with pytest.raises(ConfigError, match="model type llama is not supported; supported: "):
         mtp.find_head(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["a shape", "a missing weight"])
-def test_weights_that_are_not_a_heads_are_refused(change: str, tmp_path: Path) -> None:
+def test_wrong_or_missing_weights_of_a_head_are_refused(change: str, tmp_path: Path) -> None:
     model, head = write_checkpoint("mimo", tmp_path)
     weights = published_head("mimo", head)
     key = "model.mtp_layers.0.mlp.up_proj.weight"
@@ -174,11 +174,11 @@ def test_weights_that_are_not_a_heads_are_refused(change: str, tmp_path: Path) -
     else:
         del weights[key]
     mx.save_safetensors(str(tmp_path / "model-00002-of-00002.safetensors"), weights)
-    with pytest.raises(ConfigError, match=r"the head's weights in .* are not as they should be: .*up_proj"):
+    with pytest.raises(ConfigError, match=r"the weights of the prediction head in .* do not fit it: .*up_proj"):
         mtp.load_head(model, mtp.find_head(tmp_path))
 
 
-def test_a_head_has_no_weights_of_its_model() -> None:
+def test_head_does_not_contain_its_models_weights() -> None:
     head = head_of("mimo", model_of("mimo"))
     names = {key.partition(".")[0] for key, _ in tree_flatten(head.parameters())}
     assert names == {*mtp.PARTS, "layer"}

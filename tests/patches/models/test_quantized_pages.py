@@ -12,8 +12,8 @@ from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import fall_throughs
 
 WIDE = {"head_dim": 32, "hidden_size": 128, "query_pre_attn_scalar": 32}
-SMALL = "a head of 24 is not made of groups of 32"
-SAMPLE: dict[str, str | None] = {  # and why their keys are not quantised
+SMALL = "head size 24 is not a multiple of kv_group_size 32"
+SAMPLE: dict[str, str | None] = {  # why the model's keys are not quantised, if so
     "gpt_oss": None,  # sinks
     "gemma2": None,  # a soft cap
     "gemma3_text": None, "ministral3": None, "cohere2": None,  # windows
@@ -27,11 +27,11 @@ SAMPLE: dict[str, str | None] = {  # and why their keys are not quantised
 @pytest.mark.parametrize(
     ("name", "bits"), quick(crossed(list(SAMPLE), [8, (8, 4)]), ("deepseek_v3", (8, 4)))
 )  # fmt: skip
-def test_batches_and_packs_give_the_tokens_of_each_alone(name: str, bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_and_packs_give_the_tokens_of_solo_runs(name: str, bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in WIDE.items():
         monkeypatch.setitem(model_configs.COMMON, key, value)
     text = model_configs.OVERRIDES.get(name, {}).get("text_config", {})
-    for key in text.keys() & WIDE.keys():  # a copy of the common ones
+    for key in text.keys() & WIDE.keys():  # a copy of the common options
         monkeypatch.setitem(text, key, WIDE[key])
     model = model_configs.build(name)
     chunk = model_configs.CHUNKS.get(name, model_configs.CHUNK)

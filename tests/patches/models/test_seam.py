@@ -37,12 +37,12 @@ def prompt(length: int, seed: int = 0) -> mx.array:
 
 
 def fresh(model: Any) -> list[Any]:
-    """By the module's present binding: the patches rebind it here too."""
+    """Make a prompt cache; the patches rebind the function in this module, too."""
     return make_prompt_cache(model)
 
 
 def steps(cache: Any, seed: int, sizes: tuple[int, ...] = (9, 1, 1)) -> Iterator[tuple[Any, ...]]:
-    """(queries, fetched keys, fetched values, mask) of each of some steps through one cache."""
+    """Yield queries, fetched keys, fetched values and mask of some steps through one cache."""
     rng = np.random.default_rng(seed)
     for n in sizes:
         q, k, v = (mx.array(rng.standard_normal((1, heads, n, 16)), mx.float32) for heads in (4, 2, 2))
@@ -57,18 +57,18 @@ def model() -> Any:
 
 @pytest.fixture
 def single() -> Any:
-    """A model of one layer, whose cache can take tokens without others: layers of a group take the same ones."""
+    """A model of one layer, whose cache can be filled by itself: layers of a group take the same tokens."""
     with mock.patch.dict(model_configs.COMMON, num_hidden_layers=1):
         return model_configs.build("qwen2")
 
 
 def attention(*args: Any, **kwargs: Any) -> mx.array:
-    """mlx-lm's, by its present binding."""
+    """Call mlx-lm's attention function, patched or not."""
     return base.scaled_dot_product_attention(*args, **kwargs)
 
 
 @pytest.mark.usefixtures("no_fall_through")
-def test_fetched_arrays_are_recognised_and_anything_else_is_computed_with(single: Any) -> None:
+def test_only_the_fetched_arrays_themselves_are_read_from_blocks(single: Any) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     cache = fresh(single)[0]
     for q, k, v, mask in steps(cache, 0):
@@ -83,8 +83,8 @@ def test_fetched_arrays_are_recognised_and_anything_else_is_computed_with(single
         assert not mx.allclose(swapped, expected)
 
 
-def test_arrays_of_an_earlier_step_are_what_they_were(single: Any) -> None:
-    """After more tokens the blocks hold more than the arrays: these are attended to as they are."""
+def test_arrays_of_an_earlier_step_keep_their_values(single: Any) -> None:
+    """After more tokens the blocks hold more than the arrays, so attention uses the arrays."""
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     cache = fresh(single)[0]
     first, second, _ = steps(cache, 1)
@@ -96,7 +96,7 @@ def test_arrays_of_an_earlier_step_are_what_they_were(single: Any) -> None:
     assert first[1].shape[2] == 9
 
 
-def test_arrays_of_dropped_tokens_are_what_they_were(single: Any) -> None:
+def test_arrays_of_trimmed_tokens_keep_their_values(single: Any) -> None:
     """After a trim and another token the length is the same, the tokens are not."""
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     caches = fresh(single)
@@ -111,8 +111,8 @@ def test_arrays_of_dropped_tokens_are_what_they_were(single: Any) -> None:
     assert mx.array_equal(attention(q, k, v, cache=caches[0], scale=0.25, mask=None), expected)
 
 
-def test_arrays_that_are_kept_are_computed_before_the_next_tokens(single: Any) -> None:
-    """In place, attention took the blocks and their gather left the chain of fences; somebody holds the arrays."""
+def test_kept_arrays_are_computed_before_the_next_write(single: Any) -> None:
+    """In-place attention read the blocks and the gather left the chain of fences, but the arrays are still held."""
     with fake_kernels() as kernels:
         mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
         cache = fresh(single)[0]
@@ -136,8 +136,8 @@ def test_queries_without_a_mask_see_all_keys(model: Any) -> None:
     assert mx.array_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=None))
 
 
-def test_nothing_is_remembered_of_arrays_that_are_gone(single: Any) -> None:
-    """A gather that is kept keeps the pool's buffer, and the next write would copy it."""
+def test_dropped_arrays_are_forgotten(single: Any) -> None:
+    """A kept gather would hold the pool's buffer, and the next write would copy it."""
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gc.collect()
     others = set(lazy_kv._handed_out)  # that other tests still hold
@@ -151,7 +151,7 @@ def test_nothing_is_remembered_of_arrays_that_are_gone(single: Any) -> None:
 
 
 @pytest.mark.parametrize("use_kernel", [False, True])
-def test_arrays_that_were_handed_out_keep_neither_blocks_nor_pool(use_kernel: bool) -> None:
+def test_fetched_arrays_keep_neither_blocks_nor_pool_alive(use_kernel: bool) -> None:
     with fake_kernels() as kernels, without_collector():
         model = model_configs.build("qwen2")
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on" if use_kernel else "off"))
@@ -175,7 +175,7 @@ def test_arrays_that_were_handed_out_keep_neither_blocks_nor_pool(use_kernel: bo
         assert attention(mx.ones((1, 4, 1, 16)), *kept[:2], None, 1.0, None).shape == (1, 4, 1, 16)
 
 
-# Always one with sinks; windows alone, in the next test.
+# gpt_oss has sinks, too; the next test covers windows alone.
 @pytest.mark.parametrize(
     "name",
     ["gpt_oss", *slow("gemma3n", "olmo3", "exaone4", "cohere2")],
@@ -207,7 +207,7 @@ def test_sliding_layers_hold_their_window_over_5000_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", [400, pytest.param(4900, marks=pytest.mark.slow)])
-def test_generation_over_many_tokens_keeps_the_window(length: int) -> None:
+def test_generation_holds_only_blocks_of_the_window(length: int) -> None:
     model = model_configs.build("olmo3")
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=1 << 28))
     cache, step = fresh(model), 64
@@ -219,7 +219,7 @@ def test_generation_over_many_tokens_keeps_the_window(length: int) -> None:
     assert cache[0].offset >= length + 59
 
 
-def test_patching_twice_unpatching_and_other_options(model: Any) -> None:
+def test_patches_can_be_applied_twice_reconfigured_and_removed(model: Any) -> None:
     original = base.scaled_dot_product_attention
     expected = greedy(model, prompt(20), 10)
     for block_size in (8, 16):
@@ -242,7 +242,7 @@ def test_patching_twice_unpatching_and_other_options(model: Any) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])
 def test_caches_made_under_the_patches_work_without_them(name: str) -> None:
-    """After remove_patches() upstream's attention runs on it through update_and_fetch, with the same tokens."""
+    """After remove_patches() upstream's attention runs on them through update_and_fetch, with the same tokens."""
     model = build(name) if name in KINDS else model_configs.build(name)
     expected = greedy(model, prompt(60), 12)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -251,7 +251,7 @@ def test_caches_made_under_the_patches_work_without_them(name: str) -> None:
     assert greedy(model, prompt(60), 12, prompt_cache=cache)[0] == expected
 
 
-def test_a_module_imported_after_patching_is_patched_and_put_back() -> None:
+def test_module_imported_after_patching_is_patched_and_restored() -> None:
     name = "mlx_lm.models.starcoder2"
     sys.modules.pop(name, None)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -266,7 +266,7 @@ def test_a_module_imported_after_patching_is_patched_and_put_back() -> None:
     assert greedy(model, prompt(20), 10)[0] == tokens
 
 
-def test_models_of_different_geometry_in_one_process() -> None:
+def test_models_of_different_geometry_have_separate_pools() -> None:
     models = [model_configs.build("qwen2"), build("qwen3"), model_configs.build("nemotron-nas")]
     expected = [greedy(model, prompt(20), 10) for model in models]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -280,8 +280,8 @@ def test_models_of_different_geometry_in_one_process() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])
-def test_several_rows_in_one_cache_go_to_stock(name: str) -> None:
-    """Behind the seam and by an adapter; the caches become mlx-lm's."""
+def test_several_rows_in_one_cache_run_as_in_stock(name: str) -> None:
+    """With the seam and with an adapter; the caches become mlx-lm's."""
     model = build(name) if name in KINDS else model_configs.build(name)
     rows = mx.stack([prompt(50, seed=1), prompt(50, seed=2)])
     expected = [model(rows, cache=(cache := fresh(model))), model(rows[:, :1], cache=cache)]
@@ -293,7 +293,7 @@ def test_several_rows_in_one_cache_go_to_stock(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", *slow("gpt_oss", "nemotron_h", "gemma3n", "falcon_h1")])
-def test_prompt_caches_travel_through_files(name: str, tmp_path: Any) -> None:
+def test_prompt_cache_files_are_exchanged_with_stock(name: str, tmp_path: Any) -> None:
     """Saved under the patches, loaded by stock mlx-lm, and the other way round."""
     model = model_configs.build(name)
     file = str(tmp_path / "cache.safetensors")
@@ -324,7 +324,7 @@ ROWS = {"gpt_bigcode": "GPTBigCodeModel", "afm7": "AFMModel"}
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_reads_the_blocks(name: str) -> None:
+def test_adapted_attention_reads_the_blocks(name: str) -> None:
     model = model_configs.build(name)
     expected, _ = greedy(model, prompt(21), 12, prefill_step_size=8)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -335,7 +335,7 @@ def test_attention_reads_the_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*ATTENTION, *ROWS])
-def test_stock_caches_take_upstreams_way(name: str) -> None:
+def test_stock_caches_give_upstreams_logits(name: str) -> None:
     model, tokens = model_configs.build(name), prompt(9)[None]
 
     def logits() -> mx.array:
@@ -350,7 +350,7 @@ def test_stock_caches_take_upstreams_way(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["stablelm", "phi"])
 def test_queries_have_the_dtype_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx-lm casts to f32, and no kernel takes that over blocks of 16 bits."""
+    """mlx-lm casts queries to f32, which no kernel supports over 16-bit blocks."""
     model = model_configs.build(name)
     model.set_dtype(mx.bfloat16)
     _, expected = greedy(model, prompt(21), 3, prefill_step_size=8)
@@ -364,7 +364,7 @@ def test_queries_have_the_dtype_of_blocks(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(base, "scaled_dot_product_attention", watched)
     _, found = greedy(model, prompt(21), 3, prefill_step_size=8)
     assert seen == {mx.bfloat16}
-    assert abs(found[0] - expected[0]).max() < 0.1  # of log-probabilities: roundings
+    assert abs(found[0] - expected[0]).max() < 0.1  # log probabilities differ by rounding
 
 
 @pytest.mark.parametrize("name", list(ROWS))

@@ -1,4 +1,4 @@
-"""Layers with states: prompts of gated delta nets by chunks, one token as mlx-lm has it; n-grams of short prompts."""
+"""Layers with states: chunked prompts of gated delta nets, single tokens as in mlx-lm, n-grams of short prompts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_close(given: Arrays, wanted: Arrays, live: mx.array | None = None) ->
         *[((2, 4, 32, 32), 15, 64), ((1, 3, 48, 64), 64, 16), ((1, 3, 48, 64), 16, 16)],
     ),
 )
-def test_chunks_give_what_the_loop_gives(
+def test_chunked_delta_rule_equals_the_loop(
     shape: tuple[int, int, int, int], tokens: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_rule, "chunk_size", lambda: size)
@@ -67,16 +67,16 @@ def test_chunks_give_what_the_loop_gives(
     assert_close(delta_rule.chunked(*given[:5]), gated_delta.gated_delta_ops(*given[:5]))
 
 
-def test_tokens_that_a_mask_leaves_out_change_nothing() -> None:
+def test_masked_tokens_have_no_effect() -> None:
     q, k, v, g, beta, state = arguments(3, 40, 2, 4, 32, 16)
     mask = mx.arange(40)[None] < mx.array([[40], [0], [23]])
-    k = mx.where(mask[..., None, None], k, mx.nan)  # whatever is there
+    k = mx.where(mask[..., None, None], k, mx.nan)  # masked keys may hold anything
     wanted = gated_delta.gated_delta_ops(q, k, v, g, beta, state, mask)
     assert_close(delta_rule.chunked(q, k, v, g, beta, state, mask), wanted, mask)
 
 
 @pytest.mark.parametrize("decay", (0.0, 1e-30, 1.0))
-def test_decays_at_their_ends_give_what_the_loop_gives(decay: float) -> None:
+def test_extreme_decays_give_the_results_of_the_loop(decay: float) -> None:
     q, k, v, g, beta, state = arguments(1, 50, 2, 4, 32, 16)
     g = mx.where(mx.arange(50)[None, :, None] % 7 == 3, decay, g)
     wanted = gated_delta.gated_delta_ops(q, k, v, g, beta, state)
@@ -93,10 +93,10 @@ def test_half_precision_keeps_its_dtypes(dtype: mx.Dtype, bound: float) -> None:
     assert mx.abs(out.astype(mx.float32) - wanted.astype(mx.float32)).max().item() < bound * 4
 
 
-@pytest.mark.parametrize("case", ("few tokens", "a decay for each channel"))
-def test_arguments_without_a_chunked_form_go_to_the_loop(case: str) -> None:
-    q, _, v, g, *_ = arguments(1, 8 if case == "few tokens" else 20, 2, 4, 32, 16)
-    if case != "few tokens":
+@pytest.mark.parametrize("case", ("fewer than 16 tokens", "per-channel decay is not supported"))
+def test_unsupported_reason_names_arguments_without_a_chunked_form(case: str) -> None:
+    q, _, v, g, *_ = arguments(1, 8 if case == "fewer than 16 tokens" else 20, 2, 4, 32, 16)
+    if case != "fewer than 16 tokens":
         g = mx.broadcast_to(g[..., None], (*g.shape, 32))
     calls: list[Any] = []
 
@@ -127,7 +127,7 @@ def state_space(batch: int, tokens: int, shape: tuple[int, int, int, int], dtype
 @pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.bfloat16))
 @pytest.mark.parametrize("shape", ((4, 1, 16, 8), (4, 2, 16, 8), (24, 1, 64, 128), (6, 3, 64, 64), (5, 5, 8, 4)))
 @pytest.mark.parametrize("batch", (1, 3))
-def test_one_token_of_a_state_space_has_upstreams_bits(
+def test_one_token_of_a_state_space_equals_upstream_bit_for_bit(
     batch: int, shape: tuple[int, int, int, int], dtype: mx.Dtype
 ) -> None:
     given = state_space(batch, 1, shape, dtype)
@@ -138,7 +138,7 @@ def test_one_token_of_a_state_space_has_upstreams_bits(
 
 
 @pytest.mark.parametrize("case", ("several tokens", "no state", "a mask", "lengths"))
-def test_a_state_space_without_a_short_form_is_upstreams(case: str) -> None:
+def test_state_space_without_a_short_form_equals_upstream(case: str) -> None:
     given = state_space(2, 3 if case == "several tokens" else 1, (4, 2, 16, 8), mx.float32)
     options: dict[str, Any] = {"mask": mx.ones((2, 1))} if case == "a mask" else {}
     if case == "lengths":
@@ -150,7 +150,7 @@ def test_a_state_space_without_a_short_form_is_upstreams(case: str) -> None:
     assert_equal(ssm.ssm_attn(*given, **options), wanted)
 
 
-def test_decode_steps_take_one_token_by_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_use_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
     short, calls = states._one_token, []
 
     def counted(*given: Any) -> Any:
@@ -180,7 +180,7 @@ def mamba_layer(dtype: mx.Dtype, rates: mx.Dtype, size: int, state_size: int) ->
 )
 @pytest.mark.parametrize(("size", "state_size"), ((64, 16), (24, 7)))
 @pytest.mark.parametrize("batch", (1, 3))
-def test_one_token_of_a_mamba_layer_has_upstreams_bits(
+def test_one_token_of_a_mamba_layer_equals_upstream_bit_for_bit(
     batch: int, size: int, state_size: int, dtype: mx.Dtype, rates: mx.Dtype
 ) -> None:
     layer = mamba_layer(dtype, rates, size, state_size)
@@ -200,7 +200,7 @@ def test_one_token_of_a_mamba_layer_has_upstreams_bits(
     assert dict(layer).keys() == before.keys()
 
 
-def test_mamba_layers_take_one_token_by_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_of_mamba_layers_use_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
     short, calls = states._one_mamba_token, []
 
     def counted(layer: Any, x: mx.array, *given: Any) -> Any:
@@ -217,14 +217,14 @@ def test_mamba_layers_take_one_token_by_the_short_form(monkeypatch: pytest.Monke
     assert calls and set(calls) == {1}
 
 
-def test_rates_are_computed_once_go_with_the_model_and_are_no_state_of_it() -> None:
+def test_rates_are_cached_per_layer_and_dropped_with_the_model() -> None:
     model = model_configs.build("jamba")
     known = len(states._rates)
     mlx_paged.apply_patches()
     greedy(model, prompt_of(20, seed=1) % model_configs.VOCAB, 6)
     num_layers = sum(isinstance(module, jamba.JambaMambaMixer) for module in model.modules())
     assert len(states._rates) == known + num_layers > known
-    ModelState(model)  # or its steps could not be compiled
+    ModelState(model)  # does not raise: its steps can be compiled
     gc.disable()
     try:
         del model
@@ -233,7 +233,7 @@ def test_rates_are_computed_once_go_with_the_model_and_are_no_state_of_it() -> N
         gc.enable()
 
 
-def test_a_form_that_fails_its_check_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_form_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     chunked = delta_rule.chunked
 
     def wrong(*given: Any) -> Arrays:
@@ -249,7 +249,7 @@ def test_a_form_that_fails_its_check_never_serves(monkeypatch: pytest.MonkeyPatc
     assert list(delta_rule._passed.values()) == [False]
 
 
-def test_a_prompt_goes_by_chunks_and_answers_as_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_is_computed_in_chunks_with_the_tokens_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen3_next")
     expected, logprobs = greedy(model, prompt_of(150, seed=1), 6)
     chunked, lengths = delta_rule.chunked, []
@@ -265,7 +265,7 @@ def test_a_prompt_goes_by_chunks_and_answers_as_the_loop(monkeypatch: pytest.Mon
     assert max(lengths) >= 149
 
 
-def test_prompts_shorter_than_an_ngram_go_beside_longer_ones() -> None:
+def test_prompts_shorter_than_an_ngram_are_batched_with_longer_ones() -> None:
     model = model_configs.build("longcat_flash_ngram")
     prompts = [list(range(3, 3 + length)) for length in (1, 2, 3, 4, 9, 2)]
     expected = [greedy(model, mx.array(prompt), 5)[0] for prompt in prompts]

@@ -1,4 +1,4 @@
-"""One server for all tests of what clients may say."""
+"""One server for all tests of the APIs, and its clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
 
-if TYPE_CHECKING:  # they take two seconds, and each process that runs tests imports this
+if TYPE_CHECKING:  # importing them takes two seconds in each process that runs tests
     import anthropic
     import openai
 

@@ -1,4 +1,4 @@
-"""What requests of these tests say."""
+"""Messages, schemas and tools of the requests in these tests."""
 
 from __future__ import annotations
 

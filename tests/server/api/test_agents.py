@@ -1,4 +1,4 @@
-"""What coding agents send: bodies in the shape of theirs, and what is found again from turn to turn."""
+"""Requests in the shape of coding agents', and how much of them is cached from turn to turn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RULES = "You are a coding agent. " + "Read a file before you edit it, and say wh
 
 
 def turn(number: int, history: list[dict[str, Any]]) -> dict[str, Any]:
-    """A request in the shape of Claude Code's."""
+    """Return a request in the shape of Claude Code's."""
     header = f"x-anthropic-billing-header: cc_version=2.1.197.{number}; cc_entrypoint=cli; cch={number * 7919:05x};"
     schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
     return {
@@ -94,7 +94,7 @@ def ask(server: ServerProcess, body: dict[str, Any], path: str = "/v1/messages")
     return answer
 
 
-def test_each_turn_finds_the_ones_before_whatever_the_first_line_says(server: ServerProcess) -> None:
+def test_each_turn_hits_earlier_turns_despite_a_changing_first_line(server: ServerProcess) -> None:
     seen = 0
     for number, length in enumerate((1, 3, 5), 1):
         answer = ask(server, turn(number, HISTORY[:length]))
@@ -107,8 +107,8 @@ def test_each_turn_finds_the_ones_before_whatever_the_first_line_says(server: Se
     assert ask(server, counted, "/v1/messages/count_tokens").json["input_tokens"] == seen
 
 
-def test_a_chat_loses_the_line_that_changes_too(server: ServerProcess) -> None:
-    """Proxies send Claude Code's system prompt as a chat's."""
+def test_changing_first_line_is_dropped_from_chats_too(server: ServerProcess) -> None:
+    """Proxies send Claude Code's system prompt in a chat."""
     found = []
     for number in (1, 2):
         header = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number:05x};\n"
@@ -119,7 +119,7 @@ def test_a_chat_loses_the_line_that_changes_too(server: ServerProcess) -> None:
     assert total == again and cached >= total - 1
 
 
-def test_what_a_model_cannot_read_of_a_result_is_said(server: ServerProcess) -> None:
+def test_unreadable_parts_of_a_tool_result_are_mentioned_in_the_prompt(server: ServerProcess) -> None:
     shown = ask(server, turn(1, HISTORY)).json["usage"]
     hidden = copy.deepcopy(HISTORY)
     del hidden[2]["content"][0]["content"][1:]
@@ -138,8 +138,8 @@ SHELL = {
     "strict": False,
     "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}},
 }
-QUOTES = {"18": 30}  # which ends a string
-# In the shape of Codex's.
+QUOTES = {"18": 30}  # a token that ends a string
+# A request in the shape of Codex's.
 CODEX: dict[str, Any] = {
     "model": "default_model",
     "instructions": RULES,
@@ -179,7 +179,7 @@ CODEX: dict[str, Any] = {
 }
 
 
-def test_codex_is_served(server: ServerProcess) -> None:
+def test_codex_request_is_answered(server: ServerProcess) -> None:
     answer = ask(server, CODEX, "/v1/responses")
     assert {"tools.web_search", "client_metadata"} <= set(answer.headers["x-ignored-parameters"].split(", "))
     for tools in ([{"type": "function", "parameters": {}}], [SHELL, {**SHELL, "strict": True}]):
@@ -190,7 +190,7 @@ def test_codex_is_served(server: ServerProcess) -> None:
         assert "local_shell_call" in str(refused.json) or "message.output_text.logprobs" in str(refused.json)
 
 
-def test_a_custom_tools_call_is_told_as_one(client: openai.OpenAI) -> None:
+def test_call_of_a_custom_tool_is_a_custom_tool_call(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {
         "model": "default_model",
         "max_output_tokens": 90,
@@ -209,7 +209,7 @@ def test_a_custom_tools_call_is_told_as_one(client: openai.OpenAI) -> None:
     assert json.loads(events[-1].response.to_json())["status"] == "completed"
 
 
-def test_a_custom_tools_regular_expression_holds(server: ServerProcess) -> None:
+def test_input_of_a_custom_tool_matches_its_regular_expression(server: ServerProcess) -> None:
     form = {"type": "grammar", "syntax": "regex", "definition": "[ab]{3}"}
     body = {**CODEX, "input": "Hi.", "max_output_tokens": 90, "tools": [{**PATCH, "format": form}]}
     answer = ask(server, {**body, "tool_choice": "required", "logit_bias": WHITE}, "/v1/responses")
@@ -221,7 +221,7 @@ def test_a_custom_tools_regular_expression_holds(server: ServerProcess) -> None:
     assert "tools.format.grammar" in answer.headers["x-ignored-parameters"].split(", ")
 
 
-def test_tools_of_two_namespaces_may_have_one_name(server: ServerProcess) -> None:
+def test_two_namespaces_may_have_tools_of_the_same_name(server: ServerProcess) -> None:
     spaces = [
         {"type": "namespace", "name": name, "tools": [{**SHELL, "name": "look", "parameters": SCHEMA}]}
         for name in ("mcp__here__", "there")
@@ -245,7 +245,7 @@ def test_tools_of_two_namespaces_may_have_one_name(server: ServerProcess) -> Non
 # Kept responses -----------------------------------------------------------------------------------------------------
 
 
-def test_a_response_follows_one_that_is_kept(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_previous_response_id_continues_a_stored_response(client: openai.OpenAI, server: ServerProcess) -> None:
     first = client.responses.create(model="default_model", input="Hi.", max_output_tokens=4, instructions="Rhyme.")
     assert first.store is True and client.responses.retrieve(first.id) == first
     with client.responses.stream(model="default_model", input="And?", previous_response_id=first.id) as stream:
@@ -276,7 +276,7 @@ def opened(kept: KeptResponses, key: str | None = None, **values: Any) -> Any:
     return kept.open(ResponseBody.model_validate({"input": "Hi.", **values}), key, 100)
 
 
-def test_kept_responses_are_bounded_and_their_owners() -> None:
+def test_stored_responses_are_bounded_and_only_their_owner_sees_them() -> None:
     kept = KeptResponses(3000)
     for number in range(5):
         opened(kept, "a")(response(f"r{number}", "x" * 700))
@@ -294,11 +294,11 @@ def test_kept_responses_are_bounded_and_their_owners() -> None:
         opened(off, store=True)
 
 
-# What agents say of thinking, tools and the system ------------------------------------------------------------------
+# Thinking, tools and system messages --------------------------------------------------------------------------------
 
 
-def test_thinking_is_as_the_client_says(server: ServerProcess) -> None:
-    """The server's own flag is not to think."""
+def test_request_options_turn_thinking_on_and_off(server: ServerProcess) -> None:
+    """The server's own flag turns thinking off."""
 
     def count(path: str = "/v1/chat/completions", **values: Any) -> int:
         body = {"messages": HI, "input": "Hi.", "max_tokens": 1, **values}
@@ -357,7 +357,7 @@ def test_thinking_ends_at_its_budget(server: ServerProcess) -> None:
         {"audio": None, "parallel_tool_calls": True, "n": 1, "logit_bias": {}, "stop": None},
     ],
 )
-def test_what_asks_for_nothing_is_taken(server: ServerProcess, values: dict[str, Any]) -> None:
+def test_options_without_effect_are_accepted(server: ServerProcess, values: dict[str, Any]) -> None:
     ask(server, {"messages": HI, "max_tokens": 1, **values}, "/v1/chat/completions")
 
 
@@ -385,7 +385,7 @@ DROPS = IN_PLACE.replace("{% for m in messages %}", FIRST_ONLY + "{% else %}").r
 
 
 @pytest.mark.parametrize("template", [IN_PLACE, REFUSES, DROPS, FRONT])
-def test_later_system_messages_stay_where_they_are(template: str, folder: Path) -> None:
+def test_later_system_messages_keep_their_place(template: str, folder: Path) -> None:
     tokenizer = mlx_lm.utils.load_tokenizer(folder)
     tokenizer._tokenizer.chat_template = template
     texts = LoadedTexts(SimpleNamespace(key=None, tokenizer=tokenizer, model=None, config={}), {}, None)
@@ -402,7 +402,9 @@ def test_later_system_messages_stay_where_they_are(template: str, folder: Path) 
 
 
 @pytest.mark.parametrize(("reads", "budget"), [("", 1024), ("{{ reasoning_effort }}", None)])
-def test_an_effort_that_a_template_does_not_read_is_a_budget(reads: str, budget: int | None, folder: Path) -> None:
+def test_reasoning_effort_is_a_budget_unless_the_template_reads_it(
+    reads: str, budget: int | None, folder: Path
+) -> None:
     tokenizer = mlx_lm.utils.load_tokenizer(folder)
     tokenizer._tokenizer.chat_template = IN_PLACE + reads
     texts = LoadedTexts(SimpleNamespace(key=None, tokenizer=tokenizer, model=None, config={}), {}, None)
@@ -414,17 +416,17 @@ def test_an_effort_that_a_template_does_not_read_is_a_budget(reads: str, budget:
     assert told.thinking_budget == 7 and ServerRequest.from_description(told.described()).thinking_budget == 7
 
 
-# Prefixes that survive ----------------------------------------------------------------------------------------------
+# Prefixes that stay the same ----------------------------------------------------------------------------------------
 
 
-def test_each_turn_of_a_session_finds_the_ones_before(server: ServerProcess) -> None:
+def test_each_turn_of_a_session_hits_earlier_turns(server: ServerProcess) -> None:
     found = list(shares(server.url))
     assert len(found) == 12
-    for tokens, before, cached in found[1:]:  # but for the time at the end of the last message
+    for tokens, before, cached in found[1:]:  # all but the time at the end of the last message
         assert before - 60 < cached <= before < tokens
 
 
-def test_lines_that_change_are_moved_or_dropped() -> None:
+def test_changing_lines_of_a_system_message_are_moved_or_dropped() -> None:
     header = "x-anthropic-billing-header: cch=1;\n"
     env = "<env>\n  Today's date: Mon Nov 23 2026\nThe current time is 2026-11-23 22:01:07\n</env>\n"
     system = {"role": "system", "content": f"{header}{env}Rules. Today's date: is no line.", "name": "x"}
@@ -432,7 +434,7 @@ def test_lines_that_change_are_moved_or_dropped() -> None:
     assert told["content"] == "<env>\n</env>\nRules. Today's date: is no line.\n\nToday's date: Mon Nov 23 2026"
     assert last["content"] == "Hi.\n\n<system>\nThe current time is 2026-11-23 22:01:07\n</system>"
     later = [*HI, {"role": "assistant", "content": "Yes?"}, system]
-    assert steady_messages(later) == later  # history
+    assert steady_messages(later) == later  # system messages of the history are left as they are
     (alone,) = steady_messages(
         [{**system, "content": [{"type": "text", "text": header}, {"type": "text", "text": "A"}]}]
     )
@@ -442,7 +444,7 @@ def test_lines_that_change_are_moved_or_dropped() -> None:
     assert steady_messages(plain) == plain
 
 
-def test_tools_have_the_order_that_they_first_came_in() -> None:
+def test_tools_keep_the_order_of_their_first_request() -> None:
     orders, tools = ToolOrders(), [{"name": name} for name in "abc"]
     assert orders.steady(tools, None) == tools
     assert orders.steady(tools[::-1], None) == tools
@@ -453,7 +455,7 @@ def test_tools_have_the_order_that_they_first_came_in() -> None:
     assert orders.steady(tools[::-1], None) == tools[::-1]
 
 
-def test_reasoning_that_a_chat_sends_back_is_the_templates() -> None:
+def test_reasoning_sent_back_becomes_reasoning_content() -> None:
     said = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
     history = [*HI, said, {**said, "reasoning_content": "Mine."}, *HI]
     (given,) = chat_request(ChatBody(messages=history), {}).inputs

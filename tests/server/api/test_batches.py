@@ -1,4 +1,4 @@
-"""Files and batches, through the official client, and what becomes of them in a folder."""
+"""Files and batches through the official clients, and their state in a folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for an event, and as long again for what should not come."""
+    """Wait for a condition, then give the event loop 20 more turns for what should not happen."""
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
@@ -43,7 +43,7 @@ def text(*lines: Any) -> bytes:
 
 
 @pytest.mark.demo_model
-def test_a_file_of_requests_is_answered(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_batch_of_a_file_is_answered(client: openai.OpenAI, server: ServerProcess) -> None:
     lines = [line(f"r{number}", messages=HI, max_tokens=2, seed=number) for number in range(20)]
     file = client.files.create(file=("in.jsonl", text(*lines, line("bad", messages=[]))), purpose="batch")
     assert client.files.retrieve(file.id).filename == "in.jsonl" and file in client.files.list().data
@@ -66,7 +66,7 @@ def test_a_file_of_requests_is_answered(client: openai.OpenAI, server: ServerPro
 
 
 @pytest.mark.demo_model
-def test_a_batch_of_messages_is_answered(server: ServerProcess) -> None:
+def test_batch_of_messages_is_answered(server: ServerProcess) -> None:
     import anthropic
 
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
@@ -90,11 +90,11 @@ def test_a_batch_of_messages_is_answered(server: ServerProcess) -> None:
     for ask in (client.messages.batches.retrieve, client.messages.batches.cancel, client.messages.batches.delete):
         with pytest.raises(anthropic.NotFoundError):
             ask(batch.id)
-    with pytest.raises(anthropic.BadRequestError, match="custom_id of its own"):
+    with pytest.raises(anthropic.BadRequestError, match="unique custom_ids"):
         client.messages.batches.create(requests=[requests[0], requests[0]])
 
 
-def test_a_batch_of_messages_is_cancelled() -> None:
+def test_batch_of_messages_is_cancelled() -> None:
     async def run() -> None:
         batches = Batches(service(), None)
         batches.app = asked = Asked()
@@ -105,9 +105,9 @@ def test_a_batch_of_messages_is_cancelled() -> None:
                 batches.add_messages(None, wrong)
         batch = batches.add_messages(None, {"requests": given})
         await until(lambda: len(asked.bodies) == NUM_AT_ONCE)
-        with pytest.raises(RequestRefused, match="is not over"):
+        with pytest.raises(RequestRefused, match="is still in progress"):
             next(batches.message_results(None, batch["id"]))
-        with pytest.raises(RequestRefused, match="is not over"):
+        with pytest.raises(RequestRefused, match="is still in progress"):
             batches.delete_messages(None, batch["id"])
         batches.cancel(None, batch["id"])
         await until(lambda: batches._batches[batch["id"]]["status"] != "cancelling")
@@ -133,7 +133,7 @@ def service(*keys: str) -> Any:
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
-def test_a_file_that_is_no_batch_is_refused(content: bytes) -> None:
+def test_file_that_is_not_a_valid_batch_is_refused(content: bytes) -> None:
     batches = Batches(service(), None)
     file = batches.add_file(None, "x", "batch", content)
     with pytest.raises(RequestRefused) as caught:
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_batch_is_refused(content: bytes) -> None:
 
 
 class Asked:
-    """An application that notes what it is asked, and answers when it may."""
+    """Fake application that records its requests and answers once ``may_answer`` is set."""
 
     def __init__(self) -> None:
         self.bodies: list[Any] = []
@@ -163,7 +163,7 @@ class Asked:
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-def test_a_batch_is_bounded_cancelled_and_resumed(tmp_path: Path) -> None:
+def test_batches_are_bounded_cancelled_and_resumed(tmp_path: Path) -> None:
     owner = ApiKeys(["one", "two"]).salt("two", None)
     request = {"endpoint": CHAT}
 
@@ -222,7 +222,7 @@ def test_a_batch_is_bounded_cancelled_and_resumed(tmp_path: Path) -> None:
     assert oct((tmp_path / "batches").stat().st_mode & 0o777) == "0o700"
 
 
-def test_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_size_of_files_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 100)
     batches = Batches(service(), None)
     file = batches.add_file(None, "x", "batch", b"x" * 90)
@@ -233,7 +233,7 @@ def test_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batches.add_file(None, "x", "batch", b"x" * 100)["bytes"] == 100
 
 
-def test_an_error_within_a_batch_is_named() -> None:
+def test_server_error_in_a_batch_is_named_in_its_errors() -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise OSError("no such device")
 

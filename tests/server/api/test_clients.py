@@ -39,7 +39,7 @@ RECORDS: dict[str, Any] = {
     **{"prompt_cache_retention": "24h", "prompt_cache_options": {}, "service_tier": "auto"},
 }
 KWARGS = {"chat_template_kwargs": {"enable_thinking": False}}
-USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no effect
+USED: dict[str, dict[str, Any]] = {  # values of parameters that are supported or have no effect
     "/v1/chat/completions": {
         **SAMPLING,
         **RECORDS,
@@ -77,13 +77,13 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
         "messages": HI,
     },
 }
-OF_HEADERS = {"user_profile_id", "workspace_id"}  # which is what the client makes of them
-# With a folder or an earlier answer only; see test_server_access, test_server_stops and test_agents.
+OF_HEADERS = {"user_profile_id", "workspace_id"}  # parameters that the client sends as headers
+# They need a folder or an earlier answer; see test_server_access, test_server_stops and test_agents.
 TESTED_ELSEWHERE = {"adapters", "draft", "draft_model", "num_draft_tokens", "previous_response_id"}
 
 
 def ask(client: openai.OpenAI, claude: anthropic.Anthropic, path: str, **options: Any) -> Any:
-    """By the client's own arguments, and its way to send others."""
+    """Send parameters as the client's own arguments, and those it does not know as ``extra_body``."""
     make: Any = {
         "/v1/chat/completions": client.chat.completions.create,
         "/v1/completions": client.completions.create,
@@ -99,7 +99,7 @@ def ask(client: openai.OpenAI, claude: anthropic.Anthropic, path: str, **options
 
 @functools.cache
 def official(path: str) -> set[str]:
-    """Parameters of the official client."""
+    """Return the parameters of the official client."""
     from anthropic.types import message_create_params
     from openai.types import completion_create_params
     from openai.types.chat import completion_create_params as chat_create_params
@@ -115,7 +115,7 @@ def official(path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", USED)
-def test_every_parameter_is_taken_or_refused_by_name(
+def test_every_parameter_is_accepted_or_refused_by_name(
     path: str, client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
     import anthropic
@@ -161,7 +161,7 @@ def test_n_answers_compute_their_prompt_once(server: ServerProcess, client: open
     num_prompt = answer.usage.prompt_tokens
     assert num_prompt > 300 and answer.usage.completion_tokens == 20
     assert server.stats()["server"]["computed_prompt_tokens"] - before <= num_prompt + 4
-    assert answer.usage.prompt_tokens_details.cached_tokens < 9  # what all chats begin with
+    assert answer.usage.prompt_tokens_details.cached_tokens < 9  # the beginning that all chats share
     said = [choice.message.content for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and len(set(said)) == 4
     assert client.chat.completions.create(**options, seed=5).choices[0].message.content == said[2]
@@ -177,7 +177,7 @@ def test_n_answers_compute_their_prompt_once(server: ServerProcess, client: open
     assert chunk.usage.completion_tokens == 20 and chunk.usage.prompt_tokens == num_prompt
 
 
-def test_prompts_of_all_kinds_are_answered_together(client: openai.OpenAI, folder: Path) -> None:
+def test_lists_of_texts_and_tokens_are_answered_in_one_request(client: openai.OpenAI, folder: Path) -> None:
     import openai
 
     _, tokenizer = mlx_lm.load(str(folder))
@@ -189,12 +189,12 @@ def test_prompts_of_all_kinds_are_answered_together(client: openai.OpenAI, folde
         assert [choice.text for choice in answer.choices] == [alone[0], alone[0], alone[1], alone[1]]
         assert answer.usage.prompt_tokens == sum(map(len, ids)) and answer.usage.completion_tokens == 16
     assert client.completions.create(model="default_model", prompt=ids[0]).choices[0].text == alone[0]
-    for wrong, words in (([[VOCAB]], f"from 0 to {VOCAB - 1}"), (["x"] * 257, "at most 256"), ([[]], "not empty")):
+    for wrong, words in (([[VOCAB]], f"from 0 to {VOCAB - 1}"), (["x"] * 257, "at most 256"), ([[]], "non-empty")):
         with pytest.raises(openai.BadRequestError, match=words):
             client.completions.create(model="default_model", prompt=wrong)
 
 
-def test_echoes_have_the_log_probabilities_of_the_model(client: openai.OpenAI, folder: Path) -> None:
+def test_echoed_prompts_have_the_models_log_probabilities(client: openai.OpenAI, folder: Path) -> None:
     import openai
 
     model, tokenizer = mlx_lm.load(str(folder))
@@ -227,7 +227,7 @@ def test_echoes_have_the_log_probabilities_of_the_model(client: openai.OpenAI, f
         create(model="default_model", prompt="Hi", max_tokens=0)
 
 
-def test_the_best_answers_are_the_likeliest(client: openai.OpenAI) -> None:
+def test_best_of_returns_the_likeliest_answers(client: openai.OpenAI) -> None:
     import openai
 
     options: dict[str, Any] = {
@@ -248,7 +248,7 @@ def test_the_best_answers_are_the_likeliest(client: openai.OpenAI) -> None:
             client.completions.create(**options, **wrong)
 
 
-def test_streams_tell_log_probabilities(client: openai.OpenAI) -> None:
+def test_streams_include_log_probabilities(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "default_model", "messages": HI, "max_tokens": 5, "logprobs": True}
     whole = client.chat.completions.create(**options, top_logprobs=20).choices[0].logprobs.content
     told = [
@@ -261,7 +261,7 @@ def test_streams_tell_log_probabilities(client: openai.OpenAI) -> None:
         assert math.isclose(ours.logprob, theirs.logprob, abs_tol=1e-4) and len(ours.top_logprobs) == 20
 
 
-def test_tools_are_called(client: openai.OpenAI) -> None:
+def test_required_and_named_tools_are_called(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "default_model", "messages": HI, "max_tokens": 90, "logit_bias": WHITE}
     named = {"type": "function", "function": {"name": "clock"}}
     for choice in ("required", named):
@@ -278,7 +278,7 @@ def test_tools_are_called(client: openai.OpenAI) -> None:
 # The rest -----------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_texts_and_texts_of_tokens(server: ServerProcess, client: openai.OpenAI) -> None:
+def test_tokenize_and_detokenize_round_trip(server: ServerProcess, client: openai.OpenAI) -> None:
     tokens = server.post("/tokenize", {"prompt": "Once upon a time"}).json["tokens"]
     assert server.post("/detokenize", {"tokens": tokens}).json == {"prompt": "Once upon a time"}
     told = server.post("/tokenize", {"messages": HI}).json

@@ -1,4 +1,4 @@
-"""Ends, empty contents and beginnings of answers, in every API's own form, whole and as a stream."""
+"""Partial markers, end tokens and empty contents in answers of every API, whole and streamed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.demo_model
 
-LESS, END = {"44": 1000}, {"2": 1000}  # the only token: "<", which begins "<tool_call>" and "<think>", or the end
+LESS, END = {"44": 1000}, {"2": 1000}  # force "<", which begins "<tool_call>" and "<think>", or the end
 CHAT, MESSAGES, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HI, "max_tokens": 3, "logprobs": True, "top_logprobs": 1},
@@ -26,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def said(answer: Answer, path: str) -> tuple[str, int]:
-    """The text, and how many tokens have log-probabilities."""
+    """Return the text, and the number of tokens with log probabilities."""
     assert answer.status == 200, answer.body
     if path == MESSAGES:
         return answer.json["content"][0]["text"], 0
@@ -40,7 +40,7 @@ def said(answer: Answer, path: str) -> tuple[str, int]:
 
 
 def streamed(answer: Answer) -> tuple[str, int]:
-    """Return the texts of the deltas."""
+    """Return the joined text of the deltas, and the number of tokens with log probabilities."""
     text, num_tokens = "", 0
     events = [json.loads(line[6:]) for line in answer.body.decode().split("\n") if line.startswith("data: {")]
     for event in events:
@@ -56,7 +56,7 @@ def streamed(answer: Answer) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_answer_may_end_in_what_begins_a_marker(server: ServerProcess, path: str) -> None:
+def test_answer_may_end_with_a_partial_marker(server: ServerProcess, path: str) -> None:
     body = {**BODIES[path], "logit_bias": LESS}
     expected = "<<<", 0 if path == MESSAGES else 3
     assert said(server.post(path, body), path) == expected
@@ -64,14 +64,14 @@ def test_an_answer_may_end_in_what_begins_a_marker(server: ServerProcess, path: 
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_end_token_has_no_text_and_no_log_probability(server: ServerProcess, path: str) -> None:
+def test_end_token_has_no_text_and_no_log_probability(server: ServerProcess, path: str) -> None:
     body = {**BODIES[path], "logit_bias": END}
     assert said(server.post(path, body), path) == ("", 0)
     assert streamed(server.post(path, {**body, "stream": True})) == ("", 0)
 
 
-def test_deltas_joined_are_the_message(client: openai.OpenAI) -> None:
-    """By the official client, which adds every text of a delta to what it has."""
+def test_joined_deltas_equal_the_message(client: openai.OpenAI) -> None:
+    """Uses the official client, which joins the deltas."""
     with client.chat.completions.stream(model="default_model", messages=HI, n=2, max_tokens=3, seed=1) as stream:
         for _ in stream:
             pass
@@ -81,7 +81,7 @@ def test_deltas_joined_are_the_message(client: openai.OpenAI) -> None:
     assert [choice.message.content for choice in choices] == [choice.message.content for choice in whole]
 
 
-def test_an_empty_beginning_is_none(server: ServerProcess) -> None:
+def test_empty_assistant_message_at_the_end_is_ignored(server: ServerProcess) -> None:
     def tokens(*more: dict[str, Any]) -> int:
         answer = server.post("/v1/messages/count_tokens", {"messages": [*HI, *more]})
         assert answer.status == 200, answer.body
@@ -96,7 +96,7 @@ def test_an_empty_beginning_is_none(server: ServerProcess) -> None:
         assert refused.status == 400 and "empty" in refused.json["error"]["message"], refused.body
 
 
-def test_developers_are_the_system_in_responses_too(server: ServerProcess) -> None:
+def test_developer_messages_are_system_messages_in_responses(server: ServerProcess) -> None:
     answers = [
         server.post(RESPONSES, {"input": [{"role": role, "content": "Rhyme."}, *HI], "max_output_tokens": 2})
         for role in ("developer", "system")

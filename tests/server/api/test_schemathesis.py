@@ -1,4 +1,4 @@
-"""schemathesis over the description that the server serves: no 5xx, and no answer that does not come."""
+"""schemathesis over the server's OpenAPI description: no 5xx, and every request is answered."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
 
-# What bounds honest work, here as elsewhere: the answer's default length, and the budget. 256 answers of as many tokens
-# as it holds would take minutes on a CPU, and no longer be told from a hang.
+# The default length of answers and the budget bound the work. 256 answers that fill a large budget would take minutes
+# on a CPU and could not be told from a hang.
 FLAGS = ("--max-tokens", "2", "--kv-cache-memory", "128KiB", "--log-level", "WARNING")
 SECONDS = 60  # for one request
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def fuzz(server: ServerProcess, folder: Path, *flags: str, seconds: float) -> int:
-    """How many requests passed; those that do not are the test's failure. What it keeps goes to the folder."""
+    """Run schemathesis in the folder; fail if a request does not pass, and return how many did."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *flags]
     command += ["--checks", "not_a_server_error", "--request-timeout", str(SECONDS), "--continue-on-failure"]
     command += ["--generation-deterministic", "--no-shrink", "--no-color"]
@@ -37,7 +37,7 @@ def fuzz(server: ServerProcess, folder: Path, *flags: str, seconds: float) -> in
 
 
 @pytest.mark.slow
-def test_whatever_the_description_allows_is_answered(demo_model_folder: Path, tmp_path: Path) -> None:
+def test_every_request_by_the_openapi_description_is_answered(demo_model_folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(make_tools_model(tmp_path / "tools", demo_model_folder), tmp_path, *FLAGS)
     assert fuzz(server, tmp_path, "--phases", "coverage,fuzzing", "--max-examples", "100", seconds=540) > 2000
     server.wait_until(lambda: server.is_idle)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses and Anthropic's Messages are chats in other forms; through the official clients."""
+"""OpenAI's Responses and Anthropic's Messages give the answers of chats; through the official clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.demo_model
 # Responses ----------------------------------------------------------------------------------------------------------
 
 
-def test_responses_are_chats_in_another_form(client: openai.OpenAI) -> None:
+def test_responses_give_the_answer_of_a_chat(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model="default_model", messages=[{"role": "system", "content": "Rhyme."}, *HI], max_tokens=6
     )
@@ -83,7 +83,7 @@ def test_responses_call_tools_and_reason(client: openai.OpenAI) -> None:
 # Messages -----------------------------------------------------------------------------------------------------------
 
 
-def test_messages_are_chats_in_another_form(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+def test_messages_give_the_answer_of_a_chat(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     chat = client.chat.completions.create(
         model="default_model", messages=[{"role": "system", "content": "Rhyme."}, *HI], max_tokens=6
     )
@@ -144,7 +144,7 @@ def test_messages_use_tools_and_think(claude: anthropic.Anthropic) -> None:
         claude.messages.create(model="nobody", max_tokens=2, messages=HI)
 
 
-def test_an_assistants_message_at_the_end_goes_on(
+def test_assistant_message_at_the_end_is_continued(
     server: ServerProcess, client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
     begun: list[Any] = [*HI, {"role": "assistant", "content": "Once upon"}]
@@ -153,12 +153,12 @@ def test_an_assistants_message_at_the_end_goes_on(
     chat = client.chat.completions.create(model="default_model", max_tokens=3, messages=begun, extra_body=extra)
     assert whole.content[0].text == chat.choices[0].message.content
     num_tokens = server.post("/tokenize", {"messages": begun}).json["count"]
-    assert chat.usage.prompt_tokens < num_tokens  # neither ended nor followed by another turn
+    assert chat.usage.prompt_tokens < num_tokens  # no end of turn and no new turn is added
     refused = server.post("/v1/chat/completions", {"messages": HI, **extra})
     assert refused.status == 400 and refused.json["error"]["param"] == "continue_final_message"
 
 
-def test_developers_are_the_system(server: ServerProcess) -> None:
+def test_developer_messages_are_system_messages(server: ServerProcess) -> None:
     counts = [
         server.post("/v1/chat/completions", {"messages": [{"role": role, "content": "Rhyme."}, *HI], "max_tokens": 1})
         for role in ("developer", "system")
@@ -166,19 +166,19 @@ def test_developers_are_the_system(server: ServerProcess) -> None:
     assert counts[0].json["choices"] == counts[1].json["choices"]
 
 
-def test_errors_are_in_the_words_of_each_api(server: ServerProcess) -> None:
+def test_errors_have_the_form_of_each_api(server: ServerProcess) -> None:
     ours = server.post("/v1/chat/completions", {"messages": HI, "model": "nobody"})
     error = ours.json["error"]
     assert ours.status == 404 and error["code"] == "model_not_found" and error["type"] == "not_found_error"
     assert "--served-model-name" in error["message"] and ours.headers["x-request-id"]
     theirs = server.post("/v1/messages", {"messages": HI, "model": "nobody", "max_tokens": 1})
     assert theirs.json["type"] == "error" and theirs.json["error"]["type"] == "not_found_error"
-    for path, words in (("/nothing", "nothing at"), ("/health", "method not allowed")):
+    for path, words in (("/nothing", "no such endpoint: /nothing"), ("/health", "method not allowed")):
         answer = server.post(path, {})
         assert answer.status in (404, 405) and words in answer.json["error"]["message"]
 
 
-def test_unknown_parameters_are_named_in_the_answer(server: ServerProcess) -> None:
+def test_unknown_parameters_are_named_in_a_header(server: ServerProcess) -> None:
     body = {"messages": HI, "max_tokens": 1, "temprature": 1, "stream_options": {"x": 1}}
     answer = server.post("/v1/chat/completions", body)
     assert answer.status == 200 and answer.headers["x-ignored-parameters"] == "stream_options.x, temprature"

@@ -18,7 +18,7 @@ class Died(Exception):
 
 
 def died_at(monkeypatch: pytest.MonkeyPatch, progress: Callable[[float], object], end: float = 100.0) -> float | None:
-    """Return when the process of a thread ends that is watched for ten seconds without progress; None: it does not."""
+    """Return when the watchdog ends the process, with a timeout of 10 s; None if it does not."""
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -43,23 +43,23 @@ def died_at(monkeypatch: pytest.MonkeyPatch, progress: Callable[[float], object]
 @pytest.mark.parametrize(
     ("progress", "end"),
     [
-        (lambda now: 1, 11.0),  # none from the first look on
-        (lambda now: min(now, 50.0), 60.0),  # none from then on
+        (lambda now: 1, 11.0),  # no progress from the start
+        (lambda now: min(now, 50.0), 60.0),  # no progress after 50 s
         (lambda now: now, None),
-        (lambda now: None, None),  # at something without bounds
+        (lambda now: None, None),  # an operation without a time limit
         (lambda now: None if now < 50 else 1, 60.0),
     ],
 )
-def test_no_progress_for_the_whole_time_is_a_hang(
+def test_no_progress_for_the_whole_timeout_is_a_hang(
     progress: Callable[[float], object], end: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert died_at(monkeypatch, progress) == end
 
 
-def test_a_model_that_loads_and_a_server_that_ends_do_not_hang() -> None:
+def test_loading_a_model_and_stopping_are_not_hangs() -> None:
     loop: Any = SimpleNamespace(is_loading=False, progress=lambda: 1)
     watched = EngineThread(loop, loop, MemoryWatch(0.0), None, make_loop=lambda thread: loop)
-    assert watched._progress() is None  # its first model
+    assert watched._progress() is None  # it loads its first model
     watched.has_started = True
     assert watched._progress() == (loop, 1)
     loop.is_loading = True

@@ -1,4 +1,4 @@
-"""Freed memory between pieces that are in use goes back to the system."""
+"""trim_heap returns freed memory between pieces in use to the system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from mlx_paged.server import memory as heap
 
 STATUS = Path("/proc/self/status")
-PIECES, SIZE = 2000, 64 << 10  # below what glibc takes from the system apart
+PIECES, SIZE = 2000, 64 << 10  # below glibc's threshold for separate mappings
 
 
 def resident() -> int:
@@ -21,7 +21,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(heap._trim() is None or not STATUS.exists(), reason="the C library is not glibc")
-def test_what_is_free_between_pieces_goes_back() -> None:
+def test_trim_heap_returns_memory_between_used_pieces() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
@@ -38,7 +38,7 @@ def test_what_is_free_between_pieces_goes_back() -> None:
         libc.free(piece)
 
 
-def test_other_c_libraries_keep_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_heap_does_nothing_with_other_c_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         def __init__(self, name: object) -> None:
             pass

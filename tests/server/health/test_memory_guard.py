@@ -1,5 +1,5 @@
-"""Memory is short while a batch runs: prefixes go, then nobody starts, then the youngest makes room; all answers stay
-what they are."""
+"""When memory is short while a batch runs, prefixes are evicted, then admission stops, then the youngest request is
+preempted. Answers do not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATE = Spec(50, 6, seed=9)
 
 
 class Batch:
-    """With a memory that is as full as one says."""
+    """A batch, with memory use set by the test."""
 
     def __init__(self, kind: str) -> None:
         make_solos(kind, [*SPECS, LATE])
@@ -41,7 +41,7 @@ class Batch:
         self.outcomes: dict[int, Outcome] = {}
 
     def step(self, above: int) -> Pressure:
-        """With so many bytes above the watermark."""
+        """Take a step with memory use ``above`` bytes over the watermark."""
         self.used = LIMIT // 2 + above
         self.watch.keep(self.generator, self.pool, self.cache)
         prompts, generated = self.generator.next()
@@ -59,7 +59,7 @@ class Batch:
 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("gemma3")])
-def test_what_goes_first(kind: str) -> None:
+def test_memory_pressure_evicts_then_holds_then_preempts(kind: str) -> None:
     batch = Batch(kind)
     insert(batch.generator, [Spec(100, 2, seed=30 + n) for n in range(4)], batch.outcomes)
     batch.finish()
@@ -85,7 +85,7 @@ def test_what_goes_first(kind: str) -> None:
     assert batch.step(1) == Pressure.PREEMPTING
     assert batch.running == 3 and batch.pool.stats().preemptions == 1
     assert batch.pool.stats().live_blocks < before
-    for _ in range(3):  # one goes on, whatever is left
+    for _ in range(3):  # one request keeps running
         batch.step(excess)
     assert batch.running == 1
     batch.finish()
@@ -96,7 +96,7 @@ def test_what_goes_first(kind: str) -> None:
     assert stats.live_blocks == stats.cached_blocks
 
 
-def test_somebody_runs_however_little_there_is() -> None:
+def test_one_request_runs_however_little_memory_is_left() -> None:
     batch = Batch("llama")
     uids = insert(batch.generator, SPECS, batch.outcomes)
     seen: list[Any] = []
@@ -108,7 +108,7 @@ def test_somebody_runs_however_little_there_is() -> None:
         check("llama", spec, batch.outcomes[uid])
 
 
-def test_prefixes_that_are_not_paged_go_too() -> None:
+def test_unpaged_prefixes_are_evicted_too() -> None:
     watch = MemoryWatch(0.5, lambda: MemoryReading(900, 1000, "system"), lambda: 1.0)
     cache = PagedPromptCache(None)
 

@@ -1,4 +1,4 @@
-"""What is given up when memory is short, and where its limits are read."""
+"""Levels of memory pressure, and where memory limits are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_paged.server.memory import (
 
 
 class Memory:
-    """With a clock."""
+    """Fake memory with a clock."""
 
     def __init__(self, limit: int = 1000) -> None:
         self.used, self.limit, self.now, self.num_read = 0, limit, 0.0, 0
@@ -33,7 +33,7 @@ class Memory:
         return MemoryWatch(watermark, self.read, lambda: self.now)
 
 
-def test_each_reading_above_the_watermark_goes_a_level_up() -> None:
+def test_each_reading_above_the_watermark_raises_the_pressure_a_level() -> None:
     memory = Memory()
     watch = memory.watch()
 
@@ -48,7 +48,7 @@ def test_each_reading_above_the_watermark_goes_a_level_up() -> None:
     assert after(950) == ("HOLDING", 50)
     assert after(990) == ("PREEMPTING", 90)
     assert after(1200) == ("PREEMPTING", 300)
-    assert after(890) == ("HOLDING", -10)  # not low enough for others to start
+    assert after(890) == ("HOLDING", -10)  # not low enough to admit others
     assert after(879) == ("NONE", -21)
     assert after(905) == ("EVICTING", 5)
     assert after(890) == ("EVICTING", -10)
@@ -61,7 +61,7 @@ def test_each_reading_above_the_watermark_goes_a_level_up() -> None:
     }
 
 
-def test_memory_is_read_now_and_then_only() -> None:
+def test_memory_is_not_read_at_every_look() -> None:
     memory = Memory()
     watch = memory.watch()
     for _ in range(1000):
@@ -89,7 +89,7 @@ def group(folder: Path, limit: str, used: int, stat: str, names: tuple[str, str]
 SECOND, FIRST = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
-def test_limits_of_control_groups(tmp_path: Path) -> None:
+def test_limits_of_control_groups_v2_are_read(tmp_path: Path) -> None:
     groups, mount = tmp_path / "cgroup", tmp_path / "mount"
     groups.write_text("0::/a/b\n")
     group(mount / "a/b", "1000", 700, "anon 100\ninactive_file 150\nactive_file 50\n", SECOND)
@@ -102,15 +102,15 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     assert list(control_group_readings(groups, mount)) == found[1:]
 
 
-def test_limits_of_control_groups_of_the_first_kind(tmp_path: Path) -> None:
+def test_limits_of_control_groups_v1_are_read(tmp_path: Path) -> None:
     groups, mount = tmp_path / "cgroup", tmp_path / "mount"
     groups.write_text("9:cpu:/x\n4:memory:/x/y\n0::/\n")
-    group(mount / "memory/x/y", "9223372036854771712", 70, "total_inactive_file 10\n", FIRST)  # none
+    group(mount / "memory/x/y", "9223372036854771712", 70, "total_inactive_file 10\n", FIRST)  # no limit
     group(mount / "memory/x", "100", 70, "inactive_file 5\ntotal_inactive_file 10\n", FIRST)
     assert list(control_group_readings(groups, mount)) == [MemoryReading(60, 100, "cgroup")]
 
 
-def test_a_system_that_does_not_say(tmp_path: Path) -> None:
+def test_missing_or_malformed_memory_files_give_no_reading(tmp_path: Path) -> None:
     nowhere = tmp_path / "nothing"
     assert list(control_group_readings(nowhere, nowhere)) == list(system_readings(nowhere)) == []
     assert nearest([]) is None
@@ -129,7 +129,9 @@ def test_a_system_that_does_not_say(tmp_path: Path) -> None:
         ({"total_memory": 500}, None),
     ],
 )
-def test_gpus(info: dict[str, Any], expected: MemoryReading | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_metal_and_cuda_gpus_is_read(
+    info: dict[str, Any], expected: MemoryReading | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mx = memory_reading.mx
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "device_info", lambda: info)

@@ -1,4 +1,4 @@
-"""Twice what the budget holds, for minutes: see scripts/soak/soak_server.py."""
+"""Requests for twice the budget, for minutes; see scripts/soak/soak_server.py."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.processes import commands
 SCRIPT = Path(__file__).parents[3] / "scripts" / "soak" / "soak_server.py"
 
 
-def test_growth_is_from_the_first_round_to_the_last() -> None:
+def test_growth_compares_the_last_round_with_the_first() -> None:
     assert growth([200, 900, 210]) == pytest.approx(0.05) and growth([100, 90]) == pytest.approx(-0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.demo_model
 @pytest.mark.parametrize("minutes, num_tokens, num_clients", [(5, 2048, 12)])
-def test_nothing_is_lost_under_load(
+def test_soak_passes_under_load(
     demo_model_folder: Path, tmp_path: Path, minutes: int, num_tokens: int, num_clients: int
 ) -> None:
     model = make_tiny_model(tmp_path, demo_model_folder)

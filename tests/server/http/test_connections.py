@@ -1,4 +1,4 @@
-"""HTTP/1.1: connections that stay, chunks both ways, readers that are slow, and very many that say nothing."""
+"""HTTP/1.1: persistent connections, chunked bodies, pipelining, slow readers and idle connections."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def test_one_connection_takes_many_requests(server: ServerProcess) -> None:
     assert ask("OPTIONS", COMPLETIONS) == (204, b"")
     assert ask("GET", "/")[0] == 307 and ask("GET", "/nothing")[0] == 404
     assert connection.sock is opened
-    for method, path in (("POST", "/nothing"), ("GET", "/health")):  # whose bodies nobody reads
+    for method, path in (("POST", "/nothing"), ("GET", "/health")):  # the server does not read these bodies
         assert ask(method, path, body)[0] in (200, 404)
     assert ask("GET", "/health")[0] == 200 and connection.sock is opened
     connection.close()
 
 
-def test_headers_that_drip() -> None:
-    """A byte now and then does not keep a connection; whole requests do."""
+def test_headers_sent_byte_by_byte_time_out() -> None:
+    """Single bytes do not keep a connection open; whole requests do."""
     asyncio.run(drip())
 
 
 def is_closed(reader: asyncio.StreamReader) -> bool:
-    """Whether the server has closed the connection: a byte that crosses the close makes it a reset."""
+    """Return whether the server has closed the connection; a byte sent meanwhile turns the close into a reset."""
     return reader.at_eof() or isinstance(reader.exception(), ConnectionError)
 
 
@@ -86,7 +86,7 @@ async def drip() -> None:
 
 
 @pytest.mark.demo_model
-def test_requests_that_are_sent_at_once_are_answered_in_order(server: ServerProcess) -> None:
+def test_pipelined_requests_are_answered_in_order(server: ServerProcess) -> None:
     body = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
     one = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (COMPLETIONS.encode(), len(body), body)
     last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -105,7 +105,7 @@ def test_requests_that_are_sent_at_once_are_answered_in_order(server: ServerProc
 
 
 @pytest.mark.demo_model
-def test_idle_connections_and_slow_readers_cost_others_nothing(server: ServerProcess) -> None:
+def test_idle_connections_and_slow_readers_do_not_block_others(server: ServerProcess) -> None:
     idle = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(200)]
     slow = [
         server.send_and_leave_open(COMPLETIONS, {"prompt": "Hello", "max_tokens": 400, "stream": True})

@@ -1,4 +1,4 @@
-"""What clients and pages may try: ambiguous framing, endless headers and bodies, other sites, and going away."""
+"""Hostile clients and web pages: ambiguous framing, endless headers and bodies, other origins, disconnects."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def gate_of(host: str, origins: list[str] | None = None, *, has_keys: bool = Fal
 
 
 def raw(server: ServerProcess, data: bytes) -> bytes:
-    """What the server sends until it closes the connection."""
+    """Return what the server sends until it closes the connection."""
     answer = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         try:
             client.sendall(data)
             while part := client.recv(65536):
                 answer += part
-        except ConnectionResetError:  # it has closed before all was sent
+        except ConnectionResetError:  # closed before all was sent
             pass
     return answer
 
@@ -70,8 +70,8 @@ FRAMING = {
 
 @pytest.mark.demo_model
 @pytest.mark.parametrize("name", FRAMING)
-def test_what_is_ambiguous_is_refused_in_json(server: ServerProcess, name: str) -> None:
-    """By h11, beneath uvicorn."""
+def test_ambiguous_framing_is_refused_in_json(server: ServerProcess, name: str) -> None:
+    """It is refused by h11, beneath uvicorn."""
     answer = raw(server, FRAMING[name])
     assert answer.count(b"HTTP/1.1") <= 1 and b"mlx-lm" not in answer
     assert name == "very many headers" or answer.startswith(b"HTTP/1.1 400")
@@ -81,8 +81,8 @@ def test_what_is_ambiguous_is_refused_in_json(server: ServerProcess, name: str) 
 
 
 @pytest.mark.demo_model
-def test_the_bytes_of_headers_are_bounded(server: ServerProcess) -> None:
-    """Also where all of them come at once, which h11 does not count."""
+def test_size_of_headers_is_bounded(server: ServerProcess) -> None:
+    """Also if all headers arrive at once, which h11 does not count."""
     answer = raw(
         server, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"X: yyyy\r\n" * 15_000 + b"\r\n"
     )
@@ -94,15 +94,15 @@ def test_the_bytes_of_headers_are_bounded(server: ServerProcess) -> None:
 
 @pytest.mark.demo_model
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed in /proc")
-def test_prompts_are_made_in_no_other_process(server: ServerProcess) -> None:
-    """One that was started in the current folder would run its code."""
+def test_prompts_are_made_in_the_servers_own_process(server: ServerProcess) -> None:
+    """A process started in the current folder would run code from there."""
     assert server.post(CHAT, {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 1}).status == 200
     children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
-    assert len(" ".join(each.read_text() for each in children).split()) <= 1  # the tests' own, for scripts
+    assert len(" ".join(each.read_text() for each in children).split()) <= 1  # the tests' own process for scripts
 
 
 @pytest.mark.demo_model
-def test_a_body_of_quotes_holds_up_nobody(server: ServerProcess) -> None:
+def test_body_full_of_quotes_does_not_block_the_server(server: ServerProcess) -> None:
     assert server.post(COMPLETIONS, b'\\"' * (1 << 19)).status == 400
     assert server.post(COMPLETIONS, b'{"prompt":"' + b'\\"' * (1 << 20) + b'"}', timeout=30).status == 400  # too long
     assert server.get("/health").status == 200
@@ -110,7 +110,7 @@ def test_a_body_of_quotes_holds_up_nobody(server: ServerProcess) -> None:
 
 @pytest.mark.demo_model
 @pytest.mark.parametrize("tail", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_a_client_that_goes_is_noticed_whatever_it_has_sent(server: ServerProcess, tail: bytes) -> None:
+def test_disconnect_is_noticed_whatever_bytes_precede_it(server: ServerProcess, tail: bytes) -> None:
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1 << 20, "logit_bias": {"2": -100}}).encode()
     client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
     client.sendall(post(b"Content-Length: %d\r\n\r\n" % len(body)) + body)
@@ -121,7 +121,7 @@ def test_a_client_that_goes_is_noticed_whatever_it_has_sent(server: ServerProces
 
 
 @pytest.mark.demo_model
-def test_lists_are_made_once_for_all_answers(server: ServerProcess) -> None:
+def test_many_answers_share_large_lists_of_stops_and_biases(server: ServerProcess) -> None:
     words = [chr(0x4E00 + n // 90) + chr(0x4E00 + n % 90) for n in range(4000)]
     answer = server.post(COMPLETIONS, {"prompt": [[1, 2], [4, 5]], "n": 64, "max_tokens": 1, "stop": words})
     assert answer.status == 200 and len(answer.json["choices"]) == 128
@@ -131,7 +131,7 @@ def test_lists_are_made_once_for_all_answers(server: ServerProcess) -> None:
 
 
 @pytest.mark.demo_model
-def test_pages_of_other_sites_drive_nothing(server: ServerProcess) -> None:
+def test_requests_of_other_origins_and_hosts_are_refused(server: ServerProcess) -> None:
     body = {"prompt": "a", "max_tokens": 1}
     for headers in (
         {"Origin": "http://evil.example", "Content-Type": "text/plain"},
@@ -148,7 +148,7 @@ def test_pages_of_other_sites_drive_nothing(server: ServerProcess) -> None:
 
 
 @pytest.mark.demo_model
-def test_names_are_cut_and_numbers_are_numbers(server: ServerProcess) -> None:
+def test_long_names_are_cut_and_extreme_numbers_give_no_nan(server: ServerProcess) -> None:
     before = len(server.log)
     answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "model": "a/" + "b" * (1 << 20)})
     assert answer.status == 404 and len(answer.body) < 2000 and len(server.log) - before < 4000
@@ -167,14 +167,14 @@ def test_names_are_cut_and_numbers_are_numbers(server: ServerProcess) -> None:
 
 
 @pytest.mark.demo_model
-def test_images_are_fetched_from_nowhere(server: ServerProcess) -> None:
+def test_image_urls_are_refused_by_default(server: ServerProcess) -> None:
     for url in ("http://127.0.0.1:9/x", "https://example.org/x.png", "file:///etc/passwd"):
         part = {"type": "image_url", "image_url": {"url": url}}
         answer = server.post(CHAT, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1})
         assert answer.status == 400 and answer.json["error"]["param"] == "messages"
 
 
-def test_a_fault_of_fetching_tells_nothing() -> None:
+def test_error_of_fetching_an_image_reveals_no_details() -> None:
     with pytest.raises(RequestRefused, match="an image cannot be fetched"):
         fetch("http://127.0.0.1:9/x")
 
@@ -188,7 +188,7 @@ class ImageHost(BaseHTTPRequestHandler):
         self.send_header("Location", "/secret")
         self.send_header("Content-Type", "image/png")
         self.end_headers()
-        with suppress(OSError):  # it reads no more than it takes
+        with suppress(OSError):  # the client stops reading at its limit
             self.wfile.write(b"x" * (1 << 20 if self.path == "/large" else 3))
             while self.path == "/slow":
                 self.wfile.write(b"x")
@@ -197,8 +197,8 @@ class ImageHost(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None: ...
 
 
-def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None from another host, none that it leads to, and none that is too large or comes too slowly."""
+def test_images_are_fetched_only_from_allowed_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other hosts and redirects are refused, and images that are too large or too slow."""
     monkeypatch.setattr(prompting, "MAX_IMAGE_BYTES", 1000)
     maker, texts = PromptMaker(image_hosts=frozenset({"127.0.0.1"})), SimpleNamespace(takes_images=True)
 
@@ -211,7 +211,7 @@ def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
         threading.Thread(target=host.serve_forever, daemon=True).start()
         here = f"http://127.0.0.1:{host.server_port}"
         assert take(f"{here}/small") == "data:image/png;base64,eHh4"
-        for path, words in (("/elsewhere", "fetched"), ("/large", "more than 1,000 bytes"), ("/slow", "fetched")):
+        for path, words in (("/elsewhere", "fetched"), ("/large", "larger than 1,000 bytes"), ("/slow", "fetched")):
             if path == "/slow":
                 monkeypatch.setattr(prompting, "IMAGE_SECONDS", 0.1)
             with pytest.raises(RequestRefused, match=words):
@@ -223,14 +223,14 @@ def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
     assert ImageHost.asked == ["/small", "/elsewhere", "/large", "/slow"]
 
 
-def test_bodies_together_are_bounded() -> None:
+def test_total_size_of_bodies_is_bounded() -> None:
     budget = BodyBudget(100)
     budget.reserve(90)
     with pytest.raises(RequestRefused) as caught:
         budget.reserve(20)
     assert caught.value.status == 429 and caught.value.retry_after
     budget.release(90)
-    budget.reserve(120)  # one alone may be as large as a body may be
+    budget.reserve(120)  # a single body may exceed the budget
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_bodies_together_are_bounded() -> None:
         ("0.0.0.0", False, {"origin": "https://evil.example"}, False),
     ],
 )
-def test_hosts_and_origins(host: str, has_keys: bool, headers: dict[str, str], passes: bool) -> None:
+def test_gate_refuses_other_hosts_and_origins(host: str, has_keys: bool, headers: dict[str, str], passes: bool) -> None:
     gate = gate_of(host, has_keys=has_keys)
     if passes:
         gate.check(Headers(headers))

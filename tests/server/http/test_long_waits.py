@@ -1,4 +1,4 @@
-"""Streams of long prompts show that they live, and clients that read little cost others little."""
+"""Streams send keepalives during long prompts, and clients that do not read cost others little."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.processes.server_process import ServerProcess
 
 NO_THINKING = '{"enable_thinking": false}'
 NO_END = {"2": -1e4}
-CHUNK = 512  # tokens of a prompt: one takes a fraction of a second
+CHUNK = 512  # tokens of a prefill chunk, which takes a fraction of a second
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def words(name: str, number: int) -> str:
-    """A prompt of its own, of some more tokens than ``number``."""
+    """Return a prompt of somewhat more than ``number`` tokens that begins with the name."""
     return f"{name} the long land was cold. " * (number // 7)
 
 
@@ -58,8 +58,8 @@ def read_stream(server: ServerProcess, path: str, body: Any) -> list[str]:
 
 
 @pytest.mark.demo_model
-def test_long_prompts_show_that_they_live(server: ServerProcess) -> None:
-    """All four at once: three of them wait for another one's prompt before they begin their own."""
+def test_streams_send_keepalives_during_long_prompts(server: ServerProcess) -> None:
+    """Four requests at once: three wait while another one's prompt is computed."""
     with ThreadPoolExecutor(4) as pool:
         streams = list(pool.map(lambda item: read_stream(server, *item), long_bodies(5 * CHUNK).items()))
     num_beats = 0
@@ -71,8 +71,8 @@ def test_long_prompts_show_that_they_live(server: ServerProcess) -> None:
 
 @pytest.mark.slow
 @pytest.mark.demo_model
-def test_official_clients_read_through_signs_of_life(server: ServerProcess) -> None:
-    import anthropic  # here: the two take seconds, and each process that runs tests imports this file
+def test_official_clients_skip_keepalives(server: ServerProcess) -> None:
+    import anthropic  # here: importing both takes seconds, and each process that runs tests imports this file
     import openai
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
@@ -101,7 +101,7 @@ def test_official_clients_read_through_signs_of_life(server: ServerProcess) -> N
 
 
 def unread(server: ServerProcess, number: int, body: dict[str, Any]) -> list[socket.socket]:
-    """Streams of which nobody reads a byte, with little room for what is not read."""
+    """Open streams that are never read, with small receive buffers."""
     clients = []
     for _ in range(number):
         client = server.send_and_leave_open("/v1/completions", {**body, "stream": True})
@@ -112,12 +112,12 @@ def unread(server: ServerProcess, number: int, body: dict[str, Any]) -> list[soc
 
 @pytest.mark.slow
 @pytest.mark.demo_model
-def test_an_answer_that_nobody_reads_ends_and_its_blocks_go_back(server: ServerProcess) -> None:
+def test_unread_answer_is_ended_and_its_blocks_are_freed(server: ServerProcess) -> None:
     body = {"prompt": "Hello", "max_tokens": 200_000, "logprobs": True, "top_logprobs": 20, "logit_bias": NO_END}
     with contextlib.ExitStack() as files:
         for client in unread(server, 3, body):
             files.enter_context(client)
         server.wait_until(lambda: sum(server.stats()["running"].values()) == 3, 30)
         assert server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 3}).status == 200
-        server.wait_until(lambda: server.is_idle, 300)  # the connections are open
+        server.wait_until(lambda: server.is_idle, 300)  # although the connections stay open
     assert server.stats()["server"]["generated_tokens"] < 100_000

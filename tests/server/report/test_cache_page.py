@@ -1,4 +1,4 @@
-"""The page /cache, as a phone's browser shows it."""
+"""The page /cache, also in a browser with the size of a phone."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ LONG = {"messages": [{"role": "user", "content": "What is on this page? " * 10}]
 PHONE, DESKTOP = (390, 844), (1280, 900)
 
 
-def test_the_page_needs_nothing_else() -> None:
+def test_page_is_small_and_self_contained() -> None:
     page = cache_page().decode()
     assert len(page) < 24_000
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://", page)
     assert 'name="viewport"' in page and all(name in page for name in STATES.values())
 
 
-def test_nothing_else_may_run_in_it() -> None:
+def test_policy_allows_only_the_pages_own_script_and_style() -> None:
     page, policy = cache_page().decode(), CACHE_PAGE_HEADERS["Content-Security-Policy"]
     assert "unsafe" not in policy and policy.startswith("default-src 'none'; connect-src 'self'; ")
     for tag in ("script", "style"):
         (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
-    assert not re.search(r"<[^>]*\s(style|on\w+)=", page)  # which the policy forbids
+    assert not re.search(r"<[^>]*\s(style|on\w+)=", page)  # the policy forbids both
     assert "innerHTML" not in page and 'setAttribute("style' not in page
 
 
-def test_what_the_page_reads_is_in_the_report(server: ServerProcess) -> None:
+def test_every_field_that_the_page_reads_is_in_the_report(server: ServerProcess) -> None:
     server.chat([{"role": "user", "content": "Is it there?"}], max_tokens=1)
     client = server.send_and_leave_open("/v1/chat/completions", LONG)
     server.wait_for(running=1)
@@ -67,7 +67,7 @@ def test_what_the_page_reads_is_in_the_report(server: ServerProcess) -> None:
         assert f'id="{tag}"' in cache_page().decode()
 
 
-def test_every_colour_is_explained_and_every_rate_is_there_once() -> None:
+def test_every_colour_is_in_the_legend_and_every_rate_appears_once() -> None:
     text = cache_page().decode()
     coloured = set(re.findall(r"\.(\w+) \{ background", text))
     assert coloured == {*STATES.values(), "computing", "generated", "never"}
@@ -79,8 +79,8 @@ def test_every_colour_is_explained_and_every_rate_is_there_once() -> None:
 
 
 @NEEDS_NODE
-def test_what_the_page_says_of_load(tmp_path: Path) -> None:
-    """Its functions, on a document of few elements."""
+def test_page_shows_running_and_waiting_requests(tmp_path: Path) -> None:
+    """Runs the page's functions on a document of few elements."""
     waiting: dict[str, Any] = {
         "number": 1,
         "state": "queued",
@@ -106,7 +106,7 @@ def test_what_the_page_says_of_load(tmp_path: Path) -> None:
     assert state == "the API key is wrong"
 
 
-def test_every_block_has_one_state() -> None:
+def test_block_map_gives_every_block_one_state() -> None:
     pool = BlockPool([LayerGroup((0,))], block_size=4)
     tree = RadixTree(pool)
     first, second, third = (pool.new_table() for _ in range(3))
@@ -133,7 +133,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def axe_core() -> str | None:
-    """The text of axe-core, from the file that AXE_CORE names."""
+    """Return the text of axe-core from the file that AXE_CORE names."""
     path = os.environ.get("AXE_CORE")
     return None if path is None else Path(path).read_text()
 
@@ -155,9 +155,7 @@ def check_access(browser: Browser) -> None:
 @pytest.mark.demo_model
 @pytest.mark.browser
 @pytest.mark.parametrize("size", [PHONE, DESKTOP])
-def test_it_moves_while_prompts_are_computed_and_tokens_generated(
-    server: ServerProcess, browser: Browser, size: tuple[int, int]
-) -> None:
+def test_page_updates_during_prefill_and_decode(server: ServerProcess, browser: Browser, size: tuple[int, int]) -> None:
     server.chat(LONG["messages"], max_tokens=3)
     browser.show(f"{server.url}/cache", *size)
     browser.wait_until("document.body?.dataset.ready")

@@ -1,4 +1,4 @@
-"""What a server counts, and how it says so."""
+"""Figures of a server: rates, history and metrics; and the server's options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def report(stats: ServerStats) -> dict[str, Any]:
     }
 
 
-def test_rates_are_of_the_last_ten_seconds() -> None:
+def test_rates_cover_the_last_ten_seconds() -> None:
     now = [0.0]
     stats = ServerStats(clock=lambda: now[0])
     assert stats.tokens_per_second == 0 == stats.as_dict()["hit_rate"]
@@ -45,7 +45,7 @@ def test_rates_are_of_the_last_ten_seconds() -> None:
     assert (told["hit_rate"], told["computed_prompt_tokens"], told["requests"]["ok"]) == (0.25, 30, 1)
 
 
-def test_a_history_is_of_short_whiles() -> None:
+def test_history_has_figures_for_each_interval() -> None:
     now = [100.0]
     stats = ServerStats(clock=lambda: now[0])
     for second in range(1000):
@@ -82,7 +82,7 @@ def test_bytes_of_states_and_checkpoints_are_among_the_metrics() -> None:
     assert (samples["mlx_paged_pool_state_bytes"], samples["mlx_paged_pool_checkpoint_bytes"]) == (96, 64)
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+def test_dashboard_uses_only_existing_metrics() -> None:
     health = {"status": "ok", "restarts": 0, "memory": {"used_bytes": 1, "limit_bytes": 2}}
     pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict()
     prefix_cache = {"entries": 1, "bytes": 2}
@@ -100,7 +100,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     assert all(panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"} for panel in dashboard["panels"])
 
 
-def test_metrics_are_read_by_prometheus() -> None:
+def test_metrics_can_be_parsed_by_prometheus() -> None:
     stats = ServerStats()
     stats.requests["ok"] += 1
     stats.count(prompt_tokens=8, cached_tokens=2)
@@ -111,7 +111,7 @@ def test_metrics_are_read_by_prometheus() -> None:
     assert families["mlx_paged_waiting_requests"].samples[0].value == 2
 
 
-def test_distributions_can_be_asked_for() -> None:
+def test_histograms_count_values_in_the_right_buckets() -> None:
     stats = ServerStats()
     stats.count(first_token_seconds=0.2, between_tokens_seconds=0.004, queue_seconds=0.1)
     stats.count(request_prompt_tokens=700, request_generated_tokens=40)
@@ -127,14 +127,16 @@ def test_distributions_can_be_asked_for() -> None:
         assert next(float(le) for le, value in counts.items() if value) == most, name
 
 
-def test_every_option_stands_in_the_reference() -> None:
+def test_every_option_is_in_the_reference() -> None:
     rows = (Path(__file__).parents[3] / "docs" / "reference.md").read_text().splitlines()
     known = ServerConfig.reference()
     begin = rows.index(known[0])
     assert rows[begin : begin + len(known)] == known
 
 
-def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_options_are_parsed_and_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("MLX_PAGED_API_KEY", raising=False)
 
     def parse(*argv: str) -> ServerConfig:
@@ -163,4 +165,4 @@ def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setenv("MLX_PAGED_API_KEY", "from-env")
     assert parse().api_keys.keys == ("from-env",) and parse("--api-key=a", "--api-key=b").api_keys.keys == ("a", "b")
     with pytest.raises(ConfigError, match="served-model-name"):
-        parse("--served-model-name", "alias")  # of no model
+        parse("--served-model-name", "alias")  # without a model

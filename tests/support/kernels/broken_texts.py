@@ -1,4 +1,4 @@
-"""Kernel texts that do not compile, for pools over stand-ins: choice and trial of the texts are the real ones."""
+"""Kernel texts that do not compile, for pools over fake kernels; the real code chooses and tries the texts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ VARYING = ("tables", "ends", "sinks", "stats", "slots", "blocks", "pairs")
 
 
 class Launched:
-    """Stands in for kernels.build_kernel: notes the texts that are launched, of zeros; raises for those that do not
-    compile, where MLX would when the launch is evaluated."""
+    """A fake kernels.build_kernel that records the launched texts and returns zeros. It raises for texts that do not
+    compile; MLX would raise when the launch is evaluated."""
 
     def __init__(self, is_broken: Callable[[Text], bool]) -> None:
         self.is_broken = is_broken
@@ -41,7 +41,7 @@ class Launched:
 
 @contextmanager
 def broken_texts(is_broken: Callable[[Text], bool], dialect: str = "metal") -> Iterator[Launched]:
-    """Within :func:`.fake_kernels.fake_kernels`: every decode launch also launches what the kernels would."""
+    """Within :func:`.fake_kernels.fake_kernels`, make every decode launch also launch the kernels' texts."""
     launched = Launched(is_broken)
     stand_in = kernels.prepare_decode
 

@@ -1,4 +1,4 @@
-"""The kernels that draw and that penalise, launched on the emulator as if on a GPU."""
+"""The draw and penalty kernels, launched on the emulator as if on a GPU."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.support.msl.harness import Emulated
 def use_emulator(
     monkeypatch: pytest.MonkeyPatch, groups: int = 2, *, checked: bool = False, orders: Any = (0,), edit: Any = None
 ) -> None:
-    """With so many simdgroups to a row."""
+    """Launch the kernels on the emulator, with ``groups`` simdgroups per row."""
     build = Emulated(checked=checked, orders=orders, edit=edit)
 
     def build_kernel(body: str, constants: Any) -> Any:

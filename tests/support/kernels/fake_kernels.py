@@ -32,7 +32,8 @@ from tests.support.kernels.quantized_pages import pages_of, rows_of
 
 
 class FakeKernels:
-    """Attributes: calls, by kernel; max_q_len of the decode calls; rewound, how often calls were forgotten again."""
+    """Fakes of the kernels. Attributes: calls, by kernel; max_q_len of the decode calls; rewound, how often calls were
+    undone."""
 
     def __init__(self) -> None:
         self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0, "append": 0}
@@ -41,18 +42,19 @@ class FakeKernels:
         self.calls["silu_product"] = self.calls["embedding_rows"] = 0
         self.max_q_len = 0
         self.rewound = 0
-        # Of each pool: its tensor, and the fences given out so far with the kernel that gave each.
+        # Per pool: its tensor, and the fences returned so far with the kernel that returned each.
         self._chains: dict[int, tuple[mx.array, list[tuple[str, mx.array]]]] = {}
 
     def _pass(self, kernel: str, k_pool: mx.array, v_pool: mx.array, fence: mx.array) -> mx.array:
-        """The next fence, ready when the blocks are; fails if this is not the latest one of the pool's chain."""
+        """Return the next fence, ready when the blocks are; fails if ``fence`` is not the latest of the pool's
+        chain."""
         self.calls[kernel] += 1
         known = self._chains.get(id(k_pool))
         if known is None or known[0] is not k_pool:
             known = self._chains[id(k_pool)] = (k_pool, [("new", fence)])
         chain = known[1]
         if chain[-1][1] is not fence:
-            # The gather that update_and_fetch returned was not used, nor the write before it: both are forgotten.
+            # The gather of update_and_fetch was not used, and maybe the write before it was not: they are undone.
             forgotten = next((i for i in range(1, 3) if len(chain) > i and chain[-1 - i][1] is fence), None)
             assert forgotten is not None, f"{kernel} was given an old fence"
             names = [name for name, _ in chain[-forgotten:]]
@@ -340,7 +342,7 @@ class FakeKernels:
 
 
 def dense(pool: mx.array, form: QuantizedRows | None) -> mx.array:
-    """What a pool's blocks stand for, [num_blocks, n_kv_heads, block_size, dim]."""
+    """Return the values of a pool's blocks, [num_blocks, n_kv_heads, block_size, dim]."""
     return pool if form is None else form.dequantize(mx.array(rows_of(np.array(pool), form)))
 
 
@@ -375,14 +377,15 @@ def prompt_variant(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, bl
 
 @contextmanager
 def fake_kernels() -> Iterator[FakeKernels]:
-    """Pools made in this context by :func:`mlx_paged.kv.storage.choice.storage_choice` are in place."""
+    """Replace the kernels by fakes. Pools made in this context by :func:`mlx_paged.kv.storage.choice.storage_choice`
+    are in place."""
     fake = FakeKernels()
     names = ("write_slots", "prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
         mock.patch.multiple(moves, write_rows=fake.write_rows, gather_rows=fake.gather_rows),
         mock.patch.object(availability, "device_unsupported_reason", lambda: None),
-        # Compiled, a stand-in would run once, while it is traced.
+        # In a compiled step, a fake would run only once, while it is traced.
         mock.patch.object(compiled_step, "compile_function", lambda function: function),
         mock.patch.object(config, "device_unsupported_reason", lambda: None),
         mock.patch.object(choice, "kernel_unsupported_reason", decline),

@@ -1,4 +1,4 @@
-"""MLX's gather_mm for 16-bit types where it has none: on a CPU."""
+"""gather_mm for 16-bit types on a CPU, where MLX has none."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 
 def gather_mm_of_16_bits() -> AbstractContextManager[Any]:
-    """Within, ``mx.gather_mm`` takes 16-bit types on a CPU too, by way of float32."""
+    """Make ``mx.gather_mm`` take 16-bit types on a CPU too, through float32."""
     multiply = mx.gather_mm
     if mx.default_device() != mx.Device(mx.cpu):
         return nullcontext()

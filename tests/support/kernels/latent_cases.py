@@ -9,7 +9,7 @@ from tests.support.msl.harness import Case, to_float
 
 
 class LatentCase(Case):
-    """:class:`Case` of latents (the pool of keys) and what is rotated of them (the pool of values)."""
+    """:class:`Case` of latents (the pool of keys) and their rotated parts (the pool of values)."""
 
     def __init__(self, contexts, *, heads=4, rank=64, rope=64, q_len=1, dtype=mx.float32, seed=0, **options):
         super().__init__(
@@ -26,7 +26,7 @@ class LatentCase(Case):
         return latent_variants_of(self.dtype, rank, self.v_pool.shape[3], self.n_q, 1, block_size)[body]
 
     def reference(self):
-        """Float64 attention over the dense rows."""
+        """Return float64 attention over the dense rows."""
         q = to_float(self.q).astype(np.float64)
         out = np.zeros((*q.shape[:3], self.rank))
         for b, h, j in np.ndindex(*q.shape[:3]):
@@ -40,7 +40,7 @@ class LatentCase(Case):
         return out
 
     def run(self, append=None, variant=None, launch_shape=None, max_visible=None):
-        """(out as float32 NumPy, fence) of a launch; the portable body unless a variant is given."""
+        """Return (out as float32 NumPy, fence) of a launch, of the portable body unless a variant is given."""
         visible = mx.array(self.tables), mx.array(self.ends), mx.array(self.starts)
         launch = kernels.prepare_decode(
             self.k_pool, self.v_pool, visible, n_q_heads=self.n_q, scale=self.scale, max_visible=max_visible,

@@ -1,4 +1,4 @@
-"""The texts that a pool in place cannot do without."""
+"""The texts that a pool in place needs."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from mlx_paged.kernels.trial import Text
 
 
 def pool_texts(variant: Variant) -> Iterator[Text]:
-    """The texts that write, read and copy blocks of a variant's pool."""
+    """Yield the texts that write, read and copy blocks of a variant's pool."""
     constants = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, variant.block_size)
     yield Text("write_slots", (*constants, ("S", mx.int32)))
     yield Text("gather_blocks", constants)

@@ -8,7 +8,7 @@ from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
-UNSET = 0xFFFFFFFF  # a word of slots that nobody wrote: their scales and biases are NaN
+UNSET = 0xFFFFFFFF  # a word of unwritten slots: their scales and biases are NaN
 
 
 def page_shape(
@@ -18,7 +18,7 @@ def page_shape(
     dtype: mx.Dtype = mx.float32,
     value_dim: int = 0,
 ) -> PageShape:
-    """Pages of keys of these bits and values of those."""
+    """Return the shape of pages with ``bits`` of keys and of values."""
     k_bits, v_bits = bits
     return PageShape(
         QuantizedRows(dim, k_bits, group_size, dtype), QuantizedRows(value_dim or dim, v_bits, group_size, dtype)
@@ -26,14 +26,14 @@ def page_shape(
 
 
 def rounded(x: Floats) -> Floats:
-    """To the nearest, halves away from 0."""
+    """Round to the nearest, halves away from 0."""
     whole = np.trunc(x)
     return whole + np.copysign(np.abs(x - whole) >= 0.5, x).astype(np.float32)
 
 
 def quantized(x: Floats, form: QuantizedRows) -> Words:
-    """Rows ``[..., num_words]`` of values ``[..., dim]``, as MLX's GPU kernels quantise: a group's maximum is 0 at
-    least, halves are rounded away from 0, and codes are of the scale before it is rounded."""
+    """Return rows ``[..., num_words]`` of values ``[..., dim]``, as MLX's GPU kernels quantise: a group's maximum is at
+    least 0, halves are rounded away from 0, and codes use the scale before it is rounded to its dtype."""
     most = np.float32((1 << form.bits) - 1)
     groups = x.astype(np.float32).reshape(*x.shape[:-1], form.num_groups, form.group_size)
     with np.errstate(all="ignore"):
@@ -54,21 +54,21 @@ def quantized(x: Floats, form: QuantizedRows) -> Words:
 
 
 def dequantized(rows: Words, form: QuantizedRows) -> Floats:
-    """The values that rows stand for, not rounded to their dtype."""
+    """Return the values of rows, not rounded to their dtype."""
     codes, scales, biases = form.split(mx.array(rows))
     exact = mx.dequantize(codes, scales.astype(mx.float32), biases.astype(mx.float32), form.group_size, form.bits)
     return np.array(exact)
 
 
 def pages_of(rows: Words, form: QuantizedRows) -> Words:
-    """A pool's pages ``[num_blocks, n_kv_heads, block_size, num_words]`` of the rows in them."""
+    """Return a pool's pages ``[num_blocks, n_kv_heads, block_size, num_words]`` of the rows in them."""
     flat = rows.shape[0], rows.shape[1], -1
     planes = [x.reshape(flat) for x in (rows[..., : form.code_words], rows[..., form.code_words :])]
     return np.ascontiguousarray(np.concatenate(planes, axis=-1).reshape(rows.shape))
 
 
 def rows_of(pages: Words, form: QuantizedRows) -> Words:
-    """The rows in a pool's pages; the inverse of :func:`pages_of`."""
+    """Return the rows in a pool's pages; the inverse of :func:`pages_of`."""
     lead, size = pages.shape[:3], pages.shape[2] * form.code_words
     flat = pages.reshape(*lead[:2], -1)
     parts = [x.reshape(*lead, -1) for x in (flat[..., :size], flat[..., size:])]

@@ -1,4 +1,4 @@
-"""Stand-ins for the decode kernel that ``mx.compile`` itself can trace."""
+"""Fakes of the decode kernel that ``mx.compile`` can trace."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +17,16 @@ from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 @contextmanager
 def traceable_kernels() -> Iterator[FakeKernels]:
     """Like :func:`fake_kernels`, with steps that are really compiled. A traced step computes the right attention but
-    stores nothing, so that of a sequence's compiled steps only the first sees all keys."""
+    stores nothing, so only the first of a sequence's compiled steps sees all keys."""
     compile_function = compiled_step.compile_function
-    written: dict[int, tuple[mx.array, tuple[mx.array, ...]]] = {}  # of each traced layer, by its keys
+    written: dict[int, tuple[mx.array, tuple[mx.array, ...]]] = {}  # per traced layer, by the id of its keys
     with fake_kernels() as fake:
         stored = kernels.prepare_decode
 
         def prepare_decode(k_pool: mx.array, v_pool: mx.array, visible: Any, **options: Any) -> Any:
             try:
                 return stored(k_pool, v_pool, visible, **options)
-            except (ValueError, RuntimeError):  # it is traced, and nothing has values
+            except (ValueError, RuntimeError):  # in a trace: arrays have no values
                 pass
 
             def launch(

@@ -1,4 +1,4 @@
-"""Runs of the batch generator, and the solo runs of stock mlx-lm they are compared with."""
+"""Runs of the batch generator, and the solo runs of stock mlx-lm to compare them with."""
 
 import functools
 import gc
@@ -47,7 +47,7 @@ def model_of(kind: str, **changes: Any) -> Any:
 
 @functools.cache
 def solo(kind: str, spec: Spec, **changes: Any) -> tuple[list[int], np.ndarray]:
-    """Stock mlx-lm's greedy tokens and log-probabilities of one request alone."""
+    """Return stock mlx-lm's greedy tokens and log-probabilities of one request alone."""
     assert not mlx_paged.patches.is_applied(), "compute stock runs before the patches are applied"
     return greedy(model_of(kind, **changes), prompt_of(spec.length, seed=spec.seed), spec.num_tokens)
 
@@ -58,12 +58,13 @@ def make_solos(kind: str, specs: Sequence[Spec]) -> None:
 
 
 def generator(model: Any, **options: Any) -> Any:
-    """A BatchGenerator by mlx-lm's present binding: the patches replace it."""
+    """Make the BatchGenerator to which mlx-lm's name is bound now: the patches replace it."""
     return mlx_lm_generate.BatchGenerator(model, **options)
 
 
 def packing_generator(model: Any, most: int, **options: Any) -> Any:
-    """A generator whose prompts go through the model in packs of up to ``most`` tokens, rows that decode or not."""
+    """Make a generator whose prompts go through the model in packs of up to ``most`` tokens, whether or not rows
+    decode."""
     gen = type("Packing", (mlx_lm_generate.BatchGenerator,), {"packs": True})(model, **options)
     if gen._engine.packs:
         gen._engine.scheduler.token_budget = most
@@ -103,12 +104,12 @@ def run_requests(gen: Any, prompts: Sequence[list[int]], num_tokens: Sequence[in
 
 
 def answers(gen: Any, prompts: Sequence[list[int]], num_tokens: Sequence[int], **options: Any) -> list[list[int]]:
-    """Like `run_requests`; return the tokens alone."""
+    """Like `run_requests`, but return only the tokens."""
     return [outcome.tokens for outcome in run_requests(gen, prompts, num_tokens, **options)]
 
 
 def check(kind: str, spec: Spec, outcome: Outcome) -> None:
-    """The request delivered its solo run's tokens, each once, with their log-probabilities."""
+    """Assert that the request delivered its solo run's tokens, each once, with their log-probabilities."""
     tokens, logprobs = solo(kind, spec)
     assert outcome.tokens == tokens
     assert np.abs(np.stack(outcome.logprobs) - logprobs).max() < TOLERANCE
@@ -124,14 +125,14 @@ def check_released(kind: str) -> None:
 
 
 def assert_released(model: Any, cached: int = 0) -> None:
-    """The model's pool is whole, and nothing holds a block of it (but ``cached`` ones)."""
+    """Assert that the model's pool is intact and exactly ``cached`` of its blocks are held."""
     pool = mlx_paged.pool_of(model)
     pool.check_integrity()
     assert pool.stats().live_blocks == cached
 
 
 def fall_throughs(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """The call's result, and its warnings of what is not paged."""
+    """Return the call's result and the messages of its NotPagedWarnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
@@ -139,5 +140,5 @@ def fall_throughs(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def kv_budget(model: Any, num_blocks: int, block_size: int) -> int:
-    """Bytes of so many blocks of a model whose layers all have the builders' shape."""
+    """Return the bytes of ``num_blocks`` blocks of a model whose layers all have the builders' shape."""
     return num_blocks * block_size * len(model.layers) * 2 * 2 * 32 * 4

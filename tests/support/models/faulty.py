@@ -1,4 +1,4 @@
-"""The batch generator with a model and samplers that fail when told to, checked against solo runs at every step."""
+"""The batch generator with a model and samplers that fail on demand, compared with solo runs at every step."""
 
 import functools
 import weakref
@@ -18,11 +18,11 @@ from tests.support.models.builders import greedy, prompt_of
 VOCAB, BLOCK, MOST = 64, 8, 30
 PROMPTS = (1, 3, 8, 9, 17, 31, 50)
 BYTES_PER_BLOCK = BLOCK * 2 * 2 * 1 * 16 * 4  # two layers, keys and values, one head of 16
-FEWEST_BLOCKS = 13  # the longest request alone: 80 tokens, a block more for the next one, the null block
+FEWEST_BLOCKS = 13  # for the longest request alone: its 80 tokens, the next token, the null block
 
 
 class FaultyModel(llama.Model):
-    """A tiny model that raises, after it has written its keys, for the sequences in ``poisoned``."""
+    """A tiny model that raises for sequences in ``poisoned``, after it has written their keys."""
 
     poisoned: ClassVar[weakref.WeakSet[SequenceTables]] = weakref.WeakSet()
 
@@ -37,7 +37,7 @@ class FaultyModel(llama.Model):
 
 
 class FaultySampler:
-    """Greedy; raises at its n-th call and ever after."""
+    """A greedy sampler that raises from its ``calls``-th call on."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -65,17 +65,18 @@ def prompt(index: int) -> list[int]:
 
 @functools.cache
 def solos() -> list[list[int]]:
-    """Each prompt's greedy tokens by stock mlx-lm."""
+    """Return each prompt's greedy tokens by stock mlx-lm."""
     registry.remove_patches()
     return [greedy(model(), mx.array(prompt(index)), MOST)[0] for index in range(len(PROMPTS))]
 
 
 class Driver:
-    """A generator, and what is known of its requests. With ``packs`` prompts go in packs of so many tokens."""
+    """A generator and the known state of its requests. With ``packs``, prompts run in packs of up to that many
+    tokens."""
 
     def __init__(self, num_blocks: int, packs: int = 0, **options: int) -> None:
         solos()
-        registry.remove_patches()  # with its pool: every history starts from the same state
+        registry.remove_patches()  # and with them the pool: every history starts from the same state
         mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=num_blocks * BYTES_PER_BLOCK))
         FaultyModel.poisoned.clear()
         self.gen = packing_generator(model(), packs, **options) if packs else generator(model(), **options)
@@ -101,7 +102,7 @@ class Driver:
         return uid
 
     def poison(self, uid: int) -> bool:
-        """From now on the model raises whenever it meets this request."""
+        """Make the model raise from now on whenever it computes this request."""
         row = self.gen._engine.requests.get(uid)
         if row is None or row.caches is None:
             return False
@@ -122,7 +123,7 @@ class Driver:
         self.pool.allocate = allocate
 
     def step(self) -> bool:
-        """One call of next(); False when nothing is left to do."""
+        """Call next() once; return False when nothing is left to do."""
         try:
             prompts, generated = self.gen.next()
         except RequestFailedError as error:
@@ -139,7 +140,7 @@ class Driver:
         for token in [(r.uid, r.token, r.finish_reason) for r in generated]:
             self.take(*token)
         more = bool(prompts or generated)
-        del prompts, generated  # with the caches of finished requests
+        del prompts, generated  # they hold the caches of finished requests
         self.check()
         return more
 
@@ -158,12 +159,12 @@ class Driver:
 
     def check(self) -> None:
         if "allocate" in self.pool.__dict__:
-            return  # a fault waits to happen
+            return  # a fault is pending
         self.pool.check_integrity()
         rows = self.gen._engine.requests.values()
         held = sum(-(-row.length // BLOCK) for row in rows if row.caches is not None)
         stats = self.pool.stats()
-        # A block that the failed step had reserved goes when its row does.
+        # A block that the failed step had reserved is freed with its row.
         assert stats.live_blocks == held
         assert stats.live_blocks + stats.free_blocks == stats.total_blocks < self.num_blocks
         assert stats.preemptions == self.gen.preemptions

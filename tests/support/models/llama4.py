@@ -1,4 +1,4 @@
-"""Small Llama 4 models, and what they give by plain masks over all keys: no cache, and no attention of MLX's."""
+"""Small Llama 4 models, and a dense reference with plain masks over all keys, without a cache and MLX's attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from mlx_lm.models import llama4
 
 VOCAB = 96
-# Two rounds of three layers that see chunks and one that sees everything, experts in every second one.
+# Twice: three layers that see chunks and one that sees everything; experts in every second layer.
 CONFIG = {
     "model_type": "llama4_text", "vocab_size": VOCAB, "hidden_size": 64, "head_dim": 64, "num_hidden_layers": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "intermediate_size_mlp": 96,
@@ -20,7 +20,7 @@ CONFIG = {
 
 
 def build(chunk: int, seed: int = 0, **changes: Any) -> Any:
-    """A model with random f32 weights whose chunks are of so many tokens."""
+    """Return a model with random float32 weights and chunks of ``chunk`` tokens."""
     mx.random.seed(seed)
     text = {**CONFIG, "attention_chunk_size": chunk, **changes}
     model = llama4.Model(llama4.ModelArgs.from_dict({"model_type": "llama4", "text_config": text}))
@@ -30,7 +30,7 @@ def build(chunk: int, seed: int = 0, **changes: Any) -> Any:
 
 
 def dense_logprobs(model: Any, tokens: Sequence[int]) -> np.ndarray:
-    """Log-probabilities ``[len(tokens), vocab]`` of what follows each token."""
+    """Return the log-probabilities ``[len(tokens), vocab]`` of what follows each token."""
     text = model.language_model.model
     length, chunk = len(tokens), text.attention_chunk_size
     own, other = np.arange(length)[:, None], np.arange(length)[None]
@@ -68,7 +68,8 @@ def _attention(self: Any, x: mx.array, mask: mx.array) -> mx.array:
 
 
 def check(model: Any, prompt: Sequence[int], tokens: Sequence[int], logprobs: np.ndarray) -> None:
-    """The greedy tokens after the prompt, with their log-probabilities ``[n, vocab]``, are the dense reference's."""
+    """Assert that the tokens after the prompt, with their log-probabilities ``[n, vocab]``, are the dense reference's
+    greedy ones."""
     dense = dense_logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
     assert np.argmax(dense, axis=-1).tolist() == list(tokens)
     assert np.sqrt(np.mean((dense - logprobs) ** 2)) <= (1e-5 if mx.default_device() == mx.Device(mx.cpu) else 1e-4)

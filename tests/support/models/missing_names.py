@@ -1,6 +1,5 @@
-"""Run as a script: apply_patches() against an mlx-lm in which one name at a time is missing, of the ones given or of
-all. Prints what happened, as JSON by name. In a process of its own, because all of the adapters are imported anew for
-each name."""
+"""A script that tries apply_patches() on an mlx-lm that lacks one name at a time, of the given names or of all. It
+prints what happened, as JSON by name, and is a separate process because it imports all adapters anew for each name."""
 
 import ast
 import functools
@@ -18,11 +17,11 @@ PATCHES = Path(__file__).parents[3] / "patches"
 
 
 def upstream_names() -> list[str]:
-    """``module:name`` of whatever of mlx-lm's the adapters import, and ``module:`` of each module."""
+    """Return ``module:name`` of each mlx-lm name that the adapters use, and ``module:`` of each module."""
     found: set[str] = set()
     for path in PATCHES.rglob("*.py"):
         tree = ast.parse(path.read_text())
-        modules: dict[str, str] = {}  # by what they are called here
+        modules: dict[str, str] = {}  # by their names in this file
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("mlx_lm"):
                 for alias in node.names:
@@ -57,7 +56,7 @@ def forget_adapters() -> None:
 
 
 def without(name: str) -> Iterator[None]:
-    """Twice: the name is missing in between. Adapters are imported anew afterwards."""
+    """Yield twice: the name is missing between the two. Later imports load the adapters anew."""
     module_name, _, attribute = name.partition(":")
     module = importlib.import_module(module_name)
     parent = sys.modules[module_name.rpartition(".")[0]]
@@ -79,7 +78,7 @@ def without(name: str) -> Iterator[None]:
 
 
 def outcome(model: Any, prompt: Any) -> Any:
-    """Tokens of one sequence and of a batch, or how they fail."""
+    """Return the tokens of one sequence and of a batch, or the names of their errors."""
     results: list[Any] = []
     try:
         generation = importlib.import_module("mlx_lm.generate")
@@ -152,6 +151,6 @@ def found(patch: Any) -> Any:
 if __name__ == "__main__":
     from tests.support.models.builders import build, prompt_of
 
-    inspect.getsource = functools.cache(inspect.getsource)  # read for each name, and stay as they are
+    inspect.getsource = functools.cache(inspect.getsource)  # called for each name; sources do not change
     a_model, a_prompt = build("llama", num_hidden_layers=1), prompt_of(20)
     print(json.dumps({name: tried(name, a_model, a_prompt) for name in sys.argv[1:] or upstream_names()}))

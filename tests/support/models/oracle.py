@@ -1,4 +1,4 @@
-"""Oracle: a predictor that knows what its row is going to say."""
+"""A predictor that knows its row's answer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from tests.support.models.drafting import in_every_step
 
 
 class Oracle(Predictor):
-    """Says the answer right for a number of tokens that changes with the place in it, and then wrong.
+    """Proposes the right tokens at first, then wrong ones; how many are right depends on the position in the answer.
 
     Attributes:
-        answers: by prompt, and some tokens longer than they are going to be.
-        right: from the place to that number.
-        vocab: of the model.
+        answers: by prompt; some tokens longer than what is generated.
+        right: from the position to the number of right tokens.
+        vocab: size of the model's vocabulary.
     """
 
     expects = True
@@ -38,7 +38,7 @@ class Oracle(Predictor):
 
 @contextmanager
 def oracles(vocab: int) -> Iterator[type[Oracle]]:
-    """Rows that look tokens up ask an oracle, whose answers are to be filled in, in every step."""
+    """Let rows that look tokens up ask an oracle in every step; the caller fills in its answers."""
     fresh = type("FreshOracle", (Oracle,), {"answers": {}, "vocab": vocab})
     with in_every_step(), mock.patch.object(look_up, "Predictor", fresh):
         yield fresh

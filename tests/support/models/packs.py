@@ -1,4 +1,4 @@
-"""Prompts that go through a model in packs, and what each of them would have got alone."""
+"""Prompts that go through a model in packs, compared with each prompt's run alone."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from mlx_paged.engine.scheduler import Chunk
 from tests.support.models.batch_runs import TOLERANCE, Outcome, packing_generator
 from tests.support.models.builders import prompt_of
 
-# Shorter and longer than windows and chunks, at their ends and in the middle.
+# Shorter and longer than windows and chunks, ending at their ends and in the middle.
 LENGTHS = (2, 70, 33, 1, 17, 12, 129, 40, 16, 51)
 
 
 def note_packs(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The tokens of each request in each pack from now on."""
+    """Return a list that gets, for each pack from now on, the number of tokens of each request in it."""
     noted: list[list[int]] = []
     original = prefill.compute_pack
 
@@ -35,7 +35,7 @@ def prompts_for(vocab: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]
 
 
 def packing(model: Any, most: int = 64, **options: Any) -> Any:
-    """A generator whose packs have parts of prompts of up to 16 tokens each, ``most`` in all."""
+    """Make a generator whose packs have up to 16 tokens of each prompt and ``most`` in all."""
     sizes = {"prefill_step_size": 16, "completion_batch_size": 16, "prefill_batch_size": 16}
     return packing_generator(model, most, **{**sizes, **options})
 
@@ -49,5 +49,5 @@ def assert_alike(outcomes: dict[int, Outcome], expected: Sequence[tuple[list[int
     for outcome, (tokens, logprobs) in zip(outcomes.values(), expected, strict=True):
         assert outcome.tokens == tokens
         got = np.stack(outcome.logprobs)
-        same = got == logprobs  # minus infinity, where a model rules a token out
+        same = got == logprobs  # also minus infinity, where a model rules a token out
         assert np.abs(np.where(same, 0, got) - np.where(same, 0, logprobs)).max() < TOLERANCE

@@ -1,4 +1,4 @@
-"""Heads for multi-token prediction with weights made here, and checkpoints with the published names."""
+"""Multi-token prediction heads with random weights, and checkpoints with the published names."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.nor
 
 
 def model_of(name: str, scale: float = 1.0, *, is_wide: bool = False) -> Any:
-    """A model of the family, with heads that the kernels take if it is wide. With a small ``scale`` of what layers add,
-    the next token depends on the last one almost alone."""
+    """Return a model of the family; a wide one has head sizes that the kernels take. With a small ``scale`` of what its
+    layers add, the next token depends almost only on the last one."""
     model = wide(name) if is_wide else model_configs.build(name)
     _quieten(model, scale)
     return model
@@ -30,8 +30,8 @@ def _quieten(model: Any, scale: float) -> None:
 
 
 def head_of(name: str, model: Any, scale: float | None = None, seed: int = 1) -> Any:
-    """A head of the model with random weights; with a ``scale``, one that says what the model says behind the last
-    token alone, but for what its layer adds."""
+    """Return a head of the model with random weights. With a ``scale`` of what its layer adds, it ignores the hidden
+    state and predicts from the last token's embedding, as a model of a small scale does."""
     layout = mtp.LAYOUTS[name]
     mx.random.seed(seed)
     head = mtp.MTPHead(model, mtp._one_layer(model, layout).layers[0], layout)
@@ -53,7 +53,7 @@ def head_of(name: str, model: Any, scale: float | None = None, seed: int = 1) ->
 
 
 def published(name: str, args: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Weights by mlx-lm's names as the family's checkpoints have them."""
+    """Convert weights by mlx-lm's names to the family's published checkpoint format."""
     found: dict[str, mx.array] = {}
     is_qwen = name.startswith("qwen")
     for key, value in weights.items():
@@ -85,10 +85,10 @@ def published(name: str, args: Any, weights: dict[str, mx.array]) -> dict[str, m
 
 
 def write_checkpoint(name: str, folder: Path, *, has_head: bool = True) -> tuple[Any, Any]:
-    """Write a model and its head, in two files, by the published names. Returns them as they should be loaded."""
+    """Write a model and its head, in two files, by the published names. Return both as they should be loaded."""
     config = model_configs.config_of(name)
     if name == "deepseek_v3":
-        config["num_hidden_layers"] = 61  # mlx-lm drops the layer of this number, and no other
+        config["num_hidden_layers"] = 61  # mlx-lm drops the head's layer only under this number
     model = _built(name, config)
     head = head_of(name, model)
     folder.mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ def _built(name: str, config: dict[str, Any]) -> Any:
 
 
 def published_head(name: str, head: Any) -> dict[str, mx.array]:
-    """A head's weights by the names of the family's checkpoints."""
+    """Return a head's weights by the names of the family's checkpoints."""
     layout = mtp.LAYOUTS[name]
     own, layer = layout.prefixes(head.args.num_hidden_layers)
     weights = dict(tree_flatten(head.parameters()))
@@ -124,7 +124,7 @@ def published_head(name: str, head: Any) -> dict[str, mx.array]:
     for part, known in zip(mtp.PARTS, layout.names, strict=True):
         value = weights[f"{part}.weight"]
         found[f"{own}{known}.weight"] = value - 1.0 if name.startswith("qwen") and value.ndim == 1 else value
-    if name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):  # they have these once more
+    if name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):  # their checkpoints repeat these
         found[f"{own}embed_tokens.weight"] = head.model.model.embed_tokens.weight
         found[f"{own}shared_head.head.weight"] = head.model.lm_head.weight
     return found

@@ -1,5 +1,5 @@
-"""Random-weight models with recurrent states: alone (mamba), beside attention in each layer (falcon_h1), in turn with
-attention layers (qwen3_next)."""
+"""Random-weight models with recurrent states: alone (mamba), beside attention in each layer (falcon_h1), alternating
+with attention layers (qwen3_next)."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ RECURRENT = ("mamba", "falcon_h1", "qwen3_next")
 
 
 def build_recurrent(kind: str, seed: int = 0) -> Any:
-    """A model of one of RECURRENT with random f32 weights."""
+    """Return a model of one of RECURRENT with random float32 weights."""
     mx.random.seed(seed)
     common = {"vocab_size": VOCAB, "model_type": kind}
     if kind == "mamba":

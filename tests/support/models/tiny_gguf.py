@@ -1,4 +1,4 @@
-"""A two-layer model in a GGUF file, written the way GGUF's specification says, in a wheel of the demo model's name."""
+"""A two-layer model in a GGUF file, written as GGUF's specification says, in a wheel named like the demo model's."""
 
 import hashlib
 import struct
@@ -38,7 +38,7 @@ def _entry(key: str, kind: int, value: Any) -> bytes:
 
 
 def _q4_1(rng: np.random.Generator, rows: int, columns: int) -> tuple[bytes, np.ndarray]:
-    """Random Q4_1 blocks and the values they stand for: q * d + m, low nibbles first."""
+    """Return random Q4_1 blocks and their values: q * d + m, low nibbles first."""
     blocks = rows * columns // 32
     d = rng.uniform(0.005, 0.02, blocks).astype(np.float16)
     m = rng.uniform(-0.15, -0.05, blocks).astype(np.float16)
@@ -57,7 +57,7 @@ def _q8_0(rng: np.random.Generator, rows: int, columns: int) -> tuple[bytes, np.
 
 
 class Tiny(NamedTuple):
-    """The wheel, and what is in its model."""
+    """The wheel and the contents of its model."""
 
     wheel: Path
     sha256: str

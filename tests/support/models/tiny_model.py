@@ -1,4 +1,4 @@
-"""A model folder as mlx-lm's server loads it: random weights, tiny, with first tokens of the demo model's tokenizer."""
+"""A tiny random model in a folder that mlx-lm's server loads, with the first tokens of the demo model's tokenizer."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, llama, mamba
 
-VOCAB = 4096  # of 49,152: servers load it, and compute as many logits, in a fraction of the time
+VOCAB = 4096  # of the 49,152: servers load it and compute its logits in a fraction of the time
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -54,14 +54,14 @@ MODULES: dict[str, Any] = {"llama": llama, "llama of wide heads": llama, "gemma3
 
 
 def make_tiny_model(folder: Path, tokenizer: Path, kind: str = "llama", seed: int = 0) -> Path:
-    """Write the model into ``folder``, with tokens of the folder ``tokenizer``. Weights depend on the seed."""
+    """Write a model into ``folder``, with tokens from the folder ``tokenizer``. Weights depend on the seed."""
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIGS[kind]
     module = MODULES[kind]
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
-    # Random models of this size say the same token for ever; larger embeddings make them wander.
+    # Random models of this size repeat one token for ever; larger embeddings vary their answers.
     weights = {name: 4 * x if "embed" in name else x for name, x in weights.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     eos = json.loads((tokenizer / "config.json").read_text())["eos_token_id"]
@@ -86,7 +86,7 @@ def _first_tokens(tokenizer: Path) -> str:
     return json.dumps(content)
 
 
-# Tokens of the demo model's tokenizer that nothing needs, and what they are here.
+# Unneeded tokens of the demo model's tokenizer, and their names here.
 RENAMED = {"<reponame>": "<think>", "<filename>": "</think>"}
 TEMPLATE = """{% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -101,7 +101,7 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 
 
 def make_tools_model(folder: Path, tokenizer: Path) -> Path:
-    """Write it into ``folder``; ``tokenizer`` is the demo model's folder."""
+    """Write a model with tools and reasoning into ``folder``; ``tokenizer`` is the demo model's folder."""
     make_tiny_model(folder, tokenizer)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (folder / name).read_text()

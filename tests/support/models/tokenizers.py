@@ -12,18 +12,18 @@ MARKERS = ["<eos>", "<eot>", "<think>", "</think>", "<tool_call>", "</tool_call>
 
 
 def byte_tokenizer(*, calls_tools: bool = False, parser: object = json_tools.parse_tool_call) -> TokenizerWrapper:
-    """mlx-lm's wrapper of one with 256 bytes and MARKERS; it ends answers with EOS and EOT.
+    """Return mlx-lm's wrapper of a tokenizer of 256 bytes and MARKERS, whose ends of an answer are EOS and EOT.
 
     Args:
-        calls_tools: there is a format of tool calls.
-        parser: of it.
+        calls_tools: whether it has a tool-call format.
+        parser: of tool calls.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     by_byte = sorted(letters, key=lambda letter: _byte_of(letter))
     inner = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(by_byte)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    # As in models that call tools, the markers of reasoning and calls are not special, those of ends are.
+    # As in models that call tools, the markers of ends are special, those of reasoning and calls are not.
     inner.add_tokens([AddedToken(name, special=index < 2) for index, name in enumerate(MARKERS)])
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     tools = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>", "tool_parser": parser}
@@ -31,7 +31,7 @@ def byte_tokenizer(*, calls_tools: bool = False, parser: object = json_tools.par
 
 
 def _byte_of(letter: str) -> int:
-    """Return the letters that stand for bytes in byte-level vocabularies."""
+    """Return the byte that a letter stands for in byte-level vocabularies."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     if ord(letter) in plain:
         return ord(letter)
@@ -40,7 +40,7 @@ def _byte_of(letter: str) -> int:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Each token is a word, "w0" to "w319", and none ends an answer."""
+    """Return a tokenizer whose tokens are the words "w0" to "w319"; none ends an answer."""
     inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token=None)

@@ -1,4 +1,4 @@
-"""An engine without mlx-lm: a model whose tokens can be told on paper, and requests for it."""
+"""An engine without mlx-lm: a model whose tokens NumPy can compute, and requests for it."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -21,15 +21,15 @@ from mlx_paged.prefix.store import SharedPrefixes
 
 VOCAB = 24
 BLOCK_SIZE = 4
-BLOCK_BYTES = BLOCK_SIZE * 2 * VOCAB * 4  # of keys and values in the one layer
+BLOCK_BYTES = BLOCK_SIZE * 2 * VOCAB * 4  # keys and values of the only layer
 _RNG = np.random.default_rng(0)
 OF_ALL, OF_LAST = (_RNG.standard_normal((VOCAB, VOCAB)).astype(np.float32) for _ in range(2))
-OF_ALL = 4 * OF_ALL - 12 * np.eye(VOCAB, dtype=np.float32)  # what was said often is said less, so that answers wander
+OF_ALL = 4 * OF_ALL - 12 * np.eye(VOCAB, dtype=np.float32)  # frequent tokens become less likely, so answers vary
 OF_LAST -= 3 * np.eye(VOCAB, dtype=np.float32)
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the model says after these, by NumPy: it depends on each of them and on where it stands."""
+    """Return the model's next token, by NumPy: it depends on each token and its position."""
     history = np.zeros(VOCAB, np.float32)
     for position, token in enumerate(tokens):
         history[token] += (1 + position / 16) / len(tokens)
@@ -48,7 +48,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 class ToyModel:
-    """One layer that attends to all tokens alike; the value of a token is its name, times its position."""
+    """One layer that attends to all tokens alike; a token's value is its one-hot vector, weighted by its position."""
 
     def __init__(self) -> None:
         self.poison: int | None = None  # a token that the model cannot compute
@@ -88,7 +88,7 @@ class ToyResponse:
 
 
 class _Tokens:
-    """What processors are given."""
+    """The token buffer that processors are given."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = mx.array(list(tokens), mx.uint32)
@@ -113,7 +113,7 @@ UPSTREAM = Upstream(
 
 
 def make_pool(num_blocks: int | None = None, window: int | None = None) -> BlockPool:
-    """A pool for the model that knows its geometry; ``num_blocks`` is its budget, the null block included."""
+    """Return a pool with the model's geometry; ``num_blocks`` is its budget, the null block included."""
     budget = {} if num_blocks is None else {"memory_budget": num_blocks * BLOCK_BYTES}
     pool = BlockPool([LayerGroup((0,), window)], block_size=BLOCK_SIZE, **budget)
     x = mx.zeros((1, 1, 1, VOCAB))
@@ -151,7 +151,7 @@ def make_request(
 
 
 class ToyEngine:
-    """An engine over a pool, and what it delivered."""
+    """An engine over a pool, and its deliveries."""
 
     def __init__(self, pool: BlockPool, *, prefixes: SharedPrefixes | None = None, **options: int) -> None:
         self.pool, self.model = pool, ToyModel()
@@ -171,7 +171,7 @@ class ToyEngine:
         self.failures: dict[int, RequestFailedError] = {}
 
     def add(self, prompt: Sequence[int], *, caches: list[Any] | None = None, **options: Any) -> int:
-        """Check and queue a request. Returns its uid."""
+        """Check and queue a request; return its uid."""
         uid = len(self.responses)
         row = make_request(uid, prompt, caches_of(self.pool) if caches is None else caches, **options)
         self.engine.check(row)
@@ -180,7 +180,7 @@ class ToyEngine:
         return uid
 
     def step(self) -> bool:
-        """Returns whether there was anything to do."""
+        """Take a step; return whether there was anything to do."""
         try:
             prompts, generated = self.engine.next()
         except RequestFailedError as error:

@@ -74,7 +74,7 @@ def lint_tokens(s, where):
 
 
 def lint_names(ins, outs, source, header):
-    """MLX decides by substring search in the body (comments included, header excluded) which extra parameters exist"""
+    """Check names: MLX adds extra parameters by substring search in the body (comments included, header excluded)."""
     out, code = [], strip_comments(source)
     for n in ins:
         for suf in ("_shape", "_strides", "_ndim"):
@@ -100,7 +100,7 @@ def lint_names(ins, outs, source, header):
 
 
 def line_map(text):
-    """physical line -> (file, line), honouring #line"""
+    """Return (file, line) by physical line, honouring #line."""
     m, f, n = {}, "<unit>", 0
     for i, l in enumerate(text.split("\n"), 1):
         d = re.match(r'#line (\d+) "(.*)"', l)
@@ -117,17 +117,17 @@ LOOKED_AT = {kind.value for kind in (*BANNED, *DECLARED)}
 
 
 def _cursors(tu):
-    """-> (cursor, its parent) of the kinds that are looked at, in the unit itself. One visit by libclang: a text has some ten
-    thousand cursors, and asking each for its file takes longer than to parse it."""
+    """Return (cursor, its parent) of the kinds that are checked, in the unit itself. In one visit by libclang: a text
+    has some ten thousand cursors, and asking each for its file takes longer than parsing."""
     found, outermost = [], CK.TRANSLATION_UNIT.value
 
     def visit(k, parent, _):
         k._tu = parent._tu = tu
         if parent._kind_id == outermost and not (k.location.file and k.location.file.name == "/msl/unit.cpp"):
-            return 1  # to the next one
+            return 1  # go to the next cursor
         if k._kind_id in LOOKED_AT:
             found.append((k, parent))
-        return 2  # into this one
+        return 2  # descend into this one
 
     ci.conf.lib.clang_visitChildren(tu.cursor, ci.callbacks["cursor_visit"](visit), None)
     return found
@@ -157,7 +157,7 @@ def _walk(tu, out, lm, text):
 
 
 def check_text(text, unit="<unit>"):
-    """-> list of problems in one translation unit of generated MSL"""
+    """Return the problems of one translation unit of generated MSL."""
     text = '#include "msl_check.hpp"\n' + text
     lm = line_map(text)
     tu = ci.Index.create().parse("/msl/unit.cpp", args=ARGS, unsaved_files=[("/msl/unit.cpp", text)])
@@ -172,7 +172,8 @@ def check_text(text, unit="<unit>"):
 
 
 def check_kernel(input_names, output_names, source, header="", variants=()):
-    """variants: [(inputs [(ndim,size,dtype)], output dtypes, template [(name, value)])]; every variant is one generated function"""
+    """Return a kernel's problems. ``variants``: [(inputs [(ndim, size, dtype)], output dtypes, template [(name,
+    value)])], one generated function each."""
     out = (
         lint_tokens(source, "body")
         + lint_tokens(header, "header")

@@ -1,4 +1,4 @@
-// What decode texts for tensor cores use of kernels/tensor.cuh and of CUDA beyond tensor_cpu.hpp, for the emulator.
+// Emulator: what the decode kernels for tensor cores use of text/tensor.cuh and CUDA, beyond tensor_cpu.hpp.
 extern "C" {
 float exp2f(float);
 float fmaxf(float, float);
@@ -26,7 +26,7 @@ inline uint __byte_perm(uint x, uint y, uint selector) {
   for (int i = 0; i < 4; i++) picked |= uint(bytes >> (selector >> i * 4 & 7) * 8 & 0xff) << i * 8;
   return picked;
 }
-// Thread groups run one after the other here, and what one of them stored is there for the next.
+// Thread groups run one after the other here, so each sees the stores of those before it.
 MSL_NOSAN inline bool arrive(uint* counter, uint n) {
   const bool last = *counter == n - 1;
   *counter = last ? 0 : *counter + 1;
@@ -58,7 +58,7 @@ inline void load_factors(const uint* source, uint (&target)[N]) {
   for (int i = 0; i < N; i++) target[i] = source[i];
 }
 inline float largest_of(float x, int line = __builtin_LINE()) { return simd_max(x, line); }
-// To odd first: then what is rounded twice is what rounding once gives.
+// Round to odd first, so that rounding twice gives the same as rounding once.
 template <class T>
 inline ushort fma_of(ushort a, ushort b, ushort c) {
   const double exact = double(half_of<T>(a, 0)) * half_of<T>(b, 0) + half_of<T>(c, 0);
@@ -103,7 +103,7 @@ struct CopiesThen : AsyncCopies {
 };
 template <class Then>
 inline CopiesThen<Then> then(Then what) { return CopiesThen<Then>(what); }
-// kernels/text/latent_decode.cuh.
+// Part flags of text/latent_decode.cuh.
 template <int COUNT>
 inline void fewer_registers() {}
 template <int COUNT>
@@ -117,12 +117,13 @@ struct Flag {
   }
   void wait(int turn, int line = __builtin_LINE()) { msl_rt::flag_wait(this, unsigned(turn), line); }
 };
-// Flags of the emulator's own: no other is at a number.
+// Flags of the emulator, known by a small number; a kernel's flags are known by their address.
 inline void warpgroup_barrier(int group, int line = __builtin_LINE()) {
   const void* const at = reinterpret_cast<const void*>(uint64_t(group + 1));
   msl_rt::flag_group(at, 4, line);
 }
-// kernels/text/latent_decode.cuh. A copy is there at once, and the thread arrives with its last byte: one too few and nobody goes on.
+// Part boxes of text/latent_decode.cuh. A copy is done at once, and the thread arrives with its last byte. If a kernel
+// copies fewer bytes than it announced, waiting threads never go on.
 #define HAS_BOXES 1
 struct BoxMap {
   uint words[32];

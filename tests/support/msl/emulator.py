@@ -21,7 +21,7 @@ from tests.support.msl.msl_source import _DECL, DT, dtype_name, mlx_source, stri
 HERE = os.path.dirname(os.path.abspath(__file__))
 CACHE = os.environ.get("MSLEMU_CACHE", os.path.join(tempfile.gettempdir(), "mslemu-cache"))
 CXX = os.environ.get("MSLEMU_CXX", "g++")
-# What the emulator gives for an attribute, where that is not the field of its own name.
+# The emulator's expression for an attribute, where it is not the field of the same name.
 EMU_ATTR = {
     "thread_execution_width": "32u",
     "threads_per_simdgroup": "32u",
@@ -39,7 +39,7 @@ class EmuError(AssertionError):
 
 
 class BF16(np.ndarray):
-    """uint16 storage that means bfloat16"""
+    """uint16 storage of bfloat16 values"""
 
 
 def to_bf16(x):
@@ -52,7 +52,7 @@ def from_bf16(x):
 
 
 def as_np(a):
-    """-> (contiguous numpy array, mlx dtype name)"""
+    """Return (contiguous NumPy array, MLX dtype name)."""
     if isinstance(a, BF16):
         return np.ascontiguousarray(a.view(np.ndarray)), "bfloat16"
     if type(a).__module__.startswith("mlx"):
@@ -67,13 +67,14 @@ def as_np(a):
 
 
 def memory_span(a):
-    """A flat copy of the memory under a strided array (its first element first)."""
+    """Return a flat copy of the memory under a strided array, from its first element on."""
     span = 1 + sum((n - 1) * s // a.itemsize for n, s in zip(a.shape, a.strides, strict=True))
     return np.lib.stride_tricks.as_strided(a, (span,), (a.itemsize,)).copy()
 
 
 def rewrite_threadgroup(s):
-    """threadgroup T a[N], b; -> MSL_TG(T, a, [N]) MSL_TG(T, b, ) ; other uses (pointers, parameters, casts) lose the keyword"""
+    """Turn ``threadgroup T a[N], b;`` into ``MSL_TG(T, a, [N]) MSL_TG(T, b, )``; other uses (pointers, parameters,
+    casts) lose the keyword."""
 
     def decl(m):
         out = []
@@ -108,7 +109,7 @@ def _flags(checked):
         ["-O1", "-g1", "-fsanitize=thread"]
         + (["--param", "tsan-instrument-func-entry-exit=0"] if "clang" not in CXX else [])
         if checked
-        else ["-O1"]  # -O2 compiles 30 % longer, and the programs take the same time
+        else ["-O1"]  # -O2 takes 30 % longer to compile, and the programs are no faster
     )
 
 
@@ -125,7 +126,7 @@ def _text(name):
 
 @functools.cache
 def _precompiled(*flags):
-    """-> folder with the emulator's header as GCC has compiled it, for programs with these flags"""
+    """Return a folder with the emulator's header precompiled by GCC for these flags."""
     if "clang" in CXX:
         return HERE
     key = hashlib.sha256((_text("msl_rt.hpp") + _text("msl_cpu.hpp") + repr(flags) + CXX).encode()).hexdigest()[:24]
@@ -142,7 +143,7 @@ def _precompiled(*flags):
 def _build(cpp, checked):
     os.makedirs(CACHE, exist_ok=True)
     rts = _text("msl_rt.cpp") + _text("msl_rt.hpp")
-    # One runtime for all programs, which they are linked to: what it keeps for a launch is there once.
+    # All programs link to one runtime, so its state of a launch exists once.
     rt = f"{CACHE}/librt_{hashlib.sha256((rts + CXX).encode()).hexdigest()[:16]}.so"
     if not os.path.exists(rt):
         own = f"{rt}.{os.getpid()}"  # several test processes may be at it
@@ -154,7 +155,7 @@ def _build(cpp, checked):
     if not os.path.exists(so):
         own = f"{CACHE}/k_{h}.{os.getpid()}"
         open(own + ".cpp", "w").write(cpp)
-        # The sanitizer's own library is not linked to: the runtime has its functions.
+        # The sanitizer's library is not linked: the runtime has its functions.
         include = ["-I" + _precompiled(*fl), "-I" + HERE]
         _run([CXX, *fl, "-nostdlib", *include, own + ".cpp", "-o", own + ".so", rt, "-lm", "-lc"])
         os.replace(own + ".so", so)
@@ -330,7 +331,7 @@ class Kernel:
         return [outs_all[0][n] for n in self.outn]
 
     def _arrays(self, inputs):
-        """The inputs as NumPy's arrays with the names of their types, contiguous where the kernel wants them so."""
+        """Return the inputs as NumPy arrays with the names of their types, contiguous if the kernel requires it."""
         arrs = [as_np(a) for a in inputs]
         if self.contig:
             return [(np.ascontiguousarray(a) if a.ndim else a, d) for a, d in arrs]
@@ -350,7 +351,7 @@ class Kernel:
 
 
 def _argument(kind, a, written):
-    """The array that a kernel is given for an input, its shape, strides or ndim; and the bytes of an element."""
+    """Return the array that a kernel gets for an input, its shape, strides or ndim, and the bytes of an element."""
     if kind == "shape":
         return np.array(a.shape, np.int32), 4
     if kind == "strides":
@@ -363,10 +364,10 @@ def _argument(kind, a, written):
 
 
 def _output(shape, dtype, init_value, sparse):
-    """A kernel's output before it runs: of `init_value`, of ones in every bit where few are written, or as it comes."""
+    """Return a kernel's output before it runs: filled with `init_value`, with 1 bits if `sparse`, or uninitialised."""
     a = np.empty(shape, DT[dtype][1])
     if init_value is not None:
-        # As MLX, which converts it: of NaN integers are 0.
+        # Converted as by MLX: NaN becomes 0 in integers.
         value = 0 if np.isnan(init_value) and a.dtype.kind in "iu" else init_value
         a[...] = to_bf16(np.float32(init_value)) if dtype == "bfloat16" else value
     if sparse:

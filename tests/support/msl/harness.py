@@ -1,4 +1,4 @@
-"""Drives the real launch code of mlx_paged.kernels.ops through the emulator."""
+"""The real launch code of mlx_paged.kernels.ops, run on the emulator."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,9 +47,9 @@ TENSOR_BODIES = ({*FUSED_BODIES, *SHARED_BODIES, "join_partitions", LATENT_BODIE
 
 
 class Emulated:
-    """Stands in for kernels.build_kernel. `edit` changes a body's text: that is how mutations are planted. `in_place`:
-    as on a GPU, kernels store to MLX's own arrays and give such, fast functions take NaN, and what is left unwritten is
-    0, which often does no harm."""
+    """A fake kernels.build_kernel. `edit` plants mutations: it changes a body's text. `in_place`: as on a GPU, kernels
+    store to MLX's own arrays and return such, fast functions accept NaN, and unwritten output is 0, which often does no
+    harm."""
 
     def __init__(self, checked=True, orders=(0, 1, 2), edit=None, in_place=False):
         self.checked, self.orders, self.edit, self.in_place = checked, orders, edit or {}, in_place
@@ -65,7 +65,7 @@ class Emulated:
             self.calls.append((body, call))
             sparse = SPARSE.get(body, ()) if ("SINGLE", True) not in constants else ()
             if body in TENSOR_BODIES:
-                given = dict(constants).get("SHARED", 0)  # at the launch, beside what the text declares
+                given = dict(constants).get("SHARED", 0)  # given at the launch, in addition to what the text declares
                 call["tg_limit"] = given if body in LATENT_BODIES else CUDA_MEMORY + given
             writes = WRITES.get(body, ())
             if self.in_place:
@@ -94,14 +94,14 @@ class Emulated:
 
 @contextmanager
 def emulated(backend="metal", exact=True, **options):
-    """Inside, kernels.* run on the emulator as if on `backend`, without trials. Yields the Emulated. `exact`: whether
-    they quantise and dequantise to MLX's bits there."""
+    """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated. `exact`: whether they then
+    quantise and dequantise bit for bit as MLX does."""
     fake = Emulated(**options)
     real = kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
     kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda text, build: None
-    # MLX quantises otherwise on the CPU.
+    # On the CPU MLX quantises differently.
     moves.build_kernel, moves.exact = fake, lambda pages, block_size: moves.Exact(exact, exact)
     try:
         yield fake
@@ -112,7 +112,7 @@ def emulated(backend="metal", exact=True, **options):
         kernels.latent_variants_of.cache_clear()
 
 
-# CUDA's words in the bodies for tensor cores, in the emulator's.
+# CUDA's words in the bodies for tensor cores, and the emulator's for them.
 CUDA_WORDS = {
     "__shared__ __align__(16)": "threadgroup",
     "__shared__": "threadgroup",
@@ -126,14 +126,14 @@ CUDA_MEMORY = 48 * 1024  # bytes of shared memory that a text may declare
 
 
 def _check_mutation(old, text):
-    """Not by an assertion, which would pass for a defect that was found."""
+    """Raise LookupError if there is nothing to mutate: an AssertionError would count as the mutation being detected."""
     if old not in text:
         raise LookupError(f"nothing to mutate: {old}")
 
 
 def tensor_kernel(body, constants, edits, planted=None):
-    """A body for tensor cores on the emulator, mutated by edits (old, new) of it or its helpers; its outputs' names.
-    With a set, which gets the edits, those of other bodies are left out."""
+    """Return a body for tensor cores on the emulator, mutated by edits (old, new) of it or its helpers, and its
+    outputs' names. With a set ``planted``, edits of other bodies are skipped, and the set gets those that were made."""
     _, source = kernel_build.kernel_source(body, "metal", constants)
     header = tensor_helpers(body)
     for old, new in edits:
@@ -150,7 +150,7 @@ def tensor_kernel(body, constants, edits, planted=None):
 
 
 def tensor_helpers(body):
-    """What such a body's text needs: the emulator's own helpers, and those that run there as they are."""
+    """Return the helpers of a body for tensor cores: the emulator's own, and those that run there unchanged."""
     here, whole = Path(__file__).parent, part_of("tensor.cuh")
     states = whole[whole.index("// Largest score") : whole.index("// 8 x 8 matrix")]
     own: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ def tensor_helpers(body):
 
 
 def to_float(x):
-    """float32 NumPy values of an mlx array or an emulator output."""
+    """Return the float32 NumPy values of an MLX array or an emulator output."""
     if isinstance(x, emulator.BF16):
         return emulator.from_bf16(x)
     if isinstance(x, mx.array):
@@ -177,7 +177,7 @@ def to_float(x):
 
 
 def to_mlx(x):
-    """The mlx array of an emulator output."""
+    """Return the MLX array of an emulator output."""
     x_mlx = mx.array(np.asarray(x))
     return x_mlx.view(mx.bfloat16) if isinstance(x, emulator.BF16) else x_mlx
 
@@ -217,7 +217,7 @@ class Case:
         self.max_blocks = max_blocks or max(1, *used)
         n_blocks = sum(used) + 4
         order = list(rng.permutation(np.arange(1, n_blocks)))
-        self.tables = np.full((batch, self.max_blocks), 10**6, np.int32)  # following one is a wild load
+        self.tables = np.full((batch, self.max_blocks), 10**6, np.int32)  # following one is an out-of-bounds load
         k = np.full((n_blocks, self.n_kv, block_size, head_dim), np.nan, np.float32)
         v = np.full((n_blocks, self.n_kv, block_size, value_dim), np.nan, np.float32)
         self.q = mx.array(rng.standard_normal((batch, self.n_q, q_len, head_dim)).astype(np.float32)).astype(dtype)
@@ -239,13 +239,13 @@ class Case:
         self._fill()
 
     def _kept(self, *values):
-        """What pages hold of keys and values."""
+        """Return keys and values as the pages hold them."""
         if self.pages is None:
             return values
         return tuple(dequantized(quantized(x, form), form) for x, form in zip(values, self.pages, strict=True))
 
     def _fill(self):
-        """Make the pools of the dense ones; of quantised pages all words of a slot that is NaN are set."""
+        """Make the pools from the dense ones; in quantised pages, a NaN slot's words have all bits set."""
         if self.pages is None:
             self.k_pool, self.v_pool = (mx.array(x).astype(self.dtype) for x in self._dense)
             return
@@ -257,7 +257,8 @@ class Case:
         self.k_pool, self.v_pool = pools
 
     def take_out_newest(self):
-        """Keys and values of each sequence's newest token, as the call's `append`; its slot is NaN again."""
+        """Return the keys and values of each sequence's newest token, for the call's `append`, and make its slot NaN
+        again."""
         new = []
         for which, pool in enumerate(self._dense):
             new.append(mx.array(np.stack([row[which][:, -1:] for row in self._given])).astype(self.dtype))
@@ -267,7 +268,7 @@ class Case:
         return tuple(new)
 
     def reference(self):
-        """Float64 attention over the dense rows."""
+        """Return float64 attention over the dense rows."""
         q = to_float(self.q).astype(np.float64)
         out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
         for b, h, j in np.ndindex(*q.shape[:3]):
@@ -285,12 +286,12 @@ class Case:
         return out
 
     def variant(self):
-        """The variant of the portable body."""
+        """Return the variant of the portable body."""
         extras = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
         return kernels.decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
 
     def run(self, fence=None, **options):
-        """(out as float32 NumPy, fence) of paged_decode; the portable body unless a variant is given."""
+        """Return (out as float32 NumPy, fence) of paged_decode, with the portable body unless a variant is given."""
         options.setdefault("variant", self.variant())
         out, fence = kernels.paged_decode(
             self.q,

@@ -1,11 +1,11 @@
-"""Instructions of Metal's attention kernels for a token of context, as NVIDIA's compiler makes them.
+"""Instructions of Metal's attention kernels per token of context, as compiled by NVIDIA's compiler.
 
     python -m tests.support.msl.instructions      # a table; needs nvcc and nvdisasm on PATH
 
 Counts the loop over tokens in the machine code (SASS, of an A100), compiled with 255 registers. A product of 8 x 8
-matrices counts as 16: what its multiplications are on 32 lanes. Texts by matrices are compiled with stand-ins for
-``simdgroup_matrix`` (matrix_cuda.cuh). What a step without a larger score and without the edge of a context does not
-run is left out, and a quarter of what rescales is added, as in docs/adr/0062.
+matrices counts as 16, the number of its multiplications on each of 32 lanes. Texts by matrices are compiled with
+substitutes for ``simdgroup_matrix`` (matrix_cuda.cuh). Code that a step runs only for a larger score or at the edge of
+a context is left out, and a quarter of the rescaling is added, as in docs/adr/0062.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROUND = (
     r"UNROLL for (int n = 0; n < \1 / (TOGETHER ? 32 * SG : 32); n++) {"
     r" const int i = (TOGETHER ? sg * 32 + lane : lane) + n * (TOGETHER ? 32 * SG : 32);"
 )
-# What Metal writes and CUDA does not.
+# Metal's words that CUDA does not have.
 _PLAIN = (
     (r"threadgroup (\w+)\*", r"\1*"),
     (r"part\[0\]\[j\]", "part[j]"),
@@ -49,24 +49,24 @@ _PLAIN = (
 
 
 class Loop(NamedTuple):
-    """Instructions of a part of the code, a product of matrices as one; and how many of them are such."""
+    """Instructions of a part of the code, a product of matrices as one, and the number of such products."""
 
     instructions: int
     products: int
 
     @property
     def issued(self) -> int:
-        """Instructions, a product as 16."""
+        """Return the instructions, counting a product as 16."""
         return self.instructions + (PRODUCT - 1) * self.products
 
 
 def tools() -> bool:
-    """Whether machine code can be made and read here."""
+    """Return whether machine code can be made and read here."""
     return registers.compiler() is not None and shutil.which("nvdisasm") is not None
 
 
 def text_of(body: str, constants: Constants, *, rescales: bool = False) -> tuple[str, str]:
-    """(header, source) for nvcc."""
+    """Return (header, source) for nvcc."""
     header, source = kernel_build.kernel_source(body, "cuda", constants)
     if body not in MATRIX_TEXTS:
         return header, source
@@ -84,7 +84,7 @@ def text_of(body: str, constants: Constants, *, rescales: bool = False) -> tuple
 
 
 def listing_of(body: str, constants: Constants, *, rescales: bool = False) -> list[str]:
-    """Return the kernel's machine code, a line an instruction or a label."""
+    """Return the kernel's machine code, one instruction or label per line."""
     text = registers.program_of(body, constants, *text_of(body, constants, rescales=rescales))
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.cu", f"{folder}/kernel.cubin"
@@ -100,15 +100,15 @@ def listing_of(body: str, constants: Constants, *, rescales: bool = False) -> li
 
 
 def counted(code: Sequence[str]) -> Loop:
-    """Count instructions, without moves between registers, which are what a stand-in's operands need, and padding."""
+    """Count instructions, except padding and moves between registers, which only the substitutes' operands need."""
     names = [re.sub(r"^@!?U?P\w+\s+", "", line).split()[0] for line in code if not line.startswith(".")]
     kept = [name for name in names if not re.match(r"(IMAD\.MOV|MOV|CS2R|NOP)\b", name)]
     return Loop(len(kept), sum(name.startswith("HMMA") for name in kept))
 
 
 def token_loop(code: Sequence[str]) -> list[str]:
-    """Return the loop over tokens: the shortest that loads, multiplies and makes weights. Blocks out of its line branch
-    back into it, too, and make longer ones."""
+    """Return the loop over tokens: the shortest that loads, multiplies and computes weights. Blocks outside of it also
+    branch back into it and form longer ones."""
     labels = {line[:-1]: at for at, line in enumerate(code) if line.startswith(".")}
     needed = ("LDG", "MUFU.EX2", "HMMA" if any("HMMA" in line for line in code) else "FFMA")
     loops = []
@@ -123,7 +123,7 @@ def token_loop(code: Sequence[str]) -> list[str]:
 
 @functools.cache
 def per_token(variant: Variant) -> float:
-    """Instructions of a simdgroup for a token and KV head; of prompts, for a token and 8 rows."""
+    """Return a simdgroup's instructions per token and KV head; of the prefill kernels, per token and 8 rows."""
     if variant.body in (MATRIX_BODY, QUANTIZED_MATRIX_BODY):
         shape = shape_of(variant)
         constants, tokens, share = prefill_constants_of(variant, shape), shape.keys, 1
@@ -139,7 +139,7 @@ def per_token(variant: Variant) -> float:
 
 
 def variants(gqa: int, bits: int, head_dim: int = 128) -> tuple[Variant, Variant]:
-    """Return decode by lanes and by matrices; ``bits`` 0: of pages as they are."""
+    """Return the decode variants by lanes and by matrices; ``bits`` 0 means pages that are not quantised."""
     pages = PageShape.of(head_dim, (bits, bits), 64, mx.bfloat16) if bits else None
     bodies = ("quantized_decode" if bits else "paged_decode"), MATRIX_BODIES[bool(bits)]
     lanes, matrices = (Variant(body, "metal", mx.bfloat16, head_dim, head_dim, gqa, 32, pages=pages) for body in bodies)

@@ -1,5 +1,5 @@
-// CUDA: stand-ins for simdgroup_matrix, so that nvcc compiles the texts by matrices and their instructions can be counted. A
-// product is one instruction of tensor cores; results are of no meaning.
+// CUDA: stand-ins for simdgroup_matrix, so that nvcc compiles the matrix kernels and their instructions can be counted.
+// A product is one tensor-core instruction; its result means nothing.
 struct ulong2 {
   __device__ ulong2(int) {}
 };
@@ -16,7 +16,7 @@ template <class T, int C, int R>
 __device__ inline simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T x) {
   return {{x, x}};
 }
-// A lane has two elements of a row next to each other.
+// A lane has two adjacent elements of a row.
 template <class T>
 __device__ inline void simdgroup_load(simdgroup_matrix<T, 8, 8>& to, const T* from, int n, ulong2 = 0, bool transposed = false) {
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;

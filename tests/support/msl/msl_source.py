@@ -1,5 +1,5 @@
-# ruff: noqa: E501, B905
-"""The MSL function that MLX makes of a kernel's body: its parameters, and what the body's text says of them."""
+# ruff: noqa: B905
+"""The MSL function that MLX makes of a kernel's body, with the parameters that it derives from the body's text."""
 
 import re
 
@@ -52,7 +52,10 @@ def dtype_name(d):
 
 
 def mlx_source(fname, header, source, in_names, ins, out_names, out_dtypes, template, atomic=False):
-    """Port of write_signature() in mlx/backend/common/metal_kernel.cpp. ins: [(ndim, size, dtype name)]. -> (text, params, targs)"""
+    """Return (text, params, targs), as write_signature() in mlx/backend/common/metal_kernel.cpp makes them.
+
+    ``ins``: [(ndim, size, dtype name)].
+    """
     t, params = header, []
     if template:
         kinds = [

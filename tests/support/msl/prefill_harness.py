@@ -22,7 +22,7 @@ def emulated(
     checked: bool = True,
     backend: str = "cuda",
 ):
-    """Inside, the prefill kernel runs on the emulator as if on ``backend``, without trials. ``edit``: mutations."""
+    """Run the prefill kernel on the emulator as if on ``backend``, without trials. ``edit``: mutations."""
     with emulated_launches(prefill, prefill.prefill_variants_of, edit, orders, checked, backend):
         yield
 
@@ -34,11 +34,11 @@ WRITE_SLOTS = ops.write_slots
 def emulated_self_check(
     arrays_of: Callable[[Any, dict[str, Any]], list[mx.array]], backend: str = "cuda"
 ) -> Iterator[Callable[[tuple[str, str]], None]]:
-    """Inside, the self-check's kernel runs on the emulator, and writes are stand-ins; the value plants a mutation.
+    """Run the self-check's kernel on the emulator, with faked writes; yield a function that plants a mutation.
 
     Args:
         arrays_of: launches an emulated kernel with these options and returns its outputs as MLX's arrays.
-        backend: that the text is for.
+        backend: whose kernel text is run.
     """
     edits: list[tuple[str, str]] = []
     with fake_kernels() as fake, emulated(edits, orders=(0,), checked=False, backend=backend):
@@ -46,7 +46,7 @@ def emulated_self_check(
         fake.calls["paged_prefill"] = 0
 
         def follow(launch: prefill.PrefillLaunch, q: mx.array, *pools_and_fence: mx.array) -> tuple[mx.array, mx.array]:
-            # The stand-ins check that each use of a pool is given the fence of the one before.
+            # The fakes check that each use of a pool gets the fence of the previous one.
             out, _ = launched(launch, q, *pools_and_fence)
             return out, fake._pass("paged_prefill", *pools_and_fence[:3])
 
@@ -54,7 +54,7 @@ def emulated_self_check(
             kernel = build(body, constants)
             return lambda **options: arrays_of(kernel, options)
 
-        # write_slots calls the stand-in's prepare_write.
+        # write_slots calls the fake prepare_write.
         with (
             mock.patch.object(ops, "write_slots", WRITE_SLOTS),
             mock.patch.object(prefill, "build_kernel", build_arrays),
@@ -80,7 +80,7 @@ def emulated_launches(
         if backend == "metal":
             return partial(Emulated(edit={body: edit})._portable(body, constants), checked=checked, orders=orders)
         kernel, _ = tensor_kernel(body, constants, edit)
-        # What is declared is what the launch asks for; codes of quantised pages have an array of their own besides.
+        # The text declares what the launch asks for, plus an array for codes of quantised pages.
         limit = dict(constants)["SHARED"] + (16 * 1024 if "KBITS" in dict(constants) else 0)
         return partial(kernel, checked=checked, orders=orders, tg_limit=limit)
 
@@ -95,8 +95,8 @@ def emulated_launches(
 
 
 class Pack:
-    """New tokens of several sequences. Slots that no token sees are NaN, blocks are permuted, and entries of the tables
-    that no token sees lead out of the pool."""
+    """New tokens of several sequences. Slots that no token sees are NaN, blocks are permuted, and table entries that no
+    token sees point outside of the pool."""
 
     def __init__(
         self,
@@ -148,11 +148,11 @@ class Pack:
             self._quantize(pools)
 
     def _first_seen(self, position):
-        """With a stride of the window's size, the start of the chunk that the token lies in."""
+        """Return the first position that a token sees: with a stride of the window's size, the start of its chunk."""
         return -(-max(0, position - self.window + 1) // self.stride) * self.stride if self.window else 0
 
     def _quantize(self, pools):
-        """Make quantised pages of the pools; rows are what these hold from here on."""
+        """Make quantised pages of the pools; from here on, rows are their dequantised values."""
         words = []
         for x, form in zip(pools, self.pages, strict=True):
             words.append(quantized(x, form))
@@ -165,7 +165,7 @@ class Pack:
         ]
 
     def alone(self, s):
-        """The pack of one of its sequences."""
+        """Return the pack of one of its sequences."""
         pack = object.__new__(type(self))
         pack.__dict__.update(self.__dict__)
         first = sum(self.counts[:s])
@@ -175,7 +175,7 @@ class Pack:
         return pack
 
     def reference(self):
-        """Float64 attention over the dense rows."""
+        """Return float64 attention over the dense rows."""
         q = to_float(self.q).astype(np.float64)
         out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
         token, group = 0, self.n_q // self.n_kv
@@ -195,7 +195,7 @@ class Pack:
         return out
 
     def prepare(self, **options):
-        """The launch for this pack."""
+        """Return the launch for this pack."""
         return prefill.prepare_prefill(
             self.k_pool,
             self.v_pool,
@@ -213,7 +213,7 @@ class Pack:
         )
 
     def run(self, **options):
-        """(out as float32 NumPy, fence)."""
+        """Return (out as float32 NumPy, fence)."""
         fence = mx.array([7], mx.uint32)
         out, fence = self.prepare(**options)(self.q, self.k_pool, self.v_pool, fence, self.sinks)
         return to_float(out), int(np.asarray(fence)[0])

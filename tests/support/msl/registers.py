@@ -1,7 +1,7 @@
-"""Registers that a Metal body needs, by a stand-in: NVIDIA's compiler, held to the registers of an Apple GPU.
+"""Registers that a Metal body needs, estimated by NVIDIA's compiler, limited to the registers of an Apple GPU.
 
 M1 and M2 give a thread 128 registers of 32 bits at full occupancy, and a body that needs more keeps values in memory.
-Apple's compiler runs on a Mac only; this one is alike enough that what spills by a lot in one spills in the other.
+Apple's compiler runs only on a Mac; this one is similar enough that code that spills a lot in one spills in the other.
 """
 
 import functools
@@ -53,7 +53,7 @@ struct Shape { int data[8]; __device__ int operator[](int i) const { return data
 
 
 class Registers(NamedTuple):
-    """What the compiler says of one kernel: registers of a thread, and bytes a thread spills and loads again."""
+    """The compiler's report on one kernel: registers per thread, and bytes that a thread spills and loads again."""
 
     used: int
     stored: int
@@ -61,13 +61,13 @@ class Registers(NamedTuple):
 
 
 def compiler() -> str | None:
-    """Path of nvcc, or None."""
+    """Return the path of nvcc, or None."""
     return shutil.which("nvcc")
 
 
 def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, arch: str = "sm_80") -> Registers:
-    """Compile one instance of a body for CUDA; ``most`` None: with the registers that its GROUPS leave a thread. Raises
-    RuntimeError if it does not compile."""
+    """Compile one instance of a body for CUDA; ``most`` None: with the registers that its GROUPS leave per thread.
+    Raises RuntimeError if it does not compile."""
     return registers_of_each(((body, constants),), most, arch)[0]
 
 
@@ -75,15 +75,15 @@ def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, 
 def registers_of_each(
     instances: tuple[tuple[str, Constants], ...], most: int | None = REGISTERS, arch: str = "sm_80"
 ) -> list[Registers]:
-    """Compile several instances as :func:`registers_of` does one, but at once: most of the time goes to CUDA's headers,
-    which nvcc reads once for all."""
+    """Compile several instances at once, each as by :func:`registers_of`: most of the time goes to CUDA's headers,
+    which nvcc then reads once."""
     options = [f"-arch={arch}", "-std=c++17", "-cubin", "-Xptxas", "-v"]
     if most is not None:
         options.append(f"-maxrregcount={most}")
     text = _HEAD
     for number, (body, constants) in enumerate(instances):
         kernel = kernel_of(body, constants, *kernel_build.kernel_source(body, "cuda", constants))
-        # One macro is named as an attribute of CUDA's own, and would be in the way of the next kernel's header.
+        # One macro has the name of a CUDA attribute and would break the next kernel's header.
         ends = "".join(f"#undef {name}\n" for name in re.findall(r"^#define (\w+)", kernel, re.MULTILINE))
         text += f"namespace instance{number}_ {{\n{kernel}}}\n{ends}"
     found = _parse(_said_of(text, options))
@@ -91,12 +91,12 @@ def registers_of_each(
 
 
 def program_of(body: str, constants: Constants, header: str, source: str) -> str:
-    """What nvcc compiles: the kernel with its parameters."""
+    """Return the text that nvcc compiles: the kernel with its parameters."""
     return _HEAD + kernel_of(body, constants, header, source)
 
 
 def kernel_of(body: str, constants: Constants, header: str, source: str) -> str:
-    """Return a kernel with its parameters, below the headers that all need."""
+    """Return a kernel with its parameters, without the headers that all kernels need."""
     known = dict(constants)
     inputs, outputs = BODIES[body].inputs, BODIES[body].outputs
     parameters = []
@@ -116,7 +116,7 @@ def kernel_of(body: str, constants: Constants, header: str, source: str) -> str:
 
 
 def _said_of(text: str, options: list[str]) -> str:
-    """What nvcc says of a text that compiles; kept on disk, as the emulator's programs are."""
+    """Compile a text and return nvcc's report, cached on disk as the emulator's programs are."""
     nvcc = compiler()
     assert nvcc is not None
     key = hashlib.sha256("\0".join([text, *options, nvcc, str(os.stat(nvcc).st_mtime)]).encode()).hexdigest()[:24]
@@ -130,14 +130,14 @@ def _said_of(text: str, options: list[str]) -> str:
         if run.returncode:
             raise RuntimeError(run.stderr[:4000])
         kept.parent.mkdir(parents=True, exist_ok=True)
-        own = kept.with_suffix(f".{os.getpid()}")  # several test processes may be at it
+        own = kept.with_suffix(f".{os.getpid()}")  # several test processes may do this at once
         own.write_text(run.stderr)
         own.replace(kept)
     return kept.read_text()
 
 
 def _parse(report: str) -> dict[int, Registers]:
-    """What is said of each instance, by its number: the compiler has an order of its own."""
+    """Return the report on each instance, by its number: the compiler reports in its own order."""
     found = {}
     for told in report.split("Compiling entry function")[1:]:
         stored, loaded = (

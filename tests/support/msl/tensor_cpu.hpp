@@ -1,4 +1,4 @@
-// The helpers of kernels/tensor.cuh that narrow_matmul and narrow_quantized use, for the emulator.
+// Emulator: the helpers of text/tensor.cuh that narrow_matmul and narrow_quantized use.
 inline uint4 make_uint4(uint x, uint y, uint z, uint w) { return uint4(x, y, z, w); }
 template <class T>
 inline uint pack(T low, T high) {
@@ -35,8 +35,8 @@ inline float half_of(uint word, int high) {
 struct Fragments {
   uint a[4], b[2];
 };
-// mma.sync.m16n8k16 as PTX describes its fragments: lane 4r + c holds rows r and r + 8 of a, column r of b, and rows r and
-// r + 8, columns 2c and 2c + 1, of d.
+// mma.sync.m16n8k16 as PTX describes its fragments: lane 4r + c holds rows r and r + 8 of a, column r of b, and rows r
+// and r + 8, columns 2c and 2c + 1, of d.
 template <class T>
 MSL_NOSAN inline void mma(float (&d)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1, int line = __builtin_LINE()) {
   const auto lanes = metal::msl_gather(Fragments{{a0, a1, a2, a3}, {b0, b1}}, 30, line);
@@ -67,7 +67,7 @@ struct Number {
 };
 #define SHARED_ARRAY(T, name, size) MSL_TG(T, name, [size])
 #define SHARED_TILES(T, name, size) MSL_TG(T, name, [size])
-// ldmatrix as PTX describes it; the values are loaded by the lane that gets them, so that a race is seen.
+// ldmatrix as PTX describes it. Each lane loads the values that it gets, so that races are detected.
 template <class T>
 inline uint4 matrices(const T* row, bool transposed, int op, int line) {
   const auto rows = metal::msl_gather(row, op, line);
@@ -84,8 +84,8 @@ template <class T>
 inline uint4 load_matrices(const T* row, int line = __builtin_LINE()) { return matrices(row, false, 31, line); }
 template <class T>
 inline uint4 load_transposed(const T* row, int line = __builtin_LINE()) { return matrices(row, true, 32, line); }
-// What is copied arrives when the thread waits; until then the target holds NaN. Addresses are of memory that is there, also
-// those that nothing is read from.
+// Copies arrive when the thread waits; until then the target holds NaN. Every source address must be readable, even if
+// nothing is copied from it.
 struct AsyncCopies {
   static constexpr int MOST = 256, MOST_GROUPS = 8;
   struct Eight {

@@ -12,7 +12,7 @@ from mlx_lm.models import qwen2
 import mlx_paged
 from tests.support.models.builders import COMMON, build, greedy, prompt_of
 
-KINDS = ("qwen3", "qwen2")  # an adapter, and the seam
+KINDS = ("qwen3", "qwen2")  # one by an adapter, one by the seam
 SIZE, STEP = 32, 16
 
 
@@ -22,7 +22,7 @@ def model_of(kind: str) -> Any:
 
 
 def build_qwen2() -> Any:
-    """A model that goes through the seam."""
+    """Return a model that goes through the seam."""
     mx.random.seed(0)
     args = {**COMMON, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 3}
     model = qwen2.Model(qwen2.ModelArgs(model_type="qwen2", **args))
@@ -32,13 +32,13 @@ def build_qwen2() -> Any:
 
 @functools.cache
 def solo(kind: str, length: int, num_tokens: int, size: int = SIZE, step: int = STEP) -> tuple[list[int], np.ndarray]:
-    """Stock mlx-lm's single run."""
+    """Return the tokens and log-probabilities of a single run of stock mlx-lm."""
     assert not mlx_paged.patches.is_applied()
     return greedy(model_of(kind), prompt_of(length, seed=length), num_tokens, max_kv_size=size, prefill_step_size=step)
 
 
 def conversation(model: Any, turns: Sequence[int]) -> tuple[list[Any], list[np.ndarray]]:
-    """A bounded prompt cache after turns of so many tokens, each in one call, and the logits."""
+    """Return a bounded prompt cache after ``turns`` of that many tokens, each in one call, and the logits."""
     cache, logits = upstream.make_prompt_cache(model, SIZE), []
     tokens = prompt_of(sum(turns), seed=4)
     done = 0

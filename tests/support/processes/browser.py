@@ -1,4 +1,4 @@
-"""A Chromium without a window, spoken to by its debugging protocol over two pipes."""
+"""A headless Chromium, driven by its debugging protocol over two pipes."""
 
 import base64
 import json
@@ -27,19 +27,20 @@ SECONDS = 60
 
 
 class Browser:
-    """One page. To be closed.
+    """A browser with one page. Callers close it.
 
     Args:
         folder: for its profile.
 
     Attributes:
-        problems: errors of scripts, and what a policy has forbidden, as the page's console says.
+        problems: the page's console messages of script errors and of what a policy has forbidden.
     """
 
     def __init__(self, folder: Path) -> None:
         assert CHROMIUM is not None
         (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
-        # The protocol's pipes are descriptors 3 and 4, in a shell so that nothing else of this process goes there.
+        # The protocol's pipes are descriptors 3 and 4; a shell sets them so that this process's own ones stay as they
+        # are.
         command = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", CHROMIUM, *FLAGS]
         self._process = subprocess.Popen(
             [*command, f"--user-data-dir={folder}", "about:blank"],
@@ -59,7 +60,7 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **params: Any) -> Any:
-        """A command of the protocol, and its result."""
+        """Send a command of the protocol and return its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -86,7 +87,7 @@ class Browser:
             self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def show(self, url: str, width: int, height: int, *, dark: bool = False) -> None:
-        """Go to a page, as large as that."""
+        """Open a page in a view of this size."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.scheme(dark)
         self.ask("Page.navigate", url=url)
@@ -96,13 +97,13 @@ class Browser:
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
 
     def evaluate(self, expression: str) -> Any:
-        """What an expression of JavaScript gives, awaited."""
+        """Return the awaited value of a JavaScript expression."""
         result = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def wait_until(self, expression: str, seconds: float = 30) -> Any:
-        """Until the expression is something."""
+        """Wait until the expression is truthy, and return its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < deadline, f"waited in vain for {expression}; {self.problems}"
@@ -114,7 +115,7 @@ class Browser:
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
     def point_at(self, selector: str) -> None:
-        """The middle of an element."""
+        """Move the mouse to the middle of an element."""
         box = self.evaluate(
             f"(e => {{ e.scrollIntoView(); const r = e.getBoundingClientRect(); "
             f"return [r.x + r.width / 2, r.y + r.height / 2]; }})(document.querySelector({selector!r}))"
@@ -122,7 +123,7 @@ class Browser:
         self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 
     def picture(self) -> bytes:
-        """A PNG of the whole page."""
+        """Return a PNG of the whole page."""
         return base64.b64decode(self.ask("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
     def close(self) -> None:

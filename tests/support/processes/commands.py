@@ -1,4 +1,4 @@
-"""Commands and scripts as processes of their own, without the imports of each: a warm interpreter forks for them."""
+"""Commands and scripts as separate processes that need not import anything: a warm interpreter forks for them."""
 
 import atexit
 import contextlib
@@ -19,7 +19,7 @@ import mlx.core as mx
 
 ROOT = Path(__file__).parents[3]
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
-# A process that knows a GPU, or macOS's frameworks, must not fork.
+# A process that has used a GPU or macOS's frameworks must not fork.
 FORKS = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
 
 
@@ -27,7 +27,7 @@ _subprocess_run = subprocess.run
 
 
 class Process(Protocol):
-    """What tests use of :class:`subprocess.Popen`."""
+    """The part of :class:`subprocess.Popen` that tests use."""
 
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
@@ -53,7 +53,7 @@ class WarmProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         while (code := self.poll()) is None:
-            with contextlib.suppress(ValueError):  # another thread has heard of its end
+            with contextlib.suppress(ValueError):  # another thread has read its exit status
                 if not select.select([self._status], [], [], timeout)[0]:
                     raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return code
@@ -69,7 +69,7 @@ class WarmProcess:
 @functools.cache
 def _interpreter() -> socket.socket:
     """Return the socket of this process's warm interpreter, which ends with it."""
-    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is never cut
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # messages arrive whole
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.processes.warm_interpreter", str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
@@ -89,7 +89,7 @@ def _interpreter() -> socket.socket:
 
 
 def ask(interpreter: socket.socket) -> None:
-    """Have this one fork from now on."""
+    """Use this interpreter from now on."""
     global _interpreter
 
     def given() -> socket.socket:
@@ -108,11 +108,11 @@ def start(
     cold: bool = False,
     **env: str,
 ) -> Process:
-    """``python -m program args``, or ``python program args`` of a script, on files.
+    """Start ``python -m program args``, or ``python program args`` for a script, with files as standard streams.
 
     Args:
-        env: variables beside those of this process.
-        cold: in a new interpreter, as users start it. The others differ in what they need not import.
+        env: variables in addition to this process's.
+        cold: start a new interpreter, as users do. Otherwise most modules are imported already.
     """
     arguments, where = [str(arg) for arg in args], str(cwd or Path.cwd())
     variables = {**os.environ, **OFFLINE, **env}
@@ -143,7 +143,7 @@ def run(
     cold: bool = False,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    """The command's exit status and what it wrote, when it is over."""
+    """Run a command to its end; return its exit status and output."""
     with contextlib.ExitStack() as files:
         stdin, out, err = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
         stdin.write(input)
@@ -161,7 +161,7 @@ def run(
 
 
 def run_script(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """In the place of ``subprocess.run`` where a script runs itself again."""
+    """Replace ``subprocess.run`` for scripts that run themselves again."""
     if command[0] == sys.executable and command[1].endswith(".py") and options.get("text"):
         return run(Path(command[1]), *command[2:])
     return _subprocess_run(command, **options)

@@ -1,15 +1,15 @@
-"""The server, with faults: a script to run in its place, as FaultyServer does.
+"""A script that runs the server with faults; FaultyServer starts it.
 
-While the file ``FAULT`` says ``holds N``, no decode step of N rows or more begins: what runs is seen running, however
-busy the machine is.
+While the file ``FAULT`` says ``holds N``, no decode step of N rows or more begins, so tests can observe running
+requests on a machine of any speed.
 
-``SIGUSR1`` has the thread that computes meet the fault that the file ``FAULT`` names, once, in its next decode step,
-while it has the pool's turn:
+``SIGUSR1`` triggers the fault that the file ``FAULT`` names, once, in the computing thread's next decode step, while it
+holds the pool's turn:
 
-- ``raises``: an exception that is no error of a request.
-- ``loops``: it goes on for ever in code of Python.
-- ``blocks``: it waits for a lock that nobody gives back.
-- ``loses``: as ``raises``, and a block of the pool is held by nobody.
+- ``raises``: raises an exception that no request causes.
+- ``loops``: loops for ever in Python code.
+- ``blocks``: waits for a lock that is never released.
+- ``loses``: as ``raises``, after allocating a block that nothing frees.
 """
 
 import math
@@ -29,11 +29,11 @@ _fault = Path(os.environ["FAULT"])
 
 
 class Fault(BaseException):
-    """What no part of the engine catches."""
+    """An exception that no part of the engine catches."""
 
 
 def num_held() -> float:
-    """Return from how many rows on steps are held."""
+    """Return the number of rows from which on steps are held."""
     words = _fault.read_text().split() if _fault.exists() else []
     return int(words[1]) if words[:1] == ["holds"] else math.inf
 

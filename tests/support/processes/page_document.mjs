@@ -25,7 +25,7 @@ const said = [];
 for (const report of JSON.parse(fs.readFileSync(0, "utf8"))) {
   page.head(report);
   page.requests(report);
-  if (report.dispatch) page.figures(report);  // a whole one
+  if (report.dispatch) page.figures(report);  // of complete reports only
   said.push({
     headline: elements.headline.textContent, none: elements.none.textContent,
     figures: Object.fromEntries((elements.figures?.children ?? []).map(box => box.children.map(e => e.textContent))),

@@ -27,7 +27,8 @@ class Answer(NamedTuple):
 
 
 class ServerProcess:
-    """``python -m mlx_paged server``. ``log`` is what it printed. If it is to start cold, nothing is imported yet."""
+    """A process of ``python -m mlx_paged server``. ``log`` is its output. With ``cold``, it starts in a new
+    interpreter."""
 
     def __init__(
         self, model: Path, folder: Path, *flags: str, command: str | Path = "mlx_paged", cold: bool = False, **env: str
@@ -58,7 +59,7 @@ class ServerProcess:
             return False
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-        """Wait for an event. The time is no part of any test: on a busy machine everything takes longer."""
+        """Wait until the condition holds. The limit is generous: no test depends on how long it takes."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.log[-3000:]}"
@@ -98,13 +99,13 @@ class ServerProcess:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs or waits, and every live block is the prefix cache's."""
+        """Return whether nothing runs or waits and every live block is the prefix cache's."""
         stats = self.stats()
         pool = stats["pool"]
         return not any(stats["running"].values()) and pool["live_blocks"] == pool["cached_blocks"]
 
     def wait_for(self, *, running: int) -> None:
-        """Wait until so many requests run."""
+        """Wait until ``running`` requests run."""
         self.wait_until(lambda: self.stats()["running"]["running"] == running)
 
     def kill(self) -> None:
@@ -112,7 +113,7 @@ class ServerProcess:
         self.process.wait()
 
     def stop(self) -> int:
-        """End it in order. Returns its exit status."""
+        """Shut it down in order; return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -123,7 +124,7 @@ class ServerProcess:
 
 
 class FaultyServer(ServerProcess):
-    """A server that meets faults, or holds its steps, while it computes: faulty_server.py says which."""
+    """A server with faults or held steps while it computes; faulty_server.py describes them."""
 
     SCRIPT = ROOT / "tests" / "support" / "processes" / "faulty_server.py"
 
@@ -132,14 +133,14 @@ class FaultyServer(ServerProcess):
         super().__init__(model, folder, *flags, command=self.SCRIPT, FAULT=str(self._fault))
 
     def set_fault(self, fault: str) -> None:
-        """Replace the fault at once: no step reads a part of it."""
+        """Replace the fault atomically, so that no step reads a part of it."""
         written = self._fault.with_suffix(".new")
         written.write_text(fault)
         written.replace(self._fault)
 
     @contextmanager
     def holding(self, rows: int) -> Iterator[None]:
-        """Hold all decode steps of ``rows`` rows or more; a test that fails meanwhile lets them go on, too."""
+        """Hold all decode steps of ``rows`` rows or more; release them at the end, even if the test fails."""
         self.set_fault(f"holds {rows}")
         try:
             yield

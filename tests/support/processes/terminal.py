@@ -8,7 +8,7 @@ from tests.support.processes import commands
 
 
 def on_a_terminal(program: str | Path, *args: object) -> bytes:
-    """What a command writes to stderr, which is a terminal."""
+    """Run a command with a terminal as stderr, and return what it writes to it."""
     primary, secondary = pty.openpty()
     with open(os.devnull, "w") as nothing, os.fdopen(secondary, "w") as stderr:
         process = commands.start(program, *args, stdout=nothing, stderr=stderr)

@@ -1,4 +1,4 @@
-"""Threads of a test, whose failures are the test's."""
+"""Threads whose failures fail the test."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 
-TIMEOUT = 120  # seconds; never reached unless threads wait for each other for ever
+TIMEOUT = 120  # seconds; reached only in a deadlock
 
 
 def start(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Run ``work`` in a thread. Returns a function that waits for its end and gives its result, or raises its error."""
+    """Run ``work`` in a thread. Return a function that waits for its end and returns its result or raises its error."""
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -36,10 +36,10 @@ def start(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """The result of ``work`` run in a thread of its own, which has ended then."""
+    """Run ``work`` to its end in a thread of its own; return its result."""
     return start(work)()
 
 
 def together(works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of functions run at the same time."""
+    """Run functions at the same time; return their results."""
     return [result() for result in [start(work) for work in works]]

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.support.processes import commands
 
-# What takes most of a command's start. No module that is run, and nothing that starts MLX's threads.
+# The modules that take most of a command's start. None that is run as a module, and none that starts MLX's threads.
 PRELOADED = (
     "mlx_lm",
     "mlx_lm.generate",
@@ -40,7 +40,8 @@ PRELOADED = (
 
 
 def next_task(requests: socket.socket) -> dict[str, Any] | None:
-    """Returns in a process that is to run the task, its standard streams in place; None when nobody asks any more."""
+    """Wait for tasks; return each in a fork of its own with its standard streams, and None here once the socket is
+    closed."""
     while True:
         message, fds, _, _ = socket.recv_fds(requests, 1 << 20, 4)
         if not message:
@@ -54,7 +55,7 @@ def next_task(requests: socket.socket) -> dict[str, Any] | None:
                 os.closerange(3, max(*fds, requests.fileno()) + 1)
                 requests.detach()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that nohup started ignore it
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if nohup started the tests
                 return json.loads(message)
             os.write(status, f"{pid}\n".encode())
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -62,7 +63,7 @@ def next_task(requests: socket.socket) -> dict[str, Any] | None:
             os._exit(0)
         for fd in fds:
             os.close(fd)
-        while any(_ended()):  # keepers of commands that are over
+        while any(_ended()):  # forks that waited for a finished command
             pass
 
 
@@ -74,8 +75,8 @@ def _ended() -> tuple[int, int]:
 
 
 def with_warm_processes(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns twice: where the task is to run, and in what another warm interpreter, for the processes that it starts,
-    forks: those that measure for a script."""
+    """Start another warm interpreter for the processes that the task starts, such as a script's measurements. Return
+    the task here, and in each fork of that interpreter the fork's own task."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
@@ -87,11 +88,11 @@ def with_warm_processes(task: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the tests is theirs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests handle interrupts
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         importlib.import_module(name)
-    gc.freeze()  # for good: a collection, as at the end, would touch and so copy all that was imported
+    gc.freeze()  # for good: a collection would touch all imported objects and so copy their memory
     task = next_task(requests)
     if task is not None and (task["args"][:1] == ["server"] or task["program"].endswith(".py")):
         task = with_warm_processes(task)

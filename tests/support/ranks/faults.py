@@ -1,4 +1,4 @@
-"""What goes wrong on one rank while all compute."""
+"""Faults of one rank while all compute."""
 
 import itertools
 import time
@@ -11,7 +11,7 @@ from tests.support.ranks.scenarios import World, prompt
 
 
 def play(name: str, folder: Path) -> None:
-    """Steps without an end, with ``name`` happening on rank 1 in the middle; see :data:`FAULTS`."""
+    """Step without end; the fault ``name`` of :data:`FAULTS` happens on rank 1 on the way."""
     world = World()
     gen = world.generator(completion_batch_size=4)
     gen.insert([prompt(9, 1), prompt(5, 2)], [10**6] * 2)
@@ -22,13 +22,13 @@ def play(name: str, folder: Path) -> None:
         if index == 30 and is_one and name in FAULTS:
             FAULTS[name](world, gen)
         world.step(gen)
-        if len(world.tokens) and index % 200 == 0:  # a row is not to outgrow the pool
+        if len(world.tokens) and index % 200 == 0:  # so that no row outgrows the pool
             gen.remove(list(gen._engine.requests))
             gen.insert([prompt(9, 1), prompt(5, 2)], [10**6] * 2)
 
 
 def _diverge(world: World, gen: Any) -> None:
-    """An event that only this rank knows."""
+    """Remove a request on this rank only."""
     gen.remove([min(gen._engine.requests)])
 
 
@@ -43,17 +43,17 @@ def _hang(world: World, gen: Any) -> None:
 
 
 def _raise(world: World, gen: Any) -> None:
-    """Outside of the engine, as a script may."""
+    """Raise outside of the engine, as a script may."""
     raise ValueError("injected: the script")
 
 
 def _leave(world: World, gen: Any) -> None:
-    """Ends as if all were done."""
+    """End the process as if all were done."""
     raise SystemExit(0)
 
 
 def _raise_late(world: World, gen: Any) -> None:
-    """While the step is computed, not while it is built."""
+    """Raise while the step is computed, not while it is built."""
     original = mx.async_eval
 
     def raising(*arrays: Any) -> None:

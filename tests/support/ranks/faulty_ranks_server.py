@@ -1,4 +1,4 @@
-"""The server on a rank, a script. Rank 1's model raises for prompts that begin with :data:`FATAL`."""
+"""A script that runs the server on a rank. Rank 1's model raises for prompts that begin with :data:`FATAL`."""
 
 import os
 import sys

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tests.support.processes import commands
 
 WORKER = commands.ROOT / "tests" / "support" / "ranks" / "worker.py"
-MOST_SECONDS = 200.0  # of a launch; waited for only if something hangs
+MOST_SECONDS = 200.0  # per launch; reached only if something hangs
 
 
 class Ended(NamedTuple):
@@ -25,13 +25,13 @@ class Launch:
     """Ranks that have been started.
 
     Args:
-        size: how many.
+        size: number of ranks.
         program: a script, or a module's name.
-        args: of each.
-        folder: for what they write, their output included.
-        places: the working folder of each; None: this process's.
-        cold: as of ``commands.start``.
-        env: variables of all.
+        args: of each rank's command.
+        folder: for the files that they write, and their output.
+        places: working folder of each rank; None means this process's.
+        cold: as in ``commands.start``.
+        env: variables of all ranks.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Launch:
                 )
 
     def ended(self, seconds: float = MOST_SECONDS) -> list[Ended]:
-        """Wait until all have ended, and return what they said. Kills what does not end."""
+        """Wait until all have ended; return their statuses and output. Kills those that do not end."""
         until = time.monotonic() + seconds
         try:
             codes = [process.wait(max(0.1, until - time.monotonic())) for process in self.processes]
@@ -80,5 +80,5 @@ def _free_ports(count: int) -> list[int]:
 
 
 def worker(size: int, folder: Path, *names: str, **env: str) -> Launch:
-    """Ranks that play scenarios."""
+    """Start ranks that play scenarios."""
     return Launch(size, WORKER, [folder, *names], folder, **env)

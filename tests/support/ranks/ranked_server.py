@@ -15,10 +15,10 @@ MOST_SECONDS = 60.0
 
 
 class RankedServer(ServerProcess):
-    """``mlx_paged.server`` as ``mlx.launch`` starts it, with a fault: see :mod:`faulty_ranks_server`.
+    """The server on ranks as ``mlx.launch`` starts them, with the fault of :mod:`faulty_ranks_server`.
 
     Args:
-        size: how many ranks.
+        size: number of ranks.
         timeout: seconds without a sign of another rank.
     """
 
@@ -43,7 +43,7 @@ class RankedServer(ServerProcess):
         return self.launch.ended(seconds)
 
     def last_words(self) -> list[str]:
-        """What each rank says of its pool at its end."""
+        """Return what each rank logs of its pool at its end."""
         logs = [(self.launch.folder / f"{rank}.err").read_text() for rank in range(len(self.launch.processes))]
         found = [re.findall(r"rank \d+ at its end: (.*)", log) for log in logs]
         return [words for each in found for words in each]

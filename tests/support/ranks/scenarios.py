@@ -1,4 +1,4 @@
-"""What ranks are made to do, one process at a time or several together; what comes of it must be the same."""
+"""Scenarios for ranks, in one process or in several; their outcomes must be the same."""
 
 import importlib
 import random
@@ -27,12 +27,12 @@ generate = importlib.import_module("mlx_lm.generate")
 
 
 class World:
-    """The model of a scenario, sharded if there are several ranks, and what the scenario delivers.
+    """The model of a scenario, sharded if there are several ranks, and the scenario's deliveries.
 
     Args:
-        num_blocks: of the pool.
-        config: of its pages.
-        options: of the model.
+        num_blocks: blocks of the pool.
+        config: further options of PagedConfig.
+        options: further arguments of the model.
     """
 
     def __init__(self, num_blocks: int = 400, config: dict[str, Any] | None = None, **options: Any) -> None:
@@ -179,7 +179,7 @@ def sampling() -> dict[str, Any]:
 
 
 def unseeded() -> dict[str, Any]:
-    """Rows whose draws differ from rank to rank, until rank 0's are taken."""
+    """Sample without seeds: the ranks' own draws would differ, and rank 0's must be taken."""
     world = World()
     mx.random.seed(100 + world.group.rank())
     gen = world.generator(completion_batch_size=3)
@@ -198,7 +198,7 @@ def look_up() -> dict[str, Any]:
 
 
 def timed_look_up() -> dict[str, Any]:
-    """How many tokens are looked up depends on rank 0's clock; trials cost nothing."""
+    """Look up as many tokens as rank 0's clock suggests; trials cost nothing."""
     world = World(config={"prompt_lookup": 6})
     with mock.patch.multiple(depth, SHARE=100.0, FIRST_SHARE=100.0):
         gen = world.generator(completion_batch_size=3)
@@ -208,7 +208,7 @@ def timed_look_up() -> dict[str, Any]:
 
 
 def failing_call() -> dict[str, Any]:
-    """The model raises for a row on the last rank alone, and for another one everywhere: both fail everywhere."""
+    """Raise for some rows on the last rank only, and for another one on all ranks: each fails on all ranks."""
     world = World()
     last = world.group.rank() == world.group.size() - 1
     kind = type(world.model)
@@ -233,7 +233,7 @@ def failing_call() -> dict[str, Any]:
 
 
 def failing_decode() -> dict[str, Any]:
-    """The model raises once in a decode step, on the last rank alone: all compute its rows again, in halves."""
+    """Raise once in a decode step, on the last rank only: all ranks compute its rows again, in halves."""
     world = World()
     last = world.group.rank() == world.group.size() - 1
     kind = type(world.model)
@@ -255,7 +255,7 @@ def failing_decode() -> dict[str, Any]:
 
 
 def schedule(count: int = 100, seed: int = 0) -> dict[str, Any]:
-    """Random operations, in a small pool with a prefix tree; integrity is checked on every rank as it goes."""
+    """Do random operations in a small pool with a prefix tree; check its integrity on every rank on the way."""
     world = World(num_blocks=16)
     gen = world.generator(shares=True, completion_batch_size=5, prefill_step_size=16)
     chosen = random.Random(seed)
@@ -293,7 +293,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def play(names: Sequence[str]) -> dict[str, Any]:
-    """The outcomes of scenarios, by name, with string keys as JSON has them."""
+    """Return the outcomes of scenarios, by name, with string keys as in JSON."""
     found = {}
     for name in names:
         base, _, count = name.partition(":")

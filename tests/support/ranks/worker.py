@@ -1,4 +1,4 @@
-"""One of several ranks: plays the scenarios it is told, and writes what came of them to a file.
+"""A script that is one of several ranks: plays the given scenarios and writes their outcomes to a file.
 
 python worker.py FOLDER SCENARIO...
 """

@@ -52,7 +52,7 @@ def expected_of(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> li
 
 @functools.cache
 def solo(length: int) -> tuple[list[int], np.ndarray]:
-    """20 tokens of DeepSeek V3.2 behind the prompt of this length of :func:`prompts_for`, by stock mlx-lm."""
+    """Return stock mlx-lm's 20 tokens of DeepSeek V3.2 after the prompt of this length of :func:`prompts_for`."""
     assert not mlx_paged.patches.is_applied()
     (found,) = expected_of(model_configs.build("deepseek_v32"), prompts_for(VOCAB, [length]), 20)
     return found
@@ -66,7 +66,7 @@ def page_config(**options: Any) -> PagedConfig:
     ("name", "length", "step"), quick(crossed(NAMES, [1, TOPK - 1, TOPK, TOPK + 1, 61], [2048, 16, 7]),
     ("deepseek_v32", 61, 7), ("glm_moe_dsa", TOPK - 1, 16))
 )  # fmt: skip
-def test_alone_every_number_is_that_of_stock(name: str, length: int, step: int) -> None:
+def test_single_runs_equal_stock_exactly(name: str, length: int, step: int) -> None:
     model, prompt = model_configs.build(name), mx.array(tokens_of(length), mx.uint32)
     tokens, logprobs = greedy(model, prompt, 24, prefill_step_size=step)
     mlx_paged.apply_patches(page_config())
@@ -77,7 +77,7 @@ def test_alone_every_number_is_that_of_stock(name: str, length: int, step: int) 
     assert_released(model)
 
 
-def test_nothing_is_chosen_from_contexts_up_to_index_topk() -> None:
+def test_no_tokens_are_chosen_in_contexts_up_to_index_topk() -> None:
     model, prompt = model_configs.build("deepseek_v32"), mx.array(tokens_of(TOPK - 4), mx.uint32)
     tokens, logprobs = greedy(model, prompt, 4)
     mlx_paged.apply_patches(page_config())
@@ -97,13 +97,13 @@ def test_rows_of_a_ragged_batch_get_their_solo_tokens(rows: int, packs: bool) ->
     reset_dispatch_counts()
     run_all(gen, outcomes)
     assert_alike(outcomes, expected)
-    assert CHOSEN in dispatch_counts()  # the last row of all may see no more than index_topk tokens
+    assert CHOSEN in dispatch_counts()  # not the last: its row may see at most index_topk tokens
     assert any(choice.path == "apart" for choice in dispatch_counts()) == packs or rows == 1
     assert_released(model)
 
 
 @pytest.mark.parametrize("at", quick([1, 7, 8, TOPK - 1, TOPK, TOPK + 1, 33, 40], TOPK + 1))
-def test_forks_at_any_token_go_on_as_stocks_do(at: int) -> None:
+def test_forks_at_any_token_continue_as_in_stock(at: int) -> None:
     model, tokens = model_configs.build("glm_moe_dsa"), tokens_of(45)
 
     def fork() -> list[tuple[list[int], np.ndarray]]:
@@ -123,7 +123,7 @@ def test_forks_at_any_token_go_on_as_stocks_do(at: int) -> None:
     assert_released(model)
 
 
-def test_trimmed_prompt_caches_go_on_as_stocks_do() -> None:
+def test_trimmed_prompt_caches_continue_as_in_stock() -> None:
     model, tokens = model_configs.build("deepseek_v32"), tokens_of(50)
 
     def run() -> tuple[list[int], np.ndarray]:
@@ -154,7 +154,7 @@ def test_prefixes_are_shared_to_the_token(shared: int) -> None:
     tree.check_integrity()
 
 
-def test_prefixes_come_back_from_disk_with_their_index_keys(tmp_path: Path) -> None:
+def test_prefixes_are_restored_from_disk_with_their_index_keys(tmp_path: Path) -> None:
     model, prompt = model_configs.build("deepseek_v32"), tokens_of(60)
     expected = expected_of(model, [prompt], 12)
     for restored in (False, True):
@@ -173,7 +173,7 @@ def test_prefixes_come_back_from_disk_with_their_index_keys(tmp_path: Path) -> N
         mlx_paged.remove_patches()
 
 
-def test_preempted_requests_go_on_with_their_tokens() -> None:
+def test_preempted_requests_give_their_solo_tokens() -> None:
     model, prompts = model_configs.build("deepseek_v32"), prompts_for(VOCAB, (60, 45, 50, 30, 41))
     expected = expected_of(model, prompts, 24)
     mlx_paged.apply_patches(page_config(kv_cache_memory=24 * bytes_of_block(model)))
@@ -200,7 +200,7 @@ def test_index_keys_count_in_the_budget() -> None:
         generator(model).insert([tokens_of(60)])
 
 
-def test_looked_up_tokens_are_chosen_for() -> None:
+def test_looked_up_drafts_are_accepted_and_give_solo_tokens() -> None:
     model, prompts = model_configs.build("deepseek_v32"), prompts_for(VOCAB, (3, 37, 12))
     expected = expected_of(model, prompts, 26)
     with oracles(VOCAB) as oracle:
@@ -221,7 +221,7 @@ def test_looked_up_tokens_are_chosen_for() -> None:
 # mlx-lm's caches ------------------------------------------------------------------------------------------------------
 
 
-def test_stock_caches_are_adopted_and_given_back_whole() -> None:
+def test_adopted_stock_caches_convert_back_unchanged() -> None:
     model, tokens = model_configs.build("deepseek_v32"), tokens_of(30)
     stock = make_prompt_cache(model)
     mx.eval(model(mx.array([tokens]), cache=stock))
@@ -238,18 +238,18 @@ def test_stock_caches_are_adopted_and_given_back_whole() -> None:
     assert got[0] == expected[0] and rms(got[1], expected[1]) == 0
 
 
-def test_a_stock_cache_with_other_index_keys_is_refused() -> None:
+def test_stock_cache_with_index_keys_of_another_size_is_refused() -> None:
     model = model_configs.build("deepseek_v32")
     stock = make_prompt_cache(model)
     for latents, index in ((each[0], each[1]) for each in stock):
         latents.update_and_fetch(mx.zeros((1, 1, 5, 32)), mx.zeros((1, 1, 5, 8)))
         index.update_and_fetch(mx.zeros((1, 1, 5, 12)), mx.zeros((1, 1, 5, 12)))
     mlx_paged.apply_patches(page_config())
-    with pytest.raises(mlx_paged.PromptCacheError, match="1 KV heads of 12, the model has 1 of 16"):
+    with pytest.raises(mlx_paged.PromptCacheError, match="1 KV heads of dimension 12, the model has 1 of 16"):
         mlx_paged.adopt_prompt_cache(model, stock)
 
 
-def test_several_sequences_in_one_cache_stay_with_stock() -> None:
+def test_several_sequences_in_one_cache_run_as_in_stock() -> None:
     model, tokens = model_configs.build("deepseek_v32"), mx.array([tokens_of(40), tokens_of(40, 5)])
 
     def run() -> mx.array:
@@ -262,7 +262,7 @@ def test_several_sequences_in_one_cache_stay_with_stock() -> None:
     assert mx.array_equal(run(), expected)
 
 
-def test_saved_caches_are_in_stocks_format(tmp_path: Path) -> None:
+def test_saved_caches_have_the_format_of_stock(tmp_path: Path) -> None:
     model, file = model_configs.build("deepseek_v32"), str(tmp_path / "cache.safetensors")
     stock = make_prompt_cache(model)
     mx.eval(model(mx.array([tokens_of(30)]), cache=stock))
@@ -276,17 +276,17 @@ def test_saved_caches_are_in_stocks_format(tmp_path: Path) -> None:
             assert mx.array_equal(new, old)
 
 
-# What is not done -----------------------------------------------------------------------------------------------------
+# Not supported --------------------------------------------------------------------------------------------------------
 
 
-def test_index_keys_are_not_quantised_and_say_so() -> None:
+def test_index_keys_are_not_quantised_and_a_reason_is_given() -> None:
     model, prompt = model_configs.build("deepseek_v32"), mx.array(tokens_of(40), mx.uint32)
     expected = greedy(model, prompt, 8)
     mlx_paged.apply_patches(page_config(kv_bits=8, kv_group_size=32))
     assert greedy(model, prompt, 8)[0] == expected[0]
     groups = mlx_paged.pool_of(model).groups
     assert not any(group.is_quantized for group in groups)
-    assert all("computes with what it writes by itself" in str(group.dense_reason) for group in groups)
+    assert all("computes with the cached latents directly" in str(group.dense_reason) for group in groups)
 
 
 @pytest.mark.parametrize("length", [3, 20])
@@ -302,7 +302,7 @@ def test_decode_steps_are_never_compiled(length: int) -> None:
     assert got[0] == expected[0]
 
 
-def test_what_a_pack_of_index_keys_cannot_take_is_refused() -> None:
+def test_pack_of_index_keys_refuses_masks_and_wrong_shapes() -> None:
     model = model_configs.build("deepseek_v32")
     mlx_paged.apply_patches(page_config())
     cache = make_prompt_cache(model)[0]
@@ -319,7 +319,7 @@ def test_what_a_pack_of_index_keys_cannot_take_is_refused() -> None:
 
 
 @pytest.mark.parametrize("packs", quick([False, True], True))
-def test_up_to_index_topk_kernels_attend_and_beyond_it_is_gathered(packs: bool) -> None:
+def test_kernels_attend_up_to_index_topk_and_gather_attends_beyond(packs: bool) -> None:
     model, prompts = build_latent("deepseek_v32"), prompts_for(VOCAB, (2, TOPK - 4, 5))
     beyond = prompts_for(VOCAB, (40, 3, 25))
     expected = [expected_of(model, each, 4) for each in (prompts, beyond)]

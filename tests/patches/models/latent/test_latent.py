@@ -22,8 +22,8 @@ TOLERANCE = 5e-3
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash", "bailing_moe_v3", "mistral4"])
-def test_a_few_tokens_behind_a_prefix_attend_to_latents(name: str) -> None:
-    """Drafts that a model verifies do that."""
+def test_few_tokens_after_a_prefix_attend_in_the_kernel(name: str) -> None:
+    """This is how drafts are verified."""
     model = build(name)
     tokens = (prompt_of(50, 3) % model_configs.VOCAB)[None]
 
@@ -43,7 +43,7 @@ def test_a_few_tokens_behind_a_prefix_attend_to_latents(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", quick(COMPILED, "kimi_k25"))
-def test_decode_steps_are_those_of_the_compiled_step(name: str) -> None:
+def test_decode_uses_the_compiled_step_and_gives_stock_tokens(name: str) -> None:
     model = build(name)
     prompt = prompt_of(9, 3) % model_configs.VOCAB
     expected, _ = greedy(model, prompt, 24)

@@ -39,7 +39,7 @@ VOCAB, TOLERANCE = model_configs.VOCAB, 5e-3
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs where they would not be tried: on a CPU."""
+    """Enable packs on a CPU, where they are off."""
     monkeypatch.setattr(PagedBatchGenerator, "packs", True)
 
 
@@ -50,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 @pytest.fixture(params=STORAGES)
 def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Over functional blocks; over blocks in place, by mlx-lm's code for each sequence; and in the stand-ins."""
+    """Use functional blocks; in-place blocks with mlx-lm's code for each sequence; or the stand-in kernels."""
     if request.param == "functional":
         yield request.param
         return
@@ -97,8 +97,8 @@ def test_requests_in_packs_get_their_solo_tokens(name: str, storage: str, calls:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(NAMES, "deepseek_v3", "kimi_k25", "mistral4"))
-def test_where_no_kernel_serves_prompts_they_are_computed_as_alone(name: str) -> None:
-    """The first token comes of the very numbers of a sequence alone."""
+def test_packs_without_a_kernel_equal_solo_runs(name: str) -> None:
+    """The first token's log probabilities equal those of a solo run."""
     model, prompts = build(name), prompts_for(VOCAB, (40, 23, 64))
     expected = expected_of(model, prompts, 1)
     mlx_paged.apply_patches(config("functional"))
@@ -110,7 +110,7 @@ def test_where_no_kernel_serves_prompts_they_are_computed_as_alone(name: str) ->
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("storage", quick(STORAGES, "functional"), indirect=True)
-def test_requests_go_on_behind_prefixes_that_others_have_computed(storage: str, calls: list[list[int]]) -> None:
+def test_packed_requests_continue_cached_prefixes(storage: str, calls: list[list[int]]) -> None:
     model = build("glm4_moe_lite")
     first = (prompt_of(93, seed=1) % VOCAB).tolist()
     others = [first[:n] + (prompt_of(20 + n, seed=n) % VOCAB).tolist() for n in (80, 17, 92, 3)]
@@ -130,7 +130,7 @@ def test_requests_go_on_behind_prefixes_that_others_have_computed(storage: str, 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("storage", quick(STORAGES, "functional"), indirect=True)
-def test_requests_make_room_in_the_middle_of_their_prompts(storage: str, calls: list[list[int]]) -> None:
+def test_requests_preempted_during_prefill_get_their_solo_tokens(storage: str, calls: list[list[int]]) -> None:
     model = build("deepseek_v3")
     prompts = prompts_for(VOCAB, (60, 45, 50, 30, 41))
     expected = expected_of(model, prompts, 24)
@@ -146,7 +146,7 @@ def test_requests_make_room_in_the_middle_of_their_prompts(storage: str, calls: 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("quantized", [False, True])
-def test_keys_and_values_are_made_for_as_many_heads_as_memory_allows(
+def test_keys_and_values_are_made_for_one_head_at_a_time_in_little_memory(
     quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(LATENT_SIZES, "qk_nope_head_dim", 32)
@@ -193,7 +193,7 @@ def _alike(outcomes: Any, others: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_few_tokens_behind_a_long_prefix_attend_to_latents_as_they_are(calls: list[list[int]]) -> None:
+def test_few_tokens_after_a_long_prefix_attend_to_unexpanded_latents(calls: list[list[int]]) -> None:
     model = build("glm4_moe_lite")
     first = (prompt_of(96, seed=1) % VOCAB).tolist()
     others = [first[:80] + (prompt_of(n, seed=n) % VOCAB).tolist() for n in (5, 30)]
@@ -215,7 +215,7 @@ def test_a_few_tokens_behind_a_long_prefix_attend_to_latents_as_they_are(calls: 
     ("name", "storage"), quick(crossed(["deepseek_v3", "mistral4"], STORAGES), ("mistral4", "in place")),
     indirect=["storage"]
 )  # fmt: skip
-def test_tokens_are_looked_up(name: str, storage: str) -> None:
+def test_looked_up_drafts_give_solo_tokens(name: str, storage: str) -> None:
     model, prompts = build(name), prompts_for(VOCAB, (3, 37, 12))
     expected = expected_of(model, prompts, 26)
     with oracles(VOCAB) as oracle:
@@ -233,7 +233,7 @@ def test_tokens_are_looked_up(name: str, storage: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_prompt_alone_takes_the_kernel_under_the_caches_own_mask_only() -> None:
+def test_solo_prompt_uses_the_kernel_only_with_the_caches_own_mask() -> None:
     with mock.patch.dict(model_configs.COMMON, num_hidden_layers=1):  # so that its layer can be called alone
         model = build("deepseek_v3")
     prompt = prompt_of(60, 3) % VOCAB
@@ -251,11 +251,11 @@ def test_a_prompt_alone_takes_the_kernel_under_the_caches_own_mask_only() -> Non
         greedy(model, prompt, 2)
 
 
-# Who packs ----------------------------------------------------------------------------------------------------------
+# When packs are used ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_layer_without_an_adapter_keeps_the_model_from_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_without_an_adapter_disables_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("deepseek_v3")
     mlx_paged.apply_patches(config("functional"))
     assert generator(model)._engine.packs
@@ -264,7 +264,7 @@ def test_a_layer_without_an_adapter_keeps_the_model_from_packs(monkeypatch: pyte
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_a_pack_of_latents_cannot_take_is_refused(kernels: FakeKernels | None) -> None:
+def test_pack_of_latents_refuses_masks_and_wrong_writes(kernels: FakeKernels | None) -> None:
     model = build("deepseek_v3")
     mlx_paged.apply_patches(config("functional"))
     caches = make_prompt_cache(model)
@@ -274,7 +274,7 @@ def test_what_a_pack_of_latents_cannot_take_is_refused(kernels: FakeKernels | No
     with pytest.raises(NotPackableError, match="a mask of its own"):
         attention(x, mx.ones((5, 1)), PagedBatchKVCache(pack, 0))
     part = PagedBatchKVCache(pack, 0).apart()[0]
-    with pytest.raises(mlx_paged.GeometryError, match=r"for 5 token\(s\)"):
+    with pytest.raises(mlx_paged.GeometryError, match=r"do not match 5 token\(s\)"):
         part.update_and_fetch(mx.zeros((1, 1, 4, 64)), mx.zeros((1, 1, 4, 64)))
     with pytest.raises(NotPackableError, match="writes twice"):
         PagedBatchKVCache(pack, 0).apart()
