@@ -332,13 +332,12 @@ class PagedConfig:
         """Return the options set by their ``MLX_PAGED_*`` variables; an empty variable counts as not set."""
         env = os.environ if env is None else env
         warn_of_misspelt(env)
-        values: dict[str, Any] = {
-            option.name: env[option.variable] for option in cls.options() if env.get(option.variable)
-        }
+        given = {option.name: option.variable for option in cls.options() if env.get(option.variable)}
+        values: dict[str, Any] = {name: env[variable] for name, variable in given.items()}
         try:
             return cls(**values)
         except ConfigError as error:
-            raise ConfigError(f"in an {PREFIX}* variable: {error}") from None
+            raise ConfigError(f"environment variable(s) {', '.join(given.values())}: {error}") from None
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

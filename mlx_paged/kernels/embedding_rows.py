@@ -61,7 +61,7 @@ def works(dtype: mx.Dtype, token_dtype: mx.Dtype) -> bool:
     compile."""
     if dtype not in DTYPES or token_dtype not in TOKEN_DTYPES or not is_available():
         return False
-    return passes(BODY, dtype, lambda: _difference(dtype, token_dtype), "using MLX's operations")
+    return passes(BODY, dtype, lambda: _difference(dtype, token_dtype))
 
 
 def _difference(dtype: mx.Dtype, token_dtype: mx.Dtype) -> float:

@@ -321,7 +321,7 @@ def _undo_of(caches: Sequence[Any] | None) -> Callable[[], None]:
 
 def _in_words(decided: list[Any]) -> str:
     sequence, count, last = decided
-    return f"at message {sequence}, after {count} decisions: {last}"
+    return f"at message {sequence}, after {count} decision(s): {last}"
 
 
 class Agreement:

@@ -135,9 +135,7 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
     continue_final_message: bool | None = Field(
         None, description="continue the last message, which must be an assistant's"
     )
-    add_generation_prompt: bool | None = Field(
-        None, description="ignored: false with `continue_final_message`, else true"
-    )
+    add_generation_prompt: no_effect(bool, "false with `continue_final_message`, else true") = None  # type: ignore[valid-type]
     modalities: no_effect(list[Literal["text"]], "answers are always text") = None  # type: ignore[valid-type]
     prediction: no_effect(dict[str, Any], "would change only the speed; use `prompt_lookup`") = None  # type: ignore[valid-type]
     verbosity: no_effect(str, "not passed to the model") = None  # type: ignore[valid-type]

@@ -46,7 +46,6 @@ LENGTHS = (1, 300, 2, 33, 8, 40, 7, 150, 64, 1, 41, 129, 39, 16, 80, 5, 100)
 
 COUNTS = (1, 2, 17)
 # Every kind, and all rows with windows and without.
-SAMPLE = [("gemma3", 17), ("qwen3", 17), ("llama", 1), ("llama-sliding", 2)]
 
 
 def specs_of(count: int, num_tokens: int = 12) -> list[Spec]:
