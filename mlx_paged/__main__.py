@@ -11,7 +11,7 @@ from typing import Any
 from .cli.terminal import orderly_end, version_text
 from .config import STOCK_BITS, PagedConfig
 from .errors import ConfigError
-from .model_folder import tell_if_unbounded
+from .model_folder import warn_if_unbounded
 from .startup import raise_at_interrupt
 
 OWN = {
@@ -114,7 +114,7 @@ def _run_upstream(arguments: list[str]) -> None:
     try:
         if command in ("chat", "cache_prompt"):
             module = importlib.import_module(f"mlx_lm.{command}")
-            with replaced(module, make_prompt_cache=_telling(module.make_prompt_cache)):
+            with replaced(module, make_prompt_cache=_warning_if_unbounded(module.make_prompt_cache)):
                 cli.main()
         else:
             cli.main()
@@ -129,12 +129,12 @@ def _run_upstream(arguments: list[str]) -> None:
         raise
 
 
-def _telling(make_prompt_cache: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Wrap mlx-lm's function so that it says on stderr when ``--max-kv-size`` has no effect."""
+def _warning_if_unbounded(make_prompt_cache: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Wrap mlx-lm's function so that it warns on stderr if ``--max-kv-size`` has no effect."""
 
     def make(model: Any, max_kv_size: int | None = None) -> list[Any]:
         if max_kv_size is not None:
-            tell_if_unbounded(model)
+            warn_if_unbounded(model)
         return make_prompt_cache(model, max_kv_size)
 
     return make

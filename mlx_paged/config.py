@@ -32,7 +32,7 @@ OTHER_VARIABLES = (
     "MLX_PAGED_SHARED_MEMORY",
 )
 # Smallest block of the options; a pool that is made in code may also have blocks of 4 tokens.
-MIN_BLOCK_SIZE = 8
+MIN_OPTION_BLOCK_SIZE = 8
 AUTO_SHARE = 0.8
 MAX_PROMPT_LOOKUP = 64
 LEAST_STATE_INTERVAL = 32  # tokens; a state takes the memory of many
@@ -56,8 +56,10 @@ def parse_block_size(text: str | int) -> int:
         value = int(text)
     except ValueError:
         raise ConfigError(f"block size must be a whole number, not {text!r}") from None
-    if not (MIN_BLOCK_SIZE <= value <= MAX_BLOCK_SIZE and value & (value - 1) == 0):
-        raise ConfigError(f"block size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, not {value}")
+    if not (MIN_OPTION_BLOCK_SIZE <= value <= MAX_BLOCK_SIZE and value & (value - 1) == 0):
+        raise ConfigError(
+            f"block size must be a power of two from {MIN_OPTION_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, not {value}"
+        )
     return value
 
 
@@ -116,7 +118,7 @@ def parse_kv_group_size(value: str | int) -> int:
     return int(value)
 
 
-def parse_switch(value: str | bool) -> bool:
+def parse_kv_rotate(value: str | bool) -> bool:
     """Return True for ``on`` or 1, False for ``off`` or 0. Raises ConfigError for anything else."""
     choices = {"on": True, "1": True, "off": False, "0": False}
     if isinstance(value, bool):
@@ -280,7 +282,7 @@ class PagedConfig:
     )
     kv_rotate: Option[bool | str, bool] = Option(
         False,
-        parse_switch,
+        parse_kv_rotate,
         "With --kv-bits: rotate keys and values by a Hadamard matrix before they are quantised. With 4 bits, results "
         "are closer to those of an unquantised cache. Prompt caches are saved dequantised",
         default_text="off",

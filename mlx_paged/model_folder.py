@@ -67,22 +67,22 @@ def explain_load_errors(original: Callable[..., Any], prompt_cache: str | None =
     return load
 
 
-def tell_if_unbounded(model: Any, *, has_cache: bool = False) -> None:
-    """Say on stderr why ``--max-kv-size`` has no effect, if it has none: mlx-lm ignores it silently.
+def warn_if_unbounded(model: Any, *, has_cache: bool = False) -> None:
+    """Print on stderr why ``--max-kv-size`` has no effect, if it has none: mlx-lm ignores it silently.
 
     Args:
         model: the loaded model.
         has_cache: whether the prompt cache came from a file.
     """
     if has_cache:
-        tell_unbounded("a prompt cache from a file keeps its own size")
+        warn_max_kv_size_ignored("a prompt cache from a file keeps its own size")
     elif hasattr(model, "make_cache"):
         kind = getattr(model, "model_type", type(model).__module__)
-        tell_unbounded(f"models of type {kind} define their own caches")
+        warn_max_kv_size_ignored(f"models of type {kind} define their own caches")
 
 
-def tell_unbounded(why: str) -> None:
-    """Say on stderr that ``--max-kv-size`` has no effect, and why."""
+def warn_max_kv_size_ignored(why: str) -> None:
+    """Print on stderr that ``--max-kv-size`` has no effect, and why."""
     print(f"mlx_paged: --max-kv-size has no effect: {why}", file=sys.stderr)
 
 

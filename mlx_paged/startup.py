@@ -71,7 +71,7 @@ def raise_at_interrupt() -> None:
 # The environment -----------------------------------------------------------------------------------------------------
 
 
-def launch_directly() -> None:
+def disable_cuda_graphs() -> None:
     """Set ``MLX_USE_CUDA_GRAPHS=0`` in a command of this package over NCCL, unless the user has set it.
 
     MLX cannot reuse a CUDA graph that contains a reduction: it makes a new one for each reduction, 65 per decode step
@@ -81,7 +81,7 @@ def launch_directly() -> None:
         os.environ.setdefault(GRAPHS, "0")
 
 
-def own_compiled_code() -> None:
+def secure_code_folder() -> None:
     """Make sure, in a command of this package on Linux, that only this user can write to the folder of MLX's code.
 
     On a CPU, MLX compiles operations into libraries under ``mlx`` in the temporary folder, and loads whatever it finds
@@ -120,8 +120,8 @@ def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: T
 
 
 end_at_interrupt()
-launch_directly()
-own_compiled_code()
+disable_cuda_graphs()
+secure_code_folder()
 try:
     import mlx.core  # noqa: F401
 except ImportError as missing:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 SLOW_SECONDS = 1.0
 
 _given: set[str] = set()
-_told: set[str] = set()
+_printed: set[str] = set()
 
 
 class NotPagedWarning(UserWarning):
@@ -34,10 +34,10 @@ def forget_warnings() -> None:
 def warn_when_slow(what: str) -> Iterator[None]:
     """Print ``what`` on stderr, if that is a terminal, when the block takes more than a second; once per ``what`` and
     process."""
-    if what in _told or sys.stderr is None or not sys.stderr.isatty():
+    if what in _printed or sys.stderr is None or not sys.stderr.isatty():
         yield
         return
-    timer = threading.Timer(SLOW_SECONDS, _tell, [what])
+    timer = threading.Timer(SLOW_SECONDS, _print_notice, [what])
     timer.daemon = True
     timer.start()
     try:
@@ -46,8 +46,8 @@ def warn_when_slow(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _tell(what: str) -> None:
-    if what not in _told:
-        _told.add(what)
+def _print_notice(what: str) -> None:
+    if what not in _printed:
+        _printed.add(what)
         with suppress(OSError, ValueError):  # its reader may have gone
             print(f"mlx_paged: {what}", file=sys.stderr, flush=True)

@@ -413,19 +413,19 @@ class TokenizerGrammars:
             RequestRefused: 400, the constraint cannot be used; the message says why.
             ConnectionAbortedError: the request was cancelled.
         """
-        wanted = self._wanted(constraint)
-        if wanted is None:
+        plan = self._plan(constraint)
+        if plan is None:
             return None
         try:
-            for part, param in () if is_checked else wanted.parts:
+            for part, param in () if is_checked else plan.parts:
                 with _refusing(param):
                     self._known_compiler().check(part, is_cancelled=is_cancelled)
-            with _refusing(wanted.param):
+            with _refusing(plan.param):
                 return self._known_compiler().compile(
-                    wanted.source, trigger=wanted.trigger, is_cancelled=is_cancelled, is_checked=is_checked
+                    plan.source, trigger=plan.trigger, is_cancelled=is_cancelled, is_checked=is_checked
                 )
         except RequestRefused as error:
-            if not wanted.is_free:
+            if not plan.is_free:
                 raise
             logging.warning("tools: strict is not enforced: %.500s", error)  # clients set it for any schema
             return None
@@ -436,17 +436,17 @@ class TokenizerGrammars:
                 self._compiler = GrammarCompiler(unwrapped(self._tokenizer), self._tokenizer.eos_token_ids)
             return self._compiler
 
-    def _wanted(self, constraint: Constraint) -> _Wanted | None:
+    def _plan(self, constraint: Constraint) -> _GrammarPlan | None:
         tools = constraint.tools
         if tools is not None:
             form = tool_format(self._tokenizer, unwrapped(self._tokenizer))
             if form is not None or tools.required or self._tokenizer.has_tool_calling:
-                return self._of_tools(constraint, tools, form)
+                return self._plan_tools(constraint, tools, form)
             if tools.strict:
                 logging.warning("tools: strict is not enforced: the format of this model's tool calls is not known")
-        return None if constraint.answer is None else _Wanted(constraint.answer, constraint.param)
+        return None if constraint.answer is None else _GrammarPlan(constraint.answer, constraint.param)
 
-    def _of_tools(self, constraint: Constraint, tools: Tools, form: ToolFormat | None) -> _Wanted | None:
+    def _plan_tools(self, constraint: Constraint, tools: Tools, form: ToolFormat | None) -> _GrammarPlan | None:
         what = "tool_choice" if tools.required else "tools"
         is_free = not tools.required and constraint.answer is None
         if form is None:
@@ -473,10 +473,10 @@ class TokenizerGrammars:
                 logging.warning("tools: strict is not enforced: %s", error)
                 return None
             raise invalid(f"{what}: {error}", what) from error
-        return _Wanted(source, param, form.trigger if is_free else (), parts, is_free)
+        return _GrammarPlan(source, param, form.trigger if is_free else (), parts, is_free)
 
 
-class _Wanted(NamedTuple):
+class _GrammarPlan(NamedTuple):
     """The grammar to compile for a constraint.
 
     Attributes:
@@ -517,7 +517,7 @@ def unwrapped(tokenizer: Any) -> Any:
     return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
 
 
-def reasons_first(tokenizer: Any, prompt: list[int]) -> bool:
+def ends_in_reasoning(tokenizer: Any, prompt: list[int]) -> bool:
     """Return whether the prompt ends within reasoning; mlx-lm's server finds that out in the same way."""
     if not tokenizer.has_thinking:
         return False

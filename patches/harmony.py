@@ -38,8 +38,8 @@ class HarmonyParts:
         """Take the next piece of the answer. Returns the parts recognised since the last call as (state, text)."""
         self._held += text
         parts: list[tuple[str, str]] = []
-        take = {"start": self._take_start, "header": self._take_header, "body": self._take_body}
-        while take[self._place](parts):
+        consume = {"start": self._consume_start, "header": self._consume_header, "body": self._consume_body}
+        while consume[self._place](parts):
             pass
         return parts
 
@@ -50,7 +50,7 @@ class HarmonyParts:
 
     # Each consumes one element of the held text and returns True, or returns False if it needs more text.
 
-    def _take_start(self, parts: list[tuple[str, str]]) -> bool:
+    def _consume_start(self, parts: list[tuple[str, str]]) -> bool:
         if self._held.startswith(HEADERS):
             self._place = "header"
         elif _begins_one_of(self._held, HEADERS):
@@ -59,7 +59,7 @@ class HarmonyParts:
             self._begin("normal", parts)
         return True
 
-    def _take_header(self, parts: list[tuple[str, str]]) -> bool:
+    def _consume_header(self, parts: list[tuple[str, str]]) -> bool:
         header, mark, body = self._held.partition(BODY)
         if not mark:
             if len(header) > MOST_HEADER:
@@ -76,7 +76,7 @@ class HarmonyParts:
             parts.append(("tool", recipient[1] + BODY))
         return True
 
-    def _take_body(self, parts: list[tuple[str, str]]) -> bool:
+    def _consume_body(self, parts: list[tuple[str, str]]) -> bool:
         found = _MARK.search(self._held)
         end = len(self._held) - _num_pending(self._held) if found is None else found.start()
         if end:

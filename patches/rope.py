@@ -25,13 +25,13 @@ def adapt(original: Rotate) -> Rotate:
         key = self.dims, self.base, self.scale, x.dtype, id(offset) if isinstance(offset, mx.array) else offset
         known = shared.get(key)
         if known is None:  # keeps the offset alive: its id must not be reused
-            known = shared[key] = (offset, *_turned(original, self, x.dtype, offset))
+            known = shared[key] = (offset, *_cos_sin(original, self, x.dtype, offset))
         return _rotated(x, self.dims, *known[1:])
 
     return __call__
 
 
-def _turned(original: Rotate, rope: Any, dtype: mx.Dtype, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+def _cos_sin(original: Rotate, rope: Any, dtype: mx.Dtype, offset: int | mx.array) -> tuple[mx.array, mx.array]:
     """Return (cos, cos) and (-sin, sin), each ``[B, 1, 1, dims]``, or ``[1, 1, 1, dims]`` for one offset. The values
     are MLX's own: it rotates (1, 0) to (cos, sin)."""
     half = rope.dims // 2

@@ -33,7 +33,7 @@ from ..model_folder import check_model_folder, check_weight_files, explain_load_
 from ..prefix.identity import identity_of, noting_configs
 from ..prefix.spill import SpillStore
 from ..prefix.store import SharedPrefixes
-from ..server.engine_loop import check_pool, likeliest_of
+from ..server.engine_loop import check_pool, gather_logprobs
 from ..server.errors import not_found
 from ..server.options import ServerConfig
 from ..server.request import ModelKey, Prompt, ServerRequest
@@ -51,7 +51,7 @@ from .sharded import sharded_load
 # Fingerprints of upstream's code whose behaviour this module relies on.
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
 # Tokens of a prompt that are scored at a time, least and most. Between two slices the steps of other requests run.
-SCORED, MOST_SCORED, SLICE_SECONDS = 1, 256, 0.25
+MIN_SLICE, MAX_SLICE, SLICE_SECONDS = 1, 256, 0.25
 MAX_TOKENS = 1 << 24  # of a sequence; a budget that holds these counts as unlimited
 
 
@@ -162,7 +162,7 @@ def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks |
         spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_size)
     elif folder is not None and ranks is not None:
         folder /= f"rank-{ranks.rank}-of-{ranks.size}"
-        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_size, everywhere=ranks.exchange)
+        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_size, exchange=ranks.exchange)
     clock = time.monotonic if ranks is None else lambda: ranks.now
     return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, clock=clock, spill=spill)
 
@@ -184,7 +184,7 @@ class LoadedModels:
         self.idle_unload = config.idle_unload
         self._loaded: OrderedDict[ModelKey, tuple[Weights, LoadedTexts]] = OrderedDict()  # least recently used first
         self._all_texts: dict[ModelKey, LoadedTexts] = {}  # also of unloaded models of the command line
-        self._scored = SCORED  # tokens in the next slice of a scored prompt
+        self._slice_tokens = MIN_SLICE  # tokens in the next slice of a scored prompt
         self.prompt_cache = make_prompt_cache(config, cli_args.prompt_cache_size, ranks)
         if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.spill is not None:
             self.prompt_cache.identify = self._identify
@@ -212,7 +212,7 @@ class LoadedModels:
         group = None if self.ranks is None else self.ranks.group
         weights = load_weights(self.default_key, self.cli_args, group=group)
         mx.eval(weights.arrays)
-        self._take(weights)
+        self._activate(weights)
         pool = pool_of(weights.model)
         if pool is not None:  # the smallest request has one token of prompt and one of answer
             budget = PoolBudget(pool, chunk=self.cli_args.prefill_step_size)
@@ -251,7 +251,7 @@ class LoadedModels:
                 logging.warning("unloading %.200s: not enough memory for another model", oldest)
                 self._drop_oldest()
             mx.eval(weights.arrays)
-            self._take(weights)
+            self._activate(weights)
             while len(self._loaded) > max(1, len(self.cli_args.models)):
                 self._drop_oldest()
         except Exception as error:
@@ -279,9 +279,9 @@ class LoadedModels:
         while self._loaded:
             self._drop_oldest()
 
-    def _take(self, weights: Weights) -> None:
-        self.weights, self._scored = weights, SCORED
-        self._learn(weights)
+    def _activate(self, weights: Weights) -> None:
+        self.weights, self._slice_tokens = weights, MIN_SLICE
+        self._register(weights)
         size, pool = "no paged KV cache", pool_of(weights.model)
         if pool is not None:
             most = None if self._texts is None else self._texts.capacity
@@ -289,7 +289,7 @@ class LoadedModels:
             size = f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
         logging.info("the model %s is ready, with %s", weights.key.model, size)
 
-    def _learn(self, weights: Weights) -> None:
+    def _register(self, weights: Weights) -> None:
         """Register the model's pool, so that its prefixes on disk are found, and its tokenizer."""
         caches = stock_cache.make_prompt_cache(weights.model)
         probe_geometry(weights.model, caches)
@@ -332,7 +332,7 @@ class LoadedModels:
 
     # Computing ------------------------------------------------------------------------------------------------
 
-    def batches(self, request: ServerRequest) -> bool:
+    def can_batch(self, request: ServerRequest) -> bool:
         weights = self.weights
         assert weights is not None
         if not weights.is_batchable or self.cli_args.kv_bits is not None:
@@ -352,23 +352,23 @@ class LoadedModels:
         caches = stock_cache.make_prompt_cache(model)
         found: list[float] = []
         top: list[list[tuple[int, float]]] = []
-        end, length = 0, self._scored
+        end, length = 0, self._slice_tokens
         while end < len(tokens) - 1:
             started = time.monotonic()
             begin, end = end, min(end + length, len(tokens) - 1)
             logits = model(mx.array([tokens[begin:end]]), cache=caches)[0].astype(mx.float32)
             rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            for logprob, likeliest in likeliest_of(rows, tokens[begin + 1 : end + 1], num_top):
+            for logprob, likeliest in gather_logprobs(rows, tokens[begin + 1 : end + 1], num_top):
                 found.append(logprob)
                 top.append(list(likeliest))
             seconds = time.monotonic() - started
-            length = min(2 * length, MOST_SCORED) if seconds < SLICE_SECONDS / 2 else length
-            length = max(length // 2, SCORED) if seconds > SLICE_SECONDS else length
-            self._scored = length  # the next prompt starts with this size
+            length = min(2 * length, MAX_SLICE) if seconds < SLICE_SECONDS / 2 else length
+            length = max(length // 2, MIN_SLICE) if seconds > SLICE_SECONDS else length
+            self._slice_tokens = length  # the next prompt starts with this size
             yield None
         yield found, top
 
-    def alone(
+    def generate_alone(
         self, request: ServerRequest, index: int, stream: mx.Stream, on_progress: Callable[[int, int], None]
     ) -> Iterator[Any]:
         """Compute one answer in mlx-lm's own loop: with images, or a draft model or caches that cannot be batched."""
@@ -436,7 +436,7 @@ class LoadedModels:
             active = 0 if batch is None else batch.prompt_cache_nbytes
             cache.trim_to(n_bytes=args.prompt_cache_bytes - active)
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """Recover from a failure: keep the pool if it is consistent, else make a new one."""
         weights, pool = self.weights, self.pool
         if weights is None:
@@ -449,7 +449,7 @@ class LoadedModels:
             forget_pool(weights.model)
             if isinstance(self.prompt_cache, PagedPromptCache) and pool is not None:
                 self.prompt_cache.forget_pool(pool)
-        self._learn(weights)
+        self._register(weights)
 
     def close(self) -> None:
         if isinstance(self.prompt_cache, PagedPromptCache):
@@ -514,7 +514,7 @@ class ServedBatch(PagedBatchGenerator):
             caches = [cache for cache, _ in found]
             num_cached = [len(prompt.tokens) - len(rest) for prompt, (_, rest) in zip(prompts, found, strict=True)]
             parts = [_without(*each, number) for each, number in zip(parts, num_cached, strict=True)]
-        elif not self.has_windows:  # any prefix can be reused to the token, so chunks need not end with segments
+        elif not self.reuses_only_at_boundaries:  # chunks need not end with segments
             parts = [([prompt.tokens], ["assistant"]) for prompt in prompts]
         params = [request.sampling_of(index) for index in range(request.num_answers)]
         uids = self.insert_segments(

@@ -24,7 +24,7 @@ def sharded_load(
     Raises:
         ConfigError: the ranks have different files.
     """
-    with replaced(mx.distributed, **_on_device()):
+    with replaced(mx.distributed, **_nccl_replacements()):
         loaded: tuple[Any, ...] = utils.sharded_load(repo, pipeline_group, tensor_group, *args, **options)
     group = tensor_group or mx.distributed.init()
     if group.size() > 1:
@@ -37,7 +37,7 @@ def sharded_load(
     return loaded
 
 
-def _on_device() -> dict[str, Callable[..., mx.array]]:
+def _nccl_replacements() -> dict[str, Callable[..., mx.array]]:
     """Return what to replace in ``mx.distributed``: with NCCL, ``all_sum`` on the default stream. mlx-lm waits for all
     ranks by a reduction on the CPU, which NCCL does not have."""
     if mx.default_device() != mx.Device(mx.gpu) or "NCCL_HOST_IP" not in os.environ:

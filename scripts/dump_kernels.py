@@ -25,15 +25,13 @@ import mlx.core as mx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_paged.cli.doctor.jobs import Shape, all_shapes, popular_shapes
-from mlx_paged.kernels import bodies, draw_rows, penalise_rows, prefill
+from mlx_paged.kernels import bodies, draw_rows, penalise_rows, prefill, quantized
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks
-from mlx_paged.kernels.trial import MANY, launch_alone
-from mlx_paged.kernels.trial import Text as Trial
+from mlx_paged.kernels.trial import MIN_DEVICE_ELEMENTS, KernelKey, launch_alone
 from tests.support.msl.msl_source import mlx_source
 
 PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text before every kernel
@@ -212,19 +210,19 @@ def launch_decode(shape: Shape, cores: int | None) -> None:
         )
         for variant in (*variants, *filter(None, map(kernels.shared_variant_of, variants))):
             launch_variant(variant, gqa, cores)
-        for body, constants in () if pages is None else moves.texts_of(pages, block):
+        for body, constants in () if pages is None else quantized.texts_of(pages, block):
             for few in ((), ("slots", "blocks")):
-                launch_alone(Trial(body, constants, few), kernel_build.build_kernel)
+                launch_alone(KernelKey(body, constants, few), kernel_build.build_kernel)
 
 
 def launch_variant(variant: Variant, num_heads: int, cores: int | None) -> None:
     """Launch every kernel of a decode variant's steps: few rows and many, one partition and several."""
     for rows in ROWS.values():
         for partitions in (1, 2):
-            for few_tables in (True, False) if rows < MANY and partitions == 1 else (False,):
-                spec = spec_of(variant, shape_for(variant, cores), rows, num_heads, 1, partitions, few_tables)
-                for text in spec.texts:
-                    launch_alone(text, kernel_build.build_kernel)
+            for small_tables in (True, False) if rows < MIN_DEVICE_ELEMENTS and partitions == 1 else (False,):
+                spec = spec_of(variant, shape_for(variant, cores), rows, num_heads, 1, partitions, small_tables)
+                for key in spec.keys:
+                    launch_alone(key, kernel_build.build_kernel)
 
 
 def launch_others(cores: int | None) -> None:
@@ -233,9 +231,10 @@ def launch_others(cores: int | None) -> None:
         for rank, rope, heads in ((512, 64, 16), (256, 64, 8)):
             for variant in kernels.latent_variants_of(dtype, rank, rope, heads, 1, 32):
                 launch_variant(variant, heads, cores)
-        draw, penalise = draw_rows.text_of(dtype, "metal"), penalise_rows.text_of(dtype)
-        for text in (draw, draw._replace(few=("positions",)), penalise, penalise._replace(few=("tokens",))):
-            launch_alone(text, kernel_build.build_kernel)
+        draw, penalise = draw_rows.kernel_key(dtype, "metal"), penalise_rows.kernel_key(dtype)
+        for key, small_input in ((draw, "positions"), (penalise, "tokens")):
+            launch_alone(key, kernel_build.build_kernel)
+            launch_alone(key._replace(small_inputs=(small_input,)), kernel_build.build_kernel)
 
 
 def texts_of(shapes: Sequence[Shape], cores: int | None = None) -> list[Text]:

@@ -179,7 +179,7 @@ def row_of(
         if issubclass(warning.category, mlx_paged.NotPagedWarning):
             reasons.append(str(warning.message).removeprefix("mlx_paged: ").split(": ", 1)[-1].split(";")[0])
     engine = generator._engine
-    batch = "mlx-lm's" if engine is None else engine.batch.kind
+    batch = "mlx-lm's" if engine is None else "together" if engine.batch.takes_rows else "one by one"
     return Row(
         name, status, ", ".join(groups), attention_of(model), batch, "yes" if packs else "no",
         "no" if status == "stock" or name in NOT_COMPILED else "yes",

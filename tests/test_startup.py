@@ -93,18 +93,18 @@ def test_graphs_are_disabled_only_for_nccl_in_our_commands(monkeypatch: pytest.M
     monkeypatch.delenv(GRAPHS, raising=False)
     monkeypatch.delenv("NCCL_HOST_IP", raising=False)
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
-    startup.launch_directly()  # one process, or another backend
+    startup.disable_cuda_graphs()  # one process, or another backend
     assert GRAPHS not in os.environ
     monkeypatch.setenv("NCCL_HOST_IP", "127.0.0.1")
     monkeypatch.setattr(sys, "argv", ["notes.py"])
-    startup.launch_directly()
+    startup.disable_cuda_graphs()
     assert GRAPHS not in os.environ
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
     monkeypatch.setenv(GRAPHS, "1")
-    startup.launch_directly()
+    startup.disable_cuda_graphs()
     assert os.environ[GRAPHS] == "1"
     monkeypatch.delenv(GRAPHS)
-    startup.launch_directly()
+    startup.disable_cuda_graphs()
     assert os.environ.pop(GRAPHS) == "0"
 
 
@@ -125,7 +125,7 @@ def own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_own_folder_of_compiled_code_is_used(own_command: Path) -> None:
     for _ in range(2):  # created, then found
-        startup.own_compiled_code()
+        startup.secure_code_folder()
         assert "TMPDIR" not in os.environ
     assert (own_command / "tmp" / "mlx").stat().st_mode & 0o777 == 0o700
 
@@ -149,7 +149,7 @@ def test_unsafe_folder_of_compiled_code_is_not_used(
             return os.stat_result((*found[:4], 12345, *found[5:])) if found.st_ino == theirs else found
 
         monkeypatch.setattr(Path, "lstat", lstat)
-    startup.own_compiled_code()
+    startup.secure_code_folder()
     assert os.environ["TMPDIR"] == str(own_command / "cache" / "mlx_paged" / "compiled")
     assert Path(os.environ["TMPDIR"]).stat().st_mode & 0o777 == 0o700
 
@@ -158,7 +158,7 @@ def test_new_folder_is_made_if_the_cache_is_unsafe(own_command: Path, monkeypatc
     monkeypatch.setattr(startup, "_is_ours", lambda folder: False)
     made = own_command / "made"
     monkeypatch.setattr(startup.tempfile, "mkdtemp", lambda prefix: str(made))
-    startup.own_compiled_code()
+    startup.secure_code_folder()
     assert os.environ["TMPDIR"] == str(made)
 
 
@@ -166,5 +166,5 @@ def test_users_script_keeps_its_temporary_folder(own_command: Path, monkeypatch:
     monkeypatch.setattr(startup, "is_own_command", lambda *_: False)
     (own_command / "tmp" / "mlx").mkdir()
     (own_command / "tmp" / "mlx").chmod(0o777)
-    startup.own_compiled_code()
+    startup.secure_code_folder()
     assert "TMPDIR" not in os.environ

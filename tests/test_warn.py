@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warn, "_told", set())
+    monkeypatch.setattr(warn, "_printed", set())
 
 
 def test_slow_operation_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..errors import GeometryError
 from ..kernels.availability import on_metal, prepares_plans
-from ..kernels.build import KernelUnavailable
+from ..kernels.build import NoKernelError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
@@ -229,7 +229,7 @@ def _attend_by_decode_kernel(
             launch = kv.storage.prepare_decode(q, tables, step, seen, appends=append is not None)
             step.decode_launches[key] = launch
         attended = kv.storage.decode(launch, q, sinks, append)
-    except KernelUnavailable as error:  # a kernel that this call was the first to need; nothing was launched
+    except NoKernelError as error:  # a kernel that this call was the first to need; nothing was launched
         step.decode_launches.clear()
         unsupported = kv.group.unsupported[params.heads(shape[1])] = f"the kernel is off: {error}"
         return None, unsupported
@@ -262,7 +262,7 @@ def _attend_pack(
     outputs = []
     for index, (one, table, pair) in enumerate(zip(queries, tables, pairs, strict=True)):
         own = params._replace(mask=_mask_of(one.shape[2], table, params.window))
-        outputs.append(_attend_one(one, pair, kv, [table], step.part(tables, index), own))
+        outputs.append(_attend_one(one, pair, kv, [table], step.single_step(tables, index), own))
     return step.join(outputs)
 
 
@@ -282,12 +282,12 @@ def _attend_prompts(
             return None, path.reason
     try:
         return kv.storage.prefill(q, tables, step, params), ""
-    except KernelUnavailable as error:  # raised before anything was launched
+    except NoKernelError as error:  # raised before anything was launched
         unsupported = group.packs_unsupported[heads] = f"the kernel is off: {error}"
         return None, unsupported
 
 
-def serves_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
+def supports_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
     """Return whether the decode kernel attends over a layer's latents with ``num_q_heads`` query heads, for one new
     token per sequence."""
     group = pool.layer(layer).group

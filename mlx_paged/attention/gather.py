@@ -122,18 +122,18 @@ def gather_attention(
     is_plain = (
         not step.is_pack and params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
     )
-    reading = None
+    plan = None
     if is_plain and params.sinks is None:
-        storage, reading = kv.storage, step.reading
-        if reading is None or reading.num_blocks != storage.num_blocks:
-            reading = _reading(q, kv, storage, tables, step)
-    if isinstance(reading, RowsTogether):
+        storage, plan = kv.storage, step.read_plan
+        if plan is None or plan.num_blocks != storage.num_blocks:
+            plan = _read_plan(q, kv, storage, tables, step)
+    if isinstance(plan, RowsTogether):
         assert isinstance(storage, FunctionalStorage)
-        output = _attend_padded(q, *storage.read_tokens(reading.tokens), params.scale, reading.mask)
-    elif reading is not None:
-        output = _attend_in_parts(q, kv, params, reading)
+        output = _attend_padded(q, *storage.read_tokens(plan.tokens), params.scale, plan.mask)
+    elif plan is not None:
+        output = _attend_in_parts(q, kv, params, plan)
     else:
-        parts = _parts(kv, tables, step) if is_plain else [[row] for row in range(len(tables))]
+        parts = _row_parts(kv, tables, step) if is_plain else [[row] for row in range(len(tables))]
         output = _attend_by_function(q, kv, tables, params, step, parts)
     if q.shape[2] == 1:  # a prefill's result may never be used: waiting for it would compute it
         kv.note_read(output)
@@ -244,21 +244,21 @@ def _padding_mask(lengths: Sequence[int], dtype: mx.Dtype) -> mx.array:
     return mx.array(np.where(columns >= pads[:, None, None, None], np.float32(0), np.float32(-np.inf)), dtype)
 
 
-def _reading(
+def _read_plan(
     q: mx.array, kv: PoolLayer, storage: Storage, tables: Sequence[BlockTable], step: Step
 ) -> RowsTogether | RowsInParts | None:
     """Return how to read rows with one new token each, found once for all layers of a group. None if MLX's attention
     function is called instead: storage is not functional, the device is a GPU, or one call serves all rows."""
     if not isinstance(storage, FunctionalStorage) or mx.default_device().type != mx.DeviceType.cpu:
         return None
-    parts = _parts(kv, tables, step)
+    parts = _row_parts(kv, tables, step)
     if _pays_together(storage.geometry, tables, parts) and _is_exact_together(q, storage.geometry):
         lengths = [table.length - table.logical_start for table in tables]
         mask = None if len(set(lengths)) == 1 else _padding_mask(lengths, q.dtype)
-        step.reading = RowsTogether(storage.host_by_head(padded_slots(tables)), mask, storage.num_blocks)
+        step.read_plan = RowsTogether(storage.host_flat_index(padded_slots(tables)), mask, storage.num_blocks)
     elif len(parts) > 1:
-        step.reading = _places(storage, tables, parts)
-    return step.reading
+        step.read_plan = _plan_parts(storage, tables, parts)
+    return step.read_plan
 
 
 def _pays_together(geometry: Geometry, tables: Sequence[BlockTable], parts: Sequence[list[int]]) -> bool:
@@ -276,7 +276,7 @@ def _is_exact_together(q: mx.array, geometry: Geometry) -> bool:
     return q.dtype == dtype and _is_exact(dtype, q.shape[1] // heads, k_dim, v_dim)
 
 
-def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], parts: Sequence[list[int]]) -> RowsInParts:
+def _plan_parts(storage: FunctionalStorage, tables: Sequence[BlockTable], parts: Sequence[list[int]]) -> RowsInParts:
     """Return where to read the parts. A single row is read from the pool if its blocks are consecutive, else from an
     array of gathered blocks, of up to MOST_BYTES_TOGETHER, which rows share."""
     geometry, size = storage.geometry, storage.block_size
@@ -306,7 +306,7 @@ def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], parts: Seq
     order = [row for place in by_row for row in read[place]]
     return RowsInParts(
         [(edges, storage.block_index(blocks) if blocks else None) for _, edges, blocks in views],
-        [storage.host_by_head(padded_slots([tables[row] for row in rows]))[:, :, None] for rows in several],
+        [storage.host_flat_index(padded_slots([tables[row] for row in rows]))[:, :, None] for rows in several],
         by_row,
         np.cumsum([len(read[place]) for place in by_row])[:-1].tolist(),
         None if order == sorted(order) else (mx.array(order), mx.array(np.argsort(order))),
@@ -314,25 +314,25 @@ def _places(storage: FunctionalStorage, tables: Sequence[BlockTable], parts: Seq
     )
 
 
-def _parts(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[list[int]]:
+def _row_parts(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[list[int]]:
     """Return the rows of a decode step that share operations, part by part; found once for all layers of a group."""
-    if step.parts is not None:
-        return step.parts
+    if step.row_parts is not None:
+        return step.row_parts
     if kv.in_place:
-        step.parts = [[row] for row in range(len(tables))]
-        return step.parts
+        step.row_parts = [[row] for row in range(len(tables))]
+        return step.row_parts
     geometry = kv.group.geometry
     assert geometry is not None
     token_bytes = geometry.num_kv_heads * (geometry.k_head_dim + geometry.v_head_dim) * geometry.dtype.size
     by_extent: dict[tuple[int, int], list[int]] = {}
     for row, table in enumerate(tables):
         by_extent.setdefault((table.logical_start, table.length), []).append(row)
-    step.parts = []
+    step.row_parts = []
     for (start, end), rows in by_extent.items():
         row_bytes = (end - start) * token_bytes
         most = MOST_BYTES_TOGETHER // row_bytes if row_bytes <= SHORT_BYTES else 1
-        step.parts += [rows[index : index + most] for index in range(0, len(rows), most)]
-    return step.parts
+        step.row_parts += [rows[index : index + most] for index in range(0, len(rows), most)]
+    return step.row_parts
 
 
 def _columns(tables: Sequence[BlockTable], rows: Sequence[int], step: Step) -> Columns:

@@ -29,7 +29,7 @@ KERNEL = Dispatch("kernel", "prompts over expanded latents")
 Expand = Callable[[mx.array, slice], tuple[mx.array, mx.array]]
 
 
-def serves(heads: LatentHeads, dtype: mx.Dtype, pool: BlockPool, layer: int) -> bool:
+def is_supported(heads: LatentHeads, dtype: mx.Dtype, pool: BlockPool, layer: int) -> bool:
     """Return whether a kernel attends over keys and values expanded from a layer's latents, for several new tokens per
     sequence and queries of this dtype."""
     group = pool.layer(layer).group
@@ -59,7 +59,7 @@ def attend(
     scale: float,
     expand: Expand,
 ) -> mx.array:
-    """Compute causal attention of a step's tokens, whose latents are written. Call it only if :func:`serves` is true.
+    """Compute causal attention of a step's tokens, whose latents are written. Call it only if :func:`is_supported`.
 
     Args:
         nope: the queries without their rotated part, ``[T, n_heads, 1, head_dim - rope]``.

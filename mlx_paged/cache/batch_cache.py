@@ -21,7 +21,7 @@ from ..kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..kv.turn import in_turn
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
 from .paged_kv_cache import PagedKVCache
-from .rows import LeftPadding, NotPackableError, Rows
+from .rows import OWN_MASK, LeftPadding, NotPackableError, Rows
 
 
 class PagedBatchKVCache:
@@ -139,16 +139,16 @@ class PagedBatchKVCache:
         """
         rows, kv, layer = self.rows, self._kv, self.layer
         compute_rewound(rows.pool, layer)
-        columns = None if rows.is_pack else rows.columns(layer)
+        padding = None if rows.is_pack else rows.left_padding(layer)
         keys, values = self._accepted(keys, values)
         step, tables = rows.step(layer), rows.tables_of(layer)
         rows.take(layer)
         before = kv.storage.fence() if kv.in_place else None
         kv.write_step(tables, step, keys, values)
-        if columns is None:
+        if padding is None:
             hand_out(keys, values, PackedKV(rows, layer, is_new=True))
             return keys, values
-        return self._fetch(tables, step, columns, Append(keys, values, step), before)
+        return self._fetch(tables, step, padding, Append(keys, values, step), before)
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -159,7 +159,7 @@ class PagedBatchKVCache:
             raise PromptCacheError(f"layer {self.layer} has not written keys and values yet")
         if not rows.is_pack:
             layer = self.layer
-            return self._fetch(rows.tables_of(layer), rows.step(layer), rows.columns(layer), None, None)
+            return self._fetch(rows.tables_of(layer), rows.step(layer), rows.left_padding(layer), None, None)
         heads, k_dim, v_dim, dtype, _ = geometry
         nothing = mx.zeros((), dtype)
         keys, values = (mx.broadcast_to(nothing, (len(rows), heads, 1, dim)) for dim in (k_dim, v_dim))
@@ -167,12 +167,12 @@ class PagedBatchKVCache:
         return keys, values
 
     def _fetch(
-        self, tables: list[BlockTable], step: Step, columns: LeftPadding, append: Append | None, before: mx.array | None
+        self, tables: list[BlockTable], step: Step, padding: LeftPadding, append: Append | None, before: mx.array | None
     ) -> tuple[mx.array, mx.array]:
         rows, kv = self.rows, self._kv
         written = kv.storage.fence() if kv.in_place else None
-        fetched = columns.read(kv, tables, step)
-        is_hidden = columns.is_even or (columns.is_masked and self.row_type.masks_rows)  # no padding is attended to
+        fetched = padding.read(kv, tables, step)
+        is_hidden = padding.is_even or (padding.is_masked and self.row_type.masks_rows)  # no padding is attended to
         if is_hidden and written is None and gather.reads_together(len(rows), *fetched):
             dispatch.record_gather(kv)
             return kv.watch_read(*fetched)
@@ -190,7 +190,7 @@ class PagedBatchKVCache:
         expand: Expand,
     ) -> mx.array:  # fmt: skip
         """Write the tokens' latents, and attend over the keys and values that latents stand for. Call it only if
-        :func:`..attention.latent_prompts.serves` returns True.
+        :func:`..attention.latent_prompts.is_supported` returns True.
 
         Args:
             queries: the part that is not rotated and the part that is, ``[T, n_heads, 1, dim]`` each.
@@ -216,7 +216,7 @@ class PagedBatchKVCache:
         """Return each sequence by itself, for attention that no method here computes. Each must write its tokens."""
         rows, layer = self.rows, self.layer
         rows.take(layer)
-        rows.attended(layer)
+        rows.note_attended(layer)
         record(Dispatch("apart", "the model computes with its cached keys and values directly"))
         return [PackedPart(rows, layer, index) for index in range(len(rows.sequences))]
 
@@ -244,7 +244,7 @@ class PagedBatchKVCache:
             return None
         if not rows.is_pack:
             seen = window_under(self._kv.spec, window_size and min(window_size, window or window_size))
-            mask = rows.columns(self.layer).mask(seen)
+            mask = rows.left_padding(self.layer).mask(seen)
             if seen == self._kv.sees:
                 rows.masks[self.pool.group_of(self.layer)] = mask, seen or Window(1 << 30)
             return mask
@@ -256,7 +256,7 @@ class PagedBatchKVCache:
 
     def _masks_rows(self) -> bool:
         """Return whether attention over fetched arrays needs a mask, because rows are padded."""
-        return self.row_type.masks_rows and not self.rows.columns(self.layer).is_even
+        return self.row_type.masks_rows and not self.rows.left_padding(self.layer).is_even
 
     def size(self) -> int:
         """Return the number of visible tokens of the longest sequence."""
@@ -285,7 +285,7 @@ class PackedPart:
         self.pool, self.layer = rows.pool, layer
         tables, step, count = rows.tables_of(layer), rows.step(layer), rows.counts[index]
         self._tables = [tables[index]]
-        self._step = step.part(tables, index)
+        self._step = step.single_step(tables, index)
         self.tokens = step.spans[index]
         self.offset = tables[index].length - count
         self.mask = None if count == 1 else causal_mask(count, tables[index].num_visible - count)
@@ -315,7 +315,7 @@ class PackedKV(LazyKV):
         self._rows = weakref.ref(rows)
         self._pool = weakref.ref(rows.pool)
 
-    def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
+    def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return True. Raises NotPackableError for other queries or masks, as nothing else can use the arrays."""
         rows = self._rows()
         if not isinstance(rows, Rows) or queries.ndim != 4 or queries.shape[0] != len(rows) or queries.shape[2] != 1:
@@ -325,12 +325,12 @@ class PackedKV(LazyKV):
 
     @in_turn
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
-        """Attend like :meth:`PagedBatchKVCache.attend`, from written tokens. Call it only after :meth:`serves`."""
+        """Attend like :meth:`PagedBatchKVCache.attend`, from written tokens. Call it only after :meth:`can_attend`."""
         rows, layer = self._rows(), self.layer
         assert isinstance(rows, Rows)
         params = known_mask(rows, params)
         new = (keys, values) if self._is_new else None
-        rows.attended(layer)
+        rows.note_attended(layer)
         tables, step = rows.tables_of(layer), rows.step(layer)
         return dispatch.attend(
             queries, new, rows.pool.layer(layer), tables, step, params, is_written=True, as_rows=rows.as_rows
@@ -344,7 +344,7 @@ def known_mask(rows: Rows, params: AttentionParams) -> AttentionParams:
         return params
     window = rows.window_of(params.mask)
     if window is None:
-        raise NotPackableError("the model's attention makes a mask of its own")
+        raise NotPackableError(OWN_MASK)
     return params._replace(mask=None, window=window)
 
 

@@ -13,9 +13,9 @@ from ..kv.memory import StateSlot
 from ..kv.owners import BlockHolder
 from ..kv.pool import BlockPool
 
-MOST_KEPT = 8
+MOST_COPIES = 8
 # Share of a pool's budget for the copies of one sequence. They are dropped before blocks run out.
-MOST_SHARE = 1 / 4
+COPIES_SHARE = 1 / 4
 
 
 class KeptStates(BlockHolder):
@@ -65,11 +65,11 @@ class KeptStates(BlockHolder):
         if pool is not self._pool:  # a sequence may change its pool until its first tokens are written
             self._pool = pool
             pool.add_holder(self)
-        nbytes, most = sum(state.nbytes for state in states), int(pool.memory.budget * MOST_SHARE)
-        while self._slots and (len(self._slots) >= MOST_KEPT or self.state_nbytes + nbytes > most):
+        nbytes, most = sum(state.nbytes for state in states), int(pool.memory.budget * COPIES_SHARE)
+        while self._slots and (len(self._slots) >= MOST_COPIES or self.state_nbytes + nbytes > most):
             del self._slots[next(iter(self._slots))]
         if nbytes <= most and pool.memory.make_room_for_state(nbytes):
-            self._slots[length] = pool.memory.states.take(*copied(states))
+            self._slots[length] = pool.memory.states.take(*copy_states(states))
 
     # BlockHolder ----------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class KeptStates(BlockHolder):
         return freed
 
 
-def copied(states: Sequence[Any]) -> tuple[int, list[Any]]:
+def copy_states(states: Sequence[Any]) -> tuple[int, list[Any]]:
     """Return the bytes of caches with states, and copies of them. Arrays that are views are copied as well, because a
     view would keep the larger array alive."""
     copies = copy.deepcopy(list(states))

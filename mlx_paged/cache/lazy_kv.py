@@ -74,7 +74,7 @@ class LazyKV:
 
     @property
     def pool(self) -> BlockPool:
-        """Pool of the blocks; read it only if :meth:`serves` returns True."""
+        """Pool of the blocks; read it only if :meth:`can_attend` returns True."""
         pool = self._pool()
         assert pool is not None
         return pool
@@ -83,7 +83,7 @@ class LazyKV:
         """Return whether the arrays were gathered from a layer of this pool."""
         return self.layer == layer and self._pool() is pool
 
-    def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
+    def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return whether :meth:`attend` gives what attention over the arrays would."""
         rows, shape = self._rows(), queries.shape
         if rows is None or len(shape) != 4 or shape[0] != (len(rows.tables_of(self.layer)) if self._batched else 1):
@@ -104,7 +104,7 @@ class LazyKV:
         params: AttentionParams,
     ) -> mx.array:
         """Attend from queries ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values``
-        are the arrays themselves. Call it only if :meth:`serves` returns True."""
+        are the arrays themselves. Call it only if :meth:`can_attend` returns True."""
         rows = self._rows()
         assert rows is not None
         if params.mask is not None:

@@ -151,7 +151,7 @@ class PagedKVCache:
             if not kv.is_last:
                 dispatch.record_gather(kv)
                 return seen
-            copies = kv.watch_read(*kv.copied(seen))
+            copies = kv.watch_read(*kv.copy_visible(seen))
             hand_out(*copies, LazyKV(sequence, layer, seen=seen))
             return copies
         before = kv.storage.fence() if in_place else None

@@ -74,6 +74,10 @@ class LeftPadding:
         return kv.storage.read_rows(known)
 
 
+# Reason of a NotPackableError.
+OWN_MASK = "the model's attention makes a mask of its own"
+
+
 class NotPackableError(Exception):
     """The model uses its caches in a way that packs do not support. Its requests are then computed one by one."""
 
@@ -85,7 +89,7 @@ class FailedRow(NamedTuple):
     error: Exception
 
 
-class Ledger:
+class Reservations:
     """The positions reserved for the current step, and which layers have written them.
 
     In a step each group reserves its positions once, and each of its layers takes them once. Between two steps every
@@ -98,7 +102,7 @@ class Ledger:
     def _lay_out(self, pool: BlockPool) -> None:
         self.pool = pool
         self._place = {layer: index for index, group in enumerate(pool.groups) for layer in group.spec.layers}
-        self.set_level()
+        self.mark_level()
         # The latest mask of each group, with its window: a kernel takes the window for a mask that comes back.
         self.masks: dict[int, tuple[mx.array, Window]] = {}
         self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)  # the latest of each group
@@ -117,7 +121,7 @@ class Ledger:
         """Number of layers of all groups."""
         return len(self._place)
 
-    def set_level(self) -> None:
+    def mark_level(self) -> None:
         """Mark every layer as being at the end of its table."""
         # Layers of each group that have not taken the reserved positions.
         self._behind: list[set[int]] = [set() for _ in self.pool.groups]
@@ -145,12 +149,12 @@ class Ledger:
         for group, behind in zip(self.pool.groups, self._behind, strict=True):
             if len(behind) < len(group.spec.layers):
                 raise self._not_reserved(next(layer for layer in group.spec.layers if layer not in behind))
-        self.set_level()
+        self.mark_level()
 
     def _not_reserved(self, layer: int) -> Exception:
         return BlockStateError(f"layer {layer} writes without reserved positions")
 
-    def give_up(self) -> None:
+    def undo_takes(self) -> None:
         """Undo :meth:`take` of every layer. The positions stay reserved, and the layers can take them again."""
         for group in range(len(self._behind)):
             self._note_reserved(group)
@@ -164,14 +168,14 @@ class Ledger:
         return None
 
 
-class SequenceTables(Ledger):
+class SequenceTables(Reservations):
     """The block tables of one sequence, one per group of layers. Shared by its layer caches.
 
     ``copy.deepcopy`` makes a fork: references to the same blocks, no bytes.
 
     Args:
         pool: the pool of the blocks.
-        elsewhere: returns the pool of the same groups for keys of a dtype, or None if there is none.
+        pool_of_dtype: returns the pool of the same groups for keys of a dtype, or None if there is none.
 
     Attributes:
         kept: if layers have states, copies of these to which the sequence can be trimmed; None in a fork.
@@ -179,9 +183,9 @@ class SequenceTables(Ledger):
 
     kept: KeptStates | None = None
 
-    def __init__(self, pool: BlockPool, elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None) -> None:
+    def __init__(self, pool: BlockPool, pool_of_dtype: Callable[[mx.Dtype], BlockPool | None] | None = None) -> None:
         super().__init__(pool)
-        self._elsewhere = elsewhere
+        self._pool_of_dtype = pool_of_dtype
         self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
         self._counts = [0] * len(self.tables)  # new tokens of each group in the current step
 
@@ -190,16 +194,16 @@ class SequenceTables(Ledger):
         """Return a sequence that takes over these tables, one per group. Every layer is at their end."""
         sequence = object.__new__(cls)
         sequence._lay_out(pool)
-        sequence._elsewhere = None
+        sequence._pool_of_dtype = None
         sequence.tables = list(tables)
         sequence._counts = [0] * len(sequence.tables)
         return sequence
 
     def move(self, dtype: mx.Dtype) -> bool:
         """Move to the pool for keys of this dtype, if nothing has been written yet. Return whether it moved."""
-        if self._elsewhere is None or any(table.length for table in self.tables):
+        if self._pool_of_dtype is None or any(table.length for table in self.tables):
             return False
-        pool = self._elsewhere(dtype)
+        pool = self._pool_of_dtype(dtype)
         if pool is None or pool is self.pool:
             return False
         for table in self.tables:
@@ -297,7 +301,7 @@ class SequenceTables(Ledger):
         if num_tokens:
             for table in self.tables:
                 self.pool.trim(table, num_tokens)
-        self.set_level()
+        self.mark_level()
         if self.kept is not None:
             self.kept.forget_behind(self.length)
 
@@ -350,14 +354,14 @@ class SequenceTables(Ledger):
         fork = object.__new__(SequenceTables)
         memo[id(self)] = fork
         fork._lay_out(self.pool)
-        fork._elsewhere = None if any(table.length for table in self.tables) else self._elsewhere
+        fork._pool_of_dtype = None if any(table.length for table in self.tables) else self._pool_of_dtype
         fork.tables = [self.pool.fork(table) for table in self.tables]
         fork._counts = list(self._counts)
         fork._behind = [set(layers) for layers in self._behind]
         return fork
 
 
-class Rows(Ledger):
+class Rows(Reservations):
     """The T new tokens of B sequences in a model call; to the model they are a batch of T rows of one token. Shared by
     the caches of all layers; its sequences never change.
 
@@ -398,7 +402,7 @@ class Rows(Ledger):
         self.is_reserved = False
         self._attended: set[int] = set()
         self._offsets: dict[bool, mx.array] = {}
-        self._columns: dict[int, LeftPadding] = {}
+        self._left_paddings: dict[int, LeftPadding] = {}
         self._narrow_masks: dict[int, mx.array] = {}
 
     def __len__(self) -> int:
@@ -437,7 +441,7 @@ class Rows(Ledger):
         """
         if not self.is_level():
             raise BlockStateError("a layer has not written the tokens of the previous step")
-        self._offsets, self._columns, self._attended = {}, {}, set()
+        self._offsets, self._left_paddings, self._attended = {}, {}, set()
         if self.is_pack and len(self.tables) > 1:
             for sequence, count in zip(self.sequences, self.counts, strict=True):
                 self.pool.ensure_free_for(sequence.tables, count)
@@ -448,7 +452,8 @@ class Rows(Ledger):
                 if failed is not None:
                     return failed
                 done += 1
-            self.give_up()
+            for group in range(done):
+                self._note_reserved(group)
         finally:
             if done < len(self.tables):
                 for group in range(done):
@@ -471,14 +476,14 @@ class Rows(Ledger):
         for index in range(len(self.counts)) if indices is None else indices:
             self.pool.trim(self.tables[group][index], self.counts[index])
 
-    def take_back(self) -> None:
+    def undo_reserve(self) -> None:
         """Undo the latest :meth:`reserve`; what layers have written for it is dropped."""
         if self.is_reserved:
             for group in range(len(self.tables)):
                 self._trim(group)
         self.is_reserved = False
-        self._offsets, self._columns = {}, {}
-        self.set_level()
+        self._offsets, self._left_paddings = {}, {}
+        self.mark_level()
 
     def _not_reserved(self, layer: int) -> Exception:
         return (
@@ -491,12 +496,12 @@ class Rows(Ledger):
         self._attended.update(self._place)
         return self.tables
 
-    def give_up(self) -> None:
+    def undo_takes(self) -> None:
         """Undo :meth:`take` of every layer, and forget which have attended to their tokens."""
-        super().give_up()
+        super().undo_takes()
         self._attended.clear()
 
-    def attended(self, layer: int) -> None:
+    def note_attended(self, layer: int) -> None:
         """Record that a layer has attended to what it has written."""
         self._attended.add(layer)
 
@@ -535,13 +540,13 @@ class Rows(Ledger):
         behind = self.is_behind(layer)
         return [table.length - behind * n for table, n in zip(self.tables_of(layer), self.counts, strict=True)]
 
-    def columns(self, layer: int) -> LeftPadding:
+    def left_padding(self, layer: int) -> LeftPadding:
         """Return the left-padded layout of a decode step's rows, made once for all layers of a group."""
         group = self._place[layer]
-        known = self._columns.get(group)
+        known = self._left_paddings.get(group)
         if known is None:
             known = LeftPadding(self.lengths(layer), self.pool.groups[group].spec.sees)
-            self._columns[group] = known
+            self._left_paddings[group] = known
         return known
 
     def narrow_mask(self, window: int) -> mx.array:

@@ -59,7 +59,7 @@ class AnswerGrammars:
         """Return whether the command line constrains answers."""
         return self._default is not None
 
-    def learn(self, tokenizer: Any) -> None:
+    def set_tokenizer(self, tokenizer: Any) -> None:
         """Set the model's tokenizer (mlx-lm's wrapper); call this before :meth:`grammar`."""
         from ..patches.grammar import TokenizerGrammars
 
@@ -73,14 +73,14 @@ class AnswerGrammars:
         Raises:
             RequestRefused: the grammar cannot be used.
         """
-        from ..patches.grammar import behind_reasoning, reasons_first
+        from ..patches.grammar import behind_reasoning, ends_in_reasoning
 
         constraint = constraint_of(options, chat=False) or self._default
         if constraint is None:
             return None
-        assert self._grammars is not None, "call learn() first"
+        assert self._grammars is not None, "call set_tokenizer() first"
         compiled = self._compile(self._grammars, constraint)
-        if compiled is not None and reasons_first(self._tokenizer, list(prompt)):
+        if compiled is not None and ends_in_reasoning(self._tokenizer, list(prompt)):
             return behind_reasoning(compiled, self._tokenizer)
         return compiled
 

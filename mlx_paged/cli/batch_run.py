@@ -23,12 +23,12 @@ from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
-from ..model_folder import tell_if_unbounded
+from ..model_folder import warn_if_unbounded
 from ..server.errors import invalid
 from ..server.requests.chat import sampling_of
 from ..server.stops import StoppedTokens
 from .answer_grammars import AnswerGrammars
-from .over_ranks import of_first
+from .over_ranks import from_rank_0
 from .prompts_file import Prompt, Results, read_prompts
 from .terminal import BatchProgress
 
@@ -167,12 +167,12 @@ def run_prompts_file(
         KeyboardInterrupt: interrupted; finished results are written.
     """
     is_first = ranks is None or ranks.rank == 0
-    lines = of_first(ranks, lambda: [line.decode("latin-1") for line in _lines(args.prompts_file)])
+    lines = from_rank_0(ranks, lambda: [line.decode("latin-1") for line in _lines(args.prompts_file)])
     name = "stdin" if args.prompts_file == "-" else args.prompts_file
     prompts = read_prompts([line.encode("latin-1") for line in lines], name)
     path = None if args.output is None or not is_first else Path(args.output)
     results = Results(prompts, path, sys.stdout, resume=args.resume and is_first)
-    missing = [prompts[index] for index in of_first(ranks, lambda: [prompt.index for prompt in results.missing()])]
+    missing = [prompts[index] for index in from_rank_0(ranks, lambda: [prompt.index for prompt in results.missing()])]
     stderr = sys.stderr if is_first else io.StringIO()
     try:
         if args.seed is not None:
@@ -187,9 +187,9 @@ def run_prompts_file(
         )
         for token in args.extra_eos_token:
             tokenizer.add_eos_token(token)
-        grammars.learn(tokenizer)
+        grammars.set_tokenizer(tokenizer)
         if args.max_kv_size is not None:
-            tell_if_unbounded(model)
+            warn_if_unbounded(model)
         vocab_size = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer)
         sampling = Sampling(args, tokenizer, vocab_size)
         generator = upstream.BatchGenerator(
@@ -387,7 +387,7 @@ class BatchRun:
             return list(tokenizer.encode(prompt.text, add_special_tokens=True))
         if not tokenizer.has_chat_template:
             raise PromptsFileError('"messages" need a tokenizer with a chat template')
-        messages = _as_text(prompt.messages or ())
+        messages = _template_messages(prompt.messages or ())
         if prompt.messages is None:
             if args.system_prompt is not None:
                 messages.append({"role": "system", "content": args.system_prompt})
@@ -451,7 +451,7 @@ class BatchRun:
         return self._running.pop(uid)
 
 
-def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a copy of the messages in the form that chat templates expect, as mlx-lm's server makes it: text parts
     joined, arguments of tool calls parsed.
 

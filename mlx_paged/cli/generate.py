@@ -16,7 +16,7 @@ from ..config import STOCK_QUANTISES, KVBits, PagedConfig
 from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError, PatchError
-from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
+from ..model_folder import check_model_folder, explain_load_errors, warn_if_unbounded, warn_max_kv_size_ignored
 from ..patches.patch import replaced
 from ..server.errors import RequestRefused
 from ..startup import raise_at_interrupt
@@ -88,8 +88,7 @@ def run(
     used: list[Any] = []
     batch_run.check_arguments(args)
     grammars = AnswerGrammars(args, ranks)
-    model_path = check_model_folder(args.model)
-    for folder in (model_path, args.draft_model):
+    for folder in (args.model, args.draft_model):
         check_model_folder(folder)
     head: HeadFiles | None = None
     if args.mtp:
@@ -97,7 +96,7 @@ def run(
 
         head = find_head(folder_of(args.model or upstream.DEFAULT_MODEL))
     if args.max_kv_size is not None and args.draft_model is not None:
-        tell_unbounded("a draft model requires an unbounded cache")
+        warn_max_kv_size_ignored("a draft model requires an unbounded cache")
     load = upstream.load if ranks is None else over_ranks.loading(ranks, pipeline=args.pipeline)
     names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(load)}
     if args.pipeline:
@@ -106,25 +105,25 @@ def run(
     if ranks is not None:
         args.cache_stats = args.cache_stats and ranks.rank == 0
         if args.prompts_file is None and args.prompt == "-":
-            sys.stdin = io.StringIO(over_ranks.of_first(ranks, sys.stdin.read))
+            sys.stdin = io.StringIO(over_ranks.from_rank_0(ranks, sys.stdin.read))
     if args.prompt_cache_file is not None:
         names["load_prompt_cache"] = explain_load_errors(upstream.load_prompt_cache, args.prompt_cache_file)
-    asked = KVBits.of(vars(args))
+    kv_bits = KVBits.of(vars(args))
     if args.no_paged and isinstance(args.kv_bits, tuple):
         raise ConfigError("--kv-bits 8,4 requires the paged cache; remove --no-paged or --pipeline")
     if args.no_paged and getattr(args, "paged_kv_rotate", False):
         raise ConfigError("--kv-rotate requires the paged cache; remove --no-paged or --pipeline")
     if "paged_prompt_lookup" in args and (args.no_paged or args.prompts_file is None):
         raise ConfigError("--prompt-lookup needs --prompts-file, and the paged cache: no --no-paged and no --pipeline")
-    if asked is not None and asked.format is None and args.prompts_file is not None:
-        raise ConfigError(f"--prompts-file: {asked.why_not}")
+    if kv_bits is not None and kv_bits.format is None and args.prompts_file is not None:
+        raise ConfigError(f"--prompts-file: {kv_bits.why_not}")
     if args.prompts_file is not None:
         _check_batches()
     if not args.no_paged:
-        if asked is not None and asked.format is None:
+        if kv_bits is not None and kv_bits.format is None:
             warn_once(STOCK_QUANTISES)
         config = PagedConfig.from_env().with_arguments(args)
-        patches.apply_patches(config if asked is None else asked.configured(config))
+        patches.apply_patches(config if kv_bits is None else kv_bits.configured(config))
         raise_cpu_cache_limit()
     if args.prompts_file is not None:
         model, failed = batch_run.run_prompts_file(args, names["load"], grammars, ranks, head)
@@ -134,7 +133,7 @@ def run(
             sys.exit(f'mlx_paged.generate: {failed} prompt(s) failed; see "error" in their results')
         return
     if grammars.has_default:
-        names["load"] = _teaching(grammars, names["load"])
+        names["load"] = _passing_tokenizer(grammars, names["load"])
     for step in ("generate_step", "speculative_generate_step"):
         names[step] = functools.partial(_generate_step, getattr(upstream, step), used, grammars, ranks)
     with replaced(upstream, **names):
@@ -153,15 +152,15 @@ def _check_batches() -> None:
         raise ConfigError(f"--prompts-file does not support this version of mlx-lm: {error}") from None
 
 
-def _teaching(grammars: AnswerGrammars, load: Callable[..., Any]) -> Callable[..., Any]:
+def _passing_tokenizer(grammars: AnswerGrammars, load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap mlx-lm's ``load`` so that the grammars get the tokenizer."""
 
-    def load_and_tell(*args: Any, **kw: Any) -> Any:
+    def load_and_pass(*args: Any, **kw: Any) -> Any:
         loaded = load(*args, **kw)
-        grammars.learn(loaded[1])
+        grammars.set_tokenizer(loaded[1])
         return loaded
 
-    return load_and_tell
+    return load_and_pass
 
 
 def _generate_step(
@@ -193,11 +192,11 @@ def _generate_step(
     used.extend(models)
     cache = kw.get("prompt_cache")
     if cache is not None and patches.is_applied() and len(models) == 1:
-        asked = KVBits.of(kw)
-        if asked is None or asked.format is not None:
+        kv_bits = KVBits.of(kw)
+        if kv_bits is None or kv_bits.format is not None:
             kw["prompt_cache"] = patches.adopt_prompt_cache(model, cache)
     if kw.get("max_kv_size") is not None:
-        tell_if_unbounded(model, has_cache=cache is not None)
+        warn_if_unbounded(model, has_cache=cache is not None)
     with PrefillProgress() as bar:
         if len(models) == 1 and kw.get("prompt_progress_callback") is None:
             kw["prompt_progress_callback"] = bar

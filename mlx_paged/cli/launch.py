@@ -170,7 +170,7 @@ def _run(command: str, client: Client, access: Access, own: list[str]) -> int:
         signal.signal(signal.SIGINT, before)
 
 
-def _asked(url: str, key: str) -> Any:
+def _get_json(url: str, key: str) -> Any:
     """Return the JSON that a server answers. Raises OSError or ValueError."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=10) as answer:
@@ -180,7 +180,7 @@ def _asked(url: str, key: str) -> Any:
 def _access(url: str, key: str) -> Access:
     """Return how to reach the server's first model. Raises ConfigError if no server answers, or it lists no model."""
     try:
-        models = _asked(f"{url}/v1/models", key)["data"]
+        models = _get_json(f"{url}/v1/models", key)["data"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"no valid answer from {url}: {error}") from None
     if not models:
@@ -228,7 +228,7 @@ def _server(options: Sequence[str]) -> Iterator[str]:
 def _wait(process: subprocess.Popen[bytes], url: str, log: IO[str]) -> None:
     while process.poll() is None:
         try:
-            if _asked(f"{url}/health", "").get("status") in ("ok", "degraded"):
+            if _get_json(f"{url}/health", "").get("status") in ("ok", "degraded"):
                 return
         except (OSError, ValueError, AttributeError):  # not there yet, or another program's answer
             pass

@@ -135,7 +135,7 @@ def over_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
         ranks.fail(error)
 
 
-def of_first(ranks: Ranks | None, find: Callable[[], T]) -> T:
+def from_rank_0(ranks: Ranks | None, find: Callable[[], T]) -> T:
     """Call ``find`` on rank 0 only, and return its result, a JSON value, on every rank."""
     if ranks is None:
         return find()

@@ -11,7 +11,7 @@ from ..config import MAX_PROMPT_LOOKUP
 from ..server.constraint import constraint_of
 from ..server.errors import invalid
 from ..server.requests.chat import Messages
-from ..server.requests.fields import Sampling, StopField, Tokens, refusal_of
+from ..server.requests.fields import Sampling, StopField, Tokens, validation_refusal
 
 
 class PromptLine(Sampling):
@@ -40,7 +40,7 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         PromptLine.model_validate(values)
     except ValidationError as error:
-        raise refusal_of(error) from None
+        raise validation_refusal(error) from None
     constraint_of(values, chat=False)
     if "seed" in values:
         values["seed"] %= 1 << 64

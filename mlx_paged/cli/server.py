@@ -69,25 +69,22 @@ def make_parser() -> argparse.ArgumentParser:
 
     restrict(parser, "--model", first)
     parser.set_defaults(models=models)
-    _say(
-        parser,
-        "model",
-        None,
-        "Model; repeat for several, the least recently used is unloaded when memory is short",
+    _override_flag(
+        parser, "model", "Model; repeat for several, the least recently used is unloaded when memory is short"
     )
-    _say(parser, "prompt_cache_size", None, "Maximum number of prefixes to keep (default: as many as fit)")
+    _override_flag(parser, "prompt_cache_size", "Maximum number of prefixes to keep (default: as many as fit)")
     tokens = "Maximum number of tokens of an answer (default: as many as the model's context and the KV budget allow)"
-    _say(parser, "max_tokens", None, tokens)
+    _override_flag(parser, "max_tokens", tokens)
     origins = "Comma-separated origins whose pages may send requests; * allows all (default: those of this machine)"
-    _say(parser, "allowed_origins", None, origins)
+    _override_flag(parser, "allowed_origins", origins)
     return parser
 
 
-def _say(parser: argparse.ArgumentParser, name: str, default: Any, text: str) -> None:
-    """Set the default and the help of one of mlx-lm's flags."""
+def _override_flag(parser: argparse.ArgumentParser, name: str, text: str) -> None:
+    """Set the default of one of mlx-lm's flags to None, and its help."""
     for action in parser._actions:
         if action.dest == name:
-            action.default, action.help = default, text
+            action.default, action.help = None, text
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -101,9 +98,9 @@ def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
         raise ConfigError("--model is required with several ranks")
     if len(args.models) > 1 or args.idle_unload is not None:
         raise ConfigError("several ranks serve one model, which stays loaded: remove further --model and --idle-unload")
-    asked = KVBits.of(vars(args))
-    if asked is not None and asked.format is None:
-        raise ConfigError(f"several ranks need the paged cache: {asked.why_not}")
+    kv_bits = KVBits.of(vars(args))
+    if kv_bits is not None and kv_bits.format is None:
+        raise ConfigError(f"several ranks need the paged cache: {kv_bits.why_not}")
     # Only rank 0 has clients, and so needs their keys.
     given = {name: repr(value) for name, value in vars(args).items() if name != "api_keys"}
     check_same(ranks, "the arguments", given)
@@ -125,11 +122,11 @@ def configured(args: argparse.Namespace) -> PagedConfig:
     config = PagedConfig.from_env().with_arguments(args)
     if len(args.models) > 1:
         config = replace(config, kv_cache_memory=shared_budget(args.models, config))
-    asked = KVBits.of(vars(args))
-    if asked is not None:
-        config = asked.configured(config)
-        if asked.format is None:
-            warn_once(f"requests run one at a time, in mlx-lm's own cache: {asked.why_not}")
+    kv_bits = KVBits.of(vars(args))
+    if kv_bits is not None:
+        config = kv_bits.configured(config)
+        if kv_bits.format is None:
+            warn_once(f"requests run one at a time, in mlx-lm's own cache: {kv_bits.why_not}")
         else:
             args.kv_bits = None  # with it, mlx-lm would not batch
     return config
@@ -203,7 +200,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     from ..server.http import LOOPBACK
     from ..server.service import Service
 
-    one_form_for_all_lines()
+    unify_log_format()
     if not config.api_keys and LOOPBACK.fullmatch(args.host) is None:
         print(
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
@@ -213,13 +210,13 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     fingerprint = importlib.import_module("mlx_lm.server").get_system_fingerprint()
     service = Service(models, args, config, models.default_key, fingerprint, ranks)
     if ranks is not None:
-        ranks.on_fault(service.give_up)
+        ranks.on_fault(service.on_rank_fault)
         if ranks.rank > 0:
             service.run_rank()
     service.run()
 
 
-def one_form_for_all_lines() -> None:
+def unify_log_format() -> None:
     """Log warnings, and lines of libraries with handlers of their own, in the server's format."""
     logging.captureWarnings(True)
     for logger in list(logging.root.manager.loggerDict.values()):

@@ -16,7 +16,7 @@ from ..kv.stats import PagedCacheStats
 from .prompts_file import Counts
 
 INTERRUPTED = 130  # exit status of a program that SIGINT ended
-NOBODY_READS = 141  # and of one that SIGPIPE ended
+BROKEN_PIPE = 141  # and of one that SIGPIPE ended
 
 
 def version_text() -> str:
@@ -136,11 +136,11 @@ def orderly_end(command: str) -> Iterator[None]:
         if error is not tracker.error:
             raise
         if isinstance(error, BrokenPipeError):
-            sys.exit(NOBODY_READS)
+            sys.exit(BROKEN_PIPE)
         sys.exit(f"{command}: stdout cannot be written: {error}")
     finally:
         sys.stdout = stdout
-        _let_go_of_unwritable(stdout)
+        _redirect_if_unwritable(stdout)
 
 
 def _end_line(tracker: LineTracker) -> None:
@@ -148,7 +148,7 @@ def _end_line(tracker: LineTracker) -> None:
         tracker.end_line()
 
 
-def _let_go_of_unwritable(stdout: TextIO) -> None:
+def _redirect_if_unwritable(stdout: TextIO) -> None:
     """Redirect a stream that cannot be written to the null device: Python would flush it again at exit, and report an
     error of its own."""
     try:

@@ -63,13 +63,13 @@ class StepRows:
         """Return whether several rows may be tokens of one sequence."""
         return self.num_tokens > len(self.counts)
 
-    def take(self) -> list[list[BlockTable]]:
+    def take_positions(self) -> list[list[BlockTable]]:
         """Have every layer take its next tokens, and return the tables of each group."""
         return self.rows.take_all()
 
-    def give_up(self) -> None:
-        """Undo :meth:`take`; the positions stay reserved."""
-        self.rows.give_up()
+    def undo_take(self) -> None:
+        """Undo :meth:`take_positions`; the positions stay reserved."""
+        self.rows.undo_takes()
 
     def items(
         self, layer: PoolLayer, tables: Sequence[BlockTable], storage: Storage, shape: tuple[int, int]
@@ -280,7 +280,7 @@ class StepKV(LazyKV):
         self._step_layer = weakref.ref(layer)
         self.thread = get_ident()
 
-    def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
+    def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return True: there are no arrays to fall back on, so :meth:`attend` raises where it cannot serve."""
         return True
 
@@ -470,7 +470,7 @@ class CompiledStep:
         The leaves of ``caches`` are in ``paged`` or ``states``."""
         pool = rows.pool
         arrays = []
-        tables = rows.take()
+        tables = rows.take_positions()
         try:
             shapes = StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack, has_states=bool(states))
             items = [
@@ -482,7 +482,7 @@ class CompiledStep:
             found = self._shapes_for(shapes, may_pad=not states)
             weights = None if found is None else self._weights_of(model)
             if found is None or weights is None:
-                rows.give_up()
+                rows.undo_take()
                 return None
             shapes, function = found, self._functions[found]
             for group, own, width, read in zip(pool.groups, tables, shapes.widths, items, strict=True):
@@ -504,7 +504,7 @@ class CompiledStep:
         except Exception as error:
             # The step runs uncompiled now. The failure may concern this step only; a model that fails there, too,
             # raises its own error.
-            rows.give_up()
+            rows.undo_take()
             self._failures += 1
             if isinstance(error, NotCompilable | StateNotKnown) or self._failures == MOST_FAILURES:
                 said = str(error).splitlines() or [""]  # MLX appends all overloads of its functions

@@ -68,12 +68,12 @@ class DecodeBatch:
         ranks: ranks that the model is sharded over; None: it is not sharded.
     """
 
-    kind = "together"
+    takes_rows = True  # one model call computes all rows
 
     def __init__(self, model: Any, upstream: Upstream, ranks: Ranks | None = None) -> None:
         self.model = model
         self.ranks = ranks
-        self.call = model if ranks is None else ranks.agreeing(model)
+        self.call = model if ranks is None else ranks.with_shared_failures(model)
         self._has_same_logits = ranks is not None and has_same_logits(model) and ranks.are_of_one_kind
         self.upstream = upstream
         self.rows: list[Request] = []
@@ -88,7 +88,7 @@ class DecodeBatch:
         self._parts = _NOT_FOUND
         self._has_grammars = False
         self._changed = True
-        self._told: deque[list[weakref.ref[TokenLogits]]] = deque()  # logits of tokens that the last steps delivered
+        self._delivered: deque[list[weakref.ref[TokenLogits]]] = deque()  # logits of the last steps' tokens
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -137,7 +137,7 @@ class DecodeBatch:
 
     def _merge(self, rows: Sequence[Request]) -> None:
         """Merge the rows' states into the batch's caches."""
-        self._settle()
+        self._drop_tables()
         caches = [leaves(row.caches) for row in rows if row.caches is not None]
         merged = [
             None if isinstance(layer[0], PagedKVCache) else layer[0].merge(layer) for layer in zip(*caches, strict=True)
@@ -145,9 +145,9 @@ class DecodeBatch:
         if not self._caches:
             self._caches = merged
         else:
-            for mine, theirs in zip(self._caches, merged, strict=True):
-                if theirs is not None:
-                    mine.extend(theirs)
+            for cache, new in zip(self._caches, merged, strict=True):
+                if new is not None:
+                    cache.extend(new)
 
     def remove(self, rows: Sequence[Request], *, keep_caches: bool = True) -> None:
         """Remove rows. With ``keep_caches`` their own caches then hold all that was computed for them: states of layers
@@ -160,7 +160,7 @@ class DecodeBatch:
         if not leaving:
             return
         keep = [index for index, row in enumerate(self.rows) if row not in leaving]
-        self._settle()
+        self._drop_tables()
         if keep_caches:
             for index, row in enumerate(self.rows):
                 if row in leaving:
@@ -168,18 +168,22 @@ class DecodeBatch:
         if not keep:
             self._clear()
             return
-        indices = mx.array(keep)
         assert self._inputs is not None
         inputs = _elements(self._inputs, keep)
-        for cache in self._caches:
-            if not (cache is None or _is_paged(cache)):
-                cache.filter(indices)
+        self._keep_states(keep)
         self._inputs = inputs
         self.choice.keep(keep)
         self.rows = [self.rows[index] for index in keep]
         self.members -= leaving
         if self.proposer is not None:
             self.proposer.remove(leaving)
+
+    def _keep_states(self, keep: Sequence[int]) -> None:
+        """Drop the states of all rows but these, ascending."""
+        indices = mx.array(list(keep))
+        for cache in self._caches:
+            if not (cache is None or _is_paged(cache)):
+                cache.filter(indices)
 
     def leave(self, rows: Sequence[Request]) -> None:
         """Remove rows that will join again with their own caches, and keep the undelivered token of each."""
@@ -208,14 +212,14 @@ class DecodeBatch:
         self._tables, self._changed, self._has_grammars = None, True, False
         self._parts = _NOT_FOUND
 
-    def settle_tables(self) -> None:
+    def undo_reservation(self) -> None:
         """Undo a reservation that not all layers have written, so that the rows' own tables can be used."""
         if self._tables is not None and not self._tables.is_level():
-            self._tables.take_back()
+            self._tables.undo_reserve()
 
-    def _settle(self) -> None:
+    def _drop_tables(self) -> None:
         if self._tables is not None:
-            self.settle_tables()
+            self.undo_reservation()
             self._tables = None
             self._caches = [None if _is_paged(cache) else cache for cache in self._caches]
         self._parts = _NOT_FOUND
@@ -231,7 +235,7 @@ class DecodeBatch:
 
     def fork(self, row: Request) -> list[Any]:
         """Return a copy of the row's caches: references to its blocks, copies of other states."""
-        self.settle_tables()
+        self.undo_reservation()
         index = self.rows.index(row)
         assert row.caches is not None
         memo: dict[int, Any] = {}
@@ -291,7 +295,7 @@ class DecodeBatch:
         :meth:`reserve` must have succeeded. A row whose computation, grammar, processor or sampler raises is in
         ``failed`` afterwards, for the caller to remove; the others go on.
         """
-        self.let_go()
+        self.detach_old_logits()
         logits = self._forward()
         if logits is None:
             return []
@@ -299,9 +303,9 @@ class DecodeBatch:
         choice = self.choose(self.rows, logits, inputs)
         self._inputs = choice.tokens
         self.failed += [(self.rows[index], error) for index, error in choice.broken.items()]
-        return self.accept(self.rows, choice.inputs or _as_ints(inputs), choice.step, range(len(self.rows)))
+        return self.deliver(self.rows, choice.inputs or _as_ints(inputs), choice.step, range(len(self.rows)))
 
-    def accept(
+    def deliver(
         self, rows: Sequence[Request], tokens: Sequence[int], step: StepLogits, places: Sequence[int]
     ) -> list[Delivery]:
         """Deliver a step's input tokens, except the last tokens of prompts, and update the rows.
@@ -320,14 +324,14 @@ class DecodeBatch:
             row.logits = TokenLogits(step, place)
             row.undelivered = None
             row.length = row.kept + len(row.source)
-        self._told.append([weakref.ref(logits) for _, _, logits in deliveries])
+        self._delivered.append([weakref.ref(logits) for _, _, logits in deliveries])
         return deliveries
 
-    def let_go(self, *, all_steps: bool = False) -> None:
+    def detach_old_logits(self, *, all_steps: bool = False) -> None:
         """Detach tokens of steps before the last one that callers still hold: each keeps a copy of its row of logits,
         and the rest is freed. (Tokens of the last step are often held by a loop that is about to drop them.)"""
-        while len(self._told) >= (1 if all_steps else KEPT_STEPS):
-            for reference in self._told.popleft():
+        while len(self._delivered) >= (1 if all_steps else KEPT_STEPS):
+            for reference in self._delivered.popleft():
                 if (logits := reference()) is not None:
                     logits.detach()
 
@@ -348,7 +352,7 @@ class DecodeBatch:
         # States and offsets are evaluated, too: unread ones would grow their graphs by a few nodes each step.
         if self._tables is not None:
             for group in self._tables.pool.groups:
-                group.begin_reads()
+                group.start_reads()
         states = [cache.state for cache in self._states()]
         mx.async_eval(choice.tokens, choice.contexts, states)
         return choice._replace(broken=unanswerable | choice.broken, inputs=tokens)
@@ -365,7 +369,7 @@ class DecodeBatch:
                 # Caches of other kinds may hold the token already, so no row can be recomputed.
                 self.fail_all(error)
                 return None
-            self._tables.take_back()
+            self._tables.undo_reserve()
             for cache, arrays in zip(states, before, strict=True):
                 cache.cache = arrays
             found = self._forward_parts(list(range(len(self.rows))), error)
@@ -377,7 +381,7 @@ class DecodeBatch:
         broken = [(self.rows[index], part) for index, part in found.items() if isinstance(part, Exception)]
         self.failed += broken
         self.remove([row for row, _ in broken], keep_caches=False)
-        self._settle()
+        self._drop_tables()
         parts = [part for part in found.values() if not isinstance(part, Exception)]
         return mx.concatenate(parts) if parts else None
 
@@ -400,7 +404,7 @@ class DecodeBatch:
                 composed = with_leaves(self.rows[0].caches or [], caches)
                 logits = self.call(self._inputs[mx.array(half)][:, None], cache=composed)[:, -1, :]
             except Exception as again:
-                tables.take_back()
+                tables.undo_reserve()
                 found.update(self._forward_parts(half, again))
             else:
                 found.update({index: logits[i : i + 1] for i, index in enumerate(half)})
@@ -487,7 +491,7 @@ class RowByRowBatch(DecodeBatch):
     Slower than one call for all rows, but correct for every model: nothing is padded, and offsets are numbers.
     """
 
-    kind = "one by one"
+    takes_rows = False
 
     def _merge(self, rows: Sequence[Request]) -> None:
         self._collect([*self.rows, *rows])
@@ -499,21 +503,11 @@ class RowByRowBatch(DecodeBatch):
     def _states(self) -> list[Any]:
         return self._caches
 
-    def remove(self, rows: Sequence[Request], *, keep_caches: bool = True) -> None:
-        """Take rows out of the batch."""
-        leaving = self.members.intersection(rows)
-        if not leaving:
-            return
-        keep = [index for index, row in enumerate(self.rows) if row not in leaving]
-        if not keep:
-            self._clear()
-            return
-        assert self._inputs is not None
-        self._inputs = self._inputs[mx.array(keep)]
-        self.choice.keep(keep)
-        self.rows = [self.rows[index] for index in keep]
-        self.members -= leaving
-        self._collect(self.rows)
+    def _keep_states(self, keep: Sequence[int]) -> None:
+        self._collect([self.rows[index] for index in keep])
+
+    def _extract_states(self, index: int, row: Request) -> None:
+        """Do nothing: each row's states are in its own caches."""
 
     def fork(self, row: Request) -> list[Any]:
         """Return copies of a row's caches over the same blocks."""

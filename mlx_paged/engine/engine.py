@@ -27,7 +27,7 @@ from . import appends
 from .decode_batch import DecodeBatch, Delivery
 from .drafts.look_up import LookUp, depth_of
 from .drafts.proposal import Proposer
-from .drafts.steps import WHY_NOT, DraftSteps
+from .drafts.steps import NO_DRAFTS_REASON, DraftSteps
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     LATENCY_MS,
@@ -49,7 +49,7 @@ from .upstream import TokenResponse
 
 CLEAR_AFTER_PREFILLS = 8  # prefill steps, of different sizes, between clearings of MLX's buffer cache
 # Up to 1/64 of the device's memory stays in that cache: on CUDA clearing it stops the device for 10 ms.
-KEPT_PART = 64
+BUFFER_CACHE_SHARE = 64
 CLEAR_EVERY = 512  # decode steps between clearings, as in mlx-lm
 IDLE_SECONDS = 5  # seconds without work until the pool returns memory
 
@@ -112,8 +112,9 @@ class Engine:
             self.pool.drops_when_idle = False
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in leaves(fresh))
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
-        takes_rows, state_cache = batch.kind == "together", batch.upstream.state_cache
-        self.can_pack = can_pack(fresh, state_cache, reads_blocks_only=reads_blocks_only, takes_rows=takes_rows)
+        self.can_pack = can_pack(
+            fresh, batch.upstream.state_cache, reads_blocks_only=reads_blocks_only, takes_rows=batch.takes_rows
+        )
         packs = packs_by_default(self.pool, over_ranks=batch.ranks is not None) if packs is None else packs
         self.packs = packs and self.can_pack
         self.sharing: PrefixSharing | CheckpointSharing | None = None
@@ -136,7 +137,7 @@ class Engine:
             has_room = partial(appends.has_room, self.budget)
             self.drafts = DraftSteps(batch, self.pool, has_room, proposer or LookUp(depth_of(self.pool, batch.ranks)))
         elif proposer is not None:
-            raise ConfigError(f"{type(batch.model).__module__} cannot verify drafts: {WHY_NOT}")
+            raise ConfigError(f"{type(batch.model).__module__} cannot verify drafts: {NO_DRAFTS_REASON}")
         # Steps are not bounded by time over ranks, whose clocks differ, nor (but on Metal) where chunks lie on a grid.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None
@@ -144,11 +145,10 @@ class Engine:
             self._pace = PrefillPace(batch.model, prefill_latency, self._least_fused())
             self.scheduler.yields = True
             # On a CPU a row costs as much beside others as alone. A draft model would recompute rows that were held.
-            self.scheduler.holds = not on_metal() and proposer is None
-        self._step_tokens = self.scheduler.token_budget
+            self.scheduler.holds_rows = not on_metal() and proposer is None
         self._prefill_steps = 0
         info = mx.device_info()
-        self._most_kept = int(info.get("memory_size") or info.get("total_memory") or 0) // KEPT_PART
+        self._most_cached_bytes = int(info.get("memory_size") or info.get("total_memory") or 0) // BUFFER_CACHE_SHARE
         self._worked_at: float | None = None  # None: memory has been given back since
 
     @property
@@ -197,7 +197,7 @@ class Engine:
             if self.failures:
                 raise self.failures.popleft()
             if not len(self.scheduler):
-                self.batch.let_go(all_steps=True)
+                self.batch.detach_old_logits(all_steps=True)
                 self._return_memory()
                 return [], []
             prompts, generated = self._step()
@@ -222,8 +222,8 @@ class Engine:
             while self._drop_finished():  # callers may hold responses for different times on each rank
                 pass
         if self._pace is not None:
-            most = self._pace.most_tokens(len(self.scheduler) == 1)
-            self.scheduler.token_budget = self._step_tokens if most is None else min(self._step_tokens, most)
+            most, limit = self._pace.most_tokens(len(self.scheduler) == 1), self.scheduler.most_tokens
+            self.scheduler.token_budget = limit if most is None else min(limit, most)
         plan = self.scheduler.plan()
         alive = plan
         if plan.failed or self._noted:
@@ -407,14 +407,14 @@ class Engine:
         if is_last:
             self.prefill.wait()
         is_due = is_last or self._prefill_steps % CLEAR_AFTER_PREFILLS == 0
-        if is_due and mx.get_cache_memory() > self._most_kept:
+        if is_due and mx.get_cache_memory() > self._most_cached_bytes:
             mx.clear_cache()
         seconds = time.perf_counter() - begin
         self.counters.prompt_time += seconds
-        waited_for, self.prefill.took = self.prefill.took, []
+        timings, self.prefill.timings = self.prefill.timings, []
         if self._pace is not None and self.in_place:
-            for took in waited_for:
-                self._pace.note(*took)
+            for timing in timings:
+                self._pace.note(*timing)
         elif self._pace is not None and len(computed) == len(chunks):
             self._pace.note(sum(num_tokens for _, num_tokens in chunks), seconds)
         return responses
@@ -426,7 +426,7 @@ class Engine:
             self._fail(call[0].request, error)
             return
         for request, _ in call:  # computed again alone, the request at fault shows
-            request.alone = True
+            request.prefills_alone = True
             self.scheduler.preempt(request)
 
     def _report(self, request: Request) -> Any | None:
@@ -548,7 +548,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request."""
         if request.options.prompt_lookup and self.drafts is None:
-            warn_once(f"prompt_lookup has no effect in {type(self.batch.model).__module__}: {WHY_NOT}")
+            warn_once(f"prompt_lookup has no effect in {type(self.batch.model).__module__}: {NO_DRAFTS_REASON}")
         if self.agreement is not None:
             self.agreement.note_insertion(request)
         self.requests[request.uid] = request

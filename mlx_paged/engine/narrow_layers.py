@@ -100,7 +100,7 @@ def normed(x: mx.array | Unnormed) -> mx.array:
     return x.norm(x.x) if isinstance(x, Unnormed) else x
 
 
-def _taken(
+def _rows_for_kernel(
     x: mx.array | Unnormed, covers: Callable[[mx.array, narrow_matmul.Norm | None], bool]
 ) -> tuple[mx.array, narrow_matmul.Norm | None] | None:
     """Return the rows for a kernel and the norm that it is to apply (None: none, or applied already). Return None if
@@ -136,14 +136,14 @@ def fused_projections(
     layers: Sequence[nn.Module],
     x: mx.array | Unnormed,
     heads: Sequence[int] | None = None,
-    turn: narrow_matmul.Turn | None = None,
+    rotation: narrow_matmul.Rotation | None = None,
 ) -> list[mx.array] | None:
     """Return what :func:`projected` does, in one kernel launch, the first two results (queries and keys) rotated by
-    ``turn``; None if no launch can do all of it."""
+    ``rotation``; None if no launch can do all of it."""
     weights = _weights_of(layers)
     if weights is None:
         return None
-    taken = _taken(x, lambda rows, norm: narrow_matmul.covers(rows, weights, norm=norm, turn=turn))
+    taken = _rows_for_kernel(x, lambda rows, norm: narrow_matmul.covers(rows, weights, norm=norm, rotation=rotation))
     if taken is None:
         return None
     rows, norm = taken
@@ -151,7 +151,7 @@ def fused_projections(
     shapes = None
     if heads is not None:
         shapes = [(rows.shape[0], n, 1, w.shape[0] // n) for w, n in zip(weights, heads, strict=True)]
-    return narrow_matmul.products(rows, weights, shapes=shapes, norm=norm, turn=turn)
+    return narrow_matmul.products(rows, weights, shapes=shapes, norm=norm, rotation=rotation)
 
 
 def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
@@ -175,7 +175,7 @@ def gated(gate: nn.Module, up: nn.Module, x: mx.array | Unnormed) -> mx.array | 
     if weights is None:
         return None
     gate_weight, up_weight = weights
-    taken = _taken(x, lambda rows, norm: narrow_matmul.covers_gated(rows, gate_weight, up_weight, norm))
+    taken = _rows_for_kernel(x, lambda rows, norm: narrow_matmul.covers_gated(rows, gate_weight, up_weight, norm))
     return None if taken is None else narrow_matmul.gated_product(taken[0], gate_weight, up_weight, taken[1])
 
 

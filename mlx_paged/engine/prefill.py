@@ -122,7 +122,7 @@ class Prefill:
         self.packs = packs and _not_packed.get(model) is None
         self._under_way: list[mx.array] = []  # fences of the last chunks
         self._launched = (0, 0.0)  # tokens of the last chunks, and when they began
-        self.took: list[tuple[int, float]] = []  # tokens and seconds of chunks waited for; the engine clears it
+        self.timings: list[tuple[int, float]] = []  # tokens and seconds of chunks waited for; the engine clears it
 
     def compute(
         self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
@@ -166,15 +166,15 @@ class Prefill:
         mx.eval(under_way)
         if under_way:
             num_tokens, begin = self._launched
-            self.took.append((num_tokens, time.perf_counter() - begin))
+            self.timings.append((num_tokens, time.perf_counter() - begin))
 
     def _is_pack(self, call: Sequence[Chunk]) -> bool:
         if not self.packs or len(call) > 1:
             return self.packs
         request, num_tokens = call[0]
         if on_metal():  # MLX's attention suits a first chunk; for later ones the prefix would be copied
-            return not request.alone and request.length > 0
-        return not request.alone and request.length + num_tokens <= MOST_ALONE
+            return not request.prefills_alone and request.length > 0
+        return not request.prefills_alone and request.length + num_tokens <= MOST_ALONE
 
     def _call(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> Sequence[Chunk]:
         """Compute the chunks of one model call. Returns those that found room in the pool."""
@@ -217,8 +217,8 @@ def _fences(requests: Sequence[Request]) -> list[mx.array]:
 
 def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """Group chunks into model calls: one for all, but one each for requests whose pack has failed."""
-    pack = [chunk for chunk in chunks if not chunk.request.alone]
-    alone = [[chunk] for chunk in chunks if chunk.request.alone]
+    pack = [chunk for chunk in chunks if not chunk.request.prefills_alone]
+    alone = [[chunk] for chunk in chunks if chunk.request.prefills_alone]
     return [pack, *alone] if pack else alone
 
 
@@ -300,7 +300,7 @@ def compute_pack(
             rows.commit()
     except Exception:
         if rows is not None:
-            rows.take_back()
+            rows.undo_reserve()
         raise
     for layer, own in zip(layers, zip(*caches, strict=True), strict=True):
         if isinstance(layer, PackedStates):

@@ -77,7 +77,7 @@ class Request:
         logits: the logits of the next token; None until one is sampled.
         context: token buffer for its processors; None before it is in a batch, or without processors.
         grammar: state of its grammar after the delivered tokens; None: unconstrained.
-        alone: its prompt is computed in its own model calls, because one shared with others failed.
+        prefills_alone: its prompt is computed in its own model calls, because one shared with others failed.
         common: length of the common prefix with other requests, by uid, if both go on after it.
     """
 
@@ -125,7 +125,7 @@ class Request:
         self.logits: TokenLogits | None = None
         self.context: Any = None
         self.grammar = None if options.grammar is None else options.grammar.start()
-        self.alone = False
+        self.prefills_alone = False
         self.common: dict[int, int] = {}
         self._known: tuple[list[Any] | None, SequenceTables | None] = (None, None)  # caches, and the tables behind them
 

@@ -163,10 +163,11 @@ class Scheduler:
 
     Attributes:
         token_budget: most prompt tokens of the next step; the engine may lower it. See also :meth:`_least_budget`.
+        most_tokens: the token budget that was given.
         yields: set where prompts take long: chunks of a client wait for another client's first token, see
             :meth:`_must_yield`.
-        holds: set where rows take long: rows of a client wait, too, while another client's first token is computed, see
-            :meth:`_held`.
+        holds_rows: set where rows take long: rows of a client wait, too, while another client's first token is
+            computed, see :meth:`_held`.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of _rank
         self.preemptions = 0
-        self.yields = self.holds = False
+        self.yields = self.holds_rows = False
         self.admits = True  # whether requests may start beside those that run
         self._preempted: set[Request] = set()  # since planning began; they start in the next step at the earliest
         self._blocks_ahead: int | None = None  # that running requests may take, for admissions; None: not counted
@@ -292,7 +293,7 @@ class Scheduler:
             self.preempt(_last_of_largest(self.running, later[-1].options.priority, later))
         return bool(later)
 
-    def preempt_youngest(self) -> bool:
+    def preempt_last(self) -> bool:
         """Preempt the last running request, between two steps, unless it runs alone. Returns whether it did."""
         if len(self.running) < 2:
             return False
@@ -377,7 +378,7 @@ class Scheduler:
             decode: the requests that would take a token.
             chunks: the chunks of this step.
         """
-        if not self.holds or self._num_held == MOST_HELD:
+        if not self.holds_rows or self._num_held == MOST_HELD:
             return []
         lengths = {request: request.length + num_tokens for request, num_tokens in chunks}
         awaited = {

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from ..cache.composites import leaves, with_leaves
-from ..cache.kept_states import copied
+from ..cache.kept_states import copy_states
 from ..cache.paged_kv_cache import PagedKVCache
 from ..kv.pool import BlockPool
 from ..prefix.spill_folder import SavedStates
@@ -34,7 +34,8 @@ class PrefixSharing:
         self.pool = pool
         self._siblings: dict[_Start, dict[int, Request]] = {}  # running requests by how they begin, and by uid
         self._starts: dict[int, _Start] = {}  # of running requests by uid, as of their admission
-        self.has_windows = any(group.spec.window is not None for group in pool.groups)
+        # Whether prefixes are found only at the ends of chunks and segments, as with sliding windows.
+        self.reuses_only_at_boundaries = any(group.spec.window is not None for group in pool.groups)
 
     # Matching -------------------------------------------------------------------------------------------------
 
@@ -45,7 +46,7 @@ class PrefixSharing:
         longest = self._longest(request)
         return max(
             self.prefixes.held(request.source, request.options.salt),
-            longest[0] if longest is not None and not self.has_windows else 0,
+            longest[0] if longest is not None and not self.reuses_only_at_boundaries else 0,
         )
 
     def held_alone(self, request: Request) -> Sequence[int]:
@@ -56,13 +57,13 @@ class PrefixSharing:
     def will_find(self, requests: Sequence[Request]) -> list[int]:
         """Return how many tokens each request (oldest first) will find computed once those before it have run: in the
         prefix cache, or in common with the oldest one that begins with the same block."""
-        oldest: dict[tuple[Hashable, tuple[int, ...]], Request] = {}
+        oldest: dict[_Start, Request] = {}
         found = []
         for request in requests:
             if request.given is not None:
                 found.append(0)
                 continue
-            other = oldest.setdefault((request.options.salt, tuple(request.source[: self.pool.block_size])), request)
+            other = oldest.setdefault(self._start(request), request)
             common = 0 if other is request else min(_common(request, other), len(request.source) - 1)
             found.append(max(common, self.prefixes.held(request.source, request.options.salt)))
         return found
@@ -99,7 +100,7 @@ class PrefixSharing:
         if not length or request.sequence is None:
             return 0
         request.sequence.tables[:] = tables
-        request.sequence.set_level()
+        request.sequence.mark_level()
         return length
 
     def _start(self, request: Request) -> _Start:
@@ -133,7 +134,7 @@ class PrefixSharing:
     def insert_chunk(self, request: Request) -> None:
         """Keep what a chunk of a prompt has computed, if there are windows. Whole blocks only, except at the prompt's
         end: the request would have to copy a partial block before it writes on."""
-        if self.has_windows and request.caches is not None:
+        if self.reuses_only_at_boundaries and request.caches is not None:
             tokens = request.cached_tokens()
             at_end = request.is_prefilled
             self._insert(tokens if at_end else tokens[: self._whole_blocks(len(tokens))], request)
@@ -201,7 +202,7 @@ class CheckpointSharing:
         interval: tokens between checkpoints of a prompt; 0: only the other ones; None: by the size of the states.
     """
 
-    has_windows = True  # as with windows, prefixes are found at some positions only
+    reuses_only_at_boundaries = True  # at checkpoints
 
     def __init__(self, prefixes: SharedPrefixes, requests: Mapping[int, Request], interval: int | None = None) -> None:
         self.prefixes, self.pool = prefixes, prefixes.pool  # the tree does not keep the pool alive
@@ -261,7 +262,7 @@ class CheckpointSharing:
         request.caches = with_leaves(request.caches, [each if _is_paged(each) else next(parts) for each in fresh])
         if sequence is not None:
             sequence.tables[:] = tables
-            sequence.set_level()
+            sequence.mark_level()
         return length
 
     def _add_ends(self, request: Request, length: int) -> None:
@@ -352,4 +353,4 @@ def _is_paged(cache: Any) -> bool:
 
 def _states_of(request: Request) -> tuple[int, list[Any]]:
     """Return copies of the request's caches that are not paged, and their bytes."""
-    return copied([cache for cache in leaves(request.caches or []) if not _is_paged(cache)])
+    return copy_states([cache for cache in leaves(request.caches or []) if not _is_paged(cache)])

@@ -33,7 +33,7 @@ class StepLogits:
         values = self._values[index]
         return values if self._is_normalised else normalised(values)
 
-    def kept(self, index: int) -> StepLogits:
+    def copy_row(self, index: int) -> StepLogits:
         """Return a copy of one row, without the memory of the others."""
         return StepLogits(mx.contiguous(self._values[index : index + 1]), is_normalised=self._is_normalised)
 
@@ -59,7 +59,7 @@ class TokenLogits:
     def detach(self) -> None:
         """Copy the row, and drop the reference to the step."""
         if not self._is_detached:
-            self._step, self._index, self._is_detached = self._step.kept(self._index), 0, True
+            self._step, self._index, self._is_detached = self._step.copy_row(self._index), 0, True
             mx.async_eval(self._step._values)
 
 

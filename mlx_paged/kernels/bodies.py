@@ -30,7 +30,7 @@ class Body(NamedTuple):
 
     Attributes:
         family: how it is launched.
-        text: the parts of its source in order, each ``file:part``; the file is in text/, without its suffix.
+        parts: the parts of its source in order, each ``file:part``; the file is in text/, without its suffix.
         inputs, outputs: names, in order.
         helpers: parts with functions that it needs besides the prelude; "quantized.*" is the file of either dialect.
         cuda_only: runs on NVIDIA GPUs only.
@@ -38,7 +38,7 @@ class Body(NamedTuple):
     """
 
     family: Family
-    text: tuple[str, ...]
+    parts: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     helpers: tuple[str, ...] = ()
@@ -258,7 +258,9 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """Return (header, source) of a kernel in one dialect, "metal" or "cuda"."""
     record, suffix = BODIES[body], "metal" if dialect == "metal" else "cuh"
     own = "cuh" if record.cuda_only else "metal"
-    source = "".join(part_of(f"{file}.{own}:{part}") for file, _, part in (name.partition(":") for name in record.text))
+    source = "".join(
+        part_of(f"{file}.{own}:{part}") for file, _, part in (name.partition(":") for name in record.parts)
+    )
     helpers = "".join(part_of(name.replace("*", suffix)) for name in record.helpers)
     if helpers and (record.cuda_only or dialect == "cuda"):
         helpers = CUDA_HEADER.format(helpers)

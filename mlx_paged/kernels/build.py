@@ -46,7 +46,7 @@ _TYPE_NAMES = {
 }
 
 
-class KernelUnavailable(RuntimeError):
+class NoKernelError(RuntimeError):
     """No GPU, or every variant for a geometry is switched off."""
 
 
@@ -103,10 +103,10 @@ def kernel_source(body: str, dialect: str, constants: Constants) -> tuple[str, s
 
 @lru_cache(maxsize=1024)
 def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array]]:
-    """Return a callable that launches a kernel with these constants. Raises KernelUnavailable if MLX has no GPU."""
+    """Return a callable that launches a kernel with these constants. Raises NoKernelError if MLX has no GPU."""
     dialect = backend()
     if dialect is None:
-        raise KernelUnavailable("the paged kernels need a GPU that MLX can use")
+        raise NoKernelError("the paged kernels need a GPU that MLX can use")
     if dialect == "cuda" and (compiled := _compiled_kernel(body, constants)) is not None:
         return compiled
     # MLX processes the whole text at every call, so it gets no more than the compiler needs.
@@ -136,12 +136,12 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
 
 # MLX on CUDA keeps arrays of up to 8 bytes in memory shared with the host, which kernels read slowly. With the ends and
 # starts of one row there, attention to 4,096 tokens takes 26 us instead of 17 (docs/adr/0064).
-_BESIDE_THE_HOST = 8
+_HOST_SHARED_BYTES = 8
 # Most consecutive increments on the device. If no layer reads the arrays, they are a lazy graph of that many nodes.
-MOST_COUNTED = 256
+MAX_INCREMENTS = 256
 
 
-class RowsArray:
+class DeviceRows:
     """Integers of a step's rows, ``[B, ...]``, as an array that kernels read fast; one object serves a batch's steps.
 
     On CUDA an array from the host costs a step 41 us (NVIDIA H100: its pages migrate there and back). So rows that gain
@@ -151,10 +151,9 @@ class RowsArray:
     def __init__(self) -> None:
         self._host = np.zeros(0, np.int32)
         self._device: mx.array | None = None
-        self._change: tuple[tuple[tuple[int, ...], bytes], mx.array] | None = (
-            None  # what the last step added, on the host (shape, bytes) and on the device
-        )
-        self._counted = 0
+        # What the last step added, on the host (shape, bytes) and on the device.
+        self._change: tuple[tuple[tuple[int, ...], bytes], mx.array] | None = None
+        self._num_increments = 0
         self._thread = 0  # the thread that made the arrays: no other may use them before they are computed
 
     def tokens(self, positions: np.ndarray, ends: np.ndarray) -> tuple[mx.array, mx.array]:
@@ -173,8 +172,8 @@ class RowsArray:
         if rows.size == 0 or backend() != "cuda":
             return mx.array(rows)
         whole = rows
-        if rows.nbytes <= _BESIDE_THE_HOST:
-            whole = np.zeros((2 * _BESIDE_THE_HOST * len(rows) // rows.nbytes, *rows.shape[1:]), rows.dtype)
+        if rows.nbytes <= _HOST_SHARED_BYTES:
+            whole = np.zeros((2 * _HOST_SHARED_BYTES * len(rows) // rows.nbytes, *rows.shape[1:]), rows.dtype)
             whole[: len(rows)] = rows
         device = self._next(whole)
         return device if whole is rows else device[: len(rows)]
@@ -189,11 +188,11 @@ class RowsArray:
                     return self._device
                 # Only gains of one token or none are added on the device.
                 self._change = (key, mx.array(change)) if change.min() >= 0 and change.max() == 1 else None
-            if self._change is not None and self._counted < MOST_COUNTED:
-                self._counted += 1
+            if self._change is not None and self._num_increments < MAX_INCREMENTS:
+                self._num_increments += 1
                 self._device = self._device + self._change[1]
                 return self._device
-        self._device, self._counted, self._thread = mx.array(rows), 0, get_ident()
+        self._device, self._num_increments, self._thread = mx.array(rows), 0, get_ident()
         return self._device
 
 

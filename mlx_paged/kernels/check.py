@@ -12,19 +12,27 @@ import mlx.core as mx
 import numpy as np
 
 from . import ops as kernels
-from . import quantized as moves
+from . import quantized
 from .bodies import BODIES, Family
 from .build import Constants, compile_ahead, warn_when_compiling
 from .cases import Blocks, attention, squared_errors, worst_rms
 from .decode_spec import pool_constants_of, spec_of
 from .latent_prompts import BODY as PROMPTS_BODY
 from .latent_prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
-from .launch_shape import LATENT_BODIES, MAX_QUERY_LENGTH, OWN_OF, SHARED_BODIES, LaunchShape, Variant, shape_for
+from .launch_shape import (
+    LATENT_BODIES,
+    MAX_QUERY_LENGTH,
+    SHARED_BODIES,
+    SINGLE_ROW_BODY_OF,
+    LaunchShape,
+    Variant,
+    shape_for,
+)
 from .prefill import prefill_constants_of, prefill_difference
 from .prefill import shape_of as prefill_shape_of
 from .quantized import PageShape, new_blocks
 from .shared_runs import Partitions, shared_items, shared_rows
-from .trial import MANY
+from .trial import MIN_DEVICE_ELEMENTS
 
 MAX_RMS = 5e-3
 _QUERY_HEADS = 8  # at least, as in real models
@@ -106,7 +114,7 @@ def shared_difference(variant: Variant) -> float:
     """
     block = variant.block_size
     contexts = [2100, 2100, 2090, 300, 2400, 1, 700, 2200, 310]
-    rows = _Rows(variant._replace(body=OWN_OF[variant.body]), contexts, 4)
+    rows = _Rows(variant._replace(body=SINGLE_ROW_BODY_OF[variant.body]), contexts, 4)
     for table, tokens in zip(rows.tables, [0, 2080, 2048, 256, 2080, 0, 640, 1280, 256], strict=True):
         table[: tokens // block] = rows.tables[0][: tokens // block]
     q, ends = rows.queries(1), [[n] for n in contexts]
@@ -142,8 +150,8 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
     return not reason, rms, time.perf_counter() - begin, reason
 
 
-def passes(body: str, dtype: mx.Dtype, difference: Callable[[], float]) -> bool:
-    """Return whether a kernel that is not attention passes its self-check; warn if it fails or does not compile.
+def check_and_warn(body: str, dtype: mx.Dtype, difference: Callable[[], float]) -> bool:
+    """Check a kernel that is not attention. Warn if it fails or does not compile; return whether it passes.
 
     Args:
         body: the kernel's body.
@@ -182,11 +190,11 @@ def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
         return [texts[0], (variant.body, prefill_constants_of(variant, prefill_shape_of(variant)))]
     for partitions in (2, 1):
         spec = spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions)
-        texts += [(text.body, text.constants) for text in spec.texts]
+        texts += [(key.body, key.constants) for key in spec.keys]
     shared = kernels.shared_variant_of(variant)
     if shared is not None:
         spec = spec_of(shared, shape_for(shared), 1, variant.gqa, 1, 1)
-        texts += [(text.body, text.constants) for text in spec.texts]
+        texts += [(key.body, key.constants) for key in spec.keys]
     return list(dict.fromkeys(texts))
 
 
@@ -195,7 +203,7 @@ def _pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
     block, pages, value_dim = variant.block_size, variant.pages, variant.value_dim
     if pages is not None:
         words = mx.uint32, pages.k.num_words, pages.v.num_words
-        return [*moves.texts_of(pages, block), ("copy_blocks", pool_constants_of(*words, block))]
+        return [*quantized.texts_of(pages, block), ("copy_blocks", pool_constants_of(*words, block))]
     is_latent = variant.body in LATENT_BODIES  # the pools hold latents, which are the values, and rotated parts
     dims = (value_dim, variant.head_dim - value_dim) if is_latent else (variant.head_dim, value_dim)
     pool = pool_constants_of(variant.dtype, *dims, block)
@@ -210,7 +218,7 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     rows.compare_appends(q, ends, starts, out)
     rows.read_back()
     errors = rows.errors_of(out, q, ends, starts)
-    for q_len in (1, 2, 3, 4, 5, 6, 7) if 2 * len(contexts) < MANY else (1, MAX_QUERY_LENGTH):
+    for q_len in (1, 2, 3, 4, 5, 6, 7) if 2 * len(contexts) < MIN_DEVICE_ELEMENTS else (1, MAX_QUERY_LENGTH):
         # Windows that begin inside a partition.
         q, ends = rows.queries(q_len), [[max(n - q_len + 1 + i, 0) for i in range(q_len)] for n in contexts]
         for window in _windows_of(own, contexts, q_len):
@@ -231,9 +239,9 @@ def _windows_of(own: LaunchShape, contexts: list[int], q_len: int) -> list[int]:
     Few rows check the short one with 2 queries only, many rows the longer one with 8 queries and long contexts only."""
     if not own.first:
         return [_WINDOW]
-    longer, few = own.first + _MORE, 2 * len(contexts) < MANY
-    short = [_WINDOW] if not few or q_len == 2 else []
-    return [*short, longer] if few or (q_len == MAX_QUERY_LENGTH and min(contexts) > longer) else short
+    longer, is_small = own.first + _MORE, 2 * len(contexts) < MIN_DEVICE_ELEMENTS
+    short = [_WINDOW] if not is_small or q_len == 2 else []
+    return [*short, longer] if is_small or (q_len == MAX_QUERY_LENGTH and min(contexts) > longer) else short
 
 
 class _Rows:
@@ -313,18 +321,11 @@ class _Rows:
     def compare_appends(self, q: mx.array, ends: Bounds, starts: Bounds, expected: mx.array) -> None:
         """Compare ``expected`` with calls that are passed the newest tokens, whose slots hold NaN; also with rows of
         padding, which end at position 0 as in compiled steps. Raises RuntimeError if a result differs."""
-        batch = len(self._contexts)
         k, v = self.take_newest()
         again = self.decode(q, ends, starts, append=(k, v))
-        if not mx.array_equal(expected.astype(mx.float32), again.astype(mx.float32)).item():
-            raise RuntimeError("the result differs when the newest tokens come with the call")
-        q, k, v = (mx.concatenate([x, mx.full((2, *x.shape[1:]), float("nan"), x.dtype)]) for x in (q, k, v))
+        q, k, v = (_extended(x, float("nan")) for x in (q, k, v))
         tables, ends, starts = ([*x, *[[0] * len(x[0])] * 2] for x in (self.tables, ends, starts))
-        padded = self.decode(q, ends, starts, tables, append=(k, v))
-        if not mx.array_equal(padded[:batch].astype(mx.float32), again.astype(mx.float32)).item():
-            raise RuntimeError("the result differs with rows of padding")
-        if padded[batch:].any().item():
-            raise RuntimeError("rows of padding are not zero")
+        _compare_appends(expected, again, self.decode(q, ends, starts, tables, append=(k, v)))
 
     def read_back(self) -> None:
         """Compare the pool with what was written. Raises RuntimeError if it differs."""
@@ -346,10 +347,10 @@ class _Rows:
         """Return k, v ``[n_kv_heads, n, dim]`` as quantised pages hold them, dequantised. Raises RuntimeError if the
         rows differ from MLX's. Writes the same rows once more, to run the kernel that writes rows unchanged."""
         rows, ids = pages.quantize(k[None], v[None]), mx.array(blocks, mx.int32)
-        *got, self.fence = moves.gather_rows(*self._pools, self.fence, ids, 0, k.shape[1], pages)
+        *got, self.fence = quantized.gather_rows(*self._pools, self.fence, ids, 0, k.shape[1], pages)
         if not all(mx.array_equal(a, b).item() for a, b in zip(got, rows, strict=True)):
             raise RuntimeError("quantised rows differ from MLX's")
-        self.fence = moves.write_rows(*self._pools, self.fence, *rows, mx.array(slots, mx.int32), pages)
+        self.fence = quantized.write_rows(*self._pools, self.fence, *rows, mx.array(slots, mx.int32), pages)
         kept_k, kept_v = pages.dequantize(*rows)
         return kept_k.squeeze(0), kept_v.squeeze(0)
 
@@ -377,6 +378,33 @@ class _Rows:
                 raise RuntimeError("copies of blocks differ from their sources")
 
 
+def _compare_appends(expected: mx.array, appended: mx.array, padded: mx.array, *, is_exact: bool = True) -> None:
+    """Raise RuntimeError unless results of calls that were passed the newest tokens are equal to ``expected``.
+
+    Args:
+        appended, padded: the results, without and with rows of padding at the end.
+        is_exact: whether rows of padding must not change the bits of other rows.
+    """
+    batch = len(appended)
+    if not _alike(expected, appended):
+        raise RuntimeError("the result differs when the newest tokens come with the call")
+    if not _alike(padded[:batch], appended, is_exact):
+        raise RuntimeError("the result differs with rows of padding")
+    if padded[batch:].any().item():
+        raise RuntimeError("rows of padding are not zero")
+
+
+def _alike(x: mx.array, y: mx.array, is_exact: bool = True) -> bool:
+    """Return whether results are equal, or nearly equal unless ``is_exact``."""
+    x, y = x.astype(mx.float32), y.astype(mx.float32)
+    return bool((mx.array_equal(x, y) if is_exact else mx.allclose(x, y, rtol=2e-2, atol=2e-2)).item())
+
+
+def _extended(x: mx.array, value: float) -> mx.array:
+    """Return x with two more rows of a value."""
+    return mx.concatenate([x, mx.full((2, *x.shape[1:]), value, x.dtype)])
+
+
 # Latents ------------------------------------------------------------------------------------------------------------
 
 
@@ -397,7 +425,8 @@ def _latent_difference(variant: Variant, contexts: list[int]) -> float:
     """Return the RMS for one case."""
     block, dtype, rank = variant.block_size, variant.dtype, variant.value_dim
     rope, batch = variant.head_dim - rank, len(contexts)
-    heads = 2 * variant.gqa - (variant.gqa // 3 if variant.body == LATENT_BODIES[1] else 0)
+    on_tensor_cores = variant.body == LATENT_BODIES[1]
+    heads = 2 * variant.gqa - (variant.gqa // 3 if on_tensor_cores else 0)
     keys = [mx.random.key(7 * batch + i) for i in range(3)]
     blocks = Blocks.of(contexts, block, batch)
     tables, slots = blocks.tables(_TABLE_WIDTH), blocks.slots
@@ -426,16 +455,12 @@ def _latent_difference(variant: Variant, contexts: list[int]) -> float:
     fence = kernels.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32))
     new = [mx.concatenate([x[i : i + 1] for i in newest]) for x in (k, v)]
     again, fence = prepare(visible, append=True)(q, k_pool, v_pool, fence, None, *new)
-    if not mx.array_equal(out.astype(mx.float32), again.astype(mx.float32)).item():
-        raise RuntimeError("the result differs when the newest tokens come with the call")
     tables_padded, ends_padded, starts_padded = (_extended(x, 0) for x in visible)
     padded, fence = prepare((tables_padded, ends_padded, starts_padded), append=True)(
         _extended(q, float("nan")), k_pool, v_pool, fence, None, *(_extended(x, float("nan")) for x in new)
     )
-    if not _alike(padded[:batch], again, variant):
-        raise RuntimeError("the result differs with rows of padding")
-    if padded[batch:].any().item():
-        raise RuntimeError("rows of padding are not zero")
+    # On tensor cores a row's partitions depend on the other rows.
+    _compare_appends(out, again, padded, is_exact=not on_tensor_cores)
     first, errors, kept = 0, [], []
     for b, n in enumerate(contexts):
         own_k, own_v = (x[first : first + n].reshape(n, -1) for x in (k, v))
@@ -446,7 +471,7 @@ def _latent_difference(variant: Variant, contexts: list[int]) -> float:
         kept.append((own_k, own_v))
         expected = _attend(q[b, :, 0], own_k, own_v, scale)
         errors.append(mx.square(out[b, :, 0].astype(mx.float32) - expected).mean())
-    for q_len in (2, 3, 4, 5, 6, 7) if 2 * batch < MANY else (MAX_QUERY_LENGTH,):
+    for q_len in (2, 3, 4, 5, 6, 7) if 2 * batch < MIN_DEVICE_ELEMENTS else (MAX_QUERY_LENGTH,):
         q = mx.random.normal((batch, heads, q_len, rank + rope), key=keys[2]).astype(dtype)
         ends = [[max(n - q_len + 1 + i, 0) for i in range(q_len)] for n in contexts]
         seen = visible[0], mx.array(ends, mx.int32), mx.zeros((batch, q_len), mx.int32)
@@ -458,19 +483,6 @@ def _latent_difference(variant: Variant, contexts: list[int]) -> float:
                     got = got - _attend(q[b, :, i], own_k[:end], own_v[:end], scale)
                 errors.append(mx.square(got).mean())
     return worst_rms(errors)
-
-
-def _alike(x: mx.array, y: mx.array, variant: Variant) -> bool:
-    """Return whether results are equal: to the bit, or nearly if a row's partitions depend on the other rows."""
-    x, y = x.astype(mx.float32), y.astype(mx.float32)
-    if variant.body != LATENT_BODIES[1]:
-        return bool(mx.array_equal(x, y).item())
-    return bool(mx.allclose(x, y, rtol=2e-2, atol=2e-2).item())
-
-
-def _extended(x: mx.array, value: float) -> mx.array:
-    """Return x with two more rows of a value."""
-    return mx.concatenate([x, mx.full((2, *x.shape[1:]), value, x.dtype)])
 
 
 def _attend(q: mx.array, latents: mx.array, rotated: mx.array, scale: float) -> mx.array:

@@ -23,7 +23,7 @@ from .launch_shape import (
     unsupported,
 )
 from .quantized import PageShape
-from .trial import MANY, Text, few_of
+from .trial import MIN_DEVICE_ELEMENTS, KernelKey, small_inputs_of
 
 _ALL_TOKENS = 1 << 30  # more than a row has
 
@@ -34,7 +34,7 @@ class DecodeSpec(NamedTuple):
     Attributes:
         counters: number of counters that the kernel needs to merge partitions itself.
         run: partitions per thread group; for latent_decode_tensor, tokens.
-        texts: texts of these launches, for their trial.
+        keys: keys of the kernels launched, for their trials.
     """
 
     decode_constants: Constants
@@ -44,7 +44,7 @@ class DecodeSpec(NamedTuple):
     merge_body: str = "merge_partitions"
     counters: int = 0
     run: int = 1
-    texts: tuple[Text, ...] = ()
+    keys: tuple[KernelKey, ...] = ()
 
 
 @lru_cache(maxsize=1024)
@@ -55,10 +55,10 @@ def spec_of(
     n_q_heads: int,
     q_len: int,
     n_partitions: int,
-    few_tables: bool = False,
+    small_tables: bool = False,
     n_items: int = 0,
 ) -> DecodeSpec:
-    """Return the spec of a call. ``few_tables``: the block tables have fewer than 8 elements. ``n_items``: number of
+    """Return the spec of a call. ``small_tables``: the block tables have fewer than 8 elements. ``n_items``: number of
     thread groups per KV head, for a kernel for common blocks."""
     rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
     cores = cuda_limits().multiprocessors
@@ -77,12 +77,12 @@ def spec_of(
         spec = _decode_spec(variant, own, batch, n_q_heads, q_len, n_partitions)._replace(run=size)
     else:
         spec = _decode_spec(variant, launch_shape, batch, n_q_heads, q_len, n_partitions)
-    few = few_of(variant.backend, tables=1 if few_tables else MANY, ends=rows, sinks=sinks)
-    texts = [Text(variant.body, spec.decode_constants, few)]
+    small = small_inputs_of(variant.backend, tables=1 if small_tables else MIN_DEVICE_ELEMENTS, ends=rows, sinks=sinks)
+    keys = [KernelKey(variant.body, spec.decode_constants, small)]
     if spec.merge:
-        few = few_of(variant.backend, stats=rows * n_q_heads * n_partitions * 2, ends=rows, sinks=sinks)
-        texts.append(Text(spec.merge_body, spec.merge_constants, few))
-    return spec._replace(texts=tuple(texts))
+        small = small_inputs_of(variant.backend, stats=rows * n_q_heads * n_partitions * 2, ends=rows, sinks=sinks)
+        keys.append(KernelKey(spec.merge_body, spec.merge_constants, small))
+    return spec._replace(keys=tuple(keys))
 
 
 def _decode_spec(

@@ -15,8 +15,8 @@ import numpy as np
 
 from .availability import device_unsupported_reason
 from .build import backend, build_kernel
-from .check import passes
-from .trial import Text
+from .check import check_and_warn
+from .trial import KernelKey
 
 WIDTH = 8  # numbers per row in each array: on Metal, an array of fewer elements makes another text
 
@@ -72,8 +72,8 @@ def threefry(key: int, position: int, count: int) -> tuple[int, int]:
     return left, right
 
 
-def drawn_word(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> int:
-    """Return the token that a kernel with ``num_groups`` simdgroups draws from logits ``[vocab]``: the reference."""
+def reference_draw(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> int:
+    """Return the token that a kernel with ``num_groups`` simdgroups draws from logits ``[vocab]``."""
     if row.temperature == 0:
         return int(np.argmax(x))
     order = np.argsort(-x, kind="stable")
@@ -95,13 +95,13 @@ def drawn_word(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> 
         column = _place(cells[group].sum((0, 1)), numbers[1])
         line = _place(cells[group, :, :, column].sum(0), numbers[2])
         number = _place(cells[group, :, line, column], numbers[3])
-        word = group * part + column + 32 * (line + 32 * number)
-        in_top_p = row.top_p >= 1 or masses[x > x[word]].sum() < row.top_p * masses.sum()
+        token = group * part + column + 32 * (line + 32 * number)
+        in_top_p = row.top_p >= 1 or masses[x > x[token]].sum() < row.top_p * masses.sum()
         log_min_p = math.log(row.min_p) if row.min_p else -math.inf
-        in_min_p = x[word] >= x.max() + log_min_p or rank[word] < row.min_kept
-        if in_top_p and in_min_p and (row.top_k is None or rank[word] < row.top_k):
-            return word
-        before = rank < rank[word]
+        in_min_p = x[token] >= x.max() + log_min_p or rank[token] < row.min_kept
+        if in_top_p and in_min_p and (row.top_k is None or rank[token] < row.top_k):
+            return token
+        before = rank < rank[token]
     raise RuntimeError("1024 draws gave no token that the filters keep")
 
 
@@ -118,14 +118,15 @@ DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 _GROUPS = {"cuda": 32, "metal": 16}
 # Logits that a lane loads at a time: as many as its registers hold, since a pass waits for its loads.
 _AHEAD = {"cuda": 16, "metal": 8}
-_WORDS_OF_GROUP = 32**3
+_TOKENS_OF_GROUP = 32**3
 
 
 def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array) -> mx.array:
     """Draw a token for each row.
 
     Args:
-        x: logits ``[R, vocab]`` for which :func:`serves` is true. A token with -inf is not drawn unless all have it.
+        x: logits ``[R, vocab]`` for which :func:`is_supported` is true. A token with -inf is not drawn unless all have
+            it.
         params: ``[R, 8]`` float32, from :meth:`DrawnRow.params`.
         keys: ``[R, 8]`` uint32, from :meth:`DrawnRow.key_words`.
         positions: ``[R]`` uint32.
@@ -133,9 +134,9 @@ def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array
     Returns:
         ``[R]``, uint32.
     """
-    text = text_of(x.dtype, backend() or "")
-    threads = 32 * dict(text.constants)["SG"]
-    (out,) = build_kernel(text.body, text.constants)(
+    constants = kernel_key(x.dtype, backend() or "").constants
+    threads = 32 * dict(constants)["SG"]
+    (out,) = build_kernel(BODY, constants)(
         inputs=[x, params, keys, positions],
         grid=(x.shape[0] * threads, 1, 1),
         threadgroup=(threads, 1, 1),
@@ -145,22 +146,26 @@ def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array
     return out
 
 
-def text_of(dtype: mx.Dtype, dialect: str) -> Text:
-    """Return the text for logits of a dtype."""
+def kernel_key(dtype: mx.Dtype, dialect: str) -> KernelKey:
+    """Return the key of the kernel for logits of a dtype."""
     bounds = (("GROUPS", 1),) if dialect == "cuda" else ()
-    return Text(BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), ("AHEAD", _AHEAD[dialect]), *bounds))
+    return KernelKey(
+        BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), ("AHEAD", _AHEAD[dialect]), *bounds)
+    )
 
 
-def serves(x: mx.array) -> bool:
+def is_supported(x: mx.array) -> bool:
     """Return whether the kernel can draw from such logits ``[R, vocab]``. A dtype's first call runs the self-check."""
-    most = _WORDS_OF_GROUP * min(_GROUPS.values())
-    return x.dtype in DTYPES and 0 < x.shape[-1] <= most and device_unsupported_reason() is None and works(x.dtype)
+    most = _TOKENS_OF_GROUP * min(_GROUPS.values())
+    return (
+        x.dtype in DTYPES and 0 < x.shape[-1] <= most and device_unsupported_reason() is None and passes_check(x.dtype)
+    )
 
 
 @lru_cache(maxsize=8)
-def works(dtype: mx.Dtype) -> bool:
+def passes_check(dtype: mx.Dtype) -> bool:
     """Return whether the kernel passes its self-check; warns once if it fails or does not compile."""
-    return passes(BODY, dtype, lambda: _difference(dtype))
+    return check_and_warn(BODY, dtype, lambda: _difference(dtype))
 
 
 # Rows of the self-check.
@@ -195,8 +200,8 @@ def _difference(dtype: mx.Dtype) -> float:
             mx.array(np.array([row.key_words() for row in rows], np.uint32)),
             mx.array(positions),
         )
-        known = np.array(got).tolist()
-        for row, logits, position, word in zip(rows, x, positions.tolist(), known, strict=True):
-            wrong += word != drawn_word(logits, row, position, groups)
+        tokens = np.array(got).tolist()
+        for row, logits, position, token in zip(rows, x, positions.tolist(), tokens, strict=True):
+            wrong += token != reference_draw(logits, row, position, groups)
         num_rows += count
     return wrong / num_rows

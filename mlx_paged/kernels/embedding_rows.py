@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from .build import build_kernel
-from .check import passes
+from .check import check_and_warn
 from .products.inference import is_inference
 from .products.narrow_matmul import is_available
-from .trial import Text
+from .trial import KernelKey
 
 BODY = "embedding_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32, mx.uint32)
@@ -33,19 +33,19 @@ def embedding_rows(table: mx.array, tokens: mx.array) -> mx.array | None:
         dtypes or shapes.
     """
     fits = table.ndim == 2 and 0 < tokens.size <= MAX_TOKENS
-    if not fits or not is_inference() or not works(table.dtype, tokens.dtype):
+    if not fits or not is_inference() or not passes_check(table.dtype, tokens.dtype):
         return None
     return _launch(table, tokens)
 
 
-def text_of(dtype: mx.Dtype, token_dtype: mx.Dtype) -> Text:
-    """Return the text for a table and tokens of these dtypes."""
-    return Text(BODY, (("T", dtype), ("S", token_dtype)))
+def kernel_key(dtype: mx.Dtype, token_dtype: mx.Dtype) -> KernelKey:
+    """Return the key of the kernel for a table and tokens of these dtypes."""
+    return KernelKey(BODY, (("T", dtype), ("S", token_dtype)))
 
 
 def _launch(table: mx.array, tokens: mx.array) -> mx.array:
-    text = text_of(table.dtype, tokens.dtype)
-    (out,) = build_kernel(text.body, text.constants)(
+    key = kernel_key(table.dtype, tokens.dtype)
+    (out,) = build_kernel(key.body, key.constants)(
         inputs=[table, tokens],
         grid=(_THREADS, tokens.size, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -56,12 +56,12 @@ def _launch(table: mx.array, tokens: mx.array) -> mx.array:
 
 
 @lru_cache(maxsize=16)
-def works(dtype: mx.Dtype, token_dtype: mx.Dtype) -> bool:
+def passes_check(dtype: mx.Dtype, token_dtype: mx.Dtype) -> bool:
     """Return whether the kernel can be used on this machine; warns once if it fails its self-check or does not
     compile."""
     if dtype not in DTYPES or token_dtype not in TOKEN_DTYPES or not is_available():
         return False
-    return passes(BODY, dtype, lambda: _difference(dtype, token_dtype))
+    return check_and_warn(BODY, dtype, lambda: _difference(dtype, token_dtype))
 
 
 def _difference(dtype: mx.Dtype, token_dtype: mx.Dtype) -> float:

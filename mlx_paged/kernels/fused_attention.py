@@ -117,10 +117,10 @@ def _measure(variant: Variant, tokens: int, context: int) -> PromptPath:
             seconds[path] = seconds_of(prepare(variant, tokens, context), MOST_SECONDS)
         except (RuntimeError, ValueError) as error:
             failures[path] = f"{path} failed: {type(error).__name__}: {str(error)[:200]}"
-    told = [f"{1e3 * seconds[path]:.2f} ms {path}" if path in seconds else failures[path] for path in PATHS]
+    timings = [f"{1e3 * seconds[path]:.2f} ms {path}" if path in seconds else failures[path] for path in PATHS]
     copied = seconds.get(COPY, float("inf"))
     in_place = seconds.get(IN_PLACE, float("inf")) <= copied
-    return PromptPath(in_place, f"measured, {tokens} tokens of {context}: {', '.join(told)}")
+    return PromptPath(in_place, f"measured, {tokens} tokens of {context}: {', '.join(timings)}")
 
 
 def paths_of(variant: Variant) -> str:

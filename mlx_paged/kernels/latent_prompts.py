@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import ops
-from .build import Constants, KernelUnavailable, backend, build_kernel
+from .build import Constants, NoKernelError, backend, build_kernel
 from .cuda.device import cuda_limits
 from .launch_shape import Variant
-from .prefill import PrefillShape, prefill_constants_of, tiles_of, unsupported_prefill
-from .trial import Text, failure_of
+from .prefill import PrefillShape, check_pack, prefill_constants_of, tiles_of, unsupported_prefill
+from .trial import KernelKey, failure_of
 
 BODY = "latent_prefill_tensor"
 ROPE = 64  # values of a key that are rotated
@@ -115,28 +115,18 @@ def prepare_prompts(
 
     Raises:
         ValueError: shapes do not agree, or the scale is not positive.
-        KernelUnavailable: the variant is off. A text's first use in this process begins with a trial; if that fails,
+        NoKernelError: the variant is off. A text's first use in this process begins with a trial; if that fails,
             the variant is switched off with a warning.
     """
-    if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0]:
-        raise ValueError(f"tables must be int32 [B, n] with B at least 1, got {tables.dtype} {tables.shape}")
-    if not tables.shape[0] == len(counts) == len(lengths):
-        numbers = f"{tables.shape[0]}, {len(counts)}, {len(lengths)}"
-        raise ValueError(f"tables, counts and lengths differ in number: {numbers}")
-    reach = tables.shape[1] * variant.block_size
-    for count, length in zip(counts, lengths, strict=True):
-        if not 1 <= count <= length <= reach:
-            raise ValueError(f"{count} new tokens of a sequence of {length} do not fit a table of {reach} tokens")
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, got {scale}")
+    check_pack(tables, counts, lengths, variant.block_size, scale)
     if (reason := ops.why_off(variant)) is not None:
-        raise KernelUnavailable(reason)
+        raise NoKernelError(reason)
     own = launch_shape or prompt_shape_for(variant.head_dim, variant.value_dim)
     constants = prompt_constants_of(variant, own)
-    if (failure := failure_of(Text(variant.body, constants), build_kernel)) is not None:
+    if (failure := failure_of(KernelKey(variant.body, constants), build_kernel)) is not None:
         ops.switch_off(variant, failure)
         warnings.warn(f"mlx_paged: {variant} is off: {failure}", stacklevel=2)
-        raise KernelUnavailable(failure)
+        raise NoKernelError(failure)
     tiles: Any = tiles_of(counts, lengths, own.rows, None)
     params = mx.array([scale, 1.0, _NO_WINDOW, 1], mx.float32)
     kernel = build_kernel(variant.body, constants)

@@ -116,18 +116,18 @@ FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
 MATRIX_BODIES = ("matrix_decode", "quantized_matrix_decode")
 LEAST_MATRIX_GQA = 5
 LEAST_MATRIX_GQA_OF_PAGES = 7  # for quantised pages, whose dequantised values pass through threadgroup memory
-# Bodies for rows with common blocks, by the bodies for a single row, whose bits they reproduce (SHARED_OF), and the
-# inverse (OWN_OF). Query heads per thread group on tensor cores: SHARED_HEADS for values up to 128 and up to 256;
-# SHARED_HEADS_OF_CODES, for quantised pages, for heads up to 64, 128 and 256.
+# Bodies for rows with common blocks, by the bodies for a single row, whose bits they reproduce (SHARED_BODY_OF), and
+# the inverse (SINGLE_ROW_BODY_OF). Query heads per thread group on tensor cores: SHARED_HEADS for values up to 128 and
+# up to 256; SHARED_HEADS_OF_CODES, for quantised pages, for heads up to 64, 128 and 256.
 SHARED_BODY, SHARED_CODES_BODY = "shared_decode_tensor", "shared_quantized_decode_tensor"
 SHARED_MATRIX_BODY = "shared_matrix_decode"
-SHARED_OF = {
+SHARED_BODY_OF = {
     "paged_decode_tensor": SHARED_BODY,
     "quantized_decode_tensor": SHARED_CODES_BODY,
     "matrix_decode": SHARED_MATRIX_BODY,
 }
-SHARED_BODIES = tuple(SHARED_OF.values())
-OWN_OF = {shared: own for own, shared in SHARED_OF.items()}
+SHARED_BODIES = tuple(SHARED_BODY_OF.values())
+SINGLE_ROW_BODY_OF = {shared: own for own, shared in SHARED_BODY_OF.items()}
 SHARED_HEADS = (64, 32)
 SHARED_HEADS_OF_CODES = (32, 16, 8)
 # Bodies over latents (MLA), whose one head all query heads attend to: portable, and for tensor cores.

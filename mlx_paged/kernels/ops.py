@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from . import quantized as moves
-from .build import Constants, KernelUnavailable, Launch, backend, build_kernel, gpu_cores, prepared
+from . import quantized
+from .build import Constants, Launch, NoKernelError, backend, build_kernel, gpu_cores, prepared
 from .cuda.device import cuda_limits
 from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
 from .launch_shape import (
@@ -28,7 +28,7 @@ from .launch_shape import (
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
     SHARED_BODIES,
-    SHARED_OF,
+    SHARED_BODY_OF,
     STATIC_SHARED,
     LaunchShape,
     Variant,
@@ -40,7 +40,7 @@ from .launch_shape import (
 )
 from .quantized import PageShape
 from .shared_runs import FEWEST_ROWS
-from .trial import MANY, failure_of
+from .trial import MIN_DEVICE_ELEMENTS, failure_of
 
 MAX_LATENT_HEADS = 256
 _MOST_TOGETHER = 16  # most query heads per thread group of the portable body over latents
@@ -159,9 +159,9 @@ def variants_of(
 
 def shared_variant_of(variant: Variant) -> Variant | None:
     """Return the variant for rows with common blocks whose bits equal this variant's; None if there is none."""
-    if variant.body not in SHARED_OF:
+    if variant.body not in SHARED_BODY_OF:
         return None
-    shared = variant._replace(body=SHARED_OF[variant.body])
+    shared = variant._replace(body=SHARED_BODY_OF[variant.body])
     if variant.backend == "metal":
         return shared if unsupported_shared(shared) is None else None
     shape = shape_for(shared)
@@ -218,7 +218,7 @@ def paged_decode(
 
     A row's bits do not depend on the other rows. `variant` and `launch_shape` override the choice, for checks and
     timings. `init_value` (Metal) is what outputs hold before the launches, for checks.
-    Raises ValueError for an unsupported shape, KernelUnavailable without a GPU or with every variant switched off.
+    Raises ValueError for an unsupported shape, NoKernelError without a GPU or with every variant switched off.
     """
     batch, n_q_heads, q_len, head_dim = q.shape
     dtype, n_kv_heads, _, pool_dim, value_dim = geometry_of(k_pool, v_pool, pages)
@@ -320,7 +320,7 @@ def prepare_decode(
     and the next one is used; nothing that writes to the pool has been launched by then.
 
     Raises:
-        KernelUnavailable: no GPU, every variant is off, or the trial of a given ``variant`` fails.
+        NoKernelError: no GPU, every variant is off, or the trial of a given ``variant`` fails.
     """
     dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
     choices: tuple[Variant, ...] = (variant,) if variant is not None else ()
@@ -332,8 +332,8 @@ def prepare_decode(
         if shared is not None:
             choices = (shared, *choices)
     write = None
-    if append and pages is not None and not moves.exact(pages, block_size).write:
-        write, append = prepare_write(k_pool, v_pool, moves.newest_slots(visible, block_size), pages), False
+    if append and pages is not None and not quantized.exactness(pages, block_size).write:
+        write, append = prepare_write(k_pool, v_pool, quantized.newest_slots(visible, block_size), pages), False
     reach = visible[0].shape[1] * block_size
     batch, q_len = visible[1].shape
     reasons = []
@@ -346,8 +346,10 @@ def prepare_decode(
         own_items = items if choice.body in SHARED_BODIES else None
         n_items = 0 if own_items is None else len(own_items)
         n_partitions = count_partitions(seen, own)
-        spec = spec_of(choice, own, batch, n_q_heads, q_len, n_partitions, visible[0].size < MANY, n_items)
-        failure = next((why for why in (failure_of(text, build_kernel) for text in spec.texts) if why), None)
+        spec = spec_of(
+            choice, own, batch, n_q_heads, q_len, n_partitions, visible[0].size < MIN_DEVICE_ELEMENTS, n_items
+        )
+        failure = next((why for why in (failure_of(key, build_kernel) for key in spec.keys) if why), None)
         if failure is None:
             kernel, merge = build_kernel(choice.body, spec.decode_constants), None
             filled = {} if init_value is None else {"init_value": init_value}
@@ -362,7 +364,7 @@ def prepare_decode(
         if variant is None:
             switch_off(choice, failure)
             warnings.warn(f"mlx_paged: {choice} is off: {failure}", stacklevel=2)
-    raise KernelUnavailable("; ".join(reasons) or "no decode kernel is available for this geometry")
+    raise NoKernelError("; ".join(reasons) or "no decode kernel is available for this geometry")
 
 
 def _pool_constants(k_pool: mx.array, v_pool: mx.array) -> Constants:
@@ -419,10 +421,10 @@ def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: Pa
     """Prepare the launch of :func:`write_slots` over pools of this geometry."""
     heads = k_pool.shape[1]
     if pages is not None:
-        kernel, rows = moves.write_kernel(pages, k_pool.shape[2], slots.dtype)
-        return WriteLaunch(prepared(kernel, moves.write_options(slots, heads, len(pages))), slots, rows)
+        kernel, rows = quantized.write_kernel(pages, k_pool.shape[2], slots.dtype)
+        return WriteLaunch(prepared(kernel, quantized.write_options(slots, heads, len(pages))), slots, rows)
     kernel = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))
-    return WriteLaunch(prepared(kernel, moves.write_options(slots, heads)), slots)
+    return WriteLaunch(prepared(kernel, quantized.write_options(slots, heads)), slots)
 
 
 BlockIds = mx.array | Sequence[int]
@@ -448,10 +450,9 @@ def prepare_gather(
     """Prepare :func:`gather_blocks` over pools of this geometry: return a function of (k_pool, v_pool, fence)."""
     ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
     if pages is not None:
-        return lambda k_pool, v_pool, fence: moves.gather(k_pool, v_pool, fence, ids, start, length, pages)
+        return lambda k_pool, v_pool, fence: quantized.gather(k_pool, v_pool, fence, ids, start, length, pages)
     _, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
-    if start < 0 or length < 1 or start + length > ids.size * block_size:
-        raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
+    quantized.check_range(ids, block_size, start, length)
     threads = _round_up(length * (max(head_dim, value_dim) // 4), 256)
     options = {
         "grid": (threads, n_kv_heads, 1),

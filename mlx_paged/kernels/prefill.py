@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import ops
-from .build import Constants, KernelUnavailable, backend, build_kernel
+from .build import Constants, NoKernelError, backend, build_kernel
 from .cases import Blocks, squared_errors, worst_rms
 from .cuda.device import cuda_limits
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
 from .quantized import PageShape, new_blocks
-from .trial import LAUNCHES, MANY, Text, failure_of, seconds_of
+from .trial import LAUNCHES, MIN_DEVICE_ELEMENTS, KernelKey, failure_of, seconds_of
 
 BODY = "paged_prefill_tensor"
 QUANTIZED_BODY = "quantized_prefill_tensor"
@@ -204,6 +204,21 @@ def tiles_of(counts: Sequence[int], lengths: Sequence[int], tokens: int, window:
     return tiles
 
 
+def check_pack(tables: mx.array, counts: Sequence[int], lengths: Sequence[int], block_size: int, scale: float) -> None:
+    """Raise ValueError if a pack's block tables, new tokens and lengths do not agree, or the scale is not positive."""
+    if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0]:
+        raise ValueError(f"tables must be int32 [B, n] with B at least 1, got {tables.dtype} {tables.shape}")
+    batch = tables.shape[0]
+    if not batch == len(counts) == len(lengths):
+        raise ValueError(f"tables, counts and lengths differ in number: {batch}, {len(counts)}, {len(lengths)}")
+    reach = tables.shape[1] * block_size
+    for count, length in zip(counts, lengths, strict=True):
+        if not 1 <= count <= length <= reach:
+            raise ValueError(f"{count} new tokens of a sequence of {length} do not fit a table of {reach} tokens")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+
+
 class PrefillLaunch(NamedTuple):
     """The launch of one step's attention, prepared once and called for each layer."""
 
@@ -227,8 +242,8 @@ class PrefillLaunch(NamedTuple):
             ``[T, n_q_heads, 1, value_dim]``, and the next fence. A token's bits depend on no other sequence.
         """
         logits = self.params if sinks is None else sinks.astype(mx.float32)
-        if sinks is not None and logits.size < MANY:  # on Metal, fewer are another text
-            logits = mx.tile(logits, MANY)
+        if sinks is not None and logits.size < MIN_DEVICE_ELEMENTS:  # on Metal, fewer are another text
+            logits = mx.tile(logits, MIN_DEVICE_ELEMENTS)
         out, fence = self.kernel(
             inputs=[q, k_pool, v_pool, fence, self.tables, self.tiles, self.params, logits], **self.options
         )
@@ -267,22 +282,12 @@ def prepare_prefill(
 
     Raises:
         ValueError: shapes are not supported, or do not agree.
-        KernelUnavailable: no GPU, or the variant is off. A text's first use in this process begins with a trial; if
+        NoKernelError: no GPU, or the variant is off. A text's first use in this process begins with a trial; if
             that fails, the variant is switched off with a warning.
     """
     dtype, _, block_size, _, value_dim = ops.geometry_of(k_pool, v_pool, pages)
     choices = prefill_variants(k_pool, v_pool, n_q_heads, softcap=softcap is not None, sinks=sinks, pages=pages)
-    batch = len(counts)
-    if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0]:
-        raise ValueError(f"tables must be int32 [B, n] with B at least 1, got {tables.dtype} {tables.shape}")
-    if not tables.shape[0] == batch == len(lengths):
-        raise ValueError(f"tables, counts and lengths differ in number: {tables.shape[0]}, {batch}, {len(lengths)}")
-    reach = tables.shape[1] * block_size
-    for count, length in zip(counts, lengths, strict=True):
-        if not 1 <= count <= length <= reach:
-            raise ValueError(f"{count} new tokens of a sequence of {length} do not fit a table of {reach} tokens")
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, got {scale}")
+    check_pack(tables, counts, lengths, block_size, scale)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     if stride < 1:
@@ -290,21 +295,21 @@ def prepare_prefill(
     if variant is None:
         variant = choices[0] if choices else None
         if variant is None:
-            raise KernelUnavailable("no prefill kernel supports these pages on this GPU")
+            raise NoKernelError("no prefill kernel supports these pages on this GPU")
         if (reason := ops.why_off(variant)) is not None:
-            raise KernelUnavailable(reason)
+            raise NoKernelError(reason)
     own = launch_shape or shape_of(variant)
     constants = prefill_constants_of(variant, own)
-    if (failure := failure_of(Text(variant.body, constants), build_kernel)) is not None:
+    if (failure := failure_of(KernelKey(variant.body, constants), build_kernel)) is not None:
         ops.switch_off(variant, failure)
         warnings.warn(f"mlx_paged: {variant} is off: {failure}", stacklevel=2)
-        raise KernelUnavailable(failure)
+        raise NoKernelError(failure)
     tiles = tiles_of(counts, lengths, own.rows // variant.gqa, window)
     if variant.backend == "metal":  # fewer than 8 elements are another text (docs/adr/0018)
-        if len(tiles) * 4 < MANY:
+        if len(tiles) * 4 < MIN_DEVICE_ELEMENTS:
             tiles.append([0, 0, 0, 0])
-        if tables.size < MANY:
-            tables = mx.pad(tables, [(0, 0), (0, MANY)])
+        if tables.size < MIN_DEVICE_ELEMENTS:
+            tables = mx.pad(tables, [(0, 0), (0, MIN_DEVICE_ELEMENTS)])
     seen = _NO_WINDOW if window is None or window >= max(lengths) else window
     threads = 32 * own.simdgroups
     options = {

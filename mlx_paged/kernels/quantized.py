@@ -174,7 +174,7 @@ _PARTS = 2  # keys and values
 _TOKENS = 40  # tokens of the check
 
 
-class Exact(NamedTuple):
+class Exactness(NamedTuple):
     """Whether the kernels give the same bits as MLX on this device."""
 
     write: bool
@@ -212,7 +212,7 @@ def texts_of(pages: PageShape, block_size: int) -> list[tuple[str, Constants]]:
 def write_kernel(pages: PageShape, block_size: int, slots: mx.Dtype) -> tuple[Kernel, PageShape | None]:
     """Return the kernel that writes keys and values into pages; and if it takes rows, the forms in which MLX has to
     quantise them first, else None."""
-    if exact(pages, block_size).write:
+    if exactness(pages, block_size).write:
         return build_kernel("quantized_write", (*page_constants(pages, block_size), ("S", slots))), None
     return build_kernel("write_rows", (*row_constants(pages, block_size), ("S", slots))), pages
 
@@ -238,6 +238,12 @@ def write_rows(
     return kernel(inputs=[k_pool, v_pool, fence, k, v, slots], **write_options(slots, heads, _PARTS))[0]
 
 
+def check_range(ids: mx.array, block_size: int, start: int, length: int) -> None:
+    """Raise ValueError if positions ``start .. start + length - 1`` are an empty range or exceed the block table."""
+    if start < 0 or length < 1 or start + length > ids.size * block_size:
+        raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
+
+
 def gather_rows(
     k_pool: mx.array, v_pool: mx.array, fence: mx.array, ids: mx.array, start: int, length: int, pages: PageShape
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -261,7 +267,7 @@ def gather(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Return the dequantised rows of :func:`gather_rows`: keys ``[1, n_kv_heads, length, dim]``, values; and the next
     fence."""
-    if not exact(pages, k_pool.shape[2]).gather:
+    if not exactness(pages, k_pool.shape[2]).gather:
         k, v, fence = gather_rows(k_pool, v_pool, fence, ids, start, length, pages)
         return *pages.dequantize(k, v), fence
     return _gather_values(k_pool, v_pool, fence, ids, start, length, pages)
@@ -290,8 +296,7 @@ def _gather(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Check the range and launch a gather, with ``items`` threads for each token and head."""
     _, heads, block_size, _ = k_pool.shape
-    if start < 0 or length < 1 or start + length > ids.size * block_size:
-        raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
+    check_range(ids, block_size, start, length)
     k, v, fence = build_kernel(body, constants)(
         inputs=[k_pool, v_pool, fence, ids, mx.array([start, length], mx.int32)],
         grid=(-(-length * items // 256) * 256, heads, _PARTS),
@@ -312,10 +317,10 @@ def newest_slots(visible: tuple[mx.array, mx.array, mx.array], block_size: int) 
 
 
 @lru_cache(maxsize=256)
-def exact(pages: PageShape, block_size: int) -> Exact:
+def exactness(pages: PageShape, block_size: int) -> Exactness:
     """Return whether the kernels quantise and dequantise as MLX does on this device, to the bit. The first call checks
     that and warns if they do not; MLX then does it, more slowly."""
-    outcome = Exact(*(_holds(check, pages, block_size) for check in (_writes_alike, _gathers_alike)))
+    outcome = Exactness(*(_holds(check, pages, block_size) for check in (_writes_alike, _gathers_alike)))
     for what, holds in zip(("quantising", "dequantising"), outcome, strict=True):
         if not holds:
             warnings.warn(f"mlx_paged: {what} {pages} uses MLX (slower): the kernel failed its check", stacklevel=2)

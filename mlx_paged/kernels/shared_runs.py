@@ -19,11 +19,12 @@ from .launch_shape import LaunchShape, Variant, shape_for
 HEADER = 2  # integers at the start of an item: partition, number of rows; the rows' places in the batch follow
 
 # Thresholds from which on the kernel for common blocks was faster in all measured cases (docs/adr/0075). LEAST_SAVED:
-# reads saved per step, in tokens times KV heads, for heads up to 128 and wider ones. LEAST_OF_A_ROW: tokens saved per
-# row, and LEAST_PART: part of all tokens that is read together, each for plain and for quantised pages. The latter gain
-# less, since what rows read again soon is in the L2 cache; thread groups of fewer than ROWS_OF_LEAST rows do, too.
-LEAST_SAVED, LEAST_OF_A_ROW, LEAST_PART = (3 << 16, 15 << 13), (0, 1024), (0.5, 0.7)
-ROWS_OF_LEAST, FEWEST_ROWS = 8, 4
+# reads saved per step, in tokens times KV heads, for heads up to 128 and wider ones. LEAST_SAVED_PER_ROW: tokens saved
+# per row, and LEAST_FRACTION: part of all tokens that is read together, each for plain and for quantised pages. The
+# latter gain less, since what rows read again soon is in the L2 cache; thread groups of fewer than FULL_GAIN_ROWS rows
+# do, too.
+LEAST_SAVED, LEAST_SAVED_PER_ROW, LEAST_FRACTION = (3 << 16, 15 << 13), (0, 1024), (0.5, 0.7)
+FULL_GAIN_ROWS, FEWEST_ROWS = 8, 4
 # The threshold on Metal, where each machine measures whether sharing is faster (shared_trial.py).
 LEAST_SAVED_ON_METAL = 1 << 16
 
@@ -36,8 +37,8 @@ class SharedCut(NamedTuple):
         num_kv_heads: KV heads of the layers; an item has a thread group for each.
         least_saved: reads that must be saved in a step, in tokens times KV heads.
         at_once: items with enough thread groups, one per KV head, to give every multiprocessor one.
-        least_of_a_row: tokens that must be saved per row, on average.
-        least_part: part of all tokens that must be read together.
+        least_saved_per_row: tokens that must be saved per row, on average.
+        least_fraction: part of all tokens that must be read together.
     """
 
     variant: Variant
@@ -45,8 +46,8 @@ class SharedCut(NamedTuple):
     num_kv_heads: int
     least_saved: int
     at_once: int = 1
-    least_of_a_row: int = LEAST_OF_A_ROW[False]
-    least_part: float = LEAST_PART[False]
+    least_saved_per_row: int = LEAST_SAVED_PER_ROW[False]
+    least_fraction: float = LEAST_FRACTION[False]
 
 
 class SharedRows(NamedTuple):
@@ -61,7 +62,7 @@ class SharedRows(NamedTuple):
     common: np.ndarray
 
     @property
-    def of_rows(self) -> np.ndarray:
+    def common_by_row(self) -> np.ndarray:
         """Leading tokens, in whole blocks, that each row has in common with any other, by place in the batch."""
         found = np.zeros_like(self.common)
         found[self.order] = np.maximum(self.common, np.append(self.common[1:], 0))
@@ -125,20 +126,20 @@ def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> S
 
 def items_for(rows: SharedRows, seen: Partitions, cut: SharedCut) -> np.ndarray | None:
     """Return :func:`shared_items` in launch order; None if the thresholds for sharing are not reached."""
-    known = len(rows.order)
+    num_rows = len(rows.order)
     if int(np.maximum(rows.common - seen.begins[rows.order], 0).sum()) * cut.num_kv_heads < cut.least_saved:
         return None  # not reached even if all common tokens were read together
     items = shared_items(rows, seen, cut.shape)
     common = items[items[:, 1] > 1]
-    sizes, read = seen.sizes[common[:, HEADER]], int((seen.ends - seen.begins)[:known].sum())
+    sizes, read = seen.sizes[common[:, HEADER]], int((seen.ends - seen.begins)[:num_rows].sum())
     together = int((sizes * common[:, 1]).sum())
-    least = max(cut.least_saved / cut.num_kv_heads, cut.least_of_a_row * known)
-    if together < cut.least_part * read or together - int(sizes.sum()) < least:
+    least = max(cut.least_saved / cut.num_kv_heads, cut.least_saved_per_row * num_rows)
+    if together < cut.least_fraction * read or together - int(sizes.sum()) < least:
         return None
-    return in_turns(items, cut.at_once)
+    return interleaved(items, cut.at_once)
 
 
-def in_turns(items: np.ndarray, at_once: int) -> np.ndarray:
+def interleaved(items: np.ndarray, at_once: int) -> np.ndarray:
     """Return items in the order in which thread groups take them. If there are at least as many items of single rows as
     of several, half of them move forward to run beside those: they wait for memory, the others for tensor cores."""
     common = items[:, 1] > 1
@@ -161,9 +162,9 @@ def cut_of(variant: Variant, num_kv_heads: int, shape: LaunchShape | None = None
         return SharedCut(variant, shape, num_kv_heads, LEAST_SAVED_ON_METAL)
     least, is_quantised = LEAST_SAVED[max(variant.head_dim, variant.value_dim) > 128], variant.pages is not None
     if not is_quantised:
-        least = max(least, least * ROWS_OF_LEAST // shape.rows)
+        least = max(least, least * FULL_GAIN_ROWS // shape.rows)
     at_once = -(-cuda_limits().multiprocessors // num_kv_heads)
-    limits = LEAST_OF_A_ROW[is_quantised], LEAST_PART[is_quantised]
+    limits = LEAST_SAVED_PER_ROW[is_quantised], LEAST_FRACTION[is_quantised]
     return SharedCut(variant, shape, num_kv_heads, least, at_once, *limits)
 
 
@@ -176,7 +177,7 @@ def shared_items(rows: SharedRows, seen: Partitions, shape: LaunchShape) -> np.n
         seen: partitions of each row; rows beyond those of ``rows`` see nothing.
         shape: launch shape of the kernel.
     """
-    known, rest = len(rows.order), len(seen.ends) - len(rows.order)
+    num_rows, rest = len(rows.order), len(seen.ends) - len(rows.order)
     begins, ends, sizes, origins, lengths = (x[rows.order] for x in seen)
     # Only whole partitions before the newest token are common, as each row stores that token itself.
     common = np.minimum(rows.common, np.minimum(ends, np.roll(ends, 1)) - 1) - origins
@@ -187,7 +188,7 @@ def shared_items(rows: SharedRows, seen: Partitions, shape: LaunchShape) -> np.n
     live = lengths > partitions
     # A window may begin inside a row's first partition, which is then read for this row alone.
     joins = (together > partitions) & (partitions >= ((begins > 0) | (np.roll(begins, 1) > 0)))
-    place = np.arange(known)
+    place = np.arange(num_rows)
     # Position of a row among those that it reads a partition with; a thread group takes `shape.rows` of them.
     before = place - np.maximum.accumulate(np.where(joins, 0, place), axis=1)
     leads = live & (before % shape.rows == 0)
@@ -199,5 +200,5 @@ def shared_items(rows: SharedRows, seen: Partitions, shape: LaunchShape) -> np.n
     items[at, HEADER + slot] = np.broadcast_to(rows.order, live.shape)[live]
     if rest:  # padding
         items[number[-1, -1] + 1 :, 1] = 1
-        items[number[-1, -1] + 1 :, HEADER] = np.arange(known, known + rest)
+        items[number[-1, -1] + 1 :, HEADER] = np.arange(num_rows, num_rows + rest)
     return items

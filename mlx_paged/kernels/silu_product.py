@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import mlx.core as mx
 
 from .build import build_kernel
-from .check import passes
+from .cases import worst_rms
+from .check import check_and_warn
 from .products.inference import is_inference
 from .products.narrow_matmul import DTYPES, is_available
-from .trial import Text
+from .trial import KernelKey
 
 BODY = "silu_product"
 _THREADS = 256
@@ -29,20 +29,20 @@ def silu_product(gate: mx.array, up: mx.array) -> mx.array | None:
         dtypes.
     """
     fits = gate.shape == up.shape and gate.dtype == up.dtype and gate.size > 0
-    if not fits or not is_inference() or not works(gate.dtype, gate.ndim):
+    if not fits or not is_inference() or not passes_check(gate.dtype, gate.ndim):
         return None
     return _launch(gate, up)
 
 
-def text_of(dtype: mx.Dtype, num_dims: int) -> Text:
-    """Return the text for arrays of ``num_dims`` dimensions."""
-    return Text(BODY, (("T", dtype), ("XD", num_dims)))
+def kernel_key(dtype: mx.Dtype, num_dims: int) -> KernelKey:
+    """Return the key of the kernel for arrays of ``num_dims`` dimensions."""
+    return KernelKey(BODY, (("T", dtype), ("XD", num_dims)))
 
 
 def _launch(gate: mx.array, up: mx.array) -> mx.array:
-    text = text_of(gate.dtype, gate.ndim)
+    key = kernel_key(gate.dtype, gate.ndim)
     groups = -(-gate.size // (_THREADS * _EACH))
-    (out,) = build_kernel(text.body, text.constants)(
+    (out,) = build_kernel(key.body, key.constants)(
         inputs=[gate, up],
         grid=(groups * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -53,12 +53,12 @@ def _launch(gate: mx.array, up: mx.array) -> mx.array:
 
 
 @lru_cache(maxsize=64)
-def works(dtype: mx.Dtype, num_dims: int) -> bool:
+def passes_check(dtype: mx.Dtype, num_dims: int) -> bool:
     """Return whether the kernel can be used on this machine for arrays of ``num_dims`` dimensions; warns once if it
     fails its self-check or does not compile."""
     if dtype not in DTYPES or not is_available():
         return False
-    return passes(BODY, dtype, lambda: _difference(dtype, num_dims))
+    return check_and_warn(BODY, dtype, lambda: _difference(dtype, num_dims))
 
 
 def _difference(dtype: mx.Dtype, num_dims: int) -> float:
@@ -71,5 +71,4 @@ def _difference(dtype: mx.Dtype, num_dims: int) -> float:
         wide = gate.astype(mx.float32)
         got = _launch(gate, up).astype(mx.float32)
         errors.append(mx.square(got - wide * mx.sigmoid(wide) * up.astype(mx.float32)).mean())
-    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
-    return float(rms)
+    return worst_rms(errors)

@@ -7,7 +7,7 @@ compile there fails the step's requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -35,70 +35,72 @@ def seconds_of(compute: Callable[[], list[mx.array]], most_seconds: float = floa
     return best
 
 
-# On Metal, MLX puts inputs of fewer elements in the address space `constant`, which makes another text (docs/adr/0018).
-MANY = 8
+# On Metal, MLX puts inputs of fewer elements in the address space `constant`, not `device`, which makes another text
+# (docs/adr/0018).
+MIN_DEVICE_ELEMENTS = 8
 Build = Callable[[str, Constants], Callable[..., list[mx.array]]]
 
 
-class Text(NamedTuple):
+class KernelKey(NamedTuple):
     """Everything that determines what MLX compiles.
 
     Attributes:
         body, constants: arguments of :func:`.build.build_kernel`.
-        few: inputs with fewer than 8 elements, of those that may have so few; empty on CUDA, where it does not matter.
+        small_inputs: inputs with fewer than 8 elements, of those whose size varies; empty on CUDA, where it does not
+            matter.
     """
 
     body: str
     constants: Constants
-    few: tuple[str, ...] = ()
+    small_inputs: tuple[str, ...] = ()
 
 
-def few_of(dialect: str, **sizes: int) -> tuple[str, ...]:
-    """Return :attr:`Text.few` for inputs with these numbers of elements."""
-    return () if dialect == "cuda" else tuple(name for name, size in sizes.items() if size < MANY)
+def small_inputs_of(dialect: str, **sizes: int) -> tuple[str, ...]:
+    """Return :attr:`KernelKey.small_inputs` for inputs with these numbers of elements."""
+    return () if dialect == "cuda" else tuple(name for name, size in sizes.items() if size < MIN_DEVICE_ELEMENTS)
 
 
-_outcomes: dict[Text, str | None] = {}
+_outcomes: dict[KernelKey, str | None] = {}
 
 
-def failure_of(text: Text, build: Build) -> str | None:
-    """Return why a text cannot be used, or None. The first call for a text launches it and waits for the result, a few
+def failure_of(key: KernelKey, build: Build) -> str | None:
+    """Return why a kernel cannot be used, or None. The first call for a key launches it and waits for the result, a few
     ms beside the compilation; later calls look it up.
 
     Args:
         build: builds the kernel: :func:`.build.build_kernel`.
     """
-    if text not in _outcomes:
+    if key not in _outcomes:
         try:
-            mx.eval(launch_alone(text, build))
-            _outcomes[text] = None
+            mx.eval(launch_alone(key, build))
+            _outcomes[key] = None
         except (RuntimeError, ValueError) as error:
-            _outcomes[text] = f"{text.body}: {type(error).__name__}: {str(error)[:500]}"
-    return _outcomes[text]
+            _outcomes[key] = f"{key.body}: {type(error).__name__}: {str(error)[:500]}"
+    return _outcomes[key]
 
 
-def launch_alone(text: Text, build: Build) -> list[mx.array]:
-    """Launch a text on scratch arrays of a few KB to about 4 MB, with no tokens to attend to. The results are lazy and
-    meaningless."""
-    body = BODIES[text.body]
-    given, options = _SCRATCH[body.family](_Known(dict(text.constants), text))
+def launch_alone(key: KernelKey, build: Build) -> list[mx.array]:
+    """Launch a kernel on scratch arrays of a few KB to about 4 MB, with no tokens to attend to. The results are lazy
+    and meaningless."""
+    body = BODIES[key.body]
+    given, options = _SCRATCH[body.family](_Kernel(key))
     inputs = [given[name] for name in body.inputs]
-    return build(text.body, text.constants)(inputs=inputs, **options)
+    return build(key.body, key.constants)(inputs=inputs, **options)
 
 
-class _Known:
-    """A text's constants, and which of its inputs have few elements."""
+class _Kernel:
+    """A kernel's constants, and which of its inputs are small."""
 
-    def __init__(self, constants: Mapping[str, Any], text: Text) -> None:
-        self.constants = constants
-        self.body = text.body
-        self._few = text.few
+    def __init__(self, key: KernelKey) -> None:
+        self.constants = dict(key.constants)
+        self.body = key.body
+        self._small_inputs = key.small_inputs
 
     def __getitem__(self, name: str) -> Any:
         return self.constants[name]
 
-    def is_few(self, name: str) -> bool:
-        return name in self._few
+    def is_small(self, name: str) -> bool:
+        return name in self._small_inputs
 
     def pool(self, heads: int = 1) -> dict[str, mx.array]:
         """Return pools of one block, and a fence."""
@@ -131,129 +133,129 @@ def _options(grid: tuple[int, int, int], threads: int, *outputs: tuple[tuple[int
 _FENCE = ((1,), mx.uint32)
 
 
-def _decode(known: _Known) -> Scratch:
+def _decode(kernel: _Kernel) -> Scratch:
     """Return one sequence of 1 or 8 queries that see nothing."""
-    q_len = 1 if known.is_few("ends") else MANY
-    kv_heads = -(-MANY // known["G"]) if known["SINKS"] and not known.is_few("sinks") else 1
-    heads, dtype, threads = kv_heads * known["G"], known["T"], known["SG"] * 32
+    q_len = 1 if kernel.is_small("ends") else MIN_DEVICE_ELEMENTS
+    kv_heads = -(-MIN_DEVICE_ELEMENTS // kernel["G"]) if kernel["SINKS"] and not kernel.is_small("sinks") else 1
+    heads, dtype, threads = kv_heads * kernel["G"], kernel["T"], kernel["SG"] * 32
     ends, lines = mx.zeros((1, q_len), mx.int32), heads * q_len
-    q = mx.zeros((1, heads, q_len, known["D"]), dtype)
+    q = mx.zeros((1, heads, q_len, kernel["D"]), dtype)
     given = {
-        **known.pool(kv_heads),
+        **kernel.pool(kv_heads),
         **{"q": q, "k_new": q, "v_new": q, "ends": ends, "starts": ends, "params": mx.zeros((5,))},
-        "tables": mx.zeros((1, 1 if known.is_few("tables") else MANY), mx.int32),
-        "sinks": known.sinks(heads),
+        "tables": mx.zeros((1, 1 if kernel.is_small("tables") else MIN_DEVICE_ELEMENTS), mx.int32),
+        "sinks": kernel.sinks(heads),
     }
-    out = (1, heads, q_len, known["DV"])
-    given["items"] = mx.zeros((MANY, HEADER + known.constants.get("ROWS", 1)), mx.int32)
-    if BODIES[known.body].family is Family.FUSED_DECODE:
-        given["arrivals"] = mx.zeros((max(MANY, kv_heads * q_len),), mx.uint32)
+    out = (1, heads, q_len, kernel["DV"])
+    given["items"] = mx.zeros((MIN_DEVICE_ELEMENTS, HEADER + kernel.constants.get("ROWS", 1)), mx.int32)
+    if BODIES[kernel.body].family is Family.FUSED_DECODE:
+        given["arrivals"] = mx.zeros((max(MIN_DEVICE_ELEMENTS, kv_heads * q_len),), mx.uint32)
         return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)
-    parts = 1 if known["SINGLE"] else 2
-    first = (out if known["SINGLE"] else (lines, parts, known["DV"]), known["O"])
+    parts = 1 if kernel["SINGLE"] else 2
+    first = (out if kernel["SINGLE"] else (lines, parts, kernel["DV"]), kernel["O"])
     grid = (kv_heads * threads, q_len, parts)
     return given, _options(grid, threads, first, ((lines, parts, 2), mx.float32), _FENCE)
 
 
-def _prefill(known: _Known) -> Scratch:
+def _prefill(kernel: _Kernel) -> Scratch:
     """Return a tile of no tokens."""
-    heads, dtype, threads = known["G"], known["T"], known["SG"] * 32
+    heads, dtype, threads = kernel["G"], kernel["T"], kernel["SG"] * 32
     given = {
-        **known.pool(),
+        **kernel.pool(),
         # As many elements as real launches have at least, so that on Metal the text is the same.
-        **{"q": mx.zeros((1, heads, 1, known["D"]), dtype), "tables": mx.zeros((1, MANY), mx.int32)},
+        **{"q": mx.zeros((1, heads, 1, kernel["D"]), dtype), "tables": mx.zeros((1, MIN_DEVICE_ELEMENTS), mx.int32)},
         **{"tiles": mx.zeros((2, 4), mx.int32), "params": mx.ones((4,))},
-        "sinks": known.sinks(max(MANY, heads)),
-        "rotated": mx.zeros((1, 1, known["BS"], known.constants.get("DR", 1)), dtype),
+        "sinks": kernel.sinks(max(MIN_DEVICE_ELEMENTS, heads)),
+        "rotated": mx.zeros((1, 1, kernel["BS"], kernel.constants.get("DR", 1)), dtype),
     }
-    return given, _options((threads, 1, 1), threads, ((1, heads, 1, known["DV"]), dtype), _FENCE)
+    return given, _options((threads, 1, 1), threads, ((1, heads, 1, kernel["DV"]), dtype), _FENCE)
 
 
-def _merge(known: _Known) -> Scratch:
-    q_len = 1 if known.is_few("ends") else MANY
-    heads = 1 if known.is_few("stats") else 2 if known.is_few("sinks") else MANY
-    lines, dim, threads = heads * q_len, known["DV"], known["SG"] * 32
+def _merge(kernel: _Kernel) -> Scratch:
+    q_len = 1 if kernel.is_small("ends") else MIN_DEVICE_ELEMENTS
+    heads = 1 if kernel.is_small("stats") else 2 if kernel.is_small("sinks") else MIN_DEVICE_ELEMENTS
+    lines, dim, threads = heads * q_len, kernel["DV"], kernel["SG"] * 32
     ends = mx.zeros((1, q_len), mx.int32)
     given = {
         **{"partial": mx.zeros((lines, 2, dim)), "stats": mx.zeros((lines, 2, 2))},
-        **{"ends": ends, "starts": ends, "sinks": known.sinks(heads)},
+        **{"ends": ends, "starts": ends, "sinks": kernel.sinks(heads)},
     }
-    return given, _options((lines * threads, 1, 1), threads, ((1, heads, q_len, dim), known["T"]))
+    return given, _options((lines * threads, 1, 1), threads, ((1, heads, q_len, dim), kernel["T"]))
 
 
-def _write(known: _Known) -> Scratch:
+def _write(kernel: _Kernel) -> Scratch:
     """Return rows with negative slots, which are not written."""
-    rows = 1 if known.is_few("slots") else MANY
-    given = {name: mx.zeros((1, 1, rows, known[dim]), known["T"]) for name, dim in (("k", "D"), ("v", "DV"))}
-    given |= {**known.pool(), "slots": mx.full((rows,), -1, known["S"])}
-    parts = 1 if known.body == "write_slots" else 2  # keys and values separately
+    rows = 1 if kernel.is_small("slots") else MIN_DEVICE_ELEMENTS
+    given = {name: mx.zeros((1, 1, rows, kernel[dim]), kernel["T"]) for name, dim in (("k", "D"), ("v", "DV"))}
+    given |= {**kernel.pool(), "slots": mx.full((rows,), -1, kernel["S"])}
+    parts = 1 if kernel.body == "write_slots" else 2  # keys and values separately
     return given, _options((rows * parts * 32, 1, 1), 32, _FENCE)
 
 
-def _gather(known: _Known) -> Scratch:
+def _gather(kernel: _Kernel) -> Scratch:
     """Return a gather of one token of the only block."""
-    blocks = mx.zeros((1 if known.is_few("blocks") else MANY,), mx.int32)
-    given = {**known.pool(), "blocks": blocks, "span": mx.array([0, 1], mx.int32)}
-    outputs = [((1, 1, 1, known[dim]), known["T"]) for dim in ("D", "DV")]
+    blocks = mx.zeros((1 if kernel.is_small("blocks") else MIN_DEVICE_ELEMENTS,), mx.int32)
+    given = {**kernel.pool(), "blocks": blocks, "span": mx.array([0, 1], mx.int32)}
+    outputs = [((1, 1, 1, kernel[dim]), kernel["T"]) for dim in ("D", "DV")]
     return given, _options((256, 1, 1), 256, *outputs, _FENCE)
 
 
-def _copy(known: _Known) -> Scratch:
+def _copy(kernel: _Kernel) -> Scratch:
     """Return copies of the only block onto itself."""
-    pairs = 1 if known.is_few("pairs") else MANY // 2
-    given = {**known.pool(), "pairs": mx.zeros((2, pairs), mx.int32)}
-    packets = known["BS"] * max(known["D"], known["DV"]) // 4
+    pairs = 1 if kernel.is_small("pairs") else MIN_DEVICE_ELEMENTS // 2
+    given = {**kernel.pool(), "pairs": mx.zeros((2, pairs), mx.int32)}
+    packets = kernel["BS"] * max(kernel["D"], kernel["DV"]) // 4
     return given, _options((-(-packets // 256) * 256, 1, 1), 256, _FENCE)
 
 
-def _product(known: _Known) -> Scratch:
+def _product(kernel: _Kernel) -> Scratch:
     """Return two rows and matrices of eight rows, with eight values each, or the 32 of a group."""
-    rows, size, dtype, threads = 2, 8, known["T"], known["SG"] * 32
-    bits = known.constants.get("BITS")
+    rows, size, dtype, threads = 2, 8, kernel["T"], kernel["SG"] * 32
+    bits = kernel.constants.get("BITS")
     depth = 32 if bits else size
-    x = mx.zeros((rows * depth,) if known["XD"] == 1 else (rows, *[1] * (known["XD"] - 2), depth), dtype)
+    x = mx.zeros((rows * depth,) if kernel["XD"] == 1 else (rows, *[1] * (kernel["XD"] - 2), depth), dtype)
     w, like = mx.zeros((size, depth), dtype), mx.zeros((rows, size), dtype)
     given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like, "gains": mx.zeros((depth,), dtype)}
-    half = known.constants.get("HALF", 8)
+    half = kernel.constants.get("HALF", 8)
     given |= {"offsets": mx.zeros((rows,), mx.int32), "frequencies": mx.ones((half,))}
     for number in ("", "1", "2"):
         given |= {f"w{number}": w, f"words{number}": mx.zeros((size, bits or 1), mx.uint32)}
         given |= {f"{name}{number}": mx.zeros((size, 1), dtype) for name in ("scales", "biases")}
-    outputs = [((rows, size), dtype)] * len(BODIES[known.body].outputs)
+    outputs = [((rows, size), dtype)] * len(BODIES[kernel.body].outputs)
     return given, _options((len(outputs) * threads, 1, 1), threads, *outputs)
 
 
-def _silu(known: _Known) -> Scratch:
+def _silu(kernel: _Kernel) -> Scratch:
     """Return eight values."""
-    x = mx.zeros((*[1] * (known["XD"] - 1), 8), known["T"])
-    return {"left": x, "right": x}, _options((32, 1, 1), 32, (x.shape, known["T"]))
+    x = mx.zeros((*[1] * (kernel["XD"] - 1), 8), kernel["T"])
+    return {"left": x, "right": x}, _options((32, 1, 1), 32, (x.shape, kernel["T"]))
 
 
-def _rows(known: _Known) -> Scratch:
+def _embedding(kernel: _Kernel) -> Scratch:
     """Return a lookup of the only row of a table."""
-    given = {"table": mx.zeros((1, 8), known["T"]), "tokens": mx.zeros((1,), known["S"])}
-    return given, _options((32, 1, 1), 32, ((1, 8), known["T"]))
+    given = {"table": mx.zeros((1, 8), kernel["T"]), "tokens": mx.zeros((1,), kernel["S"])}
+    return given, _options((32, 1, 1), 32, ((1, 8), kernel["T"]))
 
 
-def _draw(known: _Known) -> Scratch:
+def _draw(kernel: _Kernel) -> Scratch:
     """Return rows with eight equal logits."""
-    rows, threads = 1 if known.is_few("positions") else MANY, known["SG"] * 32
-    given = {"x": mx.zeros((rows, 8), known["T"]), "params": mx.zeros((rows, 8))}
+    rows, threads = 1 if kernel.is_small("positions") else MIN_DEVICE_ELEMENTS, kernel["SG"] * 32
+    given = {"x": mx.zeros((rows, 8), kernel["T"]), "params": mx.zeros((rows, 8))}
     given |= {"keys": mx.zeros((rows, 8), mx.uint32), "positions": mx.zeros((rows,), mx.uint32)}
-    return given, _options((rows * threads, 1, 1), threads, ((rows,), known["O"]))
+    return given, _options((rows * threads, 1, 1), threads, ((rows,), kernel["O"]))
 
 
-def _penalise(known: _Known) -> Scratch:
+def _penalise(kernel: _Kernel) -> Scratch:
     """Return one row with a history of one token, and others without."""
-    rows, threads = 1 if known.is_few("tokens") else MANY, known["SG"] * 32
-    given = {"x": mx.zeros((rows, 8), known["T"]), "tokens": mx.zeros((rows,), known["S"])}
+    rows, threads = 1 if kernel.is_small("tokens") else MIN_DEVICE_ELEMENTS, kernel["SG"] * 32
+    given = {"x": mx.zeros((rows, 8), kernel["T"]), "tokens": mx.zeros((rows,), kernel["S"])}
     given |= {"places": mx.array([0, *[-1] * (rows - 1)], mx.int32), "words": mx.zeros((1, 8), mx.uint32)}
     given |= {"counts": mx.zeros((4, 1, 8), mx.int32), "spans": mx.ones((1, 8), mx.int32), "penalties": mx.ones((1, 8))}
-    outputs = [((rows, 8), known["O"]), ((1, 8), mx.uint32), ((4, 1, 8), mx.int32), ((1, 8), mx.int32)]
+    outputs = [((rows, 8), kernel["O"]), ((1, 8), mx.uint32), ((4, 1, 8), mx.int32), ((1, 8), mx.int32)]
     return given, _options((rows * threads, 1, 1), threads, *outputs)
 
 
-_SCRATCH: dict[Family, Callable[[_Known], Scratch]] = {
+_SCRATCH: dict[Family, Callable[[_Kernel], Scratch]] = {
     Family.DECODE: _decode,
     Family.FUSED_DECODE: _decode,
     Family.PREFILL: _prefill,
@@ -263,7 +265,7 @@ _SCRATCH: dict[Family, Callable[[_Known], Scratch]] = {
     Family.COPY: _copy,
     Family.PRODUCT: _product,
     Family.SILU: _silu,
-    Family.EMBEDDING: _rows,
+    Family.EMBEDDING: _embedding,
     Family.DRAW: _draw,
     Family.PENALISE: _penalise,
 }

@@ -64,7 +64,7 @@ class LayerGroup(NamedTuple):
         return self.window if self.stride == 1 else None
 
     @property
-    def why_dense(self) -> str | None:
+    def always_dense_reason(self) -> str | None:
         """Reason why pages of the group are never quantised, or None."""
         return "the model computes with the cached latents directly" if self.latent else None
 
@@ -275,7 +275,7 @@ class BlockGroup:
             KernelUnavailableError: a kernel is demanded and there is none. Nothing has been changed, nor by an error of
                 MLX, such as a lack of memory.
         """
-        geometry, dense_reason = geometry.in_format(self.page_format, self.spec.why_dense)
+        geometry, dense_reason = geometry.in_format(self.page_format, self.spec.always_dense_reason)
         form, storage_reason = self._choose_storage(geometry, self.block_size, heads)
         self.storages = [form(geometry, self.block_size, self.allocator.num_blocks) for _ in self.spec.layers]
         self.geometry, self._form, self.in_place = geometry, form, self.storages[0].in_place
@@ -369,14 +369,14 @@ class BlockGroup:
         arrays, thread = self._last_read or ((), 0)
         return arrays if thread in (0, get_ident()) else ()
 
-    def begin_reads(self) -> None:
+    def start_reads(self) -> None:
         """Start computing the noted reads before the rest of the step. Arrays evaluated together are ready together, so
         :meth:`wait_for_reads` would otherwise wait for the model's output and the sampling, too."""
         if arrays := self._reads():
             mx.async_eval(arrays)
-        self.note_begun()
+        self.note_reads_started()
 
-    def note_begun(self) -> None:
+    def note_reads_started(self) -> None:
         """Note that this thread's reads are being computed: any thread can wait for them now."""
         if self._last_read is not None and self._last_read[1] == get_ident():
             self._last_read = self._last_read[0], 0

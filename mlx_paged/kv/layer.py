@@ -213,7 +213,7 @@ class PoolLayer:
             self.group.pace(self.position, step.num_tokens)
 
     def _before_write(self, k: mx.array, v: mx.array) -> None:
-        if self.turn.is_newcomer:  # raises for what it cannot compute, such as another thread's lazy weights
+        if self.turn.is_first_turn:  # raises for what it cannot compute, such as another thread's lazy weights
             mx.eval(k, v)
         self.turn.is_dirty = True
         if self.is_last and not self.group.in_place:
@@ -244,7 +244,7 @@ class PoolLayer:
         with self.turn:
             return self.storage.read_visible(table, copy=copy)
 
-    def copied(self, seen: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+    def copy_visible(self, seen: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
         """Return copies of what :meth:`append` returned, for callers that may keep them."""
         if seen[0].shape[1] == 1:  # the view of one head is contiguous already, and would stay a view
             return seen[0] + 0, seen[1] + 0

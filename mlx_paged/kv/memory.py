@@ -143,7 +143,7 @@ class PoolMemory:
         """Fix a group's geometry (:meth:`BlockGroup.set_geometry`). Raises PoolExhaustedError if the null block and one
         more of each group, or the blocks handed out so far, do not fit."""
         group.allocator.shrink()
-        in_pages, _ = geometry.in_format(group.page_format, group.spec.why_dense)
+        in_pages, _ = geometry.in_format(group.page_format, group.spec.always_dense_reason)
         per_block = group.block_size * in_pages.bytes_per_token() * len(group.spec.layers)
         per_layer = per_block // len(group.spec.layers)  # an estimate for groups whose geometry is not known yet
         least = sum(2 * (each.bytes_per_block or per_layer * len(each.spec.layers)) for each in self.groups)
@@ -196,7 +196,7 @@ class PoolMemory:
         if group.geometry is not None:
             if group.bytes_to_free(count) > self.unreserved_bytes:
                 step = (target - allocator.num_blocks) * per_block
-                self._make_way(group, count, step, kept or [0] * len(self.groups))
+                self._make_room_for_blocks(group, count, step, kept or [0] * len(self.groups))
             missing = count - allocator.num_free
             if missing <= 0:
                 return
@@ -205,7 +205,7 @@ class PoolMemory:
         self.turn.is_dirty = True
         group.grow(target)
 
-    def _make_way(self, group: BlockGroup, count: int, step: int, kept: Sequence[int]) -> None:
+    def _make_room_for_blocks(self, group: BlockGroup, count: int, step: int, kept: Sequence[int]) -> None:
         """Make room for the blocks that the group lacks: free up bytes to grow by, or evict cached blocks of the group.
 
         Args:
@@ -225,7 +225,7 @@ class PoolMemory:
             return group.bytes_to_free(count) - self.unreserved_bytes
 
         def spare() -> int:
-            return sum(self._spare(index, kept) * self.groups[index].bytes_per_block for index in others)
+            return sum(self._spare_blocks(index, kept) * self.groups[index].bytes_per_block for index in others)
 
         def too_few() -> PoolExhaustedError:
             missing = count - group.allocator.num_free
@@ -239,7 +239,7 @@ class PoolMemory:
             if short() > spare() + cached + elsewhere + in_states:
                 raise too_few()
         if spare() * WORTH_MOVING >= self.budget - self.unreserved_bytes:
-            self._take(others, max(short(), min(step - self.unreserved_bytes, spare() // 2)), kept)
+            self._shrink_groups(others, max(short(), min(step - self.unreserved_bytes, spare() // 2)), kept)
         if short() > 0 and cached:
             # More than is missing, so that the next steps find free blocks.
             num_blocks = -(-short() // group.bytes_per_block)
@@ -251,7 +251,7 @@ class PoolMemory:
             for index in others:
                 if elsewhere and wanted > spare():
                     self.owners.evict(index, -(-(wanted - spare()) // self.groups[index].bytes_per_block))
-            self._take(others, wanted, kept)
+            self._shrink_groups(others, wanted, kept)
         if short() > 0:  # caches freed less than they said
             raise too_few()
 
@@ -272,7 +272,7 @@ class PoolMemory:
             short = num_bytes - self.unreserved_bytes
             if missing <= 0 < short:
                 # More than is missing, since tensors are copied for it.
-                self._take(everything, max(short, self.budget // STATES_TAKEN_SHARE), [0] * len(self.groups))
+                self._shrink_groups(everything, max(short, self.budget // STATES_TAKEN_SHARE), [0] * len(self.groups))
             return num_bytes <= self.unreserved_bytes
 
     def exhausted(self, blocks: int, num_bytes: int, apart: int = 0) -> PoolExhaustedError:
@@ -286,17 +286,17 @@ class PoolMemory:
 
     # Shrinking ------------------------------------------------------------------------------------------------
 
-    def _spare(self, group: int, kept: Sequence[int]) -> int:
+    def _spare_blocks(self, group: int, kept: Sequence[int]) -> int:
         """Return how many free blocks of a group others may take."""
         return max(0, self.groups[group].allocator.num_free - kept[group])
 
-    def _take(self, groups: Sequence[int], num_bytes: int, kept: Sequence[int]) -> None:
+    def _shrink_groups(self, groups: Sequence[int], num_bytes: int, kept: Sequence[int]) -> None:
         """Shrink the tensors of groups by ``num_bytes``, or by all they can spare; those with most to spare first."""
-        for index in sorted(groups, key=lambda i: -self._spare(i, kept) * self.groups[i].bytes_per_block):
+        for index in sorted(groups, key=lambda i: -self._spare_blocks(i, kept) * self.groups[i].bytes_per_block):
             group = self.groups[index]
             if num_bytes <= 0 or not group.bytes_per_block:
                 continue
-            blocks = min(self._spare(index, kept), -(-num_bytes // group.bytes_per_block))
+            blocks = min(self._spare_blocks(index, kept), -(-num_bytes // group.bytes_per_block))
             if blocks:
                 self.shrink(index, group.allocator.num_blocks - blocks)
                 num_bytes -= blocks * group.bytes_per_block

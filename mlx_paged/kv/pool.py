@@ -38,7 +38,7 @@ class BlockPool:
         memory_budget: most bytes that the tensors of all groups, and states, may take.
         choose_storage: chooses the form of a group's storage, once, at its first keys and values.
         page_format: how keys and values are quantised when they are written, in the groups that can be (see
-            :meth:`PageFormat.why_not`); None: they are not.
+            :meth:`PageFormat.unsupported_reason`); None: they are not.
 
     Raises:
         ConfigError: block size, budget or groups are unusable.

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.availability import on_metal
-from ..kernels.build import RowsArray
+from ..kernels.build import DeviceRows
 from ..kernels.latent_prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
@@ -42,8 +42,8 @@ class DeviceTables:
     """
 
     def __init__(self) -> None:
-        self.tokens, self.ends = RowsArray(), RowsArray()
-        self.first_seen: defaultdict[Window, RowsArray] = defaultdict(RowsArray)
+        self.tokens, self.ends = DeviceRows(), DeviceRows()
+        self.first_seen: defaultdict[Window, DeviceRows] = defaultdict(DeviceRows)
         self._uids: list[int] = []
         self._versions: list[int] = []
         self._host = np.zeros((0, 0), np.int32)
@@ -90,8 +90,8 @@ class DeviceTables:
         """
         if self._common is None:
             size = tables[0].block_size
-            self._shared = shared_rows(self._host, [len(table.block_ids) for table in tables], size)
-            self._common = np.zeros(len(tables), np.int64) if self._shared is None else self._shared.of_rows // size
+            self._shared = shared = shared_rows(self._host, [len(table.block_ids) for table in tables], size)
+            self._common = np.zeros(len(tables), np.int64) if shared is None else shared.common_by_row // size
             self._items = None, None
         if self._shared is None:
             return None
@@ -107,7 +107,7 @@ class DeviceTables:
     def starts(self, shape: tuple[int, ...]) -> mx.array:
         """Return the starts of visible positions without a window: zeros, int32."""
         if self._starts is None or self._starts.shape != shape:
-            self._starts = RowsArray().of(np.zeros(shape, np.int32))
+            self._starts = DeviceRows().of(np.zeros(shape, np.int32))
             mx.async_eval(self._starts)  # another thread's steps may read it
         return self._starts
 
@@ -190,12 +190,12 @@ class Step:
             by all layers; those of attention by the layers' parameters.
         place: for one token of one table, start and end of the table's visible tokens among functional storage's slots;
             None if not known, or not consecutive.
-        by_head: number of blocks, and the index at which functional storage of that size writes the rows' tokens, by
+        flat_index: number of blocks, and the index at which functional storage of that size writes the rows' tokens, by
             head; None until it is needed.
         columns: the columns that all layers read: of rows padded to a length, by that length; of some rows of equal
             length, by those rows.
-        parts: rows that share operations of attention without a kernel, in all layers; None until they are needed.
-        reading: how those are read, together or in parts; None: by MLX's function, or not known yet.
+        row_parts: rows that share operations of attention without a kernel, in all layers; None until they are needed.
+        read_plan: how those are read, together or in parts; None: by MLX's function, or not known yet.
     """
 
     def __init__(
@@ -216,10 +216,10 @@ class Step:
         self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
         self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
         self.place: tuple[int, int] | None = None
-        self.by_head: tuple[int, mx.array] | None = None
+        self.flat_index: tuple[int, mx.array] | None = None
         self.columns: dict[int | tuple[int, ...], Columns] = {}
-        self.parts: list[list[int]] | None = None
-        self.reading: RowsTogether | RowsInParts | None = None
+        self.row_parts: list[list[int]] | None = None
+        self.read_plan: RowsTogether | RowsInParts | None = None
         self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
@@ -227,7 +227,7 @@ class Step:
         self._of_tokens: dict[int, tuple[mx.array, mx.array]] = {}  # by the number of rows
         self._visible: dict[tuple[Window | None, int, tuple[int, int] | None], ThreeArrays] = {}
         self._items: dict[tuple[SharedCut, Window | None, tuple[int, int] | None], mx.array | None] = {}
-        self._parts: dict[int, Step] = {}
+        self._single_steps: dict[int, Step] = {}
         self._all_blocks: mx.array | None = None
         self._gathered_tables: mx.array | None = None
 
@@ -371,12 +371,13 @@ class Step:
             self._gathered_tables = mx.array(found)
         return self._gathered_tables
 
-    def part(self, tables: Sequence[BlockTable], index: int) -> Step:
+    def single_step(self, tables: Sequence[BlockTable], index: int) -> Step:
         """Return the step of one table alone, for attention sequence by sequence."""
-        step = self._parts.get(index)
+        step = self._single_steps.get(index)
         if step is None:
             counts = (self.counts[index],)
-            step = self._parts[index] = Step([tables[index]], counts, self.epoch, self._num_blocks, DeviceTables())
+            step = Step([tables[index]], counts, self.epoch, self._num_blocks, DeviceTables())
+            self._single_steps[index] = step
         return step
 
     def split(self, x: mx.array) -> list[mx.array]:

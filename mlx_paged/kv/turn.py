@@ -58,8 +58,8 @@ class Turn:
         self._depth = 0
         self._pending = 0  # the thread whose work here may still be lazy
         self._num_waiting = 0
-        self._known = threading.local()
-        self._known.here = True
+        self._local = threading.local()  # has_worked: the thread has worked on the tensors
+        self._local.has_worked = True
 
     def __enter__(self) -> bool:
         self._lock.acquire()
@@ -88,7 +88,7 @@ class Turn:
                 self.owner = 0
                 if not self.is_dirty:
                     return
-                self._known.here = True
+                self._local.has_worked = True
                 if _thread.steps and not self._num_waiting:
                     if self._pending == 0:
                         self._pending = get_ident()
@@ -127,9 +127,9 @@ class Turn:
         return read(False)
 
     @property
-    def is_newcomer(self) -> bool:
+    def is_first_turn(self) -> bool:
         """Whether the calling thread has never worked on this pool's tensors."""
-        return not hasattr(self._known, "here")
+        return not hasattr(self._local, "has_worked")
 
     @property
     def is_pending(self) -> bool:
@@ -147,7 +147,7 @@ class Turn:
         try:
             mx.async_eval(arrays)  # does nothing if they are already being computed
             for group in self._groups:
-                group.note_begun()
+                group.note_reads_started()
             if wait:
                 mx.eval(arrays)
         except Exception:

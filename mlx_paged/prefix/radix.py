@@ -16,22 +16,22 @@ from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import Window
 from .radix_node import (
-    MOST_KEPT,
-    MOST_SHARE,
+    CHECKPOINT_SHARE,
+    KEPT_SHARE,
     Checkpoints,
     HeldBlocks,
     RadixNode,
     add_leaf,
     check_tree,
     improves,
-    part_nodes,
     path_blocks,
     refill,
     replace_tail,
     servable_length,
+    unlink_nodes,
 )
 
-LOOKED_AT = 64  # nodes copied at a time from the eviction order, which changes while it is read
+NODES_PER_SLICE = 64  # nodes copied at a time from the eviction order, which changes while it is read
 
 
 class MatchResult(NamedTuple):
@@ -84,7 +84,7 @@ class RadixTree:
         self._tick = 0
         self._next_expiry = 0.0
         pool.add_holder(self)
-        weakref.finalize(self, part_nodes, self._roots).atexit = False
+        weakref.finalize(self, unlink_nodes, self._roots).atexit = False
 
     @property
     def pool(self) -> BlockPool:
@@ -136,7 +136,7 @@ class RadixTree:
         with self.pool.lock:
             self.expire()
             path, limit = self._walk(tokens, salt)
-            while path and not self._serves_states(path, limit):
+            while path and not self._is_adoptable(path, limit):
                 path.pop()
             for node in path:
                 self._touch(node)
@@ -145,7 +145,7 @@ class RadixTree:
             length = path[-1].end
             return MatchResult(length, path[-1], path_blocks(path, length, self.windows, self.block_size))
 
-    def _serves_states(self, path: Sequence[RadixNode], limit: int) -> bool:
+    def _is_adoptable(self, path: Sequence[RadixNode], limit: int) -> bool:
         """Return whether a sequence can continue from the end of the path, which must not exceed ``limit``."""
         end = path[-1].end
         if path[-1].checkpoint is None or end > limit:
@@ -221,7 +221,7 @@ class RadixTree:
             salt: what else the keys depend on: model, adapter, dtype, cache configuration.
             label: label of the node that the prefix ends in.
             keep: number of leading tokens whose nodes are evicted after all others. Kept nodes take up to
-                :data:`MOST_KEPT` of the pool's budget; beyond it, those kept first become ordinary ones.
+                :data:`KEPT_SHARE` of the pool's budget; beyond it, those kept first become ordinary ones.
 
         Raises:
             ValueError: the tables do not hold the tokens. Nothing was changed.
@@ -270,7 +270,7 @@ class RadixTree:
             states: called if the tree has none there; returns their bytes, and caches that are never written to.
 
         Returns:
-            Whether the tree has them now: checkpoints take up to :data:`MOST_SHARE` of the pool's budget.
+            Whether the tree has them now: checkpoints take up to :data:`CHECKPOINT_SHARE` of the pool's budget.
         """
         run = tuple(tokens)
         with self._changing():
@@ -279,7 +279,7 @@ class RadixTree:
                 self.insert(run, tables, salt, label=label, keep=keep)
                 return True
             nbytes, caches = states()
-            memory, most = self.pool.memory, int(self.pool.memory.budget * MOST_SHARE)
+            memory, most = self.pool.memory, int(self.pool.memory.budget * CHECKPOINT_SHARE)
             if self.checkpoints.nbytes + nbytes > most:
                 self.evict_states(self.checkpoints.nbytes + nbytes - most)
             if self.checkpoints.nbytes + nbytes > most or not memory.make_room_for_state(nbytes):
@@ -318,7 +318,7 @@ class RadixTree:
             self._kept.pop(each, None)
             self._kept[each] = None
         sizes = {each: self._nbytes_of(each) for each in self._kept}
-        excess = sum(sizes.values()) - self.pool.memory.budget * MOST_KEPT
+        excess = sum(sizes.values()) - self.pool.memory.budget * KEPT_SHARE
         for each, nbytes in sizes.items():
             if excess <= 0:
                 break
@@ -607,7 +607,9 @@ def _least_recently_used(
 
     has_window = held.windows[group] is not None
     seen, num_nodes = 0, len(order)
-    while nodes := list(islice(order, seen - (num_nodes - len(order)), seen + LOOKED_AT - (num_nodes - len(order)))):
+    while nodes := list(
+        islice(order, seen - (num_nodes - len(order)), seen + NODES_PER_SLICE - (num_nodes - len(order)))
+    ):
         seen += len(nodes)
         for node in nodes:
             while node in order and is_evictable(node):

@@ -249,7 +249,7 @@ class RadixNode:
         return f"RadixNode([{self.start}, {self.end}), blocks={self.blocks}, locks={self.locks})"
 
 
-def part_nodes(roots: Mapping[Hashable, RadixNode]) -> None:
+def unlink_nodes(roots: Mapping[Hashable, RadixNode]) -> None:
     """Break parent and child cycles, so that an abandoned tree is freed without the garbage collector."""
     for root in roots.values():
         for node in list(root.descendants()):
@@ -410,9 +410,9 @@ def _check_node(node: RadixNode, block_size: int) -> None:
 
 # Largest share of a pool's budget for checkpoints. Keys and values are useless without a checkpoint at their end, and
 # checkpoints without keys and values.
-MOST_SHARE = 1 / 4
+CHECKPOINT_SHARE = 1 / 4
 # Largest share of it for prefixes that requests ask to keep, so that others always have room.
-MOST_KEPT = 1 / 2
+KEPT_SHARE = 1 / 2
 
 
 class Checkpoint:
@@ -473,14 +473,12 @@ class Checkpoints:
             before = before.parent
         checkpoint.priority = self._clock + saved * (1 + checkpoint.hits) / max(1, checkpoint.slot.nbytes)
 
-    def forget(self, node: RadixNode) -> int:
-        """Remove the node's checkpoint, if it has one. Returns its bytes."""
+    def forget(self, node: RadixNode) -> None:
+        """Remove the node's checkpoint, if it has one."""
         checkpoint, node.checkpoint = node.checkpoint, None
-        if checkpoint is None:
-            return 0
-        del self.nodes[node]
-        self.nbytes -= checkpoint.slot.nbytes
-        return checkpoint.slot.nbytes
+        if checkpoint is not None:
+            del self.nodes[node]
+            self.nbytes -= checkpoint.slot.nbytes
 
     def cheapest(self, num_bytes: int, kept: Mapping[RadixNode, None]) -> list[RadixNode]:
         """Return unlocked nodes, lowest priority first and kept ones last, until their checkpoints have ``num_bytes``

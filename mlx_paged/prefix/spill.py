@@ -19,7 +19,16 @@ from ..kv.storage.attention_params import Window
 from ..kv.storage.base import first_keys
 from .radix import RadixTree, table_over
 from .radix_node import RadixNode
-from .spill_folder import FORMAT, BlockGeometry, SavedStates, SpilledBlock, SpillFolder, described, geometry_of, packed
+from .spill_folder import (
+    FORMAT,
+    BlockGeometry,
+    SavedStates,
+    SpilledBlock,
+    SpillFolder,
+    block_geometry_of,
+    geometry_of,
+    packed,
+)
 
 LINGER_SECONDS = 0.1  # starting a thread for each block of a prefix would cost more than copying the block
 
@@ -105,7 +114,7 @@ class SpillStore:
         folder: created if missing; see :class:`SpillFolder`.
         max_bytes: most bytes of all files; beyond it the least recently used files are deleted.
         queued_bytes: most host memory of blocks that wait to be written; blocks evicted beyond it are dropped.
-        everywhere: takes a number of this rank and returns those of all ranks that compute the model. Each rank has a
+        exchange: takes a number of this rank and returns those of all ranks that compute the model. Each rank has a
             folder with its own part of the keys and values; a prefix is restored as far as every rank has it.
 
     Raises:
@@ -118,9 +127,9 @@ class SpillStore:
         *,
         max_bytes: int = 1 << 63,
         queued_bytes: int = 256 << 20,
-        everywhere: Callable[[int], Sequence[int]] = lambda number: [number],
+        exchange: Callable[[int], Sequence[int]] = lambda number: [number],
     ) -> None:
-        self.everywhere = everywhere
+        self.exchange = exchange
         self.folder = SpillFolder(Path(folder))
         self.max_bytes = max_bytes
         self.nbytes = 0
@@ -135,7 +144,7 @@ class SpillStore:
             self._chains.setdefault(block.chain, []).append(block)
             self._order[block.path] = block
             self.nbytes += block.nbytes
-        self._keep_limit()
+        self._enforce_limit()
 
     def __len__(self) -> int:
         return len(self._order)
@@ -166,7 +175,7 @@ class SpillStore:
             put += self._save_states(pool, node, identity, wait)
         if not put:
             return 0
-        self._keep_limit()
+        self._enforce_limit()
         return self.flush() if wait else put
 
     def _save_states(self, pool: BlockPool, node: RadixNode, identity: str, wait: bool) -> int:
@@ -196,7 +205,7 @@ class SpillStore:
         """Queue the node's blocks that are not on disk yet for writing. Returns how many were queued."""
         size, prefix = pool.block_size, node.prefix()
         first = node.start // size
-        geometry = _geometry_of(pool)
+        geometry = _geometries_of(pool)
         chains = _chains(_root(identity, pool), size, prefix[: (node.end - 1) // size * size])
         starts, wanted = {}, []
         for index in range(first, -(-node.end // size)):
@@ -252,13 +261,13 @@ class SpillStore:
             if waiting:
                 self._waiting[block.chain] = waiting
             if isinstance(result, SpilledBlock):
-                self._know(result)
+                self._register(result)
                 written += 1
             elif isinstance(result, Exception):
                 self.folder.warn(f"a prefix was not written to {self.folder.path}: {result}")
             else:
                 raise result
-        self._keep_limit()
+        self._enforce_limit()
         return written
 
     def flush(self) -> int:
@@ -303,7 +312,7 @@ class SpillStore:
             if end <= match.length:
                 return 0
             loaded = [arrays for block in blocks if (arrays := self._load(tree.pool, block)) is not None]
-            if not max(self.everywhere(len(blocks) - len(loaded))):
+            if not max(self.exchange(len(blocks) - len(loaded))):
                 break  # otherwise bad files have been deleted: look again
         tree.lock(match.node)
         tables: list[BlockTable] = []
@@ -335,13 +344,13 @@ class SpillStore:
         limit = len(tokens) - 1
         while True:
             end = max((end for end in files if held < end <= limit), default=0)
-            ends = self.everywhere(end)
+            ends = self.exchange(end)
             if not min(ends):
                 return 0
             limit = min(ends)
             if limit < max(ends):
                 continue
-            if min(self.everywhere(self._bring_back(tree, tokens[:end], salt, identity, files[end]))):
+            if min(self.exchange(self._restore_states(tree, tokens[:end], salt, identity, files[end]))):
                 return end - held
             limit -= 1
 
@@ -357,7 +366,7 @@ class SpillStore:
                     found[low + len(block.tokens)] = block
         return found
 
-    def _bring_back(
+    def _restore_states(
         self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str, file: SpilledBlock
     ) -> bool:
         """Load the states at the end of ``tokens``, and the blocks before it, into the tree. Returns whether both are
@@ -397,7 +406,7 @@ class SpillStore:
         """Return the blocks before the end that every rank can serve (:func:`_servable_end`), and this end."""
         while True:
             end = _servable_end(blocks, base, length, windows)
-            ends = self.everywhere(end)
+            ends = self.exchange(end)
             blocks = _until(blocks, base, min(ends))
             if min(ends) == max(ends):
                 return blocks, end
@@ -439,8 +448,8 @@ class SpillStore:
                             part.append(arrays[f"{name}{layer}"][:, :, max(low, start) - low : high - low])
                 k, v = (mx.concatenate(part, axis=2) for part in parts.values())
                 if pool.groups[group].geometry is None:
-                    described = next(each.geometry[group] for each in blocks if each.geometry[group] is not None)
-                    pool.set_geometry(layer, *first_keys(geometry_of(described)), batch=1)
+                    known = next(each.geometry[group] for each in blocks if each.geometry[group] is not None)
+                    pool.set_geometry(layer, *first_keys(geometry_of(known)), batch=1)
                 pool.layer(layer).write_stored([tables[group]], k, v)
                 mx.eval(pool.fence(layer))
 
@@ -448,7 +457,7 @@ class SpillStore:
         """Return files of consecutive blocks from block ``base`` on whose tokens match, the last perhaps in part."""
         found: list[SpilledBlock] = []
         size = pool.block_size
-        geometry = _geometry_of(pool)
+        geometry = _geometries_of(pool)
         chain = _chains(_root(identity, pool), size, tokens[: base * size])[-1]
         for low in range(base * size, len(tokens), size):
             here = tokens[low : low + size]
@@ -480,7 +489,7 @@ class SpillStore:
 
     # Files ----------------------------------------------------------------------------------------------------
 
-    def _know(self, block: SpilledBlock) -> None:
+    def _register(self, block: SpilledBlock) -> None:
         for other in list(self._chains.get(block.chain, ())):
             is_covered = not block.is_states and other.geometry == block.geometry
             is_covered = is_covered and not other.is_states and _covers(block, other.tokens, other.starts)
@@ -493,7 +502,7 @@ class SpillStore:
         self._order.pop(block.path, None)
         self._order[block.path] = block
 
-    def _keep_limit(self) -> None:
+    def _enforce_limit(self) -> None:
         while self.nbytes + self._queue.nbytes > self.max_bytes and self._order:
             self._delete(next(iter(self._order.values())))
 
@@ -513,8 +522,8 @@ class SpillStore:
             del self._chains[block.chain]
 
 
-def _geometry_of(pool: BlockPool) -> tuple[BlockGeometry, ...]:
-    return tuple(described(group.geometry) for group in pool.groups)
+def _geometries_of(pool: BlockPool) -> tuple[BlockGeometry, ...]:
+    return tuple(block_geometry_of(group.geometry) for group in pool.groups)
 
 
 def _is_like(a: Sequence[BlockGeometry], b: Sequence[BlockGeometry]) -> bool:

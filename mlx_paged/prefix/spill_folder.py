@@ -312,7 +312,7 @@ def _digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def described(geometry: Geometry | None) -> BlockGeometry:
+def block_geometry_of(geometry: Geometry | None) -> BlockGeometry:
     """Return a geometry in the form that files hold."""
     if geometry is None:
         return None
@@ -320,11 +320,11 @@ def described(geometry: Geometry | None) -> BlockGeometry:
     return geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim, str(geometry.dtype), page_format
 
 
-def geometry_of(described: BlockGeometry) -> Geometry:
+def geometry_of(geometry: BlockGeometry) -> Geometry:
     """Return the geometry that a file describes. Raises any type of error if it is not valid."""
-    if described is None:
+    if geometry is None:
         raise ValueError("a block has no geometry")
-    heads, k_dim, v_dim, dtype, page_format = described
+    heads, k_dim, v_dim, dtype, page_format = geometry
     return Geometry(heads, k_dim, v_dim, DTYPES[dtype], None if page_format is None else PageFormat._make(page_format))
 
 

@@ -110,7 +110,7 @@ class Answer:
         elif state == "tool":
             self._call += text
             if self._streams and not (self._request.calls_once and self._num_calls and not self._arguments.name):
-                self._tell_arguments(self._arguments.feed(text))
+                self._add_arguments(self._arguments.feed(text))
         elif state == "normal":
             self._text += text
         self._state = state
@@ -137,13 +137,13 @@ class Answer:
             self._calls.append({**call, "index": self._num_calls})
             self._num_calls += 1
 
-    def _tell_arguments(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         """Add more arguments of the current call to the next piece; the first ones come with the function's name."""
         arguments = self._arguments
         if not text or arguments.name not in self._names:
             return
-        if not arguments.is_told:
-            arguments.is_told = True
+        if not arguments.is_name_sent:
+            arguments.is_name_sent = True
             self._calls.append({**openai_call({"name": arguments.name}), "index": self._num_calls})
             self._calls[-1]["function"]["arguments"] = text
             self._num_calls += 1
@@ -236,10 +236,10 @@ class Answers:
         by_answer: dict[int, list[Piece]] = {index: [] for index in range(len(self._answers))}
         for piece in self._pieces:
             by_answer[piece.index].append(piece)
-        told = [Piece.joined(by_answer[index]) for index in best]
-        for number, answer in enumerate(told):
+        answers = [Piece.joined(by_answer[index]) for index in best]
+        for number, answer in enumerate(answers):
             answer.index = number
-        return self._form.whole(told, self.usage(), self._echoes(best))
+        return self._form.whole(answers, self.usage(), self._echoes(best))
 
     def note_in(self, log: RequestLog) -> None:
         """Set the token counts and the time to the first token in the log entry."""
@@ -270,12 +270,12 @@ class Answers:
             return Usage(prompt, cached)
         return Usage(prompt, cached, sum(a.num_tokens for a in answers), sum(a.num_reasoning for a in answers))
 
-    def _echoes(self, told: Sequence[int]) -> list[Echo]:
+    def _echoes(self, indices: Sequence[int]) -> list[Echo]:
         """Return the prompt that each of these answers begins with; none without ``echo``."""
         request = self._request
         if not request.echo:
             return []
-        numbers = [index // request.best_of for index in told]
+        numbers = [index // request.best_of for index in indices]
         echoes = {number: self._echo(number) for number in set(numbers)}
         return [echoes[number] for number in numbers]
 
@@ -357,7 +357,7 @@ class AnswerResponse(Response):
         self._send_message = send
         try:
             if self._streams:
-                await self._tell()
+                await self._stream_events()
                 return
             while not self._answers.are_over:
                 self._answers.add(await self._stream.receive())
@@ -373,7 +373,7 @@ class AnswerResponse(Response):
             self._client.close()
             self._answers.note_in(self._log)
 
-    async def _tell(self) -> None:
+    async def _stream_events(self) -> None:
         while not self._answers.are_over:
             try:
                 self._answers.add(await self._stream.receive(BEAT_SECONDS))

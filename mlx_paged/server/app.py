@@ -38,11 +38,11 @@ def make_app(service: Service) -> Any:
     """Return the ASGI application of a server."""
     app = App(service)
     routes = [
-        Route(path, app.asked(endpoint), methods=["POST"])
+        Route(path, app.post_handler(endpoint), methods=["POST"])
         for endpoint in ENDPOINTS.values()
         for path in (endpoint.path, *endpoint.aliases)
     ]
-    routes += [Route(path, app.shown(page), methods=["GET"]) for path, page in app.pages().items()]
+    routes += [Route(path, app.page_handler(page), methods=["GET"]) for path, page in app.pages().items()]
     routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
     routes += service.batches.routes(lambda http: service.config.api_keys.salt(app.check_key(http), None))
     gate = service.batches.app = Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
@@ -62,7 +62,7 @@ class App:
 
     # POST -----------------------------------------------------------------------------------------------------
 
-    def asked(self, endpoint: Endpoint) -> Any:
+    def post_handler(self, endpoint: Endpoint) -> Any:
         async def answer(http: Request) -> Response:
             service = self._service
             key = self.check_key(http)
@@ -123,7 +123,7 @@ class App:
 
     # GET ------------------------------------------------------------------------------------------------------
 
-    def shown(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
+    def page_handler(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
         """Return the handler of a page, which checks the API key unless the page is open."""
 
         async def answer(http: Request) -> Response:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 << 20  # of all files together
 MAX_LINES = 50_000  # requests in a batch; OpenAI's limit
 MAX_KEPT = 1000  # batches
-MAX_OPEN = 16  # unfinished batches
+MAX_UNFINISHED = 16  # unfinished batches
 NUM_AT_ONCE = 16  # concurrent requests of one batch
 MESSAGES = endpoints.MESSAGES.path
 URLS = tuple(path for path, each in endpoints.ENDPOINTS.items() if each.request is not None)
-OPEN = ("in_progress", "cancelling")
+UNFINISHED = ("in_progress", "cancelling")
 FILES = ("input_file_id", "output_file_id", "error_file_id")
 TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
@@ -66,7 +66,7 @@ class Batches:
             if batch["status"] == "cancelling":
                 batch |= {"status": "cancelled", "cancelled_at": int(time.time())}
                 self._save(batch)
-            elif batch["status"] in OPEN:
+            elif batch["status"] in UNFINISHED:
                 self._start(batch)
 
     # Files ----------------------------------------------------------------------------------------------------
@@ -107,11 +107,11 @@ class Batches:
         if endpoint not in URLS:
             raise invalid(f"endpoint must be one of {', '.join(URLS)}", "endpoint")
         requests = _requests(self.content(owner, str(file)), endpoint)
-        if sum(batch["status"] in OPEN for batch in self._batches.values()) >= MAX_OPEN:
+        if sum(batch["status"] in UNFINISHED for batch in self._batches.values()) >= MAX_UNFINISHED:
             raise RequestRefused(
-                429, f"too many unfinished batches (limit {MAX_OPEN})", kind="overloaded", retry_after=60
+                429, f"too many unfinished batches (limit {MAX_UNFINISHED})", kind="overloaded", retry_after=60
             )
-        over = [name for name, batch in self._batches.items() if batch["status"] not in OPEN]
+        over = [name for name, batch in self._batches.items() if batch["status"] not in UNFINISHED]
         if len(self._batches) >= MAX_KEPT and over:
             self._forget(self._batches, over[0])
         now = int(time.time())
@@ -158,7 +158,7 @@ class Batches:
     def delete_messages(self, owner: str | None, name: str) -> dict[str, Any]:
         """Delete a finished batch and its files."""
         batch = _found(self._batches, owner, name)
-        if batch["status"] in OPEN:
+        if batch["status"] in UNFINISHED:
             raise invalid("the batch is still in progress; cancel it first")
         for file in {batch[field] for field in FILES} & self._files.keys():
             self.delete_file(owner, file)
@@ -168,7 +168,7 @@ class Batches:
     def message_results(self, owner: str | None, name: str) -> Iterator[dict[str, Any]]:
         """Yield the result of each request of a finished batch. Raises RequestRefused: 400, it is unfinished."""
         batch = _found(self._batches, owner, name)
-        if batch["status"] in OPEN:
+        if batch["status"] in UNFINISHED:
             raise invalid("the batch is still in progress")
         answers: dict[str, dict[str, Any]] = {}
         for field in FILES[1:]:
@@ -215,12 +215,12 @@ class Batches:
             while isinstance(error, ExceptionGroup):  # the group of tasks'
                 error = error.exceptions[0]
             logging.exception("a batch failed")
-            told = [{"code": "failed", "message": f"{type(error).__name__}: {error}"[:1000]}]
-            batch |= {"status": "failed", "failed_at": int(time.time()), "errors": {"object": "list", "data": told}}
+            faults = [{"code": "failed", "message": f"{type(error).__name__}: {error}"[:1000]}]
+            batch |= {"status": "failed", "failed_at": int(time.time()), "errors": {"object": "list", "data": faults}}
         for field, good in (("output_file_id", True), ("error_file_id", False)):
-            told = [line for _, line in sorted(lines.items()) if _is_good(line) == good]
-            if told:
-                content = "".join(json.dumps(line) + "\n" for line in told).encode()
+            answers = [line for _, line in sorted(lines.items()) if _is_good(line) == good]
+            if answers:
+                content = "".join(json.dumps(line) + "\n" for line in answers).encode()
                 try:
                     file = self.add_file(batch["owner"], f"{batch['id']}_{field[:6]}.jsonl", "batch_output", content)
                     batch[field] = file["id"]
@@ -233,7 +233,7 @@ class Batches:
         body = json.dumps({**request["body"], "stream": False, "priority": MAX_PRIORITY}).encode()
         headers = {"authorization": f"Bearer {key}", "user-agent": "batch", "host": "localhost"}
         while True:
-            status, answered, raw = await asked(self.app, batch["endpoint"], body, headers)
+            status, answered, raw = await post(self.app, batch["endpoint"], body, headers)
             if status not in (429, 503) or "retry-after" not in answered:
                 break
             await asyncio.sleep(float(answered["retry-after"]))
@@ -329,7 +329,7 @@ class Batches:
         ]
 
 
-async def asked(app: Any, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
+async def post(app: Any, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
     """Send a POST to an ASGI application. Return the response's status, headers and body."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Any] = []
@@ -395,7 +395,7 @@ def _shown(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_messages(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch in Anthropic's format."""
-    counts, is_over = batch["request_counts"], batch["status"] not in OPEN
+    counts, is_over = batch["request_counts"], batch["status"] not in UNFINISHED
     left = counts["total"] - counts["completed"] - counts["failed"]
     ended = next((batch[time] for time in ("completed_at", "cancelled_at", "failed_at") if batch[time]), None)
     times = {"created_at": batch["created_at"], "expires_at": batch["created_at"] + 86400, "ended_at": ended}

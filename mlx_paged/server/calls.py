@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<function=", "</function>"  # of Qwen3-Coder's calls; it often omits the marker before them
 OBJECT = '{"name":'  # start of a call in JSON
-MOST_HELD = 1 << 16  # characters held back while they may be a call
-MOST_HEAD = 1000  # characters of a call before its arguments
+MAX_HELD_CHARACTERS = 1 << 16  # characters held back while they may be a call
+MAX_HEAD_CHARACTERS = 1000  # characters of a call before its arguments
 CLOSINGS = ("", END, "}", "}}", "]}}")
 _NAME = re.compile(r"\s*([\w.:-]+)\s*(?:\(\s*\))?\s*")
 
@@ -187,10 +187,10 @@ class LooseParts:
             elif begin == 0:
                 end = self._held.find(END)
                 if end < 0:
-                    return found if len(self._held) < MOST_HELD else [*found, *self._release()]
+                    return found if len(self._held) < MAX_HELD_CHARACTERS else [*found, *self._release()]
                 call, self._held = self._held[: end + len(END)], self._held[end + len(END) :]
                 found += [("tool" if self._is_call(call) else "normal", call), ("normal", "")]
-            elif self._is_first and _may_begin(self._held.lstrip(), OBJECT) and len(self._held) < MOST_HELD:
+            elif self._is_first and _may_begin(self._held.lstrip(), OBJECT) and len(self._held) < MAX_HELD_CHARACTERS:
                 return found  # decided at the answer's end
             else:
                 pending = next((n for n in range(len(BEGIN) - 1, 0, -1) if self._held.endswith(BEGIN[:n])), 0)
@@ -258,7 +258,7 @@ class ArgumentStream:
     Attributes:
         name: name of the function; None: not known yet, or the call has another format.
         missing: brackets that close the arguments; empty inside a string, which cannot be closed.
-        is_told: whether the name has been sent.
+        is_name_sent: whether the name has been sent.
     """
 
     _HEADS = re.compile(
@@ -268,7 +268,7 @@ class ArgumentStream:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.is_told = False
+        self.is_name_sent = False
         self._head = ""
         self._open: list[str] = []  # brackets that close the open ones
         self._is_string = self._is_escaped = self._is_over = False
@@ -279,7 +279,7 @@ class ArgumentStream:
 
     def feed(self, text: str) -> str:
         """Add text of the call. Return the arguments in it."""
-        if self.name is None and len(self._head) < MOST_HEAD:
+        if self.name is None and len(self._head) < MAX_HEAD_CHARACTERS:
             self._head += text
             if (found := self._HEADS.match(self._head)) is None:
                 return ""

@@ -138,15 +138,15 @@ def read_keys(path: Path) -> dict[str, KeyRule]:
         ConfigError: it cannot be read, or has another format.
     """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--api-key @{path}: {error}") from None
-    if not isinstance(told, dict) or not told:
+    if not isinstance(content, dict) or not content:
         raise ConfigError(f'--api-key @{path} must contain a JSON object such as {{"NAME": {{"key": "KEY"}}}}')
     rules: dict[str, KeyRule] = {}
-    for name, values in told.items():
+    for name, values in content.items():
         key = values.get("key") if isinstance(values, dict) else None
-        if not isinstance(key, str) or key.strip() in rules or unknown(values):
+        if not isinstance(key, str) or key.strip() in rules or is_invalid_rule(values):
             raise ConfigError(
                 f"--api-key @{path}: {name!r} must have a unique key, and may have priority (an integer), "
                 "requests_per_minute and tokens_per_minute (numbers of at least 1)"
@@ -155,7 +155,7 @@ def read_keys(path: Path) -> dict[str, KeyRule]:
     return rules
 
 
-def unknown(values: dict[str, Any]) -> bool:
+def is_invalid_rule(values: dict[str, Any]) -> bool:
     """Return whether a key's values are no valid rule."""
     limits = {name: value for name, value in values.items() if name != "key"}
     numbers = all(type(value) in (int, float) and value == value for value in limits.values())
@@ -170,7 +170,7 @@ def unknown(values: dict[str, Any]) -> bool:
 # Who asks, and how much ---------------------------------------------------------------------------------------------
 
 MAX_NAMES = 64  # clients with figures of their own; further ones count as OTHER
-MAX_OPEN = 256  # concurrent requests of one key that has a rule
+MAX_CONCURRENT_PER_KEY = 256  # concurrent requests of one key that has a rule
 OTHER = "other"
 _PRODUCT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 FIGURES = ("requests", "prompt_tokens", "cached_tokens", "generated_tokens")
@@ -238,8 +238,8 @@ class Clients:
                 limit = getattr(rule, f"{what}_per_minute")
                 words = f"the API key {name!r} has reached its limit of {limit:,} {what} per minute"
                 raise RequestRefused(429, words, code="rate_limit_exceeded", retry_after=math.ceil(waits[what]))
-            if self._open[name] >= MAX_OPEN:
-                words = f"too many concurrent requests with the API key {name!r} (limit {MAX_OPEN})"
+            if self._open[name] >= MAX_CONCURRENT_PER_KEY:
+                words = f"too many concurrent requests with the API key {name!r} (limit {MAX_CONCURRENT_PER_KEY})"
                 raise RequestRefused(429, words, code="rate_limit_exceeded", retry_after=1)
             self._requests[name].take(1)
         if name not in self._figures:
@@ -274,7 +274,7 @@ class Clients:
         return sorted(rows, key=lambda row: -row["prompt_tokens"])
 
 
-class Turns:
+class FairLock:
     """A lock that waiting clients get in turn, however many requests each has."""
 
     def __init__(self) -> None:
@@ -282,7 +282,7 @@ class Turns:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @asynccontextmanager
-    async def of(self, client: str) -> AsyncIterator[None]:
+    async def hold(self, client: str) -> AsyncIterator[None]:
         if self._is_taken:
             given = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(client, deque()).append(given)

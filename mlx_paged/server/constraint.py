@@ -9,7 +9,7 @@ from ..engine.grammar.compiler import ANY_OBJECT, GrammarSource
 from .errors import invalid
 
 FORMATS = ("json", "json_object", "regex", "choice", "grammar")
-MOST_CHOICES = 10_000
+MAX_CHOICE_STRINGS = 10_000
 
 
 class Tool(NamedTuple):
@@ -127,8 +127,8 @@ def _structured_outputs(given: Any) -> Constraint:
         return _json(value, where)
     if kind == "choice":
         is_list = isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)
-        if not is_list or len(value) > MOST_CHOICES:
-            raise invalid(f"{where} must be a list of 1 to {MOST_CHOICES:,} non-empty strings", name)
+        if not is_list or len(value) > MAX_CHOICE_STRINGS:
+            raise invalid(f"{where} must be a list of 1 to {MAX_CHOICE_STRINGS:,} non-empty strings", name)
         return Constraint(GrammarSource.choice(value), where)
     if not isinstance(value, str) or not value:
         raise invalid(f"{where} must be a non-empty string", name)

@@ -207,7 +207,7 @@ class EngineLoop:
             self.pending.popleft()
         self._score()
         if self.batch is not None:
-            self._memory.keep(self.batch, self.models.pool, self.models.prompt_cache)
+            self._memory.relieve(self.batch, self.models.pool, self.models.prompt_cache)
             self._step()
         cache, now = self.models.prompt_cache, self._clock()
         if now - self._tidied > TIDY_EVERY_SECONDS and hasattr(cache, "tidy"):  # for a server that is never idle
@@ -270,7 +270,7 @@ class EngineLoop:
                         404, "model is required: the server was started without --model", param="model"
                     )
                 self.outbox.put(work.stream, models.texts)
-            elif not models.batches(request):
+            elif not models.can_batch(request):
                 if is_busy:
                     return False
                 work.state, self.alone = "alone", self._compute_alone(work, request)
@@ -361,7 +361,7 @@ class EngineLoop:
             if (row := self.rows.get(response.uid)) is None:
                 continue
             try:
-                if self._tell(row, response, *logprobs.get(response.uid, (None, ()))):
+                if self._emit_token(row, response, *logprobs.get(response.uid, (None, ()))):
                     del self.rows[response.uid]
                     batch.end(response)
                     self.models.trim(batch)
@@ -369,7 +369,7 @@ class EngineLoop:
                 batch.remove([response.uid])
                 self._fail_row(response.uid, error)
 
-    def _tell(self, row: Row, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
+    def _emit_token(self, row: Row, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
         """Send a client the next token of its answer. Return whether it is the last.
 
         Raises:
@@ -404,8 +404,8 @@ class EngineLoop:
 
     def _fail_row(self, uid: int, error: Exception) -> None:
         """Fail a row's request, with its other rows."""
-        if isinstance(error.__cause__, PoolExhaustedError) and hasattr(self.models.prompt_cache, "others"):
-            self.models.prompt_cache.others.trim_to(n_sequences=0)  # cached copies whose blocks the pool cannot evict
+        if isinstance(error.__cause__, PoolExhaustedError) and hasattr(self.models.prompt_cache, "unpaged"):
+            self.models.prompt_cache.unpaged.trim_to(n_sequences=0)  # cached copies whose blocks the pool cannot evict
         row = self.rows.pop(uid, None)
         if row is not None:
             self.fail(row.work, error)
@@ -433,14 +433,14 @@ class EngineLoop:
             for index in range(request.num_answers):
                 row = Row(work, index, texts.detokenizer())
                 work.rows.append(row)
-                tokens = self.models.alone(request, index, self.stream, note)
+                tokens = self.models.generate_alone(request, index, self.stream, note)
                 for response in tokens:
                     wanted = [(response, request.top_logprobs or 0)] if request.wants_logprobs else []
                     logprobs = fetch_logprobs(wanted).get(response.uid, (None, ()))
                     if row.last_at is None:
                         num_prompt = len(request.prompt_of(index).tokens)
                         self.stats.count(computed_prompt_tokens=num_prompt - max(0, response.num_cached))
-                    if self._tell(row, response, *logprobs) or not work.is_wanted:
+                    if self._emit_token(row, response, *logprobs) or not work.is_wanted:
                         tokens.close()  # type: ignore[attr-defined]
                         break
                     yield None
@@ -498,7 +498,7 @@ class EngineLoop:
             self.models.unload()
             trim_heap()
             logging.info("no request for %g s: models are unloaded until the next request", seconds)
-        self._memory.keep(None, self.models.pool, cache)
+        self._memory.relieve(None, self.models.pool, cache)
 
 
 def for_seconds(seconds: float) -> Callable[[], bool]:
@@ -516,12 +516,14 @@ def fetch_logprobs(asking: list[tuple[Any, int]]) -> dict[int, tuple[float, tupl
     if not asking:
         return {}
     rows, tokens = mx.stack([response.logprobs for response, _ in asking]), [response.token for response, _ in asking]
-    found = likeliest_of(rows, tokens, max(top for _, top in asking))
+    found = gather_logprobs(rows, tokens, max(top for _, top in asking))
     wanted = zip(asking, found, strict=True)
     return {response.uid: (logprob, likeliest[:top]) for (response, top), (logprob, likeliest) in wanted}
 
 
-def likeliest_of(rows: mx.array, tokens: list[int], num_top: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+def gather_logprobs(
+    rows: mx.array, tokens: list[int], num_top: int
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
     """Return the log-probability of each row's token, and the row's ``num_top`` most likely tokens with theirs, in one
     transfer."""
     wanted, most = mx.array(tokens)[:, None], min(num_top, rows.shape[-1])

@@ -163,7 +163,7 @@ class EngineThread:
         mx.default_stream(mx.default_device())
         try:
             self._load_default()
-            while self.start_error is None and not self._live():
+            while self.start_error is None and not self._run_loop():
                 pass
         except BaseException as error:
             self._die(f"the engine cannot be restarted: {type(error).__name__}: {error}")
@@ -183,7 +183,7 @@ class EngineThread:
             self.start_error = error
             self._on_start_error(error)
 
-    def _live(self) -> bool:
+    def _run_loop(self) -> bool:
         """Run one loop. Return True after an orderly shutdown, False if another loop is to follow."""
         loop = self.loop
         try:
@@ -200,7 +200,7 @@ class EngineThread:
         if self.num_restarts:
             self._die(f"the engine failed again: {reason}")
         self.fail_all("the engine failed and is restarting: see the server's log")
-        self.models.mend()
+        self.models.recover()
         self.loop = self._make_loop(self)
         self.num_restarts, self.last_restart, self._restarted_at = 1, reason, time.monotonic()
         return False

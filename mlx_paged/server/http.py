@@ -93,7 +93,7 @@ class Protocol(H11Protocol):
         self.transport.close()
 
 
-def raised_file_limit() -> int:
+def raise_file_limit() -> int:
     """Raise the limit of open files to what MAX_CONNECTIONS needs, as far as allowed. Return the limit."""
     try:
         import resource

@@ -194,7 +194,7 @@ class MemoryWatch:
             logging.info("memory is below its watermark again")
         return int(used - mark)
 
-    def keep(self, batch: Any, pool: BlockPool | None, prompt_cache: Any) -> None:
+    def relieve(self, batch: Any, pool: BlockPool | None, prompt_cache: Any) -> None:
         """Free memory between two steps, if a reading is due and above the watermark. For the engine thread.
 
         Args:
@@ -214,12 +214,12 @@ class MemoryWatch:
         mx.clear_cache()
         trim_heap()
         if batch is not None and self.pressure >= Pressure.PREEMPTING:
-            batch.preempt_youngest()
+            batch.preempt_last()
         if pool is not None:
             pool.memory.give_back(excess)
-        others = getattr(prompt_cache, "others", None)
-        if others is not None:
-            others.trim_to(n_bytes=max(0, int(others.nbytes) - excess))
+        unpaged = getattr(prompt_cache, "unpaged", None)
+        if unpaged is not None:
+            unpaged.trim_to(n_bytes=max(0, int(unpaged.nbytes) - excess))
 
     def as_dict(self) -> dict[str, Any] | None:
         """Return what ``/health`` shows; None if there has been no reading."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from .backend import PromptLimits
-from .clients import Turns
+from .clients import FairLock
 from .errors import invalid
 from .request import ChatInput, Input, Prompt, ServerRequest
 from .requests.agents import ToolOrders, steady_messages
@@ -52,7 +52,7 @@ class PromptMaker:
         self.num_waiting = 0
         self._allow_template, self._image_hosts, self._default_tokens = allow_template, image_hosts, default_tokens
         self._tool_orders = ToolOrders()
-        self._small, self._large = ((ThreadPoolExecutor(1, thread_name_prefix="prompts"), Turns()) for _ in range(2))
+        self._small, self._large = ((ThreadPoolExecutor(1, thread_name_prefix="prompts"), FairLock()) for _ in range(2))
         # For work that mostly waits: grammar trials and image downloads.
         self._waiting = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting")
 
@@ -106,10 +106,10 @@ class PromptMaker:
 
     async def run(self, work: Callable[[], T], *, size: int = 0, client: str = "") -> T:
         """Run ``work`` in the worker thread for its ``size`` in characters; return its result. Clients take turns."""
-        pool, turns = self._small if size <= SMALL_CHARACTERS else self._large
+        pool, lock = self._small if size <= SMALL_CHARACTERS else self._large
         self.num_waiting += 1
         try:
-            async with turns.of(client):
+            async with lock.hold(client):
                 return await asyncio.get_running_loop().run_in_executor(pool, work)
         finally:
             self.num_waiting -= 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COMPILING_SECONDS = 0.005  # between turns while grammars are compiled and nothing else is to be done
 TICK_SECONDS = 1.0  # between turns without work, in which prefixes expire and memory is given back
-MOST_BYTES = 64 << 20  # of prompts and other texts in one message to the ranks; the rest waits for the next one
+MAX_MESSAGE_BYTES = 64 << 20  # of prompts and other texts in one message to the ranks; the rest waits for the next one
 
 
 class RankedLoop(EngineLoop):
@@ -37,8 +37,8 @@ class RankedLoop(EngineLoop):
         is_stopping, clock = lambda: thread.is_stopping, lambda: ranks.now
         super().__init__(thread.models, thread.requests, thread.stats, thread.memory_watch, is_stopping, clock)
         self.ranks = ranks
-        self._news: dict[str, Any] = {}
-        self._coming: list[Work] = []
+        self._message: dict[str, Any] = {}
+        self._new_works: list[Work] = []
         self._uncompiled = UncompiledWork(ranks)
         self._waiting: list[Work] = []  # for the next message; rank 0 only
 
@@ -46,11 +46,11 @@ class RankedLoop(EngineLoop):
         """Run until rank 0 ends all ranks. Raises errors that end only this one."""
         self.stream = mx.default_stream(mx.default_device())
         while True:
-            news = self._collected() if self.ranks.rank == 0 else None
+            message = self._next_message() if self.ranks.rank == 0 else None
             with self.ranks.step():
-                self._news = news = self.ranks.broadcast(news) or {}
-                self.ranks.now = news["now"]
-                if news["ends"]:
+                self._message = message = self.ranks.broadcast(message) or {}
+                self.ranks.now = message["now"]
+                if message["ends"]:
                     break
                 self.guarded_turn()
         self.refuse_all()
@@ -77,7 +77,7 @@ class RankedLoop(EngineLoop):
 
     # Rank 0 ---------------------------------------------------------------------------------------------------
 
-    def _collected(self) -> dict[str, Any]:
+    def _next_message(self) -> dict[str, Any]:
         """Return the next message; without work, wait up to :data:`TICK_SECONDS` for requests."""
         until = time.monotonic() + TICK_SECONDS
         self._waiting += self.arrived(COMPILING_SECONDS if self._uncompiled and not super().is_busy else 0)
@@ -87,31 +87,31 @@ class RankedLoop(EngineLoop):
             self._waiting.remove(work)
             self.outbox.put(work.stream, self.models.texts)
         self.outbox.flush()
-        self._coming, num_bytes = [], 0
-        while self._waiting and (not self._coming or num_bytes < MOST_BYTES):
+        self._new_works, num_bytes = [], 0
+        while self._waiting and (not self._new_works or num_bytes < MAX_MESSAGE_BYTES):
             work = self._waiting.pop(0)
             if work.is_wanted:
                 work.is_shared = True
-                self._coming.append(work)
+                self._new_works.append(work)
                 num_bytes += _size(work)
         gone = [work for work in self._works() if work.stream is not None and not work.stream.is_wanted]
         return {
             "now": time.monotonic(),
             "ends": self.is_stopping(),
-            "requests": [work.request.described() for work in self._coming if work.request is not None],
+            "requests": [work.request.described() for work in self._new_works if work.request is not None],
             "gone": [work.request.number for work in gone if work.request is not None],
         }
 
     # All ranks ------------------------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        news, texts = self._news, self.models.texts
+        message, texts = self._message, self.models.texts
         if self.ranks.rank > 0:
             assert texts is not None
-            told = [ServerRequest.from_description(each) for each in news["requests"]]  # without their grammars
-            self._coming = [Work(None, request, texts.key, is_shared=True) for request in told]
-        self.pending += self._uncompiled.add(self._coming, texts)
-        self._coming, gone = [], set(news["gone"])
+            requests = [ServerRequest.from_description(each) for each in message["requests"]]  # without their grammars
+            self._new_works = [Work(None, request, texts.key, is_shared=True) for request in requests]
+        self.pending += self._uncompiled.add(self._new_works, texts)
+        self._new_works, gone = [], set(message["gone"])
         for work in self._works():
             work.is_gone = work.is_gone or (work.request is not None and work.request.number in gone)
         self._uncompiled.drop_gone()
@@ -170,12 +170,12 @@ class UncompiledWork:
         if not self._waiting:
             return []
         done = [(number, future) for number, (_, future) in self._waiting.items() if future is None or future.done()]
-        mine = {str(number): None if future is None else _fault(future) for number, future in done}
-        of_all = self._ranks.exchange(mine)
+        own_faults = {str(number): None if future is None else _fault(future) for number, future in done}
+        all_faults = self._ranks.exchange(own_faults)
         ready = []
-        for number in [number for number in self._waiting if all(str(number) in each for each in of_all)]:
+        for number in [number for number in self._waiting if all(str(number) in each for each in all_faults)]:
             work, _ = self._waiting.pop(number)
-            fault = next((each[str(number)] for each in of_all if each[str(number)] is not None), None)
+            fault = next((each[str(number)] for each in all_faults if each[str(number)] is not None), None)
             ready.append((work, fault))
         return ready
 

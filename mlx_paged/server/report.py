@@ -233,12 +233,13 @@ CACHE_PAGE_HEADERS = {
 
 # What the page asks for ---------------------------------------------------------------------------------------------
 
-# free; live: one sequence holds it; shared: several, or a sequence and a prefix cache; cached: a prefix cache alone.
-STATES = {"f": "free", "l": "live", "s": "shared", "c": "cached"}
-
 
 def block_map(pool: BlockPool) -> list[list[tuple[str, int]]]:
-    """Return, per group, runs of blocks in the same state: ``[("l", 12), ("f", 3), ...]``, in order of their ids."""
+    """Return, per group, runs of blocks in the same state: ``[("l", 12), ("f", 3), ...]``, in order of their ids.
+
+    ``f``: free; ``l``: live, one sequence holds it; ``s``: shared, several do, or a sequence and a prefix cache; ``c``:
+    cached, a prefix cache alone holds it.
+    """
     return pool.turn.glance(lambda _: [_runs(pool, index) for index in range(len(pool.groups))])
 
 

@@ -165,19 +165,19 @@ class ServerRequest:
 
     def described(self) -> dict[str, Any]:
         """Return the request as JSON values, for other ranks; each prompt once, whatever the number of answers."""
-        told: dict[str, Any] = _adapter().dump_python(self, mode="json", include=set(_TOLD))
-        return {**told, "stops": None if self.stops is None else self.stops.strings}
+        fields: dict[str, Any] = _adapter().dump_python(self, mode="json", include=set(_FIELDS_FOR_RANKS))
+        return {**fields, "stops": None if self.stops is None else self.stops.strings}
 
     @classmethod
-    def from_description(cls, told: Mapping[str, Any]) -> ServerRequest:
+    def from_description(cls, description: Mapping[str, Any]) -> ServerRequest:
         """Return the request that :meth:`described` has described, without its grammar."""
-        stops = None if told["stops"] is None else StopList(told["stops"])
+        stops = None if description["stops"] is None else StopList(description["stops"])
         return _adapter().validate_python(
-            {**told, "inputs": [prompt["tokens"] for prompt in told["prompts"]], "stops": stops}
+            {**description, "inputs": [prompt["tokens"] for prompt in description["prompts"]], "stops": stops}
         )
 
 
-_TOLD = (
+_FIELDS_FOR_RANKS = (
     *("number", "prompts", "sampling", "constraint", "max_tokens", "n", "best_of", "top_logprobs"),
     *("salt", "prompt_lookup", "priority", "client", "thinking_budget", "keeps"),
 )

@@ -31,7 +31,7 @@ from .http import (
     SPARE_FILES,
     BodyBudget,
     Protocol,
-    raised_file_limit,
+    raise_file_limit,
 )
 from .memory import MemoryWatch
 from .model_names import ModelNames
@@ -160,13 +160,13 @@ class Service:
             listener = listening(self.cli_args.host, self.cli_args.port)
         except OSError as error:
             fail_start(error)
-            self._leave(1)
+            self._exit(1)
         asyncio.run(self._serve(listener))
-        self._leave(self._status)
+        self._exit(self._status)
 
     async def _serve(self, listener: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
-        Protocol.max_connections = min(MAX_CONNECTIONS, max(1, raised_file_limit() - SPARE_FILES))
+        Protocol.max_connections = min(MAX_CONNECTIONS, max(1, raise_file_limit() - SPARE_FILES))
         config = uvicorn.Config(
             make_app(self),
             http=Protocol,
@@ -191,7 +191,7 @@ class Service:
         logging.info("API at %s/v1, cache page at %s/cache", url, url)
         await self._server.serve([listener])
         for number in (signal.SIGINT, signal.SIGTERM):  # a second signal: leave at once
-            signal.signal(number, lambda *_: self._leave(self._status))
+            signal.signal(number, lambda *_: self._exit(self._status))
         begin = time.monotonic()
         if not self.engine.stop(None if self.ranks is not None else END_SECONDS):
             logging.critical("the engine did not stop within %g s: not all prefixes are saved", END_SECONDS)
@@ -201,7 +201,7 @@ class Service:
         """Compute on a rank without clients until rank 0 ends."""
         self.engine.start(is_watched=False)
         self.engine.thread.join()
-        self._leave(0)
+        self._exit(0)
 
     # Ending ---------------------------------------------------------------------------------------------------
 
@@ -238,16 +238,16 @@ class Service:
     def _end(self) -> None:
         if not self._is_ending:
             self._is_ending = self.is_draining = True
-            self._last_task = asyncio.ensure_future(self._tell_and_end())
+            self._last_task = asyncio.ensure_future(self._fail_all_and_end())
 
-    async def _tell_and_end(self) -> None:
+    async def _fail_all_and_end(self) -> None:
         self.engine.is_stopping = self.ranks is None
         self.engine.fail_all(CLOSING)
         await self._until_answered(LAST_SECONDS)
         if self._server is not None:
             self._server.should_exit = True
 
-    def give_up(self, why: str) -> None:
+    def on_rank_fault(self, why: str) -> None:
         """Fail all requests because of another rank, and wait until clients know. Any thread may call it."""
         self.engine.is_dead = True
         self.engine.fail_all(f"the server is exiting: {why}")
@@ -255,7 +255,7 @@ class Service:
         while self.num_answering and time.monotonic() < until:
             time.sleep(0.02)
 
-    def _leave(self, status: int) -> NoReturn:
+    def _exit(self, status: int) -> NoReturn:
         """End the process with ``os._exit``, after all has been saved: a normal exit is aborted by MLX's CPU streams of
         threads that have ended."""
         if self.ranks is not None:

@@ -41,28 +41,28 @@ class PagedLayerCache(PagedKVCache):
     @property
     def max_size(self) -> int:
         """Size of the sliding window, as in ``RotatingKVCache``. Raises AttributeError without one."""
-        return self._if(RotatingKVCache, "max_size", self.window)
+        return self._stock_attribute(RotatingKVCache, "max_size", self.window)
 
     @property
     def keep(self) -> int:
         """Number of pinned tokens, as in ``RotatingKVCache``: 0. Raises AttributeError without a sliding window."""
-        return self._if(RotatingKVCache, "keep", 0)
+        return self._stock_attribute(RotatingKVCache, "keep", 0)
 
     @property
     def chunk_size(self) -> int:
         """Size of a chunk, as in ``ChunkedKVCache``. Raises AttributeError without chunks."""
-        return self._if(ChunkedKVCache, "chunk_size", self.window)
+        return self._stock_attribute(ChunkedKVCache, "chunk_size", self.window)
 
     @property
     def start_position(self) -> int:
         """Position of the first token that the next one sees, as in ``ChunkedKVCache``. Raises AttributeError without
         chunks."""
-        return self._if(ChunkedKVCache, "start_position", self._kv.spec.first_kept(self.offset))
+        return self._stock_attribute(ChunkedKVCache, "start_position", self._kv.spec.first_kept(self.offset))
 
     def maybe_trim_front(self) -> None:
         """Do nothing: tokens that the next one does not see are released when it is written."""
 
-    def _if(self, kind: type, name: str, value: int | None) -> int:
+    def _stock_attribute(self, kind: type, name: str, value: int | None) -> int:
         if self._stands_for is not kind or value is None:
             kind = self._stands_for
             raise AttributeError(f"{kind.__name__} caches have no attribute {name}", name=name, obj=self)
@@ -150,16 +150,16 @@ class PagedLayerCache(PagedKVCache):
         keys, values = (form.join(*(part[..., : stock.offset, :] for part in parts)) for form, parts in stored)
         self.load(keys, values, stock.offset, stored=True)
 
-    def takes(self, batch: int) -> bool:
-        """Return whether the paged path can take ``batch`` rows. A paged cache holds one sequence; if an empty one is
-        given several rows, it is converted to mlx-lm's own cache, in place and permanently."""
+    def convert_if_batched(self, batch: int) -> bool:
+        """Convert an empty cache to mlx-lm's own one, in place and permanently, if it is given several rows: a paged
+        cache holds one sequence. Returns whether it was converted."""
         if batch == 1 or not self.empty():
-            return True  # a mismatch raises GeometryError when the keys are written
+            return False  # a mismatch raises GeometryError when the keys are written
         warn_once("a cache of several sequences is not paged: mlx-lm's own cache is used")
         stock = self.to_stock()
         self.__class__ = type(stock)
         self.__dict__ = stock.__dict__
-        return False
+        return True
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """Return mlx-lm's quantised cache, which is not paged; or this cache, if its pages already have these bits and
@@ -208,7 +208,7 @@ class SeamLayerCache(PagedLayerCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the layer's new keys and values. Returns all of them, gathered only if something reads them."""
-        if keys.shape[0] == 1 or self.takes(keys.shape[0]):
+        if keys.shape[0] == 1 or not self.convert_if_batched(keys.shape[0]):
             return super().update_and_fetch(keys, values)
         fetched: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)  # self is mlx-lm's own cache now
         return fetched

@@ -26,7 +26,7 @@ from .layer_cache import PagedLayerCache
 # pool and the classes of its caches, composed as the caches are.
 _Kinds = list[Any]
 _Layout = list[tuple[weakref.ref[BlockPool], _Kinds]]
-MAX_OTHERS = 10  # mlx-lm's default; nothing else bounds the caches that are copied
+MAX_UNPAGED = 10  # mlx-lm's default; nothing else bounds the caches that are copied
 
 
 class PagedPromptCache:
@@ -62,8 +62,8 @@ class PagedPromptCache:
     ) -> None:
         self.max_size, self.max_bytes, self.ttl, self.clock = max_size, max_bytes, ttl, clock
         self.spill, self.identify = spill, identify
-        self.others = LRUPromptCache(MAX_OTHERS if max_size is None else max_size, max_bytes)
-        self._kinds: list[str] = list(self.others.stats_by_type())
+        self.unpaged = LRUPromptCache(MAX_UNPAGED if max_size is None else max_size, max_bytes)
+        self._kinds: list[str] = list(self.unpaged.stats_by_type())
         self._trees: weakref.WeakKeyDictionary[BlockPool, RadixTree] = weakref.WeakKeyDictionary()
         self._layouts: dict[Hashable, _Layout] = {}
         self._salt: Hashable = None
@@ -119,7 +119,7 @@ class PagedPromptCache:
     def forget_unloaded(self) -> None:
         """Drop the caches that are not paged when another model is loaded. They do not go with their model, and the new
         one may be a different model under the same name."""
-        self.others.trim_to(n_sequences=0)
+        self.unpaged.trim_to(n_sequences=0)
 
     def forget_pool(self, pool: BlockPool) -> None:
         """Forget a broken pool without saving its prefixes. Never blocks on the compute thread."""
@@ -127,11 +127,11 @@ class PagedPromptCache:
         self._identities.pop(pool, None)
         self._salt = None  # it was that of the request being computed
 
-    def tidy(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
+    def tidy(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Evict expired prefixes and write those that are not on disk yet, so that they survive a crash. For idle time.
 
         Args:
-            is_wanted: called between prefixes; once it returns True, the rest is left for the next call. Prefixes are
+            should_stop: called between prefixes; once it returns True, the rest is left for the next call. Prefixes are
                 written in random order, so that repeated short calls reach all of them.
         """
         for tree in list(self._trees.values()):
@@ -146,7 +146,7 @@ class PagedPromptCache:
             nodes = list(tree.nodes())
             random.shuffle(nodes)
             for node in nodes:
-                if is_wanted():
+                if should_stop():
                     return
                 save(tree.salt_of(node), node)
             self._saved[tree.pool] = uses
@@ -159,7 +159,7 @@ class PagedPromptCache:
         pools = self._pools(model)
         length = self._common_length(model, pools, tokens)
         if not length:
-            return self._fetch_other(model, tokens)
+            return self._fetch_unpaged(model, tokens)
         caches: list[Any] = []
         for number, (pool, kinds) in enumerate(pools):
             _, tables = self.tree_of(pool).adopt(tokens[: length + 1], self._key(model, number))
@@ -173,7 +173,7 @@ class PagedPromptCache:
         """Remember that ``prompt_cache`` holds ``tokens``. The caller keeps the cache and may extend it."""
         sequences = _sequences(prompt_cache)
         if not sequences:
-            self.others.insert_cache(salted(model, self._salt), tokens, prompt_cache, cache_type=cache_type)
+            self.unpaged.insert_cache(salted(model, self._salt), tokens, prompt_cache, cache_type=cache_type)
             return
         self.learn_layout(model, prompt_cache)
         for number, sequence in enumerate(sequences):
@@ -188,7 +188,7 @@ class PagedPromptCache:
         self._trim(
             None if n_sequences is None else max(0, n_sequences), 1 << 63 if n_bytes is None else max(0, n_bytes)
         )
-        self.others.trim_to(
+        self.unpaged.trim_to(
             n_sequences=None if n_sequences is None else max(0, n_sequences - self._num_paged()),
             n_bytes=None if n_bytes is None else max(0, n_bytes - self._paged_bytes()),
         )
@@ -196,7 +196,7 @@ class PagedPromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all prefixes kept."""
-        return self._paged_bytes() + int(self.others.nbytes)
+        return self._paged_bytes() + int(self.unpaged.nbytes)
 
     @property
     def num_nodes(self) -> int:
@@ -205,7 +205,7 @@ class PagedPromptCache:
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Return entries and bytes by type; a block that several nodes share counts for the type of the first."""
-        result: dict[str, dict[str, int]] = self.others.stats_by_type()
+        result: dict[str, dict[str, int]] = self.unpaged.stats_by_type()
         for tree in list(self._trees.values()):
             for name, counted in tree.pool.turn.glance(partial(self._by_type, tree)).items():
                 for figure, number in counted.items():
@@ -247,7 +247,7 @@ class PagedPromptCache:
         }
 
     def __len__(self) -> int:
-        return self._num_paged() + len(self.others)
+        return self._num_paged() + len(self.unpaged)
 
     def close(self) -> None:
         """Drop everything; with a spill store, write it to disk first."""
@@ -257,7 +257,7 @@ class PagedPromptCache:
             tree.clear()
         if self.spill is not None:
             self.spill.flush()
-        self.others.trim_to(n_sequences=0)
+        self.unpaged.trim_to(n_sequences=0)
 
     # Inside ---------------------------------------------------------------------------------------------------
 
@@ -312,15 +312,15 @@ class PagedPromptCache:
             length = min(lengths)
         return max(0, length)
 
-    def _fetch_other(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+    def _fetch_unpaged(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         model = salted(model, self._salt)
-        cache, rest = self.others.fetch_nearest_cache(model, tokens)
+        cache, rest = self.unpaged.fetch_nearest_cache(model, tokens)
         if cache is None or rest:
             return cache, rest
         if can_trim_prompt_cache(cache):
             trim_prompt_cache(cache, 1)
             return cache, tokens[-1:]
-        cache, rest = self.others.fetch_nearest_cache(model, tokens[:-1])
+        cache, rest = self.unpaged.fetch_nearest_cache(model, tokens[:-1])
         return cache, rest + tokens[-1:]
 
     def _spill_to_disk(self, pool: BlockPool, *, wait: bool = False) -> Callable[[Hashable, RadixNode], None] | None:

@@ -50,16 +50,16 @@ class CacheFactory:
         self._layout = layout
         self.config = PagedConfig() if config is None else config
         self.pool: BlockPool | None = None
-        self._elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None
+        self._pool_of_dtype: Callable[[mx.Dtype], BlockPool | None] | None = None
         if layout is not None and config is not None and layout.groups:
             self.pool = pool_for(model, layout, config)
             known = weakref.ref(model)
 
-            def elsewhere(dtype: mx.Dtype) -> BlockPool | None:
+            def pool_of_dtype(dtype: mx.Dtype) -> BlockPool | None:
                 model = known()
                 return None if model is None else pool_for(model, layout, config, dtype)
 
-            self._elsewhere = elsewhere
+            self._pool_of_dtype = pool_of_dtype
 
     def __call__(self) -> list[Any]:
         """Return a fresh prompt cache."""
@@ -67,15 +67,15 @@ class CacheFactory:
         if self.pool is None or self._layout is None:
             return caches
         parts = leaves(caches)
-        sequence = SequenceTables(self.pool, self._elsewhere)
+        sequence = SequenceTables(self.pool, self._pool_of_dtype)
         kind = PagedLayerCache if self._layout.adapted else SeamLayerCache
         for layer in self._layout.layers:
             parts[layer] = kind(sequence, layer)
         return with_leaves(caches, parts)
 
-    def settle_in(self, pool: BlockPool | None) -> None:
+    def pin_pool(self, pool: BlockPool | None) -> None:
         """Make all caches in this pool from now on; they no longer move to another pool when the dtype changes."""
-        self.pool, self._elsewhere = pool, None
+        self.pool, self._pool_of_dtype = pool, None
 
 
 def is_patched() -> bool:
@@ -155,12 +155,12 @@ def trim_prompt_cache_patch(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def trim_prompt_cache(cache: list[Any], num_tokens: int) -> Any:
-        return original(cache, num_tokens) or _go_back(cache, num_tokens)
+        return original(cache, num_tokens) or _trim_to_kept_states(cache, num_tokens)
 
     return trim_prompt_cache
 
 
-def _go_back(caches: Sequence[Any], num_tokens: int) -> int:
+def _trim_to_kept_states(caches: Sequence[Any], num_tokens: int) -> int:
     """Trim paged layers and states if the sequence has copies of its states there. Returns the number of tokens."""
     parts = leaves(caches)
     paged = [cache for cache in parts if isinstance(cache, PagedLayerCache)]

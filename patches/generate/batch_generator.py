@@ -28,7 +28,7 @@ from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import check_given, factory_of
 from ..models.mtp import HiddenCall
 from ..patch import replaces
-from . import upstream as known_samplers
+from . import upstream
 from .drafting import NUM_DRAFT_TOKENS, drafting
 from .upstream import UPSTREAM, Response, processors_of, request_progress, sampler_of
 
@@ -75,7 +75,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 probe_geometry(model, fresh)
                 sequence = sequence_of(fresh)
                 pool = None if sequence is None else sequence.pool
-                self._factory.settle_in(pool)
+                self._factory.pin_pool(pool)
                 proposer = None
                 if draft_model is not None:
                     proposer = drafting(model, draft_model, num_draft_tokens, pool, draft_prefixes)
@@ -244,13 +244,14 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     @property
     def seeds_rows(self) -> bool:
         """Return whether requests can have seeds of their own (``RequestOptions.seed``)."""
-        return self._engine is not None and known_samplers.is_known()
+        return self._engine is not None and upstream.is_known()
 
     @property
-    def has_windows(self) -> bool:
+    def reuses_only_at_boundaries(self) -> bool:
         """Return whether prefixes are only found at the ends of segments and chunks, where a window or a state was
         kept."""
-        return self._engine is not None and self._engine.sharing is not None and self._engine.sharing.has_windows
+        sharing = None if self._engine is None else self._engine.sharing
+        return sharing is not None and sharing.reuses_only_at_boundaries
 
     @property
     def computed_prompt_tokens(self) -> int:
@@ -273,12 +274,12 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is not None:
             self._engine.scheduler.admits = value
 
-    def preempt_youngest(self) -> bool:
-        """Preempt the youngest running request unless it runs alone. Returns whether one was preempted."""
+    def preempt_last(self) -> bool:
+        """Preempt the last running request unless it runs alone. Returns whether one was preempted."""
         if self._engine is None:
             return False
         with mx.stream(self._stream):
-            return self._engine.scheduler.preempt_youngest()
+            return self._engine.scheduler.preempt_last()
 
     def abandon(self) -> None:
         """Drop all requests after a call has failed half-way. Nothing of them is kept."""

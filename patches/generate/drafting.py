@@ -9,7 +9,7 @@ from typing import Any
 from ...engine.drafts.depth import new_depth
 from ...engine.drafts.draft_model import DraftModel, is_paged
 from ...engine.drafts.prediction_head import HiddenStates, PredictionHead
-from ...engine.drafts.steps import WHY_NOT
+from ...engine.drafts.steps import NO_DRAFTS_REASON
 from ...engine.prefill import can_pack
 from ...engine.ranks.world import ranks_of
 from ...engine.request import sequence_of
@@ -47,7 +47,7 @@ def known_factory(draft_model: Any) -> CacheFactory:
     fresh = factory()
     probe_geometry(draft_model, fresh)
     sequence = sequence_of(fresh)
-    factory.settle_in(None if sequence is None else sequence.pool)
+    factory.pin_pool(None if sequence is None else sequence.pool)
     return factory
 
 
@@ -85,7 +85,7 @@ def why_not_drafted(model: Any, draft_model: Any) -> str | None:
     fresh = factory_of(model, None)()
     verifies = can_pack(fresh, UPSTREAM.state_cache, reads_blocks_only=reads_blocks_only(model))
     if sequence_of(fresh) is None or not verifies:
-        return f"{type(model).__module__} cannot verify drafts: {WHY_NOT}"
+        return f"{type(model).__module__} cannot verify drafts: {NO_DRAFTS_REASON}"
     if isinstance(draft_model, MTPHead):
         return None if draft_model.model is model else "the prediction head belongs to another model"
     if not is_paged(factory_of(draft_model, None)()) or not reads_blocks_only(draft_model):

@@ -15,9 +15,8 @@ from mlx_lm.generate import generation_stream
 from ...config import KVBits
 from ...errors import PromptCacheError
 from ...kv.turn import Stepwise
-from ..cache import prompt_cache as kv_bits
 from ..cache.layer_cache import PagedLayerCache
-from ..cache.prompt_cache import factory_of
+from ..cache.prompt_cache import factory_of, use_quantized_pages
 from ..patch import replaces
 
 
@@ -28,7 +27,7 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
         models = (*args, kwargs.get("model"), kwargs.get("draft_model"))
-        kv_bits.use_quantized_pages([model for model in models if hasattr(model, "layers")], kwargs)
+        use_quantized_pages([model for model in models if hasattr(model, "layers")], kwargs)
         steps = original(*args, **kwargs)
         step, begun_by = Stepwise(), threading.get_ident()
         try:
@@ -91,7 +90,7 @@ def adapt_speculative(original: Callable[..., Iterator[Any]]) -> Callable[..., I
         asked = KVBits.of(options)
         change = None if asked is None else asked.configured
         options["prompt_cache"] = prompt_cache
-        kv_bits.use_quantized_pages([model, draft_model], options)
+        use_quantized_pages([model, draft_model], options)
         prompt_cache = options.pop("prompt_cache")
         if prompt_cache is None and any(map(_is_chunked, drafted := factory_of(draft_model, None, change)())):
             prompt_cache = [*factory_of(model, None, change)(), *drafted]

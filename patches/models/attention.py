@@ -12,7 +12,7 @@ from mlx_lm.models.base import create_attention_mask
 from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.compiled_step import StepLayer
 from ...engine.narrow_layers import Unnormed, fused_projections, is_narrow, normed, projected
-from ...kernels.products.narrow_matmul import Turn
+from ...kernels.products.narrow_matmul import Rotation
 from ...kv.storage.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
@@ -44,7 +44,7 @@ def paged_call(
 
     def adapt(original: AttentionCall) -> AttentionCall:
         def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
-            if not takes(cache, x.shape[0]):
+            if not stays_paged(cache, x.shape[0]):
                 return original(self, x, mask, cache)
             return self.o_proj(heads_last(attended(self, x, mask, cache)))
 
@@ -54,10 +54,11 @@ def paged_call(
     return adapt
 
 
-def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
-    """Return whether the paged path supports ``batch`` rows with this cache."""
+def stays_paged(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
+    """Return whether a cache is paged. An empty cache of one sequence that is given several rows is first converted to
+    mlx-lm's own one."""
     if isinstance(cache, PagedLayerCache):
-        return cache.takes(batch)
+        return not cache.convert_if_batched(batch)
     return isinstance(cache, PagedBatchKVCache | StepLayer)
 
 
@@ -81,7 +82,7 @@ def project_heads(
     return parts if length == 1 else [part.transpose(0, 2, 1, 3) for part in parts]
 
 
-def turn_of(rope: Any, offset: mx.array, head_dim: int) -> Turn | None:
+def rotation_of(rope: Any, offset: mx.array, head_dim: int) -> Rotation | None:
     """Return the arguments of a kernel that projects and rotates whole heads of one token each; None if no kernel
     supports this rotation.
 
@@ -89,9 +90,9 @@ def turn_of(rope: Any, offset: mx.array, head_dim: int) -> Turn | None:
         offset: position of each row, int32 ``[B]``.
     """
     if type(rope) is nn.RoPE and not rope.traditional and rope.dims == head_dim:
-        return Turn(head_dim // 2, offset, rope.scale, rope.base, None)
+        return Rotation(head_dim // 2, offset, rope.scale, rope.base, None)
     if type(rope).__name__ == "Llama3RoPE" and not rope.traditional and rope.dims == head_dim:
-        return Turn(head_dim // 2, offset, 1.0, None, rope._freqs)
+        return Rotation(head_dim // 2, offset, 1.0, None, rope._freqs)
     return None
 
 
@@ -139,8 +140,8 @@ def _rotate_llama(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> 
     """Return :func:`project_llama`'s result, rotated; for one token in one kernel launch if there is such a kernel."""
     if x.shape[1] == 1 and is_narrow(self.q_proj):
         positions = offset if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
-        turn = turn_of(self.rope, positions, self.q_proj.weight.shape[0] // self.n_heads)
-        fused = None if turn is None else fused_projections(_layers_of(self), x, _heads_of(self), turn)
+        rotation = rotation_of(self.rope, positions, self.q_proj.weight.shape[0] // self.n_heads)
+        fused = None if rotation is None else fused_projections(_layers_of(self), x, _heads_of(self), rotation)
         if fused is not None:
             return fused
     queries, keys, values = project_llama(self, x)
@@ -175,7 +176,7 @@ def adapt_llama4(original: AttentionCall) -> AttentionCall:
     tokens and are not rotated."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
-        if not takes(cache, x.shape[0]):
+        if not stays_paged(cache, x.shape[0]):
             return original(self, x, mask, cache)
         queries, keys, values = project_llama(self, x)
         offset = cache.offset  # in a batch an array, one offset per row
@@ -206,8 +207,8 @@ def adapt_llama4_model(original: Callable[..., mx.array]) -> Callable[..., mx.ar
     replacement lets each paged cache make its mask, for one sequence or many."""
 
     def __call__(self: Any, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        # A list, not a generator: `takes` converts an empty cache to mlx-lm's own for several rows, and must reach all.
-        if not cache or not all([takes(own, inputs.shape[0]) for own in cache]):
+        # A list, not a generator: `stays_paged` converts empty caches if there are several rows, and must reach all.
+        if not cache or not all([stays_paged(own, inputs.shape[0]) for own in cache]):
             return original(self, inputs, cache)
         h = self.embed_tokens(inputs)
         masks: dict[int | None, mx.array | str | None] = {}  # by size of the chunk; None: all tokens

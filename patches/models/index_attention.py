@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ...attention.dispatch import Dispatch, record
 from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.rows import NotPackableError
+from ...cache.rows import OWN_MASK, NotPackableError
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import ProbeLayer
 from ..patch import replaces
@@ -85,9 +85,9 @@ def adapt(original: AttentionCall) -> AttentionCall:
         latents, index = cache[0], cache[1]
         for part in (latents, index):
             if isinstance(part, PagedLayerCache):
-                part.takes(x.shape[0])  # converts it to mlx-lm's own if there are several rows
+                part.convert_if_batched(x.shape[0])
         if _is_stock(latents) or _is_stock(index):
-            return original(self, x, mask, (_whole(latents, GatheredCache), _whole(index, IndexKeys)))
+            return original(self, x, mask, (_for_upstream(latents, GatheredCache), _for_upstream(index, IndexKeys)))
         chooses = _longest(latents, x.shape[1]) > self.indexer.index_topk
         if not chooses:
             out = attend_in_kernel(self, x, None, mask, latents, finish)
@@ -101,7 +101,7 @@ def adapt(original: AttentionCall) -> AttentionCall:
         if not (isinstance(latents, PagedBatchKVCache) and latents.rows.is_pack):
             return original(self, x, mask, (GatheredCache(latents), IndexKeys(index)))
         if mask is not None:
-            raise NotPackableError("the model's attention makes a mask of its own")
+            raise NotPackableError(OWN_MASK)
         outputs = []
         for part, keys in zip(latents.apart(), index.apart(), strict=True):
             own = x[part.tokens].swapaxes(0, 1)
@@ -115,7 +115,7 @@ def _is_stock(cache: Any) -> bool:
     return hasattr(cache, "keys")
 
 
-def _whole(cache: Any, kind: type[GatheredCache]) -> Any:
+def _for_upstream(cache: Any, kind: type[GatheredCache]) -> Any:
     """Return the cache as mlx-lm's code can use it: its own unchanged, a paged one wrapped in ``kind``."""
     return cache if _is_stock(cache) else kind(cache)
 

@@ -18,13 +18,13 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 
 from ...attention import dispatch, latent_prompts
 from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.rows import NotPackableError
+from ...cache.rows import OWN_MASK, NotPackableError
 from ...engine.compiled_step import StepLayer
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ...kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
-from .attention import AttentionCall, takes
+from .attention import AttentionCall, stays_paged
 
 # A pack with at most this many new tokens per sequence uses the kernel of decode steps, which attends over the latents
 # directly: for a few tokens it would cost more to make the keys and values of a long context.
@@ -126,11 +126,13 @@ def adapt_scaled(original: AttentionCall) -> AttentionCall:
     def __call__(
         self: Any, x: mx.array, attn_scale: mx.array, mask: mx.array | str | None = None, cache: Any | None = None
     ) -> mx.array:
-        def apart(x: mx.array, mask: mx.array | str | None, cache: Any, tokens: slice | None = None) -> mx.array:
+        def upstream_call(
+            x: mx.array, mask: mx.array | str | None, cache: Any, tokens: slice | None = None
+        ) -> mx.array:
             own = attn_scale if tokens is None else attn_scale[tokens].swapaxes(0, 2)
             return original(self, x, own, mask, cache)
 
-        return _attention(self, x, attn_scale, mask, cache, finish, apart)
+        return _attention(self, x, attn_scale, mask, cache, finish, upstream_call)
 
     return marked(__call__)
 
@@ -153,23 +155,23 @@ def _attention(
     mask: mx.array | str | None,
     cache: Any,
     finish: Finish,
-    apart: Callable[..., mx.array],
+    upstream_call: Callable[..., mx.array],
 ) -> mx.array:
     """Attend by a kernel if there is one, else by mlx-lm's code.
 
     Args:
         scales: factors of the queries by position: ``[L, 1]``, or ``[B, 1, L, 1]`` if rows have their own.
-        apart: upstream's code; takes x, a mask, a cache and, for a sequence of a pack with ``scales``, its tokens.
+        upstream_call: upstream's code; takes x, a mask, a cache and, for a part of a pack with ``scales``, its tokens.
     """
     out = attend_in_kernel(self, x, scales, mask, cache, finish)
     if out is not None:
         return out
     if not _is_pack(cache):
-        return apart(x, mask, cache)
+        return upstream_call(x, mask, cache)
     outputs = []
     for part in cache.apart():
         own = {} if scales is None else {"tokens": part.tokens}
-        outputs.append(apart(x[part.tokens].swapaxes(0, 1), part.mask, part, **own).swapaxes(0, 1))
+        outputs.append(upstream_call(x[part.tokens].swapaxes(0, 1), part.mask, part, **own).swapaxes(0, 1))
     return mx.concatenate(outputs)
 
 
@@ -179,13 +181,13 @@ def attend_in_kernel(
     """Attend by a kernel; if there is none, write nothing and return None. See :func:`_attention` for the arguments."""
     if _is_pack(cache):
         return _packed(self, x, scales, mask, cache, finish)
-    if x.shape[1] == 1 and _serves(cache, self, x.shape[0]):
+    if x.shape[1] == 1 and _has_kernel(cache, self, x.shape[0]):
         return finish(self, _absorbed(self, _projected(self, x, cache.offset, scales), mask, cache), x)
     if x.shape[1] > 1 and _is_causal(cache, x, mask):
         # Computed as rows of one token each, like a pack of one sequence.
         rows, count, heads = x.swapaxes(0, 1), x.shape[1], _latent_heads(self)
-        few = count <= MAX_QUERY_LENGTH and dispatch.serves_latents(heads.num_heads, cache.pool, cache.layer)
-        if few or latent_prompts.serves(heads, x.dtype, cache.pool, cache.layer):
+        few = count <= MAX_QUERY_LENGTH and dispatch.supports_latents(heads.num_heads, cache.pool, cache.layer)
+        if few or latent_prompts.is_supported(heads, x.dtype, cache.pool, cache.layer):
             positions = cache.offset + mx.arange(count, dtype=mx.int32)
             made = _projected(self, rows, positions, None if scales is None else scales[:, :, None, None])
             out = _absorbed_few(self, made, mask, cache) if few else _expanded(self, made, cache)
@@ -206,12 +208,12 @@ def _packed(
     finish: Finish,
 ) -> mx.array | None:
     if mask is not None:
-        raise NotPackableError("the model's attention makes a mask of its own")
+        raise NotPackableError(OWN_MASK)
     pool, layer, few = cache.pool, cache.layer, cache.rows.as_rows or max(cache.rows.counts) <= MOST_AS_ROWS
-    if few and dispatch.serves_latents(_heads_of(self), pool, layer):
+    if few and dispatch.supports_latents(_heads_of(self), pool, layer):
         made = _projected(self, x, cache.offset, scales)
         return finish(self, _absorbed(self, made, None, cache, as_rows=True), x)
-    if latent_prompts.serves(_latent_heads(self), x.dtype, pool, layer):
+    if latent_prompts.is_supported(_latent_heads(self), x.dtype, pool, layer):
         return finish(self, _expanded(self, _projected(self, x, cache.offset, scales), cache), x)
     return None
 
@@ -285,13 +287,13 @@ def _latent_heads(self: Any) -> LatentHeads:
     return LatentHeads(_heads_of(self), self.qk_nope_head_dim + self.qk_rope_head_dim, self.unembed_out.weight.shape[1])
 
 
-def _serves(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
+def _has_kernel(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
     """Return whether a kernel attends over this cache's latents for ``batch`` rows of one new token."""
-    if not isinstance(cache, PagedLayerCache | PagedBatchKVCache | StepLayer) or not takes(cache, batch):
+    if not isinstance(cache, PagedLayerCache | PagedBatchKVCache | StepLayer) or not stays_paged(cache, batch):
         return False
     if isinstance(cache, StepLayer):
         return True
-    return dispatch.serves_latents(_heads_of(module), cache.pool, cache.layer)
+    return dispatch.supports_latents(_heads_of(module), cache.pool, cache.layer)
 
 
 def _is_causal(cache: Any, x: mx.array, mask: mx.array | str | None) -> TypeGuard[PagedLayerCache]:

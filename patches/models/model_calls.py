@@ -65,7 +65,7 @@ def in_turns(call: ModelCall) -> ModelCall:
         is_functional = any(group.geometry is not None and not group.in_place for group in pool.groups)
         on_cpu = is_functional and mx.default_device().type == mx.DeviceType.cpu
         with pool.turn, Inference(allowed=not is_functional, shares_angles=on_cpu):
-            if not args or args[0].shape[1] == 1 or (sequence := _keeping(first)) is None:
+            if not args or args[0].shape[1] == 1 or (sequence := _sequence_with_kept_states(first)) is None:
                 return call(self, *args, **kwargs)
             states = [cache for cache in leaves(caches) if not isinstance(cache, _PAGED)]
             sequence.kept.begin_prompt(pool, sequence.length, states)
@@ -122,7 +122,7 @@ def unguard() -> None:
         _guarded.clear()
 
 
-def _keeping(cache: PagedKVCache | PagedBatchKVCache) -> Any:
+def _sequence_with_kept_states(cache: PagedKVCache | PagedBatchKVCache) -> Any:
     """Return the cache's sequence if it keeps copies of its states for trimming, else None."""
     sequence = getattr(cache, "sequence", None)
     return None if sequence is None or sequence.kept is None else sequence

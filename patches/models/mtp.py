@@ -84,15 +84,15 @@ LAYOUTS = {
 SHARED = ("embed_tokens.", "shared_head.head.")
 
 
-def text_of(model: Any) -> Any:
+def language_model_of(model: Any) -> Any:
     """Return the language model within a model: the module with the body and the output layer."""
     return getattr(model, "language_model", model)
 
 
 def logits_of(model: Any, hidden: mx.array) -> mx.array:
     """Return the model's logits for its last hidden states."""
-    text = text_of(model)
-    logits: mx.array = text.lm_head(hidden) if "lm_head" in text else text.model.embed_tokens.as_linear(hidden)
+    inner = language_model_of(model)
+    logits: mx.array = inner.lm_head(hidden) if "lm_head" in inner else inner.model.embed_tokens.as_linear(hidden)
     return logits
 
 
@@ -107,7 +107,7 @@ class MTPHead(nn.Module):  # type: ignore[misc]
 
     def __init__(self, model: Any, layer: Any, layout: Layout) -> None:
         super().__init__()
-        args = text_of(model).args
+        args = language_model_of(model).args
         size, eps = args.hidden_size, args.rms_norm_eps
         self.token_norm, self.hidden_norm, self.norm = (nn.RMSNorm(size, eps) for _ in range(3))
         self.projection = nn.Linear(2 * size, size, bias=False)
@@ -134,7 +134,7 @@ class MTPHead(nn.Module):  # type: ignore[misc]
             cache: a list of the layer's cache.
             hidden: hidden states of the tokens before them, from the model or the head; None: zeros.
         """
-        tokens = text_of(self.model).model.embed_tokens(inputs)
+        tokens = language_model_of(self.model).model.embed_tokens(inputs)
         hidden = mx.zeros_like(tokens) if hidden is None else hidden.astype(tokens.dtype)
         both = [self.token_norm(tokens), self.hidden_norm(hidden)]
         x = self.projection(mx.concatenate(both[::-1] if self._layout.hidden_first else both, axis=-1))
@@ -210,7 +210,7 @@ def load_head(model: Any, files: HeadFiles) -> MTPHead:
     shell = _one_layer(model, layout)
     weights: dict[str, mx.array] = {}
     convolutions: dict[str, mx.array] = {}
-    own, layer = layout.prefixes(text_of(model).args.num_hidden_layers)
+    own, layer = layout.prefixes(language_model_of(model).args.num_hidden_layers)
     for file in sorted(folder.glob("*.safetensors")):
         loaded: Any = mx.load(str(file))
         for name, value in loaded.items():
@@ -239,10 +239,10 @@ def load_head(model: Any, files: HeadFiles) -> MTPHead:
 
 def _one_layer(model: Any, layout: Layout) -> Any:
     """Return a model of the same kind whose only layer is of the head's kind; its weights are never computed."""
-    args = text_of(model).args
+    args = language_model_of(model).args
     fields = {field.name for field in dataclasses.fields(args)}
     changed = {name: value for name, value in layout.one_layer.items() if name in fields}
-    if text_of(model) is model:
+    if language_model_of(model) is model:
         return type(model)(dataclasses.replace(args, num_hidden_layers=1, **changed))
     text = {**model.args.text_config, "num_hidden_layers": 1, **changed}
     return type(model)(dataclasses.replace(model.args, text_config=text))
@@ -264,10 +264,10 @@ def _sanitized(
         layer: prefix of its layer's weights.
     """
     names = {f"{own}{name}": part for name, part in zip(layout.names, PARTS, strict=True)}
-    apart = {name: next((p for p in names if name.startswith(f"{p}.")), None) for name in weights}
-    as_layer = {f"{LAYER}{k.removeprefix(layer)}": v for k, v in weights.items() if apart[k] is None}
+    own_part = {name: next((p for p in names if name.startswith(f"{p}.")), None) for name in weights}
+    as_layer = {f"{LAYER}{k.removeprefix(layer)}": v for k, v in weights.items() if own_part[k] is None}
     # The head's own weights go in beside the layer's: the projection may have 8-bit scales, which mlx-lm dequantises.
-    as_layer |= {f"{LAYER}{names[p]}{k.removeprefix(p)}": weights[k] for k, p in apart.items() if p is not None}
+    as_layer |= {f"{LAYER}{names[p]}{k.removeprefix(p)}": weights[k] for k, p in own_part.items() if p is not None}
     given = as_layer[f"{LAYER}input_layernorm.weight"]
     found: dict[str, mx.array] = {}
     for name, value in shell.sanitize({**convolutions, **as_layer}).items():
@@ -290,19 +290,19 @@ def _sanitized(
 
 def _with_hidden(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     """Return logits and last hidden states of tokens ``[B, 1]``, joined: a compiled step returns one array."""
-    hidden = text_of(model).model(inputs, cache=cache)
+    hidden = language_model_of(model).model(inputs, cache=cache)
     logits = logits_of(model, hidden)
     return mx.concatenate([logits, hidden.astype(logits.dtype)], axis=-1)
 
 
 def _hidden(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     """Return last hidden states."""
-    hidden: mx.array = text_of(model).model(inputs, cache=cache)
+    hidden: mx.array = language_model_of(model).model(inputs, cache=cache)
     return hidden
 
 
-_step: Callable[..., mx.array] = in_turns(adapt(_with_hidden))
-_apart: Callable[..., mx.array] = in_turns(_hidden)
+_compiled_call: Callable[..., mx.array] = in_turns(adapt(_with_hidden))
+_plain_call: Callable[..., mx.array] = in_turns(_hidden)
 
 
 def _may_be_compiled(inputs: mx.array, caches: Sequence[Any]) -> bool:
@@ -330,11 +330,11 @@ class HiddenCall:
         """Return the logits."""
         places = self.states.places(cache, inputs.shape[1])
         if _may_be_compiled(inputs, cache):
-            both = _step(self.model, inputs, cache=cache)
-            size = text_of(self.model).args.hidden_size
+            both = _compiled_call(self.model, inputs, cache=cache)
+            size = language_model_of(self.model).args.hidden_size
             logits, hidden = both[..., :-size], both[..., -size:] * 1  # a copy: a view would keep the logits
         else:
-            hidden = _apart(self.model, inputs, cache=cache)
+            hidden = _plain_call(self.model, inputs, cache=cache)
             logits = logits_of(self.model, hidden)
             mx.async_eval(hidden)  # else a prompt's may be computed later, when blocks must not be read
         self.states.note(places, hidden.reshape(-1, hidden.shape[-1]))

@@ -34,7 +34,7 @@ def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: mx.array | None = None,
     ) -> mx.array:
         fetched = lazy_kv_of(keys, values)
-        if fetched is not None and fetched.serves(queries, mask):
+        if fetched is not None and fetched.can_attend(queries, mask):
             return fetched.attend(queries, keys, values, AttentionParams(scale, mask, None, None, sinks))
         return original(queries, keys, values, cache, scale, mask, sinks)
 
@@ -187,7 +187,7 @@ def adapt_afm7(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
             h = h + layer.mlp(layer.post_attention_layernorm(h))
         return self.output_norm(h)
 
-    __call__.takes_rows = True  # type: ignore[attr-defined]
+    __call__.supports_ragged_rows = True  # type: ignore[attr-defined]
     return __call__
 
 

@@ -83,7 +83,7 @@ def stand_ins() -> Iterator[None]:
         for owner, name, value in (
             (ops, "build_kernel", build_kernel),
             (ops, "backend", lambda: "cuda"),
-            (ops, "failure_of", lambda text, build: None),
+            (ops, "failure_of", lambda key, build: None),
             (availability, "device_unsupported_reason", lambda: None),
             (config, "device_unsupported_reason", lambda: None),
             (choice, "kernel_unsupported_reason", lambda *_: None),

@@ -29,11 +29,11 @@ import numpy as np
 
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.build import RowsArray
+from mlx_paged.kernels.build import DeviceRows
 from mlx_paged.kernels.launch_shape import LaunchShape
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
-from mlx_paged.kernels.shared_runs import Partitions, cut_of, in_turns, items_for, shared_items, shared_rows
+from mlx_paged.kernels.shared_runs import Partitions, cut_of, interleaved, items_for, shared_items, shared_rows
 
 from .report import Panel, add_out_argument, write_results
 
@@ -145,7 +145,7 @@ def shuffled_tables(batch: int, length: int) -> mx.array:
 
 def rows_of(batch: int, position: int) -> mx.array:
     """Return the same position for each row, in the form that a step uses."""
-    return RowsArray().of(np.full((batch, 1), position, np.int32))
+    return DeviceRows().of(np.full((batch, 1), position, np.int32))
 
 
 def pages_of(head_dim: int, bits: Any) -> PageShape:
@@ -292,7 +292,7 @@ def measure_shared(
         cut = cut_of(variant, n_kv, shape)
         seen = Partitions.of(np.full(batch, length), cut.shape)
         chosen = items_for(shared, seen, cut)
-        items = mx.array(in_turns(shared_items(shared, seen, cut.shape), cut.at_once) if chosen is None else chosen)
+        items = mx.array(interleaved(shared_items(shared, seen, cut.shape), cut.at_once) if chosen is None else chosen)
         launches["shared"] = kernels.prepare_decode(
             *pools[0], (tables, ends, starts), **given, variant=variant, launch_shape=cut.shape, items=items
         )

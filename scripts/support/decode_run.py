@@ -12,7 +12,7 @@ import numpy as np
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import gpu_cores
 from mlx_paged.kernels.cases import attention
-from mlx_paged.kernels.launch_shape import OWN_OF, Variant, shape_for
+from mlx_paged.kernels.launch_shape import SINGLE_ROW_BODY_OF, Variant, shape_for
 from mlx_paged.kernels.quantized import new_blocks
 from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
 
@@ -125,7 +125,7 @@ class SharedRun(HeadRun):
     must have the same bits as the kernel for single rows."""
 
     def __init__(self, variant: Variant, batch: int, longest: int, steps: int, seed: int) -> None:
-        super().__init__(variant._replace(body=OWN_OF[variant.body]), batch, longest, steps, None, seed)
+        super().__init__(variant._replace(body=SINGLE_ROW_BODY_OF[variant.body]), batch, longest, steps, None, seed)
         block, first = variant.block_size, self.lengths.index(max(self.lengths))
         for b, length in enumerate(self.lengths):
             count = length // block // (1 + b % 2)  # a tree: every second row shares half as many

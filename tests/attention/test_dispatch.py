@@ -255,11 +255,11 @@ def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
     q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
     step = pool.layer(0).step(tables, 1)
     got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
-    assert step.parts == [[0, 2, 4, 6, 9], [1, 5, 7, 8], [3]]
-    assert isinstance(step.reading, RowsInParts) and [index.shape[0] for index in step.reading.gathers] == [5, 4]
+    assert step.row_parts == [[0, 2, 4, 6, 9], [1, 5, 7, 8], [3]]
+    assert isinstance(step.read_plan, RowsInParts) and [index.shape[0] for index in step.read_plan.gathers] == [5, 4]
     for row, table in enumerate(tables):
         alone = gather_attention(
-            q[row : row + 1], pool.layer(0), [table], AttentionParams(SCALE), step.part(tables, row)
+            q[row : row + 1], pool.layer(0), [table], AttentionParams(SCALE), step.single_step(tables, row)
         )
         assert_equal(got[row : row + 1], alone)
 
@@ -290,8 +290,8 @@ def test_rows_of_many_lengths_share_operations_with_the_same_bits(
     monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", int(most_blocks * 4 * HEADS * (DIM + VDIM) * dtype.size))
     step = pool.layer(0).step(tables, 1)
     got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
-    assert isinstance(step.reading, RowsInParts)
-    assert [blocks is None for _, blocks in step.reading.views] == [True] + [False] * (1 if most_blocks > 10 else 2)
+    assert isinstance(step.read_plan, RowsInParts)
+    assert [blocks is None for _, blocks in step.read_plan.views] == [True] + [False] * (1 if most_blocks > 10 else 2)
     for row, (k, v) in enumerate(keys):
         seen = slice(-(window or lengths[row]), None)
         alone = mx.fast.scaled_dot_product_attention(q[row : row + 1], k[:, :, seen], v[:, :, seen], scale=SCALE)
@@ -324,7 +324,7 @@ def test_rows_computed_together_never_use_stale_slots(
     monkeypatch.setattr(gather, "_is_exact", lambda *_: True)
     step = pool.layer(0).step(tables, 1)
     got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
-    assert isinstance(step.reading, RowsTogether) and step.reading.mask is not None
+    assert isinstance(step.read_plan, RowsTogether) and step.read_plan.mask is not None
     for row, (k, v) in enumerate(keys):
         seen = slice(-(window or lengths[row]), None)
         alone = mx.fast.scaled_dot_product_attention(q[row : row + 1], k[:, :, seen], v[:, :, seen], scale=SCALE)
@@ -339,7 +339,7 @@ def test_rows_are_padded_together_only_while_that_is_cheaper(monkeypatch: pytest
         pool, tables, _ = pool_with(lengths)
         step = pool.layer(0).step(tables, 1)
         gather_attention(noise(99, len(lengths), Q_HEADS, 1, DIM), pool.layer(0), tables, AttentionParams(SCALE), step)
-        return isinstance(step.reading, RowsTogether)
+        return isinstance(step.read_plan, RowsTogether)
 
     monkeypatch.setattr(gather, "_is_exact", lambda *_: True)
     most = gather.PART_BYTES // (HEADS * (4 * (DIM + VDIM) + gather.PAIR_BYTES))

@@ -164,7 +164,7 @@ def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
     assert tables.reserve() is None
     q, k, v = random_step(3, 1, 7)[0]
     batch[0].attend(q, k, v, AttentionParams(SCALE))
-    tables.take_back()
+    tables.undo_reserve()
     assert [cache.offset.tolist() for cache in batch] == [[9, 16, 41]] * LAYERS
     check_decode(pool, batch, solo, 1)
 

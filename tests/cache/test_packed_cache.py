@@ -17,7 +17,7 @@ from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.cache.rows import NotPackableError, Rows
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
-from mlx_paged.kernels.build import KernelUnavailable
+from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kv import group as group_module
 from mlx_paged.kv.storage import in_place
 from mlx_paged.kv.storage.attention_params import AttentionParams, Window
@@ -45,7 +45,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def no_kernel(*_: object, **__: object) -> None:
-    raise KernelUnavailable("not here")
+    raise NoKernelError("not here")
 
 
 def pool_of(form: str = "functional", budget: int = 1 << 30) -> BlockPool:
@@ -181,7 +181,7 @@ def test_fetched_arrays_can_be_attended_to_more_than_once(form: str) -> None:
         expected = expected_of(others, parts, layer)
         for pair in (fetched, fetched, cache.keys_and_values()):
             lazy = lazy_kv_of(*pair)
-            assert lazy is not None and lazy.serves(q, None)
+            assert lazy is not None and lazy.can_attend(q, None)
             assert_close(lazy.attend(q, *pair, AttentionParams(SCALE)), expected)
     pack.commit()
     pool.check_integrity()
@@ -201,11 +201,11 @@ def test_unsupported_use_of_packed_caches_raises() -> None:
     lazy = lazy_kv_of(*pair)
     assert lazy is not None
     with pytest.raises(NotPackableError, match="a mask of its own"):
-        lazy.serves(q, mx.ones((TOKENS, 1, 1, 1), mx.bool_))
+        lazy.can_attend(q, mx.ones((TOKENS, 1, 1, 1), mx.bool_))
     with pytest.raises(NotPackableError, match="a mask of its own"):
-        lazy.serves(q, "causal")
+        lazy.can_attend(q, "causal")
     with pytest.raises(NotPackableError, match="do not match the pack"):
-        lazy.serves(q[:2], None)
+        lazy.can_attend(q[:2], None)
     with pytest.raises(NotPackableError, match="writes twice"):
         caches[0].update_and_fetch(k, v)
     with pytest.raises(NotPackableError, match="a mask of its own"):
@@ -224,7 +224,7 @@ def test_commit_raises_if_a_layer_did_not_attend() -> None:
     caches[2].update_and_fetch(*noise(94, TOKENS, 1)[2][1:])
     with pytest.raises(NotPackableError, match="layer 2"):
         pack.commit()
-    pack.take_back()
+    pack.undo_reserve()
     assert all([row.offset(layer) for row in rows] == list(LENGTHS) for layer in range(LAYERS))
 
 
@@ -314,7 +314,7 @@ def test_pack_does_not_keep_its_pool_alive() -> None:
         del pool, pack, caches
         assert gone() is None, "fetched arrays do not keep the pool"
         with pytest.raises(NotPackableError):
-            lazy_kv_of(*pair).serves(noise(92, TOKENS, 1)[0][0], None)  # type: ignore[union-attr]
+            lazy_kv_of(*pair).can_attend(noise(92, TOKENS, 1)[0][0], None)  # type: ignore[union-attr]
     finally:
         gc.enable()
     assert np.array(pair[0]).shape == (TOKENS, KV_HEADS, 1, DIM)

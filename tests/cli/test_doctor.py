@@ -222,7 +222,7 @@ def test_jobs_run_in_several_processes_on_cuda(
         parts.append((part, num))
         return [Row(index != 3, f"job {index}", "-", "-", 0.0, None, None, "") for index in part]
 
-    monkeypatch.setattr(doctor, "AT_A_TIME", 8)
+    monkeypatch.setattr(doctor, "JOBS_PER_ROUND", 8)
     monkeypatch.setattr(doctor, "rows_of_workers", rows_of_workers)
     monkeypatch.setattr(doctor, "num_workers", lambda free_bytes: 4)
     monkeypatch.setattr(doctor, "backend", lambda: "cuda")
@@ -237,7 +237,7 @@ def test_jobs_run_in_several_processes_on_cuda(
 
 def test_products_of_few_rows_are_checked_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(
-        body: str, dtype: mx.Dtype, tile: narrow_matmul.Tile, bits: int, around: narrow_matmul.Around
+        body: str, dtype: mx.Dtype, tile: narrow_matmul.Tile, bits: int, fused: narrow_matmul.FusedOps
     ) -> narrow_matmul.TileCheck:
         ok = (body, dtype, tile, bits) != (narrow_matmul.BIASED, mx.float16, narrow_matmul.LARGE, 0)
         return narrow_matmul.TileCheck(
@@ -248,7 +248,7 @@ def test_products_of_few_rows_are_checked_on_cuda(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(narrow_matmul, "self_check", check)
     monkeypatch.setattr(narrow_matmul, "launch_seconds", lambda *kernel: 1e-5)
     usual = [job for job in doctor.jobs(32, everything=False) if isinstance(job, ProductJob)]
-    num_kernels = sum(2 - (around.eps is not None) for _, around in narrow_matmul.KERNELS)
+    num_kernels = sum(2 - (fused.eps is not None) for _, fused in narrow_matmul.KERNELS)
     assert len(usual) == 3 * num_kernels and {job.dtype for job in usual} == {mx.bfloat16}
     listed = [job for job in doctor.jobs(32, everything=True) if isinstance(job, ProductJob)]
     rows = [checked.timed() for job in listed for checked in job.run(PagedConfig())]
@@ -512,7 +512,7 @@ def test_kernel_that_does_not_compile_is_reported_and_others_run(
     metal: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = "paged_decode: RuntimeError: it does not compile"
-    monkeypatch.setattr(kernels, "failure_of", lambda text, build: bad if dict(text.constants).get("D") == 80 else None)
+    monkeypatch.setattr(kernels, "failure_of", lambda key, build: bad if dict(key.constants).get("D") == 80 else None)
     with mock.patch.dict(kernels._switched_off, clear=True), pytest.warns(UserWarning, match="does not compile"):
         doctor_checks.print_threads(32)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from mlx_paged.cli.over_ranks import of_first
+from mlx_paged.cli.over_ranks import from_rank_0
 from mlx_paged.engine.ranks.peers import EXIT_STATUS
 from tests.support.cases import quick, slow
 from tests.support.models.tiny_model import VOCAB, make_tiny_model
@@ -71,9 +71,9 @@ def test_prompts_file_gives_the_results_of_one_process(model: Path, tmp_path: Pa
 def test_of_first_reads_only_on_rank_0(rank: int, found: list[str]) -> None:
     reads: list[str] = []
     ranks: Any = SimpleNamespace(rank=rank, broadcast=lambda value: value if rank == 0 else "of rank 0")
-    text = of_first(ranks, lambda: reads.append("read") or "of rank 0")
+    text = from_rank_0(ranks, lambda: reads.append("read") or "of rank 0")
     assert (text, reads) == ("of rank 0", found)
-    assert of_first(None, lambda: "alone") == "alone"
+    assert from_rank_0(None, lambda: "alone") == "alone"
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ class TwoRanks(Ranks):
     def exchange(self, value: Any) -> list[Any]:
         return [value, value if self._are_alike else "another machine"]
 
-    def agreeing(self, model: Any) -> Any:
+    def with_shared_failures(self, model: Any) -> Any:
         return model
 
     def agreed(self, tokens: mx.array) -> mx.array:

@@ -26,7 +26,7 @@ def assert_answered(engine: ToyEngine, uid: int, prompt: list[int], num_tokens: 
     assert engine.progress[uid] == sorted(set(engine.progress[uid])), "progress is reported once per step"
 
 
-def let_go(engine: ToyEngine) -> None:
+def drop_responses(engine: ToyEngine) -> None:
     """Drop the responses; the last one of a request holds its cache."""
     engine.responses.clear()
     engine.pool.check_integrity()
@@ -42,7 +42,7 @@ def test_concurrent_requests_get_their_solo_answers() -> None:
         assert_answered(engine, uid, prompt, 6 + i)
     assert max(engine.model.call_sizes) >= 5, "they decode together"
     assert not engine.failures and not engine.step()
-    let_go(engine)
+    drop_responses(engine)
     assert pool.stats().live_blocks == 0
 
 
@@ -78,7 +78,7 @@ def test_a_first_token_beside_a_flood_is_computed_alone() -> None:
     engine.run()
     for uid, prompt in flood.items():
         assert_answered(engine, uid, prompt, 30)
-    let_go(engine)
+    drop_responses(engine)
     assert engine.pool.stats().live_blocks == 0
 
 
@@ -125,7 +125,7 @@ def test_held_rows_can_be_cancelled_preempted_and_forked(ending: str) -> None:
     engine.run()
     for uid, prompt in flood.items():
         assert engine.tokens(uid) == answer(prompt, 12)
-    let_go(engine)
+    drop_responses(engine)
     assert engine.pool.stats().live_blocks == 0
 
 
@@ -166,7 +166,7 @@ def test_full_pool_preempts_the_youngest_and_repeats_no_token() -> None:
         assert_answered(engine, uid, prompt, 20)
     assert pool.stats().preemptions == engine.engine.scheduler.preemptions > 0
     assert not engine.failures
-    let_go(engine)
+    drop_responses(engine)
     assert pool.stats().live_blocks == 0
 
 
@@ -262,7 +262,7 @@ def test_removed_request_holds_no_blocks_and_sends_no_response(num_steps: int) -
     engine.run()
     assert len(engine.responses[gone]) == said
     assert_answered(engine, stays, prompt_of(6, seed=1), 12)
-    let_go(engine)
+    drop_responses(engine)
     assert pool.stats().live_blocks == 0
 
 
@@ -342,7 +342,7 @@ def test_failed_request_is_reported_once_and_the_others_continue(options: dict[s
     assert engine.tokens(bad) == answer(prompt_of(12, seed=1), 10)[: len(engine.tokens(bad))]
     assert_answered(engine, before, prompt_of(9), 10)
     assert_answered(engine, later, prompt_of(14, seed=2), 10)
-    let_go(engine)
+    drop_responses(engine)
     assert pool.stats().live_blocks == 0
 
 

@@ -19,7 +19,7 @@ from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill
 from mlx_paged.engine.prefill import can_pack, packs_of
 from mlx_paged.engine.scheduler import Chunk
-from mlx_paged.kernels.build import KernelUnavailable
+from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kernels.fused_attention import least_fused_queries
 from mlx_paged.kv.storage import in_place
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
@@ -84,7 +84,7 @@ def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def no_kernel(*_: object, **__: object) -> None:
-    raise KernelUnavailable("not here")
+    raise NoKernelError("not here")
 
 
 @pytest.mark.usefixtures("no_fall_through")
@@ -343,7 +343,7 @@ def test_chunks_that_failed_in_a_pack_run_alone() -> None:
     pool = make_pool()
     engine = ToyEngine(pool)
     requests = [engine.engine.requests[engine.add(toy_prompt(5 + n))] for n in range(4)]
-    requests[1].alone = True
+    requests[1].prefills_alone = True
     chunks = [Chunk(request, 3) for request in requests]
     assert packs_of(chunks) == [[chunks[0], chunks[2], chunks[3]], [chunks[1]]]
     assert packs_of(chunks[1:2]) == [[chunks[1]]] and packs_of([]) == []

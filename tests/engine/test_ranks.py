@@ -27,7 +27,7 @@ from mlx_paged.engine.ranks import peers as rendezvous
 from mlx_paged.engine.ranks import ranks as ranks_module
 from mlx_paged.engine.ranks import world
 from mlx_paged.engine.ranks.peers import DATA, EXIT_STATUS, Peer
-from mlx_paged.engine.ranks.ranks import Agreement, Ranks, StepRecord, checkpoint
+from mlx_paged.engine.ranks.ranks import Agreement, Ranks, StepRecord, undo_point
 from mlx_paged.engine.ranks.world import SAMPLE_BYTES, check_same, group_of, model_files, parse_timeout, versions
 from mlx_paged.engine.scheduler import ScheduledStep
 from mlx_paged.errors import ConfigError, RankError, RequestFailedError
@@ -285,7 +285,7 @@ def test_rank_lost_in_the_first_reduction_raises(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(rendezvous.mx.distributed, "all_sum", lost)
     with pytest.raises(RankError, match=r"another rank ended during the start: .*peer was lost"):
-        rendezvous._tell(None, None)
+        rendezvous._share_address(None, None)
 
 
 def test_ranks_need_the_same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +426,7 @@ def test_undo_discards_the_writes_since_a_checkpoint(options: dict[str, Any], in
     quantized = [storage.num_quantized for storage in storages]
     written = _written(storages)
     with Stepwise():
-        undo = checkpoint(pool)
+        undo = undo_point(pool)
         model(tokens[:, 20:25], cache=cache)
         assert [storage.num_quantized for storage in storages] != quantized or "kv_bits" not in options
         undo()

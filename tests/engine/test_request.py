@@ -223,7 +223,7 @@ def test_kept_row_is_unchanged_and_holds_no_other_rows(is_normalised: bool) -> N
     step = StepLogits(logits_of(mx.float32))
     if is_normalised:
         step.logprobs()
-    kept = step.kept(2)
+    kept = step.copy_row(2)
     assert kept.logprobs().shape == (1, 50)
     np.testing.assert_array_equal(np.array(kept.row(0)), np.array(step.row(2)))
 

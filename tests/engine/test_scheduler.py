@@ -251,7 +251,7 @@ def test_a_flood_at_most_doubles_the_steps_of_others(
 ) -> None:
     """Count the steps to the first token of three requests, alone and beside a client with 40 requests."""
     driver, alone = Driver(num_blocks, **options), Driver(num_blocks, **options)
-    driver.scheduler.yields, driver.scheduler.holds = yields, holds
+    driver.scheduler.yields, driver.scheduler.holds_rows = yields, holds
     flood = [driver.insert(prompt, extra, client="a") for _ in range(40)]
     for _ in range(30):
         driver.step()
@@ -274,7 +274,7 @@ def test_prompts_of_others_wait_for_a_first_token(client: str, priority: int, ho
     """Until a request's first token, steps compute its prompt and the tokens of rows only, without the rows' tokens if
     rows are held."""
     driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
-    driver.scheduler.yields, driver.scheduler.holds = True, holds
+    driver.scheduler.yields, driver.scheduler.holds_rows = True, holds
     flood = [driver.insert(prompt=40, extra=6, client=client, priority=priority) for _ in range(200)]
     for _ in range(20):
         driver.step()
@@ -300,7 +300,7 @@ def test_prompts_of_others_wait_for_a_first_token(client: str, priority: int, ho
 def test_prompt_gets_most_of_the_tokens_beside_a_flood(num_rows: int, client: str, priority: int) -> None:
     """If steps are short, the flood's rows get at most one token per two tokens of the prompt."""
     driver = Driver(4000, token_budget=2048, max_running=80, max_prefilling=80)
-    driver.scheduler.yields = driver.scheduler.holds = True
+    driver.scheduler.yields = driver.scheduler.holds_rows = True
     driver.scheduler.token_budget = 16  # as if more took too long
     for _ in range(num_rows):
         driver.insert(prompt=2, extra=400, client=client, priority=priority)
@@ -332,7 +332,7 @@ def test_prefill_step_size_limits_prompts_beside_a_flood() -> None:
 @pytest.mark.parametrize("holds", [False, True])
 def test_first_tokens_of_others_do_not_starve_a_client(holds: bool) -> None:
     driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
-    driver.scheduler.yields, driver.scheduler.holds = True, holds
+    driver.scheduler.yields, driver.scheduler.holds_rows = True, holds
     flood = [driver.insert(prompt=40, extra=6, client="a") for _ in range(10)]
     for _ in range(200):
         driver.insert(prompt=40, extra=2, client="b")  # one in each step
@@ -344,7 +344,7 @@ def test_rows_wait_no_longer_than_a_chunk_and_its_first_token() -> None:
     """A flood decodes during a long prompt of another client except for its last chunk. Beside a client that keeps
     asking, it decodes after each first token."""
     driver = Driver(1000, token_budget=64, max_running=8, max_prefilling=8)
-    driver.scheduler.yields = driver.scheduler.holds = True
+    driver.scheduler.yields = driver.scheduler.holds_rows = True
     for _ in range(6):
         driver.insert(prompt=4, extra=400, client="a")
     driver.step()
@@ -359,7 +359,7 @@ def test_rows_wait_no_longer_than_a_chunk_and_its_first_token() -> None:
 
 def test_late_first_token_does_not_hold_rows_for_long() -> None:
     driver = Driver(1000, max_running=8, max_prefilling=8)
-    driver.scheduler.yields = driver.scheduler.holds = True
+    driver.scheduler.yields = driver.scheduler.holds_rows = True
     for _ in range(6):
         driver.insert(prompt=4, extra=400, client="a")
     driver.step()
@@ -422,7 +422,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         options = {"grid": grid, "chunk": chunk}
         self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK, **options)
-        self.driver.scheduler.yields = self.driver.scheduler.holds = holds
+        self.driver.scheduler.yields = self.driver.scheduler.holds_rows = holds
 
     @rule(
         prompt=st.integers(1, 40),

@@ -247,7 +247,7 @@ class Driver:
                 self._meddle()
             is_busy = self._step()
             if self.case.preempts and self.rng.random() < self.case.preempts:
-                self.generator.preempt_youngest()
+                self.generator.preempt_last()
             if not is_busy and not pending:
                 return
         raise AssertionError("it does not come to an end")

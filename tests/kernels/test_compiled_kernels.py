@@ -29,7 +29,7 @@ from mlx_paged.kernels.prefill import (
     prefill_shape_for,
 )
 from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.trial import Text, launch_alone
+from mlx_paged.kernels.trial import KernelKey, launch_alone
 from tests.support.cases import quick
 from tests.support.kernels.quantized_pages import page_shape
 
@@ -41,7 +41,7 @@ PAGES = page_shape(64, (8, 4), 32, mx.bfloat16)
 QUANTIZED = Variant("quantized_decode", "cuda", mx.bfloat16, 64, 64, 4, 16, True, True, PAGES)
 POOL = pool_constants_of(mx.bfloat16, 64, 64, 32)
 WRITE: Constants = (*POOL, ("S", mx.int32))
-PRODUCT = narrow_matmul.text_of("narrow_matmul_group", mx.float16, narrow_matmul.SMALL, 3).constants
+PRODUCT = narrow_matmul.kernel_key("narrow_matmul_group", mx.float16, narrow_matmul.SMALL, 3).constants
 
 
 class FakeCompiler:
@@ -103,15 +103,15 @@ QUANTIZED_PREFILL = (
 def texts() -> list[tuple[str, Constants]]:
     """Return at least one text of each body."""
     products = [
-        narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits, around)
-        for body, around in narrow_matmul.KERNELS
+        narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits, fused)
+        for body, fused in narrow_matmul.KERNELS
         for bits in (0, 4)
     ]
-    layers = [draw_rows.text_of(mx.bfloat16, "cuda"), penalise_rows.text_of(mx.bfloat16)]
-    layers += [silu_product.text_of(mx.bfloat16, 3), embedding_rows.text_of(mx.bfloat16, mx.uint32)]
+    layers = [draw_rows.kernel_key(mx.bfloat16, "cuda"), penalise_rows.kernel_key(mx.bfloat16)]
+    layers += [silu_product.kernel_key(mx.bfloat16, 3), embedding_rows.kernel_key(mx.bfloat16, mx.uint32)]
     quantized = texts_of(QUANTIZED) + texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
     listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
-    listed += [(text.body, text.constants) for text in products + layers]
+    listed += [(key.body, key.constants) for key in products + layers]
     listed += texts_of(LATENT) + texts_of(LATENT_TENSOR)
     assert {body for body, _ in listed} >= set(BODIES) - {
         MATRIX_BODY,
@@ -129,7 +129,7 @@ def parameters(source: Source) -> list[str]:
 
 @pytest.mark.parametrize(("body", "constants"), texts(), ids=lambda x: x if isinstance(x, str) else "")
 def test_launch_passes_the_declared_parameters(mlx: FakeMLX, body: str, constants: Constants) -> None:
-    launch_alone(Text(body, constants), build_kernel)
+    launch_alone(KernelKey(body, constants), build_kernel)
     (call,) = mlx.calls
     source = build._cuda_source(body, constants)
     assert source is not None and call["name"] == source.name and call["compiled_source"] == b"code"
@@ -144,7 +144,7 @@ def test_launch_passes_the_declared_parameters(mlx: FakeMLX, body: str, constant
 
 HEADERLESS = [
     texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *texts_of(QUANTIZED), *texts()[-2:],
-    draw_rows.text_of(mx.float16, "cuda")[:2], penalise_rows.text_of(mx.float16)[:2],
+    draw_rows.kernel_key(mx.float16, "cuda")[:2], penalise_rows.kernel_key(mx.float16)[:2],
 ]  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Co
     if nvcc is None:
         pytest.skip("needs CUDA's compiler")
     if constants is None:
-        constants = narrow_matmul.text_of(body, mx.float16, narrow_matmul.SMALL, 4).constants
+        constants = narrow_matmul.kernel_key(body, mx.float16, narrow_matmul.SMALL, 4).constants
     source = build._cuda_source(body, constants)
     assert source is not None and "#include" not in source.text
     # NVRTC needs no header; nvcc predefines only some of these names.
@@ -211,7 +211,7 @@ def test_all_texts_of_a_variant_start_compiling_before_the_check(mlx: FakeMLX, m
     monkeypatch.setattr(build, "cubins", lambda: cubins)
     begun: list[int] = []
     passes = check.SelfCheck(TENSOR, True, 0.0, 0.0, "")
-    monkeypatch.setattr(check, "self_check", lambda variant: begun.append(len(cubins._made)) or passes)
+    monkeypatch.setattr(check, "self_check", lambda variant: begun.append(len(cubins._futures)) or passes)
     monkeypatch.setattr(check, "_results", {})
     assert check.checked(TENSOR).ok and begun == [6]
     for body, constants in texts_of(TENSOR):

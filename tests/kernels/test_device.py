@@ -36,7 +36,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, limits: CudaLimits) -> None:
-    monkeypatch.setattr(device, "_asked", lambda: limits)
+    monkeypatch.setattr(device, "_query_driver", lambda: limits)
     for function in CACHED:
         function.cache_clear()
 

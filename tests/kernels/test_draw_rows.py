@@ -14,15 +14,15 @@ from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import draw_rows as module
-from mlx_paged.kernels.draw_rows import DTYPES, DrawnRow, draw_rows, drawn_word, serves, works
+from mlx_paged.kernels.draw_rows import DTYPES, DrawnRow, draw_rows, is_supported, passes_check, reference_draw
 from tests.support import sampling_model
 
 
 @pytest.fixture(autouse=True)
 def unchecked() -> Iterator[None]:
-    works.cache_clear()
+    passes_check.cache_clear()
     yield
-    works.cache_clear()
+    passes_check.cache_clear()
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
                     *(top_p, float(np.exp(log_min_p)), None if top_k == np.inf else int(top_k), int(min_kept)),
                     (int(key[0]) << 32) + int(key[1]),
                 )
-                words.append(drawn_word(logits.astype(np.float64), row, position, dict(constants)["SG"]))
+                words.append(reference_draw(logits.astype(np.float64), row, position, dict(constants)["SG"]))
             return [mx.array(words, mx.uint32)]
 
         return launch
@@ -56,18 +56,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
 
 def test_kernel_is_used_for_supported_dtypes_and_sizes(gpu: list[mx.Dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in DTYPES:
-        assert serves(mx.zeros((2, 50), dtype))
+        assert is_supported(mx.zeros((2, 50), dtype))
     assert len(gpu) == 2 * len(DTYPES), "each dtype is checked"
-    assert serves(mx.zeros((9, 151_936)))
+    assert is_supported(mx.zeros((9, 151_936)))
     assert len(gpu) == 2 * len(DTYPES), "each dtype is checked only once"
-    assert not serves(mx.zeros((2, 50), mx.int32)) and not serves(mx.zeros((2, (1 << 19) + 1)))
+    assert not is_supported(mx.zeros((2, 50), mx.int32)) and not is_supported(mx.zeros((2, (1 << 19) + 1)))
     monkeypatch.setattr(module, "device_unsupported_reason", lambda: "MLX has no GPU here")
-    assert not serves(mx.zeros((2, 50)))
+    assert not is_supported(mx.zeros((2, 50)))
 
 
 @pytest.mark.skipif(kernel_build.backend() is not None, reason="a GPU is here")
 def test_without_a_gpu_mlxs_operations_draw() -> None:
-    assert not serves(mx.zeros((2, 50)))
+    assert not is_supported(mx.zeros((2, 50)))
 
 
 @pytest.mark.parametrize("trouble", ["another word", "does not compile"])
@@ -98,7 +98,7 @@ def test_tokens_on_a_gpu_are_drawn_with_their_probabilities(dtype: mx.Dtype) -> 
     if kernel_build.backend() is None:
         pytest.skip("needs a GPU")
     vocab, count = 500, 20_000
-    assert works(dtype)
+    assert passes_check(dtype)
     x = (mx.random.normal((1, vocab), key=mx.random.key(3)) * 2).astype(dtype)
     wide = np.array(x[0].astype(mx.float32)).astype(np.float64)
     for params in (SamplingParams(1.0), SamplingParams(0.8, top_p=0.8), SamplingParams(2.0, min_p=0.05, top_k=20)):

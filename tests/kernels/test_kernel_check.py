@@ -9,17 +9,16 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import availability
+from mlx_paged.kernels import availability, quantized
 from mlx_paged.kernels import check as kernel_check
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels import trial as kernel_trial
-from mlx_paged.kernels.build import KernelUnavailable
+from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.quantized import PageShape, new_blocks
-from mlx_paged.kernels.trial import Text, failure_of, few_of
+from mlx_paged.kernels.trial import KernelKey, failure_of, small_inputs_of
 from mlx_paged.kv.storage.attention_params import QueryHeads
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.choice import storage_choice
@@ -115,13 +114,13 @@ def test_wrong_kernels_are_found(plant: Callable[..., None], wrap: Callable[[Lau
 
 
 def test_rows_unlike_mlxs_quantisation_are_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = moves.gather_rows
+    gather = quantized.gather_rows
 
     def other(*args: Any) -> tuple[mx.array, ...]:
         k, v, fence = gather(*args)
         return k, v + (mx.arange(v.shape[3]) == 3), fence
 
-    monkeypatch.setattr(moves, "gather_rows", other)
+    monkeypatch.setattr(quantized, "gather_rows", other)
     result = self_check(VARIANT._replace(body="quantized_decode", pages=PAGES))
     assert not result.ok and "quantised rows differ from MLX's" in result.reason
 
@@ -157,7 +156,7 @@ class Texts:
 
 @contextmanager
 def built_by(texts: Texts) -> Iterator[None]:
-    with mock.patch.object(kernels, "build_kernel", texts), mock.patch.object(moves, "build_kernel", texts):
+    with mock.patch.object(kernels, "build_kernel", texts), mock.patch.object(quantized, "build_kernel", texts):
         yield
 
 
@@ -175,12 +174,12 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
     variant = Variant(body, "metal", mx.bfloat16, 64, 64, gqa, 32, sinks=sinks, pages=pages)
     checked, real = Texts(), Texts()
     equal = mock.patch.object(mx, "array_equal", lambda *_, **__: mx.array(True))
-    exact = mock.patch.object(moves, "exact", lambda *_: moves.Exact(True, True))
+    exact = mock.patch.object(quantized, "exactness", lambda *_: quantized.Exactness(True, True))
     with built_by(checked), equal, exact, mock.patch.object(kernel_check, "MAX_RMS", float("inf")):
         self_check(variant)
     n_q_heads, n_kv_heads = 8 * gqa, 8
     k_pool, v_pool = new_blocks(40, n_kv_heads, 32, (64, 64), mx.bfloat16, pages)
-    with built_by(real), mock.patch.object(moves, "exact", lambda *_: moves.Exact(True, True)):
+    with built_by(real), mock.patch.object(quantized, "exactness", lambda *_: quantized.Exactness(True, True)):
         for rows, q_len, window in itertools.product(range(1, 12), (1, 2, 5, 8), (None, 64, 128)):
             visible = tuple(mx.zeros(shape, mx.int32) for shape in ((rows, 16), (rows, q_len), (rows, q_len)))
             launch = kernels.prepare_decode(
@@ -206,9 +205,11 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
             if pages is not None:
                 slots = mx.arange(rows, dtype=mx.int32)
                 moved = [mx.zeros((rows, n_kv_heads, 1, form.num_words), mx.uint32) for form in pages]
-                moves.gather_rows(k_pool, v_pool, kernels.new_fence(), slots, 0, 1, pages)
-                moves.write_rows(k_pool, v_pool, kernels.new_fence(), *moved, slots, pages)
-    moved_by = {"write_slots", "gather_blocks"} if pages is None else {body for body, _ in moves.texts_of(pages, 32)}
+                quantized.gather_rows(k_pool, v_pool, kernels.new_fence(), slots, 0, 1, pages)
+                quantized.write_rows(k_pool, v_pool, kernels.new_fence(), *moved, slots, pages)
+    moved_by = (
+        {"write_slots", "gather_blocks"} if pages is None else {body for body, _ in quantized.texts_of(pages, 32)}
+    )
     assert {text[0] for text in real.seen} == {body, "merge_partitions", "copy_blocks", *moved_by}
     assert real.seen <= checked.seen
 
@@ -216,7 +217,7 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
 TRIED = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 4, 32)
 
 
-def nothing(text: Text) -> bool:
+def nothing(key: KernelKey) -> bool:
     return False
 
 
@@ -224,7 +225,7 @@ def nothing(text: Text) -> bool:
 def launched() -> Iterator[Callable[..., Launched]]:
     """Launch the kernels' texts by fakes, of which some raise."""
     kernels.variants_of.cache_clear()
-    narrow_matmul.works.cache_clear()
+    narrow_matmul.passes_check.cache_clear()
     with (
         mock.patch.object(kernels, "build_kernel"),
         mock.patch.object(narrow_matmul, "build_kernel"),
@@ -234,7 +235,7 @@ def launched() -> Iterator[Callable[..., Launched]]:
         mock.patch.dict(kernel_check._results, clear=True),
     ):
 
-        def begin(is_broken: Callable[[Text], bool] = nothing, dialect: str = "metal") -> Launched:
+        def begin(is_broken: Callable[[KernelKey], bool] = nothing, dialect: str = "metal") -> Launched:
             stand_in = Launched(is_broken)
             kernels.build_kernel = narrow_matmul.build_kernel = stand_in
             kernels.backend = lambda: dialect
@@ -242,7 +243,7 @@ def launched() -> Iterator[Callable[..., Launched]]:
 
         yield begin
     kernels.variants_of.cache_clear()
-    narrow_matmul.works.cache_clear()
+    narrow_matmul.passes_check.cache_clear()
 
 
 def prepare(rows: int, dtype: mx.Dtype = mx.float32, width: int = 16, **options: Any) -> kernels.DecodeLaunch:
@@ -256,13 +257,13 @@ def test_a_text_is_tried_once(launched: Callable[..., Launched]) -> None:
     for rows in (1, 2, 7):
         for width in (16, 32, 64):
             prepare(rows, width=width)
-    assert [text.body for text in texts] == ["paged_decode", "paged_decode", "merge_partitions"]
-    assert [dict(text.constants)["SINGLE"] for text in texts[:2]] == [True, False]  # 256 tokens are one partition
+    assert [key.body for key in texts] == ["paged_decode", "paged_decode", "merge_partitions"]
+    assert [dict(key.constants)["SINGLE"] for key in texts[:2]] == [True, False]  # 256 tokens are one partition
     prepare(8, width=32)
     prepare(300, width=32)
-    assert [text.body for text in texts[3:]] == ["paged_decode", "merge_partitions"]
+    assert [key.body for key in texts[3:]] == ["paged_decode", "merge_partitions"]
     prepare(8)
-    assert [dict(text.constants)["SINGLE"] for text in texts[5:]] == [True]
+    assert [dict(key.constants)["SINGLE"] for key in texts[5:]] == [True]
     prepare(2, width=64, max_visible=32)
     assert len(texts) == 6
     assert len(set(texts)) == len(texts)
@@ -273,23 +274,23 @@ def test_number_of_rows_needs_no_other_text_on_cuda(launched: Callable[..., Laun
     for rows in (1, 2, 8, 9):
         prepare(rows)
         prepare(rows, mx.bfloat16)
-    assert [text.body for text in texts] == ["paged_decode", "merge_partitions", "paged_decode_tensor"]
-    assert few_of("cuda", ends=1) == () and few_of("metal", ends=7, sinks=8) == ("ends",)
+    assert [key.body for key in texts] == ["paged_decode", "merge_partitions", "paged_decode_tensor"]
+    assert small_inputs_of("cuda", ends=1) == () and small_inputs_of("metal", ends=7, sinks=8) == ("ends",)
 
 
 def test_broken_variant_is_replaced_by_the_next_for_good(launched: Callable[..., Launched]) -> None:
-    texts = launched(lambda text: text.body == "paged_decode_tensor", "cuda").texts
+    texts = launched(lambda key: key.body == "paged_decode_tensor", "cuda").texts
     with pytest.warns(UserWarning, match=r"paged_decode_tensor\[.*\] is off: .*it does not compile"):
         launch = prepare(2, mx.float16)
     assert launch.merge is not None and not launch.counters
     prepare(3, mx.float16)  # a second warning would be an error
-    assert [text.body for text in texts] == ["paged_decode_tensor", "paged_decode", "merge_partitions"]
+    assert [key.body for key in texts] == ["paged_decode_tensor", "paged_decode", "merge_partitions"]
 
 
 def test_without_a_working_variant_new_pools_are_functional(
     launched: Callable[..., Launched],
 ) -> None:
-    launched(lambda text: "ends" not in text.few and text.body == "paged_decode")
+    launched(lambda key: "ends" not in key.small_inputs and key.body == "paged_decode")
     geometry, heads = Geometry(2, 64, 64, mx.float32), QueryHeads(8)
     with (
         mock.patch.object(availability, "device_unsupported_reason", lambda: None),
@@ -298,9 +299,9 @@ def test_without_a_working_variant_new_pools_are_functional(
         choose = storage_choice(None)
         assert choose(geometry, 16, heads).form is InPlaceStorage
         prepare(1)
-        with pytest.warns(UserWarning, match="is off"), pytest.raises(KernelUnavailable, match="does not compile"):
+        with pytest.warns(UserWarning, match="is off"), pytest.raises(NoKernelError, match="does not compile"):
             prepare(9)
-        with pytest.raises(KernelUnavailable, match="does not compile"):
+        with pytest.raises(NoKernelError, match="does not compile"):
             prepare(1)
         choice = choose(geometry, 16, heads)
     assert choice.form is FunctionalStorage and "it does not compile" in choice.reason
@@ -309,9 +310,9 @@ def test_without_a_working_variant_new_pools_are_functional(
 def test_a_trial_is_evaluated(launched: Callable[..., Launched]) -> None:
     """MLX does not compile the text before."""
     build = launched()
-    (text,) = (text for text in pool_texts(TRIED) if text.body == "copy_blocks")
+    (key,) = (key for key in pool_texts(TRIED) if key.body == "copy_blocks")
     with mock.patch.object(mx, "eval", side_effect=RuntimeError("no such symbol")) as evaluated:
-        assert "RuntimeError: no such symbol" in (failure_of(text, build) or "")
+        assert "RuntimeError: no such symbol" in (failure_of(key, build) or "")
     evaluated.assert_called_once()
 
 
@@ -322,7 +323,7 @@ def test_self_check_runs_every_text_that_a_pool_needs(launched: Callable[..., La
     equal = mock.patch.object(mx, "array_equal", lambda *_, **__: mx.array(True))
     with equal, mock.patch.object(kernel_check, "MAX_RMS", float("inf")):
         self_check(TRIED._replace(block_size=block))
-    checked = {text for text in texts if "decode" not in text.body and text.body != "merge_partitions"}
+    checked = {key for key in texts if "decode" not in key.body and key.body != "merge_partitions"}
     texts.clear()
     pools = [mx.zeros((20, 2, block, 64), mx.bfloat16) for _ in "kv"]
     fence = kernels.new_fence()
@@ -355,7 +356,7 @@ def test_wrong_copies_fail_the_self_check(launched: Callable[..., Launched]) -> 
 def test_products_of_other_dimensions_are_tried_before_they_are_used(
     launched: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = launched(lambda text: dict(text.constants).get("XD") == 4, "cuda").texts
+    texts = launched(lambda key: dict(key.constants).get("XD") == 4, "cuda").texts
     monkeypatch.setattr(narrow_matmul, "backend", lambda: "cuda")
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(
@@ -368,7 +369,7 @@ def test_products_of_other_dimensions_are_tried_before_they_are_used(
         assert not narrow_matmul.covers_sum(x.reshape(4, 2, 1, 16), weight, residual)
     assert not narrow_matmul.covers_sum(x.reshape(4, 2, 1, 16), weight, residual)
     assert narrow_matmul.covers_sum(x, weight, residual) and narrow_matmul.covers(x.reshape(4, 32), [weight])
-    assert [dict(text.constants)["XD"] for text in texts] == [4, 2]
+    assert [dict(key.constants)["XD"] for key in texts] == [4, 2]
 
 
 @pytest.mark.gpu
@@ -378,11 +379,11 @@ def test_every_trial_passes_on_a_gpu(dtype: mx.Dtype) -> None:
         for options in ({}, {"max_visible": 16}, {"softcap": 5.0, "sinks": True}):
             prepare(rows, dtype, **options)
     variant = TRIED._replace(dtype=dtype, backend=str(kernels.backend()))
-    for text in pool_texts(variant):
+    for key in pool_texts(variant):
         for few in ((), ("slots", "blocks", "pairs")):
-            assert failure_of(Text(text.body, text.constants, few), kernels.build_kernel) is None
+            assert failure_of(KernelKey(key.body, key.constants, few), kernels.build_kernel) is None
     if kernels.backend() == "cuda" and dtype in narrow_matmul.DTYPES:
         for body in narrow_matmul.BODIES:
             for dims in (2, 3, 4):
-                text = narrow_matmul.text_of(body, dtype, narrow_matmul.SMALL, dims)
-                assert failure_of(text, kernels.build_kernel) is None
+                key = narrow_matmul.kernel_key(body, dtype, narrow_matmul.SMALL, dims)
+                assert failure_of(key, kernels.build_kernel) is None

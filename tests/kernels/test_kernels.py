@@ -27,12 +27,12 @@ def pools(n_blocks, n_kv=2, block=16, dim=64, dtype=mx.bfloat16):
 def test_without_a_gpu_nothing_is_built():
     k, v = pools(3)
     assert kernels.decode_variants(k, v, 4) == ()
-    with pytest.raises(kernels.KernelUnavailable):
+    with pytest.raises(kernels.NoKernelError):
         kernels.paged_decode(
             mx.zeros((1, 4, 1, 64), mx.bfloat16), k, v, kernels.new_fence(), mx.array([[1]], mx.int32),
             mx.array([[3]], mx.int32), mx.array([[0]], mx.int32), scale=1.0,
         )  # fmt: skip
-    with pytest.raises(kernels.KernelUnavailable):
+    with pytest.raises(kernels.NoKernelError):
         kernels.copy_blocks(k, v, kernels.new_fence(), [1], [2])
     assert kernels.build_kernel.cache_info().currsize == 0
 
@@ -88,14 +88,14 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_rows_of_a_step_are_never_small_arrays_on_cuda(shape, dialect, uploads, monkeypatch):
     monkeypatch.setattr(kernel_build, "backend", lambda: dialect)
     rows = np.arange(7, 7 + int(np.prod(shape)), dtype=np.int32).reshape(shape)
-    found = kernel_build.RowsArray().of(rows)
+    found = kernel_build.DeviceRows().of(rows)
     assert found.dtype == mx.int32 and np.array_equal(np.array(found), rows)
     assert uploads == [16 if dialect == "cuda" and 0 < rows.nbytes <= 8 else rows.nbytes]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3,), (40, 1)])
 def test_rows_that_gain_a_token_are_counted_on_the_device(shape, uploads):
-    array, rows = kernel_build.RowsArray(), np.full(shape, 5, np.int32)
+    array, rows = kernel_build.DeviceRows(), np.full(shape, 5, np.int32)
     grows = np.ones(shape, np.int32)
     grows[-1] = len(shape) == 2  # with one dimension, the last row is padding
     for _ in range(40):
@@ -109,7 +109,7 @@ def test_rows_that_gain_a_token_are_counted_on_the_device(shape, uploads):
 @pytest.mark.parametrize("rows", [1, 2, 3, 40])
 def test_positions_and_ends_are_counted_together(rows, uploads):
     array, positions, ends = (
-        kernel_build.RowsArray(),
+        kernel_build.DeviceRows(),
         np.arange(rows, dtype=np.int32),
         np.arange(1, rows + 1, dtype=np.int32),
     )
@@ -122,7 +122,7 @@ def test_positions_and_ends_are_counted_together(rows, uploads):
 
 
 def test_rows_of_random_steps_equal_those_of_the_host(uploads):
-    rng, array = np.random.default_rng(0), kernel_build.RowsArray()
+    rng, array = np.random.default_rng(0), kernel_build.DeviceRows()
     rows = rng.integers(0, 99, 2, dtype=np.int32)
     for _ in range(400):
         change = rng.integers(0, 6)
@@ -135,7 +135,7 @@ def test_rows_of_random_steps_equal_those_of_the_host(uploads):
 
 
 def test_rows_of_another_shape_are_counted_correctly(uploads):
-    array = kernel_build.RowsArray()
+    array = kernel_build.DeviceRows()
     for shape in ((2, 4), (4, 2), (8,), (2, 4)):
         rows = np.arange(8, dtype=np.int32).reshape(shape)
         for _ in range(3):
@@ -144,14 +144,14 @@ def test_rows_of_another_shape_are_counted_correctly(uploads):
 
 
 def test_unread_counted_rows_are_uploaded_again_after_a_limit(uploads):
-    array, rows = kernel_build.RowsArray(), np.ones((2, 1), np.int32)
-    for step in range(2 * kernel_build.MOST_COUNTED + 2):
+    array, rows = kernel_build.DeviceRows(), np.ones((2, 1), np.int32)
+    for step in range(2 * kernel_build.MAX_INCREMENTS + 2):
         found = array.of(rows + step)
     assert len(uploads) == 3 and found.tolist() == [[step + 1]] * 2
 
 
 def test_rows_are_not_counted_from_another_threads_pending_rows(uploads):
-    array, rows = kernel_build.RowsArray(), np.ones((3, 1), np.int32)
+    array, rows = kernel_build.DeviceRows(), np.ones((3, 1), np.int32)
     other = threading.Thread(target=lambda: array.of(rows))
     other.start()
     other.join()

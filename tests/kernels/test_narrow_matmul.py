@@ -18,20 +18,20 @@ from mlx_paged.kernels.products.narrow_matmul import (
     BIASED,
     BITS,
     BODIES,
-    FEW,
     GATED,
     GROUPED,
     LARGE,
-    MANY,
-    NOTHING,
+    NOT_FUSED,
     PLAIN,
     SMALL,
     TILES,
-    Around,
+    TILES_IF_FEW,
+    TILES_IF_MANY,
+    FusedOps,
     Norm,
     PackedWeight,
+    Rotation,
     Tile,
-    Turn,
     covers,
     covers_gated,
     covers_sum,
@@ -44,9 +44,9 @@ from mlx_paged.kernels.products.narrow_matmul import (
 
 @pytest.fixture(autouse=True)
 def unchecked() -> Iterator[None]:
-    narrow_matmul.works.cache_clear()
+    narrow_matmul.passes_check.cache_clear()
     yield
-    narrow_matmul.works.cache_clear()
+    narrow_matmul.passes_check.cache_clear()
 
 
 def arrays(num_rows: int, width: int, depth: int, dtype: mx.Dtype = mx.bfloat16) -> tuple[mx.array, list[mx.array]]:
@@ -55,13 +55,13 @@ def arrays(num_rows: int, width: int, depth: int, dtype: mx.Dtype = mx.bfloat16)
 
 def test_which_products_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(narrow_matmul, "works", lambda *choice: asked.append(choice) or choice[1] != mx.float32)
+    monkeypatch.setattr(narrow_matmul, "passes_check", lambda *choice: asked.append(choice) or choice[1] != mx.float32)
     assert covers(*arrays(1, 5, 64)) and covers(*arrays(16, 5, 64)) and covers(*arrays(17, 5, 64, mx.float16))
     x, (w,) = arrays(32, 5, 64)
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [w], bias) and covers(x, [w, w]) and covers(x, [w, w[:3], w])
-    bodies, dtypes, tiles, _, bits, around = zip(*asked, strict=True)
-    assert set(bits) == {0} and set(around) == {NOTHING}
+    bodies, dtypes, tiles, _, bits, fused = zip(*asked, strict=True)
+    assert set(bits) == {0} and set(fused) == {NOT_FUSED}
     asked.clear()
     residual = mx.zeros((32, 1, 5), mx.bfloat16)
     assert covers_sum(x, w, residual) and covers_gated(x, w, w)
@@ -71,7 +71,7 @@ def test_which_products_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not covers_sum(x, w, residual[..., :4]) and not covers_gated(x, w, w[:4])
     assert not covers_gated(x, w, w.astype(mx.float16)) and covers_sum(x[:1], w, residual[:1])
     assert bodies == (PLAIN, PLAIN, PLAIN, BIASED, GROUPED, GROUPED)
-    assert tiles == (FEW[SMALL], FEW[SMALL], *[FEW[LARGE]] * 4) and dtypes[2] == mx.float16
+    assert tiles == (TILES_IF_FEW[SMALL], TILES_IF_FEW[SMALL], *[TILES_IF_FEW[LARGE]] * 4) and dtypes[2] == mx.float16
     assert not covers(*arrays(2, 5, 64, mx.float32))
     assert not covers(*arrays(0, 5, 64)) and not covers(*arrays(33, 5, 64)) and not covers(*arrays(2, 5, 60))
     assert not covers(*arrays(2, (1 << 17) + 1, 512))
@@ -82,7 +82,9 @@ def test_which_products_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_which_norms_and_rotations_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(narrow_matmul, "works", lambda *choice: asked.append(choice[0] + choice[-1].suffix) or True)
+    monkeypatch.setattr(
+        narrow_matmul, "passes_check", lambda *choice: asked.append(choice[0] + choice[-1].suffix) or True
+    )
     covered = {(1, 512), (4, 2048), (1, 8192), (2, 2560)}
     for num_rows, depth in (*covered, (5, 512), (3, 4096), (1, 768), (1, 4608)):
         is_covered = (num_rows, depth) in covered
@@ -90,30 +92,31 @@ def test_which_norms_and_rotations_are_covered(monkeypatch: pytest.MonkeyPatch) 
         norm = Norm(mx.ones((depth,), mx.bfloat16), 1e-5)
         assert covers(x, [w, w, w], norm=norm) == covers_gated(x, w, w, norm) == is_covered
     x, (w,) = arrays(2, 64, 1024)
-    turn = Turn(16, mx.zeros((2,), mx.int32), 1.0, 1e4, None)
+    rotation = Rotation(16, mx.zeros((2,), mx.int32), 1.0, 1e4, None)
     norm = Norm(mx.ones((1024,), mx.bfloat16), 1e-5)
     asked.clear()
-    assert covers(x, [w, w, w[:5]], norm=norm, turn=turn) and covers(x, [w, w, w], turn=turn)
+    assert covers(x, [w, w, w[:5]], norm=norm, rotation=rotation) and covers(x, [w, w, w], rotation=rotation)
     assert covers(x, [w, w], norm=norm) and covers_gated(x, w, w, norm)
     assert asked == [f"narrow_matmul_{name}" for name in ("group_norm_turn", "group_turn", "group_norm", "gate_norm")]
-    assert not covers(x, [w], norm=norm) and not covers(x, [w], turn=turn)
-    assert not covers(x, [w, w[:48]], turn=turn) and not covers(x, [w, w], turn=turn._replace(half=12))
-    assert not covers(x, [w, w], turn=turn._replace(offsets=turn.offsets[:1]))
-    assert not covers(x, [w, w], turn=turn._replace(offsets=turn.offsets.astype(mx.uint32)))
+    assert not covers(x, [w], norm=norm) and not covers(x, [w], rotation=rotation)
+    assert not covers(x, [w, w[:48]], rotation=rotation) and not covers(x, [w, w], rotation=rotation._replace(half=12))
+    assert not covers(x, [w, w], rotation=rotation._replace(offsets=rotation.offsets[:1]))
+    assert not covers(x, [w, w], rotation=rotation._replace(offsets=rotation.offsets.astype(mx.uint32)))
     assert not covers(x, [w, w], norm=norm._replace(gains=norm.gains.astype(mx.float32)))
     assert not covers(x, [w, w], norm=norm._replace(gains=norm.gains[:-1]))
 
 
 @pytest.mark.parametrize(("tile", "most"), [(SMALL, 4 * 132), (LARGE, 3 * 132)])
 def test_tiles_follow_the_number_of_thread_groups(tile: Tile, most: int) -> None:
-    expected = {1: FEW[tile], 132: FEW[tile], 133: tile, 264: tile, 265: MANY[tile], most: MANY[tile], most + 1: tile}
+    few, many = TILES_IF_FEW[tile], TILES_IF_MANY[tile]
+    expected = {1: few, 132: few, 133: tile, 264: tile, 265: many, most: many, most + 1: tile}
     for groups, found in expected.items():
         width = groups * tile.columns
         weights = [mx.zeros((n, 8), mx.bfloat16) for n in (width - 3, 0)]
         assert narrow_matmul._tile_of(PLAIN, tile.rows, weights) == found, groups
         assert narrow_matmul._tile_of(GATED, tile.rows, weights) == tile
     halves = [mx.zeros((16 * 133, 8), mx.bfloat16)] * 2
-    assert narrow_matmul._tile_of(GROUPED, tile.rows, halves) == MANY[tile]
+    assert narrow_matmul._tile_of(GROUPED, tile.rows, halves) == TILES_IF_MANY[tile]
     assert narrow_matmul._tile_of(PLAIN, tile.rows, [packed(5, 64)]) == tile
 
 
@@ -127,7 +130,7 @@ def packed(width: int, depth: int, bits: int = 4, group_size: int = 32, dtype: m
 
 def test_which_quantised_matrices_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(narrow_matmul, "works", lambda *choice: asked.append(choice) or choice[1] != mx.float32)
+    monkeypatch.setattr(narrow_matmul, "passes_check", lambda *choice: asked.append(choice) or choice[1] != mx.float32)
     x = mx.zeros((3, 1, 64), mx.bfloat16)
     four, eight, wide = packed(5, 64), packed(5, 64, 8), packed(5, 64, group_size=64)
     bias = mx.zeros((5,), mx.bfloat16)
@@ -195,33 +198,33 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
     assert not result.ok and "does not compile" in result.reason and np.isnan(result.rms)
 
 
-@pytest.mark.parametrize("forms", [TILES, (FEW[SMALL], FEW[LARGE]), (MANY[SMALL], MANY[LARGE])])
+@pytest.mark.parametrize("forms", [TILES, tuple(TILES_IF_FEW.values()), tuple(TILES_IF_MANY.values())])
 def test_tile_for_more_rows_is_compiled_ahead_with_that_for_few(
     monkeypatch: pytest.MonkeyPatch, forms: tuple[Tile, Tile]
 ) -> None:
     begun: list[object] = []
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     monkeypatch.setattr(narrow_matmul, "compile_ahead", lambda kernels: begun.extend(kernels))
-    monkeypatch.setattr(narrow_matmul, "failure_of", lambda text, build: "")
+    monkeypatch.setattr(narrow_matmul, "failure_of", lambda key, build: "")
     monkeypatch.setattr(
         narrow_matmul, "self_check", lambda *choice: narrow_matmul.TileCheck(*choice[:4], True, 0.0, 0.0, "")
     )
     small, large = forms
-    turned = Around(half=32, base=5e5)
+    turned = FusedOps(half=32, base=5e5)
     # More rows are not normalised by the kernel. Queries and keys of a decode step have four dimensions.
-    for num_dims, around in ((3, turned._replace(eps=1e-5)), (4, turned)):
+    for num_dims, fused in ((3, turned._replace(eps=1e-5)), (4, turned)):
         begun.clear()
-        assert narrow_matmul.works(GROUPED, mx.bfloat16, small, num_dims, 0, around)
-        for form in (turned, NOTHING):  # the text that it is compared with, too
-            text = narrow_matmul.text_of(GROUPED, mx.bfloat16, large, num_dims, 0, form)
-            assert (text.body, text.constants) in begun
+        assert narrow_matmul.passes_check(GROUPED, mx.bfloat16, small, num_dims, 0, fused)
+        for form in (turned, NOT_FUSED):  # the text that it is compared with, too
+            key = narrow_matmul.kernel_key(GROUPED, mx.bfloat16, large, num_dims, 0, form)
+            assert (key.body, key.constants) in begun
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
-    for tile in (*TILES, *FEW.values(), *MANY.values()):
+    for tile in (*TILES, *TILES_IF_FEW.values(), *TILES_IF_MANY.values()):
         for body in BODIES:
             result = self_check(body, dtype, tile)
             assert result.ok, result.reason
@@ -236,7 +239,7 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
             assert mx.sqrt(mx.square(got.astype(mx.float32) - want).mean()).item() < MAX_RMS, (num_rows, width, depth)
             for again in products(x, [w[: width // 2], w, w])[1:]:  # by another tile for some
                 assert mx.array_equal(got, again).item()
-            for tile in (FEW, MANY):
+            for tile in (TILES_IF_FEW, TILES_IF_MANY):
                 (again,) = narrow_matmul._launch(PLAIN, x, [w], None, tile[LARGE], [got.shape])
                 assert mx.array_equal(got, again).item()
     residual, up = mx.random.normal((32, 1, 33)).astype(dtype), (mx.random.normal((33, 3000)) * 0.02).astype(dtype)
@@ -253,21 +256,22 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("bits", [0, *BITS])
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 def test_norms_and_rotations_on_a_gpu(dtype: mx.Dtype, bits: int) -> None:
-    for tile in (SMALL,) if bits else (SMALL, FEW[SMALL], MANY[SMALL]):
-        for around in (Around(1e-6), Around(1e-5, 32, 1.0, 5e5), Around(1e-5, 64, 1.0), Around(None, 128, 0.125, 1e6)):
-            result = self_check(GROUPED, dtype, tile, bits, around)
-            assert result.ok, (around, result.reason)
-    result = self_check(GATED, dtype, SMALL, bits, Around(1e-5))
+    for tile in (SMALL,) if bits else (SMALL, TILES_IF_FEW[SMALL], TILES_IF_MANY[SMALL]):
+        for form in ((1e-6,), (1e-5, 32, 1.0, 5e5), (1e-5, 64, 1.0), (None, 128, 0.125, 1e6)):
+            fused = FusedOps(*form)
+            result = self_check(GROUPED, dtype, tile, bits, fused)
+            assert result.ok, (fused, result.reason)
+    result = self_check(GATED, dtype, SMALL, bits, FusedOps(1e-5))
     assert result.ok, result.reason
-    assert self_check(GROUPED, dtype, LARGE, bits, Around(None, 32, 1.0, 1e4)).ok
+    assert self_check(GROUPED, dtype, LARGE, bits, FusedOps(None, 32, 1.0, 1e4)).ok
     # A row's bits do not depend on the number of rows, nor on whether the kernel or MLX normalises it.
     w = [mx.random.normal((n, 2048), key=mx.random.key(n)).astype(dtype) for n in (256, 128, 128)]
     x, gains = mx.random.normal((9, 1, 2048), key=mx.random.key(1)).astype(dtype), mx.ones((2048,), dtype)
     offsets = mx.arange(9).astype(mx.int32) * 1000
-    whole = products(mx.fast.rms_norm(x, gains, 1e-5), w, turn=Turn(32, offsets, 1.0, 1e4, None))
+    whole = products(mx.fast.rms_norm(x, gains, 1e-5), w, rotation=Rotation(32, offsets, 1.0, 1e4, None))
     for some in (slice(0, 1), slice(3, 7)):
-        assert covers(x[some], w, norm=Norm(gains, 1e-5), turn=Turn(32, offsets[some], 1.0, 1e4, None))
-        alone = products(x[some], w, norm=Norm(gains, 1e-5), turn=Turn(32, offsets[some], 1.0, 1e4, None))
+        assert covers(x[some], w, norm=Norm(gains, 1e-5), rotation=Rotation(32, offsets[some], 1.0, 1e4, None))
+        alone = products(x[some], w, norm=Norm(gains, 1e-5), rotation=Rotation(32, offsets[some], 1.0, 1e4, None))
         assert all(mx.array_equal(a[some], b).item() for a, b in zip(whole, alone, strict=True))
 
 

@@ -6,9 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import build
+from mlx_paged.kernels import build, quantized
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks, rotate
 from tests.support.kernels.quantized_pages import page_shape
@@ -28,7 +27,7 @@ def test_quantisation_equals_mlxs_bit_for_bit_on_this_device(
     bits: tuple[int, int], group_size: int, dtype: mx.Dtype
 ) -> None:
     for dim in (128, 256):
-        assert moves.exact(page_shape(dim, bits, group_size, dtype), 16) == (True, True)
+        assert quantized.exactness(page_shape(dim, bits, group_size, dtype), 16) == (True, True)
 
 
 @pytest.mark.gpu
@@ -47,7 +46,7 @@ def test_written_rows_equal_mlxs(length: int, dtype: mx.Dtype) -> None:
     pools = new_blocks(count, heads, block, (128, 128), dtype, pages)
     fence = kernels.write_slots(*pools, kernels.new_fence(), k, v, mx.array(slots, mx.int32), pages)
     table = mx.array(ids, mx.int32)
-    *rows, fence = moves.gather_rows(*pools, fence, table, 0, length, pages)
+    *rows, fence = quantized.gather_rows(*pools, fence, table, 0, length, pages)
     *read, fence = kernels.gather_blocks(*pools, fence, table, 0, length, pages)
     for got, want in zip(rows, pages.quantize(k, v), strict=True):
         assert mx.array_equal(got, want).item()
@@ -126,8 +125,8 @@ def test_random_schedules_equal_sequential_runs(bits: tuple[int, int]) -> None:
                 new = [mx.random.normal((3, 2, 64)).astype(mx.bfloat16) for _ in "kv"]
                 fence = kernels.write_slots(k, v, fence, *new, slots, pages)
             elif kind == "rows":
-                *rows, fence = moves.gather_rows(k, v, fence, mx.array([3, 1], mx.int32), 5, 3, pages)
-                fence = moves.write_rows(k, v, fence, *rows, slots, pages)
+                *rows, fence = quantized.gather_rows(k, v, fence, mx.array([3, 1], mx.int32), 5, 3, pages)
+                fence = quantized.write_rows(k, v, fence, *rows, slots, pages)
             elif kind == "copy":
                 source, target = rng.sample(range(1, 9), 2)
                 fence = kernels.copy_blocks(k, v, fence, [source], [target])

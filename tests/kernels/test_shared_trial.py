@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import shared_trial
-from mlx_paged.kernels.build import KernelUnavailable
+from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kernels.launch_shape import SHARED_MATRIX_BODY, Variant
 from mlx_paged.kernels.shared_runs import HEADER, cut_of
 from mlx_paged.kernels.shared_trial import ROWS, is_faster
@@ -66,7 +66,7 @@ def test_kernel_is_measured_at_the_least_savings_it_is_chosen_for(
     assert cut.least_saved <= saved < cut.least_saved + 2048 * ROWS * kv_heads
 
 
-@pytest.mark.parametrize("error", [KernelUnavailable("off"), RuntimeError("no memory")])
+@pytest.mark.parametrize("error", [NoKernelError("off"), RuntimeError("no memory")])
 def test_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     Machine(monkeypatch, 1.0, error)
     assert not is_faster(cut_of(VARIANT, 8))

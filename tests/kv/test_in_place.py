@@ -241,7 +241,7 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
             else:
                 assert isinstance(parent, ast.Call), ast.unparse(parent)
                 called = ast.unparse(parent.func)
-                assert called.startswith(("kernels.", "moves.")) or called in (
+                assert called.startswith(("kernels.", "quantized.")) or called in (
                     "write",
                     "launch",
                     "prepare_prefill",
@@ -254,8 +254,8 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     assert sum("_resized(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)) == 1
     names = {name for name in vars(InPlaceStorage) if not name.startswith("_")}
     assert names == {
-        "after_writes", "checkpoint", "copy_blocks", "decode", "fence", "forget_failed_writes", "go_back", "in_place",
+        "after_writes", "copy_blocks", "decode", "fence", "forget_failed_writes", "in_place",
         "items", "latest", "num_blocks",
-        "prefill", "prepare_decode", "read_packed", "read_rows", "read_stored", "read_visible", "resize", "rewind",
-        "run", "write", "write_stored",
+        "prefill", "prepare_decode", "read_packed", "read_rows", "read_stored", "read_visible", "resize", "restore",
+        "rewind", "run", "snapshot", "write", "write_stored",
     }  # fmt: skip

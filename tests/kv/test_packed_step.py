@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.errors import BlockStateError, GeometryError
-from mlx_paged.kernels.build import KernelUnavailable
+from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.step import DeviceTables, Step
@@ -52,9 +52,9 @@ def test_every_token_has_the_slot_of_its_position() -> None:
     assert [row[: len(table.block_ids)] for row, table in zip(on_device, tables, strict=True)] == [
         table.block_ids for table in tables
     ]
-    assert [step.part(tables, i).num_tokens for i in range(4)] == list(COUNTS)
-    assert step.part(tables, 2) is step.part(tables, 2)
-    assert step.part(tables, 2).slots([tables[2]]).tolist() == expected[7:16]
+    assert [step.single_step(tables, i).num_tokens for i in range(4)] == list(COUNTS)
+    assert step.single_step(tables, 2) is step.single_step(tables, 2)
+    assert step.single_step(tables, 2).slots([tables[2]]).tolist() == expected[7:16]
 
 
 def test_slots_are_int64_when_int32_overflows() -> None:
@@ -140,7 +140,7 @@ def test_read_packed_requires_in_place_storage() -> None:
     pool = pool_of()
     tables, _ = tables_of(pool)
     layer = pool.layer(0)
-    with pytest.raises(KernelUnavailable, match="not written in place"):
+    with pytest.raises(NoKernelError, match="not written in place"):
         layer.storage.read_packed(tables, layer.step(tables, COUNTS))
 
 

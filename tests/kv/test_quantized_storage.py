@@ -461,7 +461,7 @@ class NewerFormat(NamedTuple):
     group_size: int
     rotate: bool = False
     added: int = 3
-    why_not = PageFormat.why_not
+    unsupported_reason = PageFormat.unsupported_reason
     nameable = PageFormat.nameable
     stock_bits = PageFormat.stock_bits
 

@@ -67,7 +67,7 @@ def test_rows_go_to_their_own_block_and_slot(dtype: mx.Dtype) -> None:
     storage = storage_of(6, dtype)
     k, v = noise(1, 3, HEADS, 1, KD, dtype=dtype), noise(2, 3, HEADS, 1, VD, dtype=dtype)
     places = [(5, 3), (2, 0), (2, 1)]
-    storage.write_rows(storage.by_head(mx.array([[23], [8], [9]])), k, v)
+    storage.write_rows(storage.flat_index(mx.array([[23], [8], [9]])), k, v)
     got_k, got_v = slots(storage, places)
     np.testing.assert_array_equal(bits(got_k[0]), bits(k[:, :, 0]).transpose(1, 0, 2))
     np.testing.assert_array_equal(bits(got_v[0]), bits(v[:, :, 0]).transpose(1, 0, 2))
@@ -82,10 +82,10 @@ def test_written_rows_are_visible_to_every_other_operation(then: str) -> None:
     expected_k, expected_v = (np.zeros((HEADS, 6 * SIZE, dim), np.float32) for dim in (KD, VD))
     for seed in (1, 3):
         k, v = noise(seed, 2, HEADS, 1, KD), noise(seed + 1, 2, HEADS, 1, VD)
-        storage.write_rows(storage.by_head(index), k, v)
+        storage.write_rows(storage.flat_index(index), k, v)
         for row, slot in enumerate((9, 22)):
             expected_k[:, slot], expected_v[:, slot] = k[row, :, 0], v[row, :, 0]
-    before = storage.checkpoint()
+    before = storage.snapshot()
     if then == "segments":
         k, v = noise(5, 1, HEADS, 2, KD), noise(6, 1, HEADS, 2, VD)
         storage.write_segments([Segment(14, 2, 0)], k, v)
@@ -100,14 +100,14 @@ def test_written_rows_are_visible_to_every_other_operation(then: str) -> None:
     elif then == "fence":
         mx.eval(storage.fence(), storage.latest())
     elif then == "rows":
-        storage.write_rows(storage.by_head(index), noise(7, 2, HEADS, 1, KD), noise(8, 2, HEADS, 1, VD))
-        storage.go_back(before)
+        storage.write_rows(storage.flat_index(index), noise(7, 2, HEADS, 1, KD), noise(8, 2, HEADS, 1, VD))
+        storage.restore(before)
     end = storage.num_blocks * SIZE
     by_blocks = storage.gather_blocks(storage.block_index(range(storage.num_blocks)))
     got_k, got_v = by_blocks if then == "blocks" else storage.view_tokens(0, end)
     np.testing.assert_array_equal(np.array(got_k)[0], expected_k)
     np.testing.assert_array_equal(np.array(got_v)[0], expected_v)
-    tokens = storage.read_tokens(storage.by_head(mx.array([[22, 9]])))
+    tokens = storage.read_tokens(storage.flat_index(mx.array([[22, 9]])))
     np.testing.assert_array_equal(np.array(tokens[0])[0], expected_k[:, [22, 9]])
 
 

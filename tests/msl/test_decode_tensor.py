@@ -307,7 +307,7 @@ def test_trial_launches_the_text_without_visible_tokens(bits):
     with emulated("cuda", orders=(0,)) as fake:
         variant = variant_of(case)
         spec = spec_of(variant, shape_for(variant), 1, case.n_q, 1, 1)
-        (text,) = spec.texts
-        out, *_ = launch_alone(text, fake)
+        (key,) = spec.keys
+        out, *_ = launch_alone(key, fake)
     assert not to_float(out).any()
     assert [body for body, _ in fake.calls] == [variant.body]

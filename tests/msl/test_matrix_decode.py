@@ -200,5 +200,5 @@ def test_trial_launches_the_text(bits: tuple[int, int] | None) -> None:
     for partitions in (1, 2):
         spec = spec_of(variant, shape_for(variant, 38), 1, 8, 1, partitions)
         with emulated(checked=False, orders=(0,)):
-            outs = launch_alone(spec.texts[0], kernels.build_kernel)
+            outs = launch_alone(spec.keys[0], kernels.build_kernel)
         assert len(outs) == 3

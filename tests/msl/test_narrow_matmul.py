@@ -14,16 +14,16 @@ from mlx_paged.kernels.products.narrow_matmul import (
     BIASED,
     BODIES,
     DTYPES,
-    FEW,
     GATED,
     GROUPED,
     KERNELS,
-    MANY,
     PLAIN,
     TILES,
+    TILES_IF_FEW,
+    TILES_IF_MANY,
     Norm,
     PackedWeight,
-    Turn,
+    Rotation,
 )
 from mlx_paged.kernels.trial import launch_alone
 from tests.support.cases import crossed, quick, slow
@@ -120,7 +120,7 @@ def test_a_row_depends_neither_on_others_nor_on_the_tile(emulated, form):
     depth = 1096 if form is None else 2208
     x, w = rows(37, depth, mx.float16), weight(40, depth, form, mx.float16)
     whole = run(x, w, None, TILES[0])
-    for tile in TILES if form is not None else (*TILES, *FEW.values(), *MANY.values()):
+    for tile in TILES if form is not None else (*TILES, *TILES_IF_FEW.values(), *TILES_IF_MANY.values()):
         for some in ([3, 4], [36, 0, 12], list(range(37))):
             assert np.array_equal(run(x[mx.array(some)], w, None, tile), whole[some])
 
@@ -207,14 +207,14 @@ def mlx_norm(x, gains, eps):
     return gains * rounded
 
 
-def turned(y, turn, head):
+def turned(y, rotation, head):
     """Rotate heads of [rows, width] by NumPy, in float64 except for the angles."""
-    d = np.arange(turn.half, dtype=np.float32)
-    if turn.base is None:
-        frequency = 1 / to_float(turn.frequencies)
+    d = np.arange(rotation.half, dtype=np.float32)
+    if rotation.base is None:
+        frequency = 1 / to_float(rotation.frequencies)
     else:
-        frequency = np.exp2(-(d / np.float32(turn.half)) * np.log2(np.float32(turn.base)))
-    angle = (np.float32(turn.scale) * np.array(turn.offsets, np.float32))[:, None] * frequency
+        frequency = np.exp2(-(d / np.float32(rotation.half)) * np.log2(np.float32(rotation.base)))
+    angle = (np.float32(rotation.scale) * np.array(rotation.offsets, np.float32))[:, None] * frequency
     first, second = np.split(to_float(y).astype(np.float64).reshape(len(y), -1, head), 2, axis=2)
     cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
     return np.concatenate([first * cosine - second * sine, first * sine + second * cosine], 2).reshape(y.shape)
@@ -237,13 +237,13 @@ def check_turn(emulated, form, half=32, based=True, dtype=mx.bfloat16, norm=None
     x, widths = rows(3, depth, dtype), (3 * head, 2 * head, 24)
     weights = [weight(width, depth, form, dtype, seed) for seed, width in enumerate(widths)]
     frequencies = None if based else mx.array(1 + np.arange(half, dtype=np.float32) ** 2)
-    turn = Turn(half, mx.array([0, 5, 4097], mx.int32), 0.5, 1e4 if based else None, frequencies)
+    rotation = Rotation(half, mx.array([0, 5, 4097], mx.int32), 0.5, 1e4 if based else None, frequencies)
     shapes = [(3, width) for width in widths]
-    got = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, norm, turn)
+    got = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, norm, rotation)
     plain = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, norm)
     precision = 2.0 ** -(8 if dtype == mx.bfloat16 else 11)
     for a, b in zip(got[:2], plain[:2], strict=True):
-        np.testing.assert_allclose(to_float(a), turned(b, turn, head), rtol=2 * precision, atol=2 * precision)
+        np.testing.assert_allclose(to_float(a), turned(b, rotation, head), rtol=2 * precision, atol=2 * precision)
     assert np.array_equal(to_float(got[2]), to_float(plain[2]))
 
 
@@ -259,7 +259,11 @@ def test_rows_are_normalised_in_the_order_of_mlx(emulated, form, body):
 @pytest.mark.parametrize(
     ("form", "half", "based"),
     quick(
-        [(form, *turn) for form in (None, (4, 64)) for turn in ((32, True), (64, False), (8, False), (128, True))],
+        [
+            (form, *rotation)
+            for form in (None, (4, 64))
+            for rotation in ((32, True), (64, False), (8, False), (128, True))
+        ],
         *((None, 32, True), ((4, 64), 64, False)),
     ),
 )
@@ -376,8 +380,8 @@ def test_planted_mutations_are_found(emulated, name):
 def test_trial_reads_nothing_out_of_bounds(emulated, body):
     for bits in (4, 8):
         for num_dims in (1, 2, 4):
-            text = narrow_matmul.text_of(body, mx.bfloat16, TILES[0], num_dims, bits)
-            outs = launch_alone(text, lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=()))
+            key = narrow_matmul.kernel_key(body, mx.bfloat16, TILES[0], num_dims, bits)
+            outs = launch_alone(key, lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=()))
             assert all(not to_float(out).any() for out in outs)
 
 
@@ -396,18 +400,18 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
     assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
 
 
-OTHERS = [*FEW.values(), *MANY.values()]
+OTHERS = [*TILES_IF_FEW.values(), *TILES_IF_MANY.values()]
 
 
 def registers_of_texts(texts, most=None):
-    return registers.registers_of_each(tuple((text.body, text.constants) for text in texts), most)
+    return registers.registers_of_each(tuple((key.body, key.constants) for key in texts), most)
 
 
 @NO_COMPILER
 @pytest.mark.parametrize("bodies", [(ADDED, GROUPED), *slow((GROUPED, ADDED), single=True)])
 def test_other_tiles_do_not_spill(bodies):
     cases = list(zip(OTHERS, bodies * 2, strict=True))
-    found = registers_of_texts([narrow_matmul.text_of(body, mx.bfloat16, tile, 3) for tile, body in cases])
+    found = registers_of_texts([narrow_matmul.kernel_key(body, mx.bfloat16, tile, 3) for tile, body in cases])
     for case, each in zip(cases, found, strict=True):
         assert each.stored <= 16 and each.loaded <= 16, (case, each)  # outside of the loop
 
@@ -416,7 +420,7 @@ def test_other_tiles_do_not_spill(bodies):
 @pytest.mark.parametrize("bits", [4, *slow(8)])
 def test_the_largest_tile_does_not_spill(bits):
     bodies = (GATED, GROUPED)
-    texts = [narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.LARGE, 3, bits) for body in bodies]
+    texts = [narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.LARGE, 3, bits) for body in bodies]
     for body, found in zip(bodies, registers_of_texts(texts, registers.REGISTERS), strict=True):
         assert (found.stored, found.loaded) == (0, 0) and found.used <= 128, (body, found)
 
@@ -425,10 +429,12 @@ def test_the_largest_tile_does_not_spill(bits):
 @pytest.mark.parametrize("bits", [0, *slow(*narrow_matmul.BITS)])
 def test_norms_and_rotations_do_not_spill(bits):
     cases = [
-        (body, around, tile)
-        for body, around in KERNELS[len(BODIES) :]
-        for tile in (TILES[:1] if bits or body == GATED else (TILES[0], FEW[TILES[0]], MANY[TILES[0]]))
+        (body, fused, tile)
+        for body, fused in KERNELS[len(BODIES) :]
+        for tile in (
+            TILES[:1] if bits or body == GATED else (TILES[0], TILES_IF_FEW[TILES[0]], TILES_IF_MANY[TILES[0]])
+        )
     ]
-    texts = [narrow_matmul.text_of(body, mx.bfloat16, tile, 3, bits, around) for body, around, tile in cases]
+    texts = [narrow_matmul.kernel_key(body, mx.bfloat16, tile, 3, bits, fused) for body, fused, tile in cases]
     for case, found in zip(cases, registers_of_texts(texts), strict=True):
         assert found.stored <= 16 and found.loaded <= 16, (case, found)

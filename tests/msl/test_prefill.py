@@ -10,7 +10,7 @@ import pytest
 from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM, Variant
 from mlx_paged.kernels.prefill import PrefillShape, prefill_constants_of, prefill_shape_for
-from mlx_paged.kernels.trial import Text, launch_alone
+from mlx_paged.kernels.trial import KernelKey, launch_alone
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape, quantized
 from tests.support.msl import emulator
@@ -179,11 +179,11 @@ def test_prefill_needs_cuda_and_a_variant_that_is_on(monkeypatch):
         with monkeypatch.context() as here:  # undone before the emulator is
             here.setattr(prefill, "backend", lambda: None)
             prefill.prefill_variants_of.cache_clear()
-            with pytest.raises(prefill.KernelUnavailable, match="no prefill kernel"):
+            with pytest.raises(prefill.NoKernelError, match="no prefill kernel"):
                 pack.prepare()
         prefill.prefill_variants_of.cache_clear()
         monkeypatch.setattr(ops, "_switched_off", {variant: "it was wrong"})
-        with pytest.raises(prefill.KernelUnavailable, match="it was wrong"):
+        with pytest.raises(prefill.NoKernelError, match="it was wrong"):
             pack.prepare()
 
 
@@ -191,11 +191,11 @@ def test_prefill_needs_cuda_and_a_variant_that_is_on(monkeypatch):
 def test_trial_launches_the_text(sinks):
     variant = Variant(prefill.BODY, "cuda", mx.float16, 64, 80, 3, 16, sinks=sinks)
     with emulated():
-        text = Text(prefill.BODY, prefill_constants_of(variant, prefill_shape_for(64, 80)))
+        key = KernelKey(prefill.BODY, prefill_constants_of(variant, prefill_shape_for(64, 80)))
         built = []
         with pytest.raises(EmuError, match=r"output out: .* never written"):
-            launch_alone(text, lambda *what: built.append(what) or prefill.build_kernel(*what))
-    assert built == [(text.body, text.constants)]
+            launch_alone(key, lambda *what: built.append(what) or prefill.build_kernel(*what))
+    assert built == [(key.body, key.constants)]
 
 
 def test_shared_memory_holds_thread_groups():

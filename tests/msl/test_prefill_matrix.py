@@ -20,7 +20,7 @@ from mlx_paged.kernels.prefill import (
     prefill_constants_of,
     shape_of,
 )
-from mlx_paged.kernels.trial import MANY, Text, launch_alone
+from mlx_paged.kernels.trial import MIN_DEVICE_ELEMENTS, KernelKey, launch_alone
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import prefill_harness
@@ -109,8 +109,8 @@ def test_a_launch_is_one_text():
         sizes = {
             name: x.size for name, x in zip(BODIES[MATRIX_BODY].inputs, spy.call_args.kwargs["inputs"], strict=True)
         }
-        assert sizes["fence"] == 1 and sizes["params"] == 4 and (not sinks or sizes["sinks"] >= MANY)
-        assert all(sizes[name] >= MANY for name in ("q", "k_pool", "v_pool", "tables", "tiles"))
+        assert sizes["fence"] == 1 and sizes["params"] == 4 and (not sinks or sizes["sinks"] >= MIN_DEVICE_ELEMENTS)
+        assert all(sizes[name] >= MIN_DEVICE_ELEMENTS for name in ("q", "k_pool", "v_pool", "tables", "tiles"))
         check_pack(pack, orders=(0,))
 
 
@@ -118,9 +118,9 @@ def test_a_launch_is_one_text():
 def test_trial_launches_the_text(sinks):
     variant = VARIANT._replace(value_dim=80, sinks=sinks)
     with emulated():
-        text = Text(MATRIX_BODY, prefill_constants_of(variant, shape_of(variant)))
+        key = KernelKey(MATRIX_BODY, prefill_constants_of(variant, shape_of(variant)))
         with pytest.raises(EmuError, match=r"output out: .* never written"):
-            launch_alone(text, prefill.build_kernel)
+            launch_alone(key, prefill.build_kernel)
 
 
 @pytest.mark.parametrize("head_dim", quick([64, 128, 192, 256], 128, 256))
@@ -308,7 +308,7 @@ def test_a_failed_self_check_switches_the_kernel_off(planted):
         warnings.simplefilter("error")
         assert not checked(VARIANT).ok
     pools = [mx.zeros((3, 1, 32, 64), mx.bfloat16)] * 2
-    with pytest.raises(prefill.KernelUnavailable, match=r"is not below|not finite"):
+    with pytest.raises(prefill.NoKernelError, match=r"is not below|not finite"):
         prefill.prepare_prefill(*pools, mx.array([[1]], mx.int32), [3], [3], n_q_heads=4, scale=1.0)
 
 

@@ -11,12 +11,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as moves
+from mlx_paged.kernels import quantized as page_kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, LaunchShape, Variant
 from mlx_paged.kernels.quantized import QuantizedRows
-from mlx_paged.kernels.trial import MANY
+from mlx_paged.kernels.trial import MIN_DEVICE_ELEMENTS
 from tests.msl.test_windows import CORES
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape, quantized
@@ -167,7 +167,7 @@ def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[SelfCh
 
             def launch(*, inputs: list[mx.array], **options: Any) -> Any:
                 count = inputs[BODIES[body].inputs.index(COUNTED[body])].size
-                text = body, dict(constants).get("SINGLE"), count < MANY
+                text = body, dict(constants).get("SINGLE"), count < MIN_DEVICE_ELEMENTS
                 seen.append(text)
                 if text != broken:
                     return kernel(inputs=inputs, **options)
@@ -178,7 +178,7 @@ def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[SelfCh
 
             return launch
 
-        with mock.patch.object(kernels, "build_kernel", build), mock.patch.object(moves, "build_kernel", build):
+        with mock.patch.object(kernels, "build_kernel", build), mock.patch.object(page_kernels, "build_kernel", build):
             return self_check(variant), list(dict.fromkeys(seen))
 
 

@@ -8,10 +8,9 @@ import sys
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import bodies, draw_rows, penalise_rows
+from mlx_paged.kernels import bodies, draw_rows, penalise_rows, quantized
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MATRIX_BODIES, SHARED_MATRIX_BODY, shape_for
@@ -169,7 +168,7 @@ WORDS = [(4, 99999, "uint32"), (4, 99999, "uint32"), (1, 1, "uint32")]
 
 def move_problems(body, dtype, rows, edit=None):
     own, d = body.startswith("quantized"), name_of(dtype)
-    constants = moves.page_constants if own else moves.row_constants
+    constants = quantized.page_constants if own else quantized.row_constants
     kind = d if own else "uint32"
     if body.endswith("gather") or body.startswith("gather"):
         inputs, outs = [*WORDS, (1, rows, "int32"), (1, 2, "int32")], [kind, kind, "uint32"]
@@ -217,7 +216,7 @@ def test_others_are_clean(body, rows, dtype):
 
 def draw_problems(dtype, rows, edit=None):
     inputs = [(2, rows * 999, name_of(dtype)), (2, rows * 8, "float32"), (2, rows * 8, "uint32"), (1, rows, "uint32")]
-    return problems("draw_rows", draw_rows.text_of(dtype, "metal").constants, inputs, ["uint32"], edit)
+    return problems("draw_rows", draw_rows.kernel_key(dtype, "metal").constants, inputs, ["uint32"], edit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -235,7 +234,7 @@ def test_checker_catches_in_draw_rows():
 def penalise_problems(dtype, rows, edit=None):
     inputs = [(2, rows * 999, name_of(dtype)), (1, rows, "uint32"), (1, rows, "int32"), (2, 999, "uint32")]
     inputs += [(3, 3996, "int32"), (2, 999, "int32"), (2, 999, "float32")]
-    constants = penalise_rows.text_of(dtype).constants
+    constants = penalise_rows.kernel_key(dtype).constants
     return problems("penalise_rows", constants, inputs, ["float32", "uint32", "int32", "int32"], edit)
 
 

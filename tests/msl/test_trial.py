@@ -7,14 +7,14 @@ import pytest
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import Variant, shape_for
-from mlx_paged.kernels.trial import MANY, Text, launch_alone
+from mlx_paged.kernels.trial import MIN_DEVICE_ELEMENTS, KernelKey, launch_alone
 from tests.support.cases import quick
 from tests.support.kernels.pool_texts import pool_texts
 from tests.support.msl.harness import Emulated, emulated
 
 
 def few_inputs(call: dict) -> list[bool]:
-    return [x.size < MANY for x in call["inputs"]]
+    return [x.size < MIN_DEVICE_ELEMENTS for x in call["inputs"]]
 
 
 def dtypes(call: dict) -> list[str]:
@@ -31,8 +31,8 @@ def test_trial_of_a_decode_step_launches_its_texts(gqa: int, sinks: bool, rows: 
     launch_shape, heads, dtype = shape_for(variant), 2 * gqa, mx.float16
     build = Emulated()
     spec = spec_of(variant, launch_shape, rows, heads, 1, partitions)
-    for text in spec.texts:
-        out, *_ = launch_alone(text, build)
+    for key in spec.keys:
+        out, *_ = launch_alone(key, build)
         assert np.asarray(out).size
     with emulated() as real:
         k_pool, v_pool = (mx.zeros((9, 2, 16, dim), dtype) for dim in (64, 80))
@@ -53,7 +53,7 @@ def test_trial_of_a_decode_step_launches_its_texts(gqa: int, sinks: bool, rows: 
 def test_trials_of_writes_reads_and_copies_of_blocks(few: tuple[str, ...]) -> None:
     variant = Variant("paged_decode", "metal", mx.bfloat16, 64, 80, 2, 8)
     build = Emulated()
-    for text in pool_texts(variant):
-        *_, fence = launch_alone(Text(text.body, text.constants, few), build)
+    for key in pool_texts(variant):
+        *_, fence = launch_alone(KernelKey(key.body, key.constants, few), build)
         assert int(np.asarray(fence)[0]) == 1
     assert [few_inputs(call)[-1] for _, call in build.calls] == [bool(few), True, bool(few)]

@@ -28,7 +28,14 @@ from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarPr
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.patches.generate.upstream import UPSTREAM
-from mlx_paged.patches.grammar import FORMS, TokenizerGrammars, behind_reasoning, reasons_first, tool_format, unwrapped
+from mlx_paged.patches.grammar import (
+    FORMS,
+    TokenizerGrammars,
+    behind_reasoning,
+    ends_in_reasoning,
+    tool_format,
+    unwrapped,
+)
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
 from tests.support.cases import quick, slow
@@ -227,8 +234,8 @@ def test_ambiguous_grammar_fails_only_its_request() -> None:
 
 def test_grammar_with_slow_masks_fails_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(grammar_module.Grammar):
-        def count(self, seconds: float) -> None:
-            super().count(seconds + 0.2)
+        def record_time(self, seconds: float) -> None:
+            super().record_time(seconds + 0.2)
 
     model = build("llama")
     mlx_paged.apply_patches()
@@ -656,8 +663,8 @@ def test_tool_format_returns_the_markers_of_a_call() -> None:
 
 def test_reasoning_begun_in_the_prompt_is_unconstrained() -> None:
     tokenizer = byte_tokenizer()
-    assert reasons_first(tokenizer, [5, THINK, 6]) and not reasons_first(tokenizer, [5, THINK, 6, THINK_END, 7])
-    assert not reasons_first(tokenizer, [5])
+    assert ends_in_reasoning(tokenizer, [5, THINK, 6]) and not ends_in_reasoning(tokenizer, [5, THINK, 6, THINK_END, 7])
+    assert not ends_in_reasoning(tokenizer, [5])
     constraint = constraint_of({"structured_outputs": {"choice": ["no"]}}, chat=True)
     assert constraint is not None
     grammar = TokenizerGrammars(tokenizer).compile(constraint)

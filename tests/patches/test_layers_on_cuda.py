@@ -291,7 +291,7 @@ def test_compiled_step_without_our_kernels_multiplies_all_rows_at_once(
     monkeypatch.setattr(compiled_step, "PATIENCE", 0)
     model = quantized(kind, 8, mx.bfloat16)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
-    with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+    with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
         batch(model, (5, 40, 12))
     assert mlx_paged.dispatch_counts()
     of_steps = [shape for shape in multiplied if shape[0] == 4]  # three rows, padded
@@ -308,7 +308,7 @@ def test_compiled_step_dequantises_no_weights(monkeypatch: pytest.MonkeyPatch) -
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     with (
         mock.patch.object(quantized_matmul, "_dequantized", wraps=quantized_matmul._dequantized) as dequantize,
-        mock.patch.object(narrow_matmul, "works", lambda *choice: False),
+        mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False),
     ):
         batch(model, (5, 40, 12))
     shapes = {call.args[1].shape[:2] for call in dequantize.call_args_list}

@@ -69,13 +69,13 @@ def test_models_compute_angles_once_per_step(name: str, monkeypatch: pytest.Monk
     expected = greedy(model, prompt, 8)
     mlx_paged.apply_patches(mlx_paged.PagedConfig(block_size=8))
     made: list[int] = []
-    turned = rope._turned
+    turned = rope._cos_sin
 
     def counted(*args: Any) -> tuple[mx.array, mx.array]:
         made.append(1)
         return turned(*args)
 
-    monkeypatch.setattr(rope, "_turned", counted)
+    monkeypatch.setattr(rope, "_cos_sin", counted)
     assert greedy(model, prompt, 8)[0] == expected[0]
     assert 7 <= len(made) <= 9  # one per step, including the step ahead
 

@@ -11,7 +11,7 @@ from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.memory import EVICTED_SHARE
 from mlx_paged.kv.storage.attention_params import Window
 from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.radix_node import MOST_KEPT
+from mlx_paged.prefix.radix_node import KEPT_SHARE
 from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree, new_tables, release
 from tests.support.without_collector import without_collector
 
@@ -290,10 +290,10 @@ def test_kept_prefix_is_evicted_after_newer_ones() -> None:
 
 def test_kept_prefixes_are_limited_to_a_share_of_the_budget() -> None:
     tree = RadixTree(pool := make_pool(num_blocks=16))
-    size = int(16 * MOST_KEPT)
+    size = int(16 * KEPT_SHARE)
     for start in (0, 100, 200, 300):
         add(tree, range(start, start + 12), keep=12)  # 3 blocks
-        assert sum(map(tree._nbytes_of, tree._kept)) <= pool.memory.budget * MOST_KEPT
+        assert sum(map(tree._nbytes_of, tree._kept)) <= pool.memory.budget * KEPT_SHARE
     assert size // 3 == 2 and sorted(node.tokens[0] for node in tree._kept) == [200, 300]
     add(tree, range(200, 212), keep=12)  # asked for again
     add(tree, range(400, 412), keep=12)

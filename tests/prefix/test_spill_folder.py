@@ -270,11 +270,11 @@ def test_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
 TOKENS = (*range(30), 99)
 
 
-def restored_by_ranks(folder: Path, windows: Any, everywhere: Callable[[int], Sequence[int]]) -> int:
+def restored_by_ranks(folder: Path, windows: Any, exchange: Callable[[int], Sequence[int]]) -> int:
     """Return the number of tokens that the tree serves after a restore over ranks; checks their contents."""
     pool = make_pool(windows)
     tree = RadixTree(pool)
-    SpillStore(folder, everywhere=everywhere).restore(tree, TOKENS, None, "weights")
+    SpillStore(folder, exchange=exchange).restore(tree, TOKENS, None, "weights")
     length, tables = tree.adopt(TOKENS)
     check_contents(pool, tables, TOKENS)
     tree.check_integrity()
@@ -289,11 +289,11 @@ def test_ranks_restore_only_what_all_of_them_have(windows: Any, most: int, tmp_p
     spilled(tmp_path, [TOKENS[:30]], windows, chunk=8)
     asked = []
 
-    def everywhere(mine: int) -> list[int]:
+    def exchange(mine: int) -> list[int]:
         asked.append(mine)
         return [mine, min(mine, most)]
 
-    found = restored_by_ranks(tmp_path, windows, everywhere)
+    found = restored_by_ranks(tmp_path, windows, exchange)
     assert found <= most
     if windows == (None,):
         assert found == most
@@ -314,10 +314,10 @@ def test_bad_file_on_this_rank_shortens_the_prefix(tmp_path: Path) -> None:
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
     asked: list[int] = []
 
-    def everywhere(mine: int) -> list[int]:
+    def exchange(mine: int) -> list[int]:
         asked.append(mine)
         return [mine, mine]
 
     with pytest.warns(UserWarning, match="deleted the unusable file"):
-        assert restored_by_ranks(tmp_path, (None,), everywhere) == 28
+        assert restored_by_ranks(tmp_path, (None,), exchange) == 28
     assert asked == [30, 1, 28, 0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_paged.errors import ConfigError
-from mlx_paged.server.clients import MAX_NAMES, MAX_OPEN, OTHER, ApiKeys, Clients, Turns
+from mlx_paged.server.clients import MAX_CONCURRENT_PER_KEY, MAX_NAMES, OTHER, ApiKeys, Clients, FairLock
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.http import RequestLog
 
@@ -47,7 +47,7 @@ def test_key_may_have_a_name_a_priority_and_limits(tmp_path: Path) -> None:
 
 def test_open_requests_are_limited_for_each_of_several_keys() -> None:
     clients = Clients(ApiKeys(["a", "b"]))
-    for _ in range(MAX_OPEN):
+    for _ in range(MAX_CONCURRENT_PER_KEY):
         assert clients.enter("a", "") == "key 1"
     with pytest.raises(RequestRefused, match="too many concurrent requests") as caught:
         clients.enter("a", "")
@@ -87,18 +87,18 @@ def test_malformed_keys_file_is_refused(told: dict[str, Any], tmp_path: Path) ->
 def test_waiting_clients_take_turns() -> None:
     order = []
 
-    async def work(turns: Turns, client: str) -> None:
-        async with turns.of(client):
+    async def work(lock: FairLock, client: str) -> None:
+        async with lock.hold(client):
             order.append(client)
             await asyncio.sleep(0)
 
     async def run() -> None:
-        turns = Turns()
-        tasks = [asyncio.ensure_future(work(turns, client)) for client in "aaaaabbc"]
+        lock = FairLock()
+        tasks = [asyncio.ensure_future(work(lock, client)) for client in "aaaaabbc"]
         await asyncio.sleep(0)
         tasks[2].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await work(turns, "d")
+        await work(lock, "d")
 
     asyncio.run(run())
     assert "".join(order) == "aabcabad"

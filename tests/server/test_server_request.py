@@ -166,7 +166,7 @@ def test_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch
 
     slow.make_cache = lambda: make_prompt_cache(model)
     monkeypatch.setattr(adapter.time, "monotonic", lambda: now[0])
-    owner = SimpleNamespace(weights=SimpleNamespace(model=slow), _scored=adapter.SCORED)
+    owner = SimpleNamespace(weights=SimpleNamespace(model=slow), _slice_tokens=adapter.MIN_SLICE)
     *between, (found, _) = LoadedModels.scores(owner, [*range(100)], 0)  # type: ignore[arg-type]
     assert max(slices) <= 2 and sum(slices) == len(found) == 99
     assert between == [None] * len(slices)

@@ -41,7 +41,7 @@ from ...by_model import kept_of
 from ...config import PagedConfig
 from ...kernels import ops as kernels
 from ...kernels.availability import device_unsupported_reason
-from ...kernels.build import KernelUnavailable, backend, prepared
+from ...kernels.build import NoKernelError, backend, prepared
 from ..generate import raise_cpu_cache_limit
 from .jobs import Shape, popular_shapes
 from .report import Outcome, Report, run_program
@@ -49,8 +49,8 @@ from .report import Outcome, Report, run_program
 PROGRAM = "mlx_paged.cli.doctor.checks"
 # Threads ------------------------------------------------------------------------------------------------------------
 
-TOO_MANY = 2048  # no Metal GPU allows more than 1,024
-HOW = (
+EXCESSIVE_THREADS = 2048  # no Metal GPU allows more than 1,024
+THREADS_METHOD = (
     "each decode kernel was launched with 2,048 threads per group, which is an error; MLX's error message names "
     "Metal's limit. 1,024: registers do not limit the kernel; fewer: the kernel needs more registers"
 )
@@ -88,10 +88,10 @@ def probe(shape: Shape) -> dict[str, Any]:
             softcap=10.0 if shape.softcap else None,
             sinks=shape.sinks,
         )
-    except KernelUnavailable as error:
+    except NoKernelError as error:
         return {"shape": str(shape), "needed": None, "allowed": None, "message": str(error)[:500]}
     needed = launch.options["threadgroup"][0]
-    decode = prepared(launch.kernel, {**launch.options, "threadgroup": (TOO_MANY, 1, 1)})
+    decode = prepared(launch.kernel, {**launch.options, "threadgroup": (EXCESSIVE_THREADS, 1, 1)})
     q = mx.zeros((_ROWS, heads, 1, shape.head_dim), shape.dtype)
     message = "no error: the kernel ran"
     try:
@@ -166,7 +166,7 @@ class Work(NamedTuple):
 
 
 GPU_WORK, CPU_WORK = Work(256, 128, 2), Work(8, 6, 1)  # on a CPU only to see that it works
-RANDOM: dict[str, Any] = {
+RANDOM_MODEL: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_attention_heads": 8,
@@ -184,9 +184,10 @@ def load_model() -> tuple[Any, int, str]:
         model, config = load(folder)
         return model, config["vocab_size"], "the demo model, SmolLM2-135M-Instruct"
     dtype = mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
-    shape = f"{RANDOM['num_hidden_layers']} layers of {RANDOM['hidden_size']}"
+    shape = f"{RANDOM_MODEL['num_hidden_layers']} layers of {RANDOM_MODEL['hidden_size']}"
     name = str(dtype).removeprefix("mlx.core.")
-    return random_llama(dtype, **RANDOM), RANDOM["vocab_size"], f"a Llama with random weights, {shape}, {name}"
+    what = f"a Llama with random weights, {shape}, {name}"
+    return random_llama(dtype, **RANDOM_MODEL), RANDOM_MODEL["vocab_size"], what
 
 
 def tokens_per_second(model: Any, prompt: mx.array, count: int) -> tuple[float, list[int]]:
@@ -341,7 +342,7 @@ def threads(config: PagedConfig) -> Finding:
     if backend() != "metal":
         return True, {"not run": "only Metal has this limit and names it in error messages"}
     outcome = run_program(PROGRAM, "threads", str(config.block_size))
-    found: dict[str, Any] = {"how": HOW, "shapes": outcome.values}
+    found: dict[str, Any] = {"how": THREADS_METHOD, "shapes": outcome.values}
     if outcome.error is not None:
         found["error"] = outcome.error
     enough = all(value["allowed"] is None or value["allowed"] >= value["needed"] for value in outcome.values)

@@ -27,20 +27,19 @@ from ..terminal import add_version, orderly_end
 from .jobs import jobs, num_workers, rows_of_workers
 from .report import HEADER, Report, Row
 
-AT_A_TIME = 64  # jobs handed to the workers at once; their kernels are kept until they are timed
+JOBS_PER_ROUND = 64  # jobs handed to the workers at once; their kernels are kept until they are timed
 
 
 def facts() -> dict[str, str]:
     """Return the versions, the system and the device, by label."""
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     info = mx.device_info() if on_gpu else {}
-    names = {"mlx": "mlx", "mlx-lm": "mlx-lm"}
     versions = {}
-    for label, package in names.items():
+    for package in ("mlx", "mlx-lm"):
         try:
-            versions[label] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            versions[label] = "not installed"
+            versions[package] = "not installed"
     return {
         "mlx_paged": __version__,
         **versions,
@@ -144,8 +143,8 @@ def _verdict(failed: int, config: PagedConfig) -> str:
 
 def _rows(block_size: int, config: PagedConfig, everything: bool, workers: int, report: Report) -> Iterator[Row]:
     listed = jobs(block_size, everything=everything)
-    for first in range(0, len(listed), AT_A_TIME):
-        part = range(first, min(first + AT_A_TIME, len(listed)))
+    for first in range(0, len(listed), JOBS_PER_ROUND):
+        part = range(first, min(first + JOBS_PER_ROUND, len(listed)))
         if workers > 1:
             yield from rows_of_workers(part, block_size, config, everything, workers, sys.stderr)
             continue

@@ -29,7 +29,6 @@ from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA, Var
 from ...kernels.ops import variants_of
 from ...kernels.prefill import prefill_seconds, prefill_variants_of, unsupported_prefill
 from ...kernels.products import narrow_matmul
-from ...kernels.products import narrow_matmul as packed_weight
 from ...kernels.quantized import new_blocks
 from ...kernels.trial import LAUNCHES, seconds_of
 from ...kv.group import LayerGroup
@@ -263,7 +262,7 @@ class ProductJob(NamedTuple):
     dtype: mx.Dtype
     tile: narrow_matmul.Tile
     bits: int = 0  # of quantised weights; 0: not quantised
-    around: narrow_matmul.Around = narrow_matmul.NOTHING
+    fused: narrow_matmul.FusedOps = narrow_matmul.NOT_FUSED
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("mlx.core.")
@@ -278,7 +277,7 @@ class ProductJob(NamedTuple):
         """Check the kernel and yield its result."""
         result = narrow_matmul.self_check(*self)
         launch = partial(narrow_matmul.launch_seconds, *self)
-        yield _checked(True, str(self), self.body + self.around.suffix, result, "compiled decode steps", launch)
+        yield _checked(True, str(self), self.body + self.fused.suffix, result, "compiled decode steps", launch)
 
 
 Job = ShapeJob | ProductJob
@@ -290,12 +289,12 @@ def jobs(block_size: int, *, everything: bool) -> list[Job]:
     shapes = dict.fromkeys([*popular_shapes(block_size), *(all_shapes(block_size) if everything else ())])
     dtypes = () if backend() != "cuda" else narrow_matmul.DTYPES if everything else (POPULAR_DTYPE,)
     products = [
-        ProductJob(body, dtype, tile, bits, around)
-        for bits in (0, *packed_weight.BITS)
+        ProductJob(body, dtype, tile, bits, fused)
+        for bits in (0, *narrow_matmul.BITS)
         for dtype in dtypes
         for tile in narrow_matmul.TILES
-        for body, around in narrow_matmul.KERNELS
-        if around.eps is None or tile == narrow_matmul.SMALL  # for larger tiles, the norm is a launch of its own
+        for body, fused in narrow_matmul.KERNELS
+        if fused.eps is None or tile == narrow_matmul.SMALL  # for larger tiles, the norm is a launch of its own
     ]
     return [*(ShapeJob(shape, everything) for shape in shapes), *products]
 

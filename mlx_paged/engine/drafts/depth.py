@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-MEMORY = 16  # measurements that an estimate averages over, roughly
+STEPS_AVERAGED = 16  # measurements that an estimate averages over, roughly
 LEAST_KNOWN = 2  # measured plain steps of a number of rows before drafts are tried with it
 MEASURE_EVERY = 256  # steps with drafts, after which plain steps are timed again
 EXPECTED = 0.7  # acceptance before anything is known
@@ -18,7 +18,7 @@ EXPECTED = 0.7  # acceptance before anything is known
 SHARE, FIRST_SHARE, FIRST_STEPS = 0.005, 0.015, 256
 MOST_PATIENCE = 8  # most times its price that a trial must save up; one more after each too expensive one
 MOST_TRIED = 4  # most drafts of a row in a trial
-NEW = 8  # first measured steps with drafts, in which kernels may be compiled
+COMPILING_STEPS = 8  # first measured steps with drafts, in which kernels may be compiled
 LEAST_COST = 0.25  # least cost of drafts, in plain steps, that the cap on pauses assumes
 WEIGHT = 0.25  # weight of the assumed share of the fixed part of a cost, in measurements
 # Assumed cost of a prompt token in a draft model until it is measured, in plain steps: on a GPU, and on a CPU.
@@ -34,7 +34,7 @@ class Acceptance:
         expected: the estimate before any step; weighs as much as 4 drafts.
     """
 
-    def __init__(self, memory: int = MEMORY, expected: float = EXPECTED) -> None:
+    def __init__(self, memory: int = STEPS_AVERAGED, expected: float = EXPECTED) -> None:
         self._keep = 1 - 1 / memory
         self._right, self._tried = 4 * expected, 4.0
 
@@ -107,7 +107,7 @@ class _Estimate:
         if self.value is None:
             self.value = value
         else:
-            self.value += (min(value, most) - self.value) * max(1 / self.count, 2 / MEMORY)
+            self.value += (min(value, most) - self.value) * max(1 / self.count, 2 / STEPS_AVERAGED)
 
 
 class _Cost:
@@ -137,9 +137,9 @@ class _Cost:
     def note(self, drafts: float, cost: float) -> None:
         """Note a measurement."""
         self.count += 1
-        keep = 1 - 1 / MEMORY
+        keep = 1 - 1 / STEPS_AVERAGED
         if cost < self.of(drafts) / 2:
-            keep = 1 / MEMORY
+            keep = 1 / STEPS_AVERAGED
         self._ones = self._ones * keep + 1.0
         self._drafts = self._drafts * keep + drafts
         self._squares = self._squares * keep + drafts * drafts
@@ -244,7 +244,7 @@ class Depth:
         assumed: assumed cost of drafts until it is measured.
 
     Attributes:
-        steps: number of verifications, by the largest number of drafts of a row in them.
+        verifications: number of verifications, by the largest number of drafts of a row in them.
         acceptance: acceptance of all rows' drafts.
         pays: drafts were known to pay at the last choice.
         caller: ``id`` of the proposer that began the last step, where several share this.
@@ -256,8 +256,8 @@ class Depth:
         prompt_price: float = CPU_PROMPT_PRICE,
         assumed: Assumed = COMPUTED,
     ) -> None:
-        self.acceptance = Acceptance(4 * MEMORY)
-        self.steps: dict[int, int] = {}
+        self.acceptance = Acceptance(4 * STEPS_AVERAGED)
+        self.verifications: dict[int, int] = {}
         self.pays = False
         self.caller = 0
         self.clock = clock
@@ -266,9 +266,9 @@ class Depth:
         self._prompts: tuple[float, float] = (0.0, 0.0)  # seconds and tokens of prompts, the latest weighted most
         self._plain: dict[int, _Estimate] = {}  # seconds of a plain step, by number of rows
         self._costs: dict[int, _Cost] = {}  # of steps with drafts, by size of batch
-        self._in_vain: dict[int, int] = {}  # latest trials in a row that were too expensive, by size of batch
+        self._failed_trials: dict[int, int] = {}  # latest trials in a row that were too expensive, by size of batch
         # Price in seconds that the account lacked at the last choice, and whether of a trial, by size of batch.
-        self._lacked: dict[int, tuple[float, bool]] = {}
+        self._price_awaited: dict[int, tuple[float, bool]] = {}
         self._last: _Step | None = None
         self._first: _First | None = None
         # Part of a plain step that the next one waits for: all of it, unless the host is slower than the device.
@@ -332,7 +332,7 @@ class Depth:
         self._account.pay(took - plain * gained * is_verified, step.patience)
         if step.patience:
             size, is_dear = step.num_rows.bit_length(), took > plain * (1 + step.proposed)
-            self._in_vain[size] = self._in_vain.get(size, 0) + 1 if is_dear else 0
+            self._failed_trials[size] = self._failed_trials.get(size, 0) + 1 if is_dear else 0
 
     def _end_first(self, waited: float | None) -> None:
         """Note the cost of the first of several steps with drafts, once it is measured which part of a plain step it
@@ -353,7 +353,7 @@ class Depth:
         """Return the time that counts for a step of this duration. Pauses are capped: at twice the known cost of drafts
         in the first steps with drafts, in which kernels are compiled, later at 4 plain steps per token of a row."""
         known = self._costs.get(step.num_rows.bit_length())
-        if known is None or known.count < NEW:
+        if known is None or known.count < COMPILING_STEPS:
             most = plain * (1 + 2 * max(LEAST_COST, self._cost(step.num_rows, step.proposed)))
         else:
             most = 4 * plain * (1 + step.proposed)
@@ -414,9 +414,9 @@ class Depth:
         if plain is None:
             return False
         size = num_rows.bit_length()
-        if size not in self._lacked:
-            self._lacked[size] = plain * self._cost(num_rows, 1.0), True
-        seconds, is_trial = self._lacked[size]
+        if size not in self._price_awaited:
+            self._price_awaited[size] = plain * self._cost(num_rows, 1.0), True
+        seconds, is_trial = self._price_awaited[size]
         if is_trial:
             return self._account.has_for_trial(seconds, self._patience(num_rows))
         return self._account.has(seconds)
@@ -448,7 +448,7 @@ class Depth:
         if not any(best.counts):
             return None
         size = num_rows.bit_length()
-        self._in_vain[size] = 0
+        self._failed_trials[size] = 0
         started: dict[int, int] = {}
         cost, lacked = 0.0, []
         for index, row in enumerate(rows):
@@ -470,7 +470,7 @@ class Depth:
         best = _best(ready, num_rows, known, lambda drafts: self._account.has(cost + price(drafts)))
         if best.least is not None:
             lacked.append(price(best.least))
-        self._lacked[size] = 0.0 if started or any(best.counts) else min(lacked, default=0.0), False
+        self._price_awaited[size] = 0.0 if started or any(best.counts) else min(lacked, default=0.0), False
         return [started.get(index, count) for index, count in enumerate(best.counts)]
 
     def _tried(self, rows: Sequence[Candidate], num_rows: int, plain: float) -> list[int]:
@@ -483,7 +483,7 @@ class Depth:
             return none
         missing = sum(min(row.missing, TRIAL_CONTEXT) for row in rows if row.chances)
         seconds = plain * self._cost(num_rows, sum(counts) / num_rows) + self._prompt_seconds(missing)
-        self._lacked[num_rows.bit_length()] = seconds, True
+        self._price_awaited[num_rows.bit_length()] = seconds, True
         patience = self._patience(num_rows)
         if not self._account.has_for_trial(seconds, patience):
             return none
@@ -491,7 +491,7 @@ class Depth:
         return counts
 
     def _patience(self, num_rows: int) -> int:
-        return min(1 + self._in_vain.get(num_rows.bit_length(), 0), MOST_PATIENCE)
+        return min(1 + self._failed_trials.get(num_rows.bit_length(), 0), MOST_PATIENCE)
 
     # What came of it ------------------------------------------------------------------------------------------
 
@@ -504,7 +504,7 @@ class Depth:
         """Note the numbers of drafts that the current step verified and accepted, by row. With ``is_new`` a step was
         compiled in it, so the known or assumed cost counts, not its time."""
         depth = max(drafted)
-        self.steps[depth] = self.steps.get(depth, 0) + 1
+        self.verifications[depth] = self.verifications.get(depth, 0) + 1
         self._since_measured += 1
         self.acceptance.note(drafted, accepted)
         if self._last is not None:

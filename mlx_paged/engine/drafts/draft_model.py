@@ -45,14 +45,14 @@ class DraftRow:
 
     Attributes:
         caches: one per layer.
-        length: position after the last of the row's tokens in them; drafts do not count, earlier tokens may have been
+        end: position after the last of the row's tokens in them; drafts do not count, earlier tokens may have been
             skipped.
         acceptance: acceptance of the row's drafts.
     """
 
     def __init__(self, caches: list[Any], acceptance: Acceptance) -> None:
         self.caches = caches
-        self.length = 0
+        self.end = 0
         self.acceptance = acceptance
         sequence = sequence_of(caches)
         assert sequence is not None
@@ -88,7 +88,7 @@ class DraftModel:
     """
 
     keeps_accepted = True  # keys and values of an accepted draft stay valid
-    first = 0  # position of the first token that is in the caches
+    first_position = 0  # position of the first token that is in the caches
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class DraftModel:
         # Behind a sliding window the writes of several steps cannot be undone, so they go to a fork.
         self._forks = any(group.spec.window is not None for group in self.pool.groups)
         self._last: list[int] = []  # row uids of the last step; empty if a prompt was computed beside it
-        self._ahead: dict[Request, int] = {}  # number of drafts in each row's own tables
+        self._num_drafted: dict[Request, int] = {}  # number of drafts in each row's own tables
 
     # Rows -----------------------------------------------------------------------------------------------------
 
@@ -122,19 +122,19 @@ class DraftModel:
                 self.rows[row] = own = DraftRow(self._factory(), Acceptance(expected=self.depth.acceptance.chance))
                 length, tables = self.prefixes.adopt(*self._shared(row))
                 if length:
-                    own.length = self.first + length
+                    own.end = self.first_position + length
                     own.sequence.tables[:] = tables
-                    own.sequence.set_level()
+                    own.sequence.mark_level()
 
     def remove(self, rows: Collection[Request]) -> None:
         """Release the draft model's blocks of rows, and donate their prefixes to the prefix cache."""
         for row in rows:
-            self._take_back(row)
+            self._drop_drafts(row)
             own = self.rows.pop(row, None)
             if own is None:
                 continue
             tokens, salt = self._shared(row)
-            tokens = tokens[: max(0, own.length - self.first)]
+            tokens = tokens[: max(0, own.end - self.first_position)]
             try:
                 if tokens and own.sequence.length == len(tokens):  # nothing was skipped
                     self.prefixes.donate(tokens, own.sequence.tables, salt)
@@ -143,20 +143,20 @@ class DraftModel:
             own.release()
 
     def _shared(self, row: Request) -> tuple[list[int], Hashable]:
-        """Return the row's tokens from :attr:`first` on, and the salt under which their prefix is shared."""
+        """Return the row's tokens from :attr:`first_position` on, and the salt under which their prefix is shared."""
         return [*row.history, *row.source], row.options.salt
 
     def _most(self, row: Request) -> int:
         most = row.options.num_draft_tokens
         return self.num_draft_tokens if most is None else most
 
-    def _take_back(self, row: Request, kept: int = 0) -> None:
+    def _drop_drafts(self, row: Request, kept: int = 0) -> None:
         """Drop the drafts in the row's tables, except the first ``kept``."""
-        ahead = self._ahead.pop(row, 0)
+        ahead = self._num_drafted.pop(row, 0)
         if ahead:
             kept = min(kept, ahead)
             self.rows[row].sequence.cut(ahead - kept)
-            self.rows[row].length += kept
+            self.rows[row].end += kept
 
     # Proposing ------------------------------------------------------------------------------------------------
 
@@ -164,8 +164,8 @@ class DraftModel:
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
         """Return the draft model's most likely tokens; see :meth:`.proposal.Proposer.propose`."""
-        for row in list(self._ahead):  # drafts that were not verified
-            self._take_back(row)
+        for row in list(self._num_drafted):  # drafts that were not verified
+            self._drop_drafts(row)
         if vocab_size is None:  # a draft model with a larger vocabulary might propose tokens that the model lacks
             return None
         uids = [row.uid for row in rows]
@@ -198,7 +198,7 @@ class DraftModel:
     def _candidate(self, row: Request, share: int) -> Candidate:
         """Return a row that can have drafts as a candidate for up to ``share`` of them."""
         own, left = self.rows[row], most_drafts(row)
-        missing = 0 if self._is_ready(row) else num_known(row) - own.length
+        missing = 0 if self._is_ready(row) else num_known(row) - own.end
         return Candidate(own.acceptance.chances(max(0, min(share, self._most(row), left))), left, missing)
 
     def knows(self, row: Request) -> bool:
@@ -233,7 +233,7 @@ class DraftModel:
                 failed = None  # the frames of its error refer to this one
 
     def _is_ready(self, row: Request) -> bool:
-        return row in self.rows and num_known(row) - self.rows[row].length <= MOST_BEHIND
+        return row in self.rows and num_known(row) - self.rows[row].end <= MOST_BEHIND
 
     def _catch_up(self, rows: Sequence[Request], inputs: NextTokens) -> None:
         """Compute up to :data:`CHUNK` tokens of rows that the draft model lacks, and note their time."""
@@ -247,26 +247,26 @@ class DraftModel:
                 break
             own = self.rows[row]
             if self.depth.is_trial:
-                own.length = max(own.length, num_known(row) - TRIAL_CONTEXT)
-            count = min(left, num_known(row) - own.length)
-            tokens = _tokens(row, own.length, own.length + count)
+                own.end = max(own.end, num_known(row) - TRIAL_CONTEXT)
+            count = min(left, num_known(row) - own.end)
+            tokens = _tokens(row, own.end, own.end + count)
             left -= count
             try:
-                self.forward(mx.array(tokens, mx.uint32)[None], own.caches, [Span(row, own.length, own.length + count)])
+                self.forward(mx.array(tokens, mx.uint32)[None], own.caches, [Span(row, own.end, own.end + count)])
                 mx.eval([array for group in self.pool.groups for array in group.latest()])
             except Exception as error:
                 if not isinstance(error, PoolExhaustedError):
                     self._warn(error)
                 self.remove([row])
                 continue
-            own.length += count
+            own.end += count
         self.depth.note_prompt(self.depth.clock() - begin, CHUNK - left)
 
     def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: NextTokens, vocab_size: int) -> Proposal:
         own = [self.rows[rows[index]] for index in chosen]
         indices, depth = list(chosen), max(chosen.values())
         self.depth.note_proposed(sum(chosen.values()))
-        logits, before = self._first(rows, indices, inputs)
+        logits, before = self._first_step(rows, indices, inputs)
         sequences = [each.sequence for each in own]
         forks: list[SequenceTables] = []
         found: list[mx.array] = []
@@ -282,7 +282,7 @@ class DraftModel:
                     break
                 self._reserve(tables, [rows[index] for index in indices])
                 if not forks:
-                    self._ahead = {rows[index]: ahead for index in indices}
+                    self._num_drafted = {rows[index]: ahead for index in indices}
                 logits, before = self.forward(tokens[:, None], layers, before=before)
                 logits = logits[:, -1, :]
             mx.async_eval(found)
@@ -296,7 +296,7 @@ class DraftModel:
         parts = [mx.stack(found[:n])[:, place] for place, n in enumerate(chosen.values())]
         return Proposal(counts, mx.concatenate(parts))
 
-    def _first(
+    def _first_step(
         self, rows: Sequence[Request], indices: list[int], inputs: NextTokens
     ) -> tuple[mx.array, mx.array | None]:
         """Compute the tokens that rows got since the last draft step, and their next tokens. Returns the logits after
@@ -305,7 +305,7 @@ class DraftModel:
         flat: list[int] = []
         ends: list[int] = []
         for index, each in zip(indices, own, strict=True):
-            flat += _tokens(rows[index], each.length, num_known(rows[index]))
+            flat += _tokens(rows[index], each.end, num_known(rows[index]))
             flat.append(0 if inputs.known is None else inputs.known[index])
             ends.append(len(flat) - 1)
         tokens = mx.array(flat, mx.uint32)
@@ -318,7 +318,7 @@ class DraftModel:
         tables = Rows(self.pool, [each.sequence for each in own], counts, as_rows=True)
         self._reserve(tables, [rows[index] for index in indices])
         spans = [
-            Span(rows[index], each.length, each.length + count)
+            Span(rows[index], each.end, each.end + count)
             for index, each, count in zip(indices, own, counts, strict=True)
         ]
         try:
@@ -326,10 +326,10 @@ class DraftModel:
             logits = logits[:, -1, :]
             tables.commit()
         except Exception:
-            tables.take_back()
+            tables.undo_reserve()
             raise
         for each, count in zip(own, counts, strict=True):
-            each.length += count
+            each.end += count
         if len(flat) > len(ends):
             last = mx.array(ends)
             logits, after = logits[last], None if after is None else after[last]
@@ -356,7 +356,7 @@ class DraftModel:
                 continue
             own.acceptance.note([tried], [right])
             able.append((tried, right))
-            self._take_back(row, right if self.keeps_accepted else 0)
+            self._drop_drafts(row, right if self.keeps_accepted else 0)
         if able:
             self.depth.note(len(rows), [tried for tried, _ in able], [right for _, right in able], is_new=is_new)
 

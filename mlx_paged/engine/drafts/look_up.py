@@ -123,7 +123,7 @@ def _common_end(tokens: Sequence[int], a: int, b: int) -> int:
     return length
 
 
-MEMORY = 8  # predictions that an estimate averages over, roughly
+PREDICTIONS_AVERAGED = 8  # predictions that an estimate averages over, roughly
 LEAST_CHANCE = 1 / 16  # least chance of acceptance of a draft; less likely ones are not proposed
 
 
@@ -186,7 +186,7 @@ class Predictor:
         """Add the row's next token, delivered or about to be."""
         if self._matched:
             is_hit = self._index.tokens[self._next] == token
-            self._chances[self._matched] += (is_hit - self._chances[self._matched]) / MEMORY
+            self._chances[self._matched] += (is_hit - self._chances[self._matched]) / PREDICTIONS_AVERAGED
             self._index.add(token)
             if is_hit:
                 self._next += 1

@@ -18,7 +18,7 @@ from .depth import TRIAL_CONTEXT, Depth
 from .draft_model import MOST_BEHIND, DraftModel, Span
 from .proposal import NextTokens, Proposal, num_known
 
-MOST_KEPT = 1024  # most positions kept of a sequence, and of a call; older calls are dropped
+MOST_POSITIONS = 1024  # most positions kept of a sequence, and of a call; older calls are dropped
 
 
 class HiddenSpan(NamedTuple):
@@ -46,11 +46,11 @@ class HiddenStates:
     :attr:`kept` positions. Positions that are computed again after refused drafts replace the earlier ones.
 
     Attributes:
-        kept: number of positions to keep, at most :data:`MOST_KEPT`.
+        kept: number of positions to keep, at most :data:`MOST_POSITIONS`.
     """
 
     def __init__(self) -> None:
-        self.kept = MOST_KEPT
+        self.kept = MOST_POSITIONS
         # Consecutive spans of each sequence: each begins where the one before it ends.
         self._spans: weakref.WeakKeyDictionary[SequenceTables, deque[HiddenSpan]] = weakref.WeakKeyDictionary()
 
@@ -65,7 +65,7 @@ class HiddenStates:
         first = first_paged(caches)
         if isinstance(first, PagedBatchKVCache):
             rows = first.rows  # their new tokens are reserved already
-            return [(own, own.length - n, n) for own, n in zip(rows.sequences, rows.counts, strict=True)]
+            return [(each, each.length - n, n) for each, n in zip(rows.sequences, rows.counts, strict=True)]
         return [] if first is None else [(first.sequence, first.sequence.length, num_tokens)]
 
     def note(self, places: Sequence[tuple[SequenceTables, int, int]], hidden: mx.array) -> None:
@@ -80,8 +80,8 @@ class HiddenStates:
             elif spans and spans[-1].end > begin:
                 spans[-1] = spans[-1]._replace(end=begin)
             span = HiddenSpan(begin, begin + count, hidden, row)
-            if count > MOST_KEPT:
-                span = HiddenSpan(span.end - MOST_KEPT, span.end, hidden, row + count - MOST_KEPT)
+            if count > MOST_POSITIONS:
+                span = HiddenSpan(span.end - MOST_POSITIONS, span.end, hidden, row + count - MOST_POSITIONS)
                 spans.clear()
             spans.append(span)
             self.drop(sequence, span.end - self.kept)
@@ -119,7 +119,7 @@ class PredictionHead(DraftModel):
     The head's keys and values are paged like those of a draft model. For the row's tokens they come from the model's
     hidden states; for drafts from the head's own output, and are dropped when the draft is verified. In a prefix that
     was not computed for the row the head sees what it computed for others. It does not see tokens more than
-    :data:`MOST_KEPT` positions before the row's first draft (:data:`.TRIAL_CONTEXT` if drafts did not pay then).
+    :data:`MOST_POSITIONS` positions before the row's first draft (:data:`.TRIAL_CONTEXT` if drafts did not pay then).
 
     Args:
         head: called with tokens, ``hidden`` of the tokens before them and ``cache``, a list. Returns a hidden state of
@@ -132,7 +132,7 @@ class PredictionHead(DraftModel):
     """
 
     keeps_accepted = False
-    first = 1  # a row's first token has no hidden state before it
+    first_position = 1  # a row's first token has no hidden state before it
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class PredictionHead(DraftModel):
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
         """See :meth:`.proposal.Proposer.propose`."""
-        self.hidden.kept = MOST_KEPT if self.depth.pays else TRIAL_CONTEXT  # unread ones take memory
+        self.hidden.kept = MOST_POSITIONS if self.depth.pays else TRIAL_CONTEXT  # unread ones take memory
         return super().propose(rows, inputs, vocab_size, is_alone=is_alone)
 
     def knows(self, row: Request) -> bool:
@@ -167,8 +167,8 @@ class PredictionHead(DraftModel):
         first = self.hidden.known(row.sequence, end)
         if first is None:
             return False
-        if not own.length or first + 1 - own.length > MOST_BEHIND:
-            own.length = max(own.length, first + 1)
+        if not own.end or first + 1 - own.end > MOST_BEHIND:
+            own.end = max(own.end, first + 1)
         return True
 
     def forward(

@@ -23,7 +23,7 @@ from ..sampling.token_choice import Places
 from ..scheduler import Growth
 from .proposal import NextTokens, Proposal, Proposer
 
-WHY_NOT = (
+NO_DRAFTS_REASON = (
     "no layer is paged, a layer's cache is neither paged nor a state (as with max_kv_size), the model's attention may "
     "bypass mlx-lm's attention function, or its rows are computed one by one"
 )
@@ -106,7 +106,7 @@ class DraftSteps:
         """Call the model with all next tokens and drafts. Returns these tokens ``[T]``, row by row, and their logits
         ``[T, vocab]``; the rows' caches hold all of them. None if the call failed; nothing has changed then."""
         batch = self.batch
-        batch.settle_tables()
+        batch.undo_reservation()
         sequences = [sequence for row in batch.rows if (sequence := row.sequence) is not None]
         rows = Rows(self.pool, sequences, counts, as_rows=True)
         try:
@@ -127,7 +127,7 @@ class DraftSteps:
             rows.commit()
             self._states = {place: each for place, each in enumerate(layers) if isinstance(each, PackedStates)}
         except Exception as error:  # a plain step shows which row is at fault
-            rows.take_back()
+            rows.undo_reserve()
             if isinstance(error, NotPackableError):
                 self.proposer.remove(list(self.proposer.rows))
                 batch.proposer = None
@@ -155,7 +155,7 @@ class DraftSteps:
 
     def _deliver(self, inputs: mx.array, logits: mx.array, counts: Sequence[int]) -> list[Delivery]:
         batch, rows = self.batch, self.batch.rows
-        batch.let_go()
+        batch.detach_old_logits()
         places = Places(
             [index for index, count in enumerate(counts) for _ in range(count)],
             [ahead for count in counts for ahead in range(count)],
@@ -178,7 +178,7 @@ class DraftSteps:
             following.append(chosen[first + accepted])
             taken.append(accepted)
             first += count
-        deliveries = batch.accept(
+        deliveries = batch.deliver(
             [owners[place] for place in places_kept], [given[place] for place in places_kept], choice.step, places_kept
         )
         self._kept = [1 + accepted for accepted in taken]
@@ -189,7 +189,7 @@ class DraftSteps:
         self.pool.draft_steps += 1
         self.pool.draft_depth = max(drafted)
         self.proposer.note(rows, drafted, taken, following, is_new=self._is_new)
-        batch.choice.sampler.skip(taken)
+        batch.choice.sampler.note_accepted(taken)
         # Errors after a refused draft concern no row.
         ends = [place + count for place, count in zip(_starts(counts), taken, strict=True)]
         batch.failed += [

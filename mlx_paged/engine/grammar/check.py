@@ -32,15 +32,15 @@ MAX_PLACES = 200  # parts of a schema compiled by themselves to find the one at 
 
 # A mask takes up to 9 ms with 200,000 units of lexer fuel, and some 6 ms with 3,000 items. Where rules are ambiguous,
 # time grows with the square of the items in a row: 4 ms for 600, 100 to 300 ms for 2,000. An object has four items per
-# optional property, so schemas have a higher limit; :meth:`.grammar.Grammar.count` ends answers that take too long.
+# optional property, so schemas have a higher limit. :meth:`.grammar.Grammar.record_time` ends slow answers.
 LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 20_000,
     "step_lexer_fuel": 200_000,
     "verbose_errors": False,
 }
-OF_RULES = {"max_items_in_row": 600, "step_max_items": 3_000}
-OF_SCHEMAS = {"max_items_in_row": 2_000, "step_max_items": 5_000}
+LARK_LIMITS = {"max_items_in_row": 600, "step_max_items": 3_000}
+OTHER_LIMITS = {"max_items_in_row": 2_000, "step_max_items": 5_000}
 
 # Between JSON tokens: nothing or one space. Small models that may write newlines write little else.
 WHITE_SPACE = "[ ]"
@@ -103,8 +103,8 @@ class Checker:
 
     def __init__(self, library: Any, tokenizer: Any, seconds: float = TRIAL_SECONDS) -> None:
         self._library, self._tokenizer, self._seconds = library, tokenizer, seconds
-        self._of_rules = library.LLParserLimits(**LIMITS, **OF_RULES)
-        self._of_schemas = library.LLParserLimits(**LIMITS, **OF_SCHEMAS)
+        self._lark_limits = library.LLParserLimits(**LIMITS, **LARK_LIMITS)
+        self._other_limits = library.LLParserLimits(**LIMITS, **OTHER_LIMITS)
 
     def matcher(self, kind: str, text: str) -> tuple[str, Any]:
         """Return an error message or "", and a matcher that has computed its first mask (None after an error)."""
@@ -116,7 +116,7 @@ class Checker:
                 grammar = (make.grammar_from_regex if kind == "regex" else make.grammar_from_lark)(text)
         except ValueError as error:
             return str(error), None
-        limits = self._of_rules if kind == "lark" else self._of_schemas
+        limits = self._lark_limits if kind == "lark" else self._other_limits
         matcher = make(self._tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()

@@ -33,7 +33,7 @@ from .grammar import CompiledGrammar
 # Trials -------------------------------------------------------------------------------------------------------------
 
 NUM_PROCESSES = 2
-AFRESH_BYTES = 8 << 20
+RESTART_BYTES = 8 << 20
 POLL_SECONDS = 0.1
 START_SECONDS = 120.0  # to start and to read the tokenizer, on a busy machine
 WALL_FACTOR = 20  # limit of wall-clock time, in units of the CPU time, for a process that was stopped
@@ -117,7 +117,7 @@ class TrialProcess:
         answer = self._ask([kind, text], check.TRIAL_SECONDS * WALL_FACTOR, is_cancelled)
         if answer is not None:
             verdict = Verdict(*answer)
-            if verdict.num_bytes > AFRESH_BYTES:
+            if verdict.num_bytes > RESTART_BYTES:
                 self._end()  # memory that it freed but keeps would not be counted in the next trial
             return verdict
         assert self._process is not None

@@ -206,7 +206,7 @@ class Grammar:
         else:  # the tokenizer has tokens that the model does not
             out[:] = target[: len(out)]
 
-    def count(self, seconds: float) -> None:
+    def record_time(self, seconds: float) -> None:
         """Record the CPU time of a token and its mask.
 
         Raises:
@@ -271,7 +271,7 @@ def constrain(
                 grammar.accept(token)
             grammar.mask(words[index])
             if is_timed:
-                grammar.count(time.thread_time() - begin)
+                grammar.record_time(time.thread_time() - begin)
         except Exception as error:
             broken[index] = error
             words[index], ahead = ALL, None

@@ -162,7 +162,7 @@ class Watch:
 
     def __init__(self, rank: int, size: int, peers: Sequence[Peer], timeout: float) -> None:
         self.rank, self.size, self.peers, self.timeout = rank, size, peers, timeout
-        self.on_fault: list[Callable[[str], None]] = []
+        self.fault_callbacks: list[Callable[[str], None]] = []
         self.explain: Callable[[Any], str] = str  # turns another rank's report into text
         self.step = 0
         self._idle_since: float | None = time.monotonic()
@@ -265,7 +265,7 @@ class Watch:
         with suppress(Exception):
             print(f"mlx_paged: rank {self.rank} of {self.size} ends: {text}", file=sys.stderr, flush=True)
         threads = [threading.Thread(target=self._try_to_send, args=(peer, text), daemon=True) for peer in self.peers]
-        threads += [threading.Thread(target=callback, args=(text,), daemon=True) for callback in self.on_fault]
+        threads += [threading.Thread(target=callback, args=(text,), daemon=True) for callback in self.fault_callbacks]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -302,9 +302,9 @@ def meet(group: Any, timeout: float) -> list[Peer]:
             token = secrets.token_hex(16)
             # The loopback address comes last: on another machine it leads to another process.
             where = [[*hosts, "127.0.0.1"], listener.getsockname()[1], token]
-            _tell(group, where)
+            _share_address(group, where)
             return _accept(listener, group.size(), token, timeout)
-    hosts, port, token = _tell(group, None)
+    hosts, port, token = _share_address(group, None)
     return [_connect(hosts, port, token, group.rank(), timeout)]
 
 
@@ -337,7 +337,7 @@ def _listen(is_local: bool, host: str | None) -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def _tell(group: Any, where: list[Any] | None) -> list[Any]:
+def _share_address(group: Any, where: list[Any] | None) -> list[Any]:
     """Return rank 0's value on every rank, by a reduction: there are no connections yet."""
     encoded = b"" if where is None else json.dumps(where).encode()
     if len(encoded) > _MOST_BYTES:

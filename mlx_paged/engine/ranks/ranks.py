@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from ..upstream import TokenResponse
 
 
-def checkpoint(pool: BlockPool) -> Callable[[], None]:
+def undo_point(pool: BlockPool) -> Callable[[], None]:
     """Return a function that undoes writes built after this call. Drop it before anything is computed: it keeps buffers
     alive that are to be written in place. The caller restores tables and lengths."""
-    states = [(group, [storage.checkpoint() for storage in group.storages]) for group in pool.groups]
+    states = [(group, [storage.snapshot() for storage in group.storages]) for group in pool.groups]
 
-    def go_back() -> None:
+    def undo() -> None:
         with pool.turn:
-            for group, checkpoints in states:
-                for storage, each in zip(group.storages, checkpoints, strict=False):
-                    storage.go_back(each)
+            for group, snapshots in states:
+                for storage, each in zip(group.storages, snapshots, strict=False):
+                    storage.restore(each)
                 group.note_read()  # none: the reads noted before will not be computed
 
-    return go_back
+    return undo
 
 
-KEPT = 4  # latest entries in a report; several, as another rank may be a step ahead
+ENTRIES_REPORTED = 4  # latest entries in a report; several, as another rank may be a step ahead
 
 
 class StepRecord:
@@ -61,7 +61,7 @@ class StepRecord:
     def __init__(self) -> None:
         self.count = 0
         self.checksum = 0
-        self._last: deque[tuple[int, str, dict[str, list[int]]]] = deque(maxlen=KEPT)
+        self._last: deque[tuple[int, str, dict[str, list[int]]]] = deque(maxlen=ENTRIES_REPORTED)
 
     def note(self, what: str, values: Mapping[str, Iterable[int]], remark: str = "") -> None:
         """Add an entry: its kind, integers by name, and a remark, which is in reports but not compared."""
@@ -183,7 +183,7 @@ class Ranks:
         mine = tokens if self.rank == 0 else tokens * 0
         return mx.distributed.all_sum(mine, group=self.group)
 
-    def agreeing(self, model: Callable[..., Any]) -> Callable[..., Any]:
+    def with_shared_failures(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper of the model whose calls fail on all ranks if they fail on one.
 
         MLX is lazy: when a call returns, nothing has been computed yet, so no rank waits in a reduction for the one
@@ -241,7 +241,7 @@ class Ranks:
 
     def on_fault(self, callback: Callable[[str], None]) -> None:
         """Register a callback for the end of this process because of another: it gets its own thread, and 2 s."""
-        self._watch.on_fault.append(callback)
+        self._watch.fault_callbacks.append(callback)
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks because of an error in this one."""
@@ -316,7 +316,7 @@ class Ranks:
 
 def _undo_of(caches: Sequence[Any] | None) -> Callable[[], None]:
     pool = next((cache.pool for cache in leaves(caches or []) if hasattr(cache, "pool")), None)
-    return (lambda: None) if pool is None else checkpoint(pool)
+    return (lambda: None) if pool is None else undo_point(pool)
 
 
 def _in_words(decided: list[Any]) -> str:

@@ -19,6 +19,8 @@ from ..step_logits import normalised
 from .params import SamplingParams
 from .penalties import Penalties
 
+NUM_SEEDS = 1 << 64  # seeds are taken modulo this
+
 
 class RowParameters:
     """Sampling parameters of some rows, as arrays. A parameter that no row uses is None; rows that do not use one have
@@ -69,7 +71,7 @@ class RowParameters:
         self.drops_tokens = any(parameter is not None for parameter in filters)
         seeds = [row.seed if row.draws else None for row in rows]
         if any(seed is not None for seed in seeds):
-            self.keys = mx.stack([mx.random.key((seed or 0) % (1 << 64)) for seed in seeds])
+            self.keys = mx.stack([mx.random.key((seed or 0) % NUM_SEEDS) for seed in seeds])
             if any(seed is None for seed in seeds):
                 self.seeded = _column([seed is not None for seed in seeds], mx.bool_)
 
@@ -232,9 +234,6 @@ def _place(weights: mx.array, numbers: mx.array) -> mx.array:
     return mx.argmax((ends > numbers * ends.max(axis=-1, keepdims=True)).astype(mx.int32), axis=-1, keepdims=True)
 
 
-_SEEDS = 1 << 64
-
-
 class KernelRows:
     """Sampling parameters of some rows, for the kernel that chooses all their tokens in one launch. A row's token
     depends only on its logits, key and position, not on the other rows. The kernel does not support XTC, whose tokens
@@ -286,7 +285,7 @@ def _needs_operations(row: SamplingParams) -> bool:
 
 
 def _drawn_row(row: SamplingParams) -> DrawnRow:
-    key = (row.seed or 0) % _SEEDS
+    key = (row.seed or 0) % NUM_SEEDS
     if not row.draws:
         return DrawnRow(0.0)
     if _needs_operations(row):
@@ -301,7 +300,7 @@ def _drawn_row(row: SamplingParams) -> DrawnRow:
     )
 
 
-MOST_KEPT = 8  # selections of rows whose parameter arrays are cached
+MOST_SELECTIONS = 8  # selections of rows whose parameter arrays are cached
 
 
 class SampledRow(NamedTuple):
@@ -331,7 +330,7 @@ class BatchSampler:
         self._num_steps = 0
         self._penalties = Penalties()
         self._penalised: list[int] = []  # indices of rows, in the order of the penalties
-        self._is_settled = True
+        self._is_prepared = True
         self._draws = False  # whether any row draws at random
         # Positions of the last step: its rows, its number, and the array.
         self._counted: tuple[tuple[int, ...], int, mx.array] | None = None
@@ -349,7 +348,7 @@ class BatchSampler:
         self._penalised += [first + i for i, row in enumerate(rows) if row.params.has_penalties]
         self.rows = [*self.rows, *(row.params for row in rows)]
         self._positions += [row.position - self._num_steps for row in rows]
-        self._is_settled = False
+        self._is_prepared = False
 
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all rows but these, ascending."""
@@ -358,11 +357,11 @@ class BatchSampler:
         self._penalised = [place[index] for index in self._penalised if index in place]
         self.rows = [self.rows[index] for index in indices]
         self._positions = [self._positions[index] for index in indices]
-        self._is_settled = False
+        self._is_prepared = False
 
-    def _settle(self) -> None:
+    def _prepare(self) -> None:
         """Prepare what steps need, once after the rows have changed."""
-        self._is_settled = True
+        self._is_prepared = True
         self._parameters.clear()
         self._draws = any(row.draws for row in self.rows)
         self._counted = None
@@ -380,8 +379,8 @@ class BatchSampler:
     @property
     def only_compares(self) -> bool:
         """Whether all tokens are chosen by comparing logits: greedily, without penalties or biases."""
-        if not self._is_settled:
-            self._settle()
+        if not self._is_prepared:
+            self._prepare()
         return not (self._draws or self._penalised or self._biased)
 
     # Steps ----------------------------------------------------------------------------------------------------
@@ -393,10 +392,10 @@ class BatchSampler:
             logits: of the step.
             inputs: the step's input tokens, ``[T]``; they join the history.
             rows: the row of each of the logits, ascending, if rows may have none or several: those that follow drafts,
-                which the row may not keep (see :meth:`skip`). None: one per row.
+                which the row may not keep (see :meth:`note_accepted`). None: one per row.
         """
-        if not self._is_settled:
-            self._settle()
+        if not self._is_prepared:
+            self._prepare()
         self._num_steps += 1
         if self._bias is not None:
             tokens, values = self._bias
@@ -414,10 +413,10 @@ class BatchSampler:
             logits = self._penalties.step_ahead(logits, inputs, own_places)
         return logits
 
-    def skip(self, counts: Sequence[int]) -> None:
+    def note_accepted(self, counts: Sequence[int]) -> None:
         """Note how many tokens of the last step each row has kept beyond the first, ``[B]``; drop the others."""
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
-        self._penalties.settle([counts[row] for row in self._penalised])
+        self._penalties.note_accepted([counts[row] for row in self._penalised])
         self._counted = None
 
     def _positions_of(self, of: tuple[int, ...], ahead: Sequence[int] | None) -> mx.array:
@@ -446,14 +445,14 @@ class BatchSampler:
         if not self._draws:
             return greedy(logits)
         of = tuple(range(len(self.rows))) if rows is None else tuple(rows)
-        serves = draw_rows.serves(logits)
-        params = self._parameters.get((of, serves))
+        is_supported = draw_rows.is_supported(logits)
+        params = self._parameters.get((of, is_supported))
         if params is None:
-            make = KernelRows if serves else RowParameters
+            make = KernelRows if is_supported else RowParameters
             params = make([self.rows[row] for row in of], logits.shape[-1])
-            if len(self._parameters) >= MOST_KEPT:
+            if len(self._parameters) >= MOST_SELECTIONS:
                 self._parameters.clear()
-            self._parameters[of, serves] = params
+            self._parameters[of, is_supported] = params
         if not params.draws:
             return greedy(logits)
         positions = self._positions_of(of, ahead)

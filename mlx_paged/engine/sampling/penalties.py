@@ -54,7 +54,7 @@ class Penalties:
     @property
     def capacity(self) -> int:
         """Entries that each row has room for."""
-        return 0 if self._seen is None else int(self._seen.words.shape[1])
+        return 0 if self._seen is None else int(self._seen.tokens.shape[1])
 
     def add(self, rows: Sequence[tuple[SamplingParams, Sequence[int]]]) -> None:
         """Append rows: their parameters, and the tokens they have seen."""
@@ -76,7 +76,7 @@ class Penalties:
         rows += [Seen(params, min(len(tokens), max(contexts_of(params)))) for params, tokens in joining]
         longest = max((row.length for row in rows), default=0)
         capacity = -(-(longest + least) // ROOM) * ROOM
-        words, counts = [], []
+        histories, counts = [], []
         if stay:
             assert self._seen is not None
             columns = np.arange(capacity)[None] + np.array([[n - rows[i].length] for i, n in enumerate(lengths)])
@@ -84,17 +84,17 @@ class Penalties:
             at = mx.array(np.minimum(columns, np.maximum(ends - 1, 0)).astype(np.int32))
             is_entry = mx.array((columns < ends).astype(np.int32))
             which = mx.array(list(indices))
-            words.append(mx.take_along_axis(self._seen.words[which], at, axis=1))
+            histories.append(mx.take_along_axis(self._seen.tokens[which], at, axis=1))
             kept = mx.take_along_axis(self._seen.counts[:, which], mx.broadcast_to(at, (4, *at.shape)), axis=2)
             counts.append(mx.where(_last(), kept * is_entry, kept))
         if joining:
-            own_words, own_counts = (
+            own_history, own_counts = (
                 np.zeros((len(joining), capacity), np.uint32),
                 np.zeros((4, len(joining), capacity), np.int32),
             )
             for place, (params, tokens) in enumerate(joining):
-                _enter(own_words[place], own_counts[:, place], params, tokens)
-            words.append(mx.array(own_words))
+                _enter(own_history[place], own_counts[:, place], params, tokens)
+            histories.append(mx.array(own_history))
             counts.append(mx.array(own_counts))
         self.rows = rows
         self._num_steps, self._num_left = 0, capacity - longest
@@ -103,7 +103,7 @@ class Penalties:
             self._seen = None
             return
         self._seen = Histories(
-            mx.concatenate(words),
+            mx.concatenate(histories),
             mx.concatenate(counts, axis=1),
             mx.array([[row.length, *contexts_of(row.params), *[0] * (WIDTH - 4)] for row in rows], mx.int32),
             mx.array([_numbers(row.params) for row in rows], mx.float32),
@@ -123,7 +123,7 @@ class Penalties:
         if self._num_left == 0:
             self._arrange(list(range(len(self.rows))), ())
         assert self._seen is not None
-        if penalise_rows.serves(logits):
+        if penalise_rows.is_supported(logits):
             places = self._places_of(tuple(rows), logits.shape[0])
             changed, self._seen = penalise_rows.penalise_rows(logits, inputs, places, self._seen)
         else:
@@ -135,8 +135,8 @@ class Penalties:
         return changed
 
     def step_ahead(self, logits: mx.array, inputs: mx.array, places: Sequence[Sequence[int]]) -> mx.array:
-        """Add several tokens to each row's history, and return the logits with penalties. :meth:`settle` then tells how
-        many of the tokens each row keeps.
+        """Add several tokens to each row's history, and return the logits with penalties. Call
+        :meth:`note_accepted` with the number of tokens that each row keeps.
 
         Args:
             logits: ``[T, vocab]``.
@@ -163,7 +163,7 @@ class Penalties:
             self._ahead.append(self._seen)
         return mx.concatenate(parts)[mx.array(order)]
 
-    def settle(self, counts: Sequence[int]) -> None:
+    def note_accepted(self, counts: Sequence[int]) -> None:
         """Keep the first token of the last :meth:`step_ahead` and ``counts`` more of each row."""
         states, self._ahead = self._ahead, []
         if not states:
@@ -175,7 +175,7 @@ class Penalties:
             return
         at, each = mx.array(list(counts)), mx.arange(len(counts))
         self._seen = Histories(
-            mx.stack([state.words for state in states])[at, each],
+            mx.stack([state.tokens for state in states])[at, each],
             mx.stack([state.counts for state in states], axis=1)[:, at, each],
             mx.stack([state.spans for state in states])[at, each],
             states[0].penalties,
@@ -192,34 +192,36 @@ class Penalties:
     def _see(self, tokens: mx.array) -> None:
         """Add a token ``[R]`` to each row's history."""
         assert self._seen is not None
-        words, counts, spans, penalties = self._seen
+        history, counts, spans, penalties = self._seen
         token, slot = tokens.astype(mx.uint32)[:, None], spans[:, :1]
-        is_same = words == token
+        is_same = history == token
         count = mx.where(_last(), 0, mx.where(is_same, counts, 0).max(axis=-1, keepdims=True) + 1)
         counts = mx.where(is_same, count, counts)
-        words = mx.put_along_axis(words, slot, token, axis=1)
+        history = mx.put_along_axis(history, slot, token, axis=1)
         counts = mx.put_along_axis(counts, mx.broadcast_to(slot, count.shape), mx.where(_last(), 1, count), axis=2)
         if self._has_windows:
             contexts = mx.concatenate([spans[:, 1:4], mx.full(slot.shape, ALL, mx.int32)], axis=1)
             first = slot - contexts.T[:, :, None]  # the entry that leaves each window
-            gone = mx.take_along_axis(mx.broadcast_to(words, counts.shape), mx.maximum(first, 0), axis=2)
-            counts = counts - ((words == gone) & (first >= 0))
-        self._seen = Histories(words, counts, spans + _step(), penalties)
+            gone = mx.take_along_axis(mx.broadcast_to(history, counts.shape), mx.maximum(first, 0), axis=2)
+            counts = counts - ((history == gone) & (first >= 0))
+        self._seen = Histories(history, counts, spans + _step(), penalties)
 
     def _apply(self, logits: mx.array, indices: mx.array | None) -> mx.array:
         """Return logits ``[B, vocab]`` float32 with penalties in these rows ``[R]`` (None: all), as a new array."""
         assert self._seen is not None
-        words = self._seen.words
+        tokens = self._seen.tokens
         if indices is None:
-            return mx.put_along_axis(logits, words, self._penalised(mx.take_along_axis(logits, words, axis=1)), axis=1)
+            return mx.put_along_axis(
+                logits, tokens, self._penalised(mx.take_along_axis(logits, tokens, axis=1)), axis=1
+            )
         rows = indices[:, None]
-        picked = self._penalised(logits[rows, words])
+        picked = self._penalised(logits[rows, tokens])
         changed = logits + 0.0  # a copy: assignment would change the argument
-        changed[rows, words] = picked
+        changed[rows, tokens] = picked
         return changed
 
     def _penalised(self, x: mx.array) -> mx.array:
-        """Return the logits of the entries' words ``[R, L]`` with penalties."""
+        """Return the logits of the entries' tokens ``[R, L]`` with penalties."""
         assert self._seen is not None
         repetition, presence, frequency = self._seen.penalties[:, :3].T[:, :, None]
         repeated, present, count, _ = self._seen.counts  # indexing each with a number would be a gather
@@ -230,7 +232,7 @@ class Penalties:
 
 @functools.cache
 def _last() -> mx.array:
-    """Return a mask ``[4, 1, 1]`` of the count that is 1 in the last entry of each word."""
+    """Return a mask ``[4, 1, 1]`` of the count that is 1 in the last entry of each token."""
     last = mx.array([False, False, False, True])[:, None, None]
     mx.eval(last)
     return last
@@ -260,14 +262,14 @@ def contexts_of(params: SamplingParams) -> tuple[int, int, int]:
     return first, second, third
 
 
-def _enter(words: np.ndarray, counts: np.ndarray, params: SamplingParams, tokens: Sequence[int]) -> None:
+def _enter(history: np.ndarray, counts: np.ndarray, params: SamplingParams, tokens: Sequence[int]) -> None:
     """Write a row's entries from the tokens it has seen."""
     contexts = contexts_of(params)
     last = list(tokens[-max(contexts) :])
     if not last:
-        return  # entries stay word 0, seen 0 times
-    words[:] = last[-1]
-    words[: len(last)] = last
+        return  # entries stay token 0, seen 0 times
+    history[:] = last[-1]
+    history[: len(last)] = last
     for kind, context in enumerate(contexts):
         counted = Counter(last[-context:])
         of_entry = [counted[token] for token in last]

@@ -50,7 +50,7 @@ class _Row(NamedTuple):
 
     request: Request
     sampler: Sampler | None
-    processors: bool
+    has_processors: bool
 
 
 class TokenChoice:
@@ -77,7 +77,7 @@ class TokenChoice:
         for request in requests:
             row, params = self._known(request)
             rows.append(row)
-            if row.processors:
+            if row.has_processors:
                 request.context = self.upstream.token_buffer(request.cached_tokens())
             history = request.cached_tokens() if params.has_penalties else []
             position = request.num_generated + (request.logits is not None)  # one token may be chosen but not delivered
@@ -123,7 +123,7 @@ class TokenChoice:
     @property
     def _all_together(self) -> bool:
         if self._is_together is None:
-            self._is_together = not any(row.sampler is not None or row.processors for row in self._rows)
+            self._is_together = not any(row.sampler is not None or row.has_processors for row in self._rows)
         return self._is_together
 
     def takes_drafts(self, request: Request) -> bool:
@@ -174,12 +174,12 @@ class TokenChoice:
     ) -> tuple[mx.array, list[mx.array]]:
         """Return the logits after the rows' own processors, and the tokens passed to these."""
         contexts: list[mx.array] = []
-        if not any(row.processors for row in rows):
+        if not any(row.has_processors for row in rows):
             return logits, contexts
         processed = []
         for index, row in enumerate(rows):
             sample = logits[index : index + 1]
-            if row.processors:
+            if row.has_processors:
                 request = row.request
                 context = request.context.update_and_fetch(inputs[index : index + 1])
                 contexts.append(context)

@@ -94,7 +94,7 @@ _MAGIC, _VERSION = 0xBA55ED50, 1
 _HEADER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIHHIIIQQQ")
 _KIND_ELF, _ENTRY_VERSION = 2, 0x0101
 _FLAGS = 0x1 | 0x10 | 0x2000  # 64 bits, Linux, LZ4
-_FIELDS_OF_ONE = 0x100000  # code for one architecture only, like "sm_90a"
+_ARCH_SPECIFIC = 0x100000  # code for one architecture only, like "sm_90a"
 _ELF_VERSION = (8, 1)  # minor, major
 
 
@@ -123,7 +123,7 @@ def fat_binary(cubin: bytes, architecture: str) -> bytes:
         int(number.group(1)),
         0,
         0,
-        _FLAGS | (_FIELDS_OF_ONE if number.group(2) else 0),
+        _FLAGS | (_ARCH_SPECIFIC if number.group(2) else 0),
         0,
         len(cubin),
     )
@@ -131,9 +131,10 @@ def fat_binary(cubin: bytes, architecture: str) -> bytes:
 
 
 _DIGEST_BYTES = 32  # SHA-256 at the start of a file, before the machine code
-# A text that names this macro uses features that later architectures lack, so it is compiled for the one target.
-_OF_ONE = {"sm_90": ("__CUDA_ARCH_FEAT_SM90_ALL", "sm_90a")}
-_SUM = Source(
+# By architecture: a text that names this macro uses features that later architectures lack, and is compiled for this
+# target only.
+_FEATURE_TARGETS = {"sm_90": ("__CUDA_ARCH_FEAT_SM90_ALL", "sm_90a")}
+_TEST_KERNEL = Source(
     "mlx_paged_sum",
     'extern "C" __global__ void mlx_paged_sum(const unsigned* a, unsigned* out) { *out = *a + 7; }',
     ("uint32_t",),
@@ -209,15 +210,15 @@ class Cubins:
         self._compiler = compiler
         self._architecture = architecture
         self._is_packed = is_packed
-        self._made: dict[str, Future[bytes | None]] = {}
+        self._futures: dict[str, Future[bytes | None]] = {}
         self._lock = threading.Lock()
 
     def start(self, source: Source) -> Future[bytes | None]:
         """Start to compile a text unless that has been done. The future's result is None if it does not compile."""
         with self._lock:
-            if source.name in self._made:
-                return self._made[source.name]
-            future = self._made[source.name] = Future()
+            if source.name in self._futures:
+                return self._futures[source.name]
+            future = self._futures[source.name] = Future()
         key = self._key(source)
         kept = None if self.folder is None else self.folder.read(key)
         if kept is not None:
@@ -237,8 +238,8 @@ class Cubins:
 
     def _architecture_of(self, text: str) -> str:
         """Return the architecture that a text is compiled for."""
-        asked, whole = _OF_ONE.get(self._architecture, ("", ""))
-        return whole if asked and asked in text else self._architecture
+        macro, target = _FEATURE_TARGETS.get(self._architecture, ("", ""))
+        return target if macro and macro in text else self._architecture
 
     def _key(self, source: Source) -> str:
         parts = (source.text, self._architecture_of(source.text), self.version, *OPTIONS, str(self._is_packed))
@@ -272,15 +273,15 @@ def cubins() -> Cubins | None:
     except (OSError, RuntimeError):  # no home directory, or no permission to write to it
         folder = None
     made = (Cubins(compiler, architecture, folder, is_packed=is_packed) for is_packed in (True, False))
-    return next((each for each in made if _computes(each)), None)
+    return next((each for each in made if _passes_test(each)), None)
 
 
-def _computes(made: Cubins) -> bool:
+def _passes_test(made: Cubins) -> bool:
     """Return whether a test kernel compiles, launches and gives the right result."""
-    cubin = made.get(_SUM)
+    cubin = made.get(_TEST_KERNEL)
     if cubin is None:
         return False
-    kernel = CompiledKernel(_SUM, cubin, {})
+    kernel = CompiledKernel(_TEST_KERNEL, cubin, {})
     size, shapes, dtypes = (1, 1, 1), [(1,)], [mx.uint32]
     try:
         given = [mx.full((1,), 35, mx.uint32)]

@@ -41,7 +41,7 @@ HOPPER = CudaLimits(132, 232_448, 233_472)
 @lru_cache(maxsize=1)
 def cuda_limits() -> CudaLimits:
     """Return the limits of the first visible GPU, lowered by ``MLX_PAGED_SHARED_MEMORY``; Hopper's without a driver."""
-    limits = _asked() or HOPPER
+    limits = _query_driver() or HOPPER
     if lowered := os.environ.get(VARIABLE):
         if not lowered.isdecimal():
             raise ValueError(f"{VARIABLE} must be a number of bytes, got {lowered!r}")
@@ -51,7 +51,7 @@ def cuda_limits() -> CudaLimits:
     return limits
 
 
-def _asked() -> CudaLimits | None:
+def _query_driver() -> CudaLimits | None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         device = ctypes.c_int()

@@ -17,9 +17,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..build import backend, build_kernel, compile_ahead, warn_when_compiling
+from ..cases import worst_rms
 from ..check import outcome_of
 from ..cuda.device import cuda_limits
-from ..trial import LAUNCHES, Text, failure_of, seconds_of
+from ..trial import LAUNCHES, KernelKey, failure_of, seconds_of
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -112,12 +113,13 @@ class Tile(NamedTuple):
 
 
 TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
-# Tiles with the same bits: FEW, with more loads in flight, if there is at most one thread group per multiprocessor;
-# MANY, with fewer, if there are a few more than two, so that all run together (docs/adr/0065).
-FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace(unroll=8, groups=1)}
-MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
+# Tiles that replace others and give the same bits: TILES_IF_FEW, with more loads in flight, if there is at most one
+# thread group per multiprocessor; TILES_IF_MANY, with fewer, if there are a few more than two, so that all run together
+# (docs/adr/0065).
+TILES_IF_FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace(unroll=8, groups=1)}
+TILES_IF_MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
 # The tile for more rows that corresponds to a tile.
-LARGER = {SMALL: LARGE, FEW[SMALL]: FEW[LARGE], MANY[SMALL]: MANY[LARGE]}
+LARGER = {SMALL: LARGE, **{tiles[SMALL]: tiles[LARGE] for tiles in (TILES_IF_FEW, TILES_IF_MANY)}}
 
 
 class Norm(NamedTuple):
@@ -132,7 +134,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """A rotation of queries and keys by their positions, as ``mx.fast.rope`` rotates the halves of whole heads.
 
     Attributes:
@@ -150,13 +152,13 @@ class Turn(NamedTuple):
     frequencies: mx.array | None
 
 
-class Around(NamedTuple):
-    """What a kernel's text contains of the operations around a product.
+class FusedOps(NamedTuple):
+    """Operations around a product that the same kernel computes.
 
     Attributes:
         eps: of the norm before it, or None.
         half: half of the dimensions of heads rotated after it, or 0.
-        scale, base: of a :class:`Turn`.
+        scale, base: of a :class:`Rotation`.
     """
 
     eps: float | None = None
@@ -165,10 +167,10 @@ class Around(NamedTuple):
     base: float | None = None
 
     @classmethod
-    def of(cls, norm: Norm | None, turn: Turn | None = None) -> Around:
+    def of(cls, norm: Norm | None, rotation: Rotation | None = None) -> FusedOps:
         """Return the operations for a norm and a rotation."""
         eps = None if norm is None else norm.eps
-        return cls(eps) if turn is None else cls(eps, turn.half, turn.scale, turn.base)
+        return cls(eps) if rotation is None else cls(eps, rotation.half, rotation.scale, rotation.base)
 
     @property
     def suffix(self) -> str:
@@ -188,13 +190,13 @@ class Around(NamedTuple):
         return tuple(known)
 
 
-NOTHING = Around()
+NOT_FUSED = FusedOps()
 # Common operations: Llama's norm, heads of 64.
-_NORM, _TURN = Around(1e-5), Around(half=32, base=5e5)
+_NORM, _ROTATION = FusedOps(1e-5), FusedOps(half=32, base=5e5)
 KERNELS = (
-    *((body, NOTHING) for body in BODIES),
+    *((body, NOT_FUSED) for body in BODIES),
     (GATED, _NORM),
-    *((GROUPED, around) for around in (_NORM, _TURN, _TURN._replace(eps=1e-5))),
+    *((GROUPED, fused) for fused in (_NORM, _ROTATION, _ROTATION._replace(eps=1e-5))),
 )
 
 
@@ -226,7 +228,7 @@ def covers(
     weights: Sequence[Matrix],
     bias: mx.array | None = None,
     norm: Norm | None = None,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
 ) -> bool:
     """Return whether :func:`products` can multiply these: it supports shapes, dtypes and device, and the kernel works.
 
@@ -235,16 +237,16 @@ def covers(
     if bias is not None and (len(weights) != 1 or bias.shape != weights[0].shape[:1] or bias.dtype != x.dtype):
         return False
     body, num_rows = _body_of(weights, bias), _num_rows(x)
-    if (norm is not None or turn is not None) and body != GROUPED:
+    if (norm is not None or rotation is not None) and body != GROUPED:
         return False
-    if turn is not None and not (
-        turn.offsets.shape == (num_rows,)
-        and turn.offsets.dtype == mx.int32
-        and turn.half % _VECTOR == 0
-        and all(w.shape[0] % (2 * turn.half) == 0 for w in weights[:2])
+    if rotation is not None and not (
+        rotation.offsets.shape == (num_rows,)
+        and rotation.offsets.dtype == mx.int32
+        and rotation.half % _VECTOR == 0
+        and all(w.shape[0] % (2 * rotation.half) == 0 for w in weights[:2])
     ):
         return False
-    return len(weights) <= MAX_MATRICES and _covers(body, x, num_rows, weights, norm, turn)
+    return len(weights) <= MAX_MATRICES and _covers(body, x, num_rows, weights, norm, rotation)
 
 
 def products(
@@ -253,7 +255,7 @@ def products(
     bias: mx.array | None = None,
     shapes: Sequence[tuple[int, ...]] | None = None,
     norm: Norm | None = None,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
 ) -> list[mx.array]:
     """Return ``x @ w.T`` for few rows and each matrix, computed in one launch; requires :func:`covers`.
 
@@ -264,14 +266,14 @@ def products(
         bias: ``[width]``, added to the product, or None; with one matrix only.
         shapes: shapes of the results, instead of ``[..., width]``.
         norm: applied to the rows of x; with several matrices only.
-        turn: applied to the first two results; with several matrices only.
+        rotation: applied to the first two results; with several matrices only.
 
     Returns:
         ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
     """
     shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights]
     body = _body_of(weights, bias)
-    return _launch(body, x, weights, bias, _tile_of(body, _num_rows(x), weights), shapes, norm, turn)
+    return _launch(body, x, weights, bias, _tile_of(body, _num_rows(x), weights), shapes, norm, rotation)
 
 
 def covers_sum(x: mx.array, weight: Matrix, residual: mx.array) -> bool:
@@ -321,9 +323,10 @@ def _covers(
     num_rows: int,
     weights: Sequence[Matrix],
     norm: Norm | None = None,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
 ) -> bool:
     depth, rest = divmod(x.size, max(1, num_rows))
+    fused = FusedOps.of(norm, rotation)
     return (
         0 < num_rows <= (MAX_PACKED_ROWS if _bits_of(weights) else MAX_ROWS)
         and rest == 0
@@ -332,7 +335,7 @@ def _covers(
         and len({_form_of(w) for w in weights}) == 1
         and all(w.shape[0] * depth <= (MAX_PACKED_SIZE if isinstance(w, PackedWeight) else MAX_SIZE) for w in weights)
         and (norm is None or _can_normalise(x, norm))
-        and works(body, x.dtype, _tile_of(body, num_rows, weights), x.ndim, _bits_of(weights), Around.of(norm, turn))
+        and passes_check(body, x.dtype, _tile_of(body, num_rows, weights), x.ndim, _bits_of(weights), fused)
     )
 
 
@@ -355,8 +358,8 @@ def _tile_of(body: str, num_rows: int, weights: Sequence[Matrix]) -> Tile:
         return tile
     groups, cores = _num_tiles(weights, tile), cuda_limits().multiprocessors
     if groups <= cores:
-        return FEW[tile]
-    many = MANY[tile]
+        return TILES_IF_FEW[tile]
+    many = TILES_IF_MANY[tile]
     return many if tile.groups * cores < groups <= many.groups * cores else tile
 
 
@@ -368,9 +371,11 @@ def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
     return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
 
 
-def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0, around: Around = NOTHING) -> Text:
-    """Return the text for an x of ``num_dims`` dimensions, matrices of ``bits`` per value (0: not quantised), and the
-    operations around the product."""
+def kernel_key(
+    body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0, fused: FusedOps = NOT_FUSED
+) -> KernelKey:
+    """Return the key of the kernel for an x of ``num_dims`` dimensions, matrices of ``bits`` per value (0: not
+    quantised), and the operations around the product."""
     matrices = 2 if body == GATED else 1  # matrices that a column is computed from
     unroll = max(1, 8 // (bits * matrices)) if bits else tile.unroll // matrices
     constants = (
@@ -383,12 +388,12 @@ def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0
         ("U", unroll),
         ("SG", _SIMDGROUPS),
         ("GROUPS", tile.groups),
-        *around.constants,
+        *fused.constants,
     )
-    body += around.suffix
+    body += fused.suffix
     if not bits:
-        return Text(body, constants)
-    return Text(body.replace("matmul", "quantized"), (*constants, ("BITS", bits)))
+        return KernelKey(body, constants)
+    return KernelKey(body.replace("matmul", "quantized"), (*constants, ("BITS", bits)))
 
 
 def _launch(
@@ -399,9 +404,9 @@ def _launch(
     tile: Tile,
     shapes: Sequence[tuple[int, ...]],
     norm: Norm | None = None,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
 ) -> list[mx.array]:
-    text = text_of(body, x.dtype, tile, x.ndim, _bits_of(weights), Around.of(norm, turn))
+    key = kernel_key(body, x.dtype, tile, x.ndim, _bits_of(weights), FusedOps.of(norm, rotation))
     threads = 32 * _SIMDGROUPS
     tiles = _num_tiles(weights[: len(shapes)], tile)
     outputs = list(shapes)
@@ -415,9 +420,9 @@ def _launch(
         inputs.append(addend)
     if norm is not None:
         inputs.append(norm.gains)
-    if turn is not None:
-        inputs += [turn.offsets, _no_frequencies() if turn.frequencies is None else turn.frequencies]
-    return build_kernel(text.body, text.constants)(
+    if rotation is not None:
+        inputs += [rotation.offsets, _no_frequencies() if rotation.frequencies is None else rotation.frequencies]
+    return build_kernel(key.body, key.constants)(
         inputs=inputs,
         grid=(tiles * threads, -(-x.size // (weights[0].shape[1] * tile.rows)), 1),
         threadgroup=(threads, 1, 1),
@@ -431,53 +436,56 @@ def _no_frequencies() -> mx.array:
     return mx.ones((8,), mx.float32)
 
 
-def _wanted(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, around: Around) -> list[Text]:
-    """Return the texts to compile at the first use of one: its own, and those likely to follow. Rows that join, and
-    drafts of a few rows, use the larger tile."""
-    forms = [(tile, around)]
+def _keys_to_compile(
+    body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, fused: FusedOps
+) -> list[KernelKey]:
+    """Return the keys of the kernels to compile at the first use of one: its own, and those likely to follow. Rows that
+    join, and drafts of a few rows, use the larger tile."""
+    forms = [(tile, fused)]
     if tile in LARGER:
-        forms.append((LARGER[tile], around._replace(eps=None)))
+        forms.append((LARGER[tile], fused._replace(eps=None)))
     # The self-check compares a product with operations around it to the product alone.
-    bodies = [(body, each, form) for each, own in forms for form in (own, NOTHING)]
-    if num_dims == CHECKED_DIMS and around.eps is not None:
-        bodies.append((GATED, tile, Around(around.eps)))
-    elif num_dims == CHECKED_DIMS and tile in TILES and around == NOTHING:  # a model that needs one mostly needs all
-        bodies += [(each, tile, NOTHING) for each in BODIES]
+    bodies = [(body, each, form) for each, own in forms for form in (own, NOT_FUSED)]
+    if num_dims == CHECKED_DIMS and fused.eps is not None:
+        bodies.append((GATED, tile, FusedOps(fused.eps)))
+    elif num_dims == CHECKED_DIMS and tile in TILES and fused == NOT_FUSED:  # a model that needs one mostly needs all
+        bodies += [(each, tile, NOT_FUSED) for each in BODIES]
         if not bits:
-            bodies += [(ADDED, FEW[tile], NOTHING), (GROUPED, MANY[tile], NOTHING)]
-    return [text_of(each, dtype, own, num_dims, bits, form) for each, own, form in bodies]
+            bodies += [(ADDED, TILES_IF_FEW[tile], NOT_FUSED), (GROUPED, TILES_IF_MANY[tile], NOT_FUSED)]
+    return [kernel_key(each, dtype, own, num_dims, bits, form) for each, own, form in bodies]
 
 
 @lru_cache(maxsize=256)
-def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, around: Around = NOTHING) -> bool:
+def passes_check(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, fused: FusedOps = NOT_FUSED) -> bool:
     """Return whether the kernel can be used on this machine for an x of ``num_dims`` dimensions and matrices of
     ``bits``; each pair is another text. Warns once if the kernel fails its self-check or does not compile."""
     if dtype not in DTYPES or not is_available():
         return False
-    compile_ahead((text.body, text.constants) for text in _wanted(body, dtype, tile, num_dims, bits, around))
+    keys = _keys_to_compile(body, dtype, tile, num_dims, bits, fused)
+    compile_ahead((key.body, key.constants) for key in keys)
     if num_dims == CHECKED_DIMS:
         with warn_when_compiling():
-            reason = self_check(body, dtype, tile, bits, around).reason
-    elif not works(body, dtype, tile, CHECKED_DIMS, bits, around):
+            reason = self_check(body, dtype, tile, bits, fused).reason
+    elif not passes_check(body, dtype, tile, CHECKED_DIMS, bits, fused):
         return False
     else:
-        reason = failure_of(text_of(body, dtype, tile, num_dims, bits, around), build_kernel) or ""
+        reason = failure_of(kernel_key(body, dtype, tile, num_dims, bits, fused), build_kernel) or ""
     if reason:
-        name = text_of(body, dtype, tile, num_dims, bits, around).body
+        name = kernel_key(body, dtype, tile, num_dims, bits, fused).body
         warnings.warn(f"mlx_paged: {name} ({dtype}, {tile}) is off, using MLX's operations: {reason}", stacklevel=2)
     return not reason
 
 
-def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, around: Around = NOTHING) -> TileCheck:
+def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, fused: FusedOps = NOT_FUSED) -> TileCheck:
     """Compare the kernel with float32 products of the same factors, with edges in every dimension, and the operations
     around the product with MLX's norm and rotation.
 
     Fails on a compile error, an RMS difference of at least 5e-3 (results are about 1), or rows that the kernel
     normalises to other bits than MLX. Never raises for a failing kernel.
     """
-    if around != NOTHING:
-        found = outcome_of(lambda: _difference_around(body, dtype, tile, bits, around))
-        return TileCheck(body + around.suffix, dtype, tile, bits, *found)
+    if fused != NOT_FUSED:
+        found = outcome_of(lambda: _fused_difference(body, dtype, tile, bits, fused))
+        return TileCheck(body + fused.suffix, dtype, tile, bits, *found)
     sizes = (
         ((1, 40, 32), (tile.rows + 5, 200, 2176), (3, 40, 384)) if bits else ((1, 40, 8), (tile.rows + 5, 200, 2200))
     )
@@ -488,22 +496,22 @@ def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, around: Ar
     )
 
 
-def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, around: Around = NOTHING) -> float:
+def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, fused: FusedOps = NOT_FUSED) -> float:
     """Return the seconds of a launch for matrices of 2,048 x 2,048 and the rows of a full tile, or one row with a norm;
     compilation excluded."""
-    size, num_rows = 2048, tile.rows if around.eps is None else 1
+    size, num_rows = 2048, tile.rows if fused.eps is None else 1
     x = mx.zeros((num_rows, 1, size), dtype)
     weights = [_packed(mx.zeros((size, size), dtype), bits, 64)] * {GROUPED: MAX_MATRICES, GATED: 2}.get(body, 1)
     addends = {BIASED: (size,), ADDED: (num_rows, 1, size)}
     addend = mx.zeros(addends[body], dtype) if body in addends else None
-    norm = None if around.eps is None else Norm(mx.ones((size,), dtype), around.eps)
+    norm = None if fused.eps is None else Norm(mx.ones((size,), dtype), fused.eps)
     offsets = mx.zeros((num_rows,), mx.int32)
-    turn = Turn(around.half, offsets, around.scale, around.base, None) if around.half else None
+    rotation = Rotation(fused.half, offsets, fused.scale, fused.base, None) if fused.half else None
     mx.eval(x, *(w.arrays if isinstance(w, PackedWeight) else w for w in weights))
     shapes = [(num_rows, 1, size)] * (MAX_MATRICES if body == GROUPED else 1)
 
     def launches() -> list[mx.array]:
-        return [y for _ in range(LAUNCHES) for y in _launch(body, x, weights, addend, tile, shapes, norm, turn)]
+        return [y for _ in range(LAUNCHES) for y in _launch(body, x, weights, addend, tile, shapes, norm, rotation)]
 
     return seconds_of(launches) / LAUNCHES
 
@@ -544,21 +552,18 @@ def _difference(
         shapes = [want.shape for want in expected]
         for got, want in zip(_launch(body, x, weights, addend, tile, shapes), expected, strict=True):
             errors.append(mx.square(got.astype(mx.float32) - want).mean())
-    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
-    return float(rms)
+    return worst_rms(errors)
 
 
-def _difference_around(body: str, dtype: mx.Dtype, tile: Tile, bits: int, around: Around) -> float:
+def _fused_difference(body: str, dtype: mx.Dtype, tile: Tile, bits: int, fused: FusedOps) -> float:
     """Compare a product and the operations around it with MLX's norm and rotation, for 1 and 3 rows.
 
     Returns:
         The RMS of the error; results are about 1. Raises RuntimeError if MLX normalises to other bits.
     """
-    head = 2 * around.half or 16
+    head = 2 * fused.half or 16
     widths = [48, 48] if body == GATED else [3 * head, head, 24]
-    frequencies = (
-        None if around.base is not None or not around.half else mx.arange(1, around.half + 1).astype(mx.float32)
-    )
+    frequencies = None if fused.base is not None or not fused.half else mx.arange(1, fused.half + 1).astype(mx.float32)
     errors = []
     for num_rows, depth in ((1, 1024), (1, 512), (3, 1536), (1, 2048), (1, 4096), (1, 8192)):
         x = (3 * mx.random.normal((num_rows, 1, depth), key=mx.random.key(depth))).astype(dtype)
@@ -566,24 +571,24 @@ def _difference_around(body: str, dtype: mx.Dtype, tile: Tile, bits: int, around
         matrices = [mx.random.normal((n, depth), key=mx.random.key(i)) * depth**-0.5 for i, n in enumerate(widths)]
         weights = [_packed(w.astype(dtype), bits, 64) for w in matrices]
         offsets = mx.array([100003, 0, 77][:num_rows], mx.int32)
-        norm = None if around.eps is None else Norm(gains, around.eps)
-        turn = Turn(around.half, offsets, around.scale, around.base, frequencies) if around.half else None
+        norm = None if fused.eps is None else Norm(gains, fused.eps)
+        rotation = Rotation(fused.half, offsets, fused.scale, fused.base, frequencies) if fused.half else None
         shapes = [(num_rows, 1, n) for n in widths[: 1 if body == GATED else 3]]
-        rows = x if around.eps is None else mx.fast.rms_norm(x, gains, around.eps)
-        got = _launch(body, x, weights, None, tile, shapes, norm, turn)
+        rows = x if fused.eps is None else mx.fast.rms_norm(x, gains, fused.eps)
+        got = _launch(body, x, weights, None, tile, shapes, norm, rotation)
         if norm is not None:
-            expected = _launch(body, rows, weights, None, tile, shapes, None, turn)
+            expected = _launch(body, rows, weights, None, tile, shapes, None, rotation)
             if not all(mx.array_equal(a, b).item() for a, b in zip(got, expected, strict=True)):
                 raise RuntimeError(f"the norm of {num_rows} rows of {depth} values differs from MLX's")
         expected = _launch(body, rows, weights, None, tile, shapes)
-        if turn is not None:
+        if rotation is not None:
             expected[:2] = [
                 mx.fast.rope(
                     y.reshape(num_rows, -1, 1, head),
                     head,
                     traditional=False,
-                    base=around.base,
-                    scale=around.scale,
+                    base=fused.base,
+                    scale=fused.scale,
                     offset=offsets,
                     freqs=frequencies,
                 ).reshape(y.shape)
@@ -591,5 +596,4 @@ def _difference_around(body: str, dtype: mx.Dtype, tile: Tile, bits: int, around
             ]
         for a, b in zip(got, expected, strict=True):
             errors.append(mx.square(a.astype(mx.float32) - b.astype(mx.float32)).mean())
-    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
-    return float(rms)
+    return worst_rms(errors)

@@ -45,7 +45,7 @@ class PageFormat(NamedTuple):
             raise ConfigError(f"kv_group_size must be one of {GROUP_SIZES}, got {group_size}")
         return cls(*pair, group_size, rotate)
 
-    def why_not(self, k_head_dim: int, v_head_dim: int, dtype: mx.Dtype) -> str | None:
+    def unsupported_reason(self, k_head_dim: int, v_head_dim: int, dtype: mx.Dtype) -> str | None:
         """Return why keys and values of these sizes and this dtype cannot be quantised, or None."""
         if dtype not in DTYPES:
             return f"keys of {dtype} cannot be quantised"
@@ -97,7 +97,7 @@ class Geometry(NamedTuple):
         """
         if wanted is None:
             return self._replace(format=None), None
-        why = why or wanted.why_not(self.k_head_dim, self.v_head_dim, self.dtype)
+        why = why or wanted.unsupported_reason(self.k_head_dim, self.v_head_dim, self.dtype)
         return self._replace(format=wanted if why is None else None), why
 
     @property
@@ -184,7 +184,7 @@ class Storage(Protocol):
             appends: whether the same kernel writes the step's positions first (q_len 1).
 
         Raises:
-            KernelUnavailable: no kernel works for these shapes, or blocks of this form. Nothing has been launched, and
+            NoKernelError: no kernel works for these shapes, or blocks of this form. Nothing has been launched, and
                 :meth:`write` and :meth:`read_visible` still work.
         """
 
@@ -204,7 +204,7 @@ class Storage(Protocol):
             append: keys and values of the step's positions, if the launch writes them.
 
         Raises:
-            KernelUnavailable: as :meth:`prepare_decode`.
+            NoKernelError: as :meth:`prepare_decode`.
         """
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
@@ -219,7 +219,7 @@ class Storage(Protocol):
             ``[T, n_q_heads, 1, v_head_dim]``.
 
         Raises:
-            KernelUnavailable: as :meth:`decode`.
+            NoKernelError: as :meth:`decode`.
         """
 
     def read_packed(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
@@ -250,11 +250,11 @@ class Storage(Protocol):
     def forget_failed_writes(self) -> None:
         """Drop the writes that failed when :meth:`latest` was computed."""
 
-    def checkpoint(self) -> Any:
-        """Return the state for :meth:`go_back`. Drop it before anything is computed: it keeps buffers alive."""
+    def snapshot(self) -> Any:
+        """Return the state for :meth:`restore`. Drop it before anything is computed: it keeps buffers alive."""
 
-    def go_back(self, checkpoint: Any) -> None:
-        """Forget what was built since the checkpoint; none of it may have been computed. Does nothing if the number of
+    def restore(self, snapshot: Any) -> None:
+        """Forget what was built since the snapshot; none of it may have been computed. Does nothing if the number of
         blocks has changed."""
 
 

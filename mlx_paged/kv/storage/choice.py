@@ -32,7 +32,7 @@ def _variant_unsupported_reason(
     geometry: Geometry,
     block_size: int,
     heads: QueryHeads,
-    refuse: Callable[..., str | None],
+    unsupported_reason: Callable[..., str | None],
     variants_of: Callable[..., Sequence[Variant]],
 ) -> str | None:
     """Return why no variant of a kernel serves these, or None. Checks variants, fastest first, until one passes."""
@@ -41,7 +41,7 @@ def _variant_unsupported_reason(
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
     if rest:
         return f"{heads.num_q_heads} query heads are not a multiple of {num_kv_heads} KV heads"
-    why = refuse(dtype, k_dim, v_dim, gqa, block_size)
+    why = unsupported_reason(dtype, k_dim, v_dim, gqa, block_size)
     if why:
         return why
     reasons = []

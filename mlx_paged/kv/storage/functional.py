@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...kernels.build import KernelUnavailable
+from ...kernels.build import NoKernelError
 from ...kernels.ops import DecodeLaunch
 from ...kernels.quantized import rotate
 from ..block_table import BlockTable, Segment
@@ -28,7 +28,7 @@ class GatheredStorage:
     def prepare_decode(
         self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams, *, appends: bool
     ) -> DecodeLaunch:
-        raise KernelUnavailable("the blocks are not written in place")
+        raise NoKernelError("the blocks are not written in place")
 
     def decode(
         self,
@@ -37,13 +37,13 @@ class GatheredStorage:
         sinks: mx.array | None = None,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        raise KernelUnavailable("the blocks are not written in place")
+        raise NoKernelError("the blocks are not written in place")
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
-        raise KernelUnavailable("the blocks are not written in place")
+        raise NoKernelError("the blocks are not written in place")
 
     def read_packed(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
-        raise KernelUnavailable("the blocks are not written in place")
+        raise NoKernelError("the blocks are not written in place")
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
         return False
@@ -73,7 +73,7 @@ class FunctionalStorage(GatheredStorage):
         self._keys = mx.zeros((1, heads, num_blocks * block_size, geometry.k_head_dim), geometry.dtype)
         self._values = mx.zeros((1, heads, num_blocks * block_size, geometry.v_head_dim), geometry.dtype)
 
-    def _by_head(self) -> tuple[mx.array, mx.array]:
+    def _unflatten(self) -> tuple[mx.array, mx.array]:
         """Give keys and values the shape ``[1, n_kv_heads, num_slots, head_dim]``, and return them."""
         if self._keys.ndim == 2:
             self._keys, self._values = (
@@ -86,9 +86,9 @@ class FunctionalStorage(GatheredStorage):
             self.write_segments(tables[0].tail_segments(1), k, v)
             return
         if not step.is_pack:
-            if step.by_head is None or step.by_head[0] != self.num_blocks:
-                step.by_head = self.num_blocks, self.host_by_head(step.host_slots(tables)[:, None])
-            self.write_rows(step.by_head[1], k, v)
+            if step.flat_index is None or step.flat_index[0] != self.num_blocks:
+                step.flat_index = self.num_blocks, self.host_flat_index(step.host_slots(tables)[:, None])
+            self.write_rows(step.flat_index[1], k, v)
             return
         for table, count, part_k, part_v in zip(tables, step.counts, step.split(k), step.split(v), strict=True):
             self.write_segments(table.tail_segments(count), part_k, part_v)
@@ -101,13 +101,13 @@ class FunctionalStorage(GatheredStorage):
 
         Slices, not a scatter: on the CPU a scatter goes element by element and is 4-7 times slower here.
         """
-        for pool, x in zip(self._by_head(), (k, v), strict=True):
+        for pool, x in zip(self._unflatten(), (k, v), strict=True):
             for slot, num_tokens, source in segments:
                 part = x[:, :, source : source + num_tokens] if len(segments) > 1 else x
                 pool[:, :, slot : slot + num_tokens] = part
 
     def write_rows(self, index: mx.array, k: mx.array, v: mx.array) -> None:
-        """Write k, v ``[B, n_kv_heads, 1, head_dim]`` at an index ``[B, n_kv_heads, 1]`` of :meth:`by_head`.
+        """Write k, v ``[B, n_kv_heads, 1, head_dim]`` at an index ``[B, n_kv_heads, 1]`` of :meth:`flat_index`.
 
         One index over one axis: with an index per axis MLX would make arrays in each layer, which takes longer than the
         write (8 rows of 2 heads of size 16 on a CPU: 28 us, and 12 us with one index).
@@ -117,13 +117,13 @@ class FunctionalStorage(GatheredStorage):
         self._keys[index] = k
         self._values[index] = v
 
-    def by_head(self, slots: mx.array) -> mx.array:
+    def flat_index(self, slots: mx.array) -> mx.array:
         """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` in flat arrays; valid until the pool grows."""
         heads = mx.arange(self.geometry.num_kv_heads, dtype=slots.dtype)[:, None] * (self.num_blocks * self.block_size)
         return heads + slots[:, None]
 
-    def host_by_head(self, slots: np.ndarray) -> mx.array:
-        """Return :meth:`by_head` of slots that are known on the host: one array in place of four operations."""
+    def host_flat_index(self, slots: np.ndarray) -> mx.array:
+        """Return :meth:`flat_index` of slots that are known on the host: one array in place of four operations."""
         width, heads = self.num_blocks * self.block_size, self.geometry.num_kv_heads
         index = slots[:, None] + np.arange(0, heads * width, width)[:, None]
         return mx.array(index if heads * width > MAX_INT32 else index.astype(np.int32))
@@ -165,7 +165,7 @@ class FunctionalStorage(GatheredStorage):
             self.write_segments(table.tail_segments(1), k, v)
             return self.read_visible(table, copy=False)
         start, end = place
-        keys, values = self._by_head()
+        keys, values = self._unflatten()
         keys[:, :, end - 1 : end] = k
         values[:, :, end - 1 : end] = v
         return keys[:, :, start:end], values[:, :, start:end]
@@ -176,15 +176,15 @@ class FunctionalStorage(GatheredStorage):
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
         if columns.prepared is None or columns.prepared[0] != self.num_blocks:
             if columns.slots is not None:
-                columns.prepared = self.num_blocks, self.host_by_head(columns.slots)
+                columns.prepared = self.num_blocks, self.host_flat_index(columns.slots)
                 return self.read_tokens(columns.prepared[1])
             size, positions = self.block_size, columns.positions
             slots = mx.take_along_axis(columns.block_ids, positions // size, axis=1) * size + positions % size
-            columns.prepared = self.num_blocks, self.by_head(slots)
+            columns.prepared = self.num_blocks, self.flat_index(slots)
         return self.read_tokens(columns.prepared[1])
 
     def read_tokens(self, index: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the tokens at an index of :meth:`by_head`: keys and values of its shape plus an axis of head_dim."""
+        """Return the tokens at an index of :meth:`flat_index`: K and V of its shape plus an axis of head_dim."""
         keys, values = self._keys, self._values
         if keys.ndim == 4:
             keys, values = keys.reshape(-1, keys.shape[3]), values.reshape(-1, values.shape[3])
@@ -195,14 +195,14 @@ class FunctionalStorage(GatheredStorage):
 
         The views keep the pool's buffer; drop them before the next write is evaluated.
         """
-        keys, values = self._by_head()
+        keys, values = self._unflatten()
         return keys[:, :, start:end], values[:, :, start:end]
 
     def for_single_queries(self, groups: int, index: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Return all tokens of the pool, or of the blocks at an index, in the shapes for products with one token's
         queries: K ``[1, n_kv_heads, groups, k_head_dim, n]``, and V ``[1, n_kv_heads, groups, n, v_head_dim]``, for
         ``groups`` query heads per KV head. Without an index they are views, as in :meth:`view_tokens`."""
-        of = self._by_head() if index is None else self.gather_blocks(index)
+        of = self._unflatten() if index is None else self.gather_blocks(index)
         # Broadcast once: otherwise each product would broadcast its own slice.
         k, v = (mx.broadcast_to(mx.expand_dims(x, 2), (*x.shape[:2], groups, *x.shape[2:])) for x in of)
         return k.swapaxes(3, 4), v
@@ -226,7 +226,7 @@ class FunctionalStorage(GatheredStorage):
         and writing a pool in one graph would copy the pool."""
         size = self.block_size
         runs = [tuple(size * number for number in run) for run in _runs(sources, targets)]
-        for pool in self._by_head():
+        for pool in self._unflatten():
             copies = [mx.contiguous(pool[:, :, source : source + count]) for source, _, count in runs]
             if self.geometry.num_kv_heads == 1:  # a contiguous slice is a view, which would keep the pool
                 copies = [copy + 0 for copy in copies]
@@ -235,7 +235,7 @@ class FunctionalStorage(GatheredStorage):
                 pool[:, :, target : target + count] = copy
 
     def resize(self, num_blocks: int) -> None:
-        self._by_head()
+        self._unflatten()
         try:
             for name in ("_keys", "_values"):
                 old: mx.array = getattr(self, name)
@@ -263,7 +263,7 @@ class FunctionalStorage(GatheredStorage):
 
     def fence(self) -> mx.array:
         """Return two elements that are ready when every write so far is, and do not keep the pool's buffer alive."""
-        keys, values = self._by_head()
+        keys, values = self._unflatten()
         return mx.stack([keys[0, 0, 0, 0], values[0, 0, 0, 0]])
 
     def latest(self) -> list[mx.array]:
@@ -272,12 +272,12 @@ class FunctionalStorage(GatheredStorage):
     def forget_failed_writes(self) -> None:
         """Do nothing: the tensors themselves could not be computed, and there are no others."""
 
-    def checkpoint(self) -> Any:
+    def snapshot(self) -> Any:
         # Other handles of the same arrays: assigning to a slice changes which array a handle refers to.
         return handle_of(self._keys), handle_of(self._values)
 
-    def go_back(self, checkpoint: Any) -> None:
-        keys, values = checkpoint
+    def restore(self, snapshot: Any) -> None:
+        keys, values = snapshot
         if keys.size == self._keys.size:
             self._keys, self._values = keys, values
 
@@ -364,9 +364,9 @@ class QuantizedStorage(GatheredStorage):
     def forget_failed_writes(self) -> None:
         self._rows.forget_failed_writes()
 
-    def checkpoint(self) -> Any:
-        return self._rows.checkpoint(), self.num_quantized
+    def snapshot(self) -> Any:
+        return self._rows.snapshot(), self.num_quantized
 
-    def go_back(self, checkpoint: Any) -> None:
-        rows, self.num_quantized = checkpoint
-        self._rows.go_back(rows)
+    def restore(self, snapshot: Any) -> None:
+        rows, self.num_quantized = snapshot
+        self._rows.restore(rows)

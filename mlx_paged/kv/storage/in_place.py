@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...kernels import ops as kernels
-from ...kernels import quantized as moves
-from ...kernels.build import KernelUnavailable
+from ...kernels import quantized
+from ...kernels.build import NoKernelError
 from ...kernels.check import checked
 from ...kernels.launch_shape import MAX_QUERY_LENGTH, unsupported
 from ...kernels.prefill import prepare_prefill
@@ -35,7 +35,7 @@ def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> Sha
     return None if shared is None else cut_of(shared, num_kv_heads)
 
 
-def serves(cut: SharedCut) -> bool:
+def is_usable(cut: SharedCut) -> bool:
     """Return whether the kernel for common blocks passes its self-check and, on Metal, is faster than reading each row
     by itself."""
     return checked(cut.variant).ok and (cut.variant.backend == "cuda" or is_faster(cut))
@@ -104,7 +104,7 @@ class InPlaceStorage:
         # Cuts of the kernel for common blocks: by query heads, of the latest decode, and those known to serve.
         self._shared_cuts: dict[QueryHeads, SharedCut | None] = {}
         self._shared_cut: SharedCut | None = None
-        self._serving: set[SharedCut] = set()
+        self._usable_cuts: set[SharedCut] = set()
 
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
         heads, k_dim, v_dim, dtype, _ = self.geometry
@@ -137,7 +137,7 @@ class InPlaceStorage:
         if self.pages is None:
             self.write(tables, step, k, v)
         else:
-            self.__fence = moves.write_rows(
+            self.__fence = quantized.write_rows(
                 self.__keys, self.__values, self.__fence, k, v, step.slots(tables), self.pages
             )
 
@@ -187,10 +187,10 @@ class InPlaceStorage:
         """Return the items of the kernel for common blocks (:meth:`.step.Step.items`), for queries like those of the
         latest decode step, or None. Checks the kernel the first time that there are items."""
         cut, items = self._shared_cut, step.items(tables, self._shared_cut, window, shape)
-        if cut is None or items is None or cut in self._serving:
+        if cut is None or items is None or cut in self._usable_cuts:
             return items
-        if serves(cut):
-            self._serving.add(cut)
+        if is_usable(cut):
+            self._usable_cuts.add(cut)
             return items
         self._shared_cut = None
         self._shared_cuts = {heads: None if own == cut else own for heads, own in self._shared_cuts.items()}
@@ -209,7 +209,7 @@ class InPlaceStorage:
                     stride=window.stride if window else 1, pages=self.pages,
                 )  # fmt: skip
             except ValueError as error:
-                raise KernelUnavailable(f"the kernel does not support this shape: {error}") from error
+                raise NoKernelError(f"the kernel does not support this shape: {error}") from error
         if self.rotates:
             q = rotate(q)
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks)
@@ -252,7 +252,7 @@ class InPlaceStorage:
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         if self.pages is None:
             return self.read_visible(table)
-        k, v, self.__fence = moves.gather_rows(
+        k, v, self.__fence = quantized.gather_rows(
             self.__keys, self.__values, self.__fence, *self._range_of(table), self.pages
         )
         return k, v
@@ -311,11 +311,11 @@ class InPlaceStorage:
     def forget_failed_writes(self) -> None:
         self.__fence = kernels.new_fence()  # kernels that were not computed have not written
 
-    def checkpoint(self) -> Any:
+    def snapshot(self) -> Any:
         return self.num_blocks, self.__fence, self.num_quantized, self._last_write
 
-    def go_back(self, checkpoint: Any) -> None:
-        num_blocks, *state = checkpoint
+    def restore(self, snapshot: Any) -> None:
+        num_blocks, *state = snapshot
         if num_blocks == self.num_blocks:
             self.__fence, self.num_quantized, self._last_write = state
 

@@ -196,7 +196,9 @@ def callable_tools(tools: Sequence[Mapping[str, Any]], namespace: str | None = N
         if kind == "namespace":
             found += callable_tools([each for each in tool.get("tools") or () if isinstance(each, Mapping)], name)
             continue
-        function = _custom(tool) if kind == "custom" else {k: tool[k] for k in _TOLD if tool.get(k) is not None}
+        function = (
+            _custom(tool) if kind == "custom" else {k: tool[k] for k in _FUNCTION_FIELDS if tool.get(k) is not None}
+        )
         function = {"name": function_name(name, namespace), **function}
         found.append(CallableTool({"type": "function", "function": function}, name, namespace, kind == "custom"))
     names = [each.function["function"]["name"] for each in found]
@@ -205,7 +207,7 @@ def callable_tools(tools: Sequence[Mapping[str, Any]], namespace: str | None = N
     return found
 
 
-_TOLD = ("description", "parameters", "strict")
+_FUNCTION_FIELDS = ("description", "parameters", "strict")
 
 
 def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:

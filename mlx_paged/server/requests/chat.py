@@ -246,7 +246,7 @@ class ChatForm:
     def __init__(self, head: Head, body: ChatBody | CompletionBody) -> None:
         self._head = head
         self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._tells_logprobs = bool(body.logprobs) or (body.top_logprobs or 0) > 0
+        self._includes_logprobs = bool(body.logprobs) or (body.top_logprobs or 0) > 0
         self._begun: set[int] = set()  # answers whose role was sent: clients concatenate the fields of deltas
 
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
@@ -281,7 +281,7 @@ class ChatForm:
 
     def _choice(self, piece: Piece, key: str) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
-        if self._tells_logprobs:
+        if self._includes_logprobs:
             choice["logprobs"] = content_logprobs(piece.tokens)
         message: dict[str, Any] = {} if piece.index in self._begun else {"role": "assistant"}
         self._begun.add(piece.index)

@@ -14,8 +14,8 @@ from .chat import ChatForm, engine_options, stop_list
 from .fields import (
     MAX_ANSWERS,
     MAX_CHOICES,
-    MAX_TOKEN_ID,
     MAX_TOKENS,
+    TOKEN_ID_LIMIT,
     TRACE,
     ModelParameters,
     SamplingParameters,
@@ -25,7 +25,7 @@ from .fields import (
     no_effect,
     refused,
 )
-from .pieces import LEAST, Echo, Event, Head, Piece, Token, Usage, content_logprobs
+from .pieces import FORBIDDEN_LOGPROB, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
 _WORDS = "must be a non-empty string, a non-empty list of token ids, or a list of either"
 
@@ -45,13 +45,13 @@ def _check_prompt(value: Any) -> Any:
     for prompt in prompts_of(value):
         if (not isinstance(prompt, str) and not _is_token_ids(prompt)) or not prompt:
             raise ValueError(_WORDS)
-        if isinstance(prompt, list) and not all(0 <= token < MAX_TOKEN_ID for token in prompt):
-            raise ValueError(f"token ids must be from 0 to {MAX_TOKEN_ID - 1}")
+        if isinstance(prompt, list) and not all(0 <= token < TOKEN_ID_LIMIT for token in prompt):
+            raise ValueError(f"token ids must be from 0 to {TOKEN_ID_LIMIT - 1}")
     return value
 
 
 _TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID - 1}}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": TOKEN_ID_LIMIT - 1}}
 _SCHEMA = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}]}
 
 
@@ -167,7 +167,7 @@ class CompletionForm(ChatForm):
         choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
         if self._num_top is not None:
             choice["logprobs"] = self._logprobs(piece)
-        elif self._tells_logprobs:
+        elif self._includes_logprobs:
             choice["logprobs"] = content_logprobs(piece.tokens)
         choice["text"] = piece.text
         return choice
@@ -196,7 +196,7 @@ def _likeliest(token: Token) -> dict[str, float] | None:
         return None
     likeliest: dict[str, float] = {}
     for other in token.top:
-        if other.logprob is not None and other.logprob != LEAST:
+        if other.logprob is not None and other.logprob != FORBIDDEN_LOGPROB:
             likeliest.setdefault(other.text, other.logprob)
     likeliest.setdefault(token.text, token.logprob)
     return likeliest

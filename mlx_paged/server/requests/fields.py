@@ -16,7 +16,7 @@ MAX_TOKENS = 1 << 24
 MAX_CONTEXT = 1 << 20
 MAX_STOP_CHARACTERS = 16_000  # of all stop strings together
 MAX_SALT_LENGTH = 1000
-MAX_TOKEN_ID = 1 << 24
+TOKEN_ID_LIMIT = 1 << 24  # exclusive
 MAX_CHOICES = 128  # answers to one prompt
 MAX_ANSWERS = 256  # answers to one request
 MAX_PENALTY = 1e4
@@ -182,7 +182,7 @@ def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any,
     try:
         body = model.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        raise refusal_of(error) from None
+        raise validation_refusal(error) from None
     unknown = sorted(ignored_in(body))[:MOST_NOTED]
     if unknown and strict:
         raise invalid(f"{unknown[0]} is unknown or has no effect (--strict-parameters)", unknown[0])
@@ -214,7 +214,7 @@ def _note_ignored(names: Sequence[str]) -> None:
 _noted: set[str] = set()
 
 
-def refusal_of(error: ValidationError) -> RequestRefused:
+def validation_refusal(error: ValidationError) -> RequestRefused:
     """Return a 400 for the first invalid parameter of a body: its name, what is allowed and what was given."""
     faults = error.errors(include_url=False)
     fault = faults[0]
@@ -226,14 +226,14 @@ def refusal_of(error: ValidationError) -> RequestRefused:
     if fault["type"] == "missing":
         return invalid(f"{where} is required", param)
     allowed = list(dict.fromkeys(_words(each) for each in faults if each["loc"][:1] == fault["loc"][:1]))
-    return invalid(f"{where[:200]}: {' or '.join(allowed)[:300]}, got {_short(fault.get('input'))}", param)
+    return invalid(f"{where[:200]}: {' or '.join(allowed)[:300]}, got {_abbreviated(fault.get('input'))}", param)
 
 
 def _words(fault: Mapping[str, Any]) -> str:
     return str(fault["msg"]).removeprefix("Value error, ")
 
 
-def _short(value: Any) -> str:
+def _abbreviated(value: Any) -> str:
     if isinstance(value, list | dict) and len(value) > 8:
         return f"a list of {len(value)} values" if isinstance(value, list) else f"an object with {len(value)} fields"
     text = repr(value[:80] if isinstance(value, str) else value)

@@ -23,18 +23,18 @@ class Refusals(NamedTuple):
         tools: tool calls and their results.
         several: several calls in one message (refused, or only the first is shown).
         ids: ids of calls that are not 9 letters and digits.
-        thoughts: a message with thinking, text and calls.
-        questions: a user message directly after a tool result.
-        rows: two consecutive user messages.
+        thinking_with_text: a message with thinking, text and calls.
+        user_after_tool: a user message directly after a tool result.
+        consecutive_users: two consecutive user messages.
     """
 
     systems: bool = False
     tools: bool = False
     several: bool = False
     ids: bool = False
-    thoughts: bool = False
-    questions: bool = False
-    rows: bool = False
+    thinking_with_text: bool = False
+    user_after_tool: bool = False
+    consecutive_users: bool = False
 
 
 def refusals_of(render: Callable[[Messages], str]) -> Refusals:
@@ -51,9 +51,9 @@ def refusals_of(render: Callable[[Messages], str]) -> Refusals:
             return True
 
     systems = _moves_systems(render)
-    rows = refuses(_USER, _USER)
+    consecutive_users = refuses(_USER, _USER)
     if refuses(_USER, _call("123456789"), _result("123456789"), _ANSWER, _USER):
-        return Refusals(systems=systems, tools=True, rows=rows)
+        return Refusals(systems=systems, tools=True, consecutive_users=consecutive_users)
     twice = {**_call("123456789"), "tool_calls": [*_call("123456789")["tool_calls"], *_call("abcdefghi")["tool_calls"]]}
     shown = "" if refuses(_USER, _call("123456789"), _result("123456789"), shows="mark-123456789") else "mark-abcdefghi"
     return Refusals(
@@ -61,9 +61,11 @@ def refusals_of(render: Callable[[Messages], str]) -> Refusals:
         several=refuses(_USER, twice, _result("123456789"), _result("abcdefghi"), _ANSWER, shows=shown),
         ids=refuses(_USER, _call("call_0123"), _result("call_0123"), _ANSWER)
         or refuses(_USER, _call("call_01234567"), _result("call_01234567"), _ANSWER),
-        thoughts=refuses(_USER, {**_call("123456789"), "content": "b", "reasoning_content": "c"}, _result("123456789")),
-        questions=refuses(_USER, _call("123456789"), _result("123456789"), _USER),
-        rows=rows,
+        thinking_with_text=refuses(
+            _USER, {**_call("123456789"), "content": "b", "reasoning_content": "c"}, _result("123456789")
+        ),
+        user_after_tool=refuses(_USER, _call("123456789"), _result("123456789"), _USER),
+        consecutive_users=consecutive_users,
     )
 
 
@@ -99,11 +101,11 @@ def fitted(messages: Sequence[Mapping[str, Any]], refused: Refusals) -> Messages
         chat = _one_by_one(chat)
     if refused.ids:
         chat = [_with_short_ids(message) for message in chat]
-    if refused.thoughts:
+    if refused.thinking_with_text:
         chat = [_with_one_text(message) for message in chat]
-    if refused.questions:
+    if refused.user_after_tool:
         chat = _with_answers(chat)
-    return _without_rows(chat) if refused.rows else chat
+    return _merged(chat) if refused.consecutive_users else chat
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -147,13 +149,13 @@ def _one_by_one(chat: Messages) -> Messages:
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in calls]
+        message["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
     if message.get("role") == "tool":
-        message["tool_call_id"] = _short(message.get("tool_call_id"))
+        message["tool_call_id"] = _short_id(message.get("tool_call_id"))
     return message
 
 
-def _short(name: Any) -> str:
+def _short_id(name: Any) -> str:
     name = str(name)
     if len(name) == ID_LETTERS and name.isalnum() and name.isascii():
         return name
@@ -178,7 +180,7 @@ def _with_answers(chat: Messages) -> Messages:
     return result
 
 
-def _without_rows(chat: Messages) -> Messages:
+def _merged(chat: Messages) -> Messages:
     """Return the chat with consecutive messages of the user, or of the assistant without calls, merged."""
     result: Messages = []
     for message in chat:

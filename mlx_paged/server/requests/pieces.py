@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import RequestRefused
 
-LEAST = float("-inf")  # of tokens that the grammar does not allow; JSON cannot express it
+FORBIDDEN_LOGPROB = float("-inf")  # of tokens that the grammar does not allow; JSON cannot express it
 
 
 class Token(NamedTuple):
@@ -152,11 +152,14 @@ def content_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     """Return log-probabilities in the format of OpenAI's chats, plus token ids as in mlx-lm."""
     return {
         "content": [
-            {**_told(token), "top_logprobs": [_told(other) for other in token.top if other.logprob != LEAST]}
+            {
+                **_logprob_entry(token),
+                "top_logprobs": [_logprob_entry(other) for other in token.top if other.logprob != FORBIDDEN_LOGPROB],
+            }
             for token in tokens
         ]
     }
 
 
-def _told(token: Token) -> dict[str, Any]:
+def _logprob_entry(token: Token) -> dict[str, Any]:
     return {"id": token.id, "token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}

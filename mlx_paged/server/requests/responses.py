@@ -134,8 +134,8 @@ def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerR
     for name in body.include or ():
         if name not in INCLUDED:
             raise invalid(f"include: {name[:80]!r} is not supported; allowed are {', '.join(INCLUDED)}", "include")
-    tells = LOGPROBS in (body.include or ())
-    if body.top_logprobs and not tells:
+    wants_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not wants_logprobs:
         raise invalid(f"top_logprobs requires {LOGPROBS} in include", "top_logprobs")
     tools = [tool.function for tool in callable_tools([tool.model_dump() for tool in body.tools or ()])]
     choice = _tool_choice(body.tool_choice)
@@ -150,7 +150,7 @@ def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerR
     return ServerRequest(
         inputs=[ChatInput(messages, (None if choice == "none" else tools) or None, kwargs)],
         max_tokens=body.max_output_tokens,
-        top_logprobs=(body.top_logprobs or 0) if tells else None,
+        top_logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         calls_once=body.parallel_tool_calls is False,
         constraint=constraint_of({k: v for k, v in fields.items() if v is not None}, chat=True),
         **engine_options(body, defaults),
@@ -249,7 +249,7 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
 # The answer -------------------------------------------------------------------------------------------------------
 
 # Parameters of the request that the response repeats, with their defaults.
-TOLD: dict[str, Any] = {
+REPEATED_PARAMETERS: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -322,10 +322,10 @@ class ResponseForm:
 
     def __init__(self, head: Head, body: ResponseBody) -> None:
         self._head = head
-        given = body.model_dump(include=set(TOLD), exclude_none=True)
+        given = body.model_dump(include=set(REPEATED_PARAMETERS), exclude_none=True)
         tools = callable_tools([tool.model_dump() for tool in body.tools or ()])
         self._tools = {tool.function["function"]["name"]: tool for tool in tools}
-        self._told = {name: given.get(name, default) for name, default in TOLD.items()}
+        self._repeated = {name: given.get(name, default) for name, default in REPEATED_PARAMETERS.items()}
         self.keep: Callable[[dict[str, Any]], None] | None = None  # called with the finished response
         self._items: list[dict[str, Any]] = []  # complete ones
         self._open: _Item | None = None
@@ -450,7 +450,7 @@ class ResponseForm:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(items),
             "store": self.keep is not None,
-            **self._told,
+            **self._repeated,
             "usage": None if usage is None else usage.responses(),
         }
 
@@ -466,8 +466,8 @@ def _input_of(arguments: str) -> str:
 
 
 def _logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = content_logprobs(tokens)["content"]
-    return told
+    entries: list[dict[str, Any]] = content_logprobs(tokens)["content"]
+    return entries
 
 
 # What is kept -------------------------------------------------------------------------------------------------------

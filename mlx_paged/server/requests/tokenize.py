@@ -9,7 +9,7 @@ from pydantic import Field
 from ..errors import invalid
 from ..request import ChatInput, Input
 from .chat import Messages, TemplateParameters
-from .fields import MAX_TOKEN_ID, Body
+from .fields import TOKEN_ID_LIMIT, Body
 
 if TYPE_CHECKING:
     from ..backend import ModelTexts
@@ -28,7 +28,7 @@ class TokenizeBody(TemplateParameters):
 class DetokenizeBody(Body):
     """The body of ``/detokenize``."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]], Field(min_length=1)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]], Field(min_length=1)]
     model: str | None = None
 
 

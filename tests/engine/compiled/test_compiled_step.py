@@ -448,7 +448,7 @@ def test_step_changes_no_layer_if_a_group_has_no_free_block() -> None:
     caches = [PagedKVCache(sequence, layer) for layer in range(4)]
     assert rows_of(caches) is sequence
     with pytest.raises(PoolExhaustedError):
-        StepRows(sequence).take()
+        StepRows(sequence).take_positions()
     assert [cache.offset for cache in caches] == [4] * 4
     pool.check_integrity()
     batch = Rows(pool, [sequence])
@@ -485,7 +485,7 @@ def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
     pool.set_geometry(0, x, x, batch=1)
     sequence = SequenceTables(pool)
     assert [[table.length for table in tables] for tables in sequence.take_all()] == [[1]] and sequence.is_level()
-    sequence.give_up()
+    sequence.undo_takes()
     assert sequence.take_all()[0][0].length == 1  # the position that was reserved
     sequence.take_next(0, 1)
     with pytest.raises(BlockStateError, match="layer 0 writes without reserved positions"):
@@ -539,12 +539,12 @@ def test_compiled_step_shares_common_blocks(kind: str, monkeypatch: pytest.Monke
     for used, is_good in ((None, True), (cut, False), (cut, True)):
         asked: list[SharedCut] = []
 
-        def serves(cut: SharedCut, asked: list[SharedCut] = asked, is_good: bool = is_good) -> bool:
+        def is_usable(cut: SharedCut, asked: list[SharedCut] = asked, is_good: bool = is_good) -> bool:
             asked.append(cut)
             return is_good
 
         monkeypatch.setattr(in_place, "shared_cut_of", lambda *_, used=used: used)
-        monkeypatch.setattr(in_place, "serves", serves)
+        monkeypatch.setattr(in_place, "is_usable", is_usable)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         given.clear()
         greedy(model, prompt, 3)

@@ -85,7 +85,7 @@ def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[
     assert steps >= (1 if kernels is None else NUM_TOKENS - 2)  # on a GPU a step is traced once
     assert Counter(body for body, _ in products) == Counter({body: n * steps for body, n in LAUNCHES.items()})
     counted = len(products)
-    with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+    with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
         plain = batch(model, 5)
     assert len(products) == counted or kernels is None  # earlier traces are reused
     if kernels is not None:
@@ -104,7 +104,7 @@ def test_every_product_with_quantised_weights_is_a_launch(
         steps = bodies.total() // LAUNCHES.total()
         assert steps and bodies == Counter({body: n * steps for body, n in LAUNCHES.items()})
         if kernels is not None:
-            with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+            with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
                 assert batch(model, 5) == got
 
 
@@ -125,7 +125,7 @@ def test_every_product_of_sharded_layers_is_a_launch(
         steps = bodies.total() // sum(expected.values())
         assert steps and bodies == Counter({body: n * steps for body, n in expected.items()})
         if kernels is not None:
-            with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+            with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
                 assert batch(model, 5) == got
     assert [type(module) for module in model.modules()] == classes
 
@@ -205,7 +205,7 @@ def test_layers_of_other_classes_are_left_alone(products: list[tuple[str, int]],
     steps = bodies[GATED] // expected[GATED]
     assert steps and bodies == Counter({body: n * steps for body, n in expected.items()})
     if kernels is not None:
-        with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+        with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
             assert batch(model, 3) == got
 
 
@@ -224,7 +224,7 @@ def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[t
     assert bodies[ADDED] / bodies[GROUPED] == 4 / 3 and bodies[GATED] == bodies[GROUPED]
     if kernels is not None:
         assert got != plain
-        with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+        with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
             assert batch(model, 3) == got
 
 

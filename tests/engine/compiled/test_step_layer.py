@@ -336,7 +336,7 @@ def test_the_first_attention_writes_and_others_only_read() -> None:
     assert layer.offset.tolist() == [5, 3, 0]
     for pair in (fetched, layer.keys_and_values()):
         lazy = lazy_kv_of(*pair)
-        assert lazy.serves(queries(), None)
+        assert lazy.can_attend(queries(), None)
         lazy.attend(queries(), *pair, AttentionParams(1.0, None))
     layer.check_attended()
     first, second = (append for _, append, *_ in layer.blocks.calls)

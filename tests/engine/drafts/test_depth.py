@@ -359,9 +359,9 @@ def test_steps_with_prompts_or_other_rows_are_not_timed() -> None:
     for _ in range(200):
         machine.step(is_like_last=False)
         machine.now += 30.0
-    assert not machine.depth.steps
+    assert not machine.depth.verifications
     machine.run(400)
-    assert machine.depth.steps
+    assert machine.depth.verifications
 
 
 def test_drafts_that_are_not_verified_are_charged() -> None:

@@ -202,7 +202,7 @@ def test_preempted_rows_continue_with_drafts() -> None:
     for step in range(40):
         collect(outcomes, *gen.next())
         if step % 3 == 2:
-            gen.preempt_youngest()
+            gen.preempt_last()
     run_all(gen, outcomes)
     assert [outcome.tokens for outcome in outcomes.values()] == [tokens for _, tokens, _ in expected]
     stats = mlx_paged.pool_of(model).stats()
@@ -374,14 +374,14 @@ def test_failing_draft_model_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     calls = iter(range(10_000))
-    original = DraftModel._first
+    original = DraftModel._first_step
 
     def first(self: DraftModel, *arguments: Any) -> mx.array:
         if next(calls) == 3:
             raise ValueError("no more")
         return original(self, *arguments)
 
-    monkeypatch.setattr(DraftModel, "_first", first)
+    monkeypatch.setattr(DraftModel, "_first_step", first)
     with pytest.warns(mlx_paged.NotPagedWarning, match="failed; .*: ValueError: no more"):
         outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3)
     assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens, _ in expected]

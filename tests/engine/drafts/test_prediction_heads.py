@@ -11,7 +11,7 @@ from mlx_paged import ConfigError, PagedConfig
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import CompiledStep
 from mlx_paged.engine.drafts.depth import TRIAL_CONTEXT
-from mlx_paged.engine.drafts.prediction_head import MOST_KEPT, HiddenStates
+from mlx_paged.engine.drafts.prediction_head import MOST_POSITIONS, HiddenStates
 from mlx_paged.engine.drafts.proposal import num_known
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
@@ -101,7 +101,7 @@ def test_preempted_rows_continue_with_drafts(name: str) -> None:
     for step in range(40):
         collect(outcomes, *gen.next())
         if step % 3 == 2:
-            gen.preempt_youngest()
+            gen.preempt_last()
     run_all(gen, outcomes)
     assert [outcome.tokens for outcome in outcomes.values()] == [tokens for _, tokens in expected]
     stats = mlx_paged.pool_of(model).stats()
@@ -255,8 +255,8 @@ def test_positions_before_those_kept_are_zeros() -> None:
 
 
 def test_number_of_kept_positions_is_limited() -> None:
-    states, sequence = states_of((0, 3 * MOST_KEPT))
-    assert states.known(sequence, 3 * MOST_KEPT) == 2 * MOST_KEPT
-    assert values(states, sequence, 2 * MOST_KEPT, 2 * MOST_KEPT + 1) == [[2 * MOST_KEPT, 0]]
-    states, sequence = states_of(*((n, 1) for n in range(MOST_KEPT + 7)))
-    assert states.known(sequence, MOST_KEPT + 7) == 7
+    states, sequence = states_of((0, 3 * MOST_POSITIONS))
+    assert states.known(sequence, 3 * MOST_POSITIONS) == 2 * MOST_POSITIONS
+    assert values(states, sequence, 2 * MOST_POSITIONS, 2 * MOST_POSITIONS + 1) == [[2 * MOST_POSITIONS, 0]]
+    states, sequence = states_of(*((n, 1) for n in range(MOST_POSITIONS + 7)))
+    assert states.known(sequence, MOST_POSITIONS + 7) == 7

@@ -30,8 +30,8 @@ OTHERS = [SamplingParams(), SamplingParams(1.0, xtc_probability=1.0), SamplingPa
 @pytest.fixture(autouse=True)
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_emulator(monkeypatch)
-    monkeypatch.setattr(draw_rows, "serves", lambda x: True)
-    monkeypatch.setattr(penalise_rows, "serves", lambda x: True)
+    monkeypatch.setattr(draw_rows, "is_supported", lambda x: True)
+    monkeypatch.setattr(penalise_rows, "is_supported", lambda x: True)
     yield
 
 
@@ -147,7 +147,7 @@ def test_random_numbers_of_accepted_drafts_are_not_reused(seed: int | None) -> N
     for _ in range(12):
         sampler.penalised(same, mx.zeros((3,), mx.uint32), [0, 0, 1])
         found.append(sampler.sample(same, [0, 0, 1], [0, 1, 0]).tolist())
-        sampler.skip([1, 0])
+        sampler.note_accepted([1, 0])
     taken = [token for step in found for token in step[:2]]
     assert len(set(taken)) > 15, "24 draws of 150 tokens"
     if seed is not None:

@@ -19,7 +19,7 @@ from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.radix_node import MOST_SHARE
+from mlx_paged.prefix.radix_node import CHECKPOINT_SHARE
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
@@ -174,12 +174,12 @@ def test_checkpoints_keep_to_their_share_and_useful_ones_stay(kind: str) -> None
     each = probe.tree.checkpoints.nbytes // len(probe.tree.checkpoints)
     mlx_paged.remove_patches()
     per_token = probe.pool.stats().bytes_per_token
-    memory = max(int(each * 8 / MOST_SHARE), 600 * per_token)
+    memory = max(int(each * 8 / CHECKPOINT_SHARE), 600 * per_token)
     chats = Chats(model_of(kind), memory=memory)
     system = prompt_of(128, seed=1).tolist()
     for number in range(12):
         chats.ask([*system, 9 + number, *prompt_of(30, seed=number).tolist()], prompt_of(90, seed=90 + number).tolist())
-        assert chats.tree.checkpoints.nbytes <= MOST_SHARE * memory
+        assert chats.tree.checkpoints.nbytes <= CHECKPOINT_SHARE * memory
         stats = chats.pool.stats()
         assert stats.checkpoint_bytes == chats.tree.checkpoints.nbytes <= stats.state_bytes
         assert stats.bytes_reserved + stats.state_bytes <= memory
@@ -200,7 +200,7 @@ def test_preempted_requests_continue_from_their_checkpoints(kind: str) -> None:
         for response in answer[1]:
             tokens[response.uid].append(response.token)
         if steps % 2:
-            chats.gen.preempt_youngest()
+            chats.gen.preempt_last()
     assert [tokens[uid] for uid in uids] == expected
     chats.pool.check_integrity()
 

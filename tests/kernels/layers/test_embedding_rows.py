@@ -11,19 +11,19 @@ import pytest
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import embedding_rows as module
-from mlx_paged.kernels.embedding_rows import DTYPES, MAX_TOKENS, TOKEN_DTYPES, embedding_rows, works
+from mlx_paged.kernels.embedding_rows import DTYPES, MAX_TOKENS, TOKEN_DTYPES, embedding_rows, passes_check
 from mlx_paged.kernels.products.inference import Inference
 
 
 @pytest.fixture(autouse=True)
 def unchecked() -> Iterator[None]:
-    works.cache_clear()
+    passes_check.cache_clear()
     yield
-    works.cache_clear()
+    passes_check.cache_clear()
 
 
 def test_kernel_is_used_only_in_inference_with_supported_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "works", lambda dtype, token_dtype: True)
+    monkeypatch.setattr(module, "passes_check", lambda dtype, token_dtype: True)
     monkeypatch.setattr(module, "_launch", lambda table, tokens: tokens)
     table, tokens = mx.ones((3, 8), mx.bfloat16), mx.zeros((2, 1), mx.uint32)
     assert embedding_rows(table, tokens) is None
@@ -42,8 +42,8 @@ def test_without_cuda_mlx_copies() -> None:
 def test_which_dtypes_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_available", lambda: True)
     monkeypatch.setattr(module, "build_kernel", lambda *_: lambda inputs, **_: [inputs[0][inputs[1]]])
-    assert all(works(dtype, token_dtype) for dtype in DTYPES for token_dtype in TOKEN_DTYPES)
-    assert not works(mx.int8, mx.int32) and not works(mx.float16, mx.int64)
+    assert all(passes_check(dtype, token_dtype) for dtype in DTYPES for token_dtype in TOKEN_DTYPES)
+    assert not passes_check(mx.int8, mx.int32) and not passes_check(mx.float16, mx.int64)
 
 
 def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

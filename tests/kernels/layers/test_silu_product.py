@@ -13,18 +13,18 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import silu_product as module
 from mlx_paged.kernels.products.inference import Inference
-from mlx_paged.kernels.silu_product import DTYPES, silu_product, works
+from mlx_paged.kernels.silu_product import DTYPES, passes_check, silu_product
 
 
 @pytest.fixture(autouse=True)
 def unchecked() -> Iterator[None]:
-    works.cache_clear()
+    passes_check.cache_clear()
     yield
-    works.cache_clear()
+    passes_check.cache_clear()
 
 
 def test_kernel_is_used_only_in_inference_with_supported_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "works", lambda dtype, dims: dtype != mx.float32)
+    monkeypatch.setattr(module, "passes_check", lambda dtype, dims: dtype != mx.float32)
     monkeypatch.setattr(module, "_launch", lambda gate, up: gate)
     x = mx.ones((3, 1, 7), mx.bfloat16)
     assert silu_product(x, x) is None

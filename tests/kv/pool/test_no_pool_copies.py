@@ -181,4 +181,4 @@ def test_reading_batched_rows_does_not_copy_the_pool(
         one_step_ahead(noise(5, num_rows, 16, 1, 128, dtype=mx.float16), attend)
 
     assert extra_peak(pipelined) < 2 * FEW_MB
-    assert isinstance(cache.rows.step(0).reading, how or type(None))
+    assert isinstance(cache.rows.step(0).read_plan, how or type(None))

@@ -397,7 +397,7 @@ def test_begin_reads_computes_watched_reads(pool: BlockPool) -> None:
     mx.synchronize()
     before = mx.get_active_memory()
     keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
-    pool.groups[0].begin_reads()
+    pool.groups[0].start_reads()
     mx.synchronize()
     assert mx.get_active_memory() - before >= keys.nbytes + values.nbytes
 
@@ -426,7 +426,7 @@ def test_reads_of_another_thread_are_not_awaited_until_it_begins_them(pool: Bloc
             keys, values = pool.gather_visible(table, 1)
             pool.layer(1).watch_read(keys + 1, values + 1)
             if begin:
-                group.begin_reads()
+                group.start_reads()
                 mx.synchronize()
 
     in_thread(lambda: read(begin=False))

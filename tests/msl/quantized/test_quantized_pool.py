@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as moves
+from mlx_paged.kernels import quantized as page_kernels
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import Words, dequantized, page_shape, pages_of, quantized, rows_of
@@ -148,7 +148,7 @@ def test_rows_are_gathered_as_they_are(start: int, length: int, dtype: mx.Dtype)
     k_pool, v_pool = pools(pages)
     ids = [4, 1, 5, 2]
     with emulated():
-        k, v, fence = moves.gather_rows(k_pool, v_pool, FENCE, mx.array(ids, mx.int32), start, length, pages)
+        k, v, fence = page_kernels.gather_rows(k_pool, v_pool, FENCE, mx.array(ids, mx.int32), start, length, pages)
     assert int(np.asarray(fence)[0]) == 42
     for pool, got, form in ((k_pool, k, pages.k), (v_pool, v, pages.v)):
         rows = rows_of(np.array(pool), form)[ids].swapaxes(0, 1).reshape(HEADS, 32, -1)
@@ -167,7 +167,7 @@ def test_rows_are_written_as_they_are(batch: int, length: int, dtype: mx.Dtype) 
     slots = rng.permutation(BLOCKS * BLOCK)[: batch * length].astype(np.int32)
     slots[2] = -1
     with emulated() as fake:
-        fence = moves.write_rows(k_pool, v_pool, FENCE, mx.array(k), mx.array(v), mx.array(slots), pages)
+        fence = page_kernels.write_rows(k_pool, v_pool, FENCE, mx.array(k), mx.array(v), mx.array(slots), pages)
     assert int(np.asarray(fence)[0]) == 42
     for name, pool, x, form in zip(("k_pool", "v_pool"), (k_pool, v_pool), (k, v), pages, strict=True):
         expected = put(rows_of(np.array(pool), form), x, slots)
@@ -194,8 +194,8 @@ def test_mlx_quantises_and_rows_are_moved_where_bits_differ() -> None:
         kernels.write_slots(k_pool, v_pool, FENCE, k, v, mx.array(slots, mx.int32), pages)
         written = [mx.array(np.asarray(fake.written[name])) for name in ("k_pool", "v_pool")]
         # The emulator returns NumPy arrays; MLX dequantises their rows.
-        take, arrays = moves.gather_rows, lambda *args: tuple(mx.array(x) for x in take(*args))
-        with mock.patch.object(moves, "gather_rows", arrays):
+        take, arrays = page_kernels.gather_rows, lambda *args: tuple(mx.array(x) for x in take(*args))
+        with mock.patch.object(page_kernels, "gather_rows", arrays):
             *got, _ = kernels.gather_blocks(*written, FENCE, mx.arange(BLOCKS, dtype=mx.int32), 0, 48, pages)
     assert [body for body, _ in fake.calls] == ["write_rows", "gather_rows"]
     for pool, x, read, form in zip((k_pool, v_pool), (k, v), got, pages, strict=True):
@@ -230,17 +230,17 @@ def by_a_gpu(form: QuantizedRows, x: mx.array) -> mx.array:
 @pytest.mark.parametrize("block_size", [8, *slow(32, 128)])
 def test_check_of_bits_finds_differences_from_mlx(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the emulator: MLX's quantisation on a CPU differs, which is found; that of a GPU agrees."""
-    pages, check = page_shape(64, (8, 4), 32), moves.exact
+    pages, check = page_shape(64, (8, 4), 32), page_kernels.exactness
     check.cache_clear()
     with emulated(orders=(0,)) as fake:
-        monkeypatch.setattr(moves, "build_kernel", InPlace(fake))
+        monkeypatch.setattr(page_kernels, "build_kernel", InPlace(fake))
         with pytest.warns(UserWarning, match=r"quantising 8/4 bits/32 uses MLX \(slower\)"):
             assert check(pages, block_size) == (False, True)
         check.cache_clear()
         monkeypatch.setattr(QuantizedRows, "quantize", by_a_gpu)
         assert check(pages, block_size) == (True, True)
         check.cache_clear()
-        monkeypatch.setattr(moves, "build_kernel", mock.Mock(side_effect=RuntimeError("it does not compile")))
+        monkeypatch.setattr(page_kernels, "build_kernel", mock.Mock(side_effect=RuntimeError("it does not compile")))
         with pytest.warns(UserWarning, match=r"uses MLX \(slower\)"):
             assert check(pages, block_size) == (False, False)
     check.cache_clear()
@@ -253,13 +253,13 @@ def test_bad_arguments_raise() -> None:
     slots = mx.array([1, 2], mx.int32)
     with emulated():
         with pytest.raises(ValueError, match="do not fit"):
-            moves.write_rows(k_pool, v_pool, FENCE, v, k, slots, pages)
+            page_kernels.write_rows(k_pool, v_pool, FENCE, v, k, slots, pages)
         with pytest.raises(ValueError, match="do not agree"):
-            moves.write_rows(k_pool, v_pool, FENCE, k, v, slots[:1], pages)
+            page_kernels.write_rows(k_pool, v_pool, FENCE, k, v, slots[:1], pages)
         with pytest.raises(ValueError, match="do not fit"):
             kernels.write_slots(k_pool, v_pool, FENCE, k, v, slots, pages)
         with pytest.raises(ValueError, match="positions"):
-            moves.gather_rows(k_pool, v_pool, FENCE, slots, 10, 7, pages)
+            page_kernels.gather_rows(k_pool, v_pool, FENCE, slots, 10, 7, pages)
         with pytest.raises(ValueError, match="positions"):
             kernels.gather_blocks(k_pool, v_pool, FENCE, slots, 10, 7, pages)
 

@@ -6,8 +6,8 @@ import pytest
 
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.kernels import draw_rows as module
-from mlx_paged.kernels.draw_rows import BODY, DTYPES, DrawnRow, draw_rows, drawn_word, text_of, threefry
-from mlx_paged.kernels.trial import Text, launch_alone
+from mlx_paged.kernels.draw_rows import BODY, DTYPES, DrawnRow, draw_rows, kernel_key, reference_draw, threefry
+from mlx_paged.kernels.trial import KernelKey, launch_alone
 from tests.support import sampling_model
 from tests.support.cases import quick, slow
 from tests.support.kernels.emulated_draws import use_emulator
@@ -56,7 +56,7 @@ def check_words(vocab: int, count: int, dtype: mx.Dtype = mx.float32, seed: int 
     rng = np.random.default_rng(seed)
     x, rows = logits_of(count, vocab, rng), rows_of(count, rng)
     positions = rng.integers(1 << 32, size=count)
-    expected = [drawn_word(*each, GROUPS) for each in zip(x, rows, positions.tolist(), strict=True)]
+    expected = [reference_draw(*each, GROUPS) for each in zip(x, rows, positions.tolist(), strict=True)]
     assert drawn(x, rows, positions, dtype) == expected
 
 
@@ -177,7 +177,7 @@ def test_tokens_of_zero_weight_are_not_drawn(monkeypatch: pytest.MonkeyPatch) ->
 def check_trial() -> None:
     build = Emulated(checked=True, orders=(0,))
     for few in ((), ("positions",)):
-        (out,) = launch_alone(text_of(mx.float16, "metal")._replace(few=few), build)
+        (out,) = launch_alone(kernel_key(mx.float16, "metal")._replace(small_inputs=few), build)
         assert not np.asarray(out).any()
         assert [x.size < 8 for x in build.calls[-1][1]["inputs"]] == [False, False, False, bool(few)]
 
@@ -241,7 +241,7 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch, after: str)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("dialect", slow("cuda", "metal"), ids=["NVIDIA", "Apple"])
 def test_kernel_does_not_spill_registers(dialect: str) -> None:
-    text: Text = text_of(mx.bfloat16, dialect)
-    found = registers.registers_of(text.body, text.constants, None if dialect == "cuda" else registers.REGISTERS)
+    key: KernelKey = kernel_key(mx.bfloat16, dialect)
+    found = registers.registers_of(key.body, key.constants, None if dialect == "cuda" else registers.REGISTERS)
     assert (found.stored, found.loaded) == (0, 0), found
     assert found.used <= 64, "1,024 threads have no more"

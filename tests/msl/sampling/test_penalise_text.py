@@ -9,7 +9,7 @@ import pytest
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.engine.sampling.penalties import Penalties
 from mlx_paged.kernels import penalise_rows as module
-from mlx_paged.kernels.penalise_rows import BODY, DTYPES, Histories, example, penalise_rows, penalised_step, text_of
+from mlx_paged.kernels.penalise_rows import BODY, DTYPES, Histories, example, kernel_key, penalise_rows, penalised_step
 from mlx_paged.kernels.trial import launch_alone
 from tests.engine.sampling.test_penalties import VOCAB, Rows
 from tests.support.cases import quick, slow
@@ -69,7 +69,7 @@ PARAMS = [
 def test_penalties_match_the_histories_as_rows_join_and_leave(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     """This is the test of MLX's operations, with the kernel in their place."""
     use_emulator(monkeypatch)
-    monkeypatch.setattr(module, "serves", lambda x: True)
+    monkeypatch.setattr(module, "is_supported", lambda x: True)
     monkeypatch.setattr(Penalties, "_see", mock.Mock(side_effect=AssertionError("MLX's operations")))
     rng, rows = np.random.default_rng(first), Rows()
     rows.add([(each, rng.integers(0, VOCAB, int(rng.integers(0, 9))).tolist()) for each in PARAMS[first:]])
@@ -93,7 +93,7 @@ def test_the_self_check_passes_with_the_groups_of_a_gpu(monkeypatch: pytest.Monk
 def test_a_trial_has_the_texts_of_real_launches() -> None:
     build = Emulated(checked=True, orders=(0,))
     for few in ((), ("tokens", "places")):
-        out, _, _, spans = launch_alone(text_of(mx.float16)._replace(few=few), build)
+        out, _, _, spans = launch_alone(kernel_key(mx.float16)._replace(small_inputs=few), build)
         assert not np.asarray(out)[1:].any() and np.asarray(spans)[0, 0] == 2
         assert [x.size < 8 for x in build.calls[-1][1]["inputs"]] == [False, *[bool(few)] * 2, *[False] * 4]
 
@@ -141,6 +141,6 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("dialect", slow("cuda", "metal"), ids=["NVIDIA", "Apple"])
 def test_kernel_does_not_spill_registers(dialect: str) -> None:
-    text = text_of(mx.bfloat16)
-    found = registers.registers_of(text.body, text.constants, None if dialect == "cuda" else registers.REGISTERS)
+    key = kernel_key(mx.bfloat16)
+    found = registers.registers_of(key.body, key.constants, None if dialect == "cuda" else registers.REGISTERS)
     assert (found.stored, found.loaded) == (0, 0), found

@@ -58,7 +58,7 @@ def test_rows_of_a_batch_equal_single_runs_of_stock(kind: str) -> None:
         lambda: generator(model_of(kind), max_kv_size=SIZE, prefill_step_size=STEP, completion_batch_size=3)
     )
     assert any("do not keep the first tokens" in message for message in messages)
-    assert gen._engine.batch.kind == "one by one" and gen._engine.pool is None
+    assert not gen._engine.batch.takes_rows and gen._engine.pool is None
     uids = gen.insert([prompt_of(n, seed=n).tolist() for n in counts], list(counts.values()))
     outcomes = {uid: Outcome() for uid in uids}
     run_all(gen, outcomes)

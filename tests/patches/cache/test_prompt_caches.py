@@ -392,7 +392,7 @@ def test_unpaged_caches_are_kept_by_a_stock_store(model: Any) -> None:
     store = PagedPromptCache()
     tokens = prompt_of(20).tolist()
     serve(model, store, tokens, 0)
-    assert len(store) == 1 and store.nbytes == store.others.nbytes > 0
+    assert len(store) == 1 and store.nbytes == store.unpaged.nbytes > 0
     caches, rest = store.fetch_nearest_cache(KEY, tokens)
     assert type(caches[0]) is KVCache and caches[0].offset == 19 and rest == tokens[-1:]
     ring = [RotatingKVCache(max_size=4)]

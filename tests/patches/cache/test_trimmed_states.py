@@ -12,7 +12,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache import kept_states
 from mlx_paged.cache.composites import leaves
-from mlx_paged.cache.kept_states import MOST_KEPT
+from mlx_paged.cache.kept_states import MOST_COPIES
 from scripts.support import model_configs
 from tests.support.cases import quick
 from tests.support.models.batch_runs import model_of
@@ -117,11 +117,11 @@ def test_cache_with_a_full_window_is_not_trimmed() -> None:
 
 def test_kept_states_are_limited_and_evicted_when_blocks_need_memory(model: Any) -> None:
     cache = upstream.make_prompt_cache(model)
-    chat(model, cache, *[SECOND] * MOST_KEPT)
+    chat(model, cache, *[SECOND] * MOST_COPIES)
     pool = mlx_paged.pool_of(model)
     of_one = sum(part.nbytes for part in leaves(cache) if isinstance(part, upstream.ArraysCache))
-    assert pool.stats().state_bytes == pool.stats().checkpoint_bytes == MOST_KEPT * of_one
-    with mock.patch.object(kept_states, "MOST_SHARE", 2.5 * of_one / pool.memory.budget):
+    assert pool.stats().state_bytes == pool.stats().checkpoint_bytes == MOST_COPIES * of_one
+    with mock.patch.object(kept_states, "COPIES_SHARE", 2.5 * of_one / pool.memory.budget):
         chat(model, cache, SECOND)
     assert pool.stats().state_bytes == 2 * of_one
     pool.memory.owners.evict_states(1)

@@ -589,7 +589,7 @@ def test_caller_may_continue_a_cache_after_inserting_it(preempts: bool) -> None:
             for response in generator.next()[1]:
                 tokens.setdefault(response.uid, []).append(response.token)
         if preempts:
-            assert generator._engine.scheduler.preempt_youngest()
+            assert generator._engine.scheduler.preempt_last()
         drain(generator, tokens)
         assert tokens[uid] == expected
         (again,) = generator.insert([HISTORY + PROMPT], [12])  # finds what the first one left

@@ -241,8 +241,8 @@ def test_watch_counts_every_read_of_an_array(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_parameter_arrays_are_made_only_when_the_rows_change(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = token_choice.BatchSampler._settle
-    monkeypatch.setattr(token_choice.BatchSampler, "_settle", lambda self: (made.append(self), original(self))[1])
+    original = token_choice.BatchSampler._prepare
+    monkeypatch.setattr(token_choice.BatchSampler, "_prepare", lambda self: (made.append(self), original(self))[1])
     gen = generator(model_of("llama"))
     gen.insert(prompts_of(2), [30] * 2, samplers=[make_sampler(1.0, 0.9), make_sampler(0.5)])
     for _ in range(5):

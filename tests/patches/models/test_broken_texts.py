@@ -14,7 +14,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.request import RequestOptions
-from mlx_paged.kernels.trial import Text
+from mlx_paged.kernels.trial import KernelKey
 from tests.support.cases import quick, slow
 from tests.support.kernels.broken_texts import Launched, broken_texts
 from tests.support.kernels.fake_kernels import fake_kernels
@@ -33,16 +33,16 @@ def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "prepares_plans", lambda: False)
 
 
-def many_rows(text: Text) -> bool:
-    return text.body == "paged_decode" and "ends" not in text.few
+def many_rows(key: KernelKey) -> bool:
+    return key.body == "paged_decode" and "ends" not in key.small_inputs
 
 
-def several_partitions(text: Text) -> bool:
-    return dict(text.constants).get("SINGLE") is False
+def several_partitions(key: KernelKey) -> bool:
+    return dict(key.constants).get("SINGLE") is False
 
 
-def merge(text: Text) -> bool:
-    return text.body == "merge_partitions"
+def merge(key: KernelKey) -> bool:
+    return key.body == "merge_partitions"
 
 
 def solo(model: Any, prompt: mx.array, count: int) -> list[int]:
@@ -50,7 +50,7 @@ def solo(model: Any, prompt: mx.array, count: int) -> list[int]:
 
 
 @contextmanager
-def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any) -> Iterator[Launched]:
+def one_text_broken(model: Any, is_broken: Callable[[KernelKey], bool], **config: Any) -> Iterator[Launched]:
     """Apply the patches over stand-in kernels. At the end, check that the broken text was tried once, one warning was
     given, the dispatch has the reason for gathering, and no block is live."""
     with fake_kernels(), broken_texts(is_broken) as launched, warnings.catch_warnings(record=True) as given:
@@ -76,7 +76,7 @@ def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any
     (several_partitions, "llama", 0), (merge, "gemma3", 1000000))
 )  # fmt: skip
 def test_generation_continues_when_its_table_grows_past_one_partition(
-    monkeypatch: pytest.MonkeyPatch, kind: str, patience: int, is_broken: Callable[[Text], bool]
+    monkeypatch: pytest.MonkeyPatch, kind: str, patience: int, is_broken: Callable[[KernelKey], bool]
 ) -> None:
     """With compiled steps and without; 32 blocks of 8 are one partition, more of them are several."""
     monkeypatch.setattr(compiled_step, "PATIENCE", patience)
@@ -144,11 +144,11 @@ def test_text_is_tried_while_mlx_traces_a_step(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiled_step, "padded_rows", lambda num_rows: num_rows + 8)
     model, prompt = MODELS["llama"], prompt_of(20)
     stock = solo(model, prompt, 12)
-    for is_broken in (many_rows, lambda text: False):
+    for is_broken in (many_rows, lambda key: False):
         with traceable_kernels(), broken_texts(is_broken) as launched, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mlx_paged.apply_patches(PagedConfig(block_size=8))
             got = solo(model, prompt, 12)
-            assert any(many_rows(text) for text in launched.texts)
+            assert any(many_rows(key) for key in launched.texts)
             assert got == stock if is_broken is many_rows else got[:2] == stock[:2]
             mlx_paged.remove_patches()

@@ -84,7 +84,7 @@ def test_a_head_computes_the_published_equations(name: str) -> None:
     norms = {
         key: weights[f"{own}{key}.weight"] + offset for key in layout.names if weights[f"{own}{key}.weight"].ndim == 1
     }
-    text = mtp.text_of(model)
+    text = mtp.language_model_of(model)
     embedding = numpy(text.model.embed_tokens.weight)
     output = numpy(text.lm_head.weight) if "lm_head" in text else embedding
     token_norm, hidden_norm, projection, norm = layout.names

@@ -43,7 +43,7 @@ class Batch:
     def step(self, above: int) -> Pressure:
         """Take a step with memory use ``above`` bytes over the watermark."""
         self.used = LIMIT // 2 + above
-        self.watch.keep(self.generator, self.pool, self.cache)
+        self.watch.relieve(self.generator, self.pool, self.cache)
         prompts, generated = self.generator.next()
         collect(self.outcomes, prompts, generated)
         self.pool.check_integrity()
@@ -119,6 +119,6 @@ def test_unpaged_prefixes_are_evicted_too() -> None:
             return False
 
     for number in range(3):
-        cache.others.insert_cache("model", [number], [Whole()])
-    watch.keep(None, None, cache)
-    assert watch.pressure == Pressure.EVICTING and cache.others.nbytes <= 600
+        cache.unpaged.insert_cache("model", [number], [Whole()])
+    watch.relieve(None, None, cache)
+    assert watch.pressure == Pressure.EVICTING and cache.unpaged.nbytes <= 600

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import trial as kernel_trial
 from mlx_paged.kernels.bodies import BODIES
-from mlx_paged.kernels.trial import MANY, Text
+from mlx_paged.kernels.trial import MIN_DEVICE_ELEMENTS, KernelKey
 
 PREPARE_DECODE = kernels.prepare_decode
 VARYING = ("tables", "ends", "sinks", "stats", "slots", "blocks", "pairs")
@@ -20,18 +20,20 @@ class Launched:
     """A fake kernels.build_kernel that records the launched texts and returns zeros. It raises for texts that do not
     compile; MLX would raise when the launch is evaluated."""
 
-    def __init__(self, is_broken: Callable[[Text], bool]) -> None:
+    def __init__(self, is_broken: Callable[[KernelKey], bool]) -> None:
         self.is_broken = is_broken
-        self.texts: list[Text] = []
+        self.texts: list[KernelKey] = []
 
     def __call__(self, body: str, constants: Any) -> Callable[..., list[mx.array]]:
         names = BODIES[body].inputs
 
         def launch(*, inputs: list[mx.array], **options: Any) -> list[mx.array]:
-            few = [name for name, x in zip(names, inputs, strict=True) if name in VARYING and x.size < MANY]
-            text = Text(body, constants, tuple(few))
-            self.texts.append(text)
-            if self.is_broken(text):
+            few = [
+                name for name, x in zip(names, inputs, strict=True) if name in VARYING and x.size < MIN_DEVICE_ELEMENTS
+            ]
+            key = KernelKey(body, constants, tuple(few))
+            self.texts.append(key)
+            if self.is_broken(key):
                 raise RuntimeError("it does not compile")
             shapes, dtypes = options["output_shapes"], options["output_dtypes"]
             return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -40,7 +42,7 @@ class Launched:
 
 
 @contextmanager
-def broken_texts(is_broken: Callable[[Text], bool], dialect: str = "metal") -> Iterator[Launched]:
+def broken_texts(is_broken: Callable[[KernelKey], bool], dialect: str = "metal") -> Iterator[Launched]:
     """Within :func:`.fake_kernels.fake_kernels`, make every decode launch also launch the kernels' texts."""
     launched = Launched(is_broken)
     stand_in = kernels.prepare_decode

@@ -17,10 +17,9 @@ from mlx_paged import config
 from mlx_paged.attention import dispatch, gather, latent_prompts
 from mlx_paged.attention.gather import causal_mask
 from mlx_paged.engine import compiled_step
-from mlx_paged.kernels import availability, embedding_rows, silu_product
+from mlx_paged.kernels import availability, embedding_rows, quantized, silu_product
 from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import PackedWeight
@@ -308,10 +307,10 @@ class FakeKernels:
         tile: narrow_matmul.Tile,
         shapes: Sequence[tuple[int, ...]],
         norm: narrow_matmul.Norm | None = None,
-        turn: narrow_matmul.Turn | None = None,
+        rotation: narrow_matmul.Rotation | None = None,
     ) -> list[mx.array]:
         x = x.reshape(-1, weights[0].shape[1])
-        assert body == narrow_matmul.GROUPED or turn is None
+        assert body == narrow_matmul.GROUPED or rotation is None
         assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or norm is None
         if norm is not None:
             x = mx.fast.rms_norm(x, norm.gains, norm.eps)
@@ -329,12 +328,12 @@ class FakeKernels:
             gate, up = products
             products = [nn.silu(gate) * up]
         products = [y.reshape(shape) for y, shape in zip(products, shapes, strict=True)]
-        if turn is not None:
-            head = 2 * turn.half
-            options: dict[str, Any] = {"base": turn.base, "scale": turn.scale, "freqs": turn.frequencies}
+        if rotation is not None:
+            head = 2 * rotation.half
+            options: dict[str, Any] = {"base": rotation.base, "scale": rotation.scale, "freqs": rotation.frequencies}
             products[:2] = [
                 mx.fast.rope(
-                    y.reshape(len(x), -1, 1, head), head, traditional=False, offset=turn.offsets, **options
+                    y.reshape(len(x), -1, 1, head), head, traditional=False, offset=rotation.offsets, **options
                 ).reshape(y.shape)
                 for y in products[:2]
             ]
@@ -383,7 +382,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
     names = ("write_slots", "prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
-        mock.patch.multiple(moves, write_rows=fake.write_rows, gather_rows=fake.gather_rows),
+        mock.patch.multiple(quantized, write_rows=fake.write_rows, gather_rows=fake.gather_rows),
         mock.patch.object(availability, "device_unsupported_reason", lambda: None),
         # In a compiled step, a fake would run only once, while it is traced.
         mock.patch.object(compiled_step, "compile_function", lambda function: function),
@@ -394,12 +393,12 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(in_place, "prepare_prefill", fake.prepare_prefill),
         mock.patch.multiple(latent_prompts, prepare_prompts=fake.prepare_prompts, prompt_variant_of=prompt_variant),
         mock.patch.object(latent_prompts, "latent_prefill_unsupported_reason", lambda *_: None),
-        mock.patch.object(narrow_matmul, "works", lambda body, dtype, *choice: dtype in narrow_matmul.DTYPES),
+        mock.patch.object(narrow_matmul, "passes_check", lambda body, dtype, *choice: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "is_available", lambda: True),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
-        mock.patch.object(silu_product, "works", lambda dtype, dims: dtype in silu_product.DTYPES),
+        mock.patch.object(silu_product, "passes_check", lambda dtype, dims: dtype in silu_product.DTYPES),
         mock.patch.object(silu_product, "_launch", fake.silu_product),
-        mock.patch.object(embedding_rows, "works", lambda dtype, tokens: dtype in embedding_rows.DTYPES),
+        mock.patch.object(embedding_rows, "passes_check", lambda dtype, tokens: dtype in embedding_rows.DTYPES),
         mock.patch.object(embedding_rows, "_launch", fake.embedding_rows),
     ):
         yield fake

@@ -42,7 +42,7 @@ def head_of(name: str, model: Any, scale: float | None = None, seed: int = 1) ->
         parts = [mx.eye(size), mx.zeros((size, size))]
         head.projection.weight = mx.concatenate(parts[::-1] if layout.hidden_first else parts, axis=1)
         head.token_norm.weight = mx.ones(size)
-        head.norm.weight = mtp.text_of(model).model.norm.weight
+        head.norm.weight = mtp.language_model_of(model).model.norm.weight
         _quieten(head, scale)
     head.eval()
     mx.eval(head.parameters())
@@ -93,7 +93,7 @@ def write_checkpoint(name: str, folder: Path, *, has_head: bool = True) -> tuple
     head = head_of(name, model)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "model_type": name}))
-    args = mtp.text_of(model).args
+    args = mtp.language_model_of(model).args
     mx.save_safetensors(
         str(folder / "model-00001-of-00002.safetensors"),
         published(name, args, dict(tree_flatten(model.parameters()))),

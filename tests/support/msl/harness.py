@@ -8,7 +8,7 @@ import numpy as np
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as moves
+from mlx_paged.kernels import quantized as page_kernels
 from mlx_paged.kernels.bodies import BODIES, kernel_text, part_of
 from mlx_paged.kernels.launch_shape import (
     FUSED_BODIES,
@@ -97,17 +97,18 @@ def emulated(backend="metal", exact=True, **options):
     """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated. `exact`: whether they then
     quantise and dequantise bit for bit as MLX does."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact
+    real = kernels.build_kernel, kernels.backend, kernels.failure_of, page_kernels.exactness
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
-    kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda text, build: None
+    kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda key, build: None
     # On the CPU MLX quantises differently.
-    moves.build_kernel, moves.exact = fake, lambda pages, block_size: moves.Exact(exact, exact)
+    page_kernels.build_kernel = fake
+    page_kernels.exactness = lambda pages, block_size: page_kernels.Exactness(exact, exact)
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact = real
-        moves.build_kernel = kernels.build_kernel
+        kernels.build_kernel, kernels.backend, kernels.failure_of, page_kernels.exactness = real
+        page_kernels.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
         kernels.latent_variants_of.cache_clear()
 

@@ -86,7 +86,7 @@ def emulated_launches(
 
     real = module.build_kernel, module.backend, module.failure_of
     variants.cache_clear()
-    module.build_kernel, module.backend, module.failure_of = build, lambda: backend, lambda text, build: None
+    module.build_kernel, module.backend, module.failure_of = build, lambda: backend, lambda key, build: None
     try:
         yield
     finally:
