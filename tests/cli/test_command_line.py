@@ -168,7 +168,7 @@ def test_kernel_on_is_refused_without_a_gpu(folder: Path) -> None:
 
 
 def test_bad_environment_variable_is_refused(folder: Path) -> None:
-    check_error(generate(folder, MLX_PAGED_BLOCK_SIZE="31"), "MLX_PAGED_* variable")
+    check_error(generate(folder, MLX_PAGED_BLOCK_SIZE="31"), "MLX_PAGED_BLOCK_SIZE: block size must be a power of two")
 
 
 BLOCK = 32 * 3 * 2 * 2 * 32 * 4  # bytes: 32 tokens, 3 layers, keys and values of 2 heads of 32, f32

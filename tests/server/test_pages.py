@@ -63,10 +63,10 @@ def test_new_page_requires_a_key_unless_it_is_open() -> None:
     for is_open in (True, False):
         page = Page(answer, is_open=is_open)
         if is_open:
-            asyncio.run(own.shown(page)(asks))
+            asyncio.run(own.page_handler(page)(asks))
         else:
             with pytest.raises(RequestRefused, match="API key"):
-                asyncio.run(own.shown(page)(asks))
+                asyncio.run(own.page_handler(page)(asks))
     assert shown == [True]
     assert {path for path, page in own.pages().items() if page.is_open} == {"/", "/cache", "/health", "/openapi.json"}
 
