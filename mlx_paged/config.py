@@ -17,8 +17,8 @@ from .engine.prefill import LATENCY_MS
 from .errors import ConfigError, KernelUnavailableError
 from .kernels.availability import device_unsupported_reason
 from .kernels.quantized import GROUP_SIZES
+from .kv.geometry import DEFAULT_GROUP_SIZE, PageFormat
 from .kv.group import MAX_BLOCK_SIZE
-from .kv.storage.base import DEFAULT_GROUP_SIZE, PageFormat
 from .warn import warn_once
 
 PREFIX = "MLX_PAGED_"

@@ -30,6 +30,10 @@ class KernelUnavailableError(PagedCacheError, RuntimeError):
     """The fused kernel is required (``kernel="on"``), but cannot run."""
 
 
+class BlocksUnavailableError(KernelUnavailableError):
+    """The kernels that write and gather a GPU's blocks do not work, so nothing can be paged."""
+
+
 class RankError(PagedCacheError, RuntimeError):
     """Another rank, a process that computes the same model, is gone or has failed."""
 

@@ -29,7 +29,6 @@ ADAPTERS = (
     "models.index_attention",
     "models.transformer_block",
     "nn",
-    "rope",
     "cache.prompt_cache",
     "generate.batch_generator",
     "generate.steps",

@@ -12,13 +12,13 @@ from ..errors import GeometryError
 from ..kernels.availability import on_metal, prepares_plans
 from ..kernels.build import NoKernelError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
+from ..kv.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.block_table import BlockTable
+from ..kv.choice import kernel_unsupported_reason, prefill_path, prefill_unsupported_reason
 from ..kv.group import BlockGroup
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.attention_params import AttentionParams, QueryHeads, Window
-from ..kv.storage.choice import kernel_unsupported_reason, prefill_path, prefill_unsupported_reason
 from . import gather
 from .gather import causal_mask
 
@@ -85,7 +85,7 @@ def record_compiled(num_layers: int) -> None:
 
 def record_gather(kv: PoolLayer) -> None:
     """Count attention over arrays that were read from a layer, here or by the model's own code."""
-    reason = kv.group.storage_reason
+    reason = kv.group.blocks_reason
     record(_GATHERS.get(reason) or _GATHERS.setdefault(reason, Dispatch("gather", reason)))
 
 
@@ -125,15 +125,11 @@ def attend(
     shape = q.shape
     if len(shape) != 4 or shape[0] * shape[2] != step.num_tokens or shape[0] not in (len(tables), step.num_tokens):
         raise GeometryError(f"queries {shape} do not match {step.num_tokens} new tokens of {len(tables)} sequence(s)")
-    if not (step.is_pack or kv.group.in_place):
-        new = None if is_written else new
-        if len(tables) == 1:
-            seen = kv.gather_visible(tables[0], copy=False) if new is None else kv.append(tables, step, *new)
-            return attend_over_arrays(q, seen, kv, params)
-        if new is not None:
+    if not (step.is_pack or kv.group.in_place):  # a decode step on a CPU
+        if new is not None and not is_written:
             kv.write_step(tables, step, *new)
         record_gather(kv)
-        return gather.gather_attention(q, kv, tables, params, step)
+        return gather.gather_attention(q, kv, tables, params)
     if not step.is_pack:
         return _attend_rows(q, None if is_written else new, kv, tables, step, params)
     if new is not None and not is_written:
@@ -143,15 +139,6 @@ def attend(
     if shape[0] == len(tables):
         return _attend_rows(q, None, kv, tables, step, params)
     return _attend_pack(q, new, kv, tables, step, params, as_rows)
-
-
-def attend_over_arrays(
-    q: mx.array, seen: tuple[mx.array, mx.array], kv: PoolLayer, params: AttentionParams
-) -> mx.array:
-    """Attend from one new token of a sequence over keys and values read from functional storage, as :func:`attend`
-    does for such a token."""
-    record_gather(kv)
-    return gather.attend_alone(q, seen, kv, params)
 
 
 def _attend_one(
@@ -202,7 +189,7 @@ def _attend_rows(
     if append is not None:
         kv.write_step(tables, step, *append)
     record(Dispatch("gather", unsupported))
-    return gather.gather_attention(q, kv, tables, params, step)
+    return gather.gather_attention(q, kv, tables, params)
 
 
 def _attend_by_decode_kernel(
@@ -226,9 +213,9 @@ def _attend_by_decode_kernel(
     try:
         if launch is None:
             seen = params._replace(window=_seen(kv, params))
-            launch = kv.storage.prepare_decode(q, tables, step, seen, appends=append is not None)
+            launch = kv.device.prepare_decode(q, tables, step, seen, appends=append is not None)
             step.decode_launches[key] = launch
-        attended = kv.storage.decode(launch, q, sinks, append)
+        attended = kv.device.decode(launch, q, sinks, append)
     except NoKernelError as error:  # a kernel that this call was the first to need; nothing was launched
         step.decode_launches.clear()
         unsupported = kv.group.unsupported[params.heads(shape[1])] = f"the kernel is off: {error}"
@@ -281,7 +268,7 @@ def _attend_prompts(
         if not path.in_place:
             return None, path.reason
     try:
-        return kv.storage.prefill(q, tables, step, params), ""
+        return kv.device.prefill(q, tables, step, params), ""
     except NoKernelError as error:  # raised before anything was launched
         unsupported = group.packs_unsupported[heads] = f"the kernel is off: {error}"
         return None, unsupported
@@ -291,7 +278,8 @@ def supports_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
     """Return whether the decode kernel attends over a layer's latents with ``num_q_heads`` query heads, for one new
     token per sequence."""
     group = pool.layer(layer).group
-    return group.in_place and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
+    has_kernel = group.choice is not None and group.choice.has_kernel
+    return has_kernel and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
 
 
 def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.array | str:
@@ -311,8 +299,8 @@ def _seen(kv: PoolLayer, params: AttentionParams) -> Window | None:
 
 def _packed_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionParams) -> str | None:
     """Return why the prefill kernel cannot serve this call, or None."""
-    if not group.in_place:
-        return group.storage_reason
+    if group.choice is None or not group.choice.has_kernel:
+        return group.blocks_reason
     why = _dtype_unsupported_reason(q, group, params)
     if why is not None:
         return why
@@ -338,8 +326,8 @@ def _unsupported_reason(q: mx.array, group: BlockGroup, longest: int, params: At
         q_len <= MOST_FEW_TOKENS and q_len * longest <= MOST_READS and prepares_plans()
     ):
         return "several new tokens after a prefix"
-    if not group.in_place:
-        return group.storage_reason
+    if group.choice is None or not group.choice.has_kernel:
+        return group.blocks_reason
     if _has_other_mask(params):
         return "the mask is more than causality and a window"
     return _dtype_unsupported_reason(q, group, params) or _heads_unsupported_reason(group, params.heads(num_q_heads))

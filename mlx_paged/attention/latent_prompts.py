@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ..kernels.latent_prompts import prepare_prompts, prompt_variant_of
+from ..kv.attention_params import LatentHeads
 from ..kv.block_table import BlockTable
+from ..kv.choice import latent_prefill_unsupported_reason
 from ..kv.group import BlockGroup
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.attention_params import LatentHeads
-from ..kv.storage.choice import latent_prefill_unsupported_reason
 from . import dispatch
 from .dispatch import Dispatch
 
@@ -33,7 +33,7 @@ def is_supported(heads: LatentHeads, dtype: mx.Dtype, pool: BlockPool, layer: in
     """Return whether a kernel attends over keys and values expanded from a layer's latents, for several new tokens per
     sequence and queries of this dtype."""
     group = pool.layer(layer).group
-    if not group.in_place or group.geometry is None or group.geometry.dtype != dtype:
+    if group.choice is None or not group.choice.has_kernel or group.geometry is None or group.geometry.dtype != dtype:
         return False
     return _unsupported_reason(group, heads) is None
 
@@ -75,7 +75,7 @@ def attend(
     """
     kv = pool.layer(layer)
     launch = step.prompt_launches.get((heads, scale))
-    latents, rotated = kv.storage.read_packed(tables, step)
+    latents, rotated = kv.device.read_packed(tables, step)
     if launch is None:
         variant = prompt_variant_of(
             rotated.dtype, heads.head_dim, heads.value_dim, rotated.shape[3], kv.group.block_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from threading import get_ident
 from typing import Any
 
 import mlx.core as mx
@@ -13,13 +12,13 @@ from ..attention.dispatch import Dispatch, record
 from ..attention.gather import causal_mask, window_under
 from ..attention.latent_prompts import Expand
 from ..errors import GeometryError, PromptCacheError
+from ..kv.attention_params import AttentionParams, LatentHeads, Window
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..kv.turn import in_turn
-from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
+from .lazy_kv import Append, Fences, LazyKV, hand_out
 from .paged_kv_cache import PagedKVCache
 from .rows import OWN_MASK, LeftPadding, NotPackableError, Rows
 
@@ -132,18 +131,17 @@ class PagedBatchKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the tokens' keys and values, and return those that the rows see.
 
-        In a decode step they are lazy and left-padded to the longest row, as in mlx-lm's batch caches; unless they are
-        short, they are recognised as in :meth:`PagedKVCache.update_and_fetch`. In a pack only the new ones are
-        returned, as placeholders for all that the tokens see: only the attention function that replaces mlx-lm's can
-        use them, and :meth:`Rows.commit` raises if it has not.
+        In a decode step they are lazy and left-padded to the longest row, as in mlx-lm's batch caches, and recognised
+        as in :meth:`PagedKVCache.update_and_fetch`. In a pack only the new ones are returned, as placeholders for all
+        that the tokens see: only the attention function that replaces mlx-lm's can use them, and :meth:`Rows.commit`
+        raises if it has not.
         """
         rows, kv, layer = self.rows, self._kv, self.layer
-        compute_rewound(rows.pool, layer)
         padding = None if rows.is_pack else rows.left_padding(layer)
         keys, values = self._accepted(keys, values)
         step, tables = rows.step(layer), rows.tables_of(layer)
         rows.take(layer)
-        before = kv.storage.fence() if kv.in_place else None
+        before = kv.device.fence() if kv.in_place else None
         kv.write_step(tables, step, keys, values)
         if padding is None:
             hand_out(keys, values, PackedKV(rows, layer, is_new=True))
@@ -170,19 +168,15 @@ class PagedBatchKVCache:
         self, tables: list[BlockTable], step: Step, padding: LeftPadding, append: Append | None, before: mx.array | None
     ) -> tuple[mx.array, mx.array]:
         rows, kv = self.rows, self._kv
-        written = kv.storage.fence() if kv.in_place else None
-        fetched = padding.read(kv, tables, step)
-        is_hidden = padding.is_even or (padding.is_masked and self.row_type.masks_rows)  # no padding is attended to
-        if is_hidden and written is None and gather.reads_together(len(rows), *fetched):
-            dispatch.record_gather(kv)
-            return kv.watch_read(*fetched)
-        fences = None
-        if written is not None:
-            fences = Fences(written if before is None else before, written, kv.storage.fence())
-        elif append is not None:
-            fetched = kv.watch_read(*fetched)
-        hand_out(*fetched, LazyKV(rows, self.layer, append, fences))
-        return fetched
+        if not kv.in_place:
+            keys, values, read = kv.fetch(tables, step)
+            hand_out(keys, values, LazyKV(rows, self.layer, read=read))
+            return keys, values
+        written = kv.device.fence()
+        keys, values = padding.read(kv, tables, step)
+        fences = Fences(written if before is None else before, written, kv.device.fence())
+        hand_out(keys, values, LazyKV(rows, self.layer, append, fences))
+        return keys, values
 
     @in_turn
     def attend_expanded(
@@ -310,7 +304,6 @@ class PackedKV(LazyKV):
 
     def __init__(self, rows: Rows, layer: int, *, is_new: bool) -> None:
         self.layer = layer
-        self.thread = get_ident()
         self._is_new = is_new
         self._rows = weakref.ref(rows)
         self._pool = weakref.ref(rows.pool)

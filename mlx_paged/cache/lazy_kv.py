@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..attention import dispatch
+from ..kv.attention_params import AttentionParams
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.attention_params import AttentionParams
 from ..kv.turn import in_turn
 from .rows import Rows, SequenceTables
 
 
 class Fences(NamedTuple):
-    """Fences of in-place storage: before a write, after it, and after the gather that follows."""
+    """Fences of a device's blocks: before a write, after it, and after the gather that follows."""
 
     before: mx.array
     written: mx.array
@@ -36,22 +35,18 @@ class LazyKV:
     """How to attend over the blocks that a pair of arrays was gathered from, instead of over the arrays.
 
     The arrays are real, lazy copies, equal to what mlx-lm's cache would return. If both come back together to an
-    attention function, :meth:`attend` reads the blocks instead; in-place storage then forgets the gather, which drops
-    out of the graph and is never computed. Otherwise the gather stays in the chain of fences, ordered between the
-    writes before and after it.
+    attention function, :meth:`attend` reads the blocks instead. The gather is then no longer among a host's pending
+    reads or in a device's chain of fences, drops out of the graph and is never computed, unless the arrays are still
+    held at the next write (:class:`HeldArrays`).
 
     It lives as long as the arrays, so it holds tables and pool weakly. Without them, the arrays are ordinary ones.
 
     Args:
         rows, layer: where the keys and values are, those of the step's tokens included.
         append: new keys and values that the attention kernel may still write itself.
-        fences: fences of in-place storage.
-        seen: with functional storage, the same keys and values as views of the blocks, kept until attention takes them
-            or the layer's next tokens are written.
+        fences: fences of a device's blocks.
+        read: the array that stands for the pair in the pending reads of the host's blocks.
     """
-
-    is_rewound = False  # whether in-place storage has forgotten the gather
-    seen: tuple[mx.array, mx.array] | None = None
 
     def __init__(
         self,
@@ -59,7 +54,7 @@ class LazyKV:
         layer: int,
         append: Append | None = None,
         fences: Fences | None = None,
-        seen: tuple[mx.array, mx.array] | None = None,
+        read: mx.array | None = None,
     ) -> None:
         pool = rows.pool
         self.layer = layer
@@ -67,10 +62,9 @@ class LazyKV:
         self._pool = weakref.ref(pool)
         self._append = append
         self._fences = fences
-        self.seen = seen
+        self._read = read
         self._batched = isinstance(rows, Rows)  # masked by their own lengths: only a mask's window matters
         self._epoch = pool.layer(layer).group.epoch
-        self.thread = get_ident()  # the only one that can compute the arrays
 
     @property
     def pool(self) -> BlockPool:
@@ -78,10 +72,6 @@ class LazyKV:
         pool = self._pool()
         assert pool is not None
         return pool
-
-    def is_of(self, pool: BlockPool, layer: int) -> bool:
-        """Return whether the arrays were gathered from a layer of this pool."""
-        return self.layer == layer and self._pool() is pool
 
     def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return whether :meth:`attend` gives what attention over the arrays would."""
@@ -113,30 +103,32 @@ class LazyKV:
             params = AttentionParams(scale, None if self._batched else mask, window, softcap, sinks, latent)
         pool, num_tokens = rows.pool, queries.shape[2]
         kv = pool.layer(self.layer)
-        seen, self.seen = self.seen, None
-        if seen is not None:
-            return dispatch.attend_over_arrays(queries, seen, kv, params)
         tables = rows.tables_of(self.layer)
-        if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
+        if num_tokens == 1 and self._append is not None and self._forget(pool, keys, values, to_write=True):
             keys, values, step = self._append
             if step.epoch != kv.group.epoch:
                 step = kv.step(tables, 1)
             return dispatch.attend(queries, (keys, values), kv, tables, step, params)
         is_fresh = not self._batched and tables[0].num_visible == num_tokens and not kv.is_quantized
         if not is_fresh:  # else the arrays hold all tokens, and are attended over
-            self._rewind(pool, to_write=False)
+            self._forget(pool, keys, values, to_write=False)
         new = (keys, values) if is_fresh else None
         step = kv.step(tables, num_tokens)
         return dispatch.attend(queries, new, kv, tables, step, params, is_written=True)
 
-    def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
-        """Forget the gather, and with ``to_write`` the write before it. Return False if other kernels ran since."""
-        storage = pool.layer(self.layer).storage
+    def _forget(self, pool: BlockPool, keys: mx.array, values: mx.array, *, to_write: bool) -> bool:
+        """Forget the gather, and with ``to_write`` a device's write before it. Return whether a device has."""
+        if self._read is not None:
+            pool.pending[:] = [array for array in pool.pending if array is not self._read]
+            self._read = None
+            pool.memory.held.add(keys, values)
         if self._fences is None:
             return False
         before, written, gathered = self._fences
-        self.is_rewound = storage.rewind(before if to_write else written, gathered)
-        return self.is_rewound
+        is_forgotten = pool.layer(self.layer).device.rewind(before if to_write else written, gathered)
+        if is_forgotten:
+            pool.memory.held.add(keys, values)
+        return is_forgotten
 
 
 # By id of the keys. Entries are dropped with their arrays: a gather kept alive would keep the pool's buffer.
@@ -154,20 +146,6 @@ def hand_out(keys: Any, values: Any, fetched: LazyKV) -> None:
             del registry[key]
 
     registry[key] = (weakref.ref(keys, forget), weakref.ref(values), fetched)
-
-
-def compute_rewound(pool: BlockPool, layer: int) -> None:
-    """Compute, before a layer's next write, arrays that are still held although attention has read the blocks instead.
-    Their gather is outside the chain of fences, so nothing else orders it before that write. Views of the blocks are
-    dropped, too: they would make the write copy the blocks."""
-    if not _handed_out:
-        return
-    for keys, values, fetched in list(_handed_out.values()):
-        if fetched.seen is not None and fetched.is_of(pool, layer):
-            fetched.seen = None
-        if fetched.is_rewound and fetched.is_of(pool, layer) and fetched.thread == get_ident():
-            mx.eval([array for array in (keys(), values()) if array is not None])
-            fetched.is_rewound = False
 
 
 def lazy_kv_of(keys: object, values: object) -> LazyKV | None:

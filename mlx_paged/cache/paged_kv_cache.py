@@ -11,13 +11,13 @@ from ..attention import dispatch, latent_prompts
 from ..attention.gather import causal_mask, window_under
 from ..attention.latent_prompts import Expand
 from ..errors import BlockStateError, GeometryError, PromptCacheError
+from ..kv.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
 from ..kv.turn import MovedError, in_turn
-from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
+from .lazy_kv import Append, Fences, LazyKV, hand_out
 from .rows import SequenceTables
 
 
@@ -82,7 +82,7 @@ class PagedKVCache:
         self, keys: mx.array, values: mx.array, heads: QueryHeads | None
     ) -> tuple[PoolLayer, list[BlockTable], Step, mx.array, mx.array]:
         """Reserve positions for the next tokens. Return where they go, and the keys and values in the pool's dtype. The
-        first call of a group chooses its storage by the queries' ``heads``."""
+        first call of a group chooses its kind of blocks by the queries' ``heads``."""
         kv = self.sequence.pool.layer(self.layer)
         try:
             kv.set_geometry(keys, values, batch=1, heads=heads)
@@ -139,45 +139,35 @@ class PagedKVCache:
         """Write the next tokens and return all visible keys and values, gathered lazily, by position.
 
         The attention function that replaces mlx-lm's (``patches/models/seam.py``) recognises them, and nothing is
-        gathered. For one new token in functional storage they are views of the blocks, as from mlx-lm's cache; in a
-        group's last layer copies, because the next step's writes wait for their reads, which may come at any time.
+        gathered.
         """
         sequence, layer = self.sequence, self.layer
-        compute_rewound(sequence.pool, layer)
         kv, tables, step, keys, values = self._reserve(keys, values, None)
         table, in_place = tables[0], kv.group.in_place
-        if step.num_tokens == 1 and not in_place:
-            seen = kv.append(tables, step, keys, values)
-            if not kv.is_last:
-                dispatch.record_gather(kv)
-                return seen
-            copies = kv.watch_read(*kv.copy_visible(seen))
-            hand_out(*copies, LazyKV(sequence, layer, seen=seen))
-            return copies
-        before = kv.storage.fence() if in_place else None
+        before = kv.device.fence() if in_place else None
         kv.write_step(tables, step, keys, values)
         if table.num_visible == step.num_tokens and not kv.is_quantized:
             hand_out(keys, values, LazyKV(sequence, layer))
             return keys, values
-        return self._fetch(kv, table, Append(keys, values, step) if step.num_tokens == 1 else None, before)
+        return self._fetch(kv, tables, step, Append(keys, values, step) if step.num_tokens == 1 else None, before)
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, by position (a copy), also for another
         layer that attends over them; recognised as those of :meth:`update_and_fetch` are."""
-        return self._fetch(self._kv, self.table, None, None)
+        return self._fetch(self._kv, [self.table], None, None, None)
 
     def _fetch(
-        self, kv: PoolLayer, table: BlockTable, append: Append | None, before: mx.array | None
+        self, kv: PoolLayer, tables: list[BlockTable], step: Step | None, append: Append | None, before: mx.array | None
     ) -> tuple[mx.array, mx.array]:
         if not kv.in_place:
-            keys, values = kv.gather_visible(table)
-            hand_out(keys, values, LazyKV(self.sequence, self.layer))
+            keys, values, read = kv.fetch(tables, step)
+            hand_out(keys, values, LazyKV(self.sequence, self.layer, read=read))
             return keys, values
-        storage = kv.storage
-        written = storage.fence()
-        keys, values = (kv.gather_visible if before is None else storage.read_visible)(table)
-        fences = Fences(written if before is None else before, written, storage.fence())
+        blocks = kv.device
+        written = blocks.fence()
+        keys, values = (kv.gather_visible if before is None else blocks.gather)(tables[0])
+        fences = Fences(written if before is None else before, written, blocks.fence())
         hand_out(keys, values, LazyKV(self.sequence, self.layer, append, fences))
         return keys, values
 
@@ -203,7 +193,6 @@ class PagedKVCache:
                 f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache of "
                 f"{self.offset} tokens" + (f" with window {self.window}" if self.window else "")
             )
-        mx.eval(keys, values)  # they may come from this very pool: reading and writing it in one graph copies it
         kv = self._kv
         if not stored:
             kv.set_geometry(keys, values, batch=1)
@@ -215,15 +204,15 @@ class PagedKVCache:
         if offset == start:
             return
         (kv.write_stored if stored else kv.write)([table], keys, values)
-        mx.eval(kv.fence())  # layer by layer, so that one layer's keys are held twice, not all
+        mx.eval(kv.ready())  # layer by layer, so that one layer's keys are held twice, not all
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Return what mlx-lm evaluates between prefill chunks: an array that is ready when this layer's writes are, and
+        """Return what mlx-lm evaluates between prefill chunks: arrays that are ready when this layer's writes are, and
         the cache itself. No keys are gathered for it; see :meth:`keys_and_values`."""
-        return (self._kv.fence(), self)
+        return (self._kv.ready(), self)
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:

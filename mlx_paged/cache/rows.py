@@ -12,11 +12,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import BlockStateError, without_frames
+from ..kv.attention_params import Window
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.step import Columns, Step, padded_slots
-from ..kv.storage.attention_params import Window
+from ..kv.step import Columns, Step
 from .kept_states import KeptStates
 
 
@@ -35,7 +35,6 @@ class LeftPadding:
         self.before = [offset if window is None else offset - window.first_seen(offset) for offset in offsets]
         self.longest = max(self.before, default=0) + 1
         self.is_even = min(self.before, default=0) + 1 == self.longest  # nothing is padded
-        self.is_masked = False  # whether a mask was made, without which padding would be attended to
 
     def _indices(self) -> mx.array:
         """Return each column's number among its row's visible tokens, int32 ``[B, longest]``; negative in padding."""
@@ -48,7 +47,6 @@ class LeftPadding:
         Args:
             window: the mask's window, at most the layer's.
         """
-        self.is_masked = True
         if not (window and any(map(window.first_seen, self.before))):
             pads = np.array([self.longest - 1 - before for before in self.before], np.int32)
             return mx.arange(self.longest, dtype=mx.int32) >= mx.array(pads[:, None, None, None])
@@ -56,22 +54,20 @@ class LeftPadding:
         return self._indices()[:, None, None] >= mx.array(first)
 
     def read(self, kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
-        """Return the keys ``[B, n_kv_heads, longest, k_head_dim]`` and values of a layer. Padding repeats a row's first
-        visible token: a mask hides it, and it is no NaN unless the row has one itself.
+        """Return the keys ``[B, n_kv_heads, longest, k_head_dim]`` and values of a layer on a device. Padding repeats a
+        row's first visible token: a mask hides it, and it is no NaN unless the row has one itself.
 
         Args:
             kv: the layer.
             tables, step: the rows' tables and step, with the new token of each.
         """
         known = step.columns.get(self.longest)
-        if known is None and not kv.in_place:
-            known = step.columns[self.longest] = Columns.of_slots(padded_slots(tables))
-        elif known is None:
+        if known is None:
             positions = mx.maximum(self._indices(), 0)
             if self.window is not None:
                 positions = positions + mx.array([table.logical_start for table in tables], mx.int32)[:, None]
             known = step.columns[self.longest] = Columns(step.block_tables(tables), positions)
-        return kv.storage.read_rows(known)
+        return kv.device.read_rows(known)
 
 
 # Reason of a NotPackableError.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from threading import get_ident
 from typing import Any, NamedTuple, NoReturn, cast
 
 import mlx.core as mx
@@ -19,13 +18,14 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import Rows, SequenceTables
 from ..kernels.build import backend
 from ..kernels.products.inference import Inference
+from ..kv.attention_params import AttentionParams, Window
 from ..kv.block_table import BlockTable
+from ..kv.blocks import Blocks
+from ..kv.device_blocks import DeviceBlocks, TracedBlocks
+from ..kv.geometry import Geometry
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import rounded_up, table_width
-from ..kv.storage.attention_params import AttentionParams, Window
-from ..kv.storage.base import Geometry, Storage
-from ..kv.storage.in_place import InPlaceStorage, TracedBlocks
 from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
 
@@ -72,12 +72,12 @@ class StepRows:
         self.rows.undo_takes()
 
     def items(
-        self, layer: PoolLayer, tables: Sequence[BlockTable], storage: Storage, shape: tuple[int, int]
+        self, layer: PoolLayer, tables: Sequence[BlockTable], blocks: Blocks, shape: tuple[int, int]
     ) -> tuple[mx.array, ...]:
         """Return :attr:`GroupArrays.items` of a group for block tables padded to ``shape``."""
-        if not isinstance(storage, InPlaceStorage):
+        if not isinstance(blocks, DeviceBlocks):
             return ()
-        items = storage.items(tables, layer.step(tables, self.counts), layer.sees, shape)
+        items = blocks.items(tables, layer.step(tables, self.counts), layer.sees, shape)
         return () if items is None else (items,)
 
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
@@ -278,7 +278,6 @@ class StepKV(LazyKV):
 
     def __init__(self, layer: StepLayer) -> None:
         self._step_layer = weakref.ref(layer)
-        self.thread = get_ident()
 
     def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return True: there are no arrays to fall back on, so :meth:`attend` raises where it cannot serve."""
@@ -294,10 +293,6 @@ class StepKV(LazyKV):
         if layer is None:
             raise NotCompilable("the model uses keys and values of an earlier step")
         return layer.attend_fetched(queries, params)
-
-    def is_of(self, pool: object, layer: int) -> bool:
-        """Return False: there is nothing to compute before the layer's next tokens."""
-        return False
 
 
 # Takes the model, tokens [B, 1] and, as keyword, the `cache` of its layers; returns logits [B, 1, vocab].
@@ -432,10 +427,11 @@ class CompiledStep:
         if len(rows) != tokens.shape[0]:
             return None
         pool = rows.pool
-        storages = [pool.layer(cache.layer).storage for cache in parts[0]] if pool.groups[0].storages else []
-        if not storages or not all(storage.decoded_by_kernel for storage in storages):
+        layers = [pool.layer(cache.layer) for cache in parts[0]] if pool.groups[0].blocks else []
+        if not layers or not all(layer.in_place and layer.device.decoded_by_kernel for layer in layers):
             return None
-        logits = self._compiled(rows, storages, model, tokens, caches, *parts)
+        pool.memory.held.compute()
+        logits = self._compiled(rows, [layer.device for layer in layers], model, tokens, caches, *parts)
         if logits is None and self.failure is None:
             # With a compiled step's matrix products, so that results do not depend on which steps are compiled.
             with narrow_layers(model, tokens.shape[0]):
@@ -459,7 +455,7 @@ class CompiledStep:
     def _compiled(
         self,
         rows: StepRows,
-        storages: Sequence[Storage],
+        blocks: Sequence[DeviceBlocks],
         model: Any,
         tokens: mx.array,
         caches: Sequence[Any],
@@ -474,7 +470,7 @@ class CompiledStep:
         try:
             shapes = StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack, has_states=bool(states))
             items = [
-                rows.items(pool.layer(group.spec.layers[0]), own, group.storages[0], (shapes.num_rows, width))
+                rows.items(pool.layer(group.spec.layers[0]), own, group.blocks[0], (shapes.num_rows, width))
                 for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True)
             ]
             if any(items):
@@ -492,12 +488,10 @@ class CompiledStep:
             if missing:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
             self._model, self._caches = model, caches
-            own_storages, traces = cast(list[InPlaceStorage], storages), self._traces
-            self._geometries = [storage.geometry for storage in own_storages]
+            traces = self._traces
+            self._geometries = [own.geometry for own in blocks]
             before = [cache.cache for cache in states]
-            logits, after = InPlaceStorage.run(
-                function, own_storages, weights, tokens, arrays, before, appended=len(rows)
-            )
+            logits, after = DeviceBlocks.run(function, blocks, weights, tokens, arrays, before, appended=len(rows))
             pool.traces += self._traces - traces
             for cache, own in zip(states, after, strict=True):
                 cache.cache = list(own)

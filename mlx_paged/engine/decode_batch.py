@@ -350,9 +350,6 @@ class DecodeBatch:
         if self.ranks is not None and not (self._has_same_logits and self.choice.only_compares):
             choice = choice._replace(tokens=self.ranks.agreed(choice.tokens))
         # States and offsets are evaluated, too: unread ones would grow their graphs by a few nodes each step.
-        if self._tables is not None:
-            for group in self._tables.pool.groups:
-                group.start_reads()
         states = [cache.state for cache in self._states()]
         mx.async_eval(choice.tokens, choice.contexts, states)
         return choice._replace(broken=unanswerable | choice.broken, inputs=tokens)

@@ -103,7 +103,7 @@ class Prefill:
 
     Args:
         model: its forward pass takes ``cache``, a list.
-        in_place: the caches write blocks in place.
+        in_place: the caches' blocks are a device's.
         packs: all chunks of a step go through the model together, as a pack.
         call: calls the model; None: the model itself.
     """
@@ -182,7 +182,7 @@ class Prefill:
         if packed is None:
             for request, num_tokens in call:
                 self.call(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
-        if not self.in_place:  # reads must end before the next call writes, or MLX copies the pool
+        if not self.in_place:  # states, which have no fence
             mx.eval([cache.state for request, _ in call for cache in request.caches or ()])
         return call if packed is None else packed
 
@@ -209,10 +209,10 @@ def _attend_apart(chunks: Sequence[Chunk]) -> bool:
 
 
 def _fences(requests: Sequence[Request]) -> list[mx.array]:
-    """Return arrays that are ready once all writes of these requests are done, if every layer writes in place. Requests
-    of one pool share them."""
+    """Return arrays that are ready once all writes of these requests are done, if kernels write every layer's blocks.
+    Requests of one pool share them."""
     pools = {id(request.sequence.pool): request.sequence.pool for request in requests if request.sequence is not None}
-    return [array for pool in pools.values() for group in pool.groups for array in group.latest()]
+    return [array for pool in pools.values() for array in pool.ready()]
 
 
 def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:

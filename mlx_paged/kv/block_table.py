@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from .allocator import NULL_BLOCK
 
 _uids = count()
-
-
-class Segment(NamedTuple):
-    """A run of tokens to write: ``num_tokens`` of the new keys, from token ``source`` on, into consecutive slots from
-    ``slot`` on. It may span blocks with consecutive ids."""
-
-    slot: int
-    num_tokens: int
-    source: int
 
 
 class BlockTable:
@@ -32,13 +23,12 @@ class BlockTable:
         uid: unique in the process.
         owner: object that identifies the pool that made the table; None for a table that no pool manages.
         version: rises whenever ``block_ids`` changes.
-        indices: what storages have derived from ``block_ids``, shared by all layers of a step.
+        indices: what layers' blocks have derived from ``block_ids``, shared by all layers of a step.
     """
 
     __slots__ = (
         "__weakref__",
         "_consecutive",
-        "_segments",
         "block_ids",
         "block_size",
         "group",
@@ -62,7 +52,6 @@ class BlockTable:
         self.owner: object | None = None
         self.version = 0
         self.indices: dict[Any, Any] = {}
-        self._segments: dict[tuple[int, int], list[Segment]] = {}
         self._consecutive: dict[tuple[int, int], bool] = {}
 
     @property
@@ -84,28 +73,6 @@ class BlockTable:
         first = self.logical_start // self.block_size
         return slice(first, max(first, start // self.block_size))
 
-    def tail_segments(self, num_tokens: int) -> list[Segment]:
-        """Return the segments of the last ``num_tokens`` positions: one for each run of consecutive block ids."""
-        cached = self._segments.get((self.length, num_tokens))
-        if cached is not None:
-            return cached
-        size = self.block_size
-        position, end = self.length - num_tokens, self.length
-        start = position
-        segments: list[Segment] = []
-        while position < end:
-            index, offset = divmod(position, size)
-            count = min(size - offset, end - position)
-            slot = self.block_ids[index] * size + offset
-            last = segments[-1] if segments else None
-            if last is not None and last.slot + last.num_tokens == slot:
-                segments[-1] = last._replace(num_tokens=last.num_tokens + count)
-            else:
-                segments.append(Segment(slot, count, position - start))
-            position += count
-        self._segments[self.length, num_tokens] = segments
-        return segments
-
     def is_consecutive(self, first: int, last: int) -> bool:
         """Return whether the ids ``block_ids[first:last]`` are consecutive."""
         known = self._consecutive.get((first, last))
@@ -118,7 +85,6 @@ class BlockTable:
         """Drop everything derived from ``block_ids``; called whenever ``block_ids`` changes."""
         self.version += 1
         self.indices.clear()
-        self._segments.clear()
         self._consecutive.clear()
 
     def __repr__(self) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from threading import get_ident
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -11,11 +10,12 @@ import mlx.core as mx
 from ..errors import ConfigError, GeometryError
 from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
+from .attention_params import LatentHeads, QueryHeads, Window
 from .block_table import BlockTable
+from .blocks import Blocks, BlocksChoice, ChooseBlocks
+from .choice import host_blocks
+from .geometry import Geometry, PageFormat
 from .step import DeviceTables, Step, step_key
-from .storage.attention_params import LatentHeads, QueryHeads, Window
-from .storage.base import ChooseStorage, Geometry, PageFormat, Storage
-from .storage.functional import functional_storage
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
@@ -101,23 +101,25 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
 
 
 class BlockGroup:
-    """Allocator and per-layer storage of one :class:`LayerGroup`; one block id stands for a block in every layer."""
+    """Allocator and each layer's blocks of one :class:`LayerGroup`; one block id stands for a block in every layer."""
 
     def __init__(
         self,
         spec: LayerGroup,
         block_size: int,
-        choose_storage: ChooseStorage = functional_storage,
+        choose_blocks: ChooseBlocks = host_blocks,
         page_format: PageFormat | None = None,
+        pending: list[mx.array] | None = None,
     ) -> None:
         self.spec, self.sees = spec, spec.sees
         self.block_size = block_size
         self.allocator = BlockAllocator()
         self.geometry: Geometry | None = None
-        self.storages: list[Storage] = []  # none before the first write, and none while the pool is idle
-        self._form: Callable[[Geometry, int, int], Storage] | None = None
-        self.in_place = False  # whether the blocks are written in place and read by kernels only
-        self.storage_reason = "nothing written yet"
+        self.blocks: list[Blocks] = []  # of each layer; none before the first write, and none while the pool is idle
+        self.choice: BlocksChoice | None = None
+        self.in_place = False  # whether kernels write and read the blocks, on a GPU
+        self.blocks_reason = "nothing written yet"
+        self.pending = [] if pending is None else pending  # lazy reads of the pool's blocks on the host
         self.page_format = page_format  # the format asked for
         self.dense_reason: str | None = None  # why pages are not quantised although a format was asked for
         self.resize_failed = False  # if the latest did, some layers' tensors may have more blocks than there are ids
@@ -128,12 +130,10 @@ class BlockGroup:
         # Likewise for the kernel over keys and values expanded from latents.
         self.prompts_unsupported: dict[LatentHeads, str | None] = {}
         self.epoch = 0
-        self._choose_storage = choose_storage
+        self._choose_blocks = choose_blocks
         # The latest decode step and the latest pack: their tables differ, and a server alternates between them.
         self._steps: list[Step | None] = [None, None]
         self._device_tables = DeviceTables(), DeviceTables()
-        # Arrays computed from the last layer's blocks, and the only thread that can compute them; 0 once it has begun.
-        self._last_read: tuple[tuple[mx.array, ...], int] | None = None
 
     def touch(self) -> None:
         """Invalidate the steps made before: a table of the group or a reference count has changed."""
@@ -204,7 +204,7 @@ class BlockGroup:
     @property
     def bytes_reserved(self) -> int:
         """Bytes of the group's tensors."""
-        return self.bytes_per_block * self.allocator.num_blocks if self.storages else 0
+        return self.bytes_per_block * self.allocator.num_blocks if self.blocks else 0
 
     def bytes_to_free(self, count: int) -> int:
         """Return the bytes to reserve so that ``count`` blocks are free. The first tensors hold the null block, too."""
@@ -269,33 +269,37 @@ class BlockGroup:
         return int(total * GROWTH_ABOVE)
 
     def set_geometry(self, geometry: Geometry, heads: QueryHeads | None) -> None:
-        """Fix the geometry, choose the storage and make the tensors for the blocks known so far.
+        """Fix the geometry, choose the kind of blocks and make the tensors for the blocks known so far.
 
         Raises:
             KernelUnavailableError: a kernel is demanded and there is none. Nothing has been changed, nor by an error of
                 MLX, such as a lack of memory.
         """
         geometry, dense_reason = geometry.in_format(self.page_format, self.spec.always_dense_reason)
-        form, storage_reason = self._choose_storage(geometry, self.block_size, heads)
-        self.storages = [form(geometry, self.block_size, self.allocator.num_blocks) for _ in self.spec.layers]
-        self.geometry, self._form, self.in_place = geometry, form, self.storages[0].in_place
-        self.dense_reason, self.storage_reason = dense_reason, storage_reason
+        choice = self._choose_blocks(geometry, self.block_size, heads)
+        self.blocks = self._new_blocks(choice, geometry, self.allocator.num_blocks)
+        self.geometry, self.choice, self.in_place = geometry, choice, self.blocks[0].in_place
+        self.dense_reason, self.blocks_reason = dense_reason, choice.reason
         if self.dense_reason is not None:
             warn_once(
                 f"keys and values of {len(self.spec.layers)} layer(s) (group '{self.spec.name}') are not quantised: "
                 f"{self.dense_reason}"
             )
 
+    def _new_blocks(self, choice: BlocksChoice, geometry: Geometry, num_blocks: int) -> list[Blocks]:
+        return [choice.form(geometry, self.block_size, num_blocks, self.pending) for _ in self.spec.layers]
+
     def drop(self) -> None:
-        """Drop every layer's tensors; no block may be in use. Geometry and form of storage are kept."""
-        self.storages, self._last_read, self._steps = [], None, [None, None]
+        """Drop every layer's tensors; no block may be in use. Geometry and kind of blocks are kept."""
+        self.blocks, self._steps = [], [None, None]
+        self.pending.clear()  # whoever holds such a read computes it from the old tensors, which nobody writes any more
         self.allocator.renumber({}, 1)
         self.touch()
 
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known."""
-        if self.geometry is not None and self._form is not None and not self.storages:
-            self.storages = [self._form(self.geometry, self.block_size, num_blocks) for _ in self.spec.layers]
+        if self.geometry is not None and self.choice is not None and not self.blocks:
+            self.blocks = self._new_blocks(self.choice, self.geometry, num_blocks)
         else:
             self._resize(num_blocks)
         self.allocator.grow(num_blocks)
@@ -303,11 +307,10 @@ class BlockGroup:
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Copy blocks to free ids in every layer, and wait for the copies. If it fails, no block in use has changed."""
-        mx.eval(self._reads())  # with reads outstanding, the writes would copy all blocks
         if moves:
-            for storage in self.storages:
-                storage.copy_blocks(list(moves), list(moves.values()))
-                mx.eval(storage.fence())  # frees the copies layer by layer
+            for blocks in self.blocks:
+                blocks.copy(list(moves), list(moves.values()))
+                mx.eval(blocks.ready())  # frees the copies layer by layer
 
     def renumber(self, moves: Mapping[int, int], num_blocks: int) -> None:
         """Complete a :meth:`move` once the old ids are unused: reduce ids and tensors to ``num_blocks`` blocks. If it
@@ -318,75 +321,26 @@ class BlockGroup:
 
     def _resize(self, num_blocks: int) -> None:
         try:
-            for storage in self.storages:
-                gets_smaller = num_blocks < storage.num_blocks
-                storage.resize(num_blocks)
+            for blocks in self.blocks:
+                gets_smaller = num_blocks < blocks.num_blocks
+                blocks.resize(num_blocks)
                 if gets_smaller:
                     mx.clear_cache()  # frees the old tensors layer by layer
         except Exception:
             self.resize_failed = True
             raise
         self.resize_failed = False
-        if self.storages:
+        if self.blocks:
             mx.clear_cache()  # frees the old tensors
 
-    def latest(self) -> list[mx.array]:
-        """Return the arrays to evaluate to complete all writes so far, and all reads that a write must wait for."""
-        return [array for storage in self.storages for array in storage.latest()] + list(self._reads())
-
-    def forget_failed_writes(self) -> None:
-        """Drop the noted reads and the writes that failed when :meth:`latest` was computed."""
-        self._last_read = None
-        for storage in self.storages:
-            storage.forget_failed_writes()
+    def ready(self) -> list[mx.array]:
+        """Return small arrays that are ready when all writes so far are."""
+        return [array for blocks in self.blocks for array in blocks.ready()]
 
     def pace(self, layer_position: int, num_tokens: int) -> None:
-        """Start computing up to a layer's write of a prompt chunk, and wait for the layer LAYERS_AHEAD before it. Only
-        in place: with functional storage, the next write would copy blocks that are being read."""
+        """Start computing up to a layer's write of a prompt chunk, and wait for the layer LAYERS_AHEAD before it. On
+        the host each write has been computed already."""
         if self.in_place and num_tokens >= PACED_TOKENS:
-            mx.async_eval(self.storages[layer_position].fence())
+            mx.async_eval(self.blocks[layer_position].ready())
             if layer_position >= LAYERS_AHEAD:
-                mx.eval(self.storages[layer_position - LAYERS_AHEAD].fence())
-
-    def note_read(self, *results: mx.array) -> None:
-        """Note arrays computed from the last layer's blocks, for :meth:`wait_for_reads`, in place of earlier ones."""
-        if not self.in_place:
-            self._last_read = results, get_ident()
-
-    def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the same lazy keys and values, which were gathered from the last layer's blocks for code outside the
-        pool. :meth:`wait_for_reads` then waits until they are computed; they are not kept alive for it."""
-        if self.in_place:
-            return keys, values
-        # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
-        keys, values, ready = mx.depends([keys, values, mx.zeros(())], [])
-        self._last_read = (ready,), get_ident()
-        return keys, values
-
-    def _reads(self) -> tuple[mx.array, ...]:
-        """Return the noted reads, or none if another thread has yet to start computing them: only the thread that built
-        lazy arrays can compute them."""
-        arrays, thread = self._last_read or ((), 0)
-        return arrays if thread in (0, get_ident()) else ()
-
-    def start_reads(self) -> None:
-        """Start computing the noted reads before the rest of the step. Arrays evaluated together are ready together, so
-        :meth:`wait_for_reads` would otherwise wait for the model's output and the sampling, too."""
-        if arrays := self._reads():
-            mx.async_eval(arrays)
-        self.note_reads_started()
-
-    def note_reads_started(self) -> None:
-        """Note that this thread's reads are being computed: any thread can wait for them now."""
-        if self._last_read is not None and self._last_read[1] == get_ident():
-            self._last_read = self._last_read[0], 0
-
-    def wait_for_reads(self) -> None:
-        """Block until the step before has read its blocks; called at the last layer's write to functional storage.
-
-        mlx-lm evaluates one step ahead: without this the writes of step t+1 are scheduled while step t still
-        reads, and the whole pool is copied (hundreds of milliseconds for 1 GB). By the last layer the step's graph
-        is nearly built, so little of the overlap is lost.
-        """
-        mx.eval(self._reads())
-        self._last_read = None
+                mx.eval(self.blocks[layer_position - LAYERS_AHEAD].ready())

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import get_ident
 
 import mlx.core as mx
 
 from ..errors import BlockStateError, GeometryError
+from .attention_params import QueryHeads
 from .block_table import BlockTable
+from .blocks import Blocks
+from .device_blocks import DeviceBlocks
 from .group import BlockGroup
+from .host_blocks import HostBlocks
 from .memory import PoolMemory
-from .step import Step
-from .storage.attention_params import QueryHeads
-from .storage.base import Storage
-from .storage.functional import FunctionalStorage
+from .step import Step, padded_slots
 
 
 class PoolLayer:
@@ -54,7 +54,7 @@ class PoolLayer:
 
     @property
     def in_place(self) -> bool:
-        """Whether the layer's blocks are written in place and read by kernels only."""
+        """Whether kernels write and read the layer's blocks, on a GPU."""
         return self.group.in_place
 
     @property
@@ -63,17 +63,31 @@ class PoolLayer:
         return self.group.is_quantized
 
     @property
-    def storage(self) -> Storage:
-        """The layer's storage; marks the turn as dirty. Raises BlockStateError before the first write to its group."""
-        if not self.group.storages:
+    def blocks(self) -> Blocks:
+        """The layer's blocks; marks the turn as dirty. Raises BlockStateError before the first write to its group."""
+        if not self.group.blocks:
             raise BlockStateError(f"nothing has been written to the group of layer {self.number} yet")
         self.turn.is_dirty = True
-        return self.group.storages[self.position]
+        return self.group.blocks[self.position]
+
+    @property
+    def device(self) -> DeviceBlocks:
+        """The layer's blocks, which are a GPU's (:attr:`in_place`)."""
+        blocks = self.blocks
+        assert isinstance(blocks, DeviceBlocks)
+        return blocks
+
+    @property
+    def host(self) -> HostBlocks:
+        """The layer's blocks, which are the host's (not :attr:`in_place`)."""
+        blocks = self.blocks
+        assert isinstance(blocks, HostBlocks)
+        return blocks
 
     # Geometry -------------------------------------------------------------------------------------------------
 
     def set_geometry(self, k: mx.array, v: mx.array, *, batch: int, heads: QueryHeads | None = None) -> BlockGroup:
-        """Fix the geometry and storage of the layer's group by its first keys and values; later calls only validate.
+        """Fix the geometry and kind of blocks of the layer's group by its first keys and values; then validate.
 
         Args:
             k, v: keys and values about to be written.
@@ -188,25 +202,16 @@ class PoolLayer:
                 )
             step = self.step(tables, k.shape[2])
             self._before_write(k, v)
-            self.group.storages[self.position].write_stored(tables, step, k, v)
+            self.group.blocks[self.position].write(tables, step, k, v, stored=True)
             self._pace(step)
 
     def write_step(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         """Write k and v that :meth:`set_geometry` has accepted at the positions of a :meth:`step`; the caller holds the
         turn. Their shape may also be ``[T, n_kv_heads, 1, head_dim]``, for all tokens of the step."""
         self._before_write(k, v)
-        self.group.storages[self.position].write(tables, step, k, v)
+        self.group.blocks[self.position].write(tables, step, k, v)
         if step.is_pack:
             self._pace(step)
-
-    def append(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Write one token of one table like :meth:`write_step`, and return its visible keys and values, not copied."""
-        self._before_write(k, v)
-        storage = self.group.storages[self.position]
-        if isinstance(storage, FunctionalStorage):
-            return storage.append(tables[0], step, k, v)
-        storage.write(tables, step, k, v)
-        return storage.read_visible(tables[0], copy=False)
 
     def _pace(self, step: Step) -> None:
         if step.is_pack:
@@ -216,18 +221,12 @@ class PoolLayer:
         if self.turn.is_first_turn:  # raises for what it cannot compute, such as another thread's lazy weights
             mx.eval(k, v)
         self.turn.is_dirty = True
-        if self.is_last and not self.group.in_place:
-            self.group.wait_for_reads()
+        self.memory.held.compute()
 
     # Reading --------------------------------------------------------------------------------------------------
 
-    def gather_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
-        """Return keys and values of positions ``logical_start .. length - 1`` (lazy).
-
-        Args:
-            table: the sequence's table.
-            copy: False allows a view of the pool where the blocks are consecutive. Drop the view, and everything lazy
-                that was made from it, before the next write: a view that is held makes that write copy the pool.
+    def gather_visible(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        """Return copies of the keys and values of positions ``logical_start .. length - 1``.
 
         Returns:
             K ``[1, n_kv_heads, n, k_head_dim]``, V ``[1, n_kv_heads, n, v_head_dim]``.
@@ -236,48 +235,52 @@ class PoolLayer:
             BlockStateError: the table was released, or nothing was written yet.
             GeometryError: the layer is not of the table's group.
         """
-        self._check(table)
-        if self.group.geometry is None or not table.num_visible:
-            raise BlockStateError("nothing has been written to this table")
-        if self.turn.owner == get_ident():  # within a step, for each layer
-            return self.storage.read_visible(table, copy=copy)
-        with self.turn:
-            return self.storage.read_visible(table, copy=copy)
-
-    def copy_visible(self, seen: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
-        """Return copies of what :meth:`append` returned, for callers that may keep them."""
-        if seen[0].shape[1] == 1:  # the view of one head is contiguous already, and would stay a view
-            return seen[0] + 0, seen[1] + 0
-        return mx.contiguous(seen[0]), mx.contiguous(seen[1])
+        return self._gather(table, stored=False)
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        """Return positions ``logical_start .. length - 1`` as the blocks store them, for :meth:`write_stored` (lazy
-        copies): rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages, else keys and values.
+        """Return copies of positions ``logical_start .. length - 1`` as the blocks store them, for
+        :meth:`write_stored`: rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages, else keys and values.
 
         Raises:
             BlockStateError, GeometryError: as :meth:`gather_visible`.
         """
+        return self._gather(table, stored=True)
+
+    def _gather(self, table: BlockTable, *, stored: bool) -> tuple[mx.array, mx.array]:
         self._check(table)
         if self.group.geometry is None or not table.num_visible:
             raise BlockStateError("nothing has been written to this table")
         with self.turn:
-            return self.storage.read_stored(table)
+            return self.blocks.gather(table, stored=stored)
 
-    def fence(self) -> mx.array:
-        """Return a small array that is ready when all writes to the layer so far are; empty before the first write."""
-        return self.storage.fence() if self.group.storages else mx.zeros((0,))
+    def fetch(self, tables: Sequence[BlockTable], step: Step | None = None) -> tuple[mx.array, mx.array, mx.array]:
+        """Return lazy copies of what tables hold in the host's blocks, padded on the left to the longest as by
+        :func:`.step.padded_slots`, and an array in the pool's pending reads that stands for both.
+
+        Args:
+            tables: of the layer's group.
+            step: the tables' step, for which all layers share an index.
+        """
+        blocks, known = self.host, None if step is None else step.fetch_index
+        if known is None or known[0] != blocks.num_blocks:
+            known = blocks.num_blocks, blocks.index_of(padded_slots(tables))
+            if step is not None:
+                step.fetch_index = known
+        keys, values = blocks.fetch(known[1])
+        # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
+        keys, values, read = mx.depends([keys, values, mx.zeros(())], [])
+        self.note_read(read)
+        return keys, values, read
+
+    def note_read(self, *results: mx.array) -> None:
+        """Note lazy arrays that read the host's blocks: the next write computes them first."""
+        self.group.pending += results
+
+    def ready(self) -> list[mx.array]:
+        """Return small arrays that are ready when all writes to the layer so far are; none before the first write."""
+        return self.blocks.ready() if self.group.blocks else []
 
     def after_writes(self, k: mx.array, v: mx.array) -> list[mx.array]:
         """Return k and v, ready only when the layer's writes are. Without this MLX may put off all layers' writes to
         the end of a prefill, which keeps every layer's new keys and values alive until then."""
-        return self.storage.after_writes(k, v)
-
-    def note_read(self, *results: mx.array) -> None:
-        """Note arrays computed from the layer's blocks in this step (see BlockGroup.wait_for_reads)."""
-        if self.is_last:
-            self.group.note_read(*results)
-
-    def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the same keys and values, which were read from the layer's blocks in this step for code outside the
-        pool; the next step's writes wait for them (see BlockGroup.watch_read)."""
-        return self.group.watch_read(keys, values) if self.is_last else (keys, values)
+        return self.device.after_writes(k, v) if self.in_place else [k, v]

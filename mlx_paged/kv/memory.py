@@ -11,10 +11,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import BlockStateError, ConfigError, PoolExhaustedError
+from .attention_params import QueryHeads
+from .geometry import Geometry
 from .group import BlockGroup
+from .held import HeldArrays
 from .owners import BlockOwners
-from .storage.attention_params import QueryHeads
-from .storage.base import Geometry
 from .turn import Turn
 
 
@@ -102,6 +103,7 @@ class PoolMemory:
         self.spare: int | None = None  # most bytes to reserve ahead of need; None: what the budget allows
         self.owners = owners
         self.states = StateSlots()
+        self.held = HeldArrays()
         self.turn = turn
 
     @property
@@ -343,7 +345,7 @@ class PoolMemory:
     def drop(self) -> None:
         """Drop the tensors of all groups; no block may be in use."""
         for group in self.groups:
-            if group.storages:
+            if group.blocks:
                 group.drop()
                 self.shrinks += 1
         mx.clear_cache()

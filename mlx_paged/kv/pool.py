@@ -10,16 +10,17 @@ import mlx.core as mx
 
 from ..errors import TrimError
 from .allocator import NULL_BLOCK
+from .attention_params import QueryHeads
 from .block_table import BlockTable
+from .blocks import ChooseBlocks
+from .choice import host_blocks
+from .geometry import PageFormat
 from .group import BlockGroup, LayerGroup, check_layout
 from .idle import IdleWatch
 from .layer import PoolLayer
 from .memory import PoolMemory
 from .owners import BlockHolder, BlockOwners
 from .stats import PagedCacheStats, check_group
-from .storage.attention_params import QueryHeads
-from .storage.base import ChooseStorage, PageFormat
-from .storage.functional import functional_storage
 from .turn import Turn
 
 UNLIMITED = 1 << 62
@@ -36,7 +37,7 @@ class BlockPool:
         groups: the groups of layers. Each layer index belongs to exactly one group. Empty: the pool holds states only.
         block_size: tokens per block, a power of two from 4 to 128.
         memory_budget: most bytes that the tensors of all groups, and states, may take.
-        choose_storage: chooses the form of a group's storage, once, at its first keys and values.
+        choose_blocks: chooses the kind of a group's blocks, once, at its first keys and values.
         page_format: how keys and values are quantised when they are written, in the groups that can be (see
             :meth:`PageFormat.unsupported_reason`); None: they are not.
 
@@ -50,15 +51,17 @@ class BlockPool:
         *,
         block_size: int = 32,
         memory_budget: int = UNLIMITED,
-        choose_storage: ChooseStorage = functional_storage,
+        choose_blocks: ChooseBlocks = host_blocks,
         page_format: PageFormat | None = None,
     ) -> None:
         check_layout(groups, block_size)
         self.block_size = block_size
         self.page_format = page_format
-        self.groups = [BlockGroup(spec, block_size, choose_storage, page_format) for spec in groups]
+        # Lazy arrays that read blocks on the host; the next write computes them first.
+        self.pending: list[mx.array] = []
+        self.groups = [BlockGroup(spec, block_size, choose_blocks, page_format, self.pending) for spec in groups]
         self._lock = threading.RLock()
-        self.turn = Turn(self._lock, self.groups)
+        self.turn = Turn(self._lock, self.groups, self.pending)
         self._owners = BlockOwners(self.groups, self._lock, IdleWatch(self))
         self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.turn)
         self._layers = {
@@ -339,8 +342,8 @@ class BlockPool:
             try:
                 self.turn.is_dirty = True
                 shared = table.block_ids[index]
-                for storage in group.storages:
-                    storage.copy_blocks([shared], [own])
+                for blocks in group.blocks:
+                    blocks.copy([shared], [own])
                 group.allocator.release([shared])
                 table.block_ids[index] = own
                 table.forget_indices()
@@ -403,13 +406,13 @@ class BlockPool:
         """Write one sequence's tokens, see :meth:`PoolLayer.write`: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
         self._layers[layer].write([table], k, v)
 
-    def gather_visible(self, table: BlockTable, layer: int, *, copy: bool = True) -> tuple[mx.array, mx.array]:
+    def gather_visible(self, table: BlockTable, layer: int) -> tuple[mx.array, mx.array]:
         """See :meth:`PoolLayer.gather_visible`."""
-        return self._layers[layer].gather_visible(table, copy=copy)
+        return self._layers[layer].gather_visible(table)
 
-    def fence(self, layer: int) -> mx.array:
-        """See :meth:`PoolLayer.fence`."""
-        return self._layers[layer].fence()
+    def ready(self) -> list[mx.array]:
+        """Return small arrays that are ready when all writes so far are."""
+        return [array for group in self.groups for array in group.ready()]
 
     # Accounts -------------------------------------------------------------------------------------------------
 

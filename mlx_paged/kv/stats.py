@@ -103,7 +103,7 @@ class PagedCacheStats:
             preemptions=pool.preemptions,
             shrinks=pool.memory.shrinks,
             peak_bytes_in_use=sum(g.bytes_per_block * g.allocator.peak_live for g in groups),
-            quantized_tokens=max((storage.num_quantized for g in groups for storage in g.storages), default=0),
+            quantized_tokens=max((blocks.num_quantized for g in groups for blocks in g.blocks), default=0),
             quantized_layers=sum(len(g.spec.layers) for g in groups if g.is_quantized),
             dense_layers=sum(len(g.spec.layers) for g in groups if g.geometry is not None and not g.is_quantized),
             bytes_per_token=sum(g.bytes_per_block for g in groups) // pool.block_size,
@@ -156,9 +156,9 @@ def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[
             raise BlockStateError(f"{table} must have {entries} block ids, got {len(table.block_ids)}")
         if NULL_BLOCK in table.block_ids[table.logical_start // group.block_size :]:
             raise BlockStateError(f"{table} has released a block that is still visible")
-    for storage in group.storages:
-        excess = storage.num_blocks - group.allocator.num_blocks
+    for blocks in group.blocks:
+        excess = blocks.num_blocks - group.allocator.num_blocks
         if excess < 0 or (excess and not group.resize_failed):
             raise BlockStateError(
-                f"a layer's tensors have {storage.num_blocks} blocks, the allocator {group.allocator.num_blocks}"
+                f"a layer's tensors have {blocks.num_blocks} blocks, the allocator {group.allocator.num_blocks}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +16,8 @@ from ..kernels.latent_prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
 from ..kernels.shared_runs import Partitions, SharedCut, SharedRows, items_for, shared_rows
+from .attention_params import LatentHeads, Window
 from .block_table import BlockTable
-from .storage.attention_params import LatentHeads, Window
 
 # Key of a decode launch: shape and dtype of the queries, scale, window, softcap; and whether it has no sinks, attends
 # over latents, appends nothing.
@@ -118,60 +118,14 @@ class Columns:
     Attributes:
         block_ids: int32 ``[B, max_blocks]``, by absolute position.
         positions: int32 ``[B, n]``; all lie in these blocks.
-        slots: int64 ``[B, n]``, in place of both if they are known on the host.
-        prepared: what a storage has derived from them, shared by all layers.
+        prepared: what blocks have derived from them, shared by all layers.
     """
 
-    __slots__ = ("block_ids", "positions", "prepared", "slots")
+    __slots__ = ("block_ids", "positions", "prepared")
 
     def __init__(self, block_ids: mx.array, positions: mx.array) -> None:
         self.block_ids, self.positions = block_ids, positions
-        self.slots: np.ndarray | None = None
         self.prepared: Any = None
-
-    @classmethod
-    def of_slots(cls, slots: np.ndarray) -> Columns:
-        """Return columns given by their slots; only storages in ordinary MLX arrays take them."""
-        columns = cls.__new__(cls)
-        columns.slots, columns.prepared = slots, None
-        return columns
-
-
-class RowsInParts(NamedTuple):
-    """Indices by which attention without a kernel reads functional storage, for rows of one new token each: in parts of
-    one row, or of several rows of equal length.
-
-    Attributes:
-        views: arrays that single rows are sliced from: the start and end of each row's tokens in the array, ascending,
-            and the index of the blocks gathered into it; None: it is the pool.
-        gathers: for each part of several rows, the index of its tokens for :meth:`FunctionalStorage.read_tokens`.
-        places: for each part, its place among the results of views and gathers.
-        ends: where each part but the last ends among the queries.
-        order: indices that sort the queries by part, and the results by row; None: they are in order.
-        num_blocks: size of the pool for which the indices hold.
-    """
-
-    views: list[tuple[list[int], mx.array | None]]
-    gathers: list[mx.array]
-    places: list[int]
-    ends: list[int]
-    order: tuple[mx.array, mx.array] | None
-    num_blocks: int
-
-
-class RowsTogether(NamedTuple):
-    """Index by which attention without a kernel reads functional storage, for rows of one new token each: all at once,
-    padded as by :func:`padded_slots`.
-
-    Attributes:
-        tokens: index of the tokens, for :meth:`FunctionalStorage.read_tokens`.
-        mask: added to scores, ``[B, 1, 1, n]``; None: nothing is padded.
-        num_blocks: size of the pool for which the index holds.
-    """
-
-    tokens: mx.array
-    mask: mx.array | None
-    num_blocks: int
 
 
 class Step:
@@ -188,14 +142,9 @@ class Step:
         is_pack: whether some table has several new tokens.
         write_launch, decode_launches, prefill_launches, prompt_launches: kernel launches prepared for this step, shared
             by all layers; those of attention by the layers' parameters.
-        place: for one token of one table, start and end of the table's visible tokens among functional storage's slots;
-            None if not known, or not consecutive.
-        flat_index: number of blocks, and the index at which functional storage of that size writes the rows' tokens, by
-            head; None until it is needed.
-        columns: the columns that all layers read: of rows padded to a length, by that length; of some rows of equal
-            length, by those rows.
-        row_parts: rows that share operations of attention without a kernel, in all layers; None until they are needed.
-        read_plan: how those are read, together or in parts; None: by MLX's function, or not known yet.
+        columns: the columns that all layers read of rows padded to a length, by that length.
+        fetch_index: number of blocks on the host, and the index at which all layers read the visible tokens of all
+            rows; None until it is needed.
     """
 
     def __init__(
@@ -215,11 +164,9 @@ class Step:
         self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
         self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
         self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
-        self.place: tuple[int, int] | None = None
-        self.flat_index: tuple[int, mx.array] | None = None
-        self.columns: dict[int | tuple[int, ...], Columns] = {}
-        self.row_parts: list[list[int]] | None = None
-        self.read_plan: RowsTogether | RowsInParts | None = None
+        self.columns: dict[int, Columns] = {}
+        self.fetch_index: tuple[int, mx.array] | None = None
+        self._host_slots: np.ndarray | None = None
         self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
@@ -251,12 +198,15 @@ class Step:
 
     def host_slots(self, tables: Sequence[BlockTable]) -> np.ndarray:
         """Return :meth:`slots` on the host: int64, not padded."""
-        if self.is_pack:
-            return np.concatenate([tail_slots(table, n) for table, n in zip(tables, self.counts, strict=True)])
-        size = tables[0].block_size
-        slots = np.array([table.block_ids[-1] for table in tables], np.int64) * size
-        slots += (self._lengths - 1) % size
-        return slots
+        if self._host_slots is None:
+            if self.is_pack:
+                slots = np.concatenate([tail_slots(table, n) for table, n in zip(tables, self.counts, strict=True)])
+            else:
+                size = tables[0].block_size
+                slots = np.array([table.block_ids[-1] for table in tables], np.int64) * size
+                slots += (self._lengths - 1) % size
+            self._host_slots = slots
+        return self._host_slots
 
     @cached_property
     def _positions(self) -> np.ndarray:
@@ -433,18 +383,19 @@ def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
     return slots
 
 
+def visible_slots(table: BlockTable) -> np.ndarray:
+    """Return the slots of a table's visible positions, int64."""
+    size, first = table.block_size, table.logical_start // table.block_size
+    held = np.array(table.block_ids[first:], np.int64)[:, None] * size + np.arange(size)
+    slots: np.ndarray = held.reshape(-1)[table.logical_start - first * size : table.length - first * size]
+    return slots
+
+
 def padded_slots(tables: Sequence[BlockTable]) -> np.ndarray:
     """Return the slots of the visible tokens of rows, int64 ``[B, n]``, padded on the left to the longest. Padding
     repeats a row's first visible token, which a mask hides; it is finite if the row's own values are."""
-    size, lengths = tables[0].block_size, [table.length - table.logical_start for table in tables]
-    slots = np.empty((len(tables), max(lengths)), np.int64)
-    blocks: list[int] = []
-    starts = []
-    for table in tables:
-        starts.append(len(blocks) * size + table.logical_start % size)
-        blocks += table.block_ids[table.logical_start // size : -(-table.length // size)]
-    held = (np.array(blocks)[:, None] * size + np.arange(size)).reshape(-1)
-    for row, start, length in zip(slots, starts, lengths, strict=True):
-        row[-length:] = held[start : start + length]
-        row[:-length] = held[start]
+    slots = np.empty((len(tables), max(table.num_visible for table in tables)), np.int64)
+    for row, table in zip(slots, tables, strict=True):
+        own = visible_slots(table)
+        row[-len(own) :], row[: -len(own)] = own, own[0]
     return slots

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import mlx.core as mx
 
+from .device_blocks import DeviceBlocks
 from .group import BlockGroup
 
 P = ParamSpec("P")
@@ -47,13 +48,15 @@ class Turn:
     Args:
         lock: the pool's lock.
         groups: the groups whose tensors are worked on.
+        pending: lazy reads of blocks on the host.
     """
 
-    def __init__(self, lock: threading.RLock, groups: Sequence[BlockGroup]) -> None:
+    def __init__(self, lock: threading.RLock, groups: Sequence[BlockGroup], pending: list[mx.array]) -> None:
         self.owner = 0  # the thread in the turn
         self._lock = lock
         self._changed = threading.Condition(lock)
         self._groups = groups
+        self._reads = pending
         self.is_dirty = False  # whether tensors have been read or written in this turn
         self._depth = 0
         self._pending = 0  # the thread whose work here may still be lazy
@@ -94,10 +97,8 @@ class Turn:
                         self._pending = get_ident()
                         _thread.pending.append(self)
                 else:
-                    # A thread that ends while its work is computed would end the process. And MLX keeps arrays alive
-                    # until they are computed: the next write would copy functional blocks.
-                    is_main = threading.current_thread() is threading.main_thread()
-                    self._compute(wait=not is_main or not all(group.in_place for group in self._groups))
+                    # A thread that ends while its work is computed would end the process.
+                    self._compute(wait=threading.current_thread() is not threading.main_thread())
         finally:
             self._depth -= 1
             self._lock.release()
@@ -143,16 +144,18 @@ class Turn:
                 self._compute(wait=wait)
 
     def _compute(self, *, wait: bool) -> None:
-        arrays = [array for group in self._groups for array in group.latest()]
+        arrays = [array for group in self._groups for array in group.ready()] + self._reads
         try:
             mx.async_eval(arrays)  # does nothing if they are already being computed
-            for group in self._groups:
-                group.note_reads_started()
             if wait:
                 mx.eval(arrays)
+                self._reads.clear()
         except Exception:
+            self._reads.clear()
             for group in self._groups:
-                group.forget_failed_writes()
+                for blocks in group.blocks:
+                    if isinstance(blocks, DeviceBlocks):
+                        blocks.forget_failed_writes()
             raise
         finally:
             self.is_dirty = False

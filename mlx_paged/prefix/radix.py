@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
+from ..kv.attention_params import Window
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..kv.storage.attention_params import Window
 from .radix_node import (
     CHECKPOINT_SHARE,
     KEPT_SHARE,

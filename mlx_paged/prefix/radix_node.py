@@ -11,10 +11,10 @@ from itertools import islice
 
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
+from ..kv.attention_params import Window
 from ..kv.block_table import BlockTable
 from ..kv.memory import StateSlot
 from ..kv.pool import BlockPool
-from ..kv.storage.attention_params import Window
 
 
 class HeldBlocks:

@@ -13,10 +13,10 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import PoolExhaustedError
+from ..kv.attention_params import Window
 from ..kv.block_table import BlockTable
+from ..kv.geometry import first_keys
 from ..kv.pool import BlockPool
-from ..kv.storage.attention_params import Window
-from ..kv.storage.base import first_keys
 from .radix import RadixTree, table_over
 from .radix_node import RadixNode
 from .spill_folder import (
@@ -451,7 +451,7 @@ class SpillStore:
                     known = next(each.geometry[group] for each in blocks if each.geometry[group] is not None)
                     pool.set_geometry(layer, *first_keys(geometry_of(known)), batch=1)
                 pool.layer(layer).write_stored([tables[group]], k, v)
-                mx.eval(pool.fence(layer))
+                mx.eval(pool.layer(layer).ready())
 
     def _find(self, pool: BlockPool, tokens: tuple[int, ...], base: int, identity: str) -> list[SpilledBlock]:
         """Return files of consecutive blocks from block ``base`` on whose tokens match, the last perhaps in part."""

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import mlx.core as mx
 
-from ..kv.storage.base import Geometry, PageFormat
+from ..kv.geometry import Geometry, PageFormat
 
 
 class SavedStates(NamedTuple):

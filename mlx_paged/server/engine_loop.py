@@ -545,4 +545,4 @@ def check_pool(pool: BlockPool, prompt_cache: Any) -> None:
     if hasattr(prompt_cache, "tree_of"):
         prompt_cache.tree_of(pool).check_integrity()
     with pool.lock:
-        mx.eval([array for group in pool.groups for array in group.latest()])
+        mx.eval(pool.ready(), pool.pending)

@@ -12,7 +12,7 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.rows import SequenceTables
 from ...config import STOCK_QUANTISES
 from ...errors import PromptCacheError
-from ...kv.storage.base import Geometry, PageFormat, first_keys
+from ...kv.geometry import Geometry, PageFormat, first_keys
 from ...kv.turn import in_turn
 from ...warn import warn_once
 

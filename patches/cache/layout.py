@@ -15,9 +15,9 @@ from ...by_model import ByModel
 from ...cache.composites import leaves, with_leaves
 from ...cache.lazy_kv import LazyKV, hand_out
 from ...errors import GeometryError
+from ...kv.attention_params import AttentionParams, QueryHeads, Window
+from ...kv.geometry import Geometry
 from ...kv.group import LayerGroup
-from ...kv.storage.attention_params import AttentionParams, QueryHeads, Window
-from ...kv.storage.base import Geometry
 from ..models.latent import latent_caches_of
 
 PROBE_ROWS = 3

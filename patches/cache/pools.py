@@ -15,14 +15,14 @@ from ...by_model import ByModel
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...config import PagedConfig
-from ...engine.ranks.ranks import agreed_budget, agreed_storage
+from ...engine.ranks.ranks import agreed_blocks, agreed_budget
 from ...engine.ranks.world import check_heads, ranks_of
 from ...engine.request import sequence_of
 from ...errors import GeometryError
+from ...kv.attention_params import AttentionParams
+from ...kv.choice import blocks_choice
+from ...kv.geometry import first_keys
 from ...kv.pool import BlockPool
-from ...kv.storage.attention_params import AttentionParams
-from ...kv.storage.base import first_keys
-from ...kv.storage.choice import storage_choice
 from .layer_cache import PagedLayerCache
 from .layout import PagedLayout, probe_layers, probing_pass
 
@@ -76,15 +76,15 @@ def _holds(pool: BlockPool, dtype: mx.Dtype | None) -> bool:
 
 def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
     ranks = ranks_of(model)
-    budget, choose = max(1, config.memory_budget()), storage_choice(config.kernel)
+    budget, choose = max(1, config.memory_budget()), blocks_choice(config.kernel)
     if ranks is not None:
         check_heads(model, ranks)
-        budget, choose = agreed_budget(ranks, budget, repr(config)), agreed_storage(ranks, choose)
+        budget, choose = agreed_budget(ranks, budget, repr(config)), agreed_blocks(ranks, choose)
     pool = BlockPool(
         layout.groups,
         block_size=config.block_size,
         memory_budget=budget,
-        choose_storage=choose,
+        choose_blocks=choose,
         page_format=config.page_format,
     )
     known = zip(layout.groups, layout.geometries, strict=False)

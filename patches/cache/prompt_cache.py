@@ -16,7 +16,7 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.rows import SequenceTables
 from ...config import KVBits, PagedConfig
 from ...engine.request import sequence_of
-from ...errors import ConfigError, GeometryError, PromptCacheError
+from ...errors import BlocksUnavailableError, ConfigError, GeometryError, PromptCacheError
 from ...kv.pool import BlockPool
 from ...warn import warn_once
 from ..models.model_calls import guard
@@ -52,7 +52,11 @@ class CacheFactory:
         self.pool: BlockPool | None = None
         self._pool_of_dtype: Callable[[mx.Dtype], BlockPool | None] | None = None
         if layout is not None and config is not None and layout.groups:
-            self.pool = pool_for(model, layout, config)
+            try:
+                self.pool = pool_for(model, layout, config)
+            except BlocksUnavailableError as error:
+                warn_once(f"not paged in models of type {name_of(model)}: {error}; mlx-lm's own cache is used")
+                return
             known = weakref.ref(model)
 
             def pool_of_dtype(dtype: mx.Dtype) -> BlockPool | None:

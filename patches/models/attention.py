@@ -13,7 +13,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.compiled_step import StepLayer
 from ...engine.narrow_layers import Unnormed, fused_projections, is_narrow, normed, projected
 from ...kernels.products.narrow_matmul import Rotation
-from ...kv.storage.attention_params import AttentionParams
+from ...kv.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
 

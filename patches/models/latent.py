@@ -21,7 +21,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.rows import OWN_MASK, NotPackableError
 from ...engine.compiled_step import StepLayer
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
-from ...kv.storage.attention_params import AttentionParams, LatentHeads, Window
+from ...kv.attention_params import AttentionParams, LatentHeads, Window
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
 from .attention import AttentionCall, stays_paged

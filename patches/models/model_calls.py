@@ -62,9 +62,8 @@ def in_turns(call: ModelCall) -> ModelCall:
             return call(self, *args, **kwargs)
         pool = first.pool
         # Our kernels are allowed before the first write, too: MLX would take seconds to compile its own for a prompt.
-        is_functional = any(group.geometry is not None and not group.in_place for group in pool.groups)
-        on_cpu = is_functional and mx.default_device().type == mx.DeviceType.cpu
-        with pool.turn, Inference(allowed=not is_functional, shares_angles=on_cpu):
+        on_host = any(group.geometry is not None and not group.in_place for group in pool.groups)
+        with pool.turn, Inference(allowed=not on_host):
             if not args or args[0].shape[1] == 1 or (sequence := _sequence_with_kept_states(first)) is None:
                 return call(self, *args, **kwargs)
             states = [cache for cache in leaves(caches) if not isinstance(cache, _PAGED)]

@@ -13,7 +13,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.lazy_kv import lazy_kv_of
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.compiled_step import StepLayer
-from ...kv.storage.attention_params import AttentionParams
+from ...kv.attention_params import AttentionParams
 from ..cache.layout import ProbeLayer
 from ..patch import replaces
 from .attention import AttentionCall, heads_last, rotated

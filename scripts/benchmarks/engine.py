@@ -33,11 +33,11 @@ from mlx_paged.engine.upstream import Upstream
 from mlx_paged.kernels import availability, ops
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels.cuda.launch import CompiledKernel
+from mlx_paged.kv import choice
+from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage import choice
-from mlx_paged.kv.storage.attention_params import AttentionParams
-from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.turn import Stepwise
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
@@ -155,7 +155,7 @@ class Bench:
         ]
         block_bytes = BLOCK * 2 * DIM * 2 * layers
         budget = 1 << 50 if blocks is None else blocks * block_bytes
-        self.pool = BlockPool(groups, block_size=BLOCK, memory_budget=budget, choose_storage=storage_choice(in_place))
+        self.pool = BlockPool(groups, block_size=BLOCK, memory_budget=budget, choose_blocks=blocks_choice(in_place))
         key = mx.zeros((1, 1, 1, DIM), mx.float16)
         for index in range(len(windows)):
             self.pool.set_geometry(index * each, key, key, batch=1)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention import dispatch, gather
+from mlx_paged.attention import dispatch
 from mlx_paged.attention.dispatch import (
     attend,
     dispatch_counts,
@@ -20,12 +20,11 @@ from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import GeometryError
 from mlx_paged.kernels.fused_attention import PromptPath
+from mlx_paged.kv.attention_params import AttentionParams, Window
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.step import RowsInParts, RowsTogether
-from mlx_paged.kv.storage.attention_params import AttentionParams, Window
-from mlx_paged.kv.storage.choice import storage_choice
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.pools import paged_attention
 
@@ -219,7 +218,7 @@ def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
         pool.append_tokens(table, 1)
         pool.layer(0).write([table], k[:, :, n - 1 :], v[:, :, n - 1 :])
     q = noise(99, 2, Q_HEADS, 1, DIM)
-    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), pool.layer(0).step(tables, 1))
+    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE))
     for row, (k, v) in enumerate(parts):
         expected = mx.fast.scaled_dot_product_attention(
             q[row : row + 1], k[:, :, -window:], v[:, :, -window:], scale=SCALE
@@ -240,39 +239,17 @@ def test_an_additive_mask_over_latents_is_added(q_len: int) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("window", [None, 6])
-def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
-    window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gather, "PART_BYTES", 0)
-    lengths = [9, 5, 9, 3, 9, 5, 9, 5, 5, 9]
+def test_rows_attend_with_the_bits_of_each_alone(window: int | None, dtype: mx.Dtype) -> None:
+    """Some rows have consecutive blocks, others' are scattered. Every slot that no row has written holds NaN, those
+    behind a row's end in its last block included."""
+    lengths, follow = [9, 5, 14, 1, 22], [2, 4]
     pool = BlockPool([LayerGroup((0,), window)], block_size=4)
-    tables = [pool.new_table() for _ in lengths]
-    for seed, (table, n) in enumerate(zip(tables, lengths, strict=True)):
-        k, v = kv(seed, n, dtype)
-        for i in range(n):
-            pool.append_tokens(table, 1)
-            pool.layer(0).write([table], k[:, :, i : i + 1], v[:, :, i : i + 1])
-    q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
-    step = pool.layer(0).step(tables, 1)
-    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
-    assert step.row_parts == [[0, 2, 4, 6, 9], [1, 5, 7, 8], [3]]
-    assert isinstance(step.read_plan, RowsInParts) and [index.shape[0] for index in step.read_plan.gathers] == [5, 4]
-    for row, table in enumerate(tables):
-        alone = gather_attention(
-            q[row : row + 1], pool.layer(0), [table], AttentionParams(SCALE), step.single_step(tables, row)
-        )
-        assert_equal(got[row : row + 1], alone)
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("most_blocks", [1 << 10, 5.5])
-def test_rows_of_many_lengths_share_operations_with_the_same_bits(
-    most_blocks: float, window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some rows have consecutive blocks. The others' are scattered, and not all of them may be gathered at once."""
-    lengths, follow = [9, 5, 14, 7, 22], [2, 4]
-    pool = BlockPool([LayerGroup((0,), window)], block_size=4)
+    filler = pool.new_table()
+    for _ in range(30):
+        pool.append_tokens(filler, 4)
+        nans = (mx.full((1, HEADS, 4, dim), float("nan"), dtype) for dim in (DIM, VDIM))
+        pool.layer(0).write([filler], *nans)
+    pool.release_table(filler)
     tables = [pool.new_table() for _ in lengths]
     keys = [kv(seed, n, dtype) for seed, n in enumerate(lengths)]
     for row in follow:
@@ -286,99 +263,11 @@ def test_rows_of_many_lengths_share_operations_with_the_same_bits(
                 pool.append_tokens(table, 1)
                 pool.layer(0).write([table], *(x[:, :, i : i + 1] for x in keys[row]))
     q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
-    monkeypatch.setattr(gather, "PART_BYTES", 0)
-    monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", int(most_blocks * 4 * HEADS * (DIM + VDIM) * dtype.size))
-    step = pool.layer(0).step(tables, 1)
-    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
-    assert isinstance(step.read_plan, RowsInParts)
-    assert [blocks is None for _, blocks in step.read_plan.views] == [True] + [False] * (1 if most_blocks > 10 else 2)
+    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE))
     for row, (k, v) in enumerate(keys):
         seen = slice(-(window or lengths[row]), None)
         alone = mx.fast.scaled_dot_product_attention(q[row : row + 1], k[:, :, seen], v[:, :, seen], scale=SCALE)
         assert_equal(got[row : row + 1], alone)
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("num_q_heads", [HEADS, Q_HEADS])
-def test_rows_computed_together_never_use_stale_slots(
-    num_q_heads: int, window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every slot that no row has written holds NaN, those behind a row's end in its last block included."""
-    lengths, pool = [9, 5, 1, 7, 22], BlockPool([LayerGroup((0,), window)], block_size=4)
-    filler = pool.new_table()
-    for _ in range(30):
-        pool.append_tokens(filler, 4)
-        nans = (mx.full((1, HEADS, 4, dim), float("nan"), dtype) for dim in (DIM, VDIM))
-        pool.layer(0).write([filler], *nans)
-    pool.release_table(filler)
-    tables = [pool.new_table() for _ in lengths]
-    keys = [kv(seed, n, dtype) for seed, n in enumerate(lengths)]
-    for i in range(max(lengths)):
-        for row, table in enumerate(tables):
-            if i < lengths[row]:
-                pool.append_tokens(table, 1)
-                pool.layer(0).write([table], *(x[:, :, i : i + 1] for x in keys[row]))
-    q = noise(99, len(lengths), num_q_heads, 1, DIM, dtype=dtype)
-    is_exact = gather._is_exact(dtype, num_q_heads // HEADS, DIM, VDIM)
-    monkeypatch.setattr(gather, "_is_exact", lambda *_: True)
-    step = pool.layer(0).step(tables, 1)
-    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
-    assert isinstance(step.read_plan, RowsTogether) and step.read_plan.mask is not None
-    for row, (k, v) in enumerate(keys):
-        seen = slice(-(window or lengths[row]), None)
-        alone = mx.fast.scaled_dot_product_attention(q[row : row + 1], k[:, :, seen], v[:, :, seen], scale=SCALE)
-        if is_exact:
-            assert_equal(got[row : row + 1], alone)
-        else:
-            assert mx.allclose(got[row : row + 1], alone, atol=1e-5 if dtype == mx.float32 else 1e-2)
-
-
-def test_rows_are_padded_together_only_while_that_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    def are_together(lengths: list[int]) -> bool:
-        pool, tables, _ = pool_with(lengths)
-        step = pool.layer(0).step(tables, 1)
-        gather_attention(noise(99, len(lengths), Q_HEADS, 1, DIM), pool.layer(0), tables, AttentionParams(SCALE), step)
-        return isinstance(step.read_plan, RowsTogether)
-
-    monkeypatch.setattr(gather, "_is_exact", lambda *_: True)
-    most = gather.PART_BYTES // (HEADS * (4 * (DIM + VDIM) + gather.PAIR_BYTES))
-    assert are_together([most, most - 9]) and not are_together([most + 9, most])
-    assert not are_together([most + 9, 3, 4, 4])  # padding counts, and rows of one length are one part
-    monkeypatch.setattr(gather, "_is_exact", lambda *_: False)
-    assert not are_together([9, 5])
-
-
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_long_masked_or_capped_rows_are_computed_one_at_a_time(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "_is_exact", lambda *_: is_exact)
-    pool, tables, _ = pool_with([7] * 5)
-    q, plain = noise(99, 5, Q_HEADS, 1, DIM), AttentionParams(SCALE)
-    calls = []
-
-    def counted(q: mx.array, *args: object) -> mx.array:
-        calls.append(q.shape[0])
-        return attention(q, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(gather, "attention", counted)
-
-    def parts(params: AttentionParams = plain, rows: int = 5) -> list[int]:
-        calls.clear()
-        pool.groups[0].touch()
-        gather_attention(q[:rows], pool.layer(0), tables[:rows], params, pool.layer(0).step(tables[:rows], 1))
-        return list(calls)
-
-    assert parts() == ([] if is_exact else [5])  # no call: MLX's own operations are used instead
-    assert parts(rows=2) == ([] if is_exact else [2])
-    assert parts(rows=1) == [1]
-    assert parts(AttentionParams(SCALE, mask=mx.ones((1, 7), mx.bool_))) == [1] * 5
-    assert parts(AttentionParams(SCALE, softcap=20.0)) == [1] * 5
-    monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", 4 * 7 * HEADS * (DIM + VDIM) * 4)
-    assert parts() == []  # by operations; parts share those around the products
-    sinks = mx.zeros((Q_HEADS,))
-    assert parts(AttentionParams(SCALE, sinks=sinks)) == [4, 1]
-    monkeypatch.setattr(gather, "SHORT_BYTES", 100)
-    assert parts(AttentionParams(SCALE, sinks=sinks)) == [1] * 5
 
 
 # On a Mac ---------------------------------------------------------------------------------------------------------
@@ -399,7 +288,7 @@ def test_chunk_after_a_prefix_takes_the_faster_path_on_metal(
     monkeypatch.setattr(dispatch, "prefill_path", path)
     dense = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,), window)], block_size=4)), 0)
     with fake_kernels() as fake:
-        pool = BlockPool([LayerGroup((0,), window)], block_size=4, choose_storage=storage_choice(None))
+        pool = BlockPool([LayerGroup((0,), window)], block_size=4, choose_blocks=blocks_choice(None))
         cache = PagedKVCache(SequenceTables(pool), 0)
         for seed, n in enumerate((5, 9, 30, 3)):
             outputs = [
@@ -417,7 +306,7 @@ def test_chunk_after_a_prefix_takes_the_faster_path_on_metal(
 def test_other_masks_take_the_gather_path_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "on_metal", lambda: True)
     with fake_kernels() as fake:
-        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=storage_choice(None))
+        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_blocks=blocks_choice(None))
         cache = PagedKVCache(SequenceTables(pool), 0)
         cache.attend(noise(1, 1, Q_HEADS, 5, DIM), *kv(1, 5), AttentionParams(SCALE, "causal"))
         mask = causal_mask(9, 5) & (mx.arange(14) != 2)
@@ -437,7 +326,7 @@ def test_pack_takes_the_path_of_its_shortest_chunk_on_metal(monkeypatch: pytest.
     monkeypatch.setattr(dispatch, "prefill_path", path)
     counts, prefixes = [12, 20], [30, 7]
     with fake_kernels() as fake:
-        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=storage_choice(None))
+        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_blocks=blocks_choice(None))
         tables, dense = [], []
         for seed, (count, prefix) in enumerate(zip(counts, prefixes, strict=True)):
             k, v = kv(seed, count + prefix)

@@ -10,13 +10,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
-from mlx_paged.attention import gather
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.cache.rows import Rows
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kv import group, step
-from mlx_paged.kv.storage.attention_params import AttentionParams
+from mlx_paged.kv.attention_params import AttentionParams
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
 LAYERS = 3  # 0 and 2 global, 1 sliding
@@ -193,62 +191,10 @@ def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...]) -> None
     pool.check_integrity()
 
 
-@pytest.mark.parametrize("most", [1 << 17, 0])
-@pytest.mark.parametrize("lengths", [(9, 9, 9), (30, 30), (9, 9, 10), (9,)])
-def test_short_rows_of_one_length_are_fetched_as_plain_arrays(
-    lengths: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gather, "SHORT_BYTES", most)
-    pool = pool_of()
-    solo = [sequence(pool, n, seed=seed) for seed, n in enumerate(lengths)]
-    batch = merged(solo)
-    step = random_step(len(solo), 1, 0)
-    reserve(batch)
-    for layer, (cache, (q, k, v)) in enumerate(zip(batch, step, strict=True)):
-        keys, values = cache.update_and_fetch(k, v)
-        is_read = lazy_kv_of(keys, values) is None
-        assert is_read == (len(solo) > 1 and len(set(lengths)) == 1 and most > 0)
-        if is_read:
-            got = mx.fast.scaled_dot_product_attention(q, keys, values, scale=SCALE)
-            for index, caches in enumerate(solo):
-                row = tuple(x[index : index + 1] for x in (q, k, v))
-                assert mx.array_equal(got[index : index + 1], caches[layer].attend(*row, AttentionParams(SCALE)))
-    pool.check_integrity()
-
-
 class Masking(PagedKVCache):
     """A cache of a layer whose attention needs array masks."""
 
     masks_rows = True
-
-
-@pytest.mark.parametrize(("lengths", "most", "makes_mask"), [
-    ((9, 10, 30), 1 << 17, True), ((9, 10, 30), 0, True), ((9, 10, 30), 1 << 17, False),
-])  # fmt: skip
-def test_short_masked_rows_are_fetched_as_plain_arrays(
-    lengths: tuple[int, ...], most: int, makes_mask: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gather, "SHORT_BYTES", most)
-    pool = pool_of()
-    solo = [sequence(pool, n, seed=seed) for seed, n in enumerate(lengths)]
-    rows = merged(solo)[0].rows
-    batch = [PagedBatchKVCache(rows, layer, Masking) for layer in range(LAYERS)]
-    step = random_step(len(solo), 1, 0)
-    reserve(batch)
-    for layer, (cache, (q, k, v)) in enumerate(zip(batch, step, strict=True)):
-        mask = cache.make_mask(1) if makes_mask else None
-        keys, values = cache.update_and_fetch(k, v)
-        lazy = lazy_kv_of(keys, values)
-        assert (lazy is None) == (makes_mask and most > 0)
-        if lazy is None:
-            got = mx.fast.scaled_dot_product_attention(q, keys, values, scale=SCALE, mask=mask)
-        else:
-            got = lazy.attend(q, keys, values, AttentionParams(SCALE, mask))
-        for index, caches in enumerate(solo):
-            row = tuple(x[index : index + 1] for x in (q, k, v))
-            own = AttentionParams(SCALE, caches[layer].make_mask(1, window_size=caches[layer].window))
-            assert mx.allclose(got[index : index + 1], caches[layer].attend(*row, own), atol=1e-5)
-    pool.check_integrity()
 
 
 @pytest.mark.parametrize(("lengths", "is_masked"), [((9, 9), False), ((30,), False), ((9, 10), True)])

@@ -18,10 +18,10 @@ from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.cache.rows import NotPackableError, Rows
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kernels.build import NoKernelError
+from mlx_paged.kv import device_blocks
 from mlx_paged.kv import group as group_module
-from mlx_paged.kv.storage import in_place
-from mlx_paged.kv.storage.attention_params import AttentionParams, Window
-from mlx_paged.kv.storage.choice import storage_choice
+from mlx_paged.kv.attention_params import AttentionParams, Window
+from mlx_paged.kv.choice import blocks_choice
 from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
@@ -40,7 +40,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         return
     with fake_kernels(), monkeypatch.context() as own:  # undone before the fake kernels are
         if request.param == "in place":
-            own.setattr(in_place, "prepare_prefill", no_kernel)
+            own.setattr(device_blocks, "prepare_prefill", no_kernel)
         yield request.param
 
 
@@ -50,9 +50,7 @@ def no_kernel(*_: object, **__: object) -> None:
 
 def pool_of(form: str = "functional", budget: int = 1 << 30) -> BlockPool:
     groups = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]
-    return BlockPool(
-        groups, block_size=BLOCK, memory_budget=budget, choose_storage=storage_choice(form != "functional")
-    )
+    return BlockPool(groups, block_size=BLOCK, memory_budget=budget, choose_blocks=blocks_choice(form != "functional"))
 
 
 def noise(seed: int, batch: int, width: int) -> Parts:
@@ -67,7 +65,7 @@ def sequences(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[Seque
     for seed, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         for layer, (_, k, v) in enumerate(noise(seed, 1, length) if length else ()):
             PagedKVCache(row, layer).update(k, v)
-    mx.eval([pool.fence(layer) for layer in range(LAYERS)])
+    mx.eval(pool.ready())
     return rows
 
 

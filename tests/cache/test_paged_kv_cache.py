@@ -15,9 +15,9 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError, TrimError
+from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from tests.support.caches import HEADS, KD, VD, assert_same, bits, caches_of, dense_of, filled, kv, noise
 from tests.support.cases import crossed, quick

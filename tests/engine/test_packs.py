@@ -21,7 +21,7 @@ from mlx_paged.engine.prefill import can_pack, packs_of
 from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kernels.fused_attention import least_fused_queries
-from mlx_paged.kv.storage import in_place
+from mlx_paged.kv import device_blocks
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
@@ -79,7 +79,7 @@ def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return
     with fake_kernels(), monkeypatch.context() as own:  # undone before the fake kernels are
         if request.param == "in place":
-            own.setattr(in_place, "prepare_prefill", no_kernel)
+            own.setattr(device_blocks, "prepare_prefill", no_kernel)
         yield PagedConfig(block_size=8, kernel="on")
 
 
@@ -261,7 +261,7 @@ def test_chunks_after_a_prefix_are_packed_on_metal_if_the_kernel_works(
     model, prompts = model_of("qwen3", head_dim=64), prompts_for(VOCAB)
     with fake_kernels(), monkeypatch.context() as own:
         if not has_kernel:
-            own.setattr(in_place, "prepare_prefill", no_kernel)
+            own.setattr(device_blocks, "prepare_prefill", no_kernel)
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         gen = packing(model)
         first = insert(gen, prompts[-1:], 8)

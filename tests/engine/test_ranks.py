@@ -421,7 +421,7 @@ def test_undo_discards_the_writes_since_a_checkpoint(options: dict[str, Any], in
     mx.eval(model(tokens[:, :20], cache=cache))
     pool = mlx_paged.pool_of(model)
     assert pool is not None and pool.groups[0].in_place == in_place
-    storages = pool.groups[0].storages
+    storages = pool.groups[0].blocks
     fences = [storage.latest() for storage in storages] if in_place else []
     quantized = [storage.num_quantized for storage in storages]
     written = _written(storages)

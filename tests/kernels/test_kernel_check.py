@@ -19,11 +19,11 @@ from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.quantized import PageShape, new_blocks
 from mlx_paged.kernels.trial import KernelKey, failure_of, small_inputs_of
-from mlx_paged.kv.storage.attention_params import QueryHeads
-from mlx_paged.kv.storage.base import Geometry
-from mlx_paged.kv.storage.choice import storage_choice
-from mlx_paged.kv.storage.functional import FunctionalStorage
-from mlx_paged.kv.storage.in_place import InPlaceStorage
+from mlx_paged.kv.attention_params import QueryHeads
+from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.device_blocks import DeviceBlocks
+from mlx_paged.kv.geometry import Geometry
+from mlx_paged.kv.host_blocks import HostBlocks
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.broken_texts import Launched
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
@@ -296,15 +296,15 @@ def test_without_a_working_variant_new_pools_are_functional(
         mock.patch.object(availability, "device_unsupported_reason", lambda: None),
         mock.patch.object(kernel_check, "self_check", lambda variant: SelfCheck(variant, True, 0.0, 0.1, "")),
     ):
-        choose = storage_choice(None)
-        assert choose(geometry, 16, heads).form is InPlaceStorage
+        choose = blocks_choice(None)
+        assert choose(geometry, 16, heads).form is DeviceBlocks
         prepare(1)
         with pytest.warns(UserWarning, match="is off"), pytest.raises(NoKernelError, match="does not compile"):
             prepare(9)
         with pytest.raises(NoKernelError, match="does not compile"):
             prepare(1)
         choice = choose(geometry, 16, heads)
-    assert choice.form is FunctionalStorage and "it does not compile" in choice.reason
+    assert choice.form is HostBlocks and "it does not compile" in choice.reason
 
 
 def test_a_trial_is_evaluated(launched: Callable[..., Launched]) -> None:

@@ -3,7 +3,6 @@
 import random
 import threading
 from collections import Counter
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kv.allocator import NULL_BLOCK, BlockAllocator
-from mlx_paged.kv.block_table import BlockTable, Segment
+from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.budget import Append, PoolBudget
 from mlx_paged.kv.group import BlockGroup, LayerGroup
 from mlx_paged.kv.idle import IdleWatch
@@ -193,54 +192,6 @@ def test_blocks_for(length: int, new: int, expected: int) -> None:
 
 def test_num_blocks_leaves_out_null_blocks() -> None:
     assert table_of([NULL_BLOCK, NULL_BLOCK, 7, 3], 15).num_blocks == 2
-
-
-def test_consecutive_blocks_are_one_segment() -> None:
-    assert table_of([5, 6, 7], 12).tail_segments(12) == [Segment(20, 12, 0)]
-    assert table_of([1, 2, 3, 4], 14).tail_segments(12) == [Segment(6, 12, 0)]  # partial at both ends
-
-
-def test_segments_break_at_gaps_and_at_descending_ids() -> None:
-    assert table_of([5, 6, 8, 7], 16).tail_segments(16) == [
-        Segment(20, 8, 0),
-        Segment(32, 4, 8),
-        Segment(28, 4, 12),
-    ]
-
-
-def test_a_run_inside_one_block() -> None:
-    assert table_of([9, 2], 7).tail_segments(2) == [Segment(9, 2, 0)]
-    assert table_of([9, 2], 7).tail_segments(0) == []
-
-
-def test_cached_segments_are_dropped_when_length_or_blocks_change() -> None:
-    table = table_of([3, 4], 5)
-    first = table.tail_segments(1)
-    assert first == [Segment(16, 1, 0)]
-    assert table.tail_segments(1) is first
-    table.length = 6
-    assert table.tail_segments(1) == [Segment(17, 1, 0)]
-    table.block_ids[1] = 9
-    table.forget_indices()
-    assert table.tail_segments(1) == [Segment(37, 1, 0)]
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.sampled_from([4, 8, 16]), st.integers(1, 90), st.data())
-def test_segments_place_every_token_once(block_size: int, length: int, data: st.DataObject) -> None:
-    num_blocks = -(-length // block_size)
-    ids = data.draw(st.permutations(range(1, num_blocks + 1)))
-    num_tokens = data.draw(st.integers(1, length))
-    table = table_of(list(ids), length, block_size)
-    placed: dict[int, tuple[int, int]] = {}
-    segments = table.tail_segments(num_tokens)
-    for slot, count, source in segments:
-        for i in range(count):
-            assert source + i not in placed
-            placed[source + i] = divmod(slot + i, block_size)
-    assert all(before.slot + before.num_tokens != after.slot for before, after in pairwise(segments))
-    first = length - num_tokens
-    assert placed == {i: (ids[(first + i) // block_size], (first + i) % block_size) for i in range(num_tokens)}
 
 
 def test_repr_says_what_it_holds() -> None:

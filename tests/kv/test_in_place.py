@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_paged.kv import device_blocks
+from mlx_paged.kv.attention_params import QueryHeads
+from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.group import PACED_TOKENS, LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage import in_place
-from mlx_paged.kv.storage.attention_params import QueryHeads
-from mlx_paged.kv.storage.choice import storage_choice
-from mlx_paged.kv.storage.in_place import InPlaceStorage
 from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, KD, VD, SIZE, WINDOW = 2, 64, 80, 8, 20
@@ -27,7 +27,7 @@ def noise(seed: int, *shape: int) -> mx.array:
 
 
 def make_pool(use_kernel: bool) -> BlockPool:
-    pool = BlockPool(GROUPS, block_size=SIZE, choose_storage=storage_choice(use_kernel))
+    pool = BlockPool(GROUPS, block_size=SIZE, choose_blocks=blocks_choice(use_kernel))
     for layer in (0, 1):
         k, v = noise(0, 1, HEADS, 1, KD), noise(1, 1, HEADS, 1, VD)
         pool.set_geometry(layer, k, v, batch=1, heads=QueryHeads(4))
@@ -155,7 +155,7 @@ def test_growth_keeps_the_blocks_even_if_it_fails_half_way(monkeypatch: pytest.M
     for count in (40, 70, 1):
         twin.append(0, count)
     pool = twin.pools[0]
-    storage, known, extended, calls = pool.layer(2).storage, pool.stats().total_blocks, in_place._resized, 0
+    storage, known, extended, calls = pool.layer(2).blocks, pool.stats().total_blocks, device_blocks._resized, 0
 
     def fail_in_the_second_layer(blocks: mx.array, num_blocks: int) -> mx.array:
         nonlocal calls
@@ -164,13 +164,13 @@ def test_growth_keeps_the_blocks_even_if_it_fails_half_way(monkeypatch: pytest.M
             raise RuntimeError("out of memory")
         return extended(blocks, num_blocks)
 
-    monkeypatch.setattr(in_place, "_resized", fail_in_the_second_layer)
+    monkeypatch.setattr(device_blocks, "_resized", fail_in_the_second_layer)
     with pytest.raises(RuntimeError, match="out of memory"):
         pool.append_tokens(pool.new_table(0), 10_000)
     assert calls == 4 and storage.num_blocks > known
     assert pool.stats().total_blocks == known
     twin.check()
-    monkeypatch.setattr(in_place, "_resized", extended)
+    monkeypatch.setattr(device_blocks, "_resized", extended)
     for count in (1, 800):
         twin.append(0, count)
     twin.check()
@@ -183,7 +183,7 @@ def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> No
         return (tmp_path / "graph.dot").read_text().count("rectangle")
 
     layers = range(6)
-    pool = BlockPool([LayerGroup(tuple(layers))], block_size=SIZE, choose_storage=storage_choice(True))
+    pool = BlockPool([LayerGroup(tuple(layers))], block_size=SIZE, choose_blocks=blocks_choice(True))
     table = pool.new_table(0)
     for num_tokens, paced in ((PACED_TOKENS, True), (PACED_TOKENS - 1, False)):
         pool.append_tokens(table, num_tokens)
@@ -194,7 +194,7 @@ def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> No
                 for _ in range(10):
                     x = x + 1
                 pool.write_prefill(table, layer, x, x)
-                pending.append([num_nodes(pool.fence(earlier)) > 0 for earlier in layers[: layer + 1]])
+                pending.append([num_nodes(*pool.layer(earlier).ready()) > 0 for earlier in layers[: layer + 1]])
         if paced:
             assert not any(any(row) for row in pending)
         else:
@@ -212,15 +212,15 @@ def test_every_kernel_is_called_with_the_latest_fence() -> None:
         twin.step([0, 1])
         twin.check()
         assert fake.calls["write_slots"] and fake.calls["gather_blocks"] and fake.calls["copy_blocks"]
-        storage = twin.pools[0].layer(0).storage
-        keys = storage._InPlaceStorage__keys
+        storage = twin.pools[0].layer(0).blocks
+        keys = storage._DeviceBlocks__keys
         with pytest.raises(AssertionError, match="old fence"):
             fake.copy_blocks(keys, keys, mx.zeros((1,), mx.uint32), [1], [2])
 
 
 def test_no_mlx_op_can_read_the_blocks() -> None:
     """The tensors are private to the class, and inside it only kernels are given them."""
-    tree = ast.parse(inspect.getsource(in_place))
+    tree = ast.parse(inspect.getsource(device_blocks))
     private = {"__keys", "__values"}
 
     def is_block_tensor(node: ast.AST) -> bool:
@@ -250,12 +250,11 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     assert len(handed_over) == 1
     resize = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "resize")
     statements = [ast.unparse(node) for node in resize.body]
-    assert statements[0] == "mx.eval(self.__fence)"  # before MLX is given any
+    assert statements[1] == "mx.eval(self.__fence)"  # before MLX is given any
     assert sum("_resized(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)) == 1
-    names = {name for name in vars(InPlaceStorage) if not name.startswith("_")}
+    names = {name for name in vars(DeviceBlocks) if not name.startswith("_")}
     assert names == {
-        "after_writes", "copy_blocks", "decode", "fence", "forget_failed_writes", "in_place",
-        "items", "latest", "num_blocks",
-        "prefill", "prepare_decode", "read_packed", "read_rows", "read_stored", "read_visible", "resize", "restore",
-        "rewind", "run", "snapshot", "write", "write_stored",
+        "after_writes", "copy", "decode", "fence", "forget_failed_writes", "gather", "in_place", "items", "num_blocks",
+        "prefill", "prepare_decode", "read_packed", "read_rows", "ready", "resize", "restore", "rewind", "run",
+        "snapshot", "write",
     }  # fmt: skip

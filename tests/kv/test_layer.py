@@ -6,10 +6,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.errors import BlockStateError, GeometryError
+from mlx_paged.kv.blocks import BlocksChoice
+from mlx_paged.kv.geometry import Geometry
 from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.host_blocks import HostBlocks
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.base import Geometry, StorageChoice
-from mlx_paged.kv.storage.functional import FunctionalStorage
 from tests.support.pools import bits, kv
 
 
@@ -38,7 +39,7 @@ def test_layers_of_a_group_do_not_share_contents() -> None:
     for number, part in parts.items():
         got = pool.layer(number).gather_visible(table)
         assert all((bits(x) == bits(y)).all() for x, y in zip(got, part, strict=True))
-    assert pool.layer(3).storage is not pool.layer(1).storage
+    assert pool.layer(3).blocks is not pool.layer(1).blocks
 
 
 def test_foreign_tables_are_refused_before_anything_is_changed() -> None:
@@ -46,14 +47,14 @@ def test_foreign_tables_are_refused_before_anything_is_changed() -> None:
     k, v = kv(0, 3)
     layer = pool.layer(0)
     with pytest.raises(BlockStateError, match="nothing has been written"):
-        layer.storage  # noqa: B018
-    assert layer.fence().size == 0
+        layer.blocks  # noqa: B018
+    assert layer.ready() == []
     for table, error in ((pool.new_table(1), GeometryError), (other.new_table(0), BlockStateError)):
         (other if table.owner is not pool.new_table().owner else pool).append_tokens(table, 3)
         for use in (lambda t: layer.write([t], k, v), layer.gather_visible, lambda t: layer.step([t], 3)):
             with pytest.raises(error):
                 use(table)
-    assert layer.group.geometry is None and not layer.group.storages
+    assert layer.group.geometry is None and not layer.group.blocks
     own = pool.new_table()
     pool.append_tokens(own, 3)
     layer.write([own], k, v)
@@ -80,18 +81,18 @@ def test_a_layer_does_not_keep_its_pool() -> None:
 def test_failed_first_allocation_leaves_the_layer_unchanged() -> None:
     is_full = True
 
-    def form(geometry: Geometry, block_size: int, num_blocks: int) -> FunctionalStorage:
+    def form(geometry: Geometry, block_size: int, num_blocks: int, pending: list[mx.array]) -> HostBlocks:
         if is_full:
             raise RuntimeError("out of memory")
-        return FunctionalStorage(geometry, block_size, num_blocks)
+        return HostBlocks(geometry, block_size, num_blocks, pending)
 
-    pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=lambda *_: StorageChoice(form, "chosen"))
+    pool = BlockPool([LayerGroup((0,))], block_size=4, choose_blocks=lambda *_: BlocksChoice(form, "chosen"))
     table, (k, v) = pool.new_table(), kv(0, 5)
     pool.append_tokens(table, 5)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
             pool.layer(0).write([table], k, v)
-    assert pool.groups[0].geometry is None and pool.groups[0].storage_reason == "nothing written yet"
+    assert pool.groups[0].geometry is None and pool.groups[0].blocks_reason == "nothing written yet"
     is_full = False
     pool.layer(0).write([table], k, v)
     assert (bits(pool.layer(0).gather_visible(table)[0]) == bits(k)).all()

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from mlx_paged.errors import BlockStateError, GeometryError
-from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.step import DeviceTables, Step
-from mlx_paged.kv.storage.choice import storage_choice
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.pools import assert_holds, joined, kv, pool_of, put
 
@@ -97,7 +96,7 @@ def stand_ins() -> Iterator[FakeKernels]:
 
 @pytest.mark.parametrize("form", ["functional", "in place"])
 def test_packed_write_is_read_back_by_each_table(form: str, stand_ins: FakeKernels) -> None:
-    pool = pool_of(choose_storage=storage_choice(form == "in place"))
+    pool = pool_of(choose_blocks=blocks_choice(form == "in place"))
     tables, held = tables_of(pool)
     parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
     k, v = packed(parts)
@@ -118,14 +117,14 @@ def test_packed_write_is_read_back_by_each_table(form: str, stand_ins: FakeKerne
 @pytest.mark.usefixtures("stand_ins")
 def test_read_packed_returns_the_blocks_of_all_tables() -> None:
     """Slots follow the order of the tables' blocks, which the gathered tables index."""
-    pool = pool_of(choose_storage=storage_choice(True))
+    pool = pool_of(choose_blocks=blocks_choice(True))
     tables, held = tables_of(pool)
     parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
     layer = pool.layer(0)
     step = layer.step(tables, COUNTS)
     with pool.turn:
         layer.write_step(tables, step, *packed(parts))
-    k, v = layer.storage.read_packed(tables, step)
+    k, v = layer.blocks.read_packed(tables, step)
     ids = step.all_blocks(tables)
     assert ids.tolist() == [block_id for table in tables for block_id in table.block_ids]
     assert k.shape[2] == v.shape[2] == step.num_slots(tables) == 4 * ids.size
@@ -134,14 +133,6 @@ def test_read_packed_returns_the_blocks_of_all_tables() -> None:
         slots = mx.array([row[position // 4] * 4 + position % 4 for position in range(table.length)])
         own_k, own_v = part if before is None else joined(before, part)
         assert mx.array_equal(k[:, :, slots], own_k) and mx.array_equal(v[:, :, slots], own_v)
-
-
-def test_read_packed_requires_in_place_storage() -> None:
-    pool = pool_of()
-    tables, _ = tables_of(pool)
-    layer = pool.layer(0)
-    with pytest.raises(NoKernelError, match="not written in place"):
-        layer.storage.read_packed(tables, layer.step(tables, COUNTS))
 
 
 def test_positions_that_cannot_be_written_are_refused() -> None:
@@ -160,4 +151,4 @@ def test_positions_that_cannot_be_written_are_refused() -> None:
     pool.release_table(tables[3])
     with pytest.raises(BlockStateError):
         layer.step(tables, COUNTS)
-    assert np.isfinite(np.array(layer.fence())).all()
+    assert np.isfinite(np.array(pool.gather_visible(tables[0], 0)[0])).all()

@@ -17,16 +17,16 @@ from mlx_paged.kernels import availability
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.quantized import rotate
+from mlx_paged.kv import choice
+from mlx_paged.kv.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.choice import blocks_choice, kernel_unsupported_reason, prefill_unsupported_reason
+from mlx_paged.kv.device_blocks import DeviceBlocks, TracedBlocks
+from mlx_paged.kv.geometry import Geometry, PageFormat
 from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.host_blocks import HostBlocks
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.step import Columns
-from mlx_paged.kv.storage import choice
-from mlx_paged.kv.storage.attention_params import AttentionParams, QueryHeads
-from mlx_paged.kv.storage.base import Geometry, PageFormat
-from mlx_paged.kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason, storage_choice
-from mlx_paged.kv.storage.functional import QuantizedStorage
-from mlx_paged.kv.storage.in_place import InPlaceStorage, TracedBlocks
+from mlx_paged.kv.step import visible_slots
 from mlx_paged.warn import NotPagedWarning
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
@@ -92,8 +92,8 @@ def test_bytes_per_token_equals_the_size_of_the_tensors() -> None:
     for page_format in FORMATS:
         for dtype in DTYPES:
             geometry = Geometry(2, 128, 256, dtype, page_format)
-            storage = QuantizedStorage(geometry, 4, 6)
-            assert sum(x.nbytes for x in storage.latest()) == 6 * 4 * geometry.bytes_per_token()
+            storage = HostBlocks(geometry, 4, 6, [])
+            assert storage.nbytes == 6 * 4 * geometry.bytes_per_token()
     dense = Geometry(8, 128, 128, mx.bfloat16)
     sizes = [dense._replace(format=PageFormat.of(bits)).bytes_per_token() for bits in (8, 4, (8, 4))]
     assert sizes == [8 * 2 * 136, 8 * 2 * 72, 8 * (136 + 72)]
@@ -240,15 +240,15 @@ class Pair:
             BlockPool(
                 [LayerGroup((0,), window)],
                 block_size=SIZE,
-                choose_storage=storage_choice(use_kernel),
+                choose_blocks=blocks_choice(use_kernel),
                 page_format=page_format,
             )
             for use_kernel in (True, False)
         ]
         for pool in self.pools:
             pool.set_geometry(0, noise(0, 1, HEADS, 1, DIM), noise(1, 1, HEADS, 1, DIM), batch=1, heads=QueryHeads(4))
-        self.storages = [pool.groups[0].storages[0] for pool in self.pools]
-        assert [type(x) for x in self.storages] == [InPlaceStorage, QuantizedStorage]
+        self.blocks = [pool.groups[0].blocks[0] for pool in self.pools]
+        assert [type(x) for x in self.blocks] == [DeviceBlocks, HostBlocks]
 
     def new(self) -> list[BlockTable]:
         return [pool.new_table() for pool in self.pools]
@@ -285,7 +285,7 @@ def test_in_place_pages_equal_functional_pages_after_any_change(page_format: Pag
     pair.append(forks, 40, 1)
     for tables in (first, second, forks):
         pair.agree(tables)
-    assert [x.num_quantized for x in pair.storages] == [57, 57]
+    assert [x.num_quantized for x in pair.blocks] == [57, 57]
     # Rows of one pool are written to the other as they are, without being quantised again.
     moved = pair.new()
     for pool, table, source in zip(pair.pools, moved, reversed(pair.pools), strict=True):
@@ -296,7 +296,7 @@ def test_in_place_pages_equal_functional_pages_after_any_change(page_format: Pag
     np.testing.assert_array_equal(
         *(np.array(pair.pools[0].layer(0).read_stored(tables[0])[0]) for tables in (second, moved))
     )
-    assert [x.num_quantized for x in pair.storages] == [57, 57]
+    assert [x.num_quantized for x in pair.blocks] == [57, 57]
     for pool in pair.pools:
         pool.check_integrity()
 
@@ -322,12 +322,12 @@ def test_attention_in_place_equals_attention_over_functional_pages(page_format: 
     np.testing.assert_allclose(np.array(found[0]), np.array(found[1]), atol=1e-6)
     assert fake.calls["append"] == 1 and fake.calls["paged_decode"] == 2
     pair.agree(tables)
-    assert [x.num_quantized for x in pair.storages] == [20, 20]
+    assert [x.num_quantized for x in pair.blocks] == [20, 20]
 
 
 def test_rewound_write_is_not_counted_as_quantised(fake: FakeKernels) -> None:
     pair = Pair(IN_PLACE_FORMATS[0])
-    (pool, _), (storage, _), (table, _) = pair.pools, pair.storages, pair.new()
+    (pool, _), (storage, _), (table, _) = pair.pools, pair.blocks, pair.new()
     pool.append_tokens(table, 3)
     k, v = noise(2, 1, HEADS, 3, DIM), noise(3, 1, HEADS, 3, DIM)
     before = storage.fence()
@@ -499,9 +499,9 @@ def test_rows_read_by_positions_are_rotated_back() -> None:
     k, v = outlying(2, 10, 64)
     pool.append_tokens(table, 10)
     pool.layer(0).write([table], k, v)
-    storage = pool.layer(0).storage
-    assert isinstance(storage, QuantizedStorage)
-    columns = Columns(mx.array([list(table.block_ids)]), mx.array([[9, 0, 4]]))
-    got = storage.read_rows(columns)
+    storage = pool.layer(0).blocks
+    assert isinstance(storage, HostBlocks)
+    slots = visible_slots(table)[[9, 0, 4]]
+    got = storage.fetch(storage.index_of(slots[None]))
     for x, read in zip((k, v), got, strict=True):
         assert rms(read, x[:, :, mx.array([9, 0, 4])]) < 0.03

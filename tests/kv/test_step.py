@@ -8,10 +8,10 @@ import pytest
 
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import HEADER, SharedCut
+from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.step import DeviceTables, Step, rounded_up, tail_slots
-from mlx_paged.kv.storage.attention_params import Window
 from tests.support.pools import pool_of
 
 LENGTHS = (3, 9, 4)

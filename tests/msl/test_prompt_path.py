@@ -13,11 +13,11 @@ from mlx_paged.attention import dispatch
 from mlx_paged.attention.dispatch import attend
 from mlx_paged.kernels import prefill
 from mlx_paged.kernels.fused_attention import PromptPath
+from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.blocks import BlocksChoice
+from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.attention_params import AttentionParams
-from mlx_paged.kv.storage.base import StorageChoice
-from mlx_paged.kv.storage.in_place import InPlaceStorage
 from tests.support.msl import prefill_harness
 from tests.support.msl.harness import emulated, to_float, to_mlx
 
@@ -51,7 +51,7 @@ def outputs(*edit: tuple[str, str]) -> list[np.ndarray]:
                 mock.patch.object(dispatch, "prefill_path", lambda *of, chosen=in_place: PromptPath(chosen, "chosen")),
             ):
                 pool = BlockPool(
-                    [LayerGroup((0,))], block_size=16, choose_storage=lambda *of: StorageChoice(InPlaceStorage, "")
+                    [LayerGroup((0,))], block_size=16, choose_blocks=lambda *of: BlocksChoice(DeviceBlocks, "", True)
                 )
                 pool.set_geometry(0, k, v, batch=1)
                 table = pool.new_table()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
+from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.memory import EVICTED_SHARE
-from mlx_paged.kv.storage.attention_params import Window
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.radix_node import KEPT_SHARE
 from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree, new_tables, release

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.errors import PoolExhaustedError
+from mlx_paged.kv.attention_params import QueryHeads
+from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.layer import PoolLayer
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.attention_params import QueryHeads
-from mlx_paged.kv.storage.choice import storage_choice
-from mlx_paged.kv.storage.in_place import InPlaceStorage
 from mlx_paged.prefix import spill_folder
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
@@ -391,10 +391,10 @@ def test_in_place_pools_spill_restore_and_share_prefixes(tmp_path: Path) -> None
 
         def new_pool() -> BlockPool:
             groups = [LayerGroup((0, 2)), LayerGroup((1,), 20, "window")]
-            pool = BlockPool(groups, block_size=8, choose_storage=storage_choice(True))
+            pool = BlockPool(groups, block_size=8, choose_blocks=blocks_choice(True))
             for layer in (0, 1):
                 pool.set_geometry(layer, mx.zeros((1, 2, 1, 64)), mx.zeros((1, 2, 1, 80)), batch=1, heads=QueryHeads(4))
-            assert isinstance(pool.layer(0).storage, InPlaceStorage)
+            assert isinstance(pool.layer(0).blocks, DeviceBlocks)
             return pool
 
         def written(pool: BlockPool, tables: list[Any], count: int) -> None:

@@ -7,10 +7,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.attention.dispatch import attend
+from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.attention_params import AttentionParams
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 TOKEN_BYTES = 2 * (8 + 8) * 4  # of the arrays of kv() in one layer

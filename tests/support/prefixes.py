@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import UNLIMITED, BlockPool
-from mlx_paged.kv.storage.attention_params import Window
 from mlx_paged.prefix.radix import RadixTree
 
 BYTES_PER_TOKEN = 3 * 4

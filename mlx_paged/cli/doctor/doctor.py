@@ -21,7 +21,7 @@ from ...config import PagedConfig, free_memory
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend, compiled_by, gpu_cores
 from ...kernels.fused_attention import NAX_RELEASE, wheel_release
-from ...kv.storage.base import Geometry, PageFormat
+from ...kv.geometry import Geometry, PageFormat
 from ...startup import raise_at_interrupt
 from ..terminal import add_version, orderly_end
 from .jobs import jobs, num_workers, rows_of_workers

@@ -31,10 +31,10 @@ from ...kernels.prefill import prefill_seconds, prefill_variants_of, unsupported
 from ...kernels.products import narrow_matmul
 from ...kernels.quantized import new_blocks
 from ...kernels.trial import LAUNCHES, seconds_of
+from ...kv.attention_params import AttentionParams, QueryHeads
+from ...kv.choice import blocks_choice
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
-from ...kv.storage.attention_params import AttentionParams, QueryHeads
-from ...kv.storage.choice import storage_choice
 from ..terminal import SHOW_EVERY_SECONDS, Bar
 from .report import Row
 
@@ -302,8 +302,8 @@ def jobs(block_size: int, *, everything: bool) -> list[Job]:
 def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
     """Run a decode step over a small pool; return its path and its RMS difference from dense attention in float32."""
     lengths = (shape.block_size + 3, 1)
-    choose = storage_choice(config.kernel)
-    pool = BlockPool([LayerGroup((0,))], block_size=shape.block_size, choose_storage=choose)
+    choose = blocks_choice(config.kernel)
+    pool = BlockPool([LayerGroup((0,))], block_size=shape.block_size, choose_blocks=choose)
     heads = QueryHeads(_KV_HEADS * shape.gqa, shape.softcap, shape.sinks)
     mx.random.seed(0)
     sinks = mx.random.normal((heads.num_q_heads,)).astype(shape.dtype) if shape.sinks else None

@@ -253,7 +253,7 @@ class DraftModel:
             left -= count
             try:
                 self.forward(mx.array(tokens, mx.uint32)[None], own.caches, [Span(row, own.end, own.end + count)])
-                mx.eval([array for group in self.pool.groups for array in group.latest()])
+                mx.eval(self.pool.ready())
             except Exception as error:
                 if not isinstance(error, PoolExhaustedError):
                     self._warn(error)

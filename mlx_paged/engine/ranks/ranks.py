@@ -12,18 +12,20 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, TypeVar
 
 import mlx.core as mx
 
 from ...cache.composites import leaves
 from ...errors import ConfigError, KernelUnavailableError, RankError, RequestFailedError
 from ...kernels.build import backend
+from ...kv.attention_params import QueryHeads
 from ...kv.block_table import BlockTable
+from ...kv.blocks import Blocks, BlocksChoice, ChooseBlocks
+from ...kv.choice import blocks_choice
+from ...kv.device_blocks import DeviceBlocks
+from ...kv.geometry import Geometry
 from ...kv.pool import BlockPool
-from ...kv.storage.attention_params import QueryHeads
-from ...kv.storage.base import ChooseStorage, Geometry, StorageChoice
-from ...kv.storage.choice import storage_choice
 from .peers import DATA, FAULT, GRACE_SECONDS, LEAVE, Peer, Watch, meet
 
 if TYPE_CHECKING:
@@ -33,18 +35,21 @@ if TYPE_CHECKING:
 
 
 def undo_point(pool: BlockPool) -> Callable[[], None]:
-    """Return a function that undoes writes built after this call. Drop it before anything is computed: it keeps buffers
-    alive that are to be written in place. The caller restores tables and lengths."""
-    states = [(group, [storage.snapshot() for storage in group.storages]) for group in pool.groups]
+    """Return a function that undoes writes built after this call; none of it may have been computed on a device. The
+    caller restores tables and lengths, so that what is on the host already is written again."""
+    states = [(blocks, blocks.snapshot()) for group in pool.groups for blocks in group.blocks if _is_device(blocks)]
 
     def undo() -> None:
         with pool.turn:
-            for group, snapshots in states:
-                for storage, each in zip(group.storages, snapshots, strict=False):
-                    storage.restore(each)
-                group.note_read()  # none: the reads noted before will not be computed
+            for blocks, snapshot in states:
+                blocks.restore(snapshot)
+            pool.pending.clear()  # these reads will not be computed
 
     return undo
+
+
+def _is_device(blocks: Blocks) -> TypeGuard[DeviceBlocks]:
+    return isinstance(blocks, DeviceBlocks)
 
 
 ENTRIES_REPORTED = 4  # latest entries in a report; several, as another rank may be a step ahead
@@ -410,31 +415,30 @@ def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
     return min(ranks.exchange(num_bytes))
 
 
-def agreed_storage(ranks: Ranks, choose: ChooseStorage) -> ChooseStorage:
-    """Return a storage choice that is the same on all ranks: in place only if that works on each of them.
+def agreed_blocks(ranks: Ranks, choose: ChooseBlocks) -> ChooseBlocks:
+    """Return a choice of blocks that is the same on all ranks: with a kernel only if that works on each of them.
 
     Args:
         choose: this rank's own choice.
     """
-    without_kernel = storage_choice(False)
+    without_kernel = blocks_choice(False)
 
-    def choose_alike(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> StorageChoice:
-        mine: StorageChoice | None = None
+    def choose_alike(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> BlocksChoice:
+        mine: BlocksChoice | None = None
         error: KernelUnavailableError | None = None
         try:
             mine = choose(geometry, block_size, heads)
         except KernelUnavailableError as raised:
             error = raised
-        functional = without_kernel(geometry, block_size, heads)
-        in_place = mine is not None and mine.form is not functional.form
-        found = ranks.exchange([in_place, str(error or ""), "" if mine is None else mine.reason])
+        has_kernel = mine is not None and mine.has_kernel
+        found = ranks.exchange([has_kernel, str(error or ""), "" if mine is None else mine.reason])
         if error is not None:
             raise error
-        for rank, (theirs_in_place, why_error, reason) in enumerate(found):
+        for rank, (theirs_has_kernel, why_error, reason) in enumerate(found):
             if why_error:
                 raise KernelUnavailableError(f"rank {rank}: {why_error}")
-            if in_place and not theirs_in_place:
-                return StorageChoice(functional.form, f"rank {rank}: {reason}")
+            if has_kernel and not theirs_has_kernel:
+                return without_kernel(geometry, block_size, heads)._replace(reason=f"rank {rank}: {reason}")
         assert mine is not None
         return mine
 

@@ -1,9 +1,8 @@
-"""Inference: a section in which kernels of this package may replace layers of a model, and layers share angles."""
+"""Inference: a section in which kernels of this package may replace layers of a model."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import mlx.core as mx
 
@@ -54,12 +53,10 @@ class Inference:
     Args:
         allowed: False forbids both.
         dequantizes: False forbids dequantising weights.
-        shares_angles: whether rotary angles are computed once for all layers.
     """
 
-    def __init__(self, *, allowed: bool = True, dequantizes: bool = True, shares_angles: bool = False) -> None:
+    def __init__(self, *, allowed: bool = True, dequantizes: bool = True) -> None:
         self.allowed = allowed
-        self.angles: dict[Any, tuple[Any, mx.array, mx.array]] | None = {} if shares_angles else None
         self.pace = Pace() if allowed and dequantizes else None
 
     def __enter__(self) -> None:
@@ -77,8 +74,3 @@ def is_inference() -> bool:
 def pace() -> Pace | None:
     """Return the section's limit on dequantised weights; None if no weight may be dequantised."""
     return None if _thread.inference is None else _thread.inference.pace
-
-
-def angles() -> dict[Any, tuple[Any, mx.array, mx.array]] | None:
-    """Return the rotary angles that layers of this section have computed; None if they share none."""
-    return None if _thread.inference is None else _thread.inference.angles

@@ -24,10 +24,10 @@ from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import SharedCut
+from mlx_paged.kv import device_blocks
+from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage import in_place
-from mlx_paged.kv.storage.in_place import InPlaceStorage
 from mlx_paged.patches.models import model_calls
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
@@ -512,8 +512,8 @@ def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool,
     assert rms(got_logprobs, logprobs) < 5e-3
     assert calls == [1] * 20
     pool = mlx_paged.pool_of(model)
-    storages = [storage for group in pool.groups for storage in group.storages]
-    assert all(isinstance(storage, InPlaceStorage) for storage in storages)
+    storages = [storage for group in pool.groups for storage in group.blocks]
+    assert all(isinstance(storage, DeviceBlocks) for storage in storages)
     assert all(storage.rotates == rotate for storage in storages)
     assert pool.stats().quantized_tokens == 70 + 20
     pool.check_integrity()
@@ -543,8 +543,8 @@ def test_compiled_step_shares_common_blocks(kind: str, monkeypatch: pytest.Monke
             asked.append(cut)
             return is_good
 
-        monkeypatch.setattr(in_place, "shared_cut_of", lambda *_, used=used: used)
-        monkeypatch.setattr(in_place, "is_usable", is_usable)
+        monkeypatch.setattr(device_blocks, "shared_cut_of", lambda *_, used=used: used)
+        monkeypatch.setattr(device_blocks, "is_usable", is_usable)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         given.clear()
         greedy(model, prompt, 3)

@@ -17,7 +17,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import FetchedKV, GroupArrays, NarrowMask, NotCompilable, StandIn, StepLayer
-from mlx_paged.kv.storage.attention_params import AttentionParams, Window
+from mlx_paged.kv.attention_params import AttentionParams, Window
 from mlx_paged.patches.models import model_calls
 from scripts.support import model_configs
 from tests.support.kernels.traceable_kernels import traceable_kernels

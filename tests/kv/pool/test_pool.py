@@ -12,10 +12,11 @@ import pytest
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import BlockStateError, ConfigError, PoolExhaustedError, TrimError
+from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.attention_params import AttentionParams
+from mlx_paged.kv.step import DeviceTables, Step
 from tests.support.cases import quick
 from tests.support.pools import (
     BLOCK_BYTES,
@@ -31,7 +32,6 @@ from tests.support.pools import (
     put,
     scatter_free_blocks,
 )
-from tests.support.processes.threads import in_thread
 
 # Round trips ------------------------------------------------------------------------------------------------------
 
@@ -359,91 +359,6 @@ def test_stats_count_blocks_and_bytes() -> None:
     assert "4 tokens" in str(stats) and "4 live (peak 4, 2 shared)" in str(stats)
 
 
-HEADS, DIM, LENGTH = 2, 64, 1000
-SLACK = 4096  # bytes, for scalars and MLX's rounding of sizes
-
-
-@pytest.fixture
-def pool() -> BlockPool:
-    pool = BlockPool([LayerGroup((0, 1))], block_size=8)
-    table = pool.new_table()
-    write(pool, table, LENGTH)
-    return pool
-
-
-def write(pool: BlockPool, table: BlockTable, num_tokens: int) -> None:
-    pool.append_tokens(table, num_tokens)
-    keys = mx.ones((1, HEADS, num_tokens, DIM))
-    for layer in (0, 1):
-        pool.layer(layer).write([table], keys, keys)
-    mx.eval([pool.fence(layer) for layer in (0, 1)])
-
-
-def test_watched_read_is_computed_after_wait_for_reads(pool: BlockPool) -> None:
-    table = pool.new_table()
-    write(pool, table, LENGTH)
-    mx.synchronize()
-    before = mx.get_active_memory()
-    keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
-    assert mx.get_active_memory() - before < SLACK  # watching computes nothing
-    pool.groups[0].wait_for_reads()
-    assert mx.get_active_memory() - before >= keys.nbytes + values.nbytes
-    assert keys.tolist() == mx.ones((1, HEADS, LENGTH, DIM)).tolist()
-
-
-def test_begin_reads_computes_watched_reads(pool: BlockPool) -> None:
-    table = pool.new_table()
-    write(pool, table, LENGTH)
-    mx.synchronize()
-    before = mx.get_active_memory()
-    keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
-    pool.groups[0].start_reads()
-    mx.synchronize()
-    assert mx.get_active_memory() - before >= keys.nbytes + values.nbytes
-
-
-@pytest.mark.parametrize("used", ["keys", "values"])
-def test_watched_read_does_not_keep_its_tensors(pool: BlockPool, used: str) -> None:
-    table = pool.new_table()
-    write(pool, table, LENGTH)
-    mx.synchronize()
-    before = mx.get_active_memory()
-    keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
-    total = (keys if used == "keys" else values).sum()
-    mx.eval(total)
-    del keys, values
-    assert pool.groups[0]._last_read is not None
-    assert mx.get_active_memory() - before < SLACK
-
-
-def test_reads_of_another_thread_are_not_awaited_until_it_begins_them(pool: BlockPool) -> None:
-    table, group = pool.new_table(), pool.groups[0]
-    write(pool, table, LENGTH)
-    mx.eval(group.latest())
-
-    def read(*, begin: bool) -> None:
-        with mx.stream(mx.new_stream(mx.default_device())):
-            keys, values = pool.gather_visible(table, 1)
-            pool.layer(1).watch_read(keys + 1, values + 1)
-            if begin:
-                group.start_reads()
-                mx.synchronize()
-
-    in_thread(lambda: read(begin=False))
-    mx.eval(group.latest())
-    group.wait_for_reads()
-    assert group._last_read is None
-    in_thread(lambda: read(begin=True))
-    assert len(group._reads()) == 1  # every thread waits for them now
-    group.wait_for_reads()
-
-
-def test_only_the_last_layers_reads_are_watched(pool: BlockPool) -> None:
-    keys, values = mx.zeros((1, HEADS, 3, DIM)), mx.ones((1, HEADS, 3, DIM))
-    assert pool.layer(0).watch_read(keys, values) == (keys, values)
-    assert pool.groups[0]._last_read is None
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_garbage_in_free_and_stale_slots_is_never_read(dtype: mx.Dtype) -> None:
     def poison(n: int, batch: int = 1) -> mx.array:
@@ -456,8 +371,10 @@ def test_garbage_in_free_and_stale_slots_is_never_read(dtype: mx.Dtype) -> None:
         pool.write_prefill(filler, 0, poison(80), poison(80))
         pool.release_table(filler)
     assert pool.stats().live_blocks == 0
-    storage = pool.groups[0].storages[0]
-    storage._keys[:, 0], storage._values[:, 0] = float("nan"), float("nan")
+    storage = pool.groups[0].blocks[0]
+    null = pool.new_table()
+    null.block_ids[:], null.length = [0], 4
+    storage.write([null], Step([null], (4,), 0, storage.num_blocks, DeviceTables()), poison(4), poison(4))
 
     tables = [pool.new_table() for _ in range(2)]
     histories = [[put(pool, table, i, n, dtype=dtype)] for i, (table, n) in enumerate(zip(tables, (6, 9), strict=True))]
@@ -512,7 +429,7 @@ def test_check_integrity_detects_tables_and_tensors_that_disagree() -> None:
         (lambda pool, table: table.block_ids.pop(), "reference counts differ"),
         (lambda pool, table: setattr(table, "length", 13), "must have 4 block ids, got 3"),
         (lambda pool, table: setattr(table, "logical_start", 0), "still visible"),
-        (lambda pool, table: pool.groups[0].storages[0].resize(40), "have 40 blocks, the allocator"),
+        (lambda pool, table: pool.groups[0].blocks[0].resize(40), "have 40 blocks, the allocator"),
         (lambda pool, table: pool.groups[0].allocator.grow(40), "the allocator 40"),
         (lambda pool, table: pool.allocate(0, 1), "reference counts differ"),
     ]

@@ -19,11 +19,11 @@ from hypothesis.stateful import (
 )
 
 from mlx_paged.errors import BlockStateError, PoolExhaustedError, TrimError
+from mlx_paged.kv.attention_params import QueryHeads
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.attention_params import QueryHeads
-from mlx_paged.kv.storage.choice import storage_choice
 from tests.support.kernels.fake_kernels import fake_kernels
 
 LAYERS = ((0, 2), (1, 3))  # of the global group and of the window group
@@ -59,7 +59,7 @@ class PoolMachine(RuleBasedStateMachine):
             [LayerGroup(LAYERS[0]), LayerGroup(LAYERS[1], window, "window")],
             block_size=block_size,
             memory_budget=BLOCKS_PER_POOL * per_block,
-            choose_storage=storage_choice(self.in_place),
+            choose_blocks=blocks_choice(self.in_place),
         )
         for layer in (0, 1):
             k, v = mx.zeros((1, HEADS, 1, KD)), mx.zeros((1, HEADS, 1, VD))
@@ -271,7 +271,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
-        assert all(group.in_place == self.in_place for group in self.pool.groups if group.storages)
+        assert all(group.in_place == self.in_place for group in self.pool.groups if group.blocks)
         for number, sequence in enumerate(self.sequences):
             if number % 2:
                 for table in sequence.tables:

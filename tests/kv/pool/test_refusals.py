@@ -317,8 +317,8 @@ def test_failed_copy_of_a_shared_block_leaks_no_block(monkeypatch: pytest.Monkey
     table = pool.new_table()
     k, v = put(pool, table, 1, 6)
     fork = pool.fork(table)
-    for storage in pool.groups[0].storages:
-        monkeypatch.setattr(storage, "copy_blocks", _fail)
+    for storage in pool.groups[0].blocks:
+        monkeypatch.setattr(storage, "copy", _fail)
     with pytest.raises(RuntimeError, match="device"):
         pool.copy_on_write_block(fork, 1)
     pool.check_integrity()

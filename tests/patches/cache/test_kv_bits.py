@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig, PagedKVCache, PromptCacheError
 from mlx_paged.config import QUANTIZED_KV_START
-from mlx_paged.kv.storage.base import PageFormat
+from mlx_paged.kv.geometry import PageFormat
 from tests.support.cases import crossed, quick, slow
 from tests.support.models.batch_runs import assert_released, fall_throughs
 from tests.support.models.builders import KINDS, assert_same, build, greedy, perturbed, prompt_of, rms

@@ -24,9 +24,9 @@ from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import PackedWeight
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
-from mlx_paged.kv.storage import choice, in_place
-from mlx_paged.kv.storage.attention_params import AttentionParams, QueryHeads, Window
-from mlx_paged.kv.storage.base import Geometry
+from mlx_paged.kv import choice, device_blocks
+from mlx_paged.kv.attention_params import AttentionParams, QueryHeads, Window
+from mlx_paged.kv.geometry import Geometry
 from tests.support.kernels.quantized_pages import pages_of, rows_of
 
 
@@ -376,7 +376,7 @@ def prompt_variant(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, bl
 
 @contextmanager
 def fake_kernels() -> Iterator[FakeKernels]:
-    """Replace the kernels by fakes. Pools made in this context by :func:`mlx_paged.kv.storage.choice.storage_choice`
+    """Replace the kernels by fakes. Pools made in this context by :func:`mlx_paged.kv.choice.blocks_choice`
     are in place."""
     fake = FakeKernels()
     names = ("write_slots", "prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
@@ -390,7 +390,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(choice, "kernel_unsupported_reason", decline),
         mock.patch.object(dispatch, "kernel_unsupported_reason", decline),
         mock.patch.object(dispatch, "prefill_unsupported_reason", decline),
-        mock.patch.object(in_place, "prepare_prefill", fake.prepare_prefill),
+        mock.patch.object(device_blocks, "prepare_prefill", fake.prepare_prefill),
         mock.patch.multiple(latent_prompts, prepare_prompts=fake.prepare_prompts, prompt_variant_of=prompt_variant),
         mock.patch.object(latent_prompts, "latent_prefill_unsupported_reason", lambda *_: None),
         mock.patch.object(narrow_matmul, "passes_check", lambda body, dtype, *choice: dtype in narrow_matmul.DTYPES),

@@ -14,9 +14,9 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Request, RequestOptions
 from mlx_paged.engine.upstream import Upstream
 from mlx_paged.errors import RequestFailedError
+from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.prefix.store import SharedPrefixes
 
 VOCAB = 24

@@ -1,4 +1,4 @@
-"""InPlaceStorage: one layer's K and V blocks, written and read by kernels only, ordered by a chain of fences."""
+"""DeviceBlocks: one layer's K and V blocks on a GPU, written and read by kernels only, ordered by a chain of fences."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...kernels import ops as kernels
-from ...kernels import quantized
-from ...kernels.build import NoKernelError
-from ...kernels.check import checked
-from ...kernels.launch_shape import MAX_QUERY_LENGTH, unsupported
-from ...kernels.prefill import prepare_prefill
-from ...kernels.quantized import PageShape, new_blocks, rotate
-from ...kernels.shared_runs import SharedCut, cut_of
-from ...kernels.shared_trial import is_faster
-from ..block_table import BlockTable
-from ..step import Columns, Step
+from ..kernels import ops as kernels
+from ..kernels import quantized
+from ..kernels.build import NoKernelError
+from ..kernels.check import checked
+from ..kernels.launch_shape import MAX_QUERY_LENGTH, unsupported
+from ..kernels.prefill import prepare_prefill
+from ..kernels.quantized import PageShape, new_blocks, rotate
+from ..kernels.shared_runs import SharedCut, cut_of
+from ..kernels.shared_trial import is_faster
 from .attention_params import AttentionParams, QueryHeads, Window
-from .base import Geometry
+from .block_table import BlockTable
+from .geometry import Geometry
+from .step import Columns, Step
 
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
@@ -77,7 +77,7 @@ def pages_of(geometry: Geometry) -> PageShape | None:
     return None if geometry.rows is None else PageShape(*geometry.rows)
 
 
-class InPlaceStorage:
+class DeviceBlocks:
     """K ``[num_blocks, n_kv_heads, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer, or quantised
     pages (:class:`PageShape`) if the geometry has a page format.
 
@@ -90,7 +90,9 @@ class InPlaceStorage:
 
     in_place = True
 
-    def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, geometry: Geometry, block_size: int, num_blocks: int, pending: list[mx.array] | None = None
+    ) -> None:
         self.geometry = geometry
         self.block_size = block_size
         self.pages = pages_of(geometry)
@@ -114,9 +116,18 @@ class InPlaceStorage:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks that the tensors hold."""
         return int(self.__keys.shape[0])
 
-    def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+    def write(
+        self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array, *, stored: bool = False
+    ) -> None:
+        """Write the step's tokens; see :meth:`Blocks.write`."""
+        if stored and self.pages is not None:
+            self.__fence = quantized.write_rows(
+                self.__keys, self.__values, self.__fence, k, v, step.slots(tables), self.pages
+            )
+            return
         launch = step.write_launch
         if launch is None:
             launch = step.write_launch = kernels.prepare_write(
@@ -133,17 +144,22 @@ class InPlaceStorage:
             self.num_quantized += num_tokens
             self._last_write = self.__fence, num_tokens
 
-    def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        if self.pages is None:
-            self.write(tables, step, k, v)
-        else:
-            self.__fence = quantized.write_rows(
-                self.__keys, self.__values, self.__fence, k, v, step.slots(tables), self.pages
-            )
-
     def prepare_decode(
         self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams, *, appends: bool
     ) -> kernels.DecodeLaunch:
+        """Prepare the launches of a decode step, for :meth:`decode` of this layer and of all with the same parameters.
+
+        Args:
+            q: queries of the step's positions, ``[B, n_q_heads, q_len, head_dim]``; or ``[T, n_q_heads, 1, head_dim]``,
+                if the positions are written.
+            tables, step: the tables of the B sequences, and their step.
+            params: causality and the window decide what queries see; the mask is not used.
+            appends: whether the same kernel writes the step's positions first (q_len 1).
+
+        Raises:
+            NoKernelError: no kernel works for these shapes, or blocks of this form. Nothing has been launched, and
+                :meth:`write` and :meth:`read_visible` still work.
+        """
         q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], params
         visible = step.visible(tables, window, q.shape[0])
         shared: dict[str, Any] = {}
@@ -168,6 +184,17 @@ class InPlaceStorage:
         sinks: mx.array | None = None,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
+        """Run the decode kernel over this layer's blocks, and return its output ``[B, n_q_heads, q_len, v_head_dim]``.
+
+        Args:
+            launch: from :meth:`prepare_decode`, for queries of this shape.
+            q: queries.
+            sinks: given if the launch was prepared for sinks.
+            append: keys and values of the step's positions, if the launch writes them.
+
+        Raises:
+            NoKernelError: as :meth:`prepare_decode`.
+        """
         q_len = q.shape[2]
         if append is not None and self.pages is not None:
             self._count(q.shape[0])
@@ -197,6 +224,19 @@ class InPlaceStorage:
         return None
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
+        """Run the prefill kernel over this layer's blocks, for the tokens of a step, which are written.
+
+        Args:
+            q: ``[T, n_q_heads, 1, head_dim]``.
+            tables, step: the tables of the B sequences, and their step.
+            params: as for :meth:`prepare_decode`.
+
+        Returns:
+            ``[T, n_q_heads, 1, v_head_dim]``.
+
+        Raises:
+            NoKernelError: as :meth:`decode`.
+        """
         scale, _, window, softcap, sinks, _ = params
         key = (q.shape[1], scale, window, softcap, sinks is not None)
         launch = step.prefill_launches.get(key)
@@ -218,44 +258,42 @@ class InPlaceStorage:
     @staticmethod
     def run(
         function: Callable[..., tuple[Any, list[mx.array]]],
-        storages: Sequence[InPlaceStorage],
+        layers: Sequence[DeviceBlocks],
         *inputs: Any,
         appended: int = 0,
     ) -> Any:
-        """Call a (compiled) function over the blocks of these storages, and store the fences that it returns.
+        """Call a (compiled) function over the blocks of these layers, and store the fences that it returns.
 
         Args:
             function: takes a list of (keys, values, fence), which it may only pass to :class:`TracedBlocks`, and
-                ``inputs``; returns a result and the next fence of each storage.
-            storages: the storages of the layers, in order.
+                ``inputs``; returns a result and the next fence of each layer.
+            layers: each layer's blocks, in order.
             inputs: passed on.
-            appended: tokens that the function writes to each storage.
+            appended: tokens that the function writes to each layer.
 
         Returns:
             The function's result.
         """
-        tensors = [(storage.__keys, storage.__values, storage.__fence) for storage in storages]
+        tensors = [(own.__keys, own.__values, own.__fence) for own in layers]
         result, fences = function(tensors, *inputs)
-        for storage, fence in zip(storages, fences, strict=True):
-            storage._count(appended)
-            storage.__fence = fence
+        for own, fence in zip(layers, fences, strict=True):
+            own._count(appended)
+            own.__fence = fence
         return result
 
-    def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
+    def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
+        """Return copies of the visible positions, lazily; see :meth:`Blocks.gather`."""
+        if stored and self.pages is not None:
+            k, v, self.__fence = quantized.gather_rows(
+                self.__keys, self.__values, self.__fence, *self._range_of(table), self.pages
+            )
+            return k, v
         # Prepared once for all layers; only the latest is kept, as the range changes with each step.
         span, known = (table.logical_start, table.length), table.indices.get("gather")
         if known is None or known[0] != span:
             launch = kernels.prepare_gather(self.__keys, self.__values, *self._range_of(table), self.pages)
             known = table.indices["gather"] = span, launch
         return self._gathered(known[1])
-
-    def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        if self.pages is None:
-            return self.read_visible(table)
-        k, v, self.__fence = quantized.gather_rows(
-            self.__keys, self.__values, self.__fence, *self._range_of(table), self.pages
-        )
-        return k, v
 
     @staticmethod
     def _range_of(table: BlockTable) -> tuple[mx.array, int, int]:
@@ -269,6 +307,8 @@ class InPlaceStorage:
         return ids, table.logical_start - first * size, table.length - table.logical_start
 
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
+        """Return K ``[B, n_kv_heads, n, k_head_dim]`` and V of the columns' positions (lazy copies). All positions must
+        have been written: a stale NaN times a weight of zero is NaN, so a mask would not hide it."""
         if columns.prepared is None:
             rows, blocks = columns.block_ids.shape
             length = blocks * self.block_size
@@ -287,39 +327,52 @@ class InPlaceStorage:
         return (rotate(k), rotate(v)) if self.rotates else (k, v)
 
     def read_packed(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
+        """Return all blocks of a step's tables, table by table, in the order of :meth:`Step.gathered_tables`: K
+        ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies). Slots without a token have arbitrary contents."""
         ids, num_slots = step.all_blocks(tables), step.num_slots(tables)
         return self._gathered(kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages))
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks onto others; see :meth:`Blocks.copy`."""
         self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
 
     def resize(self, num_blocks: int) -> None:
+        """Change the number of blocks; see :meth:`Blocks.resize`."""
         mx.eval(self.__fence)  # until no kernel uses the blocks any more
         self.__keys = _resized(self.__keys, num_blocks)
         self.__values = _resized(self.__values, num_blocks)
         self.__fence = kernels.new_fence()
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
+        """Return the arrays, ready only when every write so far is."""
         return mx.depends(list(arrays), [self.__fence])
 
     def fence(self) -> mx.array:
+        """Return the latest fence, which is ready when every kernel launched so far has run."""
         return self.__fence
 
-    def latest(self) -> list[mx.array]:
+    def ready(self) -> list[mx.array]:
+        """Return the fence; see :meth:`Blocks.ready`."""
         return [self.__fence]
 
     def forget_failed_writes(self) -> None:
+        """Drop the writes that failed when :meth:`latest` was computed."""
         self.__fence = kernels.new_fence()  # kernels that were not computed have not written
 
     def snapshot(self) -> Any:
+        """Return the state for :meth:`restore`. Drop it before anything is computed: it keeps buffers alive."""
         return self.num_blocks, self.__fence, self.num_quantized, self._last_write
 
     def restore(self, snapshot: Any) -> None:
+        """Forget what was built since the snapshot; none of it may have been computed. Does nothing if the number of
+        blocks has changed."""
         num_blocks, *state = snapshot
         if num_blocks == self.num_blocks:
             self.__fence, self.num_quantized, self._last_write = state
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
+        """Forget the kernels launched since the fence was ``to``. Their results must not be used, and what they wrote
+        must be written again. Returns False, and forgets nothing, unless ``latest`` is the present fence."""
         if self.__fence is not latest:
             return False
         self.__fence = to
@@ -348,14 +401,15 @@ def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
 
 
 class TracedBlocks:
-    """One layer's blocks inside a function that :meth:`InPlaceStorage.run` calls. The tensors are private, as in the
-    storage."""
+    """One layer's blocks inside a function that :meth:`DeviceBlocks.run` calls. The tensors are private, as in
+    DeviceBlocks."""
 
     def __init__(self, tensors: tuple[mx.array, mx.array, mx.array], geometry: Geometry) -> None:
         self.__keys, self.__values, self.__fence = tensors
         self._pages, self._rotates = pages_of(geometry), geometry.rotates
 
     def fence(self) -> mx.array:
+        """Return the latest fence, which is ready when every kernel launched so far has run."""
         return self.__fence
 
     @property
@@ -372,7 +426,7 @@ class TracedBlocks:
         slots: mx.array | None = None,
         items: mx.array | None = None,
     ) -> mx.array:
-        """Run the decode kernel, as :meth:`InPlaceStorage.decode`, for one token per row. With ``slots`` the tokens are
+        """Run the decode kernel, as :meth:`DeviceBlocks.decode`, for one token per row. With ``slots`` the tokens are
         written there first, so that rows of one sequence see those before them; without ``append`` they are written
         already. With ``items`` thread groups read common blocks together (:meth:`.step.Step.items`)."""
         shared: dict[str, Any] = {} if items is None else {"items": items}

@@ -1,23 +1,30 @@
-"""The choice of a group's storage, in place with the fused kernel or functional, and its reason."""
+"""The choice of a group's blocks, on the host or on a device, and its reason."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import KernelUnavailableError
-from ...kernels import availability
-from ...kernels import ops as kernels
-from ...kernels.check import checked
-from ...kernels.fused_attention import PromptPath, prompt_path
-from ...kernels.latent_prompts import prompt_variant_of, unsupported_prompts
-from ...kernels.launch_shape import Variant, unsupported
-from ...kernels.ops import latent_variants_of, unsupported_latent
-from ...kernels.prefill import prefill_variants_of, unsupported_prefill
+import mlx.core as mx
+
+from ..errors import BlocksUnavailableError, KernelUnavailableError
+from ..kernels import availability
+from ..kernels import ops as kernels
+from ..kernels.check import checked
+from ..kernels.fused_attention import PromptPath, prompt_path
+from ..kernels.latent_prompts import prompt_variant_of, unsupported_prompts
+from ..kernels.launch_shape import Variant, unsupported
+from ..kernels.ops import latent_variants_of, unsupported_latent
+from ..kernels.prefill import prefill_variants_of, unsupported_prefill
+from ..kernels.quantized import rotate
 from .attention_params import LatentHeads, QueryHeads
-from .base import ChooseStorage, Geometry, StorageChoice
-from .functional import functional_form
-from .in_place import InPlaceStorage, pages_of
+from .block_table import BlockTable
+from .blocks import BlocksChoice, ChooseBlocks
+from .device_blocks import DeviceBlocks, pages_of
+from .geometry import Geometry
+from .host_blocks import HostBlocks
+from .step import DeviceTables, Step
 
 
 def kernel_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
@@ -94,18 +101,65 @@ def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads
     return None if result.ok else f"the kernel failed its self-check: {result.reason}"
 
 
-def storage_choice(use_kernel: bool | None) -> ChooseStorage:
-    """Return a pool's function that chooses storage: True demands the kernel, False forbids it, None uses it where it
-    works."""
+def host_blocks(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> BlocksChoice:
+    """Choose blocks in host memory, which serve MLX's default device if that is a CPU."""
+    return BlocksChoice(HostBlocks, "the pool was made without kernels")
 
-    def choose(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> StorageChoice:
+
+def blocks_choice(use_kernel: bool | None) -> ChooseBlocks:
+    """Return a pool's function that chooses blocks: the host's on a CPU, a device's on a GPU.
+
+    Args:
+        use_kernel: whether a kernel attends over the blocks: True demands it, False forbids it, None uses it where it
+            works. Otherwise blocks are gathered, for MLX's attention.
+    """
+
+    def choose(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> BlocksChoice:
         if use_kernel is False:
-            return StorageChoice(functional_form(geometry), "kernel=off")
+            return without_kernel(geometry, block_size, "kernel=off")
         why = kernel_unsupported_reason(geometry, block_size, heads or QueryHeads(geometry.num_kv_heads))
         if why is None:
-            return StorageChoice(InPlaceStorage, "the fused kernel works here")
+            return BlocksChoice(DeviceBlocks, "the fused kernel works here", has_kernel=True)
         if use_kernel:
             raise KernelUnavailableError(f"kernel=on, but {why}; use auto or off (gather-then-SDPA)")
-        return StorageChoice(functional_form(geometry), why)
+        return without_kernel(geometry, block_size, why)
 
     return choose
+
+
+def without_kernel(geometry: Geometry, block_size: int, why: str) -> BlocksChoice:
+    """Return the choice of blocks where no kernel attends over them, for the reason ``why``.
+
+    Raises:
+        BlocksUnavailableError: the blocks of a GPU cannot be written and gathered either.
+    """
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return BlocksChoice(HostBlocks, why)
+    try:
+        fails = _fault_of_pool_kernels(geometry, block_size)
+    except Exception as error:
+        fails = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if fails is not None:
+        raise BlocksUnavailableError(f"the kernels that write and gather blocks do not work here: {fails}")
+    return BlocksChoice(DeviceBlocks, why)
+
+
+@functools.cache
+def _fault_of_pool_kernels(geometry: Geometry, block_size: int) -> str | None:
+    """Write, copy and gather random tokens by kernels. Return what is wrong with the result, or None."""
+    heads, k_dim, v_dim, dtype, _ = geometry
+    blocks, tables = DeviceBlocks(geometry, block_size, 5), [BlockTable(0, block_size) for _ in range(2)]
+    count = 2 * block_size - 1
+    k, v = (mx.random.normal((1, heads, count, dim), key=mx.random.key(dim)).astype(dtype) for dim in (k_dim, v_dim))
+    for table, ids in zip(tables, ([3, 1], [2, 4]), strict=True):
+        table.block_ids[:], table.length = ids, count
+    blocks.write(tables[:1], Step(tables[:1], (count,), 0, 5, DeviceTables()), k, v)
+    blocks.copy([3, 1], [2, 4])
+    for table in tables:
+        for got, wrote, form in zip(blocks.gather(table), (k, v), geometry.rows or (None, None), strict=True):
+            if form is not None:
+                wrote = form.dequantize(form.quantize(rotate(wrote) if geometry.rotates else wrote))
+                wrote = rotate(wrote) if geometry.rotates else wrote
+            if not mx.array_equal(got, wrote).item():
+                return "they return other values than were written"
+    return None

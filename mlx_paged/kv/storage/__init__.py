@@ -1,1 +1,0 @@
-"""The tensors of one layer's blocks, in one of three forms, and the choice of the form."""
