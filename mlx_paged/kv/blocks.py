@@ -1,0 +1,70 @@
+"""Blocks: how one layer's K and V blocks are kept, written and read. HostBlocks serve a CPU, DeviceBlocks a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+from .attention_params import QueryHeads
+from .block_table import BlockTable
+from .geometry import Geometry
+from .step import Step
+
+
+class Blocks(Protocol):
+    """One layer's blocks. A pool chooses their kind once per group, at the first keys and values, and keeps it."""
+
+    geometry: Geometry
+    in_place: bool
+    """Whether kernels write and read the blocks, ordered by a fence; no MLX operation may read them."""
+    num_quantized: int
+    """Tokens quantised here so far, each when it was written; 0 where the pages hold keys and values as they are."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the tensors hold."""
+
+    def write(
+        self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array, *, stored: bool = False
+    ) -> None:
+        """Write the step's tokens: k, v ``[B, n_kv_heads, n, head_dim]``, or ``[T, n_kv_heads, 1, head_dim]``, table by
+        table. ``stored``: they are what :meth:`gather` returned as stored, here or from blocks of the same geometry."""
+
+    def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
+        """Return copies of K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1``.
+        ``stored``: as the blocks hold them, rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages."""
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks onto others. No block may be in both lists, or twice in ``targets``."""
+
+    def resize(self, num_blocks: int) -> None:
+        """Change the number of blocks: append blocks of zeros, or keep only the first ones. Peak memory rises by one
+        tensor. If it fails, blocks that exist before and after keep their contents."""
+
+    def ready(self) -> list[mx.array]:
+        """Return small arrays that are ready when every write so far is; they do not keep the blocks' buffers."""
+
+
+# Makes the blocks of one layer from geometry, block size, number of blocks, and the pool's pending reads.
+BlocksForm = Callable[[Geometry, int, int, list[mx.array]], Blocks]
+
+
+class BlocksChoice(NamedTuple):
+    """The kind of a group's blocks, and the reason.
+
+    Attributes:
+        form: makes the blocks of a layer.
+        reason: why they are of this kind, or why attention has no kernel over them.
+        has_kernel: whether kernels may attend over them.
+    """
+
+    form: BlocksForm
+    reason: str
+    has_kernel: bool = False
+
+
+# Chooses the kind of a group's blocks by geometry, block size and, if known, the queries that will attend over them.
+# May raise KernelUnavailableError.
+ChooseBlocks = Callable[[Geometry, int, QueryHeads | None], BlocksChoice]

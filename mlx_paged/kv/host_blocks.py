@@ -1,0 +1,178 @@
+"""HostBlocks: one layer's K and V blocks in a CPU's memory, written through NumPy views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..kernels.quantized import rotate
+from .block_table import BlockTable
+from .geometry import Geometry
+from .step import Step, visible_slots
+
+
+class HostBlocks:
+    """K ``[1, n_kv_heads, num_blocks * block_size, head_dim]`` and V of one layer: the slots of all blocks, block by
+    block. It is the layout of mlx-lm's own cache, so attention reads blocks with consecutive ids, as a sequence alone
+    in the pool has, through a view (docs/adr/0002).
+
+    A write goes through NumPy views of the arrays: nothing is copied, and it is done when the method returns. So an
+    MLX view of the blocks is memory, not a value: it changes with the next write. Whatever leaves the cache is a copy,
+    and what was built over the blocks and is not computed yet is in ``pending``, which the next write computes first
+    (docs/adr/0092). With a page format the arrays hold quantised rows, made when a token is written.
+
+    Args:
+        geometry: of the layer's keys and values.
+        block_size, num_blocks: size and number of the blocks.
+        pending: lazy arrays that read blocks of the pool; shared by all layers.
+    """
+
+    in_place = False
+
+    def __init__(self, geometry: Geometry, block_size: int, num_blocks: int, pending: list[mx.array]) -> None:
+        self.geometry, self.block_size = geometry, block_size
+        self.pending = pending
+        self.num_quantized = 0
+        self._stored = geometry.stored
+        self._keys, self._values = (self._zeros(num_blocks, dim) for dim in self._dims)
+        self._views = _view(self._keys), _view(self._values)
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        return self._stored.k_head_dim, self._stored.v_head_dim
+
+    def _zeros(self, num_blocks: int, dim: int) -> mx.array:
+        # Zeros, not uninitialised memory: a masked product with NaN would still be NaN.
+        return mx.zeros((1, self._stored.num_kv_heads, num_blocks * self.block_size, dim), self._stored.dtype)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that both tensors hold."""
+        return min(view.shape[1] for view in self._views) // self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return int(self._keys.nbytes + self._values.nbytes)
+
+    # Writing --------------------------------------------------------------------------------------------------
+
+    def write(
+        self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array, *, stored: bool = False
+    ) -> None:
+        """Write the step's tokens; see :meth:`Blocks.write`."""
+        rows = self.geometry.rows
+        if rows is not None and not stored:
+            if self.geometry.rotates:
+                k, v = rotate(k), rotate(v)
+            k, v = rows[0].quantize(k), rows[1].quantize(v)
+            self.num_quantized += step.num_tokens
+        k, v = _as_words(k), _as_words(v)
+        self._compute_reads(k, v)
+        slots = step.host_slots(tables)
+        for view, x in zip(self._views, (k, v), strict=True):
+            new = np.array(x, copy=False)
+            view[:, slots] = new[0] if len(new) == 1 else new.swapaxes(0, 1).reshape(new.shape[1], -1, new.shape[3])
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks onto others; see :meth:`Blocks.copy`."""
+        self._compute_reads()
+        for view in self._views:
+            blocks = view.reshape(view.shape[0], -1, self.block_size, view.shape[2])
+            blocks[:, list(targets)] = blocks[:, list(sources)]
+
+    def _compute_reads(self, *arrays: mx.array) -> None:
+        mx.eval(self.pending, arrays)
+        self.pending.clear()
+
+    def resize(self, num_blocks: int) -> None:
+        """Change the number of blocks; see :meth:`Blocks.resize`. Reads that were built keep the former arrays."""
+        for name, old, dim in zip(("_keys", "_values"), self._views, self._dims, strict=True):
+            kept = min(old.shape[1], num_blocks * self.block_size)
+            new = self._zeros(num_blocks, dim)
+            _view(new)[:, :kept] = old[:, :kept]
+            setattr(self, name, new)
+            del old
+            self._views = _view(self._keys), _view(self._values)
+
+    # Reading --------------------------------------------------------------------------------------------------
+
+    def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
+        """Return copies of the visible positions; see :meth:`Blocks.gather`."""
+        place = self._place_of(table)
+        index: Any = visible_slots(table) if place is None else slice(*place)
+        k, v = (_copy(view[:, index], self._stored.dtype) for view in self._views)
+        return (k, v) if stored else self._dequantized(k, v)
+
+    def read(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        """Return the visible positions lazily and, where the blocks are consecutive, as a view. What is computed from
+        them must be added to ``pending`` before anything else is done with the pool."""
+        place = self._place_of(table)
+        if place is not None:
+            start, end = place
+            return self._dequantized(self._keys[:, :, start:end], self._values[:, :, start:end])
+        size, first = table.block_size, table.logical_start // table.block_size
+        key = "blocks", self.num_blocks
+        index = table.indices.get(key)
+        if index is None:
+            ids = np.array(table.block_ids[first:], np.int32)
+            heads = np.arange(self._stored.num_kv_heads, dtype=np.int32)[:, None] * self.num_blocks
+            index = table.indices[key] = mx.array(heads + ids)
+        skip = table.logical_start - first * size
+        k, v = (
+            x.reshape(-1, size * x.shape[3])[index].reshape(1, x.shape[1], -1, x.shape[3])[
+                :, :, skip : skip + table.num_visible
+            ]
+            for x in (self._keys, self._values)
+        )
+        return self._dequantized(k, v)
+
+    def index_of(self, slots: np.ndarray) -> mx.array:
+        """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` for :meth:`fetch`; valid until the pool grows."""
+        heads = np.arange(self._stored.num_kv_heads)[:, None] * (self.num_blocks * self.block_size)
+        return mx.array((slots[:, None] + heads).astype(np.int64 if self._keys.size > 1 << 31 else np.int32))
+
+    def fetch(self, index: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values at an index: lazy copies, to be added to
+        ``pending`` like what is read."""
+        return self._dequantized(*(x.reshape(-1, x.shape[3])[index] for x in (self._keys, self._values)))
+
+    def _place_of(self, table: BlockTable) -> tuple[int, int] | None:
+        """Return the start and end of the visible tokens among the slots, or None if their blocks are not
+        consecutive."""
+        size, start, end = table.block_size, table.logical_start, table.length
+        first = start // size
+        if not table.is_consecutive(first, -(-end // size)):
+            return None
+        before = (table.block_ids[first] - first) * size
+        return before + start, before + end
+
+    def _dequantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        rows = self.geometry.rows
+        if rows is None:
+            return k, v
+        k, v = rows[0].dequantize(k), rows[1].dequantize(v)
+        return (rotate(k), rotate(v)) if self.geometry.rotates else (k, v)
+
+    def ready(self) -> list[mx.array]:
+        """Return nothing: a write is done when it returns."""
+        return []
+
+
+def _as_words(x: mx.array) -> mx.array:
+    """Return bfloat16, which NumPy lacks, as uint16; other arrays unchanged."""
+    return x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
+
+
+def _view(x: mx.array) -> np.ndarray:
+    """Return the memory of an array ``[1, n_kv_heads, num_slots, dim]`` without its first axis."""
+    view: np.ndarray = np.array(_as_words(x), copy=False)[0]
+    return view
+
+
+def _copy(part: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    copy = mx.array(part[None])
+    return copy.view(dtype) if dtype == mx.bfloat16 else copy

@@ -1,0 +1,145 @@
+"""HostBlocks: bytes go in and come out unchanged, in every dtype; what was read before a write keeps its values."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.geometry import Geometry, PageFormat
+from mlx_paged.kv.host_blocks import HostBlocks
+from mlx_paged.kv.step import DeviceTables, Step
+from tests.support.pools import DTYPES, bits, noise
+
+SIZE, HEADS, KD, VD = 4, 3, 8, 16
+
+
+def blocks_of(num_blocks: int, dtype: mx.Dtype = mx.float32, heads: int = HEADS) -> HostBlocks:
+    return HostBlocks(Geometry(heads, KD, VD, dtype), SIZE, num_blocks, [])
+
+
+def table_of(ids: list[int], length: int, start: int = 0) -> BlockTable:
+    table = BlockTable(0, SIZE)
+    table.block_ids[:], table.length, table.logical_start = ids, length, start
+    return table
+
+
+def write(blocks: HostBlocks, tables: list[BlockTable], counts: tuple[int, ...], k: mx.array, v: mx.array) -> None:
+    blocks.write(tables, Step(tables, counts, 0, blocks.num_blocks, DeviceTables()), k, v)
+
+
+def tokens(seed: int, n: int, *, batch: int = 1, dtype: mx.Dtype = mx.float32, heads: int = HEADS) -> list[mx.array]:
+    return [noise(seed + i, batch, heads, n, dim, dtype=dtype) for i, dim in enumerate((KD, VD))]
+
+
+def everything(blocks: HostBlocks) -> list[np.ndarray]:
+    last = blocks.num_blocks
+    return [bits(x) for x in blocks.gather(table_of(list(range(last)), last * SIZE))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_round_trip_bit_for_bit_and_touch_nothing_else(dtype: mx.Dtype) -> None:
+    blocks, ids = blocks_of(8, dtype), [6, 3, 4, 1]
+    k, v = tokens(1, 14, dtype=dtype)
+    k[0, 0, 0, :3] = mx.array([float("nan"), -0.0, float("inf")])
+    write(blocks, [table_of(ids, 14)], (14,), k, v)
+    for got, wrote in zip(blocks.gather(table_of(ids, 14)), (k, v), strict=True):
+        assert got.dtype == dtype and (bits(got) == bits(wrote)).all()
+    for got, wrote in zip(blocks.read(table_of(ids, 14, 5)), (k, v), strict=True):
+        assert (bits(got) == bits(wrote[:, :, 5:])).all()
+    for held in everything(blocks):
+        kept = held.reshape(HEADS, 8, SIZE, -1)
+        assert not kept[:, [0, 2, 5, 7]].any() and not kept[:, 1, 2:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_and_packs_go_to_their_own_slots(dtype: mx.Dtype) -> None:
+    blocks, tables = blocks_of(9, dtype), [table_of([5, 2], 8), table_of([7], 1), table_of([1, 4], 6)]
+    k, v = tokens(1, 1, batch=3, dtype=dtype)
+    write(blocks, tables, (1, 1, 1), k, v)
+    for row, table in enumerate(tables):
+        for got, wrote in zip(blocks.gather(table), (k, v), strict=True):
+            assert (bits(got[:, :, -1:]) == bits(wrote[row : row + 1])).all()
+    k, v = tokens(7, 1, batch=6, dtype=dtype)
+    write(blocks, tables, (3, 1, 2), k, v)
+    for table, span in zip(tables, (slice(0, 3), slice(3, 4), slice(4, 6)), strict=True):
+        for got, wrote in zip(blocks.gather(table), (k, v), strict=True):
+            own = wrote[span].swapaxes(0, 2)
+            assert (bits(got[:, :, -own.shape[2] :]) == bits(own)).all()
+
+
+def test_rows_are_fetched_left_padded() -> None:
+    blocks = blocks_of(8)
+    k, v = tokens(1, 12)
+    write(blocks, [table_of([3, 5, 2], 12)], (12,), k, v)
+    slots = np.array([[12, 12, 13], [20, 21, 8]])
+    for got, wrote in zip(blocks.fetch(blocks.index_of(slots)), (k, v), strict=True):
+        assert (bits(got) == bits(mx.stack([wrote[0][:, [0, 0, 1]], wrote[0][:, [4, 5, 8]]]))).all()
+
+
+def test_blocks_are_copied_and_resized() -> None:
+    blocks, table = blocks_of(3), table_of([1, 2], 8)
+    k, v = tokens(1, 8)
+    write(blocks, [table], (8,), k, v)
+    blocks.resize(7)
+    assert blocks.num_blocks == 7
+    blocks.copy([1, 2], [6, 4])
+    write(blocks, [table], (8,), -k, -v)
+    for got, wrote in zip(blocks.gather(table_of([6, 4], 8)), (k, v), strict=True):
+        assert (bits(got) == bits(wrote)).all()
+    blocks.resize(5)
+    for held in everything(blocks):
+        assert not held.reshape(HEADS, 5, SIZE, -1)[:, [0, 3]].any()
+    for got, wrote in zip(blocks.gather(table), (k, v), strict=True):
+        assert (bits(got) == bits(-wrote)).all()
+
+
+def test_growth_that_fails_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, table, zeros = blocks_of(3), table_of([1, 2], 8), mx.zeros
+    k, v = tokens(1, 8)
+    write(blocks, [table], (8,), k, v)
+
+    def fail_for_values(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        if shape[-1] == VD:
+            raise RuntimeError("out of memory")
+        return zeros(shape, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "zeros", fail_for_values)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            blocks.resize(50)
+    assert blocks.num_blocks == 3
+    for num_blocks in (None, 4):
+        if num_blocks is not None:
+            blocks.resize(num_blocks)
+            assert blocks.num_blocks == num_blocks
+        for got, wrote in zip(blocks.gather(table), (k, v), strict=True):
+            assert (bits(got) == bits(wrote)).all()
+
+
+@pytest.mark.parametrize("then", ["write", "copy", "resize and write", "blocks of another table"])
+@pytest.mark.parametrize("ids", [[1, 2], [2, 1]], ids=["view", "gathered"])
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_what_was_read_before_a_write_keeps_its_values(then: str, ids: list[int], heads: int) -> None:
+    """A view is memory, not a value: what was built over it must be computed before the memory changes."""
+    blocks, table = blocks_of(6, heads=heads), table_of(ids, 8)
+    k, v = tokens(1, 8, heads=heads)
+    write(blocks, [table], (8,), k, v)
+    read = [x + 1 for x in blocks.read(table)]
+    blocks.pending += read
+    copied = blocks.gather(table)
+    if then == "copy":
+        blocks.copy([4, 5], ids)
+    else:
+        if then == "resize and write":
+            blocks.resize(9)
+        target = table_of(ids[:1], 4) if then == "blocks of another table" else table
+        write(blocks, [target], (target.length,), *tokens(9, target.length, heads=heads))
+    assert not blocks.pending
+    for got, kept, wrote in zip(read, copied, (k, v), strict=True):
+        assert (bits(got) == bits(wrote + 1)).all() and (bits(kept) == bits(wrote)).all()
+
+
+def test_tensors_have_the_size_that_the_geometry_says() -> None:
+    for page_format in (None, PageFormat(8, 4, 32), PageFormat(4, 4, 64)):
+        geometry = Geometry(2, 128, 256, mx.bfloat16, page_format)
+        assert HostBlocks(geometry, 4, 6, []).nbytes == 6 * 4 * geometry.bytes_per_token()
