@@ -17,7 +17,7 @@ from .step import Step, visible_slots
 class HostBlocks:
     """K ``[1, n_kv_heads, num_blocks * block_size, head_dim]`` and V of one layer: the slots of all blocks, block by
     block. It is the layout of mlx-lm's own cache, so attention reads blocks with consecutive ids, as a sequence alone
-    in the pool has, through a view (docs/adr/0002).
+    in the pool has, through a view (docs/adr/0092).
 
     A write goes through NumPy views of the arrays: nothing is copied, and it is done when the method returns. So an
     MLX view of the blocks is memory, not a value: it changes with the next write. Whatever leaves the cache is a copy,

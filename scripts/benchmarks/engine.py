@@ -310,8 +310,8 @@ def cancelled(waiting: int) -> float:
     return (time.thread_time() - begin) * 1e3
 
 
-def functional(rows: int) -> float:
-    """Measure steps of one layer over MLX's own arrays."""
+def on_host(rows: int) -> float:
+    """Measure steps of one layer over blocks in host memory."""
     bench = Bench(1, in_place=False)
     bench.add(rows, 40)
     bench.start()
@@ -348,7 +348,7 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> None:
         note("no memory for the first", held_back(waiting), rows=64, waiting=waiting)
         note("cancelled together", cancelled(waiting), waiting=waiting)
     for count in rows:
-        note("MLX's arrays, one layer", functional(count), rows=count)
+        note("blocks on the host, one layer", on_host(count), rows=count)
     columns = ("case", "rows", "nodes", "waiting", "ms")
     print(table(columns, [[str(each.get(name, "")) for name in columns] for each in results]))
     write_results(args.out, "engine", given, results, PANELS, "rows", "the host's time", side="case")

@@ -34,7 +34,7 @@ def sequence(pool: BlockPool, length: int, seed: int = 0) -> list[PagedKVCache]:
     for cache in caches if length else ():
         x = mx.random.normal((1, KV_HEADS, length, DIM))
         cache.update(x, x + 1)
-    mx.eval([cache.pool.fence(cache.layer) for cache in caches])
+    mx.eval(caches[0].pool.ready())
     return caches
 
 
