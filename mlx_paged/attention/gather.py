@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import GeometryError
+from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.attention_params import AttentionParams, Window
 from ..kv.block_table import BlockTable
 from ..kv.group import LayerGroup
@@ -98,10 +99,12 @@ def gather_attention(q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], p
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
     """
-    read = kv.gather_visible if kv.in_place else kv.host.read
+    # A prompt's result in the last layer is never used, so it must not be among the reads that a write computes.
+    is_view = not kv.in_place and q.shape[2] <= MAX_QUERY_LENGTH
+    read = kv.host.read if is_view else kv.gather_visible
     rows = [q] if len(tables) == 1 else [q[row : row + 1] for row in range(len(tables))]
     outputs = [attention(row, *read(table), params) for row, table in zip(rows, tables, strict=True)]
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    if not kv.in_place:
+    if is_view:
         kv.note_read(output)
     return output

@@ -15,9 +15,9 @@ from ..errors import GeometryError, PromptCacheError
 from ..kv.attention_params import AttentionParams, LatentHeads, Window
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
+from ..kv.lock import locked
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.turn import in_turn
 from .lazy_kv import Append, Fences, LazyKV, hand_out
 from .paged_kv_cache import PagedKVCache
 from .rows import OWN_MASK, LeftPadding, NotPackableError, Rows
@@ -55,7 +55,7 @@ class PagedBatchKVCache:
 
     # Writing and reading --------------------------------------------------------------------------------------
 
-    @in_turn
+    @locked
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams, *, as_rows: bool = False
     ) -> mx.array:
@@ -115,7 +115,7 @@ class PagedBatchKVCache:
             kv.set_geometry(keys, values, batch=count, heads=heads)
         return keys, values
 
-    @in_turn
+    @locked
     def update(self, keys: mx.array, values: mx.array) -> None:
         """Write the tokens' keys and values ``[T, n_kv_heads, 1, head_dim]`` to the pool, and read nothing.
 
@@ -127,7 +127,7 @@ class PagedBatchKVCache:
         tables, step = rows.begin_layer(layer)
         self._kv.write_step(tables, step, keys, values)
 
-    @in_turn
+    @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the tokens' keys and values, and return those that the rows see.
 
@@ -148,7 +148,7 @@ class PagedBatchKVCache:
             return keys, values
         return self._fetch(tables, step, padding, Append(keys, values, step), before)
 
-    @in_turn
+    @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what :meth:`update_and_fetch` returned last, for another layer that attends over it; in a pack
         placeholders without data."""
@@ -178,7 +178,7 @@ class PagedBatchKVCache:
         hand_out(keys, values, LazyKV(rows, self.layer, append, fences))
         return keys, values
 
-    @in_turn
+    @locked
     def attend_expanded(
         self, queries: tuple[mx.array, mx.array], latent: mx.array, rotated: mx.array, heads: LatentHeads, scale: float,
         expand: Expand,
@@ -284,7 +284,7 @@ class PackedPart:
         self.offset = tables[index].length - count
         self.mask = None if count == 1 else causal_mask(count, tables[index].num_visible - count)
 
-    @in_turn
+    @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the tokens' keys and values ``[1, n_kv_heads, n, head_dim]``, and return all visible ones."""
         kv = self.pool.layer(self.layer)
@@ -316,7 +316,7 @@ class PackedKV(LazyKV):
         known_mask(rows, AttentionParams(1.0, mask))
         return True
 
-    @in_turn
+    @locked
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
         """Attend like :meth:`PagedBatchKVCache.attend`, from written tokens. Call it only after :meth:`can_attend`."""
         rows, layer = self._rows(), self.layer

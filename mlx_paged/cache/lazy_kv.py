@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from ..attention import dispatch
 from ..kv.attention_params import AttentionParams
+from ..kv.lock import locked
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.turn import in_turn
 from .rows import Rows, SequenceTables
 
 
@@ -85,7 +85,7 @@ class LazyKV:
         # Without a mask each of several queries would see all keys, those after its own included.
         return shape[2] == 1 or mask is not None
 
-    @in_turn
+    @locked
     def attend(
         self,
         queries: mx.array,
@@ -121,13 +121,13 @@ class LazyKV:
         if self._read is not None:
             pool.pending[:] = [array for array in pool.pending if array is not self._read]
             self._read = None
-            pool.memory.held.add(keys, values)
+            pool.lock.held_arrays.add(keys, values)
         if self._fences is None:
             return False
         before, written, gathered = self._fences
         is_forgotten = pool.layer(self.layer).device.rewind(before if to_write else written, gathered)
         if is_forgotten:
-            pool.memory.held.add(keys, values)
+            pool.lock.held_arrays.add(keys, values)
         return is_forgotten
 
 

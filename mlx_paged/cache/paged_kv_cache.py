@@ -14,9 +14,9 @@ from ..errors import BlockStateError, GeometryError, PromptCacheError
 from ..kv.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
+from ..kv.lock import locked
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.turn import MovedError, in_turn
 from .lazy_kv import Append, Fences, LazyKV, hand_out
 from .rows import SequenceTables
 
@@ -68,7 +68,7 @@ class PagedKVCache:
 
     # Writing and reading --------------------------------------------------------------------------------------
 
-    @in_turn
+    @locked
     def update(self, keys: mx.array, values: mx.array) -> None:
         """Write the next tokens' keys and values ``[1, n_kv_heads, n_new, head_dim]`` to the pool.
 
@@ -87,14 +87,16 @@ class PagedKVCache:
         try:
             kv.set_geometry(keys, values, batch=1, heads=heads)
         except GeometryError:
+            lock = kv.lock
             if self.sequence.move(keys.dtype):  # another dtype, as after a model's set_dtype()
-                raise MovedError from None
+                lock.hold_also(self.pool.lock)
+                return self._reserve(keys, values, heads)
             keys, values = kv.fitted(keys, values)
             kv.set_geometry(keys, values, batch=1, heads=heads)
         tables, step = self.sequence.begin_layer(self.layer, keys.shape[2])
         return kv, tables, step, keys, values
 
-    @in_turn
+    @locked
     def attend(
         self,
         queries: mx.array,
@@ -119,7 +121,7 @@ class PagedKVCache:
             params = params._replace(window=self.sequence.window_of(params.mask))
         return dispatch.attend(queries, (keys, values), kv, tables, step, params)
 
-    @in_turn
+    @locked
     def attend_expanded(
         self, queries: tuple[mx.array, mx.array], latent: mx.array, rotated: mx.array, heads: LatentHeads, scale: float,
         expand: Expand,
@@ -134,7 +136,7 @@ class PagedKVCache:
         kv.write_step(tables, step, latent, rotated)
         return latent_prompts.attend(*queries, self.pool, self.layer, tables, step, heads, scale, expand)
 
-    @in_turn
+    @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the next tokens and return all visible keys and values, gathered lazily, by position.
 
@@ -151,7 +153,7 @@ class PagedKVCache:
             return keys, values
         return self._fetch(kv, tables, step, Append(keys, values, step) if step.num_tokens == 1 else None, before)
 
-    @in_turn
+    @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, by position (a copy), also for another
         layer that attends over them; recognised as those of :meth:`update_and_fetch` are."""
@@ -171,7 +173,7 @@ class PagedKVCache:
         hand_out(keys, values, LazyKV(self.sequence, self.layer, append, fences))
         return keys, values
 
-    @in_turn
+    @locked
     def load(self, keys: mx.array, values: mx.array, offset: int, *, stored: bool = False) -> None:
         """Fill an empty cache with dense keys and values, in order of position.
 

@@ -430,7 +430,7 @@ class CompiledStep:
         layers = [pool.layer(cache.layer) for cache in parts[0]] if pool.groups[0].blocks else []
         if not layers or not all(layer.in_place and layer.device.decoded_by_kernel for layer in layers):
             return None
-        pool.memory.held.compute()
+        pool.lock.held_arrays.compute()
         logits = self._compiled(rows, [layer.device for layer in layers], model, tokens, caches, *parts)
         if logits is None and self.failure is None:
             # With a compiled step's matrix products, so that results do not depend on which steps are compiled.

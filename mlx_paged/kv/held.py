@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from threading import get_ident
 
 import mlx.core as mx
 
 
 class HeldArrays:
     """Pairs of keys and values that attention has not used, because it read the blocks instead. They are mostly dropped
-    at once; pairs that a caller still holds are computed before the next write to the pool."""
+    at once; pairs that a caller still holds are computed before the next write to the pool, and before the thread that
+    has built them releases the pool's lock."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array], int]] = []
+        self._pairs: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []
 
     def add(self, keys: mx.array, values: mx.array) -> None:
-        """Note a pair that the present thread has built."""
-        self._pairs.append((weakref.ref(keys), weakref.ref(values), get_ident()))
+        """Note a pair."""
+        self._pairs.append((weakref.ref(keys), weakref.ref(values)))
 
     def compute(self) -> None:
-        """Compute the pairs that are still held. Only the thread that built them can."""
+        """Compute the pairs that are still held."""
         if self._pairs:
             pairs, self._pairs = self._pairs, []
-            held = [
-                array
-                for *refs, thread in pairs
-                if thread == get_ident()
-                for ref in refs
-                if (array := ref()) is not None
-            ]
-            mx.eval(held)
+            mx.eval([array for pair in pairs for ref in pair if (array := ref()) is not None])

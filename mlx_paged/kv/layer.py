@@ -32,13 +32,13 @@ class PoolLayer:
         "group",
         "group_index",
         "is_last",
+        "lock",
         "memory",
         "number",
         "owners",
         "position",
         "sees",
         "spec",
-        "turn",
         "window",
     )
 
@@ -49,7 +49,7 @@ class PoolLayer:
         self.position = position
         self.is_last = position == len(group.spec.layers) - 1
         self.memory = memory
-        self.owners, self.turn = memory.owners, memory.turn
+        self.owners, self.lock = memory.owners, memory.lock
         self.spec, self.window, self.sees = group.spec, group.spec.window, group.spec.sees
 
     @property
@@ -64,10 +64,10 @@ class PoolLayer:
 
     @property
     def blocks(self) -> Blocks:
-        """The layer's blocks; marks the turn as dirty. Raises BlockStateError before the first write to its group."""
+        """The layer's blocks; marks the lock as dirty. Raises BlockStateError before the first write to its group."""
         if not self.group.blocks:
             raise BlockStateError(f"nothing has been written to the group of layer {self.number} yet")
-        self.turn.is_dirty = True
+        self.lock.is_dirty = True
         return self.group.blocks[self.position]
 
     @property
@@ -105,7 +105,7 @@ class PoolLayer:
         group = self.group
         geometry = group.validate(k, v, batch)
         if group.geometry is None:
-            with self.turn:
+            with self.lock:
                 self.owners.collect()
                 self.memory.fix_geometry(group, geometry, heads)
         return group
@@ -176,7 +176,7 @@ class PoolLayer:
         Raises:
             GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
         """
-        with self.turn:
+        with self.lock:
             self.group.validate(k, v, len(tables))
             step = self.step(tables, k.shape[2])
             self.set_geometry(k, v, batch=len(tables))
@@ -189,7 +189,7 @@ class PoolLayer:
         Raises:
             GeometryError, BlockStateError: before anything is written.
         """
-        with self.turn:
+        with self.lock:
             geometry = self.group.geometry
             if geometry is None or geometry.format is None:
                 self.write(tables, k, v)
@@ -207,7 +207,7 @@ class PoolLayer:
 
     def write_step(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         """Write k and v that :meth:`set_geometry` has accepted at the positions of a :meth:`step`; the caller holds the
-        turn. Their shape may also be ``[T, n_kv_heads, 1, head_dim]``, for all tokens of the step."""
+        pool's lock. Their shape may also be ``[T, n_kv_heads, 1, head_dim]``, for all tokens of the step."""
         self._before_write(k, v)
         self.group.blocks[self.position].write(tables, step, k, v)
         if step.is_pack:
@@ -218,10 +218,10 @@ class PoolLayer:
             self.group.pace(self.position, step.num_tokens)
 
     def _before_write(self, k: mx.array, v: mx.array) -> None:
-        if self.turn.is_first_turn:  # raises for what it cannot compute, such as another thread's lazy weights
+        if self.lock.is_first_use:  # raises for what it cannot compute, such as another thread's lazy weights
             mx.eval(k, v)
-        self.turn.is_dirty = True
-        self.memory.held.compute()
+        self.lock.is_dirty = True
+        self.lock.held_arrays.compute()
 
     # Reading --------------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class PoolLayer:
         self._check(table)
         if self.group.geometry is None or not table.num_visible:
             raise BlockStateError("nothing has been written to this table")
-        with self.turn:
+        with self.lock:
             return self.blocks.gather(table, stored=stored)
 
     def fetch(self, tables: Sequence[BlockTable], step: Step | None = None) -> tuple[mx.array, mx.array, mx.array]:
@@ -277,8 +277,10 @@ class PoolLayer:
         self.group.pending += results
 
     def ready(self) -> list[mx.array]:
-        """Return small arrays that are ready when all writes to the layer so far are; none before the first write."""
-        return self.blocks.ready() if self.group.blocks else []
+        """Return small arrays that are ready when all writes to the layer so far are; none before the first write. Any
+        thread can wait for them."""
+        with self.lock:
+            return self.group.blocks[self.position].ready() if self.group.blocks else []
 
     def after_writes(self, k: mx.array, v: mx.array) -> list[mx.array]:
         """Return k and v, ready only when the layer's writes are. Without this MLX may put off all layers' writes to

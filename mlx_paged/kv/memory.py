@@ -14,9 +14,8 @@ from ..errors import BlockStateError, ConfigError, PoolExhaustedError
 from .attention_params import QueryHeads
 from .geometry import Geometry
 from .group import BlockGroup
-from .held import HeldArrays
+from .lock import PoolLock
 from .owners import BlockOwners
-from .turn import Turn
 
 
 class StateSlot:
@@ -82,19 +81,19 @@ class PoolMemory:
     """The budget that a pool's groups share, and the sizes of their tensors. A group that must grow takes unreserved
     bytes, then free blocks of other groups, whose tensors shrink, and evicts what it needs from prefix caches.
 
-    Call :meth:`grow`, :meth:`shrink` and :meth:`fix_geometry` only within a turn, after :meth:`BlockOwners.collect`.
+    Call :meth:`grow`, :meth:`shrink` and :meth:`fix_geometry` only with the lock, after :meth:`BlockOwners.collect`.
 
     Args:
         groups: the groups that share the budget.
         budget: most bytes that their tensors, and states, may take.
         owners: the owners of their blocks.
-        turn: the pool's turn.
+        lock: the pool's lock.
 
     Raises:
         ConfigError: the budget is not positive.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], budget: int, owners: BlockOwners, turn: Turn) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], budget: int, owners: BlockOwners, lock: PoolLock) -> None:
         if budget <= 0:
             raise ConfigError(f"the memory budget must be positive, not {budget} bytes")
         self.groups = groups
@@ -103,8 +102,7 @@ class PoolMemory:
         self.spare: int | None = None  # most bytes to reserve ahead of need; None: what the budget allows
         self.owners = owners
         self.states = StateSlots()
-        self.held = HeldArrays()
-        self.turn = turn
+        self.lock = lock
 
     @property
     def unheld_bytes(self) -> int:
@@ -155,7 +153,7 @@ class PoolMemory:
         if known * per_block > self.unreserved_bytes:
             # The null block is not counted in the error's need.
             raise self.exhausted(known - 1, (known - 1) * per_block, apart=per_block)
-        self.turn.is_dirty = True
+        self.lock.is_dirty = True
         group.set_geometry(geometry, heads)
 
     def ensure_free(self, counts: Sequence[int], in_all: Sequence[int] | None = None) -> None:
@@ -167,7 +165,7 @@ class PoolMemory:
             in_all: blocks of each group that will be taken in all. A group that must grow grows once, by all it needs,
                 or by its share of what is left if not all of them fit.
         """
-        with self.turn:
+        with self.lock:
             self.owners.collect()
             share = 1.0 if in_all is None else min(1.0, self._ahead_bytes / max(1, self._missing_bytes(in_all)))
             for index, group in enumerate(self.groups):
@@ -204,7 +202,7 @@ class PoolMemory:
                 return
             # Beyond the need, at most half of what is left: another group may need the rest.
             target = min(target, allocator.num_blocks + max(missing, self._ahead_bytes // per_block // 2))
-        self.turn.is_dirty = True
+        self.lock.is_dirty = True
         group.grow(target)
 
     def _make_room_for_blocks(self, group: BlockGroup, count: int, step: int, kept: Sequence[int]) -> None:
@@ -260,7 +258,7 @@ class PoolMemory:
     def make_room_for_state(self, num_bytes: int) -> bool:
         """Unreserve ``num_bytes`` for a state, at the cost of free blocks, then of cached ones. Call it in the compute
         thread, between steps. Returns whether there is room."""
-        with self.turn:
+        with self.lock:
             self.owners.collect()
             if num_bytes <= self.unreserved_bytes:
                 return True
@@ -307,7 +305,7 @@ class PoolMemory:
         """Move the blocks held from id ``num_blocks`` on to free ids below it, and shrink the tensors."""
         group = self.groups[index]
         moves = group.allocator.moves(num_blocks)
-        self.turn.is_dirty = True
+        self.lock.is_dirty = True
         group.move(moves)
         self.owners.renumber(index, moves)
         self.shrinks += 1
@@ -316,7 +314,7 @@ class PoolMemory:
     def give_back(self, num_bytes: int) -> None:
         """Return unused memory to the system, ``num_bytes`` if possible: evict from prefix caches if free blocks are
         not enough. Call it in the compute thread, between steps."""
-        with self.turn:
+        with self.lock:
             self.owners.collect()
             missing = num_bytes - (self.unheld_bytes - self.unreserved_bytes)
             reclaimable = self.reclaimable_bytes
@@ -330,7 +328,7 @@ class PoolMemory:
 
     def return_unused(self) -> None:
         """Return memory of free blocks to the system (see :meth:`BlockPool.return_memory`)."""
-        with self.turn:
+        with self.lock:
             self.owners.collect()
             if not any(group.allocator.num_live for group in self.groups):
                 self.drop()

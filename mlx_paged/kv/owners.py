@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ..errors import BlockStateError
@@ -58,7 +58,7 @@ class BlockOwners:
     Changes need the pool's lock, except :meth:`add_table`, :meth:`abandon` and :meth:`collect`.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], lock: threading.RLock, idle: IdleWatch) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], lock: AbstractContextManager[bool], idle: IdleWatch) -> None:
         self.owner = object()  # identifies the pool's tables
         self._idle = idle
         self._groups = groups

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
@@ -18,10 +16,10 @@ from .geometry import PageFormat
 from .group import BlockGroup, LayerGroup, check_layout
 from .idle import IdleWatch
 from .layer import PoolLayer
+from .lock import PoolLock
 from .memory import PoolMemory
 from .owners import BlockHolder, BlockOwners
 from .stats import PagedCacheStats, check_group
-from .turn import Turn
 
 UNLIMITED = 1 << 62
 
@@ -60,10 +58,10 @@ class BlockPool:
         # Lazy arrays that read blocks on the host; the next write computes them first.
         self.pending: list[mx.array] = []
         self.groups = [BlockGroup(spec, block_size, choose_blocks, page_format, self.pending) for spec in groups]
-        self._lock = threading.RLock()
-        self.turn = Turn(self._lock, self.groups, self.pending)
-        self._owners = BlockOwners(self.groups, self._lock, IdleWatch(self))
-        self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.turn)
+        # Guards every change. Holders of blocks use it for their own changes, which avoids deadlocks.
+        self.lock = PoolLock(self.groups, self.pending)
+        self._owners = BlockOwners(self.groups, self.lock, IdleWatch(self))
+        self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.lock)
         self._layers = {
             layer: PoolLayer(layer, group, index, position, self.memory)
             for index, group in enumerate(self.groups)
@@ -81,11 +79,6 @@ class BlockPool:
         """Most bytes that the tensors of all groups, and states, may take."""
         return self.memory.budget
 
-    @property
-    def lock(self) -> AbstractContextManager[bool]:
-        """Lock that guards every change. Holders of blocks use it for their own changes, which avoids deadlocks."""
-        return self.turn
-
     # Blocks ---------------------------------------------------------------------------------------------------
 
     def allocate(self, group: int, count: int) -> list[int]:
@@ -96,26 +89,26 @@ class BlockPool:
         """
         blocks: list[int] = []
         try:
-            with self.turn:
+            with self.lock:
                 self._owners.collect()
                 block_group = self.groups[group]
                 if count > block_group.allocator.num_free:
                     self.memory.grow(block_group, count)
                 blocks = block_group.allocator.allocate(count)
-        except Exception:  # if blocks were taken, computing failed at the turn's end
+        except Exception:  # if blocks were taken, computing failed when the lock was released
             self.release(group, blocks)
             raise
         return blocks
 
     def retain(self, group: int, block_ids: Sequence[int]) -> None:
         """Add one reference to each block. Raises BlockStateError if one is free."""
-        with self._lock:
+        with self.lock:
             self.groups[group].touch()
             self.groups[group].allocator.retain(block_ids)
 
     def release(self, group: int, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block. Raises BlockStateError if one is free already."""
-        with self._lock:
+        with self.lock:
             self.groups[group].allocator.release(block_ids)
 
     def abandon(self, group: int, block_ids: list[int]) -> None:
@@ -128,7 +121,7 @@ class BlockPool:
 
     def add_holder(self, holder: BlockHolder) -> None:
         """Register a cache that is asked for blocks before an allocation fails; held weakly."""
-        with self._lock:
+        with self.lock:
             self._owners.add_cache(holder)
 
     def holders(self) -> list[BlockHolder]:
@@ -147,19 +140,17 @@ class BlockPool:
         never blocks and computes nothing.
 
         Returns:
-            False if the pool was locked or had pending work, so that the caller must try again.
+            False if the pool was locked, so that the caller must try again.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.try_acquire():
             return False
         try:
-            if self.turn.is_pending:
-                return False
             self._owners.collect()
             if self.drops_when_idle and not any(group.allocator.num_live for group in self.groups):
                 self.memory.drop()
             return True
         finally:
-            self._lock.release()
+            self.lock.__exit__()
 
     # Tables ---------------------------------------------------------------------------------------------------
 
@@ -173,7 +164,7 @@ class BlockPool:
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, by reference. A write to a shared block copies it first."""
         self._owners.check(table)
-        with self._lock:
+        with self.lock:
             # Registered before it holds blocks: if something fails here, they are released.
             copy = self._owners.add_table(BlockTable(table.group, self.block_size))
             self.retain(table.group, table.block_ids)
@@ -188,7 +179,7 @@ class BlockPool:
             BlockStateError: it was released before.
         """
         self._owners.check(table)
-        with self._lock:
+        with self.lock:
             table.released = True
             self._owners.remove_table(table)
             self._group(table).allocator.release(table.block_ids)
@@ -215,7 +206,7 @@ class BlockPool:
         self._owners.check(table)
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
-        with self.turn:
+        with self.lock:
             self._owners.collect()  # a block shared only with a dropped table is not shared
             group = self._group(table)
             if group.spec.window is not None:
@@ -254,7 +245,7 @@ class BlockPool:
         refcount, owner, sees = own.allocator.refcount, self._owners.owner, own.sees
         others: list[int] = []
         fresh: list[int] = []  # tables that begin a block
-        with self._lock:
+        with self.lock:
             self._owners.collect()
             own.touch()
             index = 0
@@ -289,7 +280,7 @@ class BlockPool:
         """Release blocks that the tables' next tokens do not see, as :meth:`append_tokens` would, so that they count as
         free or cached. Returns whether any table changed."""
         slid = False
-        with self._lock:
+        with self.lock:
             for table in tables:
                 if not table.released and self._slide(self._group(table), table):
                     self._group(table).touch()
@@ -333,14 +324,14 @@ class BlockPool:
             The id now in ``table.block_ids[index]`` (unchanged if it was not shared).
         """
         self._owners.check(table)
-        with self.turn:
+        with self.lock:
             self._owners.collect()
             group = self._group(table)
             if group.allocator.refcount(table.block_ids[index]) <= 1:
                 return table.block_ids[index]
             own = self.allocate(table.group, 1)[0] if target is None else target
             try:
-                self.turn.is_dirty = True
+                self.lock.is_dirty = True
                 shared = table.block_ids[index]
                 for blocks in group.blocks:
                     blocks.copy([shared], [own])
@@ -377,7 +368,7 @@ class BlockPool:
         if num_tokens < 0 or length < 0:
             raise TrimError(f"cannot trim {num_tokens} of {table.length} tokens")
         self.check_trim(table, length)
-        with self._lock:
+        with self.lock:
             table.length = length
             keep = -(-length // self.block_size)
             self._group(table).allocator.release(table.block_ids[keep:])
@@ -411,8 +402,9 @@ class BlockPool:
         return self._layers[layer].gather_visible(table)
 
     def ready(self) -> list[mx.array]:
-        """Return small arrays that are ready when all writes so far are."""
-        return [array for group in self.groups for array in group.ready()]
+        """Return small arrays that are ready when all writes so far are; any thread can wait for them."""
+        with self.lock:
+            return [array for group in self.groups for array in group.ready()]
 
     # Accounts -------------------------------------------------------------------------------------------------
 
@@ -424,11 +416,11 @@ class BlockPool:
                 self.collect()
             return PagedCacheStats.of(self)
 
-        return self.turn.glance(read)
+        return self.lock.glance(read)
 
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
-        with self._lock:
+        with self.lock:
             tables = self._owners.tables()  # kept alive, so that none is collected in between
             self._owners.collect()
             for index, group in enumerate(self.groups):

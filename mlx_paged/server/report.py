@@ -240,7 +240,7 @@ def block_map(pool: BlockPool) -> list[list[tuple[str, int]]]:
     ``f``: free; ``l``: live, one sequence holds it; ``s``: shared, several do, or a sequence and a prefix cache; ``c``:
     cached, a prefix cache alone holds it.
     """
-    return pool.turn.glance(lambda _: [_runs(pool, index) for index in range(len(pool.groups))])
+    return pool.lock.glance(lambda _: [_runs(pool, index) for index in range(len(pool.groups))])
 
 
 def _runs(pool: BlockPool, index: int) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ from ...cache.rows import SequenceTables
 from ...config import STOCK_QUANTISES
 from ...errors import PromptCacheError
 from ...kv.geometry import Geometry, PageFormat, first_keys
-from ...kv.turn import in_turn
+from ...kv.lock import locked
 from ...warn import warn_once
 
 
@@ -105,7 +105,7 @@ class PagedLayerCache(PagedKVCache):
         stock.state = (keys, values, self.offset, 0, ring, keys.shape[2])
         return stock
 
-    @in_turn
+    @locked
     def _to_stock_quantized(self) -> QuantizedKVCache:
         geometry = self._kv.group.geometry
         assert geometry is not None and geometry.rows is not None and geometry.format is not None
@@ -128,7 +128,7 @@ class PagedLayerCache(PagedKVCache):
             keys, values = mx.split(keys, [geometry.k_head_dim], axis=-1)
         super().load(keys, values, offset, stored=stored)
 
-    @in_turn
+    @locked
     def load_quantized(self, stock: QuantizedKVCache) -> None:
         """Fill an empty cache from mlx-lm's quantised one, byte for byte; see also :meth:`load`.
 

@@ -207,7 +207,7 @@ class PagedPromptCache:
         """Return entries and bytes by type; a block that several nodes share counts for the type of the first."""
         result: dict[str, dict[str, int]] = self.unpaged.stats_by_type()
         for tree in list(self._trees.values()):
-            for name, counted in tree.pool.turn.glance(partial(self._by_type, tree)).items():
+            for name, counted in tree.pool.lock.glance(partial(self._by_type, tree)).items():
                 for figure, number in counted.items():
                     result[name][figure] += number
         return result
@@ -380,7 +380,7 @@ class PagedPromptCache:
 
     def _num_of(self, counts: Callable[[RadixTree, RadixNode], bool]) -> int:
         """Return how many nodes of all trees satisfy ``counts``."""
-        return sum(tree.pool.turn.glance(partial(_num_nodes, tree, counts)) for tree in list(self._trees.values()))
+        return sum(tree.pool.lock.glance(partial(_num_nodes, tree, counts)) for tree in list(self._trees.values()))
 
     def _paged_bytes(self) -> int:
         return sum(tree.nbytes for tree in list(self._trees.values()))

@@ -143,7 +143,7 @@ def prefix_pool_of(model: Any) -> BlockPool:
 
 def forget_pool(model: Any) -> None:
     """Drop the registry's references to a model's pools, so that its next prompt cache gets a new one. Never waits for
-    a turn."""
+    a pool's lock."""
     with _lock:
         _pools.put(model, _Pools())
         _state_pools.forget(model)

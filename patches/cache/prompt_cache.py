@@ -173,7 +173,7 @@ def _trim_to_kept_states(caches: Sequence[Any], num_tokens: int) -> int:
     sequence = paged[0].sequence
     if sequence.kept is None or not sequence.is_level() or any(cache.sequence is not sequence for cache in paged):
         return 0
-    with sequence.pool.turn:
+    with sequence.pool.lock:
         num_tokens = min(num_tokens, sequence.length)
         length = sequence.length - num_tokens
         for table in sequence.tables:

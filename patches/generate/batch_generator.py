@@ -19,7 +19,7 @@ from ...engine.grammar.grammar import GrammarProcessor
 from ...engine.ranks.world import ranks_of
 from ...engine.request import Request, RequestOptions, sequence_of
 from ...errors import ConfigError
-from ...kv.turn import Stepwise
+from ...kv.lock import HeldLocks
 from ...prefix.store import SharedPrefixes
 from ...warn import warn_once
 from ..cache.layer_cache import PagedLayerCache
@@ -301,7 +301,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is None:
             return tuple(super().next())  # type: ignore[return-value]
         agreement = self._engine.agreement
-        with agreement.step() if agreement is not None else nullcontext(), mx.stream(self._stream), Stepwise():
+        with agreement.step() if agreement is not None else nullcontext(), mx.stream(self._stream), HeldLocks():
             return self._engine.next()
 
     def next_generated(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Replacements for mlx-lm's generators of steps, which take turns at a pool (see kv/turn.py)."""
+"""Replacements for mlx-lm's generators of steps, which hold pools' locks (see kv/lock.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_lm.generate import generation_stream
 
 from ...config import KVBits
 from ...errors import PromptCacheError
-from ...kv.turn import Stepwise
+from ...kv.lock import HeldLocks
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.prompt_cache import factory_of, use_quantized_pages
 from ..patch import replaces
@@ -22,14 +22,15 @@ from ..patch import replaces
 
 @replaces("mlx_lm.generate:generate_step", "640f5f80cac74587")
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Return the replacement of ``generate_step``, in which each token is one Stepwise step, whichever thread asks."""
+    """Return the replacement of ``generate_step``, which holds the locks of pools for a token at a time, in whichever
+    thread asks for it."""
 
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
         models = (*args, kwargs.get("model"), kwargs.get("draft_model"))
         use_quantized_pages([model for model in models if hasattr(model, "layers")], kwargs)
         steps = original(*args, **kwargs)
-        step, begun_by = Stepwise(), threading.get_ident()
+        step, begun_by = HeldLocks(), threading.get_ident()
         try:
             while True:
                 with step:

@@ -1,4 +1,5 @@
-"""Wrappers of a model's calls over a pool: each call is one turn (see kv/turn.py), and decode steps run compiled."""
+"""Wrappers of a model's calls: each holds the pool's lock and the model's (see kv/lock.py), and decode steps run
+compiled."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -40,8 +42,7 @@ def adapt(original: ModelCall) -> ModelCall:
                 step = step_of(first.pool, original)
                 # If a model wraps another one, the first to be called owns the step; the other is a part of it.
                 if step.forward is original and step.failure is None:
-                    with first.pool.turn:
-                        logits = step(self, inputs, caches)
+                    logits = step(self, inputs, caches)
                     if logits is not None:
                         return logits
                     if step.failure is not None:
@@ -51,19 +52,34 @@ def adapt(original: ModelCall) -> ModelCall:
     return __call__
 
 
-def in_turns(call: ModelCall) -> ModelCall:
-    """Wrap a model class's ``__call__`` so that each call over a pool is one turn."""
+_locks: ByModel[threading.RLock] = ByModel("lock of calls")
+
+
+def lock_of(model: Any) -> threading.RLock:
+    """Return the lock that each call of a model holds: while one is traced, the model's weights are tracers and classes
+    of its layers are replaced, for every thread. It is taken after the pool's lock."""
+    lock = _locks.get(model)
+    if lock is None:
+        with _lock:
+            lock = _locks.get(model) or _locks.put(model, threading.RLock())
+    return lock
+
+
+def locking(call: ModelCall) -> ModelCall:
+    """Wrap a model class's ``__call__`` so that each call holds the model's lock, and over a pool the pool's."""
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         caches: Any = kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None)
         first = first_paged(caches)
         if first is None:
-            return call(self, *args, **kwargs)
+            with lock_of(self):
+                return call(self, *args, **kwargs)
         pool = first.pool
         # Our kernels are allowed before the first write, too: MLX would take seconds to compile its own for a prompt.
         on_host = any(group.geometry is not None and not group.in_place for group in pool.groups)
-        with pool.turn, Inference(allowed=not on_host):
+        # Over blocks on the host nothing is traced.
+        with pool.lock, nullcontext() if on_host else lock_of(self), Inference(allowed=not on_host):
             if not args or args[0].shape[1] == 1 or (sequence := _sequence_with_kept_states(first)) is None:
                 return call(self, *args, **kwargs)
             states = [cache for cache in leaves(caches) if not isinstance(cache, _PAGED)]
@@ -93,8 +109,7 @@ _PAGED = PagedKVCache | PagedBatchKVCache
 
 
 def guard(model: Any) -> None:
-    """Make each call of the model over a pool one turn, and compile decode steps of mlx-lm's own models where possible.
-    Without it each layer takes a turn of its own, which is also correct, but MLX then computes layer by layer."""
+    """Make each call of the model hold its locks, and compile decode steps of mlx-lm's own models where possible."""
     kind = type(model)
     if kind in _guarded:
         return
@@ -103,7 +118,7 @@ def guard(model: Any) -> None:
         inherited = kind.__call__
         if hasattr(inherited, "guarded"):
             return
-        __call__ = in_turns(adapt(inherited) if is_upstreams(inherited) else inherited)
+        __call__ = locking(adapt(inherited) if is_upstreams(inherited) else inherited)
         __call__.guarded = original  # type: ignore[attr-defined]
         setattr(kind, "__call__", __call__)  # noqa: B010
         _guarded.add(kind)

@@ -17,7 +17,7 @@ from mlx_lm.models.base import create_attention_mask
 from ...cache.batch_cache import PagedBatchKVCache, first_paged
 from ...engine.drafts.prediction_head import HiddenStates
 from ...errors import ConfigError
-from .model_calls import adapt, in_turns
+from .model_calls import adapt, locking
 
 LAYER = "model.layers.0."  # in the model of one layer that the head's layer is taken from
 
@@ -301,8 +301,8 @@ def _hidden(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     return hidden
 
 
-_compiled_call: Callable[..., mx.array] = in_turns(adapt(_with_hidden))
-_plain_call: Callable[..., mx.array] = in_turns(_hidden)
+_compiled_call: Callable[..., mx.array] = locking(adapt(_with_hidden))
+_plain_call: Callable[..., mx.array] = locking(_hidden)
 
 
 def _may_be_compiled(inputs: mx.array, caches: Sequence[Any]) -> bool:

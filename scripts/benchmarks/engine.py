@@ -37,8 +37,8 @@ from mlx_paged.kv import choice
 from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.turn import Stepwise
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 
@@ -102,7 +102,7 @@ class Model:
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         rows, length = tokens.shape
         queries = mx.zeros((rows, 1, length, DIM), mx.float16)
-        with cache[0].pool.turn:
+        with cache[0].pool.lock:
             for layer in cache:
                 layer.attend(queries, queries, queries, AttentionParams(1.0, "causal" if length > 1 else None))
         return mx.zeros((rows, length, VOCAB))
@@ -208,7 +208,7 @@ class Bench:
     def step(self) -> float:
         """Take a step. Return its CPU time on this thread in milliseconds."""
         begin = time.thread_time()
-        with Stepwise():
+        with HeldLocks():
             self.engine._step()
         return (time.thread_time() - begin) * 1e3
 

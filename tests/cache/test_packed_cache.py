@@ -240,7 +240,7 @@ def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: 
         monkeypatch.setattr(mx, "eval", lambda *arrays: awaited.extend(arrays))
         outputs, fences, waits = [], [], []
         for layer, cache in enumerate(caches):
-            with pool.turn:
+            with pool.lock:
                 outputs.append(cache.attend(*parts[layer], AttentionParams(SCALE)))
                 fences.append(len(begun))
                 waits.append(len(awaited))

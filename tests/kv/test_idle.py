@@ -14,8 +14,8 @@ from mlx_paged import PagedConfig
 from mlx_paged.kv import idle
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.turn import Stepwise
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.server.report import block_map
 from tests.support.cases import slow
@@ -143,23 +143,23 @@ def test_dropped_pool_is_freed_without_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_failure_in_one_pool_releases_the_turns_of_the_others() -> None:
+def test_failure_in_one_pool_releases_the_locks_of_the_others() -> None:
     first, second = small_pool(), small_pool()
 
     def fail() -> list[mx.array]:
         raise MemoryError("out of memory")
 
     def work() -> None:
-        with pytest.raises(MemoryError), Stepwise():
+        with pytest.raises(MemoryError), HeldLocks():
             for pool in (first, second):
-                with pool.turn:
-                    pool.turn.is_dirty = True
-            first.groups[0].latest = fail  # type: ignore[method-assign]
+                with pool.lock:
+                    pool.lock.is_dirty = True
+            first.groups[0].ready = fail  # type: ignore[method-assign]
 
     done = threading.Event()
 
     def other() -> None:
-        with second.turn:
+        with second.lock:
             done.set()
 
     for target in (work, other):
@@ -246,7 +246,7 @@ def test_failed_tree_change_keeps_the_dictionary_of_roots() -> None:
     assert isinstance(tree, RadixTree)
 
 
-def test_stats_and_block_map_do_not_wait_for_a_turn() -> None:
+def test_stats_and_block_map_do_not_wait_for_the_lock() -> None:
     pool = BlockPool([LayerGroup((0,))], block_size=4)
     tree = RadixTree(pool)
     table = pool.new_table()
@@ -254,7 +254,7 @@ def test_stats_and_block_map_do_not_wait_for_a_turn() -> None:
     has_turn, may_end = threading.Event(), threading.Event()
 
     def compute() -> None:
-        with pool.turn:
+        with pool.lock:
             has_turn.set()
             assert may_end.wait(60)
 
@@ -278,16 +278,16 @@ def test_glance_retries_a_read_that_raced_with_a_change() -> None:
         return 7
 
     with pytest.raises(RuntimeError):  # nothing changes under the lock, so the error is real
-        pool.turn.glance(read)
+        pool.lock.glance(read)
     seen.clear()
-    with pool.turn:
-        assert threads.in_thread(lambda: pool.turn.glance(read)) == 7
+    with pool.lock:
+        assert threads.in_thread(lambda: pool.lock.glance(read)) == 7
     assert seen == [False, False, False]
     seen[:] = [True]
-    assert pool.turn.glance(lambda is_exact: is_exact)
+    assert pool.lock.glance(lambda is_exact: is_exact)
 
     def broken(is_exact: bool) -> int:
         raise KeyError("gone")
 
-    with pool.turn, pytest.raises(KeyError):
-        threads.in_thread(lambda: pool.turn.glance(broken))
+    with pool.lock, pytest.raises(KeyError):
+        threads.in_thread(lambda: pool.lock.glance(broken))

@@ -189,7 +189,7 @@ def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> No
         pool.append_tokens(table, num_tokens)
         x = mx.zeros((1, HEADS, num_tokens, KD))
         pending = []
-        with pool.turn:  # as in a model's call; its end computes everything
+        with pool.lock:  # as in a model's call; its end computes everything
             for layer in layers:
                 for _ in range(10):
                     x = x + 1

@@ -103,7 +103,7 @@ def test_packed_write_is_read_back_by_each_table(form: str, stand_ins: FakeKerne
     layer = pool.layer(0)
     step = layer.step(tables, COUNTS)
     calls = stand_ins.calls["write_slots"]
-    with pool.turn:
+    with pool.lock:
         layer.set_geometry(k, v, batch=sum(COUNTS))
         layer.write_step(tables, step, k, v)
     if form == "in place":
@@ -122,7 +122,7 @@ def test_read_packed_returns_the_blocks_of_all_tables() -> None:
     parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
     layer = pool.layer(0)
     step = layer.step(tables, COUNTS)
-    with pool.turn:
+    with pool.lock:
         layer.write_step(tables, step, *packed(parts))
     k, v = layer.blocks.read_packed(tables, step)
     ids = step.all_blocks(tables)

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.kv.lock import HeldLocks
 from tests.support.cases import crossed, quick, slow
 from tests.support.models.builders import (
     COMMON,
@@ -178,19 +179,20 @@ def test_generate_and_stream_generate_equal_stock() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefill_keeps_no_reads_to_wait_for(kind: str) -> None:
+def test_prefill_leaves_no_reads_to_compute(kind: str) -> None:
     """mlx-lm drops the logits of every prefill chunk but the last, so the last layer's attention is never computed
-    there. Keeping a read to wait for would compute it; only decode steps, which overlap, keep their reads."""
+    there. A pending read would compute it; only decode steps leave some."""
     model = model_of(kind)
     mlx_paged.apply_patches()
     cache = make_prompt_cache_now(model)
-    groups = cache[0].pool.groups
-    for start in (0, 30, 60):
-        model(prompt_of(90)[None, start : start + 30], cache=cache)
-        mx.eval([c.state for c in cache])
-        assert all(group._last_read is None for group in groups)
-    model(prompt_of(1)[None], cache=cache)
-    assert all(group._last_read is not None for group in groups)
+    pool = cache[0].pool
+    with HeldLocks():
+        for start in (0, 30, 60):
+            model(prompt_of(90)[None, start : start + 30], cache=cache)
+            mx.eval([c.state for c in cache])
+            assert not pool.pending
+        model(prompt_of(1)[None], cache=cache)
+        assert len(pool.pending) == 1
 
 
 def test_prefill_needs_no_more_memory_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +228,7 @@ def test_prefill_needs_no_more_memory_than_stock(monkeypatch: pytest.MonkeyPatch
         return attend(q, k, v, **options)
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", keeping)
-    assert peak() > stock + kv_bytes
+    assert peak() > paged + kv_bytes // 2
     assert len(kept) == 8
     # Peaks vary by a tenth of kv_bytes, with how far MLX's thread is behind when an array is dropped.
     assert paged < stock + kv_bytes * 3 // 4

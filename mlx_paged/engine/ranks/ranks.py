@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import mlx.core as mx
 
@@ -21,9 +21,8 @@ from ...errors import ConfigError, KernelUnavailableError, RankError, RequestFai
 from ...kernels.build import backend
 from ...kv.attention_params import QueryHeads
 from ...kv.block_table import BlockTable
-from ...kv.blocks import Blocks, BlocksChoice, ChooseBlocks
+from ...kv.blocks import BlocksChoice, ChooseBlocks
 from ...kv.choice import blocks_choice
-from ...kv.device_blocks import DeviceBlocks
 from ...kv.geometry import Geometry
 from ...kv.pool import BlockPool
 from .peers import DATA, FAULT, GRACE_SECONDS, LEAVE, Peer, Watch, meet
@@ -37,19 +36,15 @@ if TYPE_CHECKING:
 def undo_point(pool: BlockPool) -> Callable[[], None]:
     """Return a function that undoes writes built after this call; none of it may have been computed on a device. The
     caller restores tables and lengths, so that what is on the host already is written again."""
-    states = [(blocks, blocks.snapshot()) for group in pool.groups for blocks in group.blocks if _is_device(blocks)]
+    states = [(blocks, blocks.snapshot()) for group in pool.groups for blocks in group.blocks]
 
     def undo() -> None:
-        with pool.turn:
+        with pool.lock:
             for blocks, snapshot in states:
                 blocks.restore(snapshot)
             pool.pending.clear()  # these reads will not be computed
 
     return undo
-
-
-def _is_device(blocks: Blocks) -> TypeGuard[DeviceBlocks]:
-    return isinstance(blocks, DeviceBlocks)
 
 
 ENTRIES_REPORTED = 4  # latest entries in a report; several, as another rank may be a step ahead

@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import PagedConfig, pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.patches.models.model_calls import guard, unguard
+from mlx_paged.patches.models.model_calls import guard, lock_of, unguard
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of
@@ -248,3 +249,38 @@ def test_remove_patches_restores_the_call_of_a_model() -> None:
     assert "__call__" in vars(Derived)
     unguard()
     assert "__call__" not in vars(Derived) and Derived.__call__ is original
+
+
+@pytest.mark.parametrize(
+    ("patched", "kind"), quick(ALL, ("functional", "llama"), ("in place", "llama")), indirect=["patched"]
+)
+@pytest.mark.usefixtures("patched")
+def test_prompts_in_chunks_beside_decoding_threads_give_stock_tokens(kind: str) -> None:
+    """Between chunks mlx-lm evaluates a cache's state, while another thread may write to the pool."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        chunks = [functools.partial(generated, kind, index, prefill_step_size=4) for index in range(len(PROMPTS))]
+        assert together([*chunks, *(functools.partial(generated, kind, index) for index in (0, 2))]) == [
+            *solo(kind), solo(kind)[0], solo(kind)[2]
+        ]  # fmt: skip
+    finally:
+        sys.setswitchinterval(interval)
+    pool_of(model_of(kind)).check_integrity()
+
+
+def test_call_without_a_paged_cache_waits_while_the_model_is_traced() -> None:
+    model = model_of("llama")
+    mlx_paged.apply_patches()
+    upstream.make_prompt_cache(model)
+    called = threading.Event()
+
+    def call() -> None:
+        mx.eval(model(mx.array([[1, 2]])))
+        called.set()
+
+    with lock_of(model):  # as a call over a GPU's blocks does
+        ended = start(call)
+        assert not called.wait(0.2)
+    ended()
+    assert called.is_set()

@@ -47,7 +47,7 @@ def reserve(self: DecodeBatch) -> Any:
     kind = _fault.read_text()
     sequence = next(iter(self.rows)).sequence
     assert sequence is not None
-    with sequence.pool.turn:
+    with sequence.pool.lock:
         if kind == "raises":
             raise Fault("as asked")
         if kind == "loses":

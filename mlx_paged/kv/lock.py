@@ -1,0 +1,242 @@
+"""PoolLock: one thread at a time works on a pool, and leaves nothing there that others cannot compute."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import mlx.core as mx
+
+from .device_blocks import DeviceBlocks
+from .group import BlockGroup
+from .held import HeldArrays
+
+P = ParamSpec("P")
+R = TypeVar("R")
+GLANCE_SECONDS = 0.02  # to wait for the lock; a thread that holds it longer is computing, and changes little
+GLANCES = 5
+
+_numbers = itertools.count()
+
+
+class _ThreadState(threading.local):
+    """The present state of a thread.
+
+    Attributes:
+        steps: number of :class:`HeldLocks` sections it is in.
+        held: locks that it keeps until the end of the outermost section.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.held: list[PoolLock] = []
+
+
+_thread = _ThreadState()
+
+
+class PoolLock:
+    """A re-entrant lock, as a context manager (docs/adr/0093). It is held through a generator's step, an engine's step
+    (both are :class:`HeldLocks`), or a bare call.
+
+    MLX computes what a thread has built in that thread only: lazy writes left in a pool could not be computed by the
+    next thread, nor by any once their own has ended. So at the outermost exit everything in the pool is computed or
+    being computed.
+
+    A thread that waits gets the lock before the thread that releases it can take it again. Several pools are taken in
+    the order of their numbers, so that threads never wait for each other in a circle.
+
+    Args:
+        groups: the groups whose tensors are worked on.
+        pending: lazy reads of the pool's blocks on the host.
+
+    Attributes:
+        number: its place in the order of locks.
+        owner: the thread that holds it, or 0.
+        is_dirty: whether tensors have been read or written since it was taken.
+        held_arrays: arrays that a caller may hold although attention has not used them.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], pending: list[mx.array]) -> None:
+        self.number = next(_numbers)
+        self.owner = 0
+        self.is_dirty = False
+        self.held_arrays = HeldArrays()
+        self._groups, self._pending = groups, pending
+        self._lock, self._gate = threading.RLock(), threading.RLock()
+        self._also: list[PoolLock] = []
+        self._depth = 0
+        self._local = threading.local()  # has_worked: the thread has worked on the tensors
+        self._local.has_worked = True
+
+    def __enter__(self) -> bool:
+        if self.owner == get_ident():
+            self._depth += 1
+            return True
+        if not self._acquire(timeout=0):
+            if any(lock.number > self.number for lock in _thread.held):
+                _give_way(self.number)
+            self._acquire()
+        if _thread.steps:
+            self._depth += 1  # until the section ends
+            _thread.held.append(self)
+        return True
+
+    def _acquire(self, timeout: float = -1) -> bool:
+        """Take the lock, which the thread does not hold. Waiting threads queue at the gate: who has just released the
+        lock cannot take it again before the one that waits for it."""
+        options: dict[str, Any] = {"blocking": False} if timeout == 0 else {"timeout": timeout}
+        if not self._gate.acquire(**options):
+            return False
+        try:
+            if not self._lock.acquire(**options):
+                return False
+        finally:
+            self._gate.release()
+        self.owner, self._depth = get_ident(), 1
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        # A thread that ends while its work is computed would end the process.
+        self._leave(wait=threading.current_thread() is not threading.main_thread())
+
+    def _leave(self, *, wait: bool) -> None:
+        """Start computing what is still lazy, wait for it if asked, and release the lock."""
+        try:
+            if self.is_dirty:
+                self._local.has_worked = True
+                self._compute(wait=wait)
+        finally:
+            also, self._also = self._also, []
+            self.is_dirty, self.owner, self._depth = False, 0, 0
+            self._lock.release()
+            for lock in also:
+                lock.__exit__()
+
+    def _compute(self, *, wait: bool) -> None:
+        arrays = [array for group in self._groups for array in group.ready()] + self._pending
+        try:
+            mx.async_eval(arrays)  # does nothing if they are already being computed
+            self.held_arrays.compute()
+            if wait:
+                mx.eval(arrays)
+        except Exception:
+            for group in self._groups:
+                for blocks in group.blocks:
+                    if isinstance(blocks, DeviceBlocks):
+                        blocks.forget_failed_writes()
+            self._pending.clear()
+            raise
+        if wait:
+            self._pending.clear()
+
+    def hold_also(self, lock: PoolLock) -> None:
+        """Hold another pool's lock, too, until this one, which the thread holds, is released."""
+        lock.__enter__()
+        self._also.append(lock)
+
+    def try_acquire(self) -> bool:
+        """Take the lock for a thread that works on no tensor, unless another thread holds it. Leave with the context's
+        exit."""
+        if self.owner == get_ident():
+            self._depth += 1
+            return True
+        return self._acquire(timeout=0)
+
+    def glance(self, read: Callable[[bool], R]) -> R:
+        """Call ``read`` without waiting for the lock, and return its result.
+
+        A thread holds the lock while it computes, for seconds with a long prompt on a CPU. So ``read`` gets the lock if
+        it is free within GLANCE_SECONDS; otherwise it reads without it, and its figures may rarely mix two moments.
+
+        Args:
+            read: called with whether it has the lock, possibly several times. Must not change anything.
+
+        Raises:
+            RuntimeError, LookupError: what was read changed each time.
+        """
+        if self.owner == get_ident():
+            return read(True)
+        if self._acquire(timeout=GLANCE_SECONDS):
+            try:
+                return read(True)
+            finally:
+                self._leave(wait=False)
+        for _ in range(GLANCES - 1):
+            try:
+                return read(False)
+            except (RuntimeError, LookupError):  # something has changed its size
+                time.sleep(0.001)
+        return read(False)
+
+    @property
+    def is_first_use(self) -> bool:
+        """Whether the calling thread has never worked on this pool's tensors."""
+        return not hasattr(self._local, "has_worked")
+
+
+def _give_way(number: int) -> None:
+    """Release the locks of pools with larger numbers that the thread holds only until its section ends."""
+    for lock in list(_thread.held):
+        if lock.number > number and lock._depth == 1:
+            _thread.held.remove(lock)
+            lock._leave(wait=False)
+
+
+class HeldLocks:
+    """A section in which the thread keeps the lock of each pool from its first use on. At the end its work on all of
+    them starts being computed; after an exception it is completed.
+
+    For one step of an engine, or of a generator that computes each step before it yields, as mlx-lm's do: their step
+    then costs one submission, and by its end mlx-lm has computed nearly everything.
+    """
+
+    def __enter__(self) -> None:
+        _thread.steps += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _thread.steps -= 1
+        if _thread.steps or not _thread.held:
+            return
+        held, _thread.held = _thread.held, []
+        failed: Exception | None = None
+        for lock in reversed(held):  # if the work on one cannot be computed, the others are still released
+            lock._depth -= 1
+            if lock._depth:  # a call is still under way: its own exit releases the lock
+                continue
+            try:
+                lock._leave(wait=kind is not None)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+
+class _HasPool(Protocol):
+    @property
+    def pool(self) -> Any: ...
+
+
+S = TypeVar("S", bound=_HasPool)
+
+
+def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Wrap a method so that it holds the lock of ``self.pool``."""
+
+    @functools.wraps(method)
+    def whole(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        lock: PoolLock = self.pool.lock
+        if lock.owner == get_ident():
+            return method(self, *args, **kwargs)
+        with lock:
+            return method(self, *args, **kwargs)
+
+    return whole
