@@ -186,9 +186,9 @@ class Ranks:
     def with_shared_failures(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper of the model whose calls fail on all ranks if they fail on one.
 
-        MLX is lazy: when a call returns, nothing has been computed yet, so no rank waits in a reduction for the one
-        that failed, and the writes to blocks built so far can be undone. Errors raised later, during computation,
-        cannot be shared; see :class:`Watch`.
+        Over a GPU's blocks MLX is lazy: when a call returns, nothing has been computed yet, so no rank waits in a
+        reduction for the one that failed, and the writes to blocks built so far can be undone. Errors raised during
+        computation, on a CPU those in the middle of a call, cannot be shared; see :class:`Watch`.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
