@@ -35,7 +35,7 @@ def write_in_steps(first: BlockPool, second: BlockPool, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("often_switched")
-def test_threads_that_use_two_pools_in_opposite_order_do_not_wait_for_each_other() -> None:
+def test_threads_take_two_pools_in_opposite_order_without_deadlock() -> None:
     one, two = pool_of(), pool_of()
     together([lambda: write_in_steps(one, two, 150), lambda: write_in_steps(two, one, 150)] * 2)
     for pool in (one, two):
