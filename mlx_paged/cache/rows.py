@@ -17,7 +17,6 @@ from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Columns, Step
-from .kept_states import KeptStates
 
 
 class LeftPadding:
@@ -172,12 +171,7 @@ class SequenceTables(Reservations):
     Args:
         pool: the pool of the blocks.
         pool_of_dtype: returns the pool of the same groups for keys of a dtype, or None if there is none.
-
-    Attributes:
-        kept: if layers have states, copies of these to which the sequence can be trimmed; None in a fork.
     """
-
-    kept: KeptStates | None = None
 
     def __init__(self, pool: BlockPool, pool_of_dtype: Callable[[mx.Dtype], BlockPool | None] | None = None) -> None:
         super().__init__(pool)
@@ -298,8 +292,6 @@ class SequenceTables(Reservations):
             for table in self.tables:
                 self.pool.trim(table, num_tokens)
         self.mark_level()
-        if self.kept is not None:
-            self.kept.forget_behind(self.length)
 
     def trim(self, layer: int, num_tokens: int) -> None:
         """Drop the layer's last tokens; the table is trimmed with the last of its layers.
@@ -319,8 +311,6 @@ class SequenceTables(Reservations):
         if len(behind) == len(self.pool.groups[group].spec.layers):
             self.pool.trim(table, num_tokens)
             behind.clear()
-            if self.kept is not None:
-                self.kept.forget_behind(table.length)
 
     def load(self, layer: int, length: int, start: int) -> BlockTable:
         """Return the layer's table with ``length`` tokens for it to write, without blocks for those before ``start``.

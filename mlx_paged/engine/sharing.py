@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
 from ..cache.composites import leaves, with_leaves
-from ..cache.kept_states import copy_states
 from ..cache.paged_kv_cache import PagedKVCache
 from ..kv.pool import BlockPool
 from ..prefix.spill_folder import SavedStates
@@ -352,5 +354,12 @@ def _is_paged(cache: Any) -> bool:
 
 
 def _states_of(request: Request) -> tuple[int, list[Any]]:
-    """Return copies of the request's caches that are not paged, and their bytes."""
-    return copy_states([cache for cache in leaves(request.caches or []) if not _is_paged(cache)])
+    """Return copies of the request's caches that are not paged, and their bytes. Arrays that are views are copied as
+    well, because a view would keep the larger array alive."""
+    copies = copy.deepcopy([cache for cache in leaves(request.caches or []) if not _is_paged(cache)])
+    for cache in copies:
+        arrays = getattr(cache, "cache", None)
+        if isinstance(arrays, list):
+            cache.cache = [None if array is None else mx.contiguous(array) for array in arrays]
+    mx.eval([array for cache in copies for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)])
+    return sum(cache.nbytes for cache in copies), copies

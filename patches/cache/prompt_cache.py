@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from ...cache.composites import leaves, with_leaves
-from ...cache.kept_states import KeptStates
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.rows import SequenceTables
 from ...config import KVBits, PagedConfig
@@ -136,55 +135,10 @@ def make_prompt_cache_patch(
 
     @functools.wraps(original)
     def replacement(model: Any, max_kv_size: int | None = None) -> list[Any]:
-        return _keeping_states(factory(model, max_kv_size)())
+        return factory(model, max_kv_size)()
 
     replacement.factory = factory  # type: ignore[attr-defined]
     return replacement
-
-
-def _keeping_states(caches: list[Any]) -> list[Any]:
-    """Make a prompt cache with states beside paged layers keep copies of the states, so that it can be trimmed."""
-    parts = leaves(caches)
-    paged = [cache for cache in parts if isinstance(cache, PagedLayerCache)]
-    if paged and len(paged) < len(parts) and all(isinstance(c, PagedLayerCache | ArraysCache) for c in parts):
-        paged[0].sequence.kept = KeptStates()
-    return caches
-
-
-@replaces("mlx_lm.models.cache:trim_prompt_cache", "685735679648951a")
-def trim_prompt_cache_patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``trim_prompt_cache`` by one that trims a cache with states beside paged layers to a length at which the
-    states were copied (see :class:`KeptStates`). To other lengths it returns 0, as mlx-lm does for any states.
-    ``can_trim_prompt_cache`` is not told a length; it stays mlx-lm's and returns False for states."""
-
-    @functools.wraps(original)
-    def trim_prompt_cache(cache: list[Any], num_tokens: int) -> Any:
-        return original(cache, num_tokens) or _trim_to_kept_states(cache, num_tokens)
-
-    return trim_prompt_cache
-
-
-def _trim_to_kept_states(caches: Sequence[Any], num_tokens: int) -> int:
-    """Trim paged layers and states if the sequence has copies of its states there. Returns the number of tokens."""
-    parts = leaves(caches)
-    paged = [cache for cache in parts if isinstance(cache, PagedLayerCache)]
-    if not paged or num_tokens <= 0 or not all(cache.is_trimmable() for cache in paged):
-        return 0
-    sequence = paged[0].sequence
-    if sequence.kept is None or not sequence.is_level() or any(cache.sequence is not sequence for cache in paged):
-        return 0
-    with sequence.pool.lock:
-        num_tokens = min(num_tokens, sequence.length)
-        length = sequence.length - num_tokens
-        for table in sequence.tables:
-            sequence.pool.check_trim(table, length)
-        states = sequence.kept.go_back(length)
-        if states is None:
-            return 0
-        sequence.cut(num_tokens)
-    for cache, kept in zip((each for each in parts if isinstance(each, ArraysCache)), states, strict=True):
-        cache.state = kept.state
-    return num_tokens
 
 
 @replaces("mlx_lm.models.cache:save_prompt_cache", "5b558636d4e25be6")

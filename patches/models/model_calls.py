@@ -15,8 +15,6 @@ import mlx.core as mx
 
 from ...by_model import ByModel
 from ...cache.batch_cache import PagedBatchKVCache, first_paged
-from ...cache.composites import leaves
-from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.compiled_step import CompiledStep
 from ...kernels.products.inference import Inference
 from ...kv.pool import BlockPool
@@ -80,13 +78,7 @@ def locking(call: ModelCall) -> ModelCall:
         on_host = any(group.geometry is not None and not group.in_place for group in pool.groups)
         # Over blocks on the host nothing is traced.
         with pool.lock, nullcontext() if on_host else lock_of(self), Inference(allowed=not on_host):
-            if not args or args[0].shape[1] == 1 or (sequence := _sequence_with_kept_states(first)) is None:
-                return call(self, *args, **kwargs)
-            states = [cache for cache in leaves(caches) if not isinstance(cache, _PAGED)]
-            sequence.kept.begin_prompt(pool, sequence.length, states)
-            output = call(self, *args, **kwargs)
-            sequence.kept.end_prompt(sequence.pool, sequence.length, states)
-            return output
+            return call(self, *args, **kwargs)
 
     return __call__
 
@@ -105,7 +97,6 @@ def step_of(pool: BlockPool, original: ModelCall) -> CompiledStep:
 
 _guarded: weakref.WeakSet[type] = weakref.WeakSet()
 _lock = threading.Lock()
-_PAGED = PagedKVCache | PagedBatchKVCache
 
 
 def guard(model: Any) -> None:
@@ -134,9 +125,3 @@ def unguard() -> None:
             else:
                 setattr(kind, "__call__", original)  # noqa: B010
         _guarded.clear()
-
-
-def _sequence_with_kept_states(cache: PagedKVCache | PagedBatchKVCache) -> Any:
-    """Return the cache's sequence if it keeps copies of its states for trimming, else None."""
-    sequence = getattr(cache, "sequence", None)
-    return None if sequence is None or sequence.kept is None else sequence
