@@ -20,7 +20,7 @@ from ..kv.pool import BlockPool
 from ..kv.step import Step
 from .lazy_kv import Append, Fences, LazyKV, hand_out
 from .paged_kv_cache import PagedKVCache
-from .rows import OWN_MASK, LeftPadding, NotPackableError, Rows
+from .rows import OWN_MASK, NotPackableError, Rows
 
 
 class PagedBatchKVCache:
@@ -137,16 +137,15 @@ class PagedBatchKVCache:
         raises if it has not.
         """
         rows, kv, layer = self.rows, self._kv, self.layer
-        padding = None if rows.is_pack else rows.left_padding(layer)
         keys, values = self._accepted(keys, values)
         step, tables = rows.step(layer), rows.tables_of(layer)
         rows.take(layer)
         before = kv.device.fence() if kv.in_place else None
         kv.write_step(tables, step, keys, values)
-        if padding is None:
+        if rows.is_pack:
             hand_out(keys, values, PackedKV(rows, layer, is_new=True))
             return keys, values
-        return self._fetch(tables, step, padding, Append(keys, values, step), before)
+        return self._fetch(tables, step, Append(keys, values, step), before)
 
     @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -157,7 +156,7 @@ class PagedBatchKVCache:
             raise PromptCacheError(f"layer {self.layer} has not written keys and values yet")
         if not rows.is_pack:
             layer = self.layer
-            return self._fetch(rows.tables_of(layer), rows.step(layer), rows.left_padding(layer), None, None)
+            return self._fetch(rows.tables_of(layer), rows.step(layer), None, None)
         heads, k_dim, v_dim, dtype, _ = geometry
         nothing = mx.zeros((), dtype)
         keys, values = (mx.broadcast_to(nothing, (len(rows), heads, 1, dim)) for dim in (k_dim, v_dim))
@@ -165,7 +164,7 @@ class PagedBatchKVCache:
         return keys, values
 
     def _fetch(
-        self, tables: list[BlockTable], step: Step, padding: LeftPadding, append: Append | None, before: mx.array | None
+        self, tables: list[BlockTable], step: Step, append: Append | None, before: mx.array | None
     ) -> tuple[mx.array, mx.array]:
         rows, kv = self.rows, self._kv
         if not kv.in_place:
@@ -173,7 +172,7 @@ class PagedBatchKVCache:
             hand_out(keys, values, LazyKV(rows, self.layer, read=read))
             return keys, values
         written = kv.device.fence()
-        keys, values = padding.read(kv, tables, step)
+        keys, values = kv.device.fetch(tables, step)
         fences = Fences(written if before is None else before, written, kv.device.fence())
         hand_out(keys, values, LazyKV(rows, self.layer, append, fences))
         return keys, values

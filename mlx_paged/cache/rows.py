@@ -14,9 +14,8 @@ import numpy as np
 from ..errors import BlockStateError, without_frames
 from ..kv.attention_params import Window
 from ..kv.block_table import BlockTable
-from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.step import Columns, Step
+from ..kv.step import Step
 
 
 class LeftPadding:
@@ -51,22 +50,6 @@ class LeftPadding:
             return mx.arange(self.longest, dtype=mx.int32) >= mx.array(pads[:, None, None, None])
         first = window.first_seen_by(np.array(self.before, np.int32)[:, None, None, None])
         return self._indices()[:, None, None] >= mx.array(first)
-
-    def read(self, kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
-        """Return the keys ``[B, n_kv_heads, longest, k_head_dim]`` and values of a layer on a device. Padding repeats a
-        row's first visible token: a mask hides it, and it is no NaN unless the row has one itself.
-
-        Args:
-            kv: the layer.
-            tables, step: the rows' tables and step, with the new token of each.
-        """
-        known = step.columns.get(self.longest)
-        if known is None:
-            positions = mx.maximum(self._indices(), 0)
-            if self.window is not None:
-                positions = positions + mx.array([table.logical_start for table in tables], mx.int32)[:, None]
-            known = step.columns[self.longest] = Columns(step.block_tables(tables), positions)
-        return kv.device.read_rows(known)
 
 
 # Reason of a NotPackableError.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..kernels import ops as kernels
 from ..kernels import quantized
@@ -19,7 +20,7 @@ from ..kernels.shared_trial import is_faster
 from .attention_params import AttentionParams, QueryHeads, Window
 from .block_table import BlockTable
 from .geometry import Geometry
-from .step import Columns, Step
+from .step import Step, padded_gathered_slots
 
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
@@ -306,20 +307,15 @@ class DeviceBlocks:
             ids = table.indices[key] = mx.array(table.block_ids[first:last], mx.int32)
         return ids, table.logical_start - first * size, table.length - table.logical_start
 
-    def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
-        """Return K ``[B, n_kv_heads, n, k_head_dim]`` and V of the columns' positions (lazy copies). All positions must
-        have been written: a stale NaN times a weight of zero is NaN, so a mask would not hide it."""
-        if columns.prepared is None:
-            rows, blocks = columns.block_ids.shape
-            length = blocks * self.block_size
-            ids, num_slots = columns.block_ids.reshape(-1), rows * length
-            launch = kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages)
-            first = mx.arange(0, num_slots, length, dtype=mx.int32)[:, None, None]
-            heads = mx.arange(0, self.geometry.num_kv_heads * num_slots, num_slots, dtype=mx.int32)[:, None]
-            index = columns.positions[:, None] + first + heads
-            columns.prepared = launch, index
-        launch, index = columns.prepared
-        k, v = (mx.take(x.reshape(-1, x.shape[-1]), index, 0) for x in self._gathered(launch))
+    def fetch(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
+        """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values that rows of one new token each see, padded on the
+        left to the longest as by :func:`.step.padded_slots` (lazy copies)."""
+        k, v = self.read_packed(tables, step)
+        if step.fetch_index is None or step.fetch_index[0] != self.num_blocks:
+            heads = np.arange(self.geometry.num_kv_heads)[:, None] * k.shape[2]
+            index = padded_gathered_slots(tables)[:, None] + heads
+            step.fetch_index = self.num_blocks, mx.array(index.astype(np.int32))
+        k, v = (mx.take(x.reshape(-1, x.shape[-1]), step.fetch_index[1], 0) for x in (k, v))
         return k, v
 
     def _gathered(self, launch: Callable[..., tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array]:

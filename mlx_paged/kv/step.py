@@ -112,22 +112,6 @@ class DeviceTables:
         return self._starts
 
 
-class Columns:
-    """The positions that all layers read of several rows, of equal length or padded on the left to it.
-
-    Attributes:
-        block_ids: int32 ``[B, max_blocks]``, by absolute position.
-        positions: int32 ``[B, n]``; all lie in these blocks.
-        prepared: what blocks have derived from them, shared by all layers.
-    """
-
-    __slots__ = ("block_ids", "positions", "prepared")
-
-    def __init__(self, block_ids: mx.array, positions: mx.array) -> None:
-        self.block_ids, self.positions = block_ids, positions
-        self.prepared: Any = None
-
-
 class Step:
     """The last ``counts[b]`` reserved positions of each of B tables of one group: T tokens, table by table. In a decode
     step all counts are 1; a sequence alone is a step of one table.
@@ -142,9 +126,8 @@ class Step:
         is_pack: whether some table has several new tokens.
         write_launch, decode_launches, prefill_launches, prompt_launches: kernel launches prepared for this step, shared
             by all layers; those of attention by the layers' parameters.
-        columns: the columns that all layers read of rows padded to a length, by that length.
-        fetch_index: number of blocks on the host, and the index at which all layers read the visible tokens of all
-            rows; None until it is needed.
+        fetch_index: number of blocks, and the index at which all layers read the visible tokens of all rows, padded;
+            None until it is needed.
     """
 
     def __init__(
@@ -164,7 +147,6 @@ class Step:
         self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
         self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
         self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
-        self.columns: dict[int, Columns] = {}
         self.fetch_index: tuple[int, mx.array] | None = None
         self._host_slots: np.ndarray | None = None
         self._num_blocks = num_blocks
@@ -394,8 +376,20 @@ def visible_slots(table: BlockTable) -> np.ndarray:
 def padded_slots(tables: Sequence[BlockTable]) -> np.ndarray:
     """Return the slots of the visible tokens of rows, int64 ``[B, n]``, padded on the left to the longest. Padding
     repeats a row's first visible token, which a mask hides; it is finite if the row's own values are."""
-    slots = np.empty((len(tables), max(table.num_visible for table in tables)), np.int64)
-    for row, table in zip(slots, tables, strict=True):
-        own = visible_slots(table)
+    return _padded_left([visible_slots(table) for table in tables])
+
+
+def padded_gathered_slots(tables: Sequence[BlockTable]) -> np.ndarray:
+    """Return :func:`padded_slots` among the slots of :meth:`Step.all_blocks`."""
+    rows, first = [], 0
+    for table in tables:
+        rows.append(np.arange(first + table.logical_start, first + table.length))
+        first += len(table.block_ids) * table.block_size
+    return _padded_left(rows)
+
+
+def _padded_left(rows: Sequence[np.ndarray]) -> np.ndarray:
+    padded_rows = np.empty((len(rows), max(map(len, rows))), np.int64)
+    for row, own in zip(padded_rows, rows, strict=True):
         row[-len(own) :], row[: -len(own)] = own, own[0]
-    return slots
+    return padded_rows
