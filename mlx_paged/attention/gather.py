@@ -12,6 +12,7 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.attention_params import AttentionParams, Window
 from ..kv.block_table import BlockTable
 from ..kv.group import LayerGroup
+from ..kv.host_blocks import HostBlocks
 from ..kv.layer import PoolLayer
 
 
@@ -100,11 +101,13 @@ def gather_attention(q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], p
         ``[B, n_q_heads, q_len, v_head_dim]``.
     """
     # A prompt's result in the last layer is never used, so it must not be among the reads that a write computes.
-    is_view = not kv.in_place and q.shape[2] <= MAX_QUERY_LENGTH
-    read = kv.host.read if is_view else kv.gather_visible
+    blocks = kv.blocks
+    is_view, read = False, kv.gather_visible
+    if isinstance(blocks, HostBlocks) and q.shape[2] <= MAX_QUERY_LENGTH:
+        is_view, read = True, blocks.read
     rows = [q] if len(tables) == 1 else [q[row : row + 1] for row in range(len(tables))]
     outputs = [attention(row, *read(table), params) for row, table in zip(rows, tables, strict=True)]
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     if is_view:
-        kv.note_read(output)
+        kv.group.pending.append(output)
     return output

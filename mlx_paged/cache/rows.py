@@ -390,8 +390,10 @@ class Rows(Reservations):
     def begin_layer(self, layer: int) -> tuple[list[BlockTable], Step]:
         """Record that a layer writes its tokens and attends to them. Return :meth:`tables_of` and :meth:`step`."""
         group = self._place[layer]
-        tables = self.tables[group]
-        step = self._step_of(group, tables, self.counts)
+        tables, known = self.tables[group], self._steps[group]
+        step = None if known is None else known()
+        if step is None or step.epoch != self.pool.groups[group].epoch:
+            step = self._step_of(group, tables, self.counts)
         self.take(layer)
         if self.is_pack:  # only commit() of a pack checks this
             self._attended.add(layer)

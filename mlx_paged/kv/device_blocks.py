@@ -308,8 +308,8 @@ class DeviceBlocks:
         return ids, table.logical_start - first * size, table.length - table.logical_start
 
     def fetch(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
-        """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values that rows of one new token each see, padded on the
-        left to the longest as by :func:`.step.padded_slots` (lazy copies)."""
+        """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values that rows of one new token each see, padded on
+        the left to the longest as by :func:`.step.padded_slots` (lazy copies)."""
         k, v = self.read_packed(tables, step)
         if step.fetch_index is None or step.fetch_index[0] != self.num_blocks:
             heads = np.arange(self.geometry.num_kv_heads)[:, None] * k.shape[2]

@@ -10,17 +10,21 @@ import mlx.core as mx
 class HeldArrays:
     """Pairs of keys and values that attention has not used, because it read the blocks instead. They are mostly dropped
     at once; pairs that a caller still holds are computed before the next write to the pool, and before the thread that
-    has built them releases the pool's lock."""
+    has built them releases the pool's lock.
+
+    Attributes:
+        pairs: weak references to them.
+    """
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []
+        self.pairs: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []
 
     def add(self, keys: mx.array, values: mx.array) -> None:
         """Note a pair."""
-        self._pairs.append((weakref.ref(keys), weakref.ref(values)))
+        self.pairs.append((weakref.ref(keys), weakref.ref(values)))
 
     def compute(self) -> None:
         """Compute the pairs that are still held."""
-        if self._pairs:
-            pairs, self._pairs = self._pairs, []
+        if self.pairs:
+            pairs, self.pairs = self.pairs, []
             mx.eval([array for pair in pairs for ref in pair if (array := ref()) is not None])

@@ -36,7 +36,8 @@ class HostBlocks:
         self.geometry, self.block_size = geometry, block_size
         self.pending = pending
         self.num_quantized = 0
-        self._stored = geometry.stored
+        self._stored, self._forms = geometry.stored, geometry.rows
+        self._is_bfloat16 = self._stored.dtype == mx.bfloat16
         self._keys, self._values = (self._zeros(num_blocks, dim) for dim in self._dims)
         self._views = _view(self._keys), _view(self._values)
 
@@ -64,14 +65,15 @@ class HostBlocks:
         self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array, *, stored: bool = False
     ) -> None:
         """Write the step's tokens; see :meth:`Blocks.write`."""
-        rows = self.geometry.rows
-        if rows is not None and not stored:
+        if self._forms is not None and not stored:
             if self.geometry.rotates:
                 k, v = rotate(k), rotate(v)
-            k, v = rows[0].quantize(k), rows[1].quantize(v)
+            k, v = self._forms[0].quantize(k), self._forms[1].quantize(v)
             self.num_quantized += step.num_tokens
-        k, v = _as_words(k), _as_words(v)
-        self._compute_reads(k, v)
+        if self._is_bfloat16:
+            k, v = _as_words(k), _as_words(v)
+        mx.eval(self.pending, k, v)
+        self.pending.clear()
         slots = step.host_slots(tables)
         for view, x in zip(self._views, (k, v), strict=True):
             new = np.array(x, copy=False)
@@ -79,14 +81,11 @@ class HostBlocks:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks onto others; see :meth:`Blocks.copy`."""
-        self._compute_reads()
+        mx.eval(self.pending)
+        self.pending.clear()
         for view in self._views:
             blocks = view.reshape(view.shape[0], -1, self.block_size, view.shape[2])
             blocks[:, list(targets)] = blocks[:, list(sources)]
-
-    def _compute_reads(self, *arrays: mx.array) -> None:
-        mx.eval(self.pending, arrays)
-        self.pending.clear()
 
     def resize(self, num_blocks: int) -> None:
         """Change the number of blocks; see :meth:`Blocks.resize`. Reads that were built keep the former arrays."""
@@ -112,8 +111,8 @@ class HostBlocks:
         them must be added to ``pending`` before anything else is done with the pool."""
         place = self._place_of(table)
         if place is not None:
-            start, end = place
-            return self._dequantized(self._keys[:, :, start:end], self._values[:, :, start:end])
+            k, v = self._keys[:, :, place[0] : place[1]], self._values[:, :, place[0] : place[1]]
+            return (k, v) if self._forms is None else self._dequantized(k, v)
         size, first = table.block_size, table.logical_start // table.block_size
         key = "blocks", self.num_blocks
         index = table.indices.get(key)
@@ -143,18 +142,22 @@ class HostBlocks:
     def _place_of(self, table: BlockTable) -> tuple[int, int] | None:
         """Return the start and end of the visible tokens among the slots, or None if their blocks are not
         consecutive."""
-        size, start, end = table.block_size, table.logical_start, table.length
-        first = start // size
-        if not table.is_consecutive(first, -(-end // size)):
-            return None
-        before = (table.block_ids[first] - first) * size
-        return before + start, before + end
+        start, end = table.logical_start, table.length
+        known = table.indices.get("place")  # shared by all layers
+        if known is None or known[0] != (start, end):
+            size, first = table.block_size, start // table.block_size
+            place = None
+            if table.is_consecutive(first, -(-end // size)):
+                before = (table.block_ids[first] - first) * size
+                place = before + start, before + end
+            known = table.indices["place"] = (start, end), place
+        found: tuple[int, int] | None = known[1]
+        return found
 
     def _dequantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        rows = self.geometry.rows
-        if rows is None:
+        if self._forms is None:
             return k, v
-        k, v = rows[0].dequantize(k), rows[1].dequantize(v)
+        k, v = self._forms[0].dequantize(k), self._forms[1].dequantize(v)
         return (rotate(k), rotate(v)) if self.geometry.rotates else (k, v)
 
     def snapshot(self) -> Any:
@@ -182,5 +185,6 @@ def _view(x: mx.array) -> np.ndarray:
 
 
 def _copy(part: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    copy = mx.array(part[None])
+    # Contiguous first: for a strided array MLX would allocate as much as it spans, nearly the whole pool.
+    copy = mx.array(np.ascontiguousarray(part)[None])
     return copy.view(dtype) if dtype == mx.bfloat16 else copy

@@ -201,27 +201,25 @@ class PoolLayer:
                     f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} do not match pages of {geometry}"
                 )
             step = self.step(tables, k.shape[2])
-            self._before_write(k, v)
-            self.group.blocks[self.position].write(tables, step, k, v, stored=True)
-            self._pace(step)
+            self._write(tables, step, k, v, stored=True)
 
     def write_step(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         """Write k and v that :meth:`set_geometry` has accepted at the positions of a :meth:`step`; the caller holds the
         pool's lock. Their shape may also be ``[T, n_kv_heads, 1, head_dim]``, for all tokens of the step."""
-        self._before_write(k, v)
-        self.group.blocks[self.position].write(tables, step, k, v)
-        if step.is_pack:
-            self._pace(step)
+        self._write(tables, step, k, v)
 
-    def _pace(self, step: Step) -> None:
+    def _write(
+        self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array, *, stored: bool = False
+    ) -> None:
+        lock = self.lock
+        if not hasattr(lock.local, "has_worked"):
+            mx.eval(k, v)  # raises for what this thread cannot compute, such as another thread's lazy weights
+        lock.is_dirty = True
+        if lock.held_arrays.pairs:
+            lock.held_arrays.compute()
+        self.group.blocks[self.position].write(tables, step, k, v, stored=stored)
         if step.is_pack:
             self.group.pace(self.position, step.num_tokens)
-
-    def _before_write(self, k: mx.array, v: mx.array) -> None:
-        if self.lock.is_first_use:  # raises for what it cannot compute, such as another thread's lazy weights
-            mx.eval(k, v)
-        self.lock.is_dirty = True
-        self.lock.held_arrays.compute()
 
     # Reading --------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class PoolLock:
         owner: the thread that holds it, or 0.
         is_dirty: whether tensors have been read or written since it was taken.
         held_arrays: arrays that a caller may hold although attention has not used them.
+        local: ``has_worked`` if the thread has worked on the tensors before.
     """
 
     def __init__(self, groups: Sequence[BlockGroup], pending: list[mx.array]) -> None:
@@ -67,12 +68,12 @@ class PoolLock:
         self.owner = 0
         self.is_dirty = False
         self.held_arrays = HeldArrays()
+        self.local = threading.local()
         self._groups, self._pending = groups, pending
         self._lock, self._gate = threading.RLock(), threading.RLock()
         self._also: list[PoolLock] = []
         self._depth = 0
-        self._local = threading.local()  # has_worked: the thread has worked on the tensors
-        self._local.has_worked = True
+        self.local.has_worked = True
 
     def __enter__(self) -> bool:
         if self.owner == get_ident():
@@ -112,7 +113,7 @@ class PoolLock:
         """Start computing what is still lazy, wait for it if asked, and release the lock."""
         try:
             if self.is_dirty:
-                self._local.has_worked = True
+                self.local.has_worked = True
                 self._compute(wait=wait)
         finally:
             also, self._also = self._also, []
@@ -176,11 +177,6 @@ class PoolLock:
             except (RuntimeError, LookupError):  # something has changed its size
                 time.sleep(0.001)
         return read(False)
-
-    @property
-    def is_first_use(self) -> bool:
-        """Whether the calling thread has never worked on this pool's tensors."""
-        return not hasattr(self._local, "has_worked")
 
 
 def _give_way(number: int) -> None:

@@ -254,7 +254,7 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     assert sum("_resized(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)) == 1
     names = {name for name in vars(DeviceBlocks) if not name.startswith("_")}
     assert names == {
-        "after_writes", "copy", "decode", "fence", "fetch", "forget_failed_writes", "gather", "in_place", "items", "num_blocks",
-        "prefill", "prepare_decode", "read_packed", "ready", "resize", "restore", "rewind", "run",
+        "after_writes", "copy", "decode", "fence", "fetch", "forget_failed_writes", "gather", "in_place", "items",
+        "num_blocks", "prefill", "prepare_decode", "read_packed", "ready", "resize", "restore", "rewind", "run",
         "snapshot", "write",
     }  # fmt: skip
