@@ -27,6 +27,10 @@ from .gather import causal_mask
 # the context again for each of them.
 MOST_FEW_TOKENS = 64
 MOST_READS = 1 << 18
+# Also on CUDA, the prefill kernel takes a sequence's new tokens unless their numbers come again in other prompts: whole
+# chunks after whole chunks of the same size. For these MLX's attention has its plan (docs/adr/0096).
+WHOLE_CHUNK = 1024
+MOST_PLANNED_HEAD_DIM = 128  # for wider heads MLX's attention is slower, too
 
 
 class Dispatch(NamedTuple):
@@ -67,7 +71,7 @@ _FRESH = Dispatch("prefill", "no prefix: only new keys")
 _KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
 _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
 _KERNEL_PACK = Dispatch("kernel", "new tokens of several sequences")
-_KERNEL_PROMPT = Dispatch("kernel", "several new tokens after a prefix")
+_KERNEL_PROMPT = Dispatch("kernel", "new tokens of one sequence")
 _GATHERS: dict[str, Dispatch] = {}  # by reason; made once, since the host's time limits decode steps
 
 
@@ -164,22 +168,28 @@ def _attend_one(
 ) -> mx.array:
     """Attend from the new tokens of one sequence, which are written; over these alone if there is no prefix."""
     group, table = kv.group, tables[0]
-    # With quantised pages, attend over what the pages hold: later tokens and other sequences will see the same.
-    fresh = new is not None and table.num_visible == q.shape[2] and not group.is_quantized
-    if fresh and prepares_plans():
-        fresh = _unsupported_reason(q, group, table.length, params) is not None
-    if fresh and new is not None:
-        record(_FRESH)
-        k, v = kv.after_writes(*new)
-        return gather.attention(q, k, v, params)
+    if prepares_plans() and _unsupported_reason(q, group, table.length, params) is None:
+        return _attend_rows(q, None, kv, tables, step, params)
     why = None
-    if q.shape[2] > MAX_QUERY_LENGTH and on_metal() and not params.latent and not _has_other_mask(params):
+    by_kernel = not _has_plan(q, table) if prepares_plans() else on_metal()
+    if by_kernel and q.shape[2] > MAX_QUERY_LENGTH and not params.latent and not _masks_otherwise(params):
         own = params._replace(mask=None, window=_seen(kv, params))
         attended, why = _attend_prompts(q.swapaxes(0, 2), kv, tables, step, own)
         if attended is not None:
             record(_KERNEL_PROMPT)
             return attended.swapaxes(0, 2)
+    # With quantised pages, attend over what the pages hold: later tokens and other sequences will see the same.
+    if new is not None and table.num_visible == q.shape[2] and not group.is_quantized:
+        record(_FRESH)
+        k, v = kv.after_writes(*new)
+        return gather.attention(q, k, v, params)
     return _attend_rows(q, None, kv, tables, step, params, why)
+
+
+def _has_plan(q: mx.array, table: BlockTable) -> bool:
+    """Return whether MLX's attention has met these numbers of new tokens and of all tokens, or will meet them again."""
+    _, _, count, head_dim = q.shape
+    return head_dim <= MOST_PLANNED_HEAD_DIM and count % WHOLE_CHUNK == 0 and table.num_visible % count == 0
 
 
 def _attend_rows(
@@ -348,6 +358,11 @@ def _unsupported_reason(q: mx.array, group: BlockGroup, longest: int, params: At
 def _has_other_mask(params: AttentionParams) -> bool:
     """Return whether the mask is more than causality and a window, which is all that kernels support."""
     return params.window is None and isinstance(params.mask, mx.array)
+
+
+def _masks_otherwise(params: AttentionParams) -> bool:
+    """Return whether several new tokens are masked by something else than causality and a window, or not at all."""
+    return params.window is None and not isinstance(params.mask, str)
 
 
 def _heads_unsupported_reason(group: BlockGroup, heads: QueryHeads) -> str | None:

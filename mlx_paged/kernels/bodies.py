@@ -110,27 +110,22 @@ def _products(kind: str) -> dict[str, Body]:
     def weights(number: str) -> tuple[str, ...]:
         return (f"w{number}",) if kind == "matmul" else tuple(name + number for name in ("words", "scales", "biases"))
 
-    def tile(begin: str, *, norm: bool = False, turn: bool = False) -> tuple[str, ...]:
-        rows = "rows_normalised" if norm else "rows_as_they_are"
-        columns = "columns_rotated" if turn else "columns"
-        return _parts("products", f"{begin} {columns} rows {rows} {kind}_tile sums")
-
-    def body(begin: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ("out",), **extra: bool) -> Body:
-        return Body(Family.PRODUCT, tile(begin, **extra), ("x", *inputs), outputs, cuda_only=True)
+    def body(
+        begin: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ("out",), columns: str = "columns"
+    ) -> Body:
+        text = _parts("products", f"{begin} {columns} rows {kind}_tile sums")
+        return Body(Family.PRODUCT, text, ("x", *inputs), outputs, cuda_only=True)
 
     bodies, name = {}, f"narrow_{kind}"
     for extra, given in (("", ()), ("_bias", ("bias",)), ("_add", ("residual",))):
         bodies[name + extra] = body(f"{kind}_single store{extra}", (*weights(""), *given))
     pair = f"silu_gate {kind}_{'pair' if kind == 'quantized' else 'single'} store_gate"
     three = (*weights(""), *weights("1"), *weights("2"))
-    for norm in (False, True):
-        given, suffix = (("gains",), "_norm") if norm else ((), "")
-        bodies[f"{name}_gate{suffix}"] = body(pair, (*weights(""), *weights("1"), *given), norm=norm)
-        for turn in (False, True):
-            turned, end = (("offsets", "frequencies"), "_turn") if turn else ((), "")
-            bodies[f"{name}_group{suffix}{end}"] = body(
-                f"{kind}_group", (*three, *given, *turned), ("out", "out1", "out2"), norm=norm, turn=turn
-            )
+    bodies[f"{name}_gate"] = body(pair, (*weights(""), *weights("1")))
+    results = ("out", "out1", "out2")
+    bodies[f"{name}_group"] = body(f"{kind}_group", three, results)
+    turned = (*three, "offsets", "frequencies")
+    bodies[f"{name}_group_turn"] = body(f"{kind}_group", turned, results, "columns_rotated")
     return bodies
 
 

@@ -215,7 +215,7 @@ def _product(kernel: _Kernel) -> Scratch:
     depth = 32 if bits else size
     x = mx.zeros((rows * depth,) if kernel["XD"] == 1 else (rows, *[1] * (kernel["XD"] - 2), depth), dtype)
     w, like = mx.zeros((size, depth), dtype), mx.zeros((rows, size), dtype)
-    given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like, "gains": mx.zeros((depth,), dtype)}
+    given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like}
     half = kernel.constants.get("HALF", 8)
     given |= {"offsets": mx.zeros((rows,), mx.int32), "frequencies": mx.ones((half,))}
     for number in ("", "1", "2"):

@@ -15,6 +15,7 @@ from ...by_model import ByModel
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...config import PagedConfig
+from ...engine.compiled_step import compiled_steps
 from ...engine.ranks.ranks import agreed_budget, agreed_storage
 from ...engine.ranks.world import check_heads, ranks_of
 from ...engine.request import sequence_of
@@ -100,6 +101,26 @@ def known_pool(model: Any) -> BlockPool | None:
     """Return the block pool of the model's latest prompt cache, or None if there is none yet. Never makes one."""
     pools = _pools.get(model)
     return None if pools is None or pools.latest is None else pools.latest[2]
+
+
+def retrace(model: Any) -> None:
+    """Have the model's decode steps traced again.
+
+    On a GPU, decode steps run compiled. A replaced weight, layer or module is noticed by itself; a plain attribute that
+    a layer has read (a factor, a flag, a function) is not.
+
+    Example:
+        >>> model.layers[0].self_attn.scale = 0.1
+        >>> mlx_paged.retrace(model)
+
+    Args:
+        model: as loaded by mlx-lm.
+    """
+    pools = _pools.get(model)
+    for pool in () if pools is None else list(pools.in_use.values()):
+        step = compiled_steps.get(pool)
+        if step is not None:
+            step.retrace()
 
 
 def pool_of(model: Any) -> BlockPool | None:

@@ -410,7 +410,7 @@ def test_chunk_after_a_prefix_takes_the_faster_path_on_metal(
         assert asked == [(9, 14, window), (30, 44, window)], "the first chunk has no prefix, the last is short"
         assert fake.calls["paged_prefill"] == 2 * in_place
     paths = {(one.path, one.reason) for one in dispatch_counts()}
-    assert (("kernel", "several new tokens after a prefix") in paths) is in_place
+    assert (("kernel", "new tokens of one sequence") in paths) is in_place
     assert (("gather", "measured") in paths) is not in_place
 
 

@@ -262,7 +262,7 @@ class ProductJob(NamedTuple):
     dtype: mx.Dtype
     tile: narrow_matmul.Tile
     bits: int = 0  # of quantised weights; 0: not quantised
-    fused: narrow_matmul.FusedOps = narrow_matmul.NOT_FUSED
+    fused: narrow_matmul.FusedRotation = narrow_matmul.NOT_FUSED
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("mlx.core.")
@@ -294,7 +294,6 @@ def jobs(block_size: int, *, everything: bool) -> list[Job]:
         for dtype in dtypes
         for tile in narrow_matmul.TILES
         for body, fused in narrow_matmul.KERNELS
-        if fused.eps is None or tile == narrow_matmul.SMALL  # for larger tiles, the norm is a launch of its own
     ]
     return [*(ShapeJob(shape, everything) for shape in shapes), *products]
 
