@@ -251,6 +251,7 @@ class PagedConfig:
         "leave, on a Mac 60 %",
         "SIZE",
         default_text="auto",
+        section="memory",
     )
     kernel: Option[bool | str | None, bool | None] = Option(
         None,

@@ -36,6 +36,7 @@ class MemoryReading(NamedTuple):
 
     @property
     def share(self) -> float:
+        """Share of the limit in use."""
         return self.used / self.limit
 
 

@@ -43,7 +43,7 @@ def check_model_folder(model: str | None) -> str | None:
 
 
 def weight_bytes(*models: str | None, adapter: str | None = None) -> int:
-    """Return the bytes of the weight files of models and of an adapter; 0 for a hub's model that is not in its cache."""
+    """Return the bytes of the weight files of models and an adapter; 0 for a hub's model that is not in its cache."""
     files = [] if adapter is None else list(Path(adapter).glob("adapters.safetensors"))
     for model in models:
         if model is None:

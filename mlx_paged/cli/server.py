@@ -140,8 +140,11 @@ def configured(args: argparse.Namespace) -> PagedConfig:
 
 
 def shared_budget(args: argparse.Namespace, config: PagedConfig) -> int:
-    """Return each model's equal share of the KV budget in bytes; an ``auto`` budget first leaves room for the weights of
-    all models. Raises WeightsTooLargeError if that is none."""
+    """Return each model's equal share of the KV budget in bytes; an ``auto`` budget leaves room for all weights.
+
+    Raises:
+        WeightsTooLargeError: the weights leave nothing.
+    """
     budget = config.kv_cache_memory
     if budget is None:
         budget = kv_budget(weight_bytes(*args.models, args.draft_model, adapter=args.adapter_path))

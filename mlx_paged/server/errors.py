@@ -32,8 +32,8 @@ REFUSED_STATUS = 78  # EX_CONFIG of sysexits.h: started again, the server would 
 
 
 def start_status(error: Exception) -> int:
-    """Return the exit status for an error at the start: 78, or 0 under launchd, if a service manager must not repeat it,
-    since options, model or machine are at fault; else 1."""
+    """Return the exit status for an error at the start: 78, or 0 under launchd, if options, model or machine are at
+    fault, so that a service manager does not start the server again; else 1."""
     if not isinstance(error, PagedCacheError) or isinstance(error, RankError):
         return 1
     return 0 if is_launchd_job() else REFUSED_STATUS

@@ -61,9 +61,9 @@ class Pressure(IntEnum):
 
 
 class MemoryWatch:
-    """The memory pressure. A reading above the watermark raises it by a level, because the last one did not free enough.
-    It ends :data:`SLACK` below the watermark. A warning of the system raises it to the first level only: another process
-    may be the cause, and requests are not computed twice for that.
+    """The memory pressure. Each reading above the watermark raises it by a level, because the last one did not free
+    enough. It ends :data:`SLACK` below the watermark. A warning of the system raises it to the first level only:
+    another process may be the cause, and requests are not computed twice for that.
 
     Args:
         watermark: share of the limit; 0 disables the watch.
