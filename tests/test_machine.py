@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,8 @@ def test_pools_leave_room_for_the_weights_of_all_models(monkeypatch: pytest.Monk
         return pool.memory_budget
 
     assert budget(one) == int(0.8 * (10**9 - sizes[0]))
+    part = copy.copy(one)
+    assert budget(part) == budget(one), "the same arrays count once"
     assert budget(two) == int(0.8 * (10**9 - sum(sizes))), "the other model is in memory"
     third = build("llama")
     count_weights(third)

@@ -54,13 +54,15 @@ _weights: ByModel[int] = ByModel("weights")  # bytes for which the model's autom
 def count_weights(*models: Any) -> None:
     """Let the automatic budgets of these models' next pools leave room for the weights of all of them, read or not, and
     of no other model. Without this call they leave room for all models of the process that have a prompt cache."""
-    num_bytes = sum(map(_num_bytes, models))
+    num_bytes = _num_bytes(models)
     for model in models:
         _weights.put(model, num_bytes)
 
 
-def _num_bytes(model: Any) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+def _num_bytes(models: Sequence[Any]) -> int:
+    """Return the bytes of models' weights; an array counts once, though one model may be a part of another."""
+    arrays = {id(array): array.nbytes for model in models for _, array in tree_flatten(model.parameters())}
+    return sum(arrays.values())
 
 
 def _budget(model: Any, config: PagedConfig) -> int:
@@ -69,8 +71,7 @@ def _budget(model: Any, config: PagedConfig) -> int:
         return config.kv_cache_memory
     counted = _weights.get(model)
     if counted is None:
-        others = [other for other in _pools.models() if other is not model]
-        counted = sum(map(_num_bytes, [model, *others]))
+        counted = _num_bytes([model, *_pools.models()])
     return max(1, kv_budget(counted))
 
 
