@@ -242,7 +242,7 @@ def test_a_model_that_changes_its_parts_in_a_step_is_not_compiled() -> None:
 # ModelState itself ----------------------------------------------------------------------------------------------------
 
 
-def test_model_state_keeps_no_module_alive_and_gone_arrays_only_until_it_is_asked() -> None:
+def test_model_state_keeps_no_module_alive() -> None:
     model = build("llama")
     state = ModelState(model)
     assert len(state.arrays) == len(tree_flatten(model.parameters()))
