@@ -240,7 +240,7 @@ def _windows_of(own: LaunchShape, contexts: list[int], q_len: int) -> list[int]:
     if not own.first:
         return [_WINDOW]
     longer, is_small = own.first + _MORE, 2 * len(contexts) < MIN_DEVICE_ELEMENTS
-    short = [_WINDOW] if not is_small or q_len == 2 else []
+    short = [min(_WINDOW, own.first - own.alignment + 1)] if not is_small or q_len == 2 else []
     return [*short, longer] if is_small or (q_len == MAX_QUERY_LENGTH and min(contexts) > longer) else short
 
 
