@@ -176,7 +176,7 @@ def launch_decode(shape: Shape, cores: int | None) -> None:
     block, gqa = shape.block_size, shape.gqa
     for pages in (None, *quantized_pages(shape)):
         variants = kernels.variants_of(
-            shape.dtype, shape.head_dim, shape.head_dim, gqa, 1, block, shape.softcap, shape.sinks, pages
+            shape.dtype, shape.head_dim, shape.head_dim, 8 * gqa, 8, block, shape.softcap, shape.sinks, pages
         )
         for variant in (*variants, *filter(None, map(kernels.shared_variant_of, variants))):
             launch_variant(variant, gqa, cores)
