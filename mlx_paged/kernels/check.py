@@ -180,6 +180,13 @@ def checked(variant: Variant) -> SelfCheck:
     return result if off is None or not result.ok else result._replace(ok=False, reason=off)
 
 
+def summary() -> str:
+    """Return how many kernels have been checked in this process, in how many seconds, and which are off and why."""
+    off = [f"{variant} is off: {why}" for variant in _results if (why := kernels.why_off(variant)) is not None]
+    seconds = sum(result.seconds for result in _results.values())
+    return "; ".join([f"{len(_results)} attention kernels checked in {seconds:.1f} s", *(off or ["all right"])])
+
+
 def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
     """Return (body, constants) of the texts that a variant's check, pool and steps launch on CUDA."""
     if variant.body == PROMPTS_BODY:
