@@ -22,7 +22,7 @@ def pytest_collection_finish():
     subprocess.Popen.__init__ = lambda self, arguments, *_, **__: refuse(arguments)
 """
 FOLDERS = ("tests/msl/test_layers.py", "tests/msl/sampling", "tests/kernels/test_prefill_kernel.py",
-           "tests/kernels/layers", "tests/engine/sampling/test_kernel_rows.py")  # fmt: skip
+           "tests/kernels/layers", "tests/engine/sampling/test_kernel_rows.py", "tests/msl/test_registers.py", "tests/msl/test_text.py")  # fmt: skip
 
 
 def test_tests_on_the_emulator_are_skipped_on_macos(tmp_path: Path) -> None:

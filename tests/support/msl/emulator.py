@@ -143,9 +143,14 @@ def _precompiled(*flags):
     return folder
 
 
-def _build(cpp, checked):
-    if platform.system() != "Linux":  # the runtime reads ELF's list of libraries, and the flags are GCC's
+def skip_unless_linux():
+    """Skip the test that calls a compiler: the runtime reads ELF's list of libraries, the flags are GCC's and nvcc's."""
+    if platform.system() != "Linux":
         pytest.skip("the emulator needs Linux", allow_module_level=True)
+
+
+def _build(cpp, checked):
+    skip_unless_linux()
     os.makedirs(CACHE, exist_ok=True)
     rts = _text("msl_rt.cpp") + _text("msl_rt.hpp")
     # All programs link to one runtime, so its state of a launch exists once.

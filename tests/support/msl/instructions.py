@@ -27,7 +27,7 @@ from mlx_paged.kernels.build import Constants
 from mlx_paged.kernels.decode_spec import decode_constants_of, pool_constants_of, spec_of
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape
-from tests.support.msl import registers
+from tests.support.msl import emulator, registers
 
 PRODUCT = 16
 _STAGED = re.compile(r"for \(int i = lane; i < (KEYS \* \(DV? / 8\)); i \+= 32\) {")
@@ -78,6 +78,7 @@ def text_of(body: str, constants: Constants, *, rescales: bool = False) -> tuple
 
 def listing_of(body: str, constants: Constants, *, rescales: bool = False) -> list[str]:
     """Return the kernel's machine code, one instruction or label per line."""
+    emulator.skip_unless_linux()
     text = registers.program_of(body, constants, *text_of(body, constants, rescales=rescales))
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.cu", f"{folder}/kernel.cubin"
