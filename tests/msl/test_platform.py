@@ -9,27 +9,32 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A pytest plugin: once the tests are imported, the platform is macOS and starting a program fails.
+# A pytest plugin: once the tests are imported, the platform is macOS, and starting a program other than Python fails.
 DARWIN = """
-import platform, subprocess
+import platform, subprocess, sys
 import pytest
 
-def refuse(arguments, *_, **__):
-    pytest.exit(f"started {arguments}", 3)
-
 def pytest_collection_finish():
-    platform.system = lambda: "Darwin"
-    subprocess.Popen.__init__ = lambda self, arguments, *_, **__: refuse(arguments)
+    start = subprocess.Popen.__init__
+
+    def refuse(self, arguments, *given, **options):
+        if arguments[0] != sys.executable:
+            pytest.exit(f"started {arguments}", 3)
+        start(self, arguments, *given, **options)
+
+    platform.system, subprocess.Popen.__init__ = lambda: "Darwin", refuse
 """
-FOLDERS = ("tests/msl/test_layers.py", "tests/msl/sampling", "tests/kernels/test_prefill_kernel.py",
-           "tests/kernels/layers", "tests/engine/sampling/test_kernel_rows.py", "tests/msl/test_registers.py", "tests/msl/test_text.py")  # fmt: skip
+FILES = (
+    *("tests/msl/test_layers.py", "tests/msl/test_registers.py", "tests/msl/test_text.py", "tests/msl/sampling"),
+    *("tests/kernels/test_prefill_kernel.py", "tests/kernels/layers", "tests/engine/sampling/test_kernel_rows.py"),
+)
 
 
 def test_tests_on_the_emulator_are_skipped_on_macos(tmp_path: Path) -> None:
     (tmp_path / "darwin.py").write_text(DARWIN)
     paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "darwin", "-p", "no:cacheprovider", "-rs", "-m", "not slow", *FOLDERS],
+        [sys.executable, "-m", "pytest", "-p", "darwin", "-p", "no:cacheprovider", "-rs", "-m", "not slow", *FILES],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths, "MSLEMU_CACHE": str(tmp_path / "cache")},
         capture_output=True,
