@@ -158,6 +158,18 @@ def test_ci_compiles_the_texts_and_uploads_the_doctors_report() -> None:
     assert checking["run"].endswith(f"REPORT={kept['path']}")
 
 
+@pytest.mark.parametrize("fails", ["doctor", "pytest", "validate_kernel", "validate_model", "nothing"])
+def test_check_gpu_runs_all_checks_whichever_fails(tmp_path: Path, fails: str) -> None:
+    python, calls = tmp_path / "python", tmp_path / "calls.txt"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\ncase "$*" in *{fails}*) exit 1;; esac\n')
+    python.chmod(0o755)
+    command = ["make", "check-gpu", "DEV_STAMP=", f"PY={python}", "REPORT=doctor.json"]
+    ended = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True, check=False)
+    assert (ended.returncode == 0) is (fails == "nothing"), ended.stderr
+    names = ("mlx_paged doctor", "pytest -m gpu", "validate_kernel.py", "validate_model.py")
+    assert [name in call for name, call in zip(names, calls.read_text().splitlines(), strict=True)] == [True] * 4
+
+
 # Fake of Apple's compiler: records its arguments and prints the diagnostics that the text asks for.
 XCRUN = f"""#!{sys.executable}
 import sys

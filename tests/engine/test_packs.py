@@ -22,8 +22,9 @@ from mlx_paged.engine import prefill
 from mlx_paged.engine.prefill import MOST_PAIRS, can_pack, chunk_cap, packs_of
 from mlx_paged.engine.request import Request
 from mlx_paged.engine.scheduler import Chunk, ChunkCap, Scheduler
+from mlx_paged.kernels import fused_attention
 from mlx_paged.kernels.build import NoKernelError
-from mlx_paged.kernels.fused_attention import least_fused_queries
+from mlx_paged.kernels.fused_attention import has_nax, least_fused_queries
 from mlx_paged.kv.storage import in_place
 from mlx_paged.kv.storage.attention_params import QueryHeads
 from mlx_paged.kv.storage.base import Geometry
@@ -301,6 +302,26 @@ def test_least_queries_of_fused_attention(
 ) -> None:
     assert least_fused_queries(*dims, heads, nax=False) == without
     assert least_fused_queries(*dims, heads, nax=True) == with_nax
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mac", "wheel", "expected"),
+    [
+        ("applegpu_g17s", "26.2", 26, True),
+        ("applegpu_g18d", "27.0.1", 27, True),
+        ("applegpu_g16s", "26.2", 26, False),
+        ("applegpu_g17s", "26.1", 26, False),
+        ("applegpu_g17s", "26.2", 15, False),
+        ("", "", None, False),
+    ],
+)
+def test_matrix_units_need_an_m5_macos_26_2_and_its_wheel(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, mac: str, wheel: int | None, expected: bool
+) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+    monkeypatch.setattr(fused_attention.platform, "mac_ver", lambda: (mac, ("", "", ""), "arm64"))
+    monkeypatch.setattr(fused_attention, "wheel_release", lambda: wheel)
+    assert has_nax.__wrapped__() is expected
 
 
 def test_chunks_get_shorter_with_the_context_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
