@@ -26,7 +26,9 @@ from ..by_model import ByModel
 from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
-from ..errors import ConfigError
+from ..engine.sampling.params import SamplingParams
+from ..errors import ConfigError, PagedCacheError
+from ..kernels import availability, check
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..machine import memory_beside, usable_memory
@@ -55,6 +57,8 @@ KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
 MIN_SLICE, MAX_SLICE, SLICE_SECONDS = 1, 256, 0.25
 MAX_TOKENS = 1 << 24  # of a sequence; a budget that holds these counts as unlimited
 _shares: ByModel[BudgetShare] = ByModel("budget share")  # of draft models, as long as they are loaded
+# Tokens of the prompts that are answered before the first client's: one alone, then two that share calls.
+WARM_UP_PROMPTS = ((40,), (40, 20))
 
 
 def changed() -> list[str]:
@@ -228,6 +232,27 @@ class LoadedModels:
         self._log_ready()
         if self.ranks is not None and not (weights.is_batchable and known_pool(weights.model) is not None):
             raise ConfigError("serving over several ranks requires a model with batching and paged caches")
+        if self.ranks is None and weights.is_batchable and pool is not None:
+            self._warm_up(weights)
+
+    def _warm_up(self, weights: Weights) -> None:
+        """On a GPU, answer short prompts, so that no client waits until kernels are compiled and checked."""
+        if availability.device_unsupported_reason() is not None:
+            return
+        begin = time.monotonic()
+        batch = PagedBatchGenerator(weights.model, stream=mx.new_stream(mx.default_device()))
+        drawn = RequestOptions(seed=0, sampling=SamplingParams(temperature=1.0))
+        try:
+            for lengths in WARM_UP_PROMPTS:
+                prompts = [[1 + i % 100 for i in range(length)] for length in lengths]
+                batch.insert(prompts, [3] * len(prompts), options=[RequestOptions(), drawn][: len(prompts)])
+                while batch.next() != ([], []):
+                    pass
+        except PagedCacheError as error:  # the budget holds less
+            logging.warning("kernels are tried by the first request: %s", error)
+        finally:
+            batch.close()
+        logging.info("%s; the first prompts took %.1f s", check.summary(), time.monotonic() - begin)
 
     def load(self, key: ModelKey, make_way: Callable[[], None]) -> None:
         """Load another model in place of the present one. It stays if the other cannot be loaded, unless it was dropped

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import GeometryError
-from ..kernels.availability import on_metal, prepares_plans
+from ..kernels.availability import prepares_plans
 from ..kernels.build import NoKernelError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
@@ -18,7 +18,7 @@ from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.attention_params import AttentionParams, QueryHeads, Window
-from ..kv.storage.choice import kernel_unsupported_reason, prefill_path, prefill_unsupported_reason
+from ..kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason
 from . import gather
 from .gather import causal_mask
 
@@ -168,22 +168,21 @@ def _attend_one(
 ) -> mx.array:
     """Attend from the new tokens of one sequence, which are written; over these alone if there is no prefix."""
     group, table = kv.group, tables[0]
-    if prepares_plans() and _unsupported_reason(q, group, table.length, params) is None:
-        return _attend_rows(q, None, kv, tables, step, params)
-    why = None
-    by_kernel = not _has_plan(q, table) if prepares_plans() else on_metal()
-    if by_kernel and q.shape[2] > MAX_QUERY_LENGTH and not params.latent and not _masks_otherwise(params):
-        own = params._replace(mask=None, window=_seen(kv, params))
-        attended, why = _attend_prompts(q.swapaxes(0, 2), kv, tables, step, own)
-        if attended is not None:
-            record(_KERNEL_PROMPT)
-            return attended.swapaxes(0, 2)
+    if prepares_plans():
+        if _unsupported_reason(q, group, table.length, params) is None:
+            return _attend_rows(q, None, kv, tables, step, params)
+        if not (params.latent or _masks_otherwise(params) or _has_plan(q, table)):
+            own = params._replace(mask=None, window=_seen(kv, params))
+            attended, _ = _attend_prompts(q.swapaxes(0, 2), kv, tables, step, own)
+            if attended is not None:
+                record(_KERNEL_PROMPT)
+                return attended.swapaxes(0, 2)
     # With quantised pages, attend over what the pages hold: later tokens and other sequences will see the same.
     if new is not None and table.num_visible == q.shape[2] and not group.is_quantized:
         record(_FRESH)
         k, v = kv.after_writes(*new)
         return gather.attention(q, k, v, params)
-    return _attend_rows(q, None, kv, tables, step, params, why)
+    return _attend_rows(q, None, kv, tables, step, params)
 
 
 def _has_plan(q: mx.array, table: BlockTable) -> bool:
@@ -199,16 +198,14 @@ def _attend_rows(
     tables: Sequence[BlockTable],
     step: Step,
     params: AttentionParams,
-    unsupported: str | None = None,
 ) -> mx.array:
     """Attend from the same number of tokens of each sequence, by the decode kernel or over gathered arrays.
 
-    ``append``: keys and values of the step that are not written yet. ``unsupported``: why no kernel serves, if known.
+    ``append``: keys and values of the step that are not written yet.
     """
-    if unsupported is None:
-        attended, unsupported = _attend_by_decode_kernel(q, append, kv, tables, step, params)
-        if attended is not None:
-            return attended
+    attended, unsupported = _attend_by_decode_kernel(q, append, kv, tables, step, params)
+    if attended is not None:
+        return attended
     if append is not None:
         kv.write_step(tables, step, *append)
     record(Dispatch("gather", unsupported))
@@ -280,16 +277,11 @@ def _attend_prompts(
     q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], step: Step, params: AttentionParams
 ) -> tuple[mx.array | None, str]:
     """Attend from ``[T, n_q_heads, 1, head_dim]`` over the written tokens in one launch of the prefill kernel; return
-    None and the reason if it does not serve, or if MLX's attention is faster for each sequence."""
+    None and the reason if it does not serve."""
     group, heads = kv.group, params.heads(q.shape[1])
     unsupported = _packed_unsupported_reason(q, group, params)
     if unsupported is not None:
         return None, unsupported
-    if on_metal() and group.geometry is not None:
-        longest, window = max(table.length for table in tables), None if params.window is None else params.window.size
-        path = prefill_path(group.geometry, group.block_size, heads, min(step.counts), longest, window)
-        if not path.in_place:
-            return None, path.reason
     try:
         return kv.storage.prefill(q, tables, step, params), ""
     except NoKernelError as error:  # raised before anything was launched

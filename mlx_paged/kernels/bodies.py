@@ -88,11 +88,11 @@ def _shared(names: str, helpers: tuple[str, ...] = ()) -> Body:
     return Body(Family.DECODE, parts, inputs, ("partial", "stats", "fence_out"), helpers, cuda_only=True)
 
 
-def _prefill(file: str, names: str, helpers: tuple[str, ...] = (), *, latent: bool = False) -> Body:
+def _prefill(names: str, helpers: tuple[str, ...] = (), *, latent: bool = False) -> Body:
     pools = ("k_pool", "v_pool", "rotated", "fence") if latent else _POOL
     inputs = ("q", *pools, "tables", "tiles", "params", "sinks")
-    is_cuda = file == "tensor_prefill"
-    return Body(Family.PREFILL, _parts(file, names), inputs, ("out", "fence_out"), helpers, is_cuda)
+    parts = _parts("tensor_prefill", names)
+    return Body(Family.PREFILL, parts, inputs, ("out", "fence_out"), helpers, cuda_only=True)
 
 
 def _write(text: str, helpers: tuple[str, ...] = (), *, strided: bool = True) -> Body:
@@ -192,19 +192,9 @@ BODIES: dict[str, Body] = {
         ("out",),
         _PARTITIONS,
     ),
-    "prefill_matrix": _prefill(
-        "matrices", "prefill_dense_pages prefill_begin dense_keys softmax dense_values prefill_end"
-    ),
-    "quantized_prefill_matrix": _prefill(
-        "matrices",
-        "prefill_quantized_pages prefill_begin quantized_keys softmax quantized_values prefill_end",
-        (*_CODES, *_STAGE),
-    ),
-    "paged_prefill_tensor": _prefill("tensor_prefill", "tile dense_pages lines dense_loads steps"),
-    "quantized_prefill_tensor": _prefill(
-        "tensor_prefill", "tile quantized_pages lines quantized_loads steps", _TENSOR_CODES
-    ),
-    "latent_prefill_tensor": _prefill("tensor_prefill", "tile latent_pages lines latent_loads steps", latent=True),
+    "paged_prefill_tensor": _prefill("tile dense_pages lines dense_loads steps"),
+    "quantized_prefill_tensor": _prefill("tile quantized_pages lines quantized_loads steps", _TENSOR_CODES),
+    "latent_prefill_tensor": _prefill("tile latent_pages lines latent_loads steps", latent=True),
     "write_slots": _write("write_slots"),
     "quantized_write": _write("quantized:quantized_write", _CODES),
     "write_rows": _write("quantized:write_rows", strided=False),

@@ -162,7 +162,6 @@ def _prefill(kernel: _Kernel) -> Scratch:
     heads, dtype, threads = kernel["G"], kernel["T"], kernel["SG"] * 32
     given = {
         **kernel.pool(),
-        # As many elements as real launches have at least, so that on Metal the text is the same.
         **{"q": mx.zeros((1, heads, 1, kernel["D"]), dtype), "tables": mx.zeros((1, MIN_DEVICE_ELEMENTS), mx.int32)},
         **{"tiles": mx.zeros((2, 4), mx.int32), "params": mx.ones((4,))},
         "sinks": kernel.sinks(max(MIN_DEVICE_ELEMENTS, heads)),

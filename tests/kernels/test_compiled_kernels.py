@@ -22,9 +22,7 @@ from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, SHARED_MATRIX_BODY, Variant
 from mlx_paged.kernels.prefill import (
     BODY,
-    MATRIX_BODY,
     QUANTIZED_BODY,
-    QUANTIZED_MATRIX_BODY,
     prefill_constants_of,
     prefill_shape_for,
 )
@@ -114,12 +112,7 @@ def texts() -> list[tuple[str, Constants]]:
     listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
     listed += [(key.body, key.constants) for key in products + layers]
     listed += texts_of(LATENT) + texts_of(LATENT_TENSOR)
-    assert {body for body, _ in listed} >= set(BODIES) - {
-        MATRIX_BODY,
-        QUANTIZED_MATRIX_BODY,
-        *MATRIX_BODIES,
-        SHARED_MATRIX_BODY,
-    }  # Metal only
+    assert {body for body, _ in listed} >= set(BODIES) - {*MATRIX_BODIES, SHARED_MATRIX_BODY}  # Metal only
     return listed
 
 

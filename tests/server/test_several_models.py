@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,10 +14,14 @@ import mlx_paged
 from mlx_paged import machine
 from mlx_paged.cli.server import main, parse, shared_budget
 from mlx_paged.config import PagedConfig
+from mlx_paged.errors import RequestTooLargeError
+from mlx_paged.kernels import availability
 from mlx_paged.patches import server as models_of_server
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.server.model_names import ModelNames
 from mlx_paged.server.options import ServerConfig
 from mlx_paged.server.request import ModelKey
+from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 
@@ -124,5 +130,35 @@ def test_least_recently_used_model_is_unloaded(
     assert load(one) is first and load(two) is not second
     assert (f"unloading {two.model}" in caplog.text) is is_short
     assert len(ways) == 8, "the callback is called at each change of model"
+    models.close()
+    mlx_paged.remove_patches()
+
+
+def test_kernels_are_compiled_and_checked_before_the_first_request(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=1 << 22))
+    args = parse(["--model", str(folders[0])])
+    with fake_kernels() as fake:
+        models = models_of_server.LoadedModels(args, ServerConfig())
+        models.load_default()
+        assert fake.calls["paged_decode"] and fake.calls["write_slots"], fake.calls
+        assert "attention kernels checked in" in caplog.text
+        assert models.pool is not None and models.pool.stats().live_blocks == 0
+        assert models.prompt_cache.figures()["entries"] == 0
+        monkeypatch.setattr(PagedBatchGenerator, "insert", mock.Mock(side_effect=RequestTooLargeError(41)))
+        models.load_default()
+        assert "kernels are tried by the first request" in caplog.text, "a small budget does not stop the server"
+        models.close()
+    mlx_paged.remove_patches()
+
+
+def test_nothing_is_tried_without_a_gpu(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "device_unsupported_reason", lambda: "MLX has no GPU here")
+    monkeypatch.setattr(PagedBatchGenerator, "insert", mock.Mock(side_effect=AssertionError))
+    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=1 << 22))
+    models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
+    models.load_default()
     models.close()
     mlx_paged.remove_patches()
