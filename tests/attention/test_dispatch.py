@@ -382,6 +382,53 @@ def test_long_masked_or_capped_rows_are_computed_one_at_a_time(is_exact: bool, m
     assert parts(AttentionParams(SCALE, sinks=sinks)) == [1] * 5
 
 
+# On CUDA ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_prompt_of_one_sequence_takes_the_prefill_kernel_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    monkeypatch.setattr(dispatch, "prepares_plans", lambda: True)
+    monkeypatch.setattr(dispatch, "MOST_FEW_TOKENS", 10)
+    monkeypatch.setattr(dispatch, "WHOLE_CHUNK", 20)
+    dense = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,), window)], block_size=4)), 0)
+    taken = []
+    with fake_kernels() as fake:
+        pool = BlockPool([LayerGroup((0,), window)], block_size=4, choose_storage=storage_choice(None))
+        cache = PagedKVCache(SequenceTables(pool), 0)
+        for seed, n in enumerate((20, 20, 9, 30, 11)):
+            outputs = [
+                one.attend(noise(seed, 1, Q_HEADS, n, DIM), *kv(seed, n), AttentionParams(SCALE, one.make_mask(n)))
+                for one in (dense, cache)
+            ]
+            np.testing.assert_allclose(*map(np.array, outputs), rtol=1e-5, atol=1e-6)
+            taken.append(dispatch.last_dispatch())
+        assert fake.calls["paged_prefill"] == 2 + (window is not None)
+    # Whole chunks have a plan, but in a window the second sees less than its own size before it.
+    kernel = ("kernel", "new tokens of one sequence")
+    second = kernel if window else ("gather", "several new tokens after a prefix")
+    assert taken == [
+        ("prefill", "no prefix: only new keys"), second, ("kernel", "a few new tokens per sequence"), kernel, kernel
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", [None, "array"])
+def test_prompt_with_another_mask_takes_mlx_attention_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, mask: str | None
+) -> None:
+    monkeypatch.setattr(dispatch, "prepares_plans", lambda: True)
+    own = causal_mask(70, 0) & (mx.arange(70) != 2) if mask else None
+    q, (k, v) = noise(1, 1, Q_HEADS, 70, DIM), kv(1, 70)
+    with fake_kernels() as fake:
+        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=storage_choice(None))
+        got = PagedKVCache(SequenceTables(pool), 0).attend(q, k, v, AttentionParams(SCALE, own))
+        assert fake.calls["paged_prefill"] == 0
+    np.testing.assert_allclose(
+        np.array(got), np.array(attention(q, k, v, AttentionParams(SCALE, own))), rtol=1e-5, atol=1e-6
+    )
+
+
 # On a Mac ---------------------------------------------------------------------------------------------------------
 
 
