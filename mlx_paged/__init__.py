@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         is_applied,
         pool_of,
         remove_patches,
+        retrace,
     )
 else:
     _PATCHES = (
@@ -64,6 +65,7 @@ else:
         "is_applied",
         "pool_of",
         "remove_patches",
+        "retrace",
     )
 
     def __getattr__(name: str) -> Any:
@@ -113,4 +115,5 @@ __all__ = [
     "pool_of",
     "remove_patches",
     "reset_dispatch_counts",
+    "retrace",
 ]

@@ -115,6 +115,7 @@ class BlockGroup:
         self.block_size = block_size
         self.allocator = BlockAllocator()
         self.geometry: Geometry | None = None
+        self.heads: QueryHeads | None = None  # of the queries that the blocks were chosen for, with the geometry
         self.blocks: list[Blocks] = []  # of each layer; none before the first write, and none while the pool is idle
         self.choice: BlocksChoice | None = None
         self.in_place = False  # whether kernels write and read the blocks, on a GPU
@@ -280,6 +281,7 @@ class BlockGroup:
         self.blocks = self._new_blocks(choice, geometry, self.allocator.num_blocks)
         self.geometry, self.choice, self.in_place = geometry, choice, self.blocks[0].in_place
         self.dense_reason, self.blocks_reason = dense_reason, choice.reason
+        self.heads = heads or QueryHeads(geometry.num_kv_heads)
         if self.dense_reason is not None:
             warn_once(
                 f"keys and values of {len(self.spec.layers)} layer(s) (group '{self.spec.name}') are not quantised: "

@@ -123,7 +123,7 @@ class EngineThread:
             return "failed"
         if not self.has_started:
             return "loading"
-        is_short = self.memory_watch.pressure >= Pressure.HOLDING
+        is_short = self.memory_watch.pressure == Pressure.PREEMPTING
         is_fresh = self.num_restarts > 0 and time.monotonic() - self._restarted_at < FRESH_SECONDS
         return "degraded" if is_short or is_fresh else "ok"
 
