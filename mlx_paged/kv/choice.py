@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import BlocksUnavailableError, KernelUnavailableError
+from ..errors import BlocksUnavailableError, KernelUnavailableError, check_device
 from ..kernels import availability
 from ..kernels import ops as kernels
 from ..kernels.check import checked
@@ -128,6 +128,7 @@ def without_kernel(geometry: Geometry, block_size: int, why: str) -> BlocksChoic
     try:
         fails = _fault_of_pool_kernels(geometry, block_size)
     except Exception as error:
+        check_device(error)
         fails = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if fails is not None:
         raise BlocksUnavailableError(f"the kernels that write and gather blocks do not work here: {fails}")

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import mlx.core as mx
 
+from ..errors import DeviceWatch, check_device
 from .device_blocks import DeviceBlocks
 from .group import BlockGroup
 from .held import HeldArrays
@@ -60,6 +61,7 @@ class PoolLock:
         owner: the thread that holds it, or 0.
         is_dirty: whether tensors have been read or written since it was taken.
         held_arrays: arrays that a caller may hold although attention has not used them.
+        device: raises after an error of the device: what is in the tensors is lost. Tables can still be released.
         local: ``has_worked`` if the thread has worked on the tensors before.
     """
 
@@ -69,6 +71,7 @@ class PoolLock:
         self.is_dirty = False
         self.held_arrays = HeldArrays()
         self.local = threading.local()
+        self.device = DeviceWatch()
         self._groups, self._pending = groups, pending
         self._lock, self._gate = threading.RLock(), threading.RLock()
         self._also: list[PoolLock] = []
@@ -129,12 +132,15 @@ class PoolLock:
             self.held_arrays.compute()
             if wait:
                 mx.eval(arrays)
-        except Exception:
+        except Exception as error:
             for group in self._groups:
                 for blocks in group.blocks:
                     if isinstance(blocks, DeviceBlocks):
                         blocks.forget_failed_writes()
             self._pending.clear()
+            if self.device.is_lost:
+                return  # the device has failed before, which was raised then
+            check_device(error)
             raise
         if wait:
             self._pending.clear()

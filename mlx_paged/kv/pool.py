@@ -79,6 +79,12 @@ class BlockPool:
         """Most bytes that the tensors of all groups, and states, may take."""
         return self.memory.budget
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the device has failed since the pool was made: what needs its keys and values raises DeviceError, but
+        tables can still be released."""
+        return self.lock.device.is_lost
+
     # Blocks ---------------------------------------------------------------------------------------------------
 
     def allocate(self, group: int, count: int) -> list[int]:
@@ -90,6 +96,7 @@ class BlockPool:
         blocks: list[int] = []
         try:
             with self.lock:
+                self.lock.device.check()
                 self._owners.collect()
                 block_group = self.groups[group]
                 if count > block_group.allocator.num_free:
@@ -204,6 +211,7 @@ class BlockPool:
             BlockStateError: the table was released.
         """
         self._owners.check(table)
+        self.lock.device.check()
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         with self.lock:
@@ -425,5 +433,7 @@ class BlockPool:
             self._owners.collect()
             for index, group in enumerate(self.groups):
                 held = [ids for holder in self.holders() for ids in holder.held(index)]
-                check_group(group, [table for table in tables if table.group == index], held)
+                check_group(
+                    group, [table for table in tables if table.group == index], self._owners.lists(index) + held
+                )
             self.memory.states.check_integrity(self._owners.state_nbytes)
