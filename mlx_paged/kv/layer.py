@@ -67,7 +67,6 @@ class PoolLayer:
         """The layer's blocks; marks the lock as dirty. Raises BlockStateError before the first write to its group."""
         if not self.group.blocks:
             raise BlockStateError(f"nothing has been written to the group of layer {self.number} yet")
-        self.lock.device.check()
         self.lock.is_dirty = True
         return self.group.blocks[self.position]
 
@@ -215,7 +214,6 @@ class PoolLayer:
         lock = self.lock
         if not hasattr(lock.local, "has_worked"):
             mx.eval(k, v)  # raises for what this thread cannot compute, such as another thread's lazy weights
-        lock.device.check()
         lock.is_dirty = True
         if lock.held_arrays.pairs:
             lock.held_arrays.compute()

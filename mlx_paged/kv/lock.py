@@ -6,6 +6,7 @@ import functools
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -61,7 +62,8 @@ class PoolLock:
         owner: the thread that holds it, or 0.
         is_dirty: whether tensors have been read or written since it was taken.
         held_arrays: arrays that a caller may hold although attention has not used them.
-        device: raises after an error of the device: what is in the tensors is lost. Tables can still be released.
+        device: raises after an error of the device: what is in the tensors is lost.
+        even_if_lost: the lock for changes of tables, which can be released all the same.
         local: ``has_worked`` if the thread has worked on the tensors before.
     """
 
@@ -73,12 +75,18 @@ class PoolLock:
         self.local = threading.local()
         self.device = DeviceWatch()
         self._groups, self._pending = groups, pending
+        self.even_if_lost = _EvenIfLost(self)
         self._lock, self._gate = threading.RLock(), threading.RLock()
         self._also: list[PoolLock] = []
         self._depth = 0
         self.local.has_worked = True
 
     def __enter__(self) -> bool:
+        self.device.check()
+        return self.enter()
+
+    def enter(self) -> bool:
+        """Take the lock, even if the device has failed."""
         if self.owner == get_ident():
             self._depth += 1
             return True
@@ -183,6 +191,21 @@ class PoolLock:
             except (RuntimeError, LookupError):  # something has changed its size
                 time.sleep(0.001)
         return read(False)
+
+
+class _EvenIfLost:
+    """The lock for changes of tables, which are possible after an error of the device, too."""
+
+    def __init__(self, lock: PoolLock) -> None:
+        self._lock = weakref.ref(lock)
+
+    def __enter__(self) -> bool:
+        lock = self._lock()
+        return lock is not None and lock.enter()
+
+    def __exit__(self, *given: object) -> None:
+        if (lock := self._lock()) is not None:
+            lock.__exit__(*given)
 
 
 def _give_way(number: int) -> None:

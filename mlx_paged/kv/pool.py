@@ -60,7 +60,7 @@ class BlockPool:
         self.groups = [BlockGroup(spec, block_size, choose_blocks, page_format, self.pending) for spec in groups]
         # Guards every change. Holders of blocks use it for their own changes, which avoids deadlocks.
         self.lock = PoolLock(self.groups, self.pending)
-        self._owners = BlockOwners(self.groups, self.lock, IdleWatch(self))
+        self._owners = BlockOwners(self.groups, self.lock.even_if_lost, IdleWatch(self))
         self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.lock)
         self._layers = {
             layer: PoolLayer(layer, group, index, position, self.memory)
@@ -96,7 +96,6 @@ class BlockPool:
         blocks: list[int] = []
         try:
             with self.lock:
-                self.lock.device.check()
                 self._owners.collect()
                 block_group = self.groups[group]
                 if count > block_group.allocator.num_free:
@@ -109,13 +108,13 @@ class BlockPool:
 
     def retain(self, group: int, block_ids: Sequence[int]) -> None:
         """Add one reference to each block. Raises BlockStateError if one is free."""
-        with self.lock:
+        with self.lock.even_if_lost:
             self.groups[group].touch()
             self.groups[group].allocator.retain(block_ids)
 
     def release(self, group: int, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block. Raises BlockStateError if one is free already."""
-        with self.lock:
+        with self.lock.even_if_lost:
             self.groups[group].allocator.release(block_ids)
 
     def abandon(self, group: int, block_ids: list[int]) -> None:
@@ -128,7 +127,7 @@ class BlockPool:
 
     def add_holder(self, holder: BlockHolder) -> None:
         """Register a cache that is asked for blocks before an allocation fails; held weakly."""
-        with self.lock:
+        with self.lock.even_if_lost:
             self._owners.add_cache(holder)
 
     def holders(self) -> list[BlockHolder]:
@@ -171,7 +170,7 @@ class BlockPool:
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, by reference. A write to a shared block copies it first."""
         self._owners.check(table)
-        with self.lock:
+        with self.lock.even_if_lost:
             # Registered before it holds blocks: if something fails here, they are released.
             copy = self._owners.add_table(BlockTable(table.group, self.block_size))
             self.retain(table.group, table.block_ids)
@@ -186,7 +185,7 @@ class BlockPool:
             BlockStateError: it was released before.
         """
         self._owners.check(table)
-        with self.lock:
+        with self.lock.even_if_lost:
             table.released = True
             self._owners.remove_table(table)
             self._group(table).allocator.release(table.block_ids)
@@ -211,7 +210,6 @@ class BlockPool:
             BlockStateError: the table was released.
         """
         self._owners.check(table)
-        self.lock.device.check()
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         with self.lock:
@@ -253,7 +251,7 @@ class BlockPool:
         refcount, owner, sees = own.allocator.refcount, self._owners.owner, own.sees
         others: list[int] = []
         fresh: list[int] = []  # tables that begin a block
-        with self.lock:
+        with self.lock.even_if_lost:
             self._owners.collect()
             own.touch()
             index = 0
@@ -288,7 +286,7 @@ class BlockPool:
         """Release blocks that the tables' next tokens do not see, as :meth:`append_tokens` would, so that they count as
         free or cached. Returns whether any table changed."""
         slid = False
-        with self.lock:
+        with self.lock.even_if_lost:
             for table in tables:
                 if not table.released and self._slide(self._group(table), table):
                     self._group(table).touch()
@@ -376,7 +374,7 @@ class BlockPool:
         if num_tokens < 0 or length < 0:
             raise TrimError(f"cannot trim {num_tokens} of {table.length} tokens")
         self.check_trim(table, length)
-        with self.lock:
+        with self.lock.even_if_lost:
             table.length = length
             keep = -(-length // self.block_size)
             self._group(table).allocator.release(table.block_ids[keep:])
@@ -428,7 +426,7 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
-        with self.lock:
+        with self.lock.even_if_lost:
             tables = self._owners.tables()  # kept alive, so that none is collected in between
             self._owners.collect()
             for index, group in enumerate(self.groups):

@@ -73,7 +73,6 @@ def locking(call: ModelCall) -> ModelCall:
             with lock_of(self):
                 return call(self, *args, **kwargs)
         pool = first.pool
-        pool.lock.device.check()
         # Our kernels are allowed before the first write, too: MLX would take seconds to compile its own for a prompt.
         on_host = any(group.geometry is not None and not group.in_place for group in pool.groups)
         # Over blocks on the host nothing is traced.
