@@ -179,14 +179,11 @@ class _Calls:
             return
         begin, end = terms(style.quote), style.quote or style.value_end.removesuffix("~")
         is_special = any(mark in end for mark in self._form.special)
-        # Parsers take these for the end of the call, wherever they occur.
-        marks = [_pattern(each) for each in (style.end, self._form.texts[1]) if "<" in each]
-        marks += [_pattern(end)] if is_special else []
-        without = f" & ~/(?s:.*)({'|'.join(marks)})(?s:.*)/" if marks else ""
+        without = f" & ~/(?s:.*){_pattern(end)}(?s:.*)/" if is_special else ""
         if is_special:
             self._lines += [f"text: {begin} REST {terms(end.lstrip())}", f"REST: /{style.strings}/{without}"]
         else:
-            self._lines += [f"text: {begin} rest", f"rest[lazy]: /{style.strings}{_pattern(end)}/{without}"]
+            self._lines += [f"text: {begin} rest", f"rest[lazy]: /{style.strings}{_pattern(end)}/"]
 
     def _add_tagged(self, rule: str, tool: Tool, style: CallForm) -> None:
         """Add a call whose arguments have keys, in the schema's order."""
@@ -251,8 +248,6 @@ class _Calls:
             shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             kinds = {"type": sorted(types)} if "string" in (types_of(given, schema) or ()) else {}
             return json_in_lark({**given, **kinds, **shared})
-        if self._style.containers == "none":
-            raise GrammarError("this model's call format does not support arrays and objects")
         parts = [json_in_lark({"type": sorted(types & SCALARS)})] if types & SCALARS else []
         if "object" in containers:
             self._add_object(f"{rule}_o", given, schema)

@@ -37,6 +37,7 @@ Types = Callable[[str], set[str] | None]
 
 _INSIDE, _OUTSIDE = regex.compile(r'[^"\\\x00-\x1f]*'), regex.compile(r"[\s,:0-9.eE+\-truefalsn]*")  # of JSON strings
 _ALONE = regex.compile(rf'{SPACE}(?=\{{\s{{0,40}}"name"\s{{0,40}}:\s{{0,40}}"(?P<name>{NAME})")')
+_BRACKET = regex.compile(rf"{SPACE}(?=[{{\[])")
 _OBJECT, _KEY = regex.compile(rf"{SPACE}(?=\{{)"), regex.compile(r"((?:^|[{,])\s*)([\w-]+)\s*:")
 _LITERAL = regex.compile(r"\b(?:true|false|null)\b")
 _LITERALS = {"true": "True", "false": "False", "null": "None"}
@@ -83,7 +84,7 @@ class _Styles(NamedTuple):
 
 _PLACES = {"NAME": f"(?P<name>{NAME}+)", "KEY": f"(?P<key>{NAME}+)", "TYPE": r'(?P<type>[^"]{0,40})'}
 _BREAKS = "~\n"
-_PLACES |= {"#": r"\d{1,9}", "~": SPACE, "\n": SPACE}
+_PLACES |= {"#": r"\d{1,999}", "~": SPACE, "\n": SPACE}
 
 
 def _pattern(template: str) -> str:
@@ -97,7 +98,7 @@ def _style(form: CallForm, call_end: str) -> _Style:
     head = form.read_begin or _pattern(form.begin.rstrip("~\n")) + ("" if form.quote else rf"{SPACE}(?=\S)")
     tail = form.read_end or regex.escape(form.end or call_end)
     key = _pattern(form.key.rstrip("\n"))
-    follows = rf"{regex.escape(form.value_end.strip(_BREAKS))}{SPACE}(?=(?:{key})|(?:{tail}))"
+    follows = rf"{SPACE}{regex.escape(form.value_end.strip(_BREAKS))}{SPACE}(?=(?:{key})|(?:{tail}))"
     return _Style(form, *(regex.compile(each) for each in (first + head, SPACE + key, follows, SPACE + tail)))
 
 
@@ -267,11 +268,12 @@ class _Source:
             else:
                 self._cut(found.start())
             mark = found[0]
-            is_after_call = mark in self._starts and (yield from self._calls(mark))
+            is_start = mark in self._starts
+            is_after_call = is_start and (yield from self._calls(mark))
             if is_after_call:
                 self.state = "reasoning" if self.state == "reasoning" else "normal"
                 self._is_blank = True
-            elif mark in self._starts or (marks[mark] == "reasoning" and self._is_in_text()):
+            elif is_start or (marks[mark] == "reasoning" and self._is_in_text()):
                 self._say(len(mark))
             else:
                 self._cut(len(mark))
@@ -477,11 +479,32 @@ class _Source:
             key = yield from self._match(style.key)
             if key is None:
                 raise _NoCall
-            groups, written = key.groupdict(), (yield from self._value(style, form))
+            groups = key.groupdict()
             kind = None if "type" not in groups else groups["type"] == "string"
             name = key["key"] if kind is None else html.unescape(key["key"])
-            found[name] = argument(written, types(name), is_string=kind)
+            allowed = types(name)
+            may_be_json = not kind and "string" not in (allowed or {"string"})
+            written = (yield from self._json_value(style)) if may_be_json else None
+            if written is None:
+                written = yield from self._value(style, form)
+            found[name] = argument(written, allowed, is_string=kind)
         return object_of(found)
+
+    def _json_value(self, style: _Style) -> Reading:
+        """Read a value that is an object or array in JSON, with the mark that ends it. None: it is none, and is held as
+        before."""
+        before, self._taken = self._taken, []
+        try:
+            if (yield from self._match(_BRACKET)) is not None:
+                text = yield from self._json()
+                if (yield from self._match(style.follows)) is not None:
+                    self._taken = before + self._taken
+                    return text
+        except _NoCall:
+            pass
+        self._give_back()
+        self._taken = before
+        return None
 
     def _value(self, style: _Style, form: CallForm) -> Reading:
         """Read a value up to the mark that ends it: the first one with another argument or the call's end behind it."""

@@ -68,7 +68,7 @@ FORMS = {  # by the module that defines mlx-lm's parser; laguna uses glm47's
         "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
         repeats=True,
-        read_begin=rf"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>{NAME}):\d{{1,9}})"
+        read_begin=rf"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>{NAME}):\d{{1,999}})"
         r"\s*<\|tool_call_argument_begin\|>\s*(?=\{)",
     ),
     "kimi_k3": CallForm(

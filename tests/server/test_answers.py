@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools
-
 from mlx_paged.patches.harmony import HarmonyParts, harmony_call
+
 from mlx_paged.patches.server_texts import LoadedParts
 from mlx_paged.server.answer_stream import Generated
 from mlx_paged.server.answers import Answer

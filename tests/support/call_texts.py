@@ -104,12 +104,18 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
         "</longcat_arg_value>\n",
         "</longcat_tool_call>",
     ),
-    "minimax_m2": lambda calls: "<minimax:tool_call>\n"
-    + tagged(calls, '<invoke name="$N">\n', '<parameter name="$K">', "</parameter>\n", "</invoke>\n")
-    + "</minimax:tool_call>",
-    "muse_spark": lambda calls: "<atem:function_calls>\n"
-    + tagged(calls, '<atem:invoke name="$N">\n', '<atem:parameter name="$K">', "</atem:parameter>\n", "</atem:invoke>\n")
-    + "</atem:function_calls>",
+    "minimax_m2": lambda calls: (
+        "<minimax:tool_call>\n"
+        + tagged(calls, '<invoke name="$N">\n', '<parameter name="$K">', "</parameter>\n", "</invoke>\n")
+        + "</minimax:tool_call>"
+    ),
+    "muse_spark": lambda calls: (
+        "<atem:function_calls>\n"
+        + tagged(
+            calls, '<atem:invoke name="$N">\n', '<atem:parameter name="$K">', "</atem:parameter>\n", "</atem:invoke>\n"
+        )
+        + "</atem:function_calls>"
+    ),
     "minicpm5": lambda calls: tagged(
         calls, '<function name="$N">', '<param name="$K">', "</param>", "</function>", in_cdata
     ),
