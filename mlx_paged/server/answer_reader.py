@@ -139,8 +139,8 @@ class AnswerReader:
 
     Attributes:
         state: ``normal``, ``reasoning``, or a state of mlx-lm's response formats.
-        num_calls: calls that have begun and were given.
-        is_call_open: the last of them has not ended.
+        num_calls: calls that were given, whole or not.
+        is_call_cut: the last call has not ended, be it given or text.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class AnswerReader:
         return self._source.num_calls
 
     @property
-    def is_call_open(self) -> bool:
-        return self._source.num_calls > self._source.num_ended
+    def is_call_cut(self) -> bool:
+        return self._source.is_cut or self._source.num_calls > self._source.num_ended
 
 
 class _Source:
@@ -189,6 +189,7 @@ class _Source:
         self.deltas: list[Delta] = []
         self.state = state
         self.num_calls = self.num_ended = 0
+        self.is_cut = False  # a call has not ended
         self._marks, self._is_free, self._streams, self._calls_once = marks, is_free, streams, calls_once
         self._schemas = _schemas(tools)
         self._styles = _styles(marks.form or FORMS["json_tools"], marks.call_end)
@@ -228,6 +229,7 @@ class _Source:
     def _need(self) -> Reading:
         """Wait for more text. Raises _NoCall if there is none."""
         if self.is_last:
+            self.is_cut = True
             raise _NoCall
         yield
 

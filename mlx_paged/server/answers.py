@@ -85,7 +85,7 @@ class Answer:
             deltas[-1].tokens = self._tokens
             self._num_sent, self._tokens = self._num_sent + len(self._tokens), []
         reader = self._reader
-        calls = said.finish == "stop" and reader.num_calls and not reader.is_call_open
+        calls = said.finish == "stop" and reader.num_calls and not reader.is_call_cut
         return Piece(self.index, deltas, "tool_calls" if calls else said.finish, said.stop)
 
     def token(self, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> Token:

@@ -124,7 +124,8 @@ def walk(tokenizer: TokenizerWrapper, state: Grammar, words: list[list[int]], di
         letters = [token for token in choice if 33 <= token < 127 and not 48 <= token < 58]  # so that numbers end
         letters = letters or [token for token in choice if token not in (EOS, EOT)]
         word: list[int] | None = None
-        if dice.random() < 0.5:
+        is_json = 34 in choice and 10 not in choice  # few marks, so that strings end
+        if dice.random() < (0.1 if is_json else 0.5):
             word = next((word for word in dice.sample(words, len(words)) if taken(state, word, choice)), None)
         for token in word or [dice.choice(letters)]:
             state.accept(token)

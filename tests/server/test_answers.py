@@ -7,55 +7,42 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx_lm.generate import TextStateMachine
-from mlx_lm.tool_parsers import json_tools
-from mlx_paged.patches.harmony import HarmonyParts, harmony_call
-
-from mlx_paged.patches.server_texts import LoadedParts
-from mlx_paged.server.answer_stream import Generated
-from mlx_paged.server.answers import Answer
+from mlx_paged.server.answer_stream import Begun, Generated
+from mlx_paged.server.answers import Answer, Answers
+from mlx_paged.server.call_formats import TextMarks
 from mlx_paged.server.request import ChatInput, Prompt, ServerRequest
 from mlx_paged.server.requests.chat import ChatBody, ChatForm
 from mlx_paged.server.requests.messages import CountBody, MessageForm, MessageParam
 from mlx_paged.server.requests.pieces import Head, Piece, Usage
 from mlx_paged.server.requests.responses import ResponseBody, ResponseForm
+from tests.support.call_texts import WRITERS, marks_of
 
 HEAD = Head("x", "m", 0, "")
 CHAT = ChatBody(messages=[{"role": "user", "content": "Hi."}])
 MESSAGE = CountBody(messages=[MessageParam(role="user", content="Hi.")])
-MACHINE = {"normal": [("<tool_call>", "tool")], "tool": [("</tool_call>", "normal")]}
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "go", "f", "clock")]
 
 
-def texts_of(parts: Any, parse: Any) -> Any:
-    def parse_calls(text: str, tools: Any) -> list[dict[str, Any]]:
-        parsed = parse(text)
-        if not isinstance(parsed, dict):
-            raise ValueError("no object")
-        return [parsed]
-
-    return SimpleNamespace(
-        parts=lambda state, has_calls: parts(state),
-        parse_calls=parse_calls,
-        call_start="<tool_call>",
-        token=lambda token: (chr(token), chr(token).encode()),
-    )
+def texts_of(marks: TextMarks) -> Any:
+    return SimpleNamespace(marks=marks, token=lambda token: (chr(token), chr(token).encode()))
 
 
-JSON_TEXTS = texts_of(
-    lambda state: LoadedParts(TextStateMachine(MACHINE), state), lambda text: json_tools.parse_tool_call(text)
-)
-HARMONY_TEXTS = texts_of(HarmonyParts, harmony_call)
+JSON_TEXTS, HARMONY_TEXTS = texts_of(marks_of("json_tools")), texts_of(marks_of("harmony"))
 
 
 def answer_of(text: str, texts: Any = JSON_TEXTS, **options: Any) -> Piece:
     """Return the answer to a text that comes in pieces of three characters, then an end token."""
-    finish = options.pop("finish", "stop")
-    request = ServerRequest(options.pop("inputs", [[1]]), prompts=[Prompt.of_tokens([1])], **options)
-    answer = Answer(0, request, texts)
+    finish, streams = options.pop("finish", "stop"), options.pop("streams", False)
+    request = ServerRequest(options.pop("inputs", [ChatInput([], TOOLS)]), prompts=[Prompt.of_tokens([1])], **options)
+    answer = Answer(0, request, texts, streams=streams)
     pieces = [answer.next(Generated(0, ord(text[i]), text[i : i + 3], logprob=-0.5)) for i in range(0, len(text), 3)]
     num_tokens = len(pieces)
     pieces.append(answer.next(Generated(0, 2, "", finish, logprob=-0.1, num_shown=num_tokens)))
     return Piece.joined(piece for piece in pieces if piece is not None)
+
+
+def calls_of(piece: Piece) -> list[tuple[str, Any]]:
+    return [(each.call.name, json.loads(each.text)) for each in piece.folded() if each.call is not None]
 
 
 @pytest.mark.parametrize(
@@ -67,36 +54,43 @@ def answer_of(text: str, texts: Any = JSON_TEXTS, **options: Any) -> Piece:
         ({"name": "f", "arguments": ""}, {}),
         ({"name": "f", "parameters": {"a": 1}}, {"a": 1}),
         ({"name": "f", "arguments": '{"a": 1}'}, {"a": 1}),
-        ({"name": "f", "arguments": "x"}, {"value": "x"}),
-        ({"name": "f", "arguments": [1]}, {"value": [1]}),
+        ({"arguments": {"a": 1}, "name": "f"}, {"a": 1}),
+        ({"function": {"name": "f", "arguments": {"a": 1}}}, {"a": 1}),
     ],
 )
 def test_arguments_of_a_call_are_always_an_object(call: dict[str, Any], arguments: dict[str, Any]) -> None:
     told = answer_of(f"Hello <tool_call>{json.dumps(call)}</tool_call>")
     assert told.text == "Hello " and told.finish == "tool_calls"
-    (made,) = told.calls
-    assert made["function"]["name"] == "f" and json.loads(made["function"]["arguments"]) == arguments
+    assert calls_of(told) == [("f", arguments)]
     whole = MessageForm(HEAD, MESSAGE).whole([told], Usage())
     assert whole["content"][1]["input"] == arguments and whole["stop_reason"] == "tool_use"
 
 
-@pytest.mark.parametrize("text", ['{"name": "f", "arguments": {"a": NaN}}', '{"name": "f", "arguments": "\\ud83d"}'])
-def test_call_with_arguments_that_are_not_json_is_text(text: str) -> None:
-    told = answer_of(f"<tool_call>{text}</tool_call>")
-    assert told.text == f"<tool_call>{text}" and not told.calls and json.dumps(told.text).encode()
-
-
-@pytest.mark.parametrize("text", ["[1, 2]", '"f"', "null", '{"arguments": {}}', "{", '{"name": {"x": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": 1e400}}',
+        '{"name": "f", "arguments": {"a": "\\ud83d"}}',
+        '{"name": "f", "arguments": "x"}',
+        '{"name": "f", "arguments": [1]}',
+        *("[1, 2]", '"f"', "null", '{"arguments": {}}', "{", '{"name": {"x": 1}}', "[" * 9000 + "]" * 9000),
+    ],
+)
 def test_unreadable_call_is_text(text: str) -> None:
-    told = answer_of(f"Hello <tool_call>{text}</tool_call> bye")
-    assert told.text == f"Hello <tool_call>{text} bye" and not told.calls and told.finish == "stop"
+    for streams in (False, True):
+        told = answer_of(f"Hello <tool_call>{text}</tool_call> bye", streams=streams)
+        assert told.finish == "stop" and json.dumps(told.text).encode()
+        if not streams:
+            assert told.text == f"Hello <tool_call>{text}</tool_call> bye" and not calls_of(told)
 
 
 def test_unclosed_call_counts_and_calls_once_keeps_only_the_first() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}'
     assert answer_of(call).finish == "tool_calls"
-    assert len(answer_of(f"{call}</tool_call>{call}</tool_call>").calls) == 2
-    assert len(answer_of(f"{call}</tool_call>{call}</tool_call>", calls_once=True).calls) == 1
+    assert len(calls_of(answer_of(f"{call}</tool_call>{call}</tool_call>"))) == 2
+    once = answer_of(f"{call}</tool_call>{call}</tool_call>", calls_once=True)
+    assert len(calls_of(once)) == 1 and not once.text
 
 
 def test_partial_marker_at_the_end_is_text() -> None:
@@ -124,10 +118,11 @@ UTC, EMPTY = '{"tz": "UTC"}', "{}"
         (f" to=functions.clock<|channel|>commentary {CALL}", "", "", [UTC]),
         (f"<|channel|>analysis to=functions.clock code{CALL[17:]}", "", "", [UTC]),
         (f"{THOUGHT}<|channel|>commentary<|message|>I look.<|end|>{THOUGHT}", "Hm, 1 < 2." * 2, "I look.", []),
+        ("<|channel|>final<|message|>a <|end|> b <|channel|> c <|call|>", "", "a <|end|> b <|channel|> c ", []),
         ((f"<|channel|>commentary to=functions.clock {CALL}<|start|>assistant") * 2, "", "", [UTC, UTC]),
-        ("<|channel|>commentary to=functions.clock<|message|>", "", "", [EMPTY]),
+        ("<|channel|>commentary to=functions.clock<|message|><|call|>", "", "", [EMPTY]),
         ("<|channel|>commentary to=functions.clo", "", "", []),
-        ('<|channel|>commentary to=clock<|message|>{"t', "", '<tool_call>clock<|message|>{"t', []),
+        ('<|channel|>commentary to=clock<|message|>{"t', "", '<|channel|>commentary to=clock<|message|>{"t', []),
         ("no channels to=day", "", "no channels to=day", []),
         (" to", "", " to", []),
         ("<|channel|>final<|message|>a<|start|>user<|message|>b<|end|>", "", "ab", []),
@@ -139,11 +134,10 @@ def test_channels_of_gpt_oss_become_reasoning_text_and_calls(
 ) -> None:
     told = answer_of(text, HARMONY_TEXTS)
     assert (told.reasoning, told.text) == (reasoning, shown)
-    assert [call["function"] for call in told.calls] == [{"name": "clock", "arguments": each} for each in calls]
+    assert calls_of(told) == [("clock", json.loads(each)) for each in calls]
     assert told.finish == ("tool_calls" if calls else "stop")
 
 
-TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "go")]
 XML = "<function=look>\n<parameter=path>\na.py\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
 
 
@@ -151,8 +145,7 @@ def call_of(text: str, *, has_tools: bool = True, finish: str = "stop") -> tuple
     """Return the text beside the calls, and the calls."""
     inputs = [ChatInput([], TOOLS if has_tools else None)]
     piece = answer_of(text, inputs=inputs, finish=finish)
-    functions = [call["function"] for call in piece.calls]
-    return piece.text, [(each["name"], json.loads(each["arguments"])) for each in functions]
+    return piece.text, calls_of(piece)
 
 
 LOOK = ("look", {"path": "a.py", "n": 3})
@@ -163,16 +156,16 @@ LOOK = ("look", {"path": "a.py", "n": 3})
     [
         (f"I look.\n{XML}</function>", "I look.\n", [LOOK]),
         (f"{XML}</function>{XML}</function> Done.", " Done.", [LOOK, LOOK]),
-        (XML, "", [LOOK]),
+        (XML, XML, []),  # it has not ended
         ("<function=go></function>", "", [("go", {})]),
         ('{"name": "look", "arguments": {"path": "a.py", "n": 3}}', "", [LOOK]),
         ('  { "name" : "go"}', "", [("go", {})]),
         ('<tool_call>{"name": "look", "arguments": {"path": "a.py", "n": 3}</tool_call>', "", [LOOK]),
         ("<tool_call>go</tool_call>", "", [("go", {})]),
-        ("<tool_call>\ngo()", "", [("go", {})]),
+        ("<tool_call>\ngo()</tool_call>", "", [("go", {})]),
         (f"<tool_call>\n{XML}</function></tool_call>", "", [LOOK]),
         (2 * '<tool_call>{"name": "go"}</tool_call>', "", [("go", {}), ("go", {})]),
-        ("<tool_call>fly</tool_call>", "<tool_call>fly", []),
+        ("<tool_call>fly</tool_call>", "<tool_call>fly</tool_call>", []),
         ("a <function", "a <function", []),
         ("<function=fly></function> x", "<function=fly></function> x", []),
         ('{"name": "fly"}', '{"name": "fly"}', []),
@@ -193,7 +186,7 @@ def test_truncated_call_is_text() -> None:
 
 def test_request_without_tools_gets_no_calls() -> None:
     for text in (f"{XML}</function>", '{"name": "look"}', "<tool_call>go</tool_call>"):
-        assert call_of(text, has_tools=False) == (text.removesuffix("</tool_call>"), [])
+        assert call_of(text, has_tools=False) == (text, [])
 
 
 def streamed(text: str, form: Any, texts: Any = JSON_TEXTS, *, finish: str = "stop") -> list[Any]:
@@ -215,7 +208,7 @@ OPEN = '<tool_call>{"name": "go", "arguments": {"a": [{"b": 1'
 
 @pytest.mark.parametrize(
     ("text", "given"),
-    [(TWICE, [GIVEN, GIVEN]), (OPEN + "}]}}</tool_call>", [{"a": [{"b": 1}]}]), (OPEN, [{"a": [{"b": 1}]}])],
+    [(TWICE, [GIVEN, GIVEN]), (OPEN + "}]}}</tool_call>", [{"a": [{"b": 1}]}])],
 )
 def test_arguments_are_streamed_while_they_are_generated(text: str, given: list[Any]) -> None:
     head = Head("x", "m", 0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import pkgutil
@@ -143,6 +144,7 @@ def parser_options(name: str) -> dict[str, Any]:
     return {**options, "tool_parser": parser.parse_tool_call}
 
 
+@functools.cache
 def marks_of(name: str) -> TextMarks:
     """Return the marks of a model with thoughts and calls of one format."""
     if name == "harmony":
