@@ -120,6 +120,13 @@ def _any_of(marks: tuple[str, ...]) -> Any:
     return regex.compile("|".join(map(regex.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
 
 
+@functools.lru_cache(maxsize=64)
+def _header(marks: Any) -> Any:
+    """Return the pattern of a message's header (Muse Spark's), of which one of the marks is the end."""
+    begin = r"(?:<\|start\|>)?\s{0,9}(?:assistant)?\s{0,9}(?:to=[^\s<]{1,200}<\|message\|>\s{0,9})??"
+    return regex.compile(f"{begin}(?P<mark>{marks.pattern})")
+
+
 def _schemas(tools: Iterable[Mapping[str, Any]] | None) -> dict[str, Any]:
     """Return the schemas of the tools' arguments by name."""
     functions = (tool.get("function") for tool in tools or () if isinstance(tool, Mapping))
@@ -254,22 +261,22 @@ class _Source:
             if self._finds_alone and self.state == "normal" and (yield from self._call_alone()):
                 return
             marks = self._marks.states.get(self.state, {})
-            pattern = _any_of((*marks, *self._starts))
-            if self.state not in ("normal", "reasoning") and not self._is_header(pattern):
+            pattern, is_header = _any_of((*marks, *self._starts)), self.state not in ("normal", "reasoning")
+            found = _header(pattern).match(self.held, partial=True) if is_header else self._find(pattern)
+            is_whole = found is not None and not found.partial
+            if is_header and not is_whole and (found is None or self.is_last):
                 self._enter("normal")
                 continue
-            found = pattern.search(self.held, partial=True)
-            if found is None or found.partial:
-                self._say(len(self.held) if found is None or self.is_last else found.start())
+            if is_header:
+                self._cut(found.start("mark") if is_whole else 0)
+            else:
+                self._say(len(self.held) if found is None else found.start())
+            if not is_whole:
                 if self.is_last:
                     return
                 yield
                 continue
-            if self.state in ("normal", "reasoning"):
-                self._say(found.start())
-            else:
-                self._cut(found.start())
-            mark = found[0]
+            mark = found["mark"] if is_header else found[0]
             is_start = mark in self._starts
             is_after_call = is_start and (yield from self._calls(mark))
             if is_after_call:
@@ -285,11 +292,10 @@ class _Source:
         """Return whether a mark of reasoning is a part of the text: thoughts come before it."""
         return self.state == "normal" and not (self._is_blank and self._is_free)
 
-    def _is_header(self, marks: Any) -> bool:
-        """Return whether the text ahead may be the header of a message (Muse Spark's)."""
-        header = r"(?:<\|start\|>)?\s{0,9}(?:assistant)?\s{0,9}(?:to=[^\s<]{1,200}<\|message\|>\s{0,9})?"
-        found = regex.match(f"(?:{marks.pattern})|{header}(?:{marks.pattern})", self.held, partial=True)
-        return found is not None and not (found.partial and self.is_last)
+    def _find(self, pattern: Any) -> Any:
+        """Return the first match of the marks ahead, at the end of the text held also of a beginning of one."""
+        found = pattern.search(self.held, partial=True)
+        return None if found is not None and found.partial and self.is_last else found
 
     def _may_be_between_calls(self) -> bool:
         """Drop white space between calls and after the last one. Return whether text is needed to know."""

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from mlx_paged.server.answer_reader import AnswerReader
 from mlx_paged.server.answer_stream import Begun, Generated
 from mlx_paged.server.answers import Answer, Answers
 from mlx_paged.server.call_formats import TextMarks
@@ -243,7 +245,149 @@ def test_channels_stream_arguments_only_of_known_tools() -> None:
     told = streamed(f"<|channel|>commentary to=functions.go {CALL}", ChatForm(HEAD, CHAT), HARMONY_TEXTS)
     calls = [call for event in told[:-1] for call in event["choices"][0]["delta"].get("tool_calls", [])]
     assert len(calls) > 2 and "".join(call["function"]["arguments"] for call in calls) == UTC
-    cut = streamed(OPEN, ChatForm(HEAD, CHAT), finish="length")
-    assert cut[-2]["choices"][0]["finish_reason"] == "length"
     stranger = streamed(OPEN.replace("go", "fly"), ChatForm(HEAD, CHAT))
     assert not any("tool_calls" in event["choices"][0]["delta"] for event in stranger[:-1])
+
+
+# What is cut --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("finish", "reason"), [("length", "max_tokens"), ("stop", "end_turn")])
+def test_call_that_is_cut_is_never_closed_nor_reported_as_done(finish: str, reason: str) -> None:
+    *events, _ = streamed(OPEN, ChatForm(HEAD, CHAT), finish=finish)
+    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": [{"b": 1'
+    assert events[-1]["choices"][0]["finish_reason"] == finish
+
+    *_, last, _ = streamed(OPEN, MessageForm(HEAD, MESSAGE), finish=finish)
+    assert last["delta"]["stop_reason"] == reason
+
+    events = streamed(OPEN, ResponseForm(HEAD, ResponseBody(input="Hi.")), finish=finish)
+    assert not [each for each in events if each["type"].endswith(".done")]
+    response = events[-1]["response"]
+    assert events[-1]["type"] == "response.incomplete" and response["status"] == "incomplete"
+    assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if finish == "length" else None)
+    assert [(each["status"], each["arguments"]) for each in response["output"]] == [("incomplete", '{"a": [{"b": 1')]
+
+
+def test_items_of_a_cut_response_are_incomplete() -> None:
+    call = '<tool_call>{"name": "go"}</tool_call>'
+    texts: tuple[tuple[str, list[tuple[str, str]]], ...] = (
+        ("Hello", [("message", "incomplete")]),
+        ("<think>Hm", [("reasoning", "incomplete"), ("message", "incomplete")]),
+        (f"Now. {call}", [("message", "completed"), ("function_call", "completed")]),
+        (f"<think>Hm</think>{call} So", [("reasoning", "completed"), ("function_call", "completed")]),
+    )
+    for text, items in texts:
+        form = ResponseForm(HEAD, ResponseBody(input="Hi."))
+        response = form.whole([answer_of(text, finish="length")], Usage())
+        found = [(each["type"], each["status"]) for each in response["output"]]
+        assert found[:2] == items and response["status"] == "incomplete"
+        assert found[2:] == ([("message", "incomplete")] if text.endswith("So") else [])
+        assert streamed(text, ResponseForm(HEAD, ResponseBody(input="Hi.")), finish="length")[-1]["response"][
+            "status"
+        ] == ("incomplete")
+
+
+# Order --------------------------------------------------------------------------------------------------------------
+
+GO = '<tool_call>{"name": "go", "arguments": {}}</tool_call>'
+
+
+def test_text_reasoning_and_calls_keep_their_order() -> None:
+    text = f"<think>Hm.</think>One. {GO}\n{GO} Two. {GO}\n"
+    kinds = ["thinking", "text", "tool_use", "tool_use", "text", "tool_use"]
+    whole = MessageForm(HEAD, MESSAGE).whole([answer_of(text)], Usage())["content"]
+    assert [each["type"] for each in whole] == kinds
+    assert [each["text"] for each in whole if each["type"] == "text"] == ["One. ", " Two. "]
+    events = streamed(text, MessageForm(HEAD, MESSAGE))
+    assert [each["content_block"]["type"] for each in events if each["type"] == "content_block_start"] == kinds
+    items = streamed(text, ResponseForm(HEAD, ResponseBody(input="Hi.")))[-1]["response"]["output"]
+    types = {"thinking": "reasoning", "text": "message", "tool_use": "function_call"}
+    assert [each["type"] for each in items] == [types[kind] for kind in kinds]
+    deltas = [event["choices"][0]["delta"] for event in streamed(text, ChatForm(HEAD, CHAT))[:-1]]
+    order = [key for delta in deltas for key in delta if key != "role"]
+    assert [key for key, before in zip(order, [None, *order], strict=False) if key != before] == [
+        *("reasoning", "content", "tool_calls", "content", "tool_calls")
+    ]
+
+
+def test_thoughts_come_before_the_text() -> None:
+    for text, reasoning, said in (
+        ("<think>a</think>b", "a", "b"),
+        ("\n<think>a <tool_call> b</think>c", "a <tool_call> b", "\nc"),
+        (f"<think>a {GO} b</think>c", "a  b", "c"),
+        ("What <think> means </think>", "", "What <think> means </think>"),
+        (f"{GO}<think>a</think>b", "a", "b"),
+    ):
+        told = answer_of(text)
+        assert (told.reasoning, told.text) == (reasoning, said)
+
+
+MUSE_STATES = {
+    "normal": {"<|eom|>": "header", "<|eot|>": "normal"},
+    "reasoning": {"<|eom|>": "header"},
+    "header": {"to=self<|message|>": "reasoning", "to=user<|message|>": "normal"},
+}
+MUSE_CALL = '<atem:invoke name="go">\n<atem:parameter name="a"> x </atem:parameter>\n</atem:invoke>'
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "said", "num_calls"),
+    [
+        ('to=user<|message|>{"a": 1}<|eot|>', "", '{"a": 1}', 0),
+        ('to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>{"a": 1}<|eot|>', "Hm.", '{"a": 1}', 0),
+        ('{"a": 1}', "", '{"a": 1}', 0),
+        (
+            "to=self<|message|>Hm.<|eom|><|start|>assistant to=go<|message|>"
+            f"<atem:function_calls>{MUSE_CALL}</atem:function_calls>",
+            *("Hm.", "", 1),
+        ),
+    ],
+)
+def test_headers_of_messages_are_dropped_and_an_answer_without_one_is_text(
+    text: str, reasoning: str, said: str, num_calls: int
+) -> None:
+    marks = marks_of("muse_spark")._replace(states=MUSE_STATES)
+    for is_free in (True, False):
+        for size in (1, 3, 1000):
+            reader = AnswerReader(marks, "header", tools=TOOLS, is_free=is_free)
+            deltas = [each for i in range(0, len(text), size) for each in reader.feed(text[i : i + size])]
+            told = Piece(0, [*deltas, *reader.feed("", is_last=True)])
+            assert (told.reasoning, told.text, len(calls_of(told))) == (reasoning, said, num_calls)
+            assert calls_of(told) == [("go", {"a": " x "})] * num_calls
+
+
+# Log-probabilities, several answers, length ---------------------------------------------------------------------------
+
+
+def test_message_of_a_response_has_its_own_log_probabilities() -> None:
+    told = answer_of("<think>abcdef</think>ghijkl", top_logprobs=0)
+    body = ResponseBody(input="Hi.", include=["message.output_text.logprobs"])
+    (_, message) = ResponseForm(HEAD, body).whole([told], Usage())["output"]
+    assert len(told.tokens) == 9 and [each["token"] for each in message["content"][0]["logprobs"]] == ["g", "j"]
+    chat = ChatForm(HEAD, ChatBody(messages=CHAT.messages, logprobs=True))
+    assert len(chat.whole([told], Usage())["choices"][0]["logprobs"]["content"]) == 9
+
+
+def test_first_of_several_answers_is_streamed_before_the_last_begins() -> None:
+    request = ServerRequest([ChatInput([])], prompts=[Prompt.of_tokens([1])], n=3, best_of=3)
+    answers = Answers(request, JSON_TEXTS, ChatForm(HEAD, CHAT), streams=True)
+    answers.add([Begun(0, 0), Generated(0, 5, "Hello")])
+    (event,) = answers.events()
+    assert event.data["choices"][0]["delta"]["content"] == "Hello"
+
+
+@pytest.mark.parametrize("name", ["json_tools", "qwen3_coder", "kimi_k3", "pythonic", "gemma4", "harmony"])
+def test_long_call_is_read_once(name: str) -> None:
+    """What was read is not held for another look: the time of a step does not grow with the call."""
+    value = "x = {'a': \"<b>\"}\n" * 20_000
+    text = WRITERS[name]([("look", {"path": value})])
+    for streams in (False, True):
+        reader = AnswerReader(marks_of(name), tools=TOOLS, streams=streams)
+        deltas = []
+        for place in range(0, len(text), 50):
+            deltas += reader.feed(text[place : place + 50])
+            assert len(reader._source.held) < 200
+        told = Piece(0, [*deltas, *reader.feed("", is_last=True)])
+        assert calls_of(told) == [("look", {"path": value})]
