@@ -1,4 +1,4 @@
-"""Calls of every format, with every kind of argument, cut everywhere, in three APIs, whole and streamed in pieces: a call
+"""Calls of every format, with all kinds of arguments, cut everywhere, in three APIs, whole and streamed: a call
 is delivered exactly as it was written, or not at all."""
 
 from __future__ import annotations
