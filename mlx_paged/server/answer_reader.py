@@ -19,6 +19,7 @@ import regex
 from .call_formats import (
     FORMS,
     NAME,
+    SPACE,
     CallForm,
     TextMarks,
     argument,
@@ -31,7 +32,6 @@ from .call_formats import (
 from .requests.pieces import Call, Delta
 
 BARE_CALL = "<function="  # Qwen3-Coder's calls often lack the mark before them
-SPACE = r"\s{0,40}"  # bounded, so that a flood of white space is not read again and again
 Reading = Generator[None, None, Any]  # yields when it needs more text
 Types = Callable[[str], set[str] | None]
 
@@ -209,12 +209,12 @@ class _Source:
 
     # Text ---------------------------------------------------------------------------------------------------------
 
-    def _say(self, length: int, kind: str | None = None) -> None:
+    def _say(self, length: int) -> None:
         """Add the next characters to the text or the reasoning."""
         text = self._cut(length)
         if text:
             self._is_blank = self._is_blank and not text.strip()
-            self.deltas.append(Delta(kind or ("reasoning" if self.state == "reasoning" else "text"), text))
+            self.deltas.append(Delta("reasoning" if self.state == "reasoning" else "text", text))
 
     def _enter(self, state: str) -> None:
         if "reasoning" in (state, self.state):  # log-probabilities of marks belong to the reasoning
@@ -311,21 +311,21 @@ class _Source:
 
     def _calls(self, mark: str) -> Reading:
         """Read the calls that begin with a mark. Return whether there are any; if not, all is held as before."""
-        num_read = 0
-        self._taken = []
+        self._taken, num_read, needs_end = [], 0, True
         if not (is_bare := mark == BARE_CALL):
             self._take(len(mark))
         try:
             while (begun := (yield from self._head(is_bare=is_bare))) is not None:
                 yield from self._call(*begun, is_bare=is_bare)
-                num_read, self._taken = num_read + 1, []
+                self._taken, num_read, form = [], num_read + 1, begun[0].form
+                needs_end = form is None or not form.key or bool(form.end)  # others end with the calls' own mark
         except _NoCall:
             if self.num_calls > self.num_ended:  # it was given: what follows is text
                 return True
         self._give_back()
-        if num_read:
+        if num_read and needs_end:
             yield from self._end()
-        elif self.is_last:  # the rest has been read to its end: no call in it has ended, either
+        elif not num_read and self.is_last:  # the rest has been read to its end: no call in it has ended, either
             self._starts = ()
         return num_read > 0
 
@@ -355,6 +355,8 @@ class _Source:
         """Read a call behind its beginning. Raises _NoCall if it is none."""
         groups, form = found.groupdict(), style.form
         name = groups.get("name")
+        if is_bare and name not in self._schemas:
+            raise _NoCall
         try:
             if form is None and name is None:
                 self._give_object((yield from self._json()))
@@ -366,7 +368,7 @@ class _Source:
             else:
                 types = self._types(name)
                 arguments = yield from (self._quoted(form, types) if form.comma else self._tagged(style, types))
-                self._give(name, arguments, is_known=is_bare)
+                self._give(name, arguments)
         except _NOT_READABLE:
             raise _NoCall from None
 
@@ -402,6 +404,7 @@ class _Source:
                 if self.is_last:
                     self._give_object(text, is_known=True)
                     return True
+                self._take(len(self.held))
                 yield
         except (_NoCall, *_NOT_READABLE):
             pass
@@ -435,7 +438,7 @@ class _Source:
         """
         parts: list[str] = []
         closing: list[str] = []  # brackets that close the open ones
-        is_string = False
+        is_string = is_over = False
         while True:
             text, place, begin, found = self.held, 0, 0, []
             while (place := (_INSIDE if is_string else _OUTSIDE).match(text, place).end()) < len(text):
@@ -456,13 +459,13 @@ class _Source:
                 else:
                     raise _NoCall
                 place += 1
-                if not closing:
+                if is_over := not closing:
                     break
             parts.append("".join([*found, text[begin:place]]))
             self._take(place)
             if call is not None and parts[-1]:
                 self.deltas.append(Delta("call", parts[-1], call))
-            if place and not closing and not is_string:
+            if is_over:
                 return "".join(parts)
             yield from self._need()
 

@@ -50,8 +50,10 @@ class CallForm(NamedTuple):
     cdata: bool = False
 
 
-_JSON_BEGIN = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-_JSON_END = r'(?:\s*,\s*"\w{1,40}"\s*:\s*"[^"\\]{0,200}")?\s*\}'
+SPACE = r"\s{0,40}"  # bounded, so that a flood of white space is not read again and again
+_JSON_PARTS = (r"\{", '"name"', ":", r'"(?P<name>[^"\\]{1,256})"', ",", '"(?:arguments|parameters)"', ":", r"(?=\{)")
+_JSON_BEGIN = SPACE.join(_JSON_PARTS)
+_JSON_END = rf'(?:{SPACE},{SPACE}"\w{{1,40}}"{SPACE}:{SPACE}"[^"\\]{{0,200}}")?{SPACE}\}}'
 FORMS = {  # by the module that defines mlx-lm's parser; laguna uses glm47's
     "json_tools": CallForm('{"name": "NAME", "arguments": ', "}", read_begin=_JSON_BEGIN, read_end=_JSON_END),
     "qwen3_coder": CallForm("<function=NAME>\n", "</function>", "<parameter=KEY>\n", "\n</parameter>\n"),
@@ -68,8 +70,8 @@ FORMS = {  # by the module that defines mlx-lm's parser; laguna uses glm47's
         "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
         repeats=True,
-        read_begin=rf"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>{NAME}):\d{{1,999}})"
-        r"\s*<\|tool_call_argument_begin\|>\s*(?=\{)",
+        read_begin=rf"<\|tool_call_begin\|>{SPACE}(?P<id>(?:functions\.)?(?P<name>{NAME}):\d{{1,999}})"
+        rf"{SPACE}<\|tool_call_argument_begin\|>{SPACE}(?=\{{)",
     ),
     "kimi_k3": CallForm(
         '<|open|>call tool="NAME" index="#"<|sep|>~',
@@ -82,7 +84,7 @@ FORMS = {  # by the module that defines mlx-lm's parser; laguna uses glm47's
     "mistral": CallForm(
         "NAME[ARGS]",
         "",
-        read_begin=rf"(?P<name>{NAME}+)\s*(?:\[CALL_ID\]\s*(?P<id>\w{{1,64}})\s*)?\[ARGS\]\s*(?=\{{)",
+        read_begin=rf"(?P<name>{NAME}+){SPACE}(?:\[CALL_ID\]{SPACE}(?P<id>\w{{1,64}}){SPACE})?\[ARGS\]{SPACE}(?=\{{)",
     ),
     "pythonic": CallForm(
         *("NAME(", ")", "KEY="),
