@@ -110,9 +110,9 @@ def _styles(form: CallForm, call_end: str) -> _Styles:
     if call_end:
         name = rf"{SPACE}(?P<name>{NAME}+)\s{{0,9}}(?:\(\s{{0,9}}\))?{SPACE}(?={regex.escape(call_end)})"
         known.append(_Style(None, regex.compile(name)))
-    return _Styles(
-        tuple(known), regex.compile(rf"{SPACE}(?:{regex.escape(form.around[1])})?{SPACE}{regex.escape(call_end)}")
-    )
+    around = regex.escape(form.around[1])
+    end = rf"(?:{SPACE}{around})?{SPACE}{regex.escape(call_end)}" if call_end else SPACE + (around or "(?!)")
+    return _Styles(tuple(known), regex.compile(end))
 
 
 @functools.lru_cache(maxsize=64)
@@ -258,6 +258,7 @@ class _Source:
             if is_after_call and self._may_be_between_calls():
                 yield
                 continue
+            is_after_call = False
             if self._finds_alone and self.state == "normal" and (yield from self._call_alone()):
                 return
             marks = self._marks.states.get(self.state, {})

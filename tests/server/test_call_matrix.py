@@ -4,11 +4,13 @@ is delivered exactly as it was written, or not at all."""
 from __future__ import annotations
 
 import json
+import random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
+from mlx_paged.server.answer_reader import AnswerReader
 from mlx_paged.server.answer_stream import Generated
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.request import ChatInput, Prompt, ServerRequest
@@ -210,3 +212,29 @@ def test_text_that_is_no_call_is_unchanged(name: str) -> None:
             for size in SIZES:
                 for streams in (False, True):
                     assert delivered(name, text, api, size, streams=streams) == Delivered(text, [], [], False)
+
+
+def fragments_of(name: str) -> list[str]:
+    """Return what answers in a format are made of, and what disturbs it."""
+    marks = marks_of(name)
+    calls: Any = [("note", {"title": "a", "body": "b\n"}), ("ping", {}), ("run", {"n": 12, "items": ["x"]})]
+    written = WRITERS[name](calls)
+    pieces = [marks.call_start, marks.call_end, "<think>", "</think>", "<function=note>", "</function>", "<|end|>"]
+    pieces += ["<|start|>assistant", "<|channel|>analysis", "<|message|>", " to=functions.note", '{"name": "note"']
+    pieces += ['{"a": 1}', *'{}"\\[])<', " ", "\n", ", ", "x", "</", '"arguments": ', "ping", written]
+    return [*filter(None, pieces), *(written[i : i + 9] for i in range(0, len(written), 9))]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_any_text_is_read_alike_in_pieces_and_whole(name: str) -> None:
+    dice, fragments = random.Random(name), fragments_of(name)
+    for _ in range(150):
+        text = "".join(dice.choices(fragments, k=dice.randint(1, 12)))
+        found = []
+        for size in (*SIZES, 20):
+            reader = AnswerReader(marks_of(name), tools=TOOLS)
+            deltas = [each for i in range(0, len(text), size) for each in reader.feed(text[i : i + size])]
+            whole = Piece(0, [*deltas, *reader.feed("", is_last=True)])
+            made = [(each.kind, each.text, each.call and each.call.name) for each in whole.folded() if each.text]
+            found.append((made, reader.num_calls))
+        assert all(each == found[0] for each in found), text

@@ -209,7 +209,7 @@ def test_only_the_end_of_a_prompt_begins_reasoning(family: str) -> None:
 
 def test_continued_message_decides_whether_its_thought_is_open() -> None:
     texts = texts_of("qwen3")
-    for begun, state in (("<think>Hm", "reasoning"), ("<think>Hm</think>So", "normal"), ("So", "normal")):
+    for begun, state in (("<think>Hm", "reasoning"), ("So", "normal")):
         messages = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": begun}]
         prompt = texts.make_prompt(ChatInput(messages, None, {}, continues=True), PromptLimits())
         assert prompt.initial_state == state
