@@ -96,7 +96,7 @@ def _pattern(template: str) -> str:
 def _style(form: CallForm, call_end: str) -> _Style:
     first = rf"[\s,]{{0,40}}(?:{regex.escape(form.around[0])}{SPACE})?"
     head = form.read_begin or _pattern(form.begin.rstrip("~\n")) + ("" if form.quote else rf"{SPACE}(?=\S)")
-    tail = form.read_end or regex.escape(form.end or call_end)
+    tail = form.read_end or regex.escape(form.end or call_end) or "(?!)"
     key = _pattern(form.key.rstrip("\n"))
     follows = rf"{SPACE}{regex.escape(form.value_end.strip(_BREAKS))}{SPACE}(?=(?:{key})|(?:{tail}))"
     return _Style(form, *(regex.compile(each) for each in (first + head, SPACE + key, follows, SPACE + tail)))
