@@ -15,6 +15,7 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import PackedStates
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import NotPackableError, Rows
+from ..errors import device_failed
 from ..kernels.availability import on_metal, packs_prompts
 from ..kv.pool import BlockPool
 from ..warn import warn_once
@@ -121,7 +122,8 @@ class Prefill:
         self.in_place = in_place
         self.packs = packs and _not_packed.get(model) is None
         self._under_way: list[mx.array] = []  # fences of the last chunks
-        self._launched = (0, 0.0)  # tokens of the last chunks, and when they began
+        self._launched: list[tuple[Request, int]] = []  # of the last chunks, with the lengths they lead to
+        self._num_launched, self._begin = 0, 0.0  # tokens of the last chunks, and when they began
         self.timings: list[tuple[int, float]] = []  # tokens and seconds of chunks waited for; the engine clears it
 
     def compute(
@@ -144,29 +146,42 @@ class Prefill:
             except Exception as error:
                 on_failure(call, error)
                 continue
-            for request, num_tokens in call:
-                request.length += num_tokens
-                done.add(request)
+            done.update(request for request, _ in call)
         computed = [chunk for chunk in chunks if chunk.request in done]
         try:
             if self.in_place:  # the host goes on with what comes next, such as a decode step
                 fences = _fences([request for request, _ in computed])
                 mx.async_eval(fences)
-                self._under_way = fences
-                self._launched = sum(chunk.num_tokens for chunk in computed), begin
+                self._under_way, self._begin = fences, begin
+                self._num_launched = sum(chunk.num_tokens for chunk in computed)
+                self._launched = [(request, request.length + num_tokens) for request, num_tokens in computed]
         except Exception as error:
             for chunk in computed:
                 on_failure([chunk], error)
             return []
+        for request, num_tokens in computed:
+            request.length += num_tokens
+            if not self.in_place:
+                request.confirmed = request.length
         return [request for request, _ in computed]
 
     def wait(self) -> None:
-        """Wait for the last chunks, so that at most one step of prompts is under way."""
+        """Wait for the last chunks, so that at most one step of prompts is under way.
+
+        Raises:
+            DeviceError: they were not computed.
+        """
         under_way, self._under_way = self._under_way, []
-        mx.eval(under_way)
-        if under_way:
-            num_tokens, begin = self._launched
-            self.timings.append((num_tokens, time.perf_counter() - begin))
+        if not under_way:
+            return
+        try:
+            mx.eval(under_way)
+        except Exception as error:  # all else was raised when they were launched
+            raise device_failed(error) from error
+        self.timings.append((self._num_launched, time.perf_counter() - self._begin))
+        for request, length in self._launched:
+            request.confirmed = max(request.confirmed, length)
+        self._launched = []
 
     def _is_pack(self, call: Sequence[Chunk]) -> bool:
         if not self.packs or len(call) > 1:

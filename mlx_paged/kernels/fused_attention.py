@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..device import confirm
 from . import ops
 from .launch_shape import MAX_QUERY_LENGTH, Variant
 from .prefill import prepare_prefill
@@ -111,6 +112,7 @@ def _known_reason(variant: Variant, num_tokens: int, length: int, window: int | 
 
 def _measure(variant: Variant, tokens: int, context: int) -> PromptPath:
     """Time both paths. One that fails is not chosen; if both fail, our kernel is, and its launch raises the error."""
+    confirm()  # what fails from here on is a kernel's fault
     seconds, failures = {}, {}
     for path, prepare in PATHS.items():
         try:

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..engine.ranks.ranks import Ranks
 from ..errors import RankError
-from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, check_pool, for_seconds
+from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, for_seconds
 from .errors import invalid
 from .memory import MemoryReading, MemoryWatch, nearest, read_memory
 from .request import ServerRequest
@@ -55,7 +55,9 @@ class RankedLoop(EngineLoop):
                 self.guarded_turn()
         self.refuse_all()
         if (pool := self.models.pool) is not None:
-            check_pool(pool, self.models.prompt_cache)
+            pool.check_integrity()
+            if hasattr(self.models.prompt_cache, "tree_of"):
+                self.models.prompt_cache.tree_of(pool).check_integrity()
             stats = pool.stats()
             logging.info("rank %d at its end: %d blocks cached; %s", self.ranks.rank, stats.cached_blocks, stats)
 

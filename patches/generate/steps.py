@@ -13,7 +13,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ...config import KVBits
-from ...errors import PromptCacheError
+from ...device import device_errors
+from ...errors import PromptCacheError, check_device
 from ...kv.turn import Stepwise
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.prompt_cache import factory_of, use_quantized_pages
@@ -32,7 +33,7 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
         step, begun_by = Stepwise(), threading.get_ident()
         try:
             while True:
-                with step:
+                with device_errors(), step:
                     try:
                         token = next(steps)
                     except StopIteration:
@@ -45,8 +46,10 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
                 steps.close()  # type: ignore[attr-defined]
             if not sys.is_finalizing() and threading.get_ident() != threading.main_thread().ident:
                 # MLX ends the process if the thread ends while a step is still being computed.
-                with suppress(Exception):  # this thread has no such stream, so nothing to wait for
+                try:
                     mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
+                except Exception as error:  # this thread has no such stream, so nothing to wait for
+                    check_device(error)
 
     return generate_step
 
