@@ -320,7 +320,7 @@ class Engine:
             try:
                 failed = self.batch.reserve()
             except Exception as error:  # not for lack of blocks: fail the row that joined last, as it worked before
-                failed = FailedRow(len(self.batch.rows) - 1, error)
+                failed = FailedRow(len(self.batch.rows) - 1, without_frames(error))
             if failed is None:
                 return
             request = self.batch.rows[failed.row]

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import check_device
+
 MOST_WATCHED = 1024  # most objects that are not modules, such as a model's arguments
 
 # Values that are never changed in place: they are compared by equality, and not copied.
@@ -94,8 +96,8 @@ class ModelState:
                 and list(self._constants.values(containers)) == self._constants_then
             ):
                 return list(self._arrays.values(containers))
-        except Exception:  # something is gone, or cannot be compared
-            pass
+        except Exception as error:  # something is gone, or cannot be compared
+            check_device(error)
         return None
 
     def _watch(self, attributes: dict[str, Any]) -> None:

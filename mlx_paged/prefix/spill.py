@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..device import confirm
+from ..device import confirm, device_errors
 from ..errors import PoolExhaustedError, check_device
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
@@ -152,6 +152,7 @@ class SpillStore:
 
     # Saving ---------------------------------------------------------------------------------------------------
 
+    @device_errors()
     def save(self, pool: BlockPool, node: RadixNode, identity: str, *, wait: bool = True) -> int:
         """Write the node's blocks that are not on disk yet. If they cannot be written, warn once and do not raise.
 
@@ -296,6 +297,7 @@ class SpillStore:
 
     # Coming back ----------------------------------------------------------------------------------------------
 
+    @device_errors()
     def restore(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
         """Load the longest prefix of ``tokens`` on disk into the tree, if it is longer than what the tree holds.
 
@@ -339,6 +341,7 @@ class SpillStore:
             self._note_use(block.path)
         return end - match.length
 
+    @device_errors()
     def restore_checkpoint(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
         """Like :meth:`restore`, for models with states: load the deepest checkpoint on disk whose blocks are there too,
         if it is deeper than the tree's. Returns and raises the same."""

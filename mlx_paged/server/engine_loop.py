@@ -364,6 +364,7 @@ class EngineLoop:
                     batch.end(response)
                     self.models.trim(batch)
             except Exception as error:
+                check_device(error)
                 batch.remove([response.uid])
                 self._fail_row(response.uid, error)
 
