@@ -11,6 +11,7 @@ import mlx_paged
 from mlx_paged.cli.server import main, parse, shared_budget
 from mlx_paged.config import PagedConfig
 from mlx_paged.patches import server as models_of_server
+from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.model_names import ModelNames
 from mlx_paged.server.options import ServerConfig
 from mlx_paged.server.request import ModelKey
@@ -117,5 +118,27 @@ def test_least_recently_used_model_is_unloaded(
     assert load(one) is first and load(two) is not second
     assert (f"unloading {two.model}" in caplog.text) is is_short
     assert len(ways) == 8, "the callback is called at each change of model"
+    models.close()
+    mlx_paged.remove_patches()
+
+
+@pytest.mark.parametrize("step", ["pool", "texts"])
+def test_model_that_cannot_be_served_leaves_the_present_one_as_it_was(
+    step: str, folders: list[Path], demo_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = ModelKey(str(make_tiny_model(tmp_path / "wide", demo_model_folder, "llama of wide heads")))
+    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=80_000 if step == "pool" else 1 << 20))
+    models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
+    models.load_default()
+    one, present, pools = models.default_key, (models.weights, models.texts), models.pools
+    if step == "texts":
+        monkeypatch.setattr(models_of_server, "LoadedTexts", lambda *_: 1 / 0)
+    with pytest.raises(RequestRefused, match="the model cannot be loaded") as refused:
+        models.load(wide, lambda: None)
+    assert refused.value.status == 404 and refused.value.__context__ is None  # which would keep the weights
+    assert (models.weights, models.texts) == present and models.is_present(one) and models.pools == pools
+    assert models.texts_of(wide) is None and not models.is_present(wide)
+    models.load(one, lambda: None)
+    assert (models.weights, models.texts) == present
     models.close()
     mlx_paged.remove_patches()
