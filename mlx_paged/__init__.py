@@ -27,6 +27,7 @@ from .config import PagedConfig
 from .errors import (
     BlockStateError,
     ConfigError,
+    DeviceError,
     GeometryError,
     KernelUnavailableError,
     ModelFolderError,
@@ -83,6 +84,7 @@ __all__ = [
     "BlockStateError",
     "BlockTable",
     "ConfigError",
+    "DeviceError",
     "Dispatch",
     "GeometryError",
     "KernelUnavailableError",
