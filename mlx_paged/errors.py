@@ -47,10 +47,22 @@ class DeviceError(PagedCacheError, RuntimeError):
 
     count = 0
 
-    @classmethod
-    def lost(cls) -> DeviceError:
-        """Return the error for something that was made before the device failed."""
-        return cls("its keys and values were lost when the device failed: make a new generator or cache")
+
+class DeviceWatch:
+    """Tells whether the device has failed since this was made."""
+
+    def __init__(self) -> None:
+        self._count = DeviceError.count
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has: what was computed is lost."""
+        return DeviceError.count != self._count
+
+    def check(self) -> None:
+        """Raise DeviceError if the device has failed."""
+        if self.is_lost:
+            raise DeviceError("its keys and values were lost when the device failed: make a new generator or cache")
 
 
 class ModelFolderError(PagedCacheError, ValueError):

@@ -18,7 +18,7 @@ from ..cache.rows import FailedRow
 from ..device import confirm
 from ..errors import (
     ConfigError,
-    DeviceError,
+    DeviceWatch,
     PoolExhaustedError,
     RequestFailedError,
     RequestTooLargeError,
@@ -110,8 +110,8 @@ class Engine:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
         self.failures: deque[RequestFailedError] = deque()
+        self.device = DeviceWatch()  # once it has failed, requests can only be removed
         self._noted: dict[Request, Exception] = {}  # requests that will fail, and why
-        self._num_device_errors = DeviceError.count
         self._finished: weakref.WeakValueDictionary[int, TokenResponse] = weakref.WeakValueDictionary()  # oldest first
         self._fresh = factory
         fresh = factory()
@@ -131,9 +131,8 @@ class Engine:
         self.budget: PoolBudget | None = None
         # Caches that keep a prompt's first tokens (max_kv_size): what a token sees depends on where chunks begin.
         self.keeps_tokens = any(getattr(cache, "keep", 0) for cache in leaves(fresh))
-        if prefixes is not None and prefixes.pool.is_lost:
-            raise DeviceError.lost()
         if prefixes is not None and not self.keeps_tokens:
+            prefixes.pool.turn.device.check()
             if self.all_paged and self.pool is not None:
                 self.sharing = PrefixSharing(prefixes, self.pool)
             else:
@@ -204,10 +203,9 @@ class Engine:
         Raises:
             RequestFailedError: a request has failed. Each is reported once, and the others go on.
             RankError: another rank has ended.
-            DeviceError: the device has failed, now or since the engine was made. All requests are lost.
+            DeviceError: the device has failed since the engine was made; all requests are lost.
         """
-        if self.is_lost:
-            raise DeviceError.lost()
+        self.device.check()
         while True:
             if self.failures:
                 raise self.failures.popleft()
@@ -219,11 +217,6 @@ class Engine:
             self._worked_at = time.perf_counter()
             if prompts or generated:
                 return prompts, generated
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the device has failed since the engine was made: its requests can only be removed."""
-        return DeviceError.count != self._num_device_errors
 
     def _return_memory(self) -> None:
         """Return unused memory of the pool after :data:`IDLE_SECONDS` without work. Call repeatedly while idle."""
@@ -560,10 +553,8 @@ class Engine:
     # Requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise RequestTooLargeError if the request could not even begin to decode, DeviceError if the engine is
-        lost."""
-        if self.is_lost:
-            raise DeviceError.lost()
+        """Raise RequestTooLargeError if the request could not even begin to decode, DeviceError if all is lost."""
+        self.device.check()
         if request.given is None or self.budget is None:
             self.scheduler.check(request.prefill_end + 1)
         # The cache that it came with stays as it is, and counts as well.
@@ -590,7 +581,7 @@ class Engine:
         self.scheduler.remove_all(gone)
         for request in gone:
             if request.caches is not None:  # it runs
-                if not self.is_lost:
+                if not self.device.is_lost:
                     self._remove_from_batch([request], keep_caches=finished)
                     self._share(request, finished)
                 self._release(request)
@@ -598,17 +589,14 @@ class Engine:
             del self.requests[request.uid]
 
     def _share(self, request: Request, finished: bool) -> None:
-        """Put what a cancelled request has computed into the prefix cache, if possible: its caller has the last token
-        already."""
-        if self.sharing is None:
-            return
+        """Put what a cancelled request has computed into the prefix cache."""
         try:
             confirm()
-            if finished:
+            if self.sharing is not None and finished:
                 self.sharing.insert_all(request, request.cached_tokens())
-            else:
+            elif self.sharing is not None:
                 self.sharing.insert_delivered(request)
-        except Exception as error:
+        except Exception as error:  # its caller has the last token already
             check_device(error)
 
     def extract(self, uid: int) -> tuple[list[Any], list[int]]:
@@ -623,8 +611,7 @@ class Engine:
     # Failures -------------------------------------------------------------------------------------------------
 
     def _note(self, request: Request, error: Exception) -> None:
-        """Note an error of a request, which fails once the others are in a consistent state. Raises an error of the
-        device."""
+        """Note an error of a request, which fails once the others are in a consistent state."""
         check_device(error)
         self._noted.setdefault(request, error)
 

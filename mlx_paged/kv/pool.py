@@ -87,7 +87,7 @@ class BlockPool:
     def is_lost(self) -> bool:
         """Whether the device has failed since the pool was made: what needs its keys and values raises DeviceError, but
         tables can still be released."""
-        return self.turn.is_lost
+        return self.turn.device.is_lost
 
     # Blocks ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import mlx.core as mx
 
-from ..errors import DeviceError, check_device
+from ..errors import DeviceWatch, check_device
 from .group import BlockGroup
 
 P = ParamSpec("P")
@@ -62,16 +62,10 @@ class Turn:
         self._num_waiting = 0
         self._local = threading.local()  # has_worked: the thread has worked on the tensors
         self._local.has_worked = True
-        self._num_device_errors = DeviceError.count
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the device has failed since the pool was made."""
-        return DeviceError.count != self._num_device_errors
+        self.device = DeviceWatch()
 
     def __enter__(self) -> bool:
-        if self.is_lost:
-            raise DeviceError.lost()
+        self.device.check()
         self._lock.acquire()
         if self._depth == 0:
             me = get_ident()
@@ -163,7 +157,7 @@ class Turn:
         except Exception as error:
             for group in self._groups:
                 group.forget_failed_writes()
-            if self.is_lost:
+            if self.device.is_lost:
                 return  # the device has failed before, which was raised then
             check_device(error)
             raise
