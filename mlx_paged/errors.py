@@ -167,6 +167,7 @@ _DEVICE_ERROR = re.compile(
     r"illegal memory access|illegal instruction|misaligned address|operation not supported on global/shared address"
     r"|invalid program counter|unspecified launch failure|launch timed out|device-side assert|hardware stack error"
     r"|[Uu]ncorrectable|[Ii]nvalid access of peer GPU memory|tensor memory)"
+    r"|cublas.* failed with code: 1[34]\b"  # execution failed, internal error
 )
 
 
@@ -176,7 +177,9 @@ def check_device(error: BaseException) -> None:
     Call it wherever an error that MLX may have raised is handled rather than raised again.
     """
     part: BaseException | None = error
-    while part is not None:
+    seen: set[int] = set()
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
         if isinstance(part, DeviceError):
             raise part
         if isinstance(part, RuntimeError) and _DEVICE_ERROR.search(str(part)):

@@ -38,6 +38,7 @@ TEXTS = (
     "cudaPeekAtLastError() failed: an illegal memory access was encountered",
     "cudaGraphLaunch(graph_exec, stream()) failed: unspecified launch failure",
     "cudaStreamSynchronize(stream_) failed: the launch timed out and was terminated",
+    "cublasLtMatmul(handle_, matmul_desc_) failed with code: 13.",
 )
 PLACES = ("eval", "async_eval", "synchronize", "item")
 
@@ -294,6 +295,7 @@ def test_errors_of_the_device_are_recognised(text: str) -> None:
         "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed buffer size",
         "[malloc] Unable to allocate 9 bytes.",
         "cudaMallocAsync(&data, size, stream) failed: out of memory",
+        "cublasLtMatmul(handle_, matmul_desc_) failed with code: 3.",
         "[metal::Device] Unable to build metal library from source",
         "a grammar failed: no such token",
     ],
