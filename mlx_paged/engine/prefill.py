@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,7 +123,8 @@ class Prefill:
         self.in_place = in_place
         self.packs = packs and _not_packed.get(model) is None
         self._under_way: list[mx.array] = []  # fences of the last chunks
-        self._launched: list[tuple[Request, int]] = []  # of the last chunks, with the lengths they lead to
+        # Requests of the last chunks, and the lengths these lead to. Weak: they may finish before the next ones.
+        self._launched: list[tuple[weakref.ref[Request], int]] = []
         self._num_launched, self._begin = 0, 0.0  # tokens of the last chunks, and when they began
         self.timings: list[tuple[int, float]] = []  # tokens and seconds of chunks waited for; the engine clears it
 
@@ -146,7 +148,11 @@ class Prefill:
             except Exception as error:
                 on_failure(call, error)
                 continue
-            done.update(request for request, _ in call)
+            for request, num_tokens in call:
+                request.length += num_tokens
+                if not self.in_place:
+                    request.confirmed = request.length
+                done.add(request)
         computed = [chunk for chunk in chunks if chunk.request in done]
         try:
             if self.in_place:  # the host goes on with what comes next, such as a decode step
@@ -154,15 +160,11 @@ class Prefill:
                 mx.async_eval(fences)
                 self._under_way, self._begin = fences, begin
                 self._num_launched = sum(chunk.num_tokens for chunk in computed)
-                self._launched = [(request, request.length + num_tokens) for request, num_tokens in computed]
+                self._launched = [(weakref.ref(request), request.length) for request, _ in computed]
         except Exception as error:
             for chunk in computed:
                 on_failure([chunk], error)
             return []
-        for request, num_tokens in computed:
-            request.length += num_tokens
-            if not self.in_place:
-                request.confirmed = request.length
         return [request for request, _ in computed]
 
     def wait(self) -> None:
@@ -179,8 +181,10 @@ class Prefill:
         except Exception as error:  # all else was raised when they were launched
             raise device_failed(error) from error
         self.timings.append((self._num_launched, time.perf_counter() - self._begin))
-        for request, length in self._launched:
-            request.confirmed = max(request.confirmed, length)
+        for ref, length in self._launched:
+            request = ref()
+            if request is not None and request.length >= length:  # otherwise it has gone, or was preempted
+                request.confirmed = max(request.confirmed, length)
         self._launched = []
 
     def _is_pack(self, call: Sequence[Chunk]) -> bool:
