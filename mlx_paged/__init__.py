@@ -27,6 +27,7 @@ from .config import PagedConfig
 from .errors import (
     BlockStateError,
     ConfigError,
+    DeviceError,
     GeometryError,
     KernelUnavailableError,
     ModelFolderError,
@@ -85,6 +86,7 @@ __all__ = [
     "BlockStateError",
     "BlockTable",
     "ConfigError",
+    "DeviceError",
     "Dispatch",
     "GeometryError",
     "KernelUnavailableError",

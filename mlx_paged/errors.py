@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from typing import TypeVar
 
@@ -32,6 +33,36 @@ class KernelUnavailableError(PagedCacheError, RuntimeError):
 
 class RankError(PagedCacheError, RuntimeError):
     """Another rank, a process that computes the same model, is gone or has failed."""
+
+
+class DeviceError(PagedCacheError, RuntimeError):
+    """Work on the device has failed, in this call or in an earlier one. ``__cause__`` is MLX's error.
+
+    MLX reports it once, in whichever call waits or submits next, so nobody knows what is wrong since when. Every pool
+    of the process is lost with its prefixes: using one raises this error, and new prompt caches get a new pool.
+
+    Attributes:
+        count: number of such errors in this process so far.
+    """
+
+    count = 0
+
+
+class DeviceWatch:
+    """Tells whether the device has failed since this was made."""
+
+    def __init__(self) -> None:
+        self._count = DeviceError.count
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has: what was computed is lost."""
+        return DeviceError.count != self._count
+
+    def check(self) -> None:
+        """Raise DeviceError if the device has failed."""
+        if self.is_lost:
+            raise DeviceError("its keys and values were lost when the device failed: make a new generator or cache")
 
 
 class ModelFolderError(PagedCacheError, ValueError):
@@ -145,6 +176,39 @@ class PromptsFileError(PagedCacheError, ValueError):
     """A file of prompts, or of their results, cannot be used."""
 
 
+# What MLX 0.32 says of a command buffer that failed on Metal, and the errors after which CUDA fails every call.
+_DEVICE_ERROR = re.compile(
+    r"\[METAL\] Command buffer execution failed"
+    r"|failed: .*("
+    r"illegal memory access|illegal instruction|misaligned address|operation not supported on global/shared address"
+    r"|invalid program counter|unspecified launch failure|launch timed out|device-side assert|hardware stack error"
+    r"|[Uu]ncorrectable|[Ii]nvalid access of peer GPU memory|tensor memory)"
+    r"|cublas.* failed with code: 1[34]\b"  # execution failed, internal error
+)
+
+
+def check_device(error: BaseException) -> None:
+    """Raise DeviceError if ``error``, or one that it was raised from, is an error of the device.
+
+    Call it wherever an error that MLX may have raised is handled rather than raised again.
+    """
+    part: BaseException | None = error
+    seen: set[int] = set()
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        if isinstance(part, DeviceError):
+            raise part
+        if isinstance(part, RuntimeError) and _DEVICE_ERROR.search(str(part)):
+            raise device_failed(part) from part
+        part = part.__cause__
+
+
+def device_failed(cause: BaseException) -> DeviceError:
+    """Return the error to raise for one that the device has caused; all pools are lost."""
+    DeviceError.count += 1
+    return DeviceError(f"the device failed: {cause}")
+
+
 E = TypeVar("E", bound=BaseException)
 _WHERE = "It happened here:\n"
 
@@ -153,7 +217,11 @@ def without_frames(error: E) -> E:
     """Remove the tracebacks of an error that is kept, and of its causes; its own becomes a note. Returns the error.
 
     A traceback keeps its frames and their callers alive, and with them the caches of all requests and often the error.
+
+    Raises:
+        DeviceError: it is an error of the device, which concerns more than the request it is kept for.
     """
+    check_device(error)
     if error.__traceback__ is not None:
         notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_WHERE)]
         error.__notes__ = notes  # of an error raised repeatedly, only the latest note is kept

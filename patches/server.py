@@ -27,7 +27,7 @@ from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
-from ..errors import ConfigError, PagedCacheError
+from ..errors import ConfigError, PagedCacheError, check_device
 from ..kernels import availability, check
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
@@ -36,12 +36,12 @@ from ..model_folder import check_model_folder, check_weight_files, explain_load_
 from ..prefix.identity import identity_of, noting_configs
 from ..prefix.spill import SpillStore
 from ..prefix.store import SharedPrefixes
-from ..server.engine_loop import check_pool, gather_logprobs
+from ..server.engine_loop import gather_logprobs
 from ..server.errors import not_found
 from ..server.options import ServerConfig
 from ..server.request import ModelKey, Prompt, ServerRequest
 from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
-from .cache.pools import count_weights, forget_pool, known_pool, pool_of, prefix_pool_of, probe_geometry
+from .cache.pools import count_weights, known_pool, pool_of, prefix_pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .generate.drafting import BudgetShare, check_same_tokens, known_factory, why_not_drafted
 from .generate.upstream import processors_of, sampler_of
@@ -218,8 +218,8 @@ class LoadedModels:
         if self.cli_args.model is None:
             return
         group = None if self.ranks is None else self.ranks.group
-        self.weights = weights = load_weights(self.default_key, self.cli_args, group=group)
-        self._register(weights)
+        weights = load_weights(self.default_key, self.cli_args, group=group)
+        self._activate(weights)
         pool = known_pool(weights.model)
         if pool is not None:  # the smallest request has one token of prompt and one of answer
             budget = PoolBudget(pool, chunk=self.cli_args.prefill_step_size)
@@ -249,6 +249,7 @@ class LoadedModels:
                 while batch.next() != ([], []):
                     pass
         except PagedCacheError as error:  # the budget holds less
+            check_device(error)
             logging.warning("kernels are tried by the first request: %s", error)
         finally:
             batch.close()
@@ -270,31 +271,36 @@ class LoadedModels:
             self._loaded.move_to_end(key)
             return
         try:
-            weights = load_weights(key, self.cli_args)
-            if isinstance(self.prompt_cache, PagedPromptCache):
-                self.prompt_cache.tidy()  # the model's prefixes are dropped with it
-            make_way()
-            self._texts = None  # until the new model's texts are ready
-            needed = sum(x.nbytes for x in weights.arrays)
-            while self._loaded and needed > usable_memory() - mx.get_active_memory():
-                oldest = next(iter(self._loaded)).model
-                logging.warning("unloading %.200s: not enough memory for another model", oldest)
-                self._drop_oldest()
-            mx.eval(weights.arrays)
-            self._activate(weights)
-            while len(self._loaded) > max(1, len(self.cli_args.models)):
-                self._drop_oldest()
+            self._load(key, make_way)
+            return
         except Exception as error:
+            check_device(error)
             logging.warning("the model %.200r cannot be loaded: %s: %.500s", key.model, type(error).__name__, error)
-            if self._texts is None and self.weights is not None:
-                self._texts = self._loaded[self.weights.key][1]
-            message = "the model cannot be loaded: see the server's log"
-            raise not_found(message, param="model", code="model_not_found") from None
+        gc.collect()  # what was read of it
+        mx.clear_cache()
+        message = "the model cannot be loaded: see the server's log"
+        raise not_found(message, param="model", code="model_not_found")
+
+    def _load(self, key: ModelKey, make_way: Callable[[], None]) -> None:
+        weights = load_weights(key, self.cli_args)
+        if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.tidy()  # the model's prefixes are dropped with it
+        make_way()
+        needed = sum(x.nbytes for x in weights.arrays)
+        while self._loaded and needed > usable_memory() - mx.get_active_memory():
+            oldest = next(iter(self._loaded)).model
+            logging.warning("unloading %.200s: not enough memory for another model", oldest)
+            self._drop_oldest()
+        mx.eval(weights.arrays)
+        self._activate(weights)
+        self._log_ready()
+        while len(self._loaded) > max(1, len(self.cli_args.models)):
+            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         key, (weights, _) = self._loaded.popitem(last=False)
         if self.weights is weights:
-            self.weights = None
+            self.weights = self._texts = None
         if key.model not in self.cli_args.models:
             del self._all_texts[key]
         del weights
@@ -305,14 +311,19 @@ class LoadedModels:
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.tidy()
             self.prompt_cache.forget_unloaded()
-        self.weights = None
+        texts = self._texts  # they stay
         while self._loaded:
             self._drop_oldest()
+        self._texts = texts
 
     def _activate(self, weights: Weights) -> None:
-        self.weights, self._slice_tokens = weights, MIN_SLICE
-        self._register(weights)
-        self._log_ready()
+        """Make a loaded model the present one. If it cannot be served, the present one stays as it is."""
+        caches, texts = self._prepare(weights)
+        self.weights, self._texts, self._slice_tokens = weights, texts, MIN_SLICE
+        self._loaded[weights.key], self._all_texts[weights.key] = (weights, texts), texts
+        if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.forget_unloaded()
+            self.prompt_cache.learn_layout(weights.key, caches)  # so that its prefixes on disk are found
 
     def _log_ready(self) -> None:
         assert self.weights is not None
@@ -323,8 +334,8 @@ class LoadedModels:
             size = f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
         logging.info("the model %s is ready, with %s", self.weights.key.model, size)
 
-    def _register(self, weights: Weights) -> None:
-        """Register the model's pool, so that its prefixes on disk are found, and its tokenizer."""
+    def _prepare(self, weights: Weights) -> tuple[list[Any], LoadedTexts]:
+        """Make the model's pool. Returns a prompt cache over it, and the model's texts."""
         caches = stock_cache.make_prompt_cache(weights.model)
         probe_geometry(weights.model, caches)
         if weights.separate_draft is not None:
@@ -333,14 +344,10 @@ class LoadedModels:
             own, draft_pool = known_pool(weights.model), known_factory(weights.draft_model).pool
             if own is not None and draft_pool is not None:
                 _shares.put(weights.draft_model, BudgetShare(own, draft_pool))
-        if isinstance(self.prompt_cache, PagedPromptCache):
-            self.prompt_cache.forget_unloaded()
-            self.prompt_cache.learn_layout(weights.key, caches)
-            if (pool := known_pool(weights.model)) is not None:
-                self.prompt_cache.tree_of(pool)  # with a tree requests need more; `capacity` counts that
+        if isinstance(self.prompt_cache, PagedPromptCache) and (pool := known_pool(weights.model)) is not None:
+            self.prompt_cache.tree_of(pool)  # with a tree requests need more; `capacity` counts that
         most = capacity(pool_of(weights.model), self.cli_args.prefill_step_size)
-        self._texts = self._all_texts[weights.key] = LoadedTexts(weights, self.cli_args.chat_template_args, most)
-        self._loaded[weights.key] = weights, self._texts
+        return caches, LoadedTexts(weights, self.cli_args.chat_template_args, most)
 
     def _identify(self, key: Hashable) -> str | None:
         """Return the identity of a loaded model on disk; over ranks, None on all if one rank has none."""
@@ -469,21 +476,6 @@ class LoadedModels:
         if args.prompt_cache_bytes is not None:
             active = 0 if batch is None else batch.prompt_cache_nbytes
             cache.trim_to(n_bytes=args.prompt_cache_bytes - active)
-
-    def recover(self) -> None:
-        """Recover from a failure: keep the pool if it is consistent, else make a new one."""
-        weights, pool = self.weights, self.pool
-        if weights is None:
-            return
-        try:
-            if pool is not None:
-                check_pool(pool, self.prompt_cache)
-        except Exception:
-            logging.exception("the pool is inconsistent: making a new one, its prefixes are lost")
-            forget_pool(weights.model)
-            if isinstance(self.prompt_cache, PagedPromptCache) and pool is not None:
-                self.prompt_cache.forget_pool(pool)
-        self._register(weights)
 
     def close(self) -> None:
         if isinstance(self.prompt_cache, PagedPromptCache):

@@ -22,7 +22,7 @@ from ..engine.grammar.grammar import CompiledGrammar, GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
-from ..errors import ConfigError, PromptsFileError, RequestFailedError
+from ..errors import ConfigError, PromptsFileError, RequestFailedError, check_device
 from ..model_folder import warn_if_unbounded
 from ..server.errors import invalid
 from ..server.requests.chat import sampling_of
@@ -413,6 +413,7 @@ class BatchRun:
             self.results.add(self._leave(error.uid).prompt, error=str(error))
             return
         except Exception as error:  # mlx-lm's own generator does not say which prompt failed: all do
+            check_device(error)
             failed = list(self._running)
             self.generator.remove(failed)
             for uid in failed:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from itertools import islice
 
+from ..errors import check_device
 from ..kv.budget import Append, PoolBudget
 from .request import Request
 from .scheduler import Growth, ScheduledStep
@@ -81,11 +81,13 @@ def grow_for(
     if all(group.allocator.num_free >= enough for group in pool.groups):
         return
     soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
-    with suppress(Exception):  # without room the append itself grows the pool, or fails alone
+    try:
         budget.grow_for(
             [append_of(request, num_tokens) for request, num_tokens in soon],
             lambda: _expected(budget, list(islice(requests, most_running)), sharing),
         )
+    except Exception as error:  # without room the append itself grows the pool, or fails alone
+        check_device(error)
 
 
 def _expected(budget: PoolBudget, requests: Sequence[Request], sharing: Sharing) -> list[Append]:

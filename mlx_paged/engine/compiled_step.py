@@ -18,6 +18,7 @@ from ..cache.lazy_kv import LazyKV, hand_out
 from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import Rows, SequenceTables
+from ..errors import check_device
 from ..kernels.build import backend
 from ..kernels.products.inference import Inference
 from ..kv.block_table import BlockTable
@@ -502,6 +503,7 @@ class CompiledStep:
         except Exception as error:
             # The step runs uncompiled now. The failure may concern this step only; a model that fails there, too,
             # raises its own error.
+            check_device(error)
             rows.undo_take()
             self._failures += 1
             if isinstance(error, NotCompilable) or self._failures == MOST_FAILURES:

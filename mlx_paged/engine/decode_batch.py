@@ -15,7 +15,7 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow, Rows
-from ..errors import without_frames
+from ..errors import check_device, without_frames
 from .drafts.proposal import Proposer
 from .grammar.grammar import constrain
 from .ranks.ranks import Ranks
@@ -323,7 +323,7 @@ class DecodeBatch:
                 deliveries.append(Delivery(row, token, logits))
             row.logits = TokenLogits(step, place)
             row.undelivered = None
-            row.length = row.kept + len(row.source)
+            row.confirmed, row.length = row.length, row.kept + len(row.source)
         self._delivered.append([weakref.ref(logits) for _, _, logits in deliveries])
         return deliveries
 
@@ -365,6 +365,7 @@ class DecodeBatch:
         try:
             logits: mx.array = self.call(self._inputs[:, None], cache=self._composed())[:, -1, :]
         except Exception as error:
+            check_device(error)
             if self._tables is None or not all(_is_paged(cache) or cache in states for cache in self._caches):
                 # Caches of other kinds may hold the token already, so no row can be recomputed.
                 self.fail_all(error)
@@ -404,6 +405,7 @@ class DecodeBatch:
                 composed = with_leaves(self.rows[0].caches or [], caches)
                 logits = self.call(self._inputs[mx.array(half)][:, None], cache=composed)[:, -1, :]
             except Exception as again:
+                check_device(again)
                 tables.undo_reserve()
                 found.update(self._forward_parts(half, again))
             else:
@@ -422,7 +424,9 @@ class DecodeBatch:
         return with_arrays(cache, [None if x is None else x[mx.array(list(indices))] for x in cache.cache])
 
     def fail_all(self, error: Exception) -> None:
-        """Fail and remove all rows: a step failed as a whole, so no row's state is known."""
+        """Fail and remove all rows: a step failed as a whole, so no row's state is known. Raises an error of the
+        device."""
+        check_device(error)
         self.failed += [(row, error) for row in self.rows]
         self._clear()
 
@@ -538,6 +542,7 @@ class RowByRowBatch(DecodeBatch):
             try:
                 found.append(self.call(self._inputs[index : index + 1, None], cache=row.caches)[:, -1, :])
             except Exception as error:
+                check_device(error)
                 broken.append((row, error))
         self.failed += broken
         self.remove([row for row, _ in broken], keep_caches=False)

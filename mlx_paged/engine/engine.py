@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,16 @@ import mlx.core as mx
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow
-from ..errors import ConfigError, PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
+from ..device import confirm
+from ..errors import (
+    ConfigError,
+    DeviceWatch,
+    PoolExhaustedError,
+    RequestFailedError,
+    RequestTooLargeError,
+    check_device,
+    without_frames,
+)
 from ..kernels.availability import on_metal
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
@@ -80,6 +88,7 @@ class Engine:
 
     Raises:
         ConfigError: there is a proposer, and the model cannot verify drafts.
+        DeviceError: the device has failed since the prefix cache was made.
     """
 
     def __init__(
@@ -101,6 +110,7 @@ class Engine:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
         self.failures: deque[RequestFailedError] = deque()
+        self.device = DeviceWatch()  # once it has failed, requests can only be removed
         self._noted: dict[Request, Exception] = {}  # requests that will fail, and why
         self._finished: weakref.WeakValueDictionary[int, TokenResponse] = weakref.WeakValueDictionary()  # oldest first
         self._fresh = factory
@@ -122,6 +132,7 @@ class Engine:
         # Caches that keep a prompt's first tokens (max_kv_size): what a token sees depends on where chunks begin.
         self.keeps_tokens = any(getattr(cache, "keep", 0) for cache in leaves(fresh))
         if prefixes is not None and not self.keeps_tokens:
+            prefixes.pool.turn.device.check()
             if self.all_paged and self.pool is not None:
                 self.sharing = PrefixSharing(prefixes, self.pool)
             else:
@@ -187,7 +198,9 @@ class Engine:
         Raises:
             RequestFailedError: a request has failed. Each is reported once, and the others go on.
             RankError: another rank has ended.
+            DeviceError: the device has failed since the engine was made; all requests are lost.
         """
+        self.device.check()
         while True:
             if self.failures:
                 raise self.failures.popleft()
@@ -295,7 +308,7 @@ class Engine:
             try:
                 failed = self.batch.reserve()
             except Exception as error:  # not for lack of blocks: fail the row that joined last, as it worked before
-                failed = FailedRow(len(self.batch.rows) - 1, error)
+                failed = FailedRow(len(self.batch.rows) - 1, without_frames(error))
             if failed is None:
                 return
             request = self.batch.rows[failed.row]
@@ -415,6 +428,7 @@ class Engine:
         return responses
 
     def _call_failed(self, call: Sequence[Chunk], error: Exception) -> None:
+        check_device(error)
         # Others may have taken a block that the plan had counted on; then the request waits for them.
         must_wait = isinstance(error, PoolExhaustedError) and len(self.scheduler.running) > 1
         if len(call) == 1 and not must_wait:
@@ -456,7 +470,8 @@ class Engine:
         """Return whether ``num_blocks`` blocks of each group are free or can be freed."""
         try:
             return self.budget is None or self.budget.has_blocks(num_blocks)
-        except Exception:  # :meth:`fits`, called next, charges it to a request
+        except Exception as error:  # :meth:`fits`, called next, charges it to a request
+            check_device(error)
             return False
 
     def _drop_finished(self) -> bool:
@@ -481,7 +496,7 @@ class Engine:
             return
         request.caches = self._fresh()
         if self.sharing is not None:
-            request.length = self.sharing.match(request)
+            request.length = request.confirmed = self.sharing.match(request)
         if request.num_cached is None:
             request.num_cached = request.length
         request.num_reported = max(request.num_reported, request.length)
@@ -518,7 +533,7 @@ class Engine:
         try:
             return self.budget.exhausted(request.tables, num_tokens)
         except Exception as error:
-            return error
+            return without_frames(error)
 
     @property
     def nbytes(self) -> int:
@@ -533,7 +548,8 @@ class Engine:
     # Requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise RequestTooLargeError if the request could not even begin to decode."""
+        """Raise RequestTooLargeError if the request could not even begin to decode, DeviceError if all is lost."""
+        self.device.check()
         if request.given is None or self.budget is None:
             self.scheduler.check(request.prefill_end + 1)
         # The cache that it came with stays as it is, and counts as well.
@@ -560,15 +576,23 @@ class Engine:
         self.scheduler.remove_all(gone)
         for request in gone:
             if request.caches is not None:  # it runs
-                self._remove_from_batch([request], keep_caches=finished)
-                with suppress(Exception):  # its caller has the last token already
-                    if self.sharing is not None and finished:
-                        self.sharing.insert_all(request, request.cached_tokens())
-                    elif self.sharing is not None:
-                        self.sharing.insert_delivered(request)
+                if not self.device.is_lost:
+                    self._remove_from_batch([request], keep_caches=finished)
+                    self._share(request, finished)
                 self._release(request)
             self._noted.pop(request, None)
             del self.requests[request.uid]
+
+    def _share(self, request: Request, finished: bool) -> None:
+        """Put what a cancelled request has computed into the prefix cache."""
+        try:
+            confirm()
+            if self.sharing is not None and finished:
+                self.sharing.insert_all(request, request.cached_tokens())
+            elif self.sharing is not None:
+                self.sharing.insert_delivered(request)
+        except Exception as error:  # its caller has the last token already
+            check_device(error)
 
     def extract(self, uid: int) -> tuple[list[Any], list[int]]:
         """Return a copy (references) of a request's caches, and the tokens in them."""
@@ -583,6 +607,7 @@ class Engine:
 
     def _note(self, request: Request, error: Exception) -> None:
         """Note an error of a request, which fails once the others are in a consistent state."""
+        check_device(error)
         self._noted.setdefault(request, error)
 
     def _fail_noted(self) -> None:
@@ -615,6 +640,7 @@ class Engine:
         try:
             self.batch.add(requests)
         except Exception as error:
+            check_device(error)
             self._disband()
             if len(requests) == 1:
                 self._note(requests[0], error)
@@ -626,7 +652,8 @@ class Engine:
         """Remove rows from the decode batch with their caches, to join it again."""
         try:
             self.batch.leave(requests)
-        except Exception:  # recomputed, the request at fault shows
+        except Exception as error:  # recomputed, the request at fault shows
+            check_device(error)
             self._disband()
 
     def _remove_from_batch(self, requests: Sequence[Request], *, keep_caches: bool = True) -> None:
@@ -635,6 +662,7 @@ class Engine:
         try:
             self.batch.remove(requests, keep_caches=keep_caches)
         except Exception as error:
+            check_device(error)
             if len(requests) == 1:
                 self._note(requests[0], error)
                 self._disband()

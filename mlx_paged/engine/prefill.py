@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import PackedStates
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import NotPackableError, Rows
+from ..errors import device_failed
 from ..kernels.availability import on_metal, packs_prompts
 from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.pool import BlockPool
@@ -142,7 +144,9 @@ class Prefill:
         self.in_place = in_place
         self.packs = packs and _not_packed.get(model) is None
         self._under_way: list[mx.array] = []  # fences of the last chunks
-        self._launched = (0, 0.0)  # tokens of the last chunks, and when they began
+        # Requests of the last chunks, and the lengths these lead to. Weak: they may finish before the next ones.
+        self._launched: list[tuple[weakref.ref[Request], int]] = []
+        self._num_launched, self._begin = 0, 0.0  # tokens of the last chunks, and when they began
         self.timings: list[tuple[int, float]] = []  # tokens and seconds of chunks waited for; the engine clears it
 
     def compute(
@@ -165,14 +169,17 @@ class Prefill:
                 continue
             for request, num_tokens in call:
                 request.length += num_tokens
+                if not self.in_place:
+                    request.confirmed = request.length
                 done.add(request)
         computed = [chunk for chunk in chunks if chunk.request in done]
         try:
             if self.in_place:  # the host goes on with what comes next, such as a decode step
                 fences = _fences([request for request, _ in computed])
                 mx.async_eval(fences)
-                self._under_way = fences
-                self._launched = sum(chunk.num_tokens for chunk in computed), begin
+                self._under_way, self._begin = fences, begin
+                self._num_launched = sum(chunk.num_tokens for chunk in computed)
+                self._launched = [(weakref.ref(request), request.length) for request, _ in computed]
         except Exception as error:
             for chunk in computed:
                 on_failure([chunk], error)
@@ -180,12 +187,24 @@ class Prefill:
         return [request for request, _ in computed]
 
     def wait(self) -> None:
-        """Wait for the last chunks, so that at most one step of prompts is under way."""
+        """Wait for the last chunks, so that at most one step of prompts is under way.
+
+        Raises:
+            DeviceError: they were not computed.
+        """
         under_way, self._under_way = self._under_way, []
-        mx.eval(under_way)
-        if under_way:
-            num_tokens, begin = self._launched
-            self.timings.append((num_tokens, time.perf_counter() - begin))
+        if not under_way:
+            return
+        try:
+            mx.eval(under_way)
+        except Exception as error:  # all else was raised when they were launched
+            raise device_failed(error) from error
+        self.timings.append((self._num_launched, time.perf_counter() - self._begin))
+        for ref, length in self._launched:
+            request = ref()
+            if request is not None and request.length >= length:  # otherwise it has gone, or was preempted
+                request.confirmed = max(request.confirmed, length)
+        self._launched = []
 
     def _is_pack(self, call: Sequence[Chunk]) -> bool:
         if not self.packs or len(call) > 1:

@@ -140,10 +140,11 @@ class PrefixSharing:
             self._insert(tokens if at_end else tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_delivered(self, request: Request) -> None:
-        """Keep the whole blocks of a request that releases its blocks before it has finished."""
+        """Keep the whole blocks of a request that releases its blocks before it has finished, as far as they are known
+        to have been computed."""
         self.forget(request)
         if request.caches is not None:
-            tokens = request.cached_tokens()
+            tokens = request.cached_tokens()[: request.confirmed]
             self._insert(tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_all(self, request: Request, tokens: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..device import confirm
 from . import ops as kernels
 from . import quantized
 from .bodies import BODIES, Family
@@ -140,6 +141,7 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
     Returns:
         Whether it is below 5e-3; the RMS, NaN if it raised a RuntimeError or ValueError; seconds; why it failed.
     """
+    confirm()  # what fails from here on is the kernel's fault
     begin = time.perf_counter()
     rms = float("nan")
     try:

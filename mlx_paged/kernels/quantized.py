@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..device import confirm
 from .build import Constants, build_kernel
 
 
@@ -328,6 +329,7 @@ def exactness(pages: PageShape, block_size: int) -> Exactness:
 
 
 def _holds(check: Callable[[PageShape, int], bool], pages: PageShape, block_size: int) -> bool:
+    confirm()  # what fails from here on is the kernel's fault
     try:
         return check(pages, block_size)
     except (RuntimeError, ValueError):  # it does not compile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from ..device import confirm
 from . import ops as kernels
 from .quantized import new_blocks
 from .shared_runs import Partitions, SharedCut, items_for, shared_rows
@@ -21,6 +22,7 @@ def is_faster(cut: SharedCut) -> bool:
     """Return whether the kernel is faster for rows that save about ``cut.least_saved``. Timed once per process and cut;
     the kernel has passed its self-check."""
     if cut not in _measured:
+        confirm()  # what fails from here on is the kernel's fault
         try:
             together, alone = _seconds(cut)
             _measured[cut] = together <= alone

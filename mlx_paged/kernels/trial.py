@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..device import confirm
 from .bodies import BODIES, Family
 from .build import Constants
 from .quantized import QuantizedRows
@@ -71,6 +72,7 @@ def failure_of(key: KernelKey, build: Build) -> str | None:
         build: builds the kernel: :func:`.build.build_kernel`.
     """
     if key not in _outcomes:
+        confirm()  # what fails from here on is the kernel's fault
         try:
             mx.eval(launch_alone(key, build))
             _outcomes[key] = None

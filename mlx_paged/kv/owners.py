@@ -98,6 +98,10 @@ class BlockOwners:
         """Return the tables that are alive."""
         return [table for *_, ref in list(self._lists.values()) if (table := ref()) is not None]
 
+    def lists(self, group: int) -> list[list[int]]:
+        """Return the block ids of all tables of a group that have not been released, those being dropped included."""
+        return [block_ids for own, block_ids, _ in list(self._lists.values()) if own == group]
+
     def abandon(self, group: int, block_ids: list[int]) -> None:
         """Drop one reference of each block at the next :meth:`collect`; for finalizers, which may run at any point."""
         self._idle.put(self._abandoned, (group, block_ids))
@@ -157,7 +161,7 @@ class BlockOwners:
         known = list(self._lists.values())
         others = [entry for entry in list(self._abandoned) if id(entry[1]) not in self._lists]
         tables = [table for own, _, ref in known if own == group and (table := ref()) is not None]
-        lists = [block_ids for own, block_ids, _ in known if own == group]
+        lists = self.lists(group)
         lists += [block_ids for own, block_ids in others if own == group]
         for cache in self.caches():
             cache.renumber(group, moves)

@@ -83,6 +83,12 @@ class BlockPool:
         """Lock that guards every change. Holders of blocks use it for their own changes, which avoids deadlocks."""
         return self.turn
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the device has failed since the pool was made: what needs its keys and values raises DeviceError, but
+        tables can still be released."""
+        return self.turn.device.is_lost
+
     # Blocks ---------------------------------------------------------------------------------------------------
 
     def allocate(self, group: int, count: int) -> list[int]:
@@ -430,5 +436,7 @@ class BlockPool:
             self._owners.collect()
             for index, group in enumerate(self.groups):
                 held = [ids for holder in self.holders() for ids in holder.held(index)]
-                check_group(group, [table for table in tables if table.group == index], held)
+                check_group(
+                    group, [table for table in tables if table.group == index], self._owners.lists(index) + held
+                )
             self.memory.states.check_integrity(self._owners.state_nbytes)

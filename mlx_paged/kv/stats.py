@@ -142,12 +142,12 @@ def _num_cached(allocator: BlockAllocator, group: int, holders: Sequence[BlockHo
     return sum(block_id != NULL_BLOCK and allocator.refcount(block_id) == n for block_id, n in held.items())
 
 
-def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[Sequence[int]] = ()) -> None:
+def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[Sequence[int]]) -> None:
     """Raise BlockStateError unless a group's reference counts, free list, tables and tensors agree.
 
-    ``held``: block ids held by prefix caches, one entry per reference.
+    ``held``: block ids held by tables and prefix caches, one entry per reference.
     """
-    group.allocator.check_integrity([*(table.block_ids for table in tables), *held])
+    group.allocator.check_integrity(held)
     for table in tables:
         entries = -(-table.length // group.block_size)
         # A table that starts inside a block has no entry for that block until tokens are appended.

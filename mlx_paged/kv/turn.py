@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import mlx.core as mx
 
+from ..errors import DeviceWatch, check_device
 from .group import BlockGroup
 
 P = ParamSpec("P")
@@ -42,7 +43,8 @@ class Turn:
     MLX computes what a thread has built in that thread only: lazy writes left in a pool could not be computed by the
     next thread, nor by any once their own has ended. So at the end of a turn everything in the pool is computed or
     being computed. Inside :class:`Stepwise` the end of the step is early enough, which costs nothing: mlx-lm has
-    computed it by then. A thread that comes in between waits for it.
+    computed it by then. A thread that comes in between waits for it. No turn begins after an error of the device: what
+    is in the tensors is lost.
 
     Args:
         lock: the pool's lock.
@@ -60,8 +62,10 @@ class Turn:
         self._num_waiting = 0
         self._local = threading.local()  # has_worked: the thread has worked on the tensors
         self._local.has_worked = True
+        self.device = DeviceWatch()
 
     def __enter__(self) -> bool:
+        self.device.check()
         self._lock.acquire()
         if self._depth == 0:
             me = get_ident()
@@ -150,9 +154,12 @@ class Turn:
                 group.note_reads_started()
             if wait:
                 mx.eval(arrays)
-        except Exception:
+        except Exception as error:
             for group in self._groups:
                 group.forget_failed_writes()
+            if self.device.is_lost:
+                return  # the device has failed before, which was raised then
+            check_device(error)
             raise
         finally:
             self.is_dirty = False

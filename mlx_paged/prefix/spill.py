@@ -12,7 +12,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import PoolExhaustedError
+from ..device import confirm, device_errors
+from ..errors import PoolExhaustedError, check_device
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import Window
@@ -151,6 +152,7 @@ class SpillStore:
 
     # Saving ---------------------------------------------------------------------------------------------------
 
+    @device_errors()
     def save(self, pool: BlockPool, node: RadixNode, identity: str, *, wait: bool = True) -> int:
         """Write the node's blocks that are not on disk yet. If they cannot be written, warn once and do not raise.
 
@@ -237,6 +239,7 @@ class SpillStore:
 
     def _put(self, block: SpilledBlock, data: memoryview, wait: bool) -> bool:
         """Queue a block, whose path is its chain, for writing. Returns whether the queue had room for it."""
+        confirm()  # before anything is written: the device may report later that the blocks were not computed
         block = block._replace(nbytes=len(data))
         folder, done = self.folder, self._done
 
@@ -264,6 +267,7 @@ class SpillStore:
                 self._register(result)
                 written += 1
             elif isinstance(result, Exception):
+                check_device(result)
                 self.folder.warn(f"a prefix was not written to {self.folder.path}: {result}")
             else:
                 raise result
@@ -293,6 +297,7 @@ class SpillStore:
 
     # Coming back ----------------------------------------------------------------------------------------------
 
+    @device_errors()
     def restore(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
         """Load the longest prefix of ``tokens`` on disk into the tree, if it is longer than what the tree holds.
 
@@ -322,6 +327,7 @@ class SpillStore:
         except PoolExhaustedError:
             raise
         except Exception as error:
+            check_device(error)
             # The files are intact, but do not fit this pool.
             for block in blocks:
                 self._forget(block.path)
@@ -335,6 +341,7 @@ class SpillStore:
             self._note_use(block.path)
         return end - match.length
 
+    @device_errors()
     def restore_checkpoint(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
         """Like :meth:`restore`, for models with states: load the deepest checkpoint on disk whose blocks are there too,
         if it is deeper than the tree's. Returns and raises the same."""
@@ -379,6 +386,7 @@ class SpillStore:
         try:
             saved = self.folder.load_states(file)
         except Exception as error:
+            check_device(error)
             self._delete(file)
             self.folder.warn(f"deleted the unusable file {file.path}: {type(error).__name__}: {error}")
             return False
@@ -483,6 +491,7 @@ class SpillStore:
         try:
             return self.folder.load(whole, [group.spec.layers for group in pool.groups])
         except Exception as error:
+            check_device(error)
             self._delete(whole)
             self.folder.warn(f"deleted the unusable file {block.path}: {type(error).__name__}: {error}")
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from bisect import bisect_left
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..errors import PoolExhaustedError, RequestFailedError
-from ..kv.pool import BlockPool
+from ..errors import PoolExhaustedError, RequestFailedError, check_device
 from .answer_stream import AnswerStream, Begun, Generated, Outbox, Progress, Scores
 from .errors import RequestRefused, unavailable
 from .memory import trim_heap
@@ -116,8 +114,7 @@ class Row:
 
 
 class EngineLoop:
-    """The loop of the engine thread: a batch, and the requests that wait for it or run alone. A new loop replaces one
-    that has failed.
+    """The loop of the engine thread: a batch, and the requests that wait for it or run alone.
 
     Only :meth:`run` and what it calls change anything here, in the engine thread; any thread may call the rest.
 
@@ -185,10 +182,11 @@ class EngineLoop:
             self.guarded_turn()
 
     def guarded_turn(self) -> None:
-        """Run one turn; an error in it fails the batch's requests."""
+        """Run one turn; an error in it fails the batch's requests, one of the device ends the loop."""
         try:
             self.turn()
         except Exception as error:
+            check_device(error)
             self.note_failure(error)
             self.close_batch(error)
         self.outbox.flush()
@@ -366,6 +364,7 @@ class EngineLoop:
                     batch.end(response)
                     self.models.trim(batch)
             except Exception as error:
+                check_device(error)
                 batch.remove([response.uid])
                 self._fail_row(response.uid, error)
 
@@ -412,6 +411,8 @@ class EngineLoop:
             row.work.is_gone = True
 
     def fail(self, work: Work, error: BaseException) -> None:
+        """Fail a request. Raises an error of the device instead, which concerns all of them."""
+        check_device(error)
         self.outbox.fail(work.stream, error)
         self.outbox.flush()
 
@@ -468,17 +469,6 @@ class EngineLoop:
         self.close_batch(refusal)
         for work in [*self.pending, *self.scoring]:
             self.fail(work, refusal)
-
-    def abandon(self) -> None:
-        """Drop everything after :meth:`run` has failed. Unfinished work is lost, because its state is unknown."""
-        batch, self.batch, self.alone, self.rows = self.batch, None, None, {}
-        with suppress(Exception):
-            if batch is not None:
-                batch.abandon()
-        del batch
-        with suppress(Exception):  # wait until this thread computes nothing any more
-            mx.synchronize(self.stream)
-        gc.collect()
 
     def tidy_while_idle(self, is_wanted: Callable[[], bool]) -> None:
         """Write prefixes to disk, return unused memory, unload idle models, and check the memory in use."""
@@ -537,12 +527,3 @@ def gather_logprobs(
         (logprobs[0], tuple(sorted(zip(map(int, ids[1:]), logprobs[1:], strict=True), key=lambda pair: -pair[1])))
         for ids, logprobs in fetched
     ]
-
-
-def check_pool(pool: BlockPool, prompt_cache: Any) -> None:
-    """Raise if a pool or its prefix tree is inconsistent, or its pending work cannot be computed in this thread."""
-    pool.check_integrity()
-    if hasattr(prompt_cache, "tree_of"):
-        prompt_cache.tree_of(pool).check_integrity()
-    with pool.lock:
-        mx.eval([array for group in pool.groups for array in group.latest()])

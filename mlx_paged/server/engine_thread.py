@@ -1,4 +1,4 @@
-"""EngineThread: the one thread that computes; restarted after a failure, watched for hangs."""
+"""EngineThread: the one thread that computes; watched for hangs. If it fails, the process ends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import mlx.core as mx
 
+from ..errors import check_device
 from .answer_stream import AnswerStream
 from .engine_loop import CLOSING, EngineLoop, Work
 from .errors import RequestRefused, unavailable
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: a service manager starts the server again
 LAST_SECONDS = 1.5  # for errors to reach clients before the process exits
-FRESH_SECONDS = 60.0  # after a restart, while the server counts as degraded
 MAX_WAITING = 1024  # requests
 # Seconds without progress that count as a hang. A step may compile kernels, and on a CPU its two thousand prompt tokens
 # take minutes.
@@ -35,16 +35,15 @@ GPU_TIMEOUT, CPU_TIMEOUT = 300.0, 3600.0
 
 
 class EngineThread:
-    """The thread that runs an :class:`EngineLoop`. If the loop fails through no request's fault, a new one replaces it
-    once, in the same thread, because MLX's streams belong to threads; pool and prefixes are kept if they are intact. A
-    second failure ends the process with :data:`EXIT_STATUS`, and so does a hang, because a thread cannot be killed.
+    """The thread that runs an :class:`EngineLoop`. If the loop fails through no request's fault, as after an error of
+    the device, or hangs, the process ends with :data:`EXIT_STATUS`, and a service manager starts it again.
 
     Args:
         models: the model and its caches.
         stats: the server's figures.
         memory_watch: watches the memory in use.
         timeout: seconds without progress that count as a hang; 0: no watchdog; None: the device's default.
-        make_loop: makes a loop for this thread; None: an EngineLoop.
+        make_loop: makes the loop; None: an EngineLoop.
         on_start_error: called with the error if the server's own model cannot be served.
     """
 
@@ -62,10 +61,9 @@ class EngineThread:
         self.requests: SimpleQueue[Work] = SimpleQueue()
         self.start_error: Exception | None = None
         self.has_started = self.is_stopping = self.is_dead = False
-        self.num_restarts, self.last_restart, self._restarted_at = 0, "", 0.0
         self._open: weakref.WeakSet[Work] = weakref.WeakSet()
-        self._make_loop, self._on_start_error = make_loop or new_loop, on_start_error
-        self.loop = self._make_loop(self)
+        self._on_start_error = on_start_error
+        self.loop = (make_loop or new_loop)(self)
         if timeout is None:
             timeout = GPU_TIMEOUT if mx.default_device() == mx.Device(mx.gpu) else CPU_TIMEOUT
         self._timeout = timeout
@@ -123,20 +121,11 @@ class EngineThread:
             return "failed"
         if not self.has_started:
             return "loading"
-        is_short = self.memory_watch.pressure == Pressure.PREEMPTING
-        is_fresh = self.num_restarts > 0 and time.monotonic() - self._restarted_at < FRESH_SECONDS
-        return "degraded" if is_short or is_fresh else "ok"
+        return "degraded" if self.memory_watch.pressure == Pressure.PREEMPTING else "ok"
 
     def health(self) -> dict[str, Any]:
         """Return the body of ``/health``. Never blocks on the engine thread."""
-        since = round(time.monotonic() - self._restarted_at, 1) if self.num_restarts else None
-        return {
-            "status": self.state,
-            "restarts": self.num_restarts,
-            "last_restart": self.last_restart or None,
-            "seconds_since_restart": since,
-            "memory": self.memory_watch.as_dict(),
-        }
+        return {"status": self.state, "memory": self.memory_watch.as_dict()}
 
     def sequences(self) -> list[dict[str, Any]]:
         """Return the progress of each answer in the batch and of each request outside it, in order of arrival."""
@@ -163,10 +152,14 @@ class EngineThread:
         mx.default_stream(mx.default_device())
         try:
             self._load_default()
-            while self.start_error is None and not self._run_loop():
-                pass
+            if self.start_error is None:
+                self.loop.run()
+                self.loop.refuse_all()
+                self.loop.outbox.flush()
+                self.models.close()  # in this thread: arrays must be freed where they were made
         except BaseException as error:
-            self._die(f"the engine cannot be restarted: {type(error).__name__}: {error}")
+            logging.critical("the engine failed", exc_info=error)
+            self._die(f"the engine failed: {type(error).__name__}: {error}")
         finally:
             self.is_dead = not self.is_stopping
             mx.clear_streams()  # a thread that ends with a CPU stream may abort the process
@@ -179,31 +172,10 @@ class EngineThread:
         except Exception as error:
             if self.is_stopping:
                 return
+            check_device(error)
             logging.error("the model cannot be served: %s", error)
             self.start_error = error
             self._on_start_error(error)
-
-    def _run_loop(self) -> bool:
-        """Run one loop. Return True after an orderly shutdown, False if another loop is to follow."""
-        loop = self.loop
-        try:
-            loop.run()
-        except BaseException as error:
-            logging.critical("the engine failed", exc_info=error)
-            reason = f"{type(error).__name__}: {error}"
-        else:
-            loop.refuse_all()
-            loop.outbox.flush()
-            self.models.close()  # in this thread: arrays must be freed where they were made
-            return True
-        loop.abandon()
-        if self.num_restarts:
-            self._die(f"the engine failed again: {reason}")
-        self.fail_all("the engine failed and is restarting: see the server's log")
-        self.models.recover()
-        self.loop = self._make_loop(self)
-        self.num_restarts, self.last_restart, self._restarted_at = 1, reason, time.monotonic()
-        return False
 
     # The end of the process -----------------------------------------------------------------------------------
 

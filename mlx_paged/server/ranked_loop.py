@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..engine.ranks.ranks import Ranks
 from ..errors import RankError
 from ..machine import MemoryReading
-from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, check_pool, for_seconds
+from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, for_seconds
 from .errors import invalid
 from .memory import MemoryWatch, nearest, read_memory
 from .request import ServerRequest
@@ -56,7 +56,9 @@ class RankedLoop(EngineLoop):
                 self.guarded_turn()
         self.refuse_all()
         if (pool := self.models.pool) is not None:
-            check_pool(pool, self.models.prompt_cache)
+            pool.check_integrity()
+            if hasattr(self.models.prompt_cache, "tree_of"):
+                self.models.prompt_cache.tree_of(pool).check_integrity()
             stats = pool.stats()
             logging.info("rank %d at its end: %d blocks cached; %s", self.ranks.rank, stats.cached_blocks, stats)
 

@@ -189,7 +189,6 @@ def _families(stats: dict[str, Any]) -> Iterator[Any]:
     yield GaugeMetricFamily("mlx_paged_waiting_requests", "Waiting requests", value=running["waiting"])
     yield GaugeMetricFamily("mlx_paged_prefix_hit_rate", "Share of prompt tokens cached", value=server["hit_rate"])
     if (health := stats.get("health")) is not None:
-        yield CounterMetricFamily("mlx_paged_restarts", "Restarts of the engine after a failure", health["restarts"])
         yield GaugeMetricFamily("mlx_paged_draining", "1 while the server is draining", health["status"] == "draining")
         if (memory := health["memory"]) is not None:
             yield GaugeMetricFamily("mlx_paged_memory_used_bytes", "Memory in use", memory["used_bytes"])

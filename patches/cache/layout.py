@@ -14,7 +14,7 @@ from ...attention import gather
 from ...by_model import ByModel
 from ...cache.composites import leaves, with_leaves
 from ...cache.lazy_kv import LazyKV, hand_out
-from ...errors import GeometryError
+from ...errors import GeometryError, check_device
 from ...kv.group import LayerGroup
 from ...kv.storage.attention_params import AttentionParams, QueryHeads, Window
 from ...kv.storage.base import Geometry
@@ -156,6 +156,7 @@ def probe_rows(model: Any, caches: Sequence[Any]) -> str | None:
         batch = [cache.merge([cache] * PROBE_ROWS) for cache in caches]
         logits = probing_pass(model, mx.zeros((PROBE_ROWS, 1), mx.uint32), batch)
     except Exception as error:
+        check_device(error)
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if logits.shape[:2] != (PROBE_ROWS, 1):
         return f"logits have shape {logits.shape}, not [{PROBE_ROWS}, 1, vocab]"
@@ -319,6 +320,7 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
     try:
         probed = probe_layers(model, spare, candidates)
     except Exception as error:
+        check_device(error)
         return PagedLayout((), (), False, (*reasons, _why_not(error)))
     unused = [layer for layer in candidates if layer not in probed]
     if unused:

@@ -121,12 +121,6 @@ class PagedPromptCache:
         one may be a different model under the same name."""
         self.unpaged.trim_to(n_sequences=0)
 
-    def forget_pool(self, pool: BlockPool) -> None:
-        """Forget a broken pool without saving its prefixes. Never blocks on the compute thread."""
-        self._trees.pop(pool, None)
-        self._identities.pop(pool, None)
-        self._salt = None  # it was that of the request being computed
-
     def tidy(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Evict expired prefixes and write those that are not on disk yet, so that they survive a crash. For idle time.
 
@@ -134,11 +128,11 @@ class PagedPromptCache:
             should_stop: called between prefixes; once it returns True, the rest is left for the next call. Prefixes are
                 written in random order, so that repeated short calls reach all of them.
         """
-        for tree in list(self._trees.values()):
+        for tree in self._live_trees():
             tree.expire()
         if self.spill is not None:
             self.spill.collect_written()
-        for tree in list(self._trees.values()):
+        for tree in self._live_trees():
             save = self._spill_to_disk(tree.pool, wait=True)
             if save is None or self._saved.get(tree.pool) == tree.uses:
                 continue
@@ -253,7 +247,7 @@ class PagedPromptCache:
         """Drop everything; with a spill store, write it to disk first."""
         self._saved.clear()
         self.tidy()
-        for tree in list(self._trees.values()):
+        for tree in self._live_trees():
             tree.clear()
         if self.spill is not None:
             self.spill.flush()
@@ -263,9 +257,9 @@ class PagedPromptCache:
 
     def _pools(self, model: Hashable) -> list[tuple[BlockPool, _Kinds]]:
         layout = self._layouts.get(model, [])
-        pools = [(pool, kinds) for ref, kinds in layout if (pool := ref()) is not None]
+        pools = [(pool, kinds) for ref, kinds in layout if (pool := ref()) is not None and not pool.is_lost]
         if len(pools) < len(layout):
-            del self._layouts[model]  # the model was unloaded, and its blocks with it
+            del self._layouts[model]  # the model was unloaded, and its blocks with it, or the device has failed
             return []
         return pools
 
@@ -356,7 +350,7 @@ class PagedPromptCache:
         """Return the next entry to evict, in mlx-lm's order: of the first type with at least as many entries as the
         type after it."""
         by_kind: dict[str, list[tuple[RadixTree, RadixNode]]] = {kind: [] for kind in self._kinds}
-        for tree in self._trees.values():
+        for tree in self._live_trees():
             for node in tree.leaves():
                 if node is not keep:
                     by_kind[self._kind(node)].append((tree, node))
@@ -380,10 +374,14 @@ class PagedPromptCache:
 
     def _num_of(self, counts: Callable[[RadixTree, RadixNode], bool]) -> int:
         """Return how many nodes of all trees satisfy ``counts``."""
-        return sum(tree.pool.turn.glance(partial(_num_nodes, tree, counts)) for tree in list(self._trees.values()))
+        return sum(tree.pool.turn.glance(partial(_num_nodes, tree, counts)) for tree in self._live_trees())
 
     def _paged_bytes(self) -> int:
-        return sum(tree.nbytes for tree in list(self._trees.values()))
+        return sum(tree.nbytes for tree in self._live_trees())
+
+    def _live_trees(self) -> list[RadixTree]:
+        """Return the trees whose blocks were not lost in an error of the device."""
+        return [tree for pool, tree in list(self._trees.items()) if not pool.is_lost]
 
 
 # The server's prompt cache: mlx-lm's, of size 0, if the prefix cache is disabled.

@@ -90,6 +90,8 @@ def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dty
         pools = _pools.get(model)
         if pools is None:
             pools = _pools.put(model, _Pools())
+        if pools.latest is not None and pools.latest[2].is_lost:
+            pools = _pools.put(model, _Pools())
         if pools.latest is not None and pools.latest[:2] == (config, layout) and _holds(pools.latest[2], dtype):
             return pools.latest[2]
         pool = pools.in_use.get((config, layout, dtype)) or _new_pool(model, layout, config, dtype)
@@ -125,9 +127,10 @@ def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dt
 
 
 def known_pool(model: Any) -> BlockPool | None:
-    """Return the block pool of the model's latest prompt cache, or None if there is none yet. Never makes one."""
+    """Return the block pool of the model's latest prompt cache, or None if there is none yet, or the device has failed
+    since. Never makes one."""
     pools = _pools.get(model)
-    return None if pools is None or pools.latest is None else pools.latest[2]
+    return None if pools is None or pools.latest is None or pools.latest[2].is_lost else pools.latest[2]
 
 
 def retrace(model: Any) -> None:
@@ -184,17 +187,9 @@ def prefix_pool_of(model: Any) -> BlockPool:
         factory = getattr(stock_cache.make_prompt_cache, "factory", None)
         config = PagedConfig() if factory is None else factory(model).config
         kept = _state_pools.get(model)
-        if kept is None or kept[0] != config:
+        if kept is None or kept[0] != config or kept[1].is_lost:
             kept = _state_pools.put(model, (config, BlockPool((), memory_budget=_budget(model, config))))
         return kept[1]
-
-
-def forget_pool(model: Any) -> None:
-    """Drop the registry's references to a model's pools, so that its next prompt cache gets a new one. Never waits for
-    a turn."""
-    with _lock:
-        _pools.put(model, _Pools())
-        _state_pools.forget(model)
 
 
 def forget_pools() -> None:

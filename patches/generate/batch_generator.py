@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache
 
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
+from ...device import device_errors
 from ...engine.decode_batch import DecodeBatch, RowByRowBatch
 from ...engine.drafts.prediction_head import PredictionHead
 from ...engine.engine import Engine
@@ -42,6 +43,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
       running request is preempted and computed again later; no token is delivered twice.
     - ``insert`` raises RequestTooLargeError for a request that does not fit the whole budget.
     - ``next`` raises RequestFailedError, once, for a request that failed; the next call continues the others.
+    - ``next`` raises DeviceError if the device has failed. All requests are lost, and nothing of them is kept; only
+      ``remove`` and ``close`` can follow.
     - ``finish`` ends a request early and keeps its tokens in the prefix cache.
     - ``draft_model`` proposes up to ``num_draft_tokens`` tokens a step for each request. The model verifies them, so
       the answers stay the same. ConfigError says why a model cannot be used so. It may be the model's own head for
@@ -71,7 +74,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         super().__init__(model, **options)
         self._engine: Engine | None = None
         if is_batched_here(fresh):
-            with mx.stream(self._stream):
+            with self._computing():
                 probe_geometry(model, fresh)
                 sequence = sequence_of(fresh)
                 pool = None if sequence is None else sequence.pool
@@ -98,6 +101,12 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 )
         elif draft_model is not None:
             raise ConfigError("draft_model requires a paged cache; this model has mlx-lm's own")
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Compute on the generator's stream. Errors of the device are raised as DeviceError."""
+        with mx.stream(self._stream), device_errors():
+            yield
 
     def insert(self, prompts: list[list[int]], *args: Any, **options: Any) -> list[int]:
         """Queue requests whose prompts are not in segments; see :meth:`insert_segments`."""
@@ -136,7 +145,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             return list(
                 super().insert_segments(segments, max_tokens, caches, all_tokens, samplers, processors, stop_sequences)
             )
-        with mx.stream(self._stream):
+        with self._computing():
             fresh = self._factory()
             if caches is not None:
                 caches = [
@@ -148,7 +157,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
             )
             queued = list(self._unprocessed_sequences)
-            with mx.stream(self._stream):  # given caches are forked
+            with self._computing():  # given caches are forked
                 requests = [
                     self._request(*parts, options=own)
                     for parts, own in zip(queued, options or [RequestOptions()] * len(queued), strict=True)
@@ -198,7 +207,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         engine = self._engine
         if engine is None:
             return dict(super().extract_cache(uids))
-        with mx.stream(self._stream):
+        with self._computing():
             return {uid: engine.extract(uid) for uid in uids if uid in engine.requests}
 
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
@@ -206,7 +215,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is None:
             return dict(super().remove(uids, return_prompt_caches))
         caches = self.extract_cache(uids) if return_prompt_caches else {}
-        with mx.stream(self._stream):
+        with self._computing():
             self._engine.remove(list(dict.fromkeys(uids)))
         return caches
 
@@ -216,7 +225,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is None:
             super().remove(uids)
             return
-        with mx.stream(self._stream):
+        with self._computing():
             self._engine.remove(list(dict.fromkeys(uids)), finished=True)
 
     @property
@@ -261,8 +270,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     @property
     def num_steps(self) -> int:
         """Number of steps computed."""
-        engine = self._engine  # another thread may call abandon()
-        return 0 if engine is None else engine.num_steps
+        return 0 if self._engine is None else self._engine.num_steps
 
     @property
     def admits(self) -> bool:
@@ -278,12 +286,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Preempt the last running request unless it runs alone. Returns whether one was preempted."""
         if self._engine is None:
             return False
-        with mx.stream(self._stream):
+        with self._computing():
             return self._engine.scheduler.preempt_last()
-
-    def abandon(self) -> None:
-        """Drop all requests after a call has failed half-way. Nothing of them is kept."""
-        self._engine = None
 
     @property
     def num_waiting(self) -> int:
@@ -301,7 +305,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is None:
             return tuple(super().next())  # type: ignore[return-value]
         agreement = self._engine.agreement
-        with agreement.step() if agreement is not None else nullcontext(), mx.stream(self._stream), Stepwise():
+        with agreement.step() if agreement is not None else nullcontext(), self._computing(), Stepwise():
             return self._engine.next()
 
     def next_generated(self) -> list[Any]:

@@ -15,8 +15,9 @@ from mlx_lm.generate import generation_stream
 
 from ...cache.composites import leaves
 from ...config import KVBits
+from ...device import device_errors
 from ...engine.prefill import chunk_cap
-from ...errors import PromptCacheError
+from ...errors import PromptCacheError, check_device
 from ...kernels.availability import on_metal
 from ...kv.turn import Stepwise
 from ..cache.layer_cache import PagedLayerCache
@@ -40,7 +41,7 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
         step, begun_by = Stepwise(), threading.get_ident()
         try:
             while True:
-                with step:
+                with device_errors(), step:
                     try:
                         token = next(steps)
                     except StopIteration:
@@ -53,8 +54,10 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
                 steps.close()  # type: ignore[attr-defined]
             if not sys.is_finalizing() and threading.get_ident() != threading.main_thread().ident:
                 # MLX ends the process if the thread ends while a step is still being computed.
-                with suppress(Exception):  # this thread has no such stream, so nothing to wait for
+                try:
                     mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
+                except Exception as error:  # this thread has no such stream, so nothing to wait for
+                    check_device(error)
 
     return generate_step
 

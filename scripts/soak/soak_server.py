@@ -188,7 +188,7 @@ def soak(
         if done or num_requests >= WARM_REQUESTS * num_clients:
             done.append(each)
         print(f"round {len(done)}: {each}, {num_requests} requests", file=sys.stderr, flush=True)
-    report, health = server.stats(), server.get("/health").json
+    report = server.stats()
     pool_figures = report["pool"]
     states: Counter[str] = Counter()
     for group in report["blocks"]:
@@ -204,7 +204,6 @@ def soak(
             "blocks are lost",
         ),
         (report["server"]["requests"]["failed"], "requests have failed"),
-        (health["restarts"], "the generation thread was started again"),
         (not done[0].warms, "the first round was too short to warm up"),
         (growth(at_rest) > FLAT, f"resident memory at rest has grown by {growth(at_rest):.1%}"),
     ):

@@ -18,6 +18,7 @@ from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kernels import availability
 from mlx_paged.patches import server as models_of_server
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.model_names import ModelNames
 from mlx_paged.server.options import ServerConfig
 from mlx_paged.server.request import ModelKey
@@ -160,5 +161,27 @@ def test_nothing_is_tried_without_a_gpu(folders: list[Path], monkeypatch: pytest
     mlx_paged.apply_patches(PagedConfig(kv_cache_memory=1 << 22))
     models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
     models.load_default()
+    models.close()
+    mlx_paged.remove_patches()
+
+
+@pytest.mark.parametrize("step", ["pool", "texts"])
+def test_model_that_cannot_be_served_leaves_the_present_one_as_it_was(
+    step: str, folders: list[Path], demo_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = ModelKey(str(make_tiny_model(tmp_path / "wide", demo_model_folder, "llama of wide heads")))
+    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=80_000 if step == "pool" else 1 << 20))
+    models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
+    models.load_default()
+    one, present, pools = models.default_key, (models.weights, models.texts), models.pools
+    if step == "texts":
+        monkeypatch.setattr(models_of_server, "LoadedTexts", lambda *_: 1 / 0)
+    with pytest.raises(RequestRefused, match="the model cannot be loaded") as refused:
+        models.load(wide, lambda: None)
+    assert refused.value.status == 404 and refused.value.__context__ is None  # which would keep the weights
+    assert (models.weights, models.texts) == present and models.is_present(one) and models.pools == pools
+    assert models.texts_of(wide) is None and not models.is_present(wide)
+    models.load(one, lambda: None)
+    assert (models.weights, models.texts) == present
     models.close()
     mlx_paged.remove_patches()

@@ -12,7 +12,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.rows import Rows, SequenceTables
-from ...errors import ConfigError, PoolExhaustedError
+from ...errors import ConfigError, PoolExhaustedError, check_device
 from ...kv.pool import BlockPool
 from ...prefix.store import SharedPrefixes
 from ...warn import warn_once
@@ -221,6 +221,7 @@ class DraftModel:
         return self.model(tokens, cache=layers), None
 
     def _warn(self, error: Exception) -> None:
+        check_device(error)
         what = f"the draft model {type(self.model).__module__} failed; requests go on without its drafts"
         warn_once(f"{what}: {type(error).__name__}: {error}")
 

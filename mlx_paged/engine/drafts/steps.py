@@ -14,7 +14,7 @@ from ...cache.composites import leaves, with_leaves
 from ...cache.packed_states import PackedStates
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.rows import NotPackableError, Rows
-from ...errors import PoolExhaustedError
+from ...errors import PoolExhaustedError, check_device
 from ...kv.pool import BlockPool
 from ...warn import warn_once
 from ..decode_batch import DecodeBatch, Delivery
@@ -127,6 +127,7 @@ class DraftSteps:
             rows.commit()
             self._states = {place: each for place, each in enumerate(layers) if isinstance(each, PackedStates)}
         except Exception as error:  # a plain step shows which row is at fault
+            check_device(error)
             rows.undo_reserve()
             if isinstance(error, NotPackableError):
                 self.proposer.remove(list(self.proposer.rows))

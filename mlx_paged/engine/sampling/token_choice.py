@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...errors import ConfigError
+from ...errors import ConfigError, check_device
 from ..request import Request
 from ..step_logits import Sampler, StepLogits
 from ..upstream import Upstream
@@ -188,6 +188,7 @@ class TokenChoice:
                         sample = processor(context, sample)
                     _check_result("logits processor", sample, (1, logits.shape[-1]), mx.floating)
                 except Exception as error:
+                    check_device(error)
                     broken[index] = error
                     sample = logits[index : index + 1]
             processed.append(sample)
@@ -229,6 +230,7 @@ class TokenChoice:
             _check_result("sampler", tokens, (len(rows),), mx.integer)
             return tokens
         except Exception as error:
+            check_device(error)
             if len(rows) == 1:
                 broken.setdefault(rows[0], error)
                 return mx.zeros((1,), mx.uint32)

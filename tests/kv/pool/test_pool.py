@@ -4,6 +4,8 @@ import gc
 import itertools
 import math
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -756,3 +758,24 @@ def test_append_token_that_fails_leaves_all_tables_unchanged(monkeypatch: pytest
     assert pool.append_token(0, tables) == []
     assert [table.length for table in tables] == [5, 4, 9]
     pool.check_integrity()
+
+
+def test_integrity_can_be_checked_while_another_thread_drops_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dropped table is gone before its finalizer has given its blocks back."""
+    pool = pool_of()
+    checks: list[Future[None]] = []
+
+    def finalizer(abandoned: Any, blocks: Any) -> None:
+        checks.append(executor.submit(pool.check_integrity))
+        wait(checks)
+        abandoned.append(blocks)
+
+    monkeypatch.setattr(pool._owners._idle, "put", finalizer)
+    with ThreadPoolExecutor(1) as executor:
+        table = pool.new_table()
+        put(pool, table, 0, 5)
+        del table
+    (check,) = checks
+    assert check.result() is None
+    pool.check_integrity()
+    assert pool.stats().live_blocks == 0

@@ -43,5 +43,5 @@ def test_every_request_by_the_openapi_description_is_answered(demo_model_folder:
     server.wait_until(lambda: server.is_idle)
     requests = server.stats()["server"]["requests"]
     assert requests["ok"] > 100 and requests["failed"] == 0, requests
-    assert server.get("/health").json["status"] == "ok" and server.get("/health").json["restarts"] == 0
+    assert server.get("/health").json["status"] == "ok"
     assert server.stop() == 0 and "Traceback" not in server.log, server.log[-5000:]

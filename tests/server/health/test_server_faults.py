@@ -24,8 +24,8 @@ LONG = {**SHORT, "prompt": "In the beginning " * 20, "max_tokens": 100_000}
 class WatchedServer(FaultyServer):
     """A server with a watchdog timeout of 3 s."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        super().__init__(model, folder, "--watchdog-timeout", "3", "--log-level", "WARNING")
+    def __init__(self, model: Path, folder: Path, *flags: str) -> None:
+        super().__init__(model, folder, "--watchdog-timeout", "3", "--log-level", "WARNING", *flags)
 
     def fail_while_it_answers(self, fault: str, num_requests: int) -> list[Answer]:
         self.set_fault(fault)
@@ -44,28 +44,36 @@ class WatchedServer(FaultyServer):
         return self.post(COMPLETIONS, body)
 
 
-@pytest.mark.parametrize(("fault", "keeps_prefixes"), [("raises", True), ("loses", False)])
-def test_engine_restarts_after_a_failure_and_the_next_ends_the_process(
-    fault: str, keeps_prefixes: bool, folder: Path, tmp_path: Path
-) -> None:
+def test_failure_of_the_engine_ends_the_process(folder: Path, tmp_path: Path) -> None:
     faulty = WatchedServer(folder, tmp_path)
-    expected = faulty.ask(SHORT).json["choices"][0]["text"]
-    assert faulty.health["status"] == "ok" and faulty.health["restarts"] == 0
-    for answer in faulty.fail_while_it_answers(fault, 2):
+    for answer in faulty.fail_while_it_answers("raises", 2):
         assert answer.status == 503 and answer.headers["retry-after"] == "5", answer.body
-        assert "is restarting" in answer.json["error"]["message"]
-    faulty.wait_until(lambda: faulty.health["restarts"] == 1)
-    assert faulty.health["status"] == "degraded" and faulty.health["last_restart"] == "Fault: as asked"
-    answer = faulty.ask(SHORT)
-    assert answer.status == 200 and answer.json["choices"][0]["text"] == expected
-    assert (answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == keeps_prefixes
-    faulty.wait_until(lambda: faulty.is_idle)
-    pool = faulty.stats()["pool"]
-    assert pool["live_blocks"] + pool["free_blocks"] == pool["total_blocks"]
-    (told,) = faulty.fail_while_it_answers("raises", 1)  # the second time
-    assert told.status == 503 and "failed again" in told.json["error"]["message"]
+        assert "the engine failed: Fault: as asked" in answer.json["error"]["message"]
     assert faulty.process.wait(60) == 70
-    assert "failed again: Fault: as asked; exiting with status 70" in faulty.log
+    assert "the engine failed: Fault: as asked; exiting with status 70" in faulty.log
+
+
+@pytest.mark.parametrize("place", ["eval", "async_eval", "item"])
+def test_error_of_the_device_is_answered_and_ends_the_process(place: str, folder: Path, tmp_path: Path) -> None:
+    flags = ("--prefix-cache-dir", str(tmp_path / "prefixes"), "--kv-block-size", "16")
+    faulty = WatchedServer(folder, tmp_path, *flags)
+    for answer in faulty.fail_while_it_answers(f"device {place}", 2):
+        assert answer.status == 503, answer.body
+        assert "the device failed: [METAL] Command buffer execution" in answer.json["error"]["message"]
+    assert faulty.process.wait(60) == 70
+    assert "SubmissionsIgnored" in faulty.log and "exiting with status 70" in faulty.log
+    assert not list((tmp_path / "prefixes").glob("*.safetensors"))
+
+
+def test_error_of_the_device_at_a_write_to_disk_ends_the_process(folder: Path, tmp_path: Path) -> None:
+    flags = ("--prefix-cache-dir", str(tmp_path / "prefixes"), "--kv-block-size", "16")
+    faulty = WatchedServer(folder, tmp_path, *flags)
+    faulty.set_fault("device write")
+    os.kill(faulty.process.pid, signal.SIGUSR1)
+    faulty.ask(SHORT)  # prefixes are written when the server is idle again
+    assert faulty.process.wait(60) == 70
+    assert "SubmissionsIgnored" in faulty.log and "exiting with status 70" in faulty.log
+    assert not list((tmp_path / "prefixes").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("fault", ["loops", pytest.param("blocks", marks=pytest.mark.slow)])

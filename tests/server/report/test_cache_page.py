@@ -94,7 +94,7 @@ def test_page_shows_running_and_waiting_requests(tmp_path: Path) -> None:
     server = {"prompt_tokens": 0, "cached_tokens": 0}
     few: dict[str, Any] = {
         "model": "m",
-        "health": {"status": "ok", "restarts": 0, "memory": None},
+        "health": {"status": "ok", "memory": None},
         "server": server,
         "pool": None,
     }

@@ -68,10 +68,10 @@ def test_history_has_figures_for_each_interval() -> None:
 
 def test_health_is_among_the_metrics() -> None:
     memory = {"used_bytes": 5, "limit_bytes": 10, "source": "system", "watermark": 0.95, "pressure": "none"}
-    health = {"status": "draining", "restarts": 3, "memory": memory}
+    health = {"status": "draining", "memory": memory}
     text = ServerStats().metrics({**report(ServerStats()), "health": health}).decode()
     samples = {sample.name: sample.value for f in text_string_to_metric_families(text) for sample in f.samples}
-    assert samples["mlx_paged_restarts_total"] == 3 and samples["mlx_paged_draining"] == 1
+    assert samples["mlx_paged_draining"] == 1
     assert (samples["mlx_paged_memory_used_bytes"], samples["mlx_paged_memory_limit_bytes"]) == (5, 10)
 
 
@@ -83,7 +83,7 @@ def test_bytes_of_states_and_checkpoints_are_among_the_metrics() -> None:
 
 
 def test_dashboard_uses_only_existing_metrics() -> None:
-    health = {"status": "ok", "restarts": 0, "memory": {"used_bytes": 1, "limit_bytes": 2}}
+    health = {"status": "ok", "memory": {"used_bytes": 1, "limit_bytes": 2}}
     pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict()
     prefix_cache = {"entries": 1, "bytes": 2}
     told = (

@@ -9,7 +9,9 @@ holds the pool's turn:
 - ``raises``: raises an exception that no request causes.
 - ``loops``: loops for ever in Python code.
 - ``blocks``: waits for a lock that is never released.
-- ``loses``: as ``raises``, after allocating a block that nothing frees.
+
+``device PLACE`` in it, from the signal on, makes each call of one kind fail as MLX does when the device has failed:
+``eval``, ``async_eval``, ``item`` (reading tokens) or ``write`` (before a prefix goes to disk).
 """
 
 import math
@@ -21,15 +23,34 @@ import time
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
+from mlx_paged.engine import decode_batch
 from mlx_paged.engine.decode_batch import DecodeBatch
 
 _is_due = threading.Event()
 _reserve = DecodeBatch.reserve
 _fault = Path(os.environ["FAULT"])
+# What MLX says once macOS ignores the process's work.
+IGNORED = (
+    "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU errors) "
+    "(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)."
+)
 
 
 class Fault(BaseException):
     """An exception that no part of the engine catches."""
+
+
+def failing(place: str, function: Any) -> Any:
+    """Return the function, which fails once the device has failed at this place."""
+
+    def call(*args: Any) -> Any:
+        if _is_due.is_set() and _fault.read_text() == f"device {place}":
+            raise RuntimeError(IGNORED)
+        return function(*args)
+
+    return call
 
 
 def num_held() -> float:
@@ -41,17 +62,14 @@ def num_held() -> float:
 def reserve(self: DecodeBatch) -> Any:
     while len(self.rows) >= num_held():
         time.sleep(0.01)
-    if not _is_due.is_set():
+    kind = _fault.read_text() if _is_due.is_set() else ""
+    if not kind or kind.startswith("device"):
         return _reserve(self)
     _is_due.clear()
-    kind = _fault.read_text()
     sequence = next(iter(self.rows)).sequence
     assert sequence is not None
     with sequence.pool.turn:
         if kind == "raises":
-            raise Fault("as asked")
-        if kind == "loses":
-            sequence.pool.groups[0].allocator.allocate(1)
             raise Fault("as asked")
         if kind == "blocks":
             held = threading.Lock()
@@ -63,6 +81,9 @@ def reserve(self: DecodeBatch) -> Any:
 
 def main() -> None:
     DecodeBatch.reserve = reserve  # type: ignore[method-assign]
+    mx.eval, mx.async_eval = failing("eval", mx.eval), failing("async_eval", mx.async_eval)
+    mx.synchronize = failing("write", mx.synchronize)
+    decode_batch._as_ints = failing("item", decode_batch._as_ints)
     signal.signal(signal.SIGUSR1, lambda *_: _is_due.set())
     from mlx_paged.cli import server
 
