@@ -1,13 +1,11 @@
-"""Layers with states: packs, gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid), Mamba 2, Jamba, n-gram embeddings."""
+"""Layers with states: packs, gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid), Mamba 2, n-gram embeddings."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models import base
 
 from ...cache.packed_states import PackedStates
@@ -155,50 +153,6 @@ def _one_token(
     read = (B @ C) * written + decay * (grouped @ C)
     y = read.reshape(x.shape).astype(x.dtype) + x * D[:, None]
     return y, (written * B + decay * grouped).reshape(state.shape)
-
-
-@replaces("mlx_lm.models.jamba:JambaMambaMixer.ssm_step", "de88f510c3e38fb3")
-def adapt_jamba(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Return the replacement of a Mamba layer's loop over tokens. For one token of each sequence it cuts no slices, and
-    computes ``-exp(A_log)`` once instead of in every step."""
-    from mlx_lm.models import jamba
-
-    def ssm_step(self: Any, x: mx.array, A: mx.array, state: mx.array | None = None) -> tuple[mx.array, mx.array]:
-        if x.shape[1] > 1 or state is None:
-            return original(self, x, A, state)
-        return _one_mamba_token(self, x, _computed_once(self.A_log, A), state, jamba.fma)
-
-    return ssm_step
-
-
-# Keyed by the id of the weight that they are computed from; dropped with it. As an attribute of the layer they would be
-# state of the model that a compiled step does not know (engine/model_state.py).
-_rates: dict[int, mx.array] = {}
-
-
-def _computed_once(weight: mx.array, rates: mx.array) -> mx.array:
-    """Return the rates that were passed first for this weight."""
-    known = _rates.get(id(weight))
-    if known is None:
-        known = _rates[id(weight)] = rates
-        weakref.finalize(weight, _rates.pop, id(weight), None)
-    return known
-
-
-def _one_mamba_token(
-    self: Any, x: mx.array, A: mx.array, state: mx.array, fma: Callable[..., mx.array]
-) -> tuple[mx.array, mx.array]:
-    """Return the result of ``ssm_step`` for one token ``[batch, 1, size]`` of each sequence, bit for bit."""
-    batch, _, size = x.shape
-    rank, state_size = self.time_step_rank, self.ssm_state_size
-    delta, B, C = mx.split(self.x_proj(x), [rank, rank + state_size], axis=-1)
-    delta, B, C = self.dt_layernorm(delta), self.b_layernorm(B), self.c_layernorm(C)
-    delta = nn.softplus(self.dt_proj(delta))
-    column = batch, size, 1
-    written = (delta * x).reshape(column) * B
-    state = fma(state, mx.exp(delta.reshape(column) * A), written).astype(written.dtype)
-    y = (state @ C.reshape(batch, state_size, 1)).reshape(x.shape)
-    return y + self.D * x, state
 
 
 @replaces("mlx_lm.models.longcat_flash_ngram:NgramEmbedding.__call__", "062dbfc9a30b941b")
