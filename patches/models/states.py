@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base
 
 from ...cache.packed_states import PackedStates
 from ...kernels import delta_rule
 from ..patch import replaces
-from .attention import heads_last, rotated
 
 # Classes whose ``__call__`` reads and writes a layer's state, and its fingerprints.
 MIXERS = {
@@ -53,39 +51,6 @@ def adapt_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 for _target, _fingerprint in MIXERS.items():
     replaces(f"mlx_lm.models.{_target}.__call__", _fingerprint)(adapt_mixer)
-
-
-@replaces("mlx_lm.models.baichuan_m1:Attention.__call__", "d1e1c0124db30b53")
-def adapt_baichuan(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return a replacement for attention whose keys and values are convolved with those of the previous token."""
-
-    def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> mx.array:
-        if cache is None or not isinstance(cache[0], PackedStates):
-            return original(self, x, mask, cache)
-        states, blocks = cache[0], cache[1]
-        dim, kv_dim = x.shape[-1], self.num_kv_heads * self.head_dim
-        parts = mx.split(self.W_pack(x), (dim, dim + kv_dim), axis=-1)
-        queries, keys, values = (part.reshape(*part.shape[:2], -1, self.head_dim) for part in parts)
-        keys, values = states.run(_convolved, self, keys, values, states)
-        queries, keys, values = (each.swapaxes(1, 2) for each in (queries, keys, values))
-        queries, keys = rotated(self.rope, queries, keys, blocks.offset)
-        keys, values = blocks.update_and_fetch(keys, values)
-        attend = base.scaled_dot_product_attention  # looked up here: it is replaced
-        out = attend(queries, keys, values, cache=blocks, scale=self.scale, mask=mask)
-        return self.o_proj(heads_last(out))
-
-    return __call__
-
-
-def _convolved(self: Any, keys: mx.array, values: mx.array, state: Any) -> tuple[mx.array, mx.array]:
-    """Convolve keys and values ``[B, n, heads, head_dim]`` with the previous token's. The state holds the
-    keys and values of the previous call's last token."""
-    found = []
-    for slot, (new, weights) in enumerate(((keys, self.conv_k), (values, self.conv_v))):
-        heads_first = new.swapaxes(1, 2)
-        found.append(self._custom_convolution(heads_first, weights, state=state[slot]).swapaxes(1, 2))
-        state[slot] = heads_first[:, :, -1:, :]
-    return found[0], found[1]
 
 
 @replaces("mlx_lm.models.gated_delta:gated_delta_ops", "dbaebb7ab54e37d2")

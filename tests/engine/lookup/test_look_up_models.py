@@ -170,7 +170,7 @@ def hybrid_solos(name: str) -> tuple[Any, list[list[int]], list[tuple[list[int],
 
 
 @pytest.mark.parametrize(
-    ("name", "stops"), quick(crossed(PAGED_HYBRIDS, [False, True]), ("qwen3_next", True), ("baichuan_m1", False))
+    ("name", "stops"), quick(crossed(PAGED_HYBRIDS, [False, True]), ("qwen3_next", True), ("falcon_h1", False))
 )
 def test_states_end_at_the_last_token_of_the_answer(name: str, stops: bool) -> None:
     """An answer that ends at a stop token leaves the state after that token, even if later drafts were right."""
