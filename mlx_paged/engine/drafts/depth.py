@@ -74,7 +74,7 @@ class _Average:
 
     def note(self, value: float) -> None:
         self.count += 1
-        value = min(value, 2 * self.value) if self.count > 1 else value
+        value = min(value, 2 * self.value) if self.value else value
         self.value += (value - self.value) / min(self.count, TIMES_AVERAGED)
 
 
@@ -121,8 +121,12 @@ class _Times:
 
     def note(self, step: _Step, seconds: float, plain: float) -> None:
         """Note the time of a step with drafts. More than twice that of its tokens one by one counts as that: the
-        process was paused."""
-        numbers, times = self._known.setdefault(step.drafts.bit_length(), (_Average(), _Average()))
+        process was paused. A trial counts more, as earlier measurements are old."""
+        size = step.drafts.bit_length()
+        numbers, times = self._known.setdefault(size, (_Average(), _Average()))
+        if step.is_trial:
+            self._known = {known: value for known, value in self._known.items() if known <= size}
+            times.count = min(times.count, 1)
         numbers.note(step.drafts)
         times.note(min(max(0.0, seconds / plain), 2 * (1 + step.drafts / step.num_rows)))
         self._points[1:] = sorted((number.value, time.value) for number, time in self._known.values())
@@ -201,8 +205,7 @@ class Depth:
     def _note_time(self, step: _Step, seconds: float, is_measured: bool) -> None:
         (first, waited), self._first = self._first, (None, 0.0)
         times, plain = self._times_of(step.num_rows), self._plain.setdefault(step.num_rows, _Average())
-        is_known = plain.count > 0 or not step.drafts
-        is_measured = is_measured and is_known
+        is_measured = is_measured and (plain.value > 0 or not step.drafts)
         if first is not None:
             if is_measured and not step.drafts:
                 times.note(first, waited + seconds - plain.value, plain.value)
