@@ -19,6 +19,8 @@ BENCH_ARGS ?= --random llama-135m --synthetic-context --out out/bench
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
+# Sources are compiled, and assertions rewritten, once for all processes and runs, wherever the tests are started.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 comma := ,
 
 # The MLX backend to install: an extra of pyproject.toml. macOS has Metal in mlx itself and needs none.
@@ -100,33 +102,32 @@ demo: $(STAMP)
 	@model="$$($(PY) scripts/demo_model.py)" && \
 	$(BIN)/mlx_paged.generate --model "$$model" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) --cache-stats
 
-# Sources are compiled, and assertions rewritten, once for all processes and runs, wherever the tests are started.
-test test-quick test-slow test-models: export PYTHONDONTWRITEBYTECODE :=
-
 test: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
-	$(PY) -m pytest -n $(PYTEST_JOBS) --dist worksteal --durations 10 -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -n $(PYTEST_JOBS) --dist worksteal --durations 10 -m "not slow" $(PYTEST_ARGS)
 
 test-quick: $(DEV_STAMP)
-	$(PY) -m pytest -q -x -n $(PYTEST_JOBS) --dist worksteal -m "not slow and not demo_model" $(PYTEST_ARGS) $(TESTS)
+	$(PYTEST) -q -x -n $(PYTEST_JOBS) --dist worksteal -m "not slow and not demo_model" $(PYTEST_ARGS) $(TESTS)
 
 test-slow: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
-	HYPOTHESIS_PROFILE=default $(PY) -m pytest -n $(PYTEST_JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=default $(PYTEST) -n $(PYTEST_JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
 
-# Not "pytest -n": one process at a time has the GPU.
+# All four run, whichever fails. Not "pytest -n": one process at a time has the GPU.
 check-gpu: $(DEV_STAMP)
-	$(PY) -m mlx_paged doctor --report $(REPORT)
-	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests
-	$(PY) scripts/validate_kernel.py
-	$(PY) scripts/validate_model.py --random llama-1b --contexts 512,8192,32768
+	@failed=; set -x; \
+	$(PY) -m mlx_paged doctor --report $(REPORT) || failed=1; \
+	$(PYTEST) -m gpu $(PYTEST_ARGS) tests || failed=1; \
+	$(PY) scripts/validate_kernel.py || failed=1; \
+	$(PY) scripts/validate_model.py --random llama-1b --contexts 512,8192,32768 || failed=1; \
+	test -z "$$failed"
 
 compile-metal: $(DEV_STAMP)
 	$(PY) scripts/dump_kernels.py $(METAL)
 	$(PY) scripts/support/compile_metal.py $(METAL)
 
 test-models: $(DEV_STAMP)
-	$(PY) -m pytest -n $(PYTEST_JOBS) -m models $(PYTEST_ARGS) tests/patches/models/test_models.py
+	$(PYTEST) -n $(PYTEST_JOBS) -m models $(PYTEST_ARGS) tests/patches/models/test_models.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

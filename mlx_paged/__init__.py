@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         is_applied,
         pool_of,
         remove_patches,
+        retrace,
     )
 else:
     _PATCHES = (
@@ -65,6 +66,7 @@ else:
         "is_applied",
         "pool_of",
         "remove_patches",
+        "retrace",
     )
 
     def __getattr__(name: str) -> Any:
@@ -115,4 +117,5 @@ __all__ = [
     "pool_of",
     "remove_patches",
     "reset_dispatch_counts",
+    "retrace",
 ]

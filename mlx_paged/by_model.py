@@ -42,6 +42,11 @@ class ByModel(Generic[T]):
         for _, values in list(_kept.values()):
             values.pop(self.what, None)
 
+    def models(self) -> list[Any]:
+        """Return the models that have a value."""
+        found = [ref() for ref, values in list(_kept.values()) if self.what in values]
+        return [model for model in found if model is not None]
+
     def __len__(self) -> int:
         return sum(self.what in values for _, values in list(_kept.values()))
 

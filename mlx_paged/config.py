@@ -8,10 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
-
-import mlx.core as mx
 
 from .engine.prefill import LATENCY_MS
 from .errors import ConfigError, KernelUnavailableError
@@ -33,7 +30,6 @@ OTHER_VARIABLES = (
 )
 # Smallest block of the options; a pool that is made in code may also have blocks of 4 tokens.
 MIN_OPTION_BLOCK_SIZE = 8
-AUTO_SHARE = 0.8
 MAX_PROMPT_LOOKUP = 64
 LEAST_STATE_INTERVAL = 32  # tokens; a state takes the memory of many
 QUANTIZED_KV_START = 5000  # mlx-lm's default
@@ -251,9 +247,11 @@ class PagedConfig:
     kv_cache_memory: Option[int | str | None, int | None] = Option(
         None,
         parse_memory,
-        "Memory limit of a model's KV block pool: 2GB, 512MiB, or auto, which is 80 % of the free memory",
+        "Memory limit of a model's KV block pool: 2GB, 512MiB, or auto, which is 80 % of the memory that the weights "
+        "leave, on a Mac 60 %",
         "SIZE",
         default_text="auto",
+        section="memory",
     )
     kernel: Option[bool | str | None, bool | None] = Option(
         None,
@@ -369,10 +367,6 @@ class PagedConfig:
         given = {f.name: getattr(args, f"paged_{f.name}") for f in fields(self) if hasattr(args, f"paged_{f.name}")}
         return replace(self, **given)
 
-    def memory_budget(self) -> int:
-        """Return the bytes that a model's pool may take: ``kv_cache_memory``, or 80 % of what is free now."""
-        return self.kv_cache_memory if self.kv_cache_memory is not None else int(AUTO_SHARE * free_memory())
-
     def check_rotation(self) -> None:
         """Raise ConfigError if ``kv_rotate`` is set without ``kv_bits``."""
         if self.kv_rotate and self.kv_bits is None:
@@ -458,25 +452,3 @@ def argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
-
-
-def free_memory() -> int:
-    """Return the bytes that MLX can still allocate on the default device.
-
-    Metal: the recommended working set minus MLX's active memory. CUDA: free device memory, or if MLX does not report
-    it, total minus active memory. CPU: MemAvailable, or half of the machine's memory where it is unknown.
-    """
-    if mx.default_device() == mx.Device(mx.gpu):
-        info = mx.device_info()
-        if "max_recommended_working_set_size" in info:
-            return max(0, int(info["max_recommended_working_set_size"]) - mx.get_active_memory())
-        if "free_memory" in info:
-            return int(info["free_memory"])
-        if "total_memory" in info:
-            return max(0, int(info["total_memory"]) - mx.get_active_memory())
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-        if match is not None:
-            return int(match[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -115,6 +115,22 @@ class PoolExhaustedError(PagedCacheError, MemoryError):
         return error
 
 
+class WeightsTooLargeError(PagedCacheError, MemoryError):
+    """The weights do not fit the memory; they were not read.
+
+    Attributes:
+        weight_bytes: bytes of the weights of all models.
+        usable_bytes: bytes that MLX may hold.
+    """
+
+    def __init__(self, weight_bytes: int, usable_bytes: int) -> None:
+        self.weight_bytes, self.usable_bytes = weight_bytes, usable_bytes
+        super().__init__(
+            f"the weights take {weight_bytes / 1e9:.2f} GB, and the KV cache needs memory beside them, but MLX may use "
+            f"only {usable_bytes / 1e9:.2f} GB on this machine: use smaller, fewer or more quantised models"
+        )
+
+
 class RequestTooLargeError(PagedCacheError, MemoryError):
     """A request has more tokens than the whole budget holds: it could never run. Nothing was changed.
 

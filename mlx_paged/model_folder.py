@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -39,6 +40,22 @@ def check_model_folder(model: str | None) -> str | None:
     if not any(folder.glob("model*.safetensors")):
         raise ModelFolderError(f"{model} has no model*.safetensors")
     return model
+
+
+def weight_bytes(*models: str | None, adapter: str | None = None) -> int:
+    """Return the bytes of the weight files of models and an adapter; 0 for a hub's model that is not in its cache."""
+    files = [] if adapter is None else list(Path(adapter).glob("adapters.safetensors"))
+    for model in models:
+        if model is None:
+            continue
+        folder = Path(model)
+        if not folder.is_dir():
+            config = importlib.import_module("huggingface_hub").try_to_load_from_cache(model, "config.json")
+            if not isinstance(config, str):
+                continue
+            folder = Path(config).parent
+        files += folder.glob("model*.safetensors")
+    return sum(file.stat().st_size for file in files)
 
 
 def explain_load_errors(original: Callable[..., Any], prompt_cache: str | None = None) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from ..warn import NotPagedWarning
 
 if TYPE_CHECKING:
     from .cache.layer_cache import PagedLayerCache
-    from .cache.pools import pool_of
+    from .cache.pools import pool_of, retrace
     from .cache.prompt_cache import adopt_prompt_cache
     from .registry import PatchReport, apply_patches, is_applied, remove_patches
 
@@ -23,6 +23,7 @@ _MODULES = {
     "is_applied": "registry",
     "pool_of": "cache.pools",
     "remove_patches": "registry",
+    "retrace": "cache.pools",
 }
 
 
@@ -41,4 +42,5 @@ __all__ = [
     "is_applied",
     "pool_of",
     "remove_patches",
+    "retrace",
 ]

@@ -17,87 +17,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.grammar.compiler import GrammarCompiler, GrammarSource, IsCancelled, json_in_lark, text_in_lark
 from ..engine.grammar.grammar import CompiledGrammar, ThinkingBudget
 from ..errors import GrammarAbandoned, GrammarError
-from ..server.calls import local_schema, types_of
+from ..server.call_formats import HARMONY_TOKENS, CallForm, call_form, local_schema, types_of
 from ..server.constraint import Constraint, Tool, Tools
 from ..server.errors import RequestRefused, invalid
-from .harmony import HARMONY_TOKENS
 
 SCALARS = {"integer", "number", "boolean", "null"}
+MAX_THINK_TOKENS = 16  # at a prompt's end, that begin reasoning
 ANY_SCALAR = {"type": sorted(SCALARS)}
-
-
-class CallForm(NamedTuple):
-    """The text format of a model's calls. In it, NAME stands for the function's name, ``~`` for an optional line break,
-    and ``#`` for a number.
-
-    Attributes:
-        begin, end: text around the arguments.
-        key: text before an argument, with KEY for its name and TYPE for its type; empty: the arguments are one JSON
-            object.
-        value_end: text after an argument. Strings are written as they are, other types as JSON.
-        repeats: one pair of call marks may enclose several calls.
-        comma: separator of arguments, and of repeated calls.
-        around: text around the repeated calls.
-        quote: text on both sides of a string; empty: strings end with ``value_end``.
-        strings: regular expression of a string between quotes.
-        containers: how objects and arrays are written: as ``json``; ``bare``, with keys and strings like those of
-            arguments; or ``none``, if the format has none.
-        names: regular expression of the names and keys that the parser can read.
-    """
-
-    begin: str
-    end: str
-    key: str = ""
-    value_end: str = ""
-    repeats: bool = False
-    comma: str = ""
-    around: tuple[str, str] = ("", "")
-    quote: str = ""
-    strings: str = "(?s:.*)"
-    containers: str = "json"
-    names: str = ""
-
-
-_KIMI = "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>"
-FORMS = {  # by the module that defines mlx-lm's parser; laguna uses glm47's
-    "json_tools": CallForm('{"name": "NAME", "arguments": ', "}"),
-    "qwen3_coder": CallForm("<function=NAME>\n", "</function>", "<parameter=KEY>\n", "\n</parameter>\n"),
-    "glm47": CallForm("NAME~", "", "<arg_key>KEY</arg_key>~<arg_value>", "</arg_value>~"),
-    "longcat": CallForm(
-        "NAME~", "", "<longcat_arg_key>KEY</longcat_arg_key>~<longcat_arg_value>", "</longcat_arg_value>~"
-    ),
-    "minimax_m2": CallForm('<invoke name="NAME">~', "</invoke>", '<parameter name="KEY">', "</parameter>~", True),
-    "muse_spark": CallForm(
-        '<atem:invoke name="NAME">~', "</atem:invoke>", '<atem:parameter name="KEY">', "</atem:parameter>~", True
-    ),
-    "minicpm5": CallForm('"NAME">~', "", '<param name="KEY">', "</param>~"),
-    "kimi_k2": CallForm(_KIMI, "<|tool_call_end|>", repeats=True),
-    "kimi_k3": CallForm(
-        '<|open|>call tool="NAME" index="#"<|sep|>~',
-        "<|close|>call<|sep|>",
-        '<|open|>argument key="KEY" type="TYPE"<|sep|>',
-        "<|close|>argument<|sep|>~",
-        repeats=True,
-    ),
-    "mistral": CallForm("NAME[ARGS]", ""),
-    "pythonic": CallForm(
-        *("NAME(", ")", "KEY="),
-        repeats=True,
-        comma=", ",
-        around=("[", "]"),
-        quote='"',
-        strings=r'([^"\\\x00-\x1f]|\\["\\nrt])*',
-        names=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*",
-    ),
-    "gemma4": CallForm(
-        *("call:NAME{", "}", "KEY:"), repeats=True, comma=",", quote='<|"|>', containers="bare", names=r"[\w-]+"
-    ),
-    # Its parser ends a call at the first closing brace, and an argument other than a string at the first comma.
-    "function_gemma": CallForm(
-        *("call:NAME{", "}", "KEY:"), comma=",", quote="<escape>", strings="[^}]*", containers="none", names=r"\w+"
-    ),
-}
-MISTRAL_LIST = CallForm('{"name": "NAME", "arguments": ', "}", repeats=True, comma=", ", around=("[", "]"))
 
 
 class ToolFormat(NamedTuple):
@@ -149,12 +75,9 @@ def tool_format(tokenizer: Any, inner: Any) -> ToolFormat | None:
     }
     if special.keys() >= HARMONY_TOKENS:
         return ToolFormat("", "", (), None, special)
-    package, _, name = (getattr(tokenizer.tool_parser, "__module__", None) or "").rpartition(".")
-    form = FORMS.get(name) if package == "mlx_lm.tool_parsers" else None
+    form = call_form(tokenizer)
     if form is None:
         return None
-    if name == "mistral" and "[ARGS]" not in tokenizer.get_vocab():  # older models write a JSON list
-        form = MISTRAL_LIST
     stop = f"<[{','.join(map(str, sorted(tokenizer.eos_token_ids)))}]>"
     plain = ToolFormat("", "", (), form, special, (tokenizer.tool_call_start, tokenizer.tool_call_end), stop)
     tokens, ends = tokenizer.tool_call_start_tokens, tokenizer.tool_call_end_tokens
@@ -256,14 +179,11 @@ class _Calls:
             return
         begin, end = terms(style.quote), style.quote or style.value_end.removesuffix("~")
         is_special = any(mark in end for mark in self._form.special)
-        # Parsers take these for the end of the call, wherever they occur.
-        marks = [_pattern(each) for each in (style.end, self._form.texts[1]) if "<" in each]
-        marks += [_pattern(end)] if is_special else []
-        without = f" & ~/(?s:.*)({'|'.join(marks)})(?s:.*)/" if marks else ""
+        without = f" & ~/(?s:.*){_pattern(end)}(?s:.*)/" if is_special else ""
         if is_special:
             self._lines += [f"text: {begin} REST {terms(end.lstrip())}", f"REST: /{style.strings}/{without}"]
         else:
-            self._lines += [f"text: {begin} rest", f"rest[lazy]: /{style.strings}{_pattern(end)}/{without}"]
+            self._lines += [f"text: {begin} rest", f"rest[lazy]: /{style.strings}{_pattern(end)}/"]
 
     def _add_tagged(self, rule: str, tool: Tool, style: CallForm) -> None:
         """Add a call whose arguments have keys, in the schema's order."""
@@ -328,8 +248,6 @@ class _Calls:
             shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             kinds = {"type": sorted(types)} if "string" in (types_of(given, schema) or ()) else {}
             return json_in_lark({**given, **kinds, **shared})
-        if self._style.containers == "none":
-            raise GrammarError("this model's call format does not support arrays and objects")
         parts = [json_in_lark({"type": sorted(types & SCALARS)})] if types & SCALARS else []
         if "object" in containers:
             self._add_object(f"{rule}_o", given, schema)
@@ -518,12 +436,14 @@ def unwrapped(tokenizer: Any) -> Any:
 
 
 def ends_in_reasoning(tokenizer: Any, prompt: list[int]) -> bool:
-    """Return whether the prompt ends within reasoning; mlx-lm's server finds that out in the same way."""
+    """Return whether the prompt ends with the mark that begins reasoning, and white space. An earlier mark is a part of
+    some message."""
     if not tokenizer.has_thinking:
         return False
     if tokenizer.response_initial_state:
         return bool(tokenizer.response_initial_state == "reasoning")
-    return bool(tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt))
+    place = tokenizer.rfind_think_start(prompt, start=len(prompt) - MAX_THINK_TOKENS)
+    return place >= 0 and not tokenizer.decode(prompt[place + len(tokenizer.think_start_tokens) :]).strip()
 
 
 def with_thinking_budget(

@@ -22,14 +22,17 @@ from mlx_lm.generate import make_stop_sequences, stream_generate
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import LRUPromptCache
 
-from ..config import free_memory
+from ..by_model import ByModel
 from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
-from ..errors import ConfigError, check_device
+from ..engine.sampling.params import SamplingParams
+from ..errors import ConfigError, PagedCacheError, check_device
+from ..kernels import availability, check
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
-from ..model_folder import check_model_folder, check_weight_files, explain_load_errors
+from ..machine import memory_beside, usable_memory
+from ..model_folder import check_model_folder, check_weight_files, explain_load_errors, weight_bytes
 from ..prefix.identity import identity_of, noting_configs
 from ..prefix.spill import SpillStore
 from ..prefix.store import SharedPrefixes
@@ -38,9 +41,9 @@ from ..server.errors import not_found
 from ..server.options import ServerConfig
 from ..server.request import ModelKey, Prompt, ServerRequest
 from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
-from .cache.pools import known_pool, pool_of, prefix_pool_of, probe_geometry
+from .cache.pools import count_weights, known_pool, pool_of, prefix_pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
-from .generate.drafting import check_same_tokens, known_factory, share_budget, why_not_drafted
+from .generate.drafting import BudgetShare, check_same_tokens, known_factory, why_not_drafted
 from .generate.upstream import processors_of, sampler_of
 from .grammar import behind_reasoning, with_thinking_budget
 from .models.mtp import MTPHead, find_head, folder_of, load_head
@@ -53,6 +56,9 @@ KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
 # Tokens of a prompt that are scored at a time, least and most. Between two slices the steps of other requests run.
 MIN_SLICE, MAX_SLICE, SLICE_SECONDS = 1, 256, 0.25
 MAX_TOKENS = 1 << 24  # of a sequence; a budget that holds these counts as unlimited
+_shares: ByModel[BudgetShare] = ByModel("budget share")  # of draft models, as long as they are loaded
+# Tokens of the prompts that are answered before the first client's: one alone, then two that share calls.
+WARM_UP_PROMPTS = ((40,), (40, 20))
 
 
 def changed() -> list[str]:
@@ -112,6 +118,7 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
         check_model_folder(name)
         if name is not None and group is None:
             check_weight_files(Path(name) if Path(name).exists() else utils._download(name))
+    memory_beside(weight_bytes(path, draft, adapter=adapter) // (1 if group is None else group.size()))
     if adapter is not None and not (Path(adapter) / "adapter_config.json").exists():
         raise ValueError(f"the adapter {adapter} has no adapter_config.json")
     head = find_head(folder_of(path)) if cli_args.mtp and draft is None and path is not None else None
@@ -134,6 +141,7 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
         check_same_tokens(tokenizer, draft_tokenizer)
     elif head is not None:
         draft_model = load_head(model, head)
+    count_weights(model, *([] if draft_model is None else [draft_model]))
     together = all(hasattr(c, "merge") for c in stock_cache.make_prompt_cache(model))
     if draft_model is not None and (why_not := why_not_drafted(model, draft_model)) is not None:
         logging.warning("requests run one at a time, as in mlx-lm: %s", why_not)
@@ -211,9 +219,8 @@ class LoadedModels:
             return
         group = None if self.ranks is None else self.ranks.group
         weights = load_weights(self.default_key, self.cli_args, group=group)
-        mx.eval(weights.arrays)
         self._activate(weights)
-        pool = pool_of(weights.model)
+        pool = known_pool(weights.model)
         if pool is not None:  # the smallest request has one token of prompt and one of answer
             budget = PoolBudget(pool, chunk=self.cli_args.prefill_step_size)
             if not budget.holds(2):
@@ -221,8 +228,32 @@ class LoadedModels:
                     f"KV cache budget of {pool.memory_budget:,} bytes is too small: one request of this model needs at "
                     f"least {budget.bytes_for(2):,} bytes; raise kv_cache_memory (--kv-cache-memory)"
                 )
+        mx.eval(weights.arrays)
+        self._log_ready()
         if self.ranks is not None and not (weights.is_batchable and known_pool(weights.model) is not None):
             raise ConfigError("serving over several ranks requires a model with batching and paged caches")
+        if self.ranks is None and weights.is_batchable and pool is not None:
+            self._warm_up(weights)
+
+    def _warm_up(self, weights: Weights) -> None:
+        """On a GPU, answer short prompts, so that no client waits until kernels are compiled and checked."""
+        if availability.device_unsupported_reason() is not None:
+            return
+        begin = time.monotonic()
+        batch = PagedBatchGenerator(weights.model, stream=mx.new_stream(mx.default_device()))
+        drawn = RequestOptions(seed=0, sampling=SamplingParams(temperature=1.0))
+        try:
+            for lengths in WARM_UP_PROMPTS:
+                prompts = [[1 + i % 100 for i in range(length)] for length in lengths]
+                batch.insert(prompts, [3] * len(prompts), options=[RequestOptions(), drawn][: len(prompts)])
+                while batch.next() != ([], []):
+                    pass
+        except PagedCacheError as error:  # the budget holds less
+            check_device(error)
+            logging.warning("kernels are tried by the first request: %s", error)
+        finally:
+            batch.close()
+        logging.info("%s; the first prompts took %.1f s", check.summary(), time.monotonic() - begin)
 
     def load(self, key: ModelKey, make_way: Callable[[], None]) -> None:
         """Load another model in place of the present one. It stays if the other cannot be loaded, unless it was dropped
@@ -256,12 +287,13 @@ class LoadedModels:
             self.prompt_cache.tidy()  # the model's prefixes are dropped with it
         make_way()
         needed = sum(x.nbytes for x in weights.arrays)
-        while self._loaded and needed > free_memory():
+        while self._loaded and needed > usable_memory() - mx.get_active_memory():
             oldest = next(iter(self._loaded)).model
             logging.warning("unloading %.200s: not enough memory for another model", oldest)
             self._drop_oldest()
         mx.eval(weights.arrays)
         self._activate(weights)
+        self._log_ready()
         while len(self._loaded) > max(1, len(self.cli_args.models)):
             self._drop_oldest()
 
@@ -292,12 +324,15 @@ class LoadedModels:
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.forget_unloaded()
             self.prompt_cache.learn_layout(weights.key, caches)  # so that its prefixes on disk are found
-        size, pool = "no paged KV cache", pool_of(weights.model)
+
+    def _log_ready(self) -> None:
+        assert self.weights is not None
+        size, pool = "no paged KV cache", pool_of(self.weights.model)
         if pool is not None:
             most = None if self._texts is None else self._texts.capacity
             tokens = "a request of any length" if most is None else f"{most:,} tokens"
             size = f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
-        logging.info("the model %s is ready, with %s", weights.key.model, size)
+        logging.info("the model %s is ready, with %s", self.weights.key.model, size)
 
     def _prepare(self, weights: Weights) -> tuple[list[Any], LoadedTexts]:
         """Make the model's pool. Returns a prompt cache over it, and the model's texts."""
@@ -308,7 +343,7 @@ class LoadedModels:
         if weights.draft_model is not None and weights.is_batchable:
             own, draft_pool = known_pool(weights.model), known_factory(weights.draft_model).pool
             if own is not None and draft_pool is not None:
-                share_budget(own, draft_pool)
+                _shares.put(weights.draft_model, BudgetShare(own, draft_pool))
         if isinstance(self.prompt_cache, PagedPromptCache) and (pool := known_pool(weights.model)) is not None:
             self.prompt_cache.tree_of(pool)  # with a tree requests need more; `capacity` counts that
         most = capacity(pool_of(weights.model), self.cli_args.prefill_step_size)

@@ -1,4 +1,4 @@
-"""LoadedTexts: a model's tokenizer for the server: prompts, grammars, and the parts of an answer's text."""
+"""LoadedTexts: a model's tokenizer for the server: prompts, grammars, tokens as text."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from typing import Any
 import jinja2.meta
 import mlx.core as mx
 from mlx_lm import server as upstream
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from ..server.backend import PromptLimits, TextParts
-from ..server.calls import with_types
+from ..server.backend import PromptLimits
+from ..server.call_formats import text_marks
 from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid
 from ..server.request import ChatInput, Input, Prompt, ServerRequest
 from ..server.requests.fitted import Refusals, fitted, refusals_of
-from .grammar import TokenizerGrammars, tool_format, unwrapped
-from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
+from .grammar import TokenizerGrammars, ends_in_reasoning, unwrapped
 
 TEMPLATE = "<template>"  # file name that Jinja gives to the code of a template
 PIECE = 1 << 17  # characters of a long text that are tokenized at a time, to count them
@@ -61,15 +59,7 @@ class LoadedTexts:
         length = config.get("max_position_embeddings")
         self.context_length = length if isinstance(length, int) and length > 0 else None
         self.takes_images = self._processor is not None
-        self.call_start = tokenizer.tool_call_start if tokenizer.has_tool_calling else None
-        self._machine = make_text_state_machine(tokenizer)
-        self._has_channels = tokenizer.get_vocab().keys() >= HARMONY_TOKENS
-        if self._has_channels:  # gpt-oss, which mlx-lm's state machine does not support
-            self.call_start = HARMONY_CALL
-        end = tokenizer.think_end
-        form = tool_format(tokenizer, unwrapped(tokenizer))
-        self._has_keys = form is not None and form.form is not None and bool(form.form.key)
-        self._machine_without_calls = TextStateMachine({"normal": [], "reasoning": [(end, "normal")] if end else []})
+        self.marks = text_marks(tokenizer)
 
     def make_prompt(self, given: Input, limits: PromptLimits) -> Prompt:
         """Render and tokenize a prompt as mlx-lm's server does.
@@ -121,9 +111,24 @@ class LoadedTexts:
         owner = SimpleNamespace(model_provider=SimpleNamespace(processor=self._processor, cli_args=cli_args))
         args = SimpleNamespace(chat_template_kwargs=variables)
         found = upstream.ResponseGenerator._tokenize(owner, bounded, request, args)
-        if found[-1] is not None:
-            mx.eval(found[-1].pixel_values)  # arrays cross threads evaluated
-        return Prompt(*found)
+        tokens, segments, segment_types, _, vision = found
+        if vision is not None:
+            mx.eval(vision.pixel_values)  # arrays cross threads evaluated
+        return Prompt(tokens, segments, segment_types, self._initial_state(given, tokens), vision)
+
+    def _initial_state(self, given: ChatInput | str, tokens: list[int]) -> str:
+        """Return the state in which the answer begins; what users have written does not count."""
+        tokenizer = self.tokenizer
+        if isinstance(given, str) or not tokenizer.has_chat_template:
+            return "normal"
+        if tokenizer.response_initial_state:
+            return str(tokenizer.response_initial_state)
+        if given.continues and tokenizer.has_thinking:
+            begun = str(given.messages[-1].get("content"))
+            is_open = begun.rfind(tokenizer.think_start) > begun.rfind(tokenizer.think_end)
+        else:
+            is_open = ends_in_reasoning(tokenizer, tokens)
+        return "reasoning" if is_open else "normal"
 
     @functools.cached_property
     def _refusals(self) -> Refusals:
@@ -153,20 +158,6 @@ class LoadedTexts:
                 request.thinking_budget = THINKING_BUDGETS.get(str(effort))
         request.sampling = replace(params, top_k=min(params.top_k, vocab - 1), xtc_special_tokens=special)
 
-    def parts(self, initial_state: str, *, has_calls: bool) -> TextParts:
-        if has_calls and self._has_channels:
-            return HarmonyParts(initial_state)
-        return LoadedParts(self._machine if has_calls else self._machine_without_calls, initial_state)
-
-    def parse_calls(self, text: str, tools: Any) -> list[dict[str, Any]]:
-        if self._has_channels:
-            return [harmony_call(text)]
-        parsed = self.tokenizer.tool_parser(text, tools)
-        calls = parsed if isinstance(parsed, list) else [parsed]
-        if not all(isinstance(call, dict) for call in calls):
-            raise ValueError("a tool call is not a JSON object")
-        return [with_types(call, tools) for call in calls] if self._has_keys else calls
-
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))
 
@@ -195,21 +186,6 @@ def _begun(messages: list[dict[str, Any]], role_mapping: dict[str, Any] | None) 
     *before, last = messages
     text = upstream.convert_chat([*before, {**last, "content": "\0"}], role_mapping)
     return f"{text[: text.rindex(chr(0))]}{last['content']}"
-
-
-class LoadedParts:
-    """Parts of one answer's text, split by mlx-lm's state machine."""
-
-    def __init__(self, machine: TextStateMachine, initial_state: str) -> None:
-        self._state = machine.make_state(initial_state)
-
-    def feed(self, text: str) -> list[tuple[str, str]]:
-        self._state, segments = TextStateMachine.split(self._state, text)
-        return [(state or "normal", part) for state, part in segments]
-
-    def flush(self) -> tuple[str, str]:
-        self._state, rest, state = TextStateMachine.flush(self._state)
-        return state or "normal", rest
 
 
 @functools.cache

@@ -25,12 +25,12 @@ import mlx.core as mx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_paged.cli.doctor.jobs import Shape, all_shapes, popular_shapes
-from mlx_paged.kernels import bodies, draw_rows, penalise_rows, prefill, quantized
+from mlx_paged.kernels import bodies, draw_rows, penalise_rows, quantized
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
-from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks
+from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kernels.trial import MIN_DEVICE_ELEMENTS, KernelKey, launch_alone
 from tests.support.msl.msl_source import mlx_source
 
@@ -112,7 +112,6 @@ def recorded() -> Iterator[Recorder]:
         for function in (
             kernel_build.build_kernel,
             kernels.variants_of,
-            prefill.prefill_variants_of,
             kernels.latent_variants_of,
             bodies.kernel_text,
         ):
@@ -123,8 +122,6 @@ def recorded() -> Iterator[Recorder]:
         with (
             mock.patch.object(kernel_build, "backend", lambda: "metal"),
             mock.patch.object(kernels, "backend", lambda: "metal"),
-            mock.patch.object(prefill, "backend", lambda: "metal"),
-            mock.patch.object(prefill, "failure_of", lambda text, build: None),
             mock.patch.object(mx.fast, "metal_kernel", recorder),
         ):
             yield recorder
@@ -166,14 +163,6 @@ def launch_all(shape: Shape, cores: int | None = None) -> None:
         fence = kernels.copy_blocks(*pools, fence, ids, ids + rows)
 
 
-def launch_prefill(shape: Shape) -> None:
-    """Launch attention of a pack over a pool of this shape, if a kernel covers it."""
-    if prefill.unsupported_prefill(shape.dtype, shape.head_dim, shape.head_dim, shape.gqa, shape.block_size):
-        return
-    for pages in (None, *quantized_pages(shape)):
-        launch_pack(shape, pages)
-
-
 def quantized_pages(shape: Shape) -> list[PageShape]:
     """Return forms of quantised pages for a pool of this shape."""
     if shape.head_dim % 32:
@@ -182,31 +171,12 @@ def quantized_pages(shape: Shape) -> list[PageShape]:
     return [PageShape(rows[8], rows[8]), PageShape(rows[4], rows[4]), PageShape(rows[8], rows[4])]
 
 
-def launch_pack(shape: Shape, pages: PageShape | None) -> None:
-    """Launch attention of a pack of two sequences."""
-    n_kv, dims = 2, (shape.head_dim, shape.head_dim)
-    pools = new_blocks(4, n_kv, shape.block_size, dims, shape.dtype, pages)
-    launch = prefill.prepare_prefill(
-        *pools,
-        mx.ones((2, 1), mx.int32),
-        [3, 2],
-        [5, 2],
-        n_q_heads=n_kv * shape.gqa,
-        scale=1.0,
-        softcap=10.0 if shape.softcap else None,
-        sinks=shape.sinks,
-        pages=pages,
-    )
-    q = mx.zeros((5, n_kv * shape.gqa, 1, shape.head_dim), shape.dtype)
-    launch(q, *pools, kernels.new_fence(), mx.zeros((q.shape[1],)) if shape.sinks else None)
-
-
 def launch_decode(shape: Shape, cores: int | None) -> None:
     """Launch the other decode kernels for this shape, and those that write and read quantised pages, each alone."""
     block, gqa = shape.block_size, shape.gqa
     for pages in (None, *quantized_pages(shape)):
         variants = kernels.variants_of(
-            shape.dtype, shape.head_dim, shape.head_dim, gqa, 1, block, shape.softcap, shape.sinks, pages
+            shape.dtype, shape.head_dim, shape.head_dim, 8 * gqa, 8, block, shape.softcap, shape.sinks, pages
         )
         for variant in (*variants, *filter(None, map(kernels.shared_variant_of, variants))):
             launch_variant(variant, gqa, cores)
@@ -242,7 +212,6 @@ def texts_of(shapes: Sequence[Shape], cores: int | None = None) -> list[Text]:
     with recorded() as recorder:
         for shape in shapes:
             launch_all(shape, cores)
-            launch_prefill(shape)
             launch_decode(shape, cores)
         launch_others(cores)
     return recorder.texts

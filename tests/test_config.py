@@ -9,9 +9,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import setup_arg_parser
 
-from mlx_paged import config as config_module
 from mlx_paged.cli.generate import extend_parser
-from mlx_paged.config import KVBits, PagedConfig, free_memory, parse_memory
+from mlx_paged.config import KVBits, PagedConfig, parse_memory
 from mlx_paged.errors import ConfigError, KernelUnavailableError, PagedCacheError
 
 SIZES = {
@@ -203,39 +202,7 @@ def test_kv_rotate_requires_kv_bits() -> None:
         PagedConfig(kv_rotate=True).check_rotation()
 
 
-# Memory and kernel ------------------------------------------------------------------------------------------------
-
-
-def test_memory_budget_is_the_given_size_or_80_percent_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "free_memory", lambda: 1000)
-    assert PagedConfig(kv_cache_memory=12345).memory_budget() == 12345
-    assert PagedConfig().memory_budget() == 800
-
-
-@pytest.mark.parametrize(
-    ("info", "expected"),
-    [
-        ({"max_recommended_working_set_size": 10_000, "free_memory": 1}, 7_000),
-        ({"max_recommended_working_set_size": 2_000}, 0),
-        ({"free_memory": 5_000, "total_memory": 9_000}, 5_000),
-        ({"total_memory": 9_000}, 6_000),
-    ],
-)
-def test_free_memory_of_a_gpu_is_read_from_its_device_info(
-    info: dict[str, int], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(mx, "device_info", lambda: info)
-    monkeypatch.setattr(mx, "get_active_memory", lambda: 3_000)
-    assert free_memory() == expected
-
-
-def test_free_memory_of_a_cpu_falls_back_to_half_of_physical_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    assert 1 << 20 < free_memory() < 1 << 50
-    monkeypatch.setattr(config_module.Path, "exists", lambda path: False)
-    monkeypatch.setattr(config_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
-    assert free_memory() == 4096 * 500
+# Kernel ------------------------------------------------------------------------------------------------
 
 
 def test_kernel_on_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,12 @@ def test_partition_size_follows_core_count_and_patches_are_undone() -> None:
     real = mx.fast.metal_kernel, kernel_build.backend, kernels.backend
     shape = next(popular_shapes(32))
     few, many = (
-        {n for text in dump_kernels.texts_of([shape], cores) for n in re.findall(r"int PART = (\d+)", text.source)}
+        {
+            n
+            for text in dump_kernels.texts_of([shape], cores)
+            for n in re.findall(r"int PART = (\d+)", text.source)
+            if text.label.startswith("paged_decode")
+        }
         for cores in (None, 76)
     )
     assert (few, many) == ({"128"}, {"32"})
@@ -144,10 +149,25 @@ def test_ci_compiles_the_texts_and_uploads_the_doctors_report() -> None:
     ).stdout
     assert "scripts/dump_kernels.py metal\n" in planned and "scripts/support/compile_metal.py metal\n" in planned
     assert not compiling.get("continue-on-error")
-    (checking,) = (step for step in jobs["macos-metal"]["steps"] if "check-gpu" in step.get("run", ""))
+    steps = jobs["macos-metal"]["steps"]
+    first = next(number for number, step in enumerate(steps) if step.get("run") == "make test")
+    assert all("cancelled()" in step.get("if", "") or step.get("if") == "always()" for step in steps[first + 1 :])
+    (checking,) = (step for step in steps if "check-gpu" in step.get("run", ""))
     assert checking["continue-on-error"] and checking["env"] == {"MTL_SHADER_VALIDATION": "1"}
     (kept,) = (step["with"] for step in jobs["macos-metal"]["steps"] if "upload-artifact" in step.get("uses", ""))
     assert checking["run"].endswith(f"REPORT={kept['path']}")
+
+
+@pytest.mark.parametrize("fails", ["doctor", "pytest", "validate_kernel", "validate_model", "nothing"])
+def test_check_gpu_runs_all_checks_whichever_fails(tmp_path: Path, fails: str) -> None:
+    python, calls = tmp_path / "python", tmp_path / "calls.txt"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\ncase "$*" in *{fails}*) exit 1;; esac\n')
+    python.chmod(0o755)
+    command = ["make", "check-gpu", "DEV_STAMP=", f"PY={python}", "REPORT=doctor.json"]
+    ended = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True, check=False)
+    assert (ended.returncode == 0) is (fails == "nothing"), ended.stderr
+    names = ("mlx_paged doctor", "pytest -m gpu", "validate_kernel.py", "validate_model.py")
+    assert [name in call for name, call in zip(names, calls.read_text().splitlines(), strict=True)] == [True] * 4
 
 
 # Fake of Apple's compiler: records its arguments and prints the diagnostics that the text asks for.
@@ -157,6 +177,12 @@ from pathlib import Path
 arguments = sys.argv[1:]
 with open(Path(__file__).parent / "calls.txt", "a") as calls:
     print(*arguments, file=calls)
+(standard,) = [argument for argument in arguments if argument.startswith("-std=")]
+if standard.removeprefix("-std=") not in (Path(__file__).parent / "standards.txt").read_text().split():
+    print("error: invalid value in '" + standard + "'", file=sys.stderr)
+    sys.exit(1)
+if "-fsyntax-only" in arguments:
+    sys.exit()
 text = Path(arguments[-1]).read_text()
 if "WARN" in text and "-Wall" in arguments:
     print("text.metal:1:1: warning: unused variable", file=sys.stderr)
@@ -176,9 +202,10 @@ Path(arguments[arguments.index("-o") + 1]).write_text(air + "}}\\n")
 
 @pytest.fixture
 def xcrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put the fake on PATH; return a folder of texts."""
+    """Put the fake on PATH, which knows Metal's standards of Xcode 26; return a folder of texts."""
     programs = tmp_path / "programs"
     programs.mkdir()
+    (programs / "standards.txt").write_text("metal3.1 metal3.2 metal4.0")
     (programs / "xcrun").write_text(XCRUN)
     (programs / "xcrun").chmod(0o755)
     monkeypatch.setenv("PATH", str(programs))
@@ -189,14 +216,22 @@ def xcrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return texts
 
 
-def test_good_texts_pass_with_both_standards(xcrun: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compile_metal.main([str(xcrun)]) == 0
-    calls = (xcrun.parent / "programs" / "calls.txt").read_text().splitlines()
-    assert [re.findall(r"-std=(\S+)", call)[0] for call in sorted(calls)] == ["metal3.1", "metal3.2"]
+@pytest.mark.parametrize("known", [["metal3.1", "metal3.2"], ["metal3.1", "metal3.2", "metal4.0"], []])
+def test_good_texts_pass_with_every_known_standard(
+    xcrun: Path, capsys: pytest.CaptureFixture[str], known: list[str]
+) -> None:
+    programs = xcrun.parent / "programs"
+    (programs / "standards.txt").write_text(" ".join(known))
+    assert compile_metal.main([str(xcrun)]) == (0 if known else 2)
+    calls = [call for call in (programs / "calls.txt").read_text().splitlines() if "-fsyntax-only" not in call]
+    assert [re.findall(r"-std=(\S+)", call)[0] for call in sorted(calls)] == known
+    if not known:
+        assert "knows none of metal3.1" in capsys.readouterr().err
+        return
     for call in calls:
         assert call.startswith("-sdk macosx metal ") and " -Wall -Werror " in call
         assert " -S -emit-llvm " in call and " -isystem /headers " in call
-    assert "2 of 2 compiled" in capsys.readouterr().out
+    assert f"{len(known)} of {len(known)} compiled: 1 texts, {', '.join(known)}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

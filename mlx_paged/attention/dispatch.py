@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import GeometryError
-from ..kernels.availability import on_metal, prepares_plans
+from ..kernels.availability import prepares_plans
 from ..kernels.build import NoKernelError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
@@ -18,7 +18,7 @@ from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.attention_params import AttentionParams, QueryHeads, Window
-from ..kv.storage.choice import kernel_unsupported_reason, prefill_path, prefill_unsupported_reason
+from ..kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason
 from . import gather
 from .gather import causal_mask
 
@@ -27,6 +27,10 @@ from .gather import causal_mask
 # the context again for each of them.
 MOST_FEW_TOKENS = 64
 MOST_READS = 1 << 18
+# Also on CUDA, the prefill kernel takes a sequence's new tokens unless their numbers come again in other prompts: whole
+# chunks after whole chunks of the same size. For these MLX's attention has its plan (docs/adr/0096).
+WHOLE_CHUNK = 1024
+MOST_PLANNED_HEAD_DIM = 128  # for wider heads MLX's attention is slower, too
 
 
 class Dispatch(NamedTuple):
@@ -67,7 +71,7 @@ _FRESH = Dispatch("prefill", "no prefix: only new keys")
 _KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
 _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
 _KERNEL_PACK = Dispatch("kernel", "new tokens of several sequences")
-_KERNEL_PROMPT = Dispatch("kernel", "several new tokens after a prefix")
+_KERNEL_PROMPT = Dispatch("kernel", "new tokens of one sequence")
 _GATHERS: dict[str, Dispatch] = {}  # by reason; made once, since the host's time limits decode steps
 
 
@@ -164,22 +168,27 @@ def _attend_one(
 ) -> mx.array:
     """Attend from the new tokens of one sequence, which are written; over these alone if there is no prefix."""
     group, table = kv.group, tables[0]
+    if prepares_plans():
+        if _unsupported_reason(q, group, table.length, params) is None:
+            return _attend_rows(q, None, kv, tables, step, params)
+        if not (params.latent or _masks_otherwise(params) or _has_plan(q, table)):
+            own = params._replace(mask=None, window=_seen(kv, params))
+            attended, _ = _attend_prompts(q.swapaxes(0, 2), kv, tables, step, own)
+            if attended is not None:
+                record(_KERNEL_PROMPT)
+                return attended.swapaxes(0, 2)
     # With quantised pages, attend over what the pages hold: later tokens and other sequences will see the same.
-    fresh = new is not None and table.num_visible == q.shape[2] and not group.is_quantized
-    if fresh and prepares_plans():
-        fresh = _unsupported_reason(q, group, table.length, params) is not None
-    if fresh and new is not None:
+    if new is not None and table.num_visible == q.shape[2] and not group.is_quantized:
         record(_FRESH)
         k, v = kv.after_writes(*new)
         return gather.attention(q, k, v, params)
-    why = None
-    if q.shape[2] > MAX_QUERY_LENGTH and on_metal() and not params.latent and not _has_other_mask(params):
-        own = params._replace(mask=None, window=_seen(kv, params))
-        attended, why = _attend_prompts(q.swapaxes(0, 2), kv, tables, step, own)
-        if attended is not None:
-            record(_KERNEL_PROMPT)
-            return attended.swapaxes(0, 2)
-    return _attend_rows(q, None, kv, tables, step, params, why)
+    return _attend_rows(q, None, kv, tables, step, params)
+
+
+def _has_plan(q: mx.array, table: BlockTable) -> bool:
+    """Return whether MLX's attention has met these numbers of new tokens and of all tokens, or will meet them again."""
+    _, _, count, head_dim = q.shape
+    return head_dim <= MOST_PLANNED_HEAD_DIM and count % WHOLE_CHUNK == 0 and table.num_visible % count == 0
 
 
 def _attend_rows(
@@ -189,16 +198,14 @@ def _attend_rows(
     tables: Sequence[BlockTable],
     step: Step,
     params: AttentionParams,
-    unsupported: str | None = None,
 ) -> mx.array:
     """Attend from the same number of tokens of each sequence, by the decode kernel or over gathered arrays.
 
-    ``append``: keys and values of the step that are not written yet. ``unsupported``: why no kernel serves, if known.
+    ``append``: keys and values of the step that are not written yet.
     """
-    if unsupported is None:
-        attended, unsupported = _attend_by_decode_kernel(q, append, kv, tables, step, params)
-        if attended is not None:
-            return attended
+    attended, unsupported = _attend_by_decode_kernel(q, append, kv, tables, step, params)
+    if attended is not None:
+        return attended
     if append is not None:
         kv.write_step(tables, step, *append)
     record(Dispatch("gather", unsupported))
@@ -270,16 +277,11 @@ def _attend_prompts(
     q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], step: Step, params: AttentionParams
 ) -> tuple[mx.array | None, str]:
     """Attend from ``[T, n_q_heads, 1, head_dim]`` over the written tokens in one launch of the prefill kernel; return
-    None and the reason if it does not serve, or if MLX's attention is faster for each sequence."""
+    None and the reason if it does not serve."""
     group, heads = kv.group, params.heads(q.shape[1])
     unsupported = _packed_unsupported_reason(q, group, params)
     if unsupported is not None:
         return None, unsupported
-    if on_metal() and group.geometry is not None:
-        longest, window = max(table.length for table in tables), None if params.window is None else params.window.size
-        path = prefill_path(group.geometry, group.block_size, heads, min(step.counts), longest, window)
-        if not path.in_place:
-            return None, path.reason
     try:
         return kv.storage.prefill(q, tables, step, params), ""
     except NoKernelError as error:  # raised before anything was launched
@@ -348,6 +350,11 @@ def _unsupported_reason(q: mx.array, group: BlockGroup, longest: int, params: At
 def _has_other_mask(params: AttentionParams) -> bool:
     """Return whether the mask is more than causality and a window, which is all that kernels support."""
     return params.window is None and isinstance(params.mask, mx.array)
+
+
+def _masks_otherwise(params: AttentionParams) -> bool:
+    """Return whether several new tokens are masked by something else than causality and a window, or not at all."""
+    return params.window is None and not isinstance(params.mask, str)
 
 
 def _heads_unsupported_reason(group: BlockGroup, heads: QueryHeads) -> str | None:

@@ -246,7 +246,7 @@ class PagedBatchKVCache:
             seen = window_under(self._kv.spec, window_size and min(window_size, window or window_size))
             mask = rows.left_padding(self.layer).mask(seen)
             if seen == self._kv.sees:
-                rows.masks[self.pool.group_of(self.layer)] = mask, seen or Window(1 << 30)
+                rows.masks[self.pool.group_of(self.layer)] = weakref.ref(mask), seen or Window(1 << 30)
             return mask
         assert window_size is not None
         if window is not None and window_size > window:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -284,9 +285,8 @@ class PagedKVCache:
             None (all visible), "causal", or a boolean array ``[N, visible + N]``.
         """
         mask, window = self._mask(N, return_array, window_size)
-        # Remembering a wide mask would keep its memory; that of latents is lazy, and never computed.
-        if isinstance(mask, mx.array) and (N <= dispatch.MOST_FEW_TOKENS or self._kv.spec.latent):
-            self.sequence.masks[self.table.group] = (mask, window)
+        if isinstance(mask, mx.array):  # kernels take the window; a weak reference does not keep the mask's memory
+            self.sequence.masks[self.table.group] = (weakref.ref(mask), window)
         return mask
 
     def _mask(self, N: int, return_array: bool, window_size: int | None) -> tuple[mx.array | str | None, Window]:

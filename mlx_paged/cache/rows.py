@@ -104,7 +104,7 @@ class Reservations:
         self._place = {layer: index for index, group in enumerate(pool.groups) for layer in group.spec.layers}
         self.mark_level()
         # The latest mask of each group, with its window: a kernel takes the window for a mask that comes back.
-        self.masks: dict[int, tuple[mx.array, Window]] = {}
+        self.masks: dict[int, tuple[weakref.ref[mx.array], Window]] = {}
         self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)  # the latest of each group
 
     def _step_of(self, group: int, tables: Sequence[BlockTable], counts: Sequence[int] | int) -> Step:
@@ -163,7 +163,7 @@ class Reservations:
         """Return the window that a mask made here stands for; None for any other."""
         if mask is not None and not isinstance(mask, str):
             for made, window in self.masks.values():
-                if made is mask:
+                if made() is mask:
                     return window
         return None
 

@@ -16,7 +16,14 @@ from ..config import STOCK_QUANTISES, KVBits, PagedConfig
 from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError, PatchError
-from ..model_folder import check_model_folder, explain_load_errors, warn_if_unbounded, warn_max_kv_size_ignored
+from ..machine import memory_beside
+from ..model_folder import (
+    check_model_folder,
+    explain_load_errors,
+    warn_if_unbounded,
+    warn_max_kv_size_ignored,
+    weight_bytes,
+)
 from ..patches.patch import replaced
 from ..server.errors import RequestRefused
 from ..startup import raise_at_interrupt
@@ -124,6 +131,8 @@ def run(
             warn_once(STOCK_QUANTISES)
         config = PagedConfig.from_env().with_arguments(args)
         patches.apply_patches(config if kv_bits is None else kv_bits.configured(config))
+        num_bytes = weight_bytes(args.model or upstream.DEFAULT_MODEL, args.draft_model, adapter=args.adapter_path)
+        memory_beside(num_bytes // (1 if ranks is None else ranks.size))
         raise_cpu_cache_limit()
     if args.prompts_file is not None:
         model, failed = batch_run.run_prompts_file(args, names["load"], grammars, ranks, head)
@@ -176,6 +185,7 @@ def _generate_step(
     """Run upstream's generator with what this package adds: a prompt cache from a file is taken into the pool, the
     command line's grammar constrains the answer, all ranks use rank 0's tokens, and a terminal shows a prefill bar."""
     from .. import patches
+    from ..patches.cache.pools import count_weights
 
     if grammars.has_default:
         try:
@@ -190,6 +200,8 @@ def _generate_step(
         kw["sampler"] = lambda logprobs: ranks.agreed(sampler(logprobs))
     models = [model, *(m for m in rest[:1] if hasattr(m, "layers"))]  # speculative decoding passes the draft model
     used.extend(models)
+    if patches.is_applied():
+        count_weights(*models)
     cache = kw.get("prompt_cache")
     if cache is not None and patches.is_applied() and len(models) == 1:
         kv_bits = KVBits.of(kw)

@@ -18,8 +18,10 @@ from ..config import KVBits, PagedConfig
 from ..engine.ranks.ranks import Ranks
 from ..engine.ranks.world import check_same
 from ..errors import ConfigError
-from ..model_folder import check_model_folder, check_weight_files
+from ..machine import kv_budget
+from ..model_folder import check_model_folder, check_weight_files, weight_bytes
 from ..patches.patch import replaced
+from ..server.errors import is_launchd_job, start_status
 from ..server.options import ServerConfig
 from ..startup import raise_at_interrupt
 from ..warn import warn_once
@@ -89,7 +91,12 @@ def _override_flag(parser: argparse.ArgumentParser, name: str, text: str) -> Non
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the checked arguments; ``argv`` defaults to the process's arguments."""
-    return argparse.ArgumentParser.parse_args(make_parser(), argv)
+    try:
+        return argparse.ArgumentParser.parse_args(make_parser(), argv)
+    except SystemExit:  # with 2 for a usage error
+        if is_launchd_job():
+            sys.exit(0)
+        raise
 
 
 def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -121,7 +128,7 @@ def configured(args: argparse.Namespace) -> PagedConfig:
             check_weight_files(Path(model))
     config = PagedConfig.from_env().with_arguments(args)
     if len(args.models) > 1:
-        config = replace(config, kv_cache_memory=shared_budget(args.models, config))
+        config = replace(config, kv_cache_memory=shared_budget(args, config))
     kv_bits = KVBits.of(vars(args))
     if kv_bits is not None:
         config = kv_bits.configured(config)
@@ -132,28 +139,21 @@ def configured(args: argparse.Namespace) -> PagedConfig:
     return config
 
 
-def shared_budget(models: Sequence[str], config: PagedConfig) -> int:
-    """Return each model's equal share of the KV budget in bytes; an ``auto`` budget first leaves room for weights."""
-    budget = config.memory_budget()
-    if config.kv_cache_memory is None:
-        budget -= sum(map(_weight_bytes, models))
-    return max(1, budget // len(models))
+def shared_budget(args: argparse.Namespace, config: PagedConfig) -> int:
+    """Return each model's equal share of the KV budget in bytes; an ``auto`` budget leaves room for all weights.
 
-
-def _weight_bytes(model: str) -> int:
-    """Return the bytes of a model's weights; 0 for a hub's model that is not in its cache yet."""
-    folder = Path(model)
-    if not folder.is_dir():
-        config = importlib.import_module("huggingface_hub").try_to_load_from_cache(model, "config.json")
-        if not isinstance(config, str):
-            return 0
-        folder = Path(config).parent
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    Raises:
+        WeightsTooLargeError: the weights leave nothing.
+    """
+    budget = config.kv_cache_memory
+    if budget is None:
+        budget = kv_budget(weight_bytes(*args.models, args.draft_model, adapter=args.adapter_path))
+    return max(1, budget // len(args.models))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until a signal ends it; ``argv`` defaults to the process's arguments."""
-    with orderly_end("mlx_paged.server"):
+    with orderly_end("mlx_paged.server", start_status):
         args = parse(argv)
         raise_at_interrupt()
         logging.basicConfig(level=getattr(logging, args.log_level), format=LOG_FORMAT)

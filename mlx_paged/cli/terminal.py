@@ -106,15 +106,16 @@ class LineTracker:
 
 
 @contextmanager
-def orderly_end(command: str) -> Iterator[None]:
+def orderly_end(command: str, status_of: Callable[[Exception], int] = lambda error: 1) -> Iterator[None]:
     """Turn exceptions into exits of a command: this package's errors into one line, an interrupt into status 130, a
     broken pipe of stdout into status 141 without a message.
 
     Args:
         command: name that is printed before an error.
+        status_of: returns the exit status for an error of this package.
 
     Raises:
-        SystemExit: for a PagedCacheError or a stdout that cannot be written, with a message; for a KeyboardInterrupt.
+        SystemExit: for a PagedCacheError or a stdout that cannot be written, after a message; for a KeyboardInterrupt.
     """
     stdout = sys.stdout
     tracker = LineTracker(stdout)
@@ -124,7 +125,8 @@ def orderly_end(command: str) -> Iterator[None]:
         tracker.flush()
     except PagedCacheError as error:
         _end_line(tracker)
-        sys.exit(f"{command}: {error}")
+        print(f"{command}: {error}", file=sys.stderr)
+        sys.exit(status_of(error))
     except KeyboardInterrupt as interrupt:
         _end_line(tracker)
         if sys.stderr.isatty():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import mlx.core as mx
 
 from ..attention import dispatch
+from ..by_model import ByModel
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.lazy_kv import LazyKV, hand_out
@@ -27,7 +28,7 @@ from ..kv.step import rounded_up, table_width
 from ..kv.storage.attention_params import AttentionParams, Window
 from ..kv.storage.base import Geometry, Storage
 from ..kv.storage.in_place import InPlaceStorage, TracedBlocks
-from .model_state import ModelState, StateNotKnown, substituted
+from .model_state import ModelState
 from .narrow_layers import narrow_layers
 
 
@@ -379,9 +380,9 @@ class CompiledStep:
     hundred operations. Compiled, the graph is built once per shape of the batch and of its block tables.
 
     Batches are padded to a few sizes. A step qualifies only if every layer's cache holds a state, or is paged in place
-    and ran in the kernel in its last step. States are inputs and outputs of the function. Weights are inputs, so
-    replaced or updated ones take effect. Everything else that a trace reads of the model is compared before every step
-    (:class:`ModelState`); if it has changed, all traces are dropped and that step runs uncompiled.
+    and ran in the kernel in its last step. States are inputs and outputs of the function. Weights are its constants: as
+    inputs, the host would handle each of them in each step. Weights and structure of the model are compared before
+    every step (:class:`ModelState`); if something has changed, all traces are dropped and that step runs uncompiled.
 
     Args:
         pool: pool of the caches.
@@ -481,8 +482,7 @@ class CompiledStep:
             if any(items):
                 shapes = shapes._replace(items=tuple(len(own[0]) if own else 0 for own in items))
             found = self._shapes_for(shapes, may_pad=not states)
-            weights = None if found is None else self._weights_of(model)
-            if found is None or weights is None:
+            if found is None or not self._knows(model):
                 rows.undo_take()
                 return None
             shapes, function = found, self._functions[found]
@@ -496,9 +496,7 @@ class CompiledStep:
             own_storages, traces = cast(list[InPlaceStorage], storages), self._traces
             self._geometries = [storage.geometry for storage in own_storages]
             before = [cache.cache for cache in states]
-            logits, after = InPlaceStorage.run(
-                function, own_storages, weights, tokens, arrays, before, appended=len(rows)
-            )
+            logits, after = InPlaceStorage.run(function, own_storages, tokens, arrays, before, appended=len(rows))
             pool.traces += self._traces - traces
             for cache, own in zip(states, after, strict=True):
                 cache.cache = list(own)
@@ -508,7 +506,7 @@ class CompiledStep:
             check_device(error)
             rows.undo_take()
             self._failures += 1
-            if isinstance(error, NotCompilable | StateNotKnown) or self._failures == MOST_FAILURES:
+            if isinstance(error, NotCompilable) or self._failures == MOST_FAILURES:
                 said = str(error).splitlines() or [""]  # MLX appends all overloads of its functions
                 self.failure = f"{type(error).__name__}: {said[0]}"
             return None
@@ -518,20 +516,21 @@ class CompiledStep:
         dispatch.record_compiled(len(paged))
         return logits[: len(rows)] if missing else logits
 
-    def _weights_of(self, model: Any) -> list[mx.array] | None:
-        """Return the model's arrays. If the model has changed since it was traced, drop all traces and return None.
-
-        Raises:
-            StateNotKnown: changes of this model cannot be noticed.
-        """
+    def _knows(self, model: Any) -> bool:
+        """Return whether the model is what it was when it was first traced; if not, drop all traces."""
         if self._state is None:
             self._state = ModelState(model)
-        weights = self._state.arrays_of(model)
-        if weights is None:
-            self._state = None
-            self._functions.clear()
-            self._uncompiled.clear()
-        return weights
+            mx.eval(self._state.arrays)  # what is not computed would be computed in each step
+        if self._state.is_of(model):
+            return True
+        self.retrace()
+        return False
+
+    def retrace(self) -> None:
+        """Drop all traces, and the arrays in them; steps are traced again."""
+        self._state = None
+        self._functions.clear()
+        self._uncompiled.clear()
 
     def _shapes_for(self, own: StepShapes, *, may_pad: bool) -> StepShapes | None:
         """Return the shapes of the compiled step to take: these, or larger ones if the step may be padded; None if it
@@ -557,7 +556,6 @@ class CompiledStep:
     def _trace(
         self,
         tensors: Sequence[Any],
-        weights: Sequence[mx.array],
         tokens: mx.array,
         arrays: Sequence[Sequence[Any]],
         states: Sequence[Sequence[mx.array]],
@@ -579,14 +577,13 @@ class CompiledStep:
             parts.append(with_arrays(cache, next(of_states)))
             own_states.append(parts[-1])
         # Weights dequantised in a trace would all be alive at once in a step.
-        with (
-            substituted(self._model, weights),
-            narrow_layers(self._model, tokens.shape[0]),
-            Inference(dequantizes=False),
-        ):
+        with narrow_layers(self._model, tokens.shape[0]), Inference(dequantizes=False):
             logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, parts))
         for layer in layers:
             layer.check_attended()
-        if self._state is None or self._state.arrays_of(self._model) is None:
-            raise NotCompilable("the model changes its own attributes in a step")
+        if self._state is None or not self._state.is_of(self._model):
+            raise NotCompilable("the model changes its own modules or arrays in a step")
         return (logits, [state.cache for state in own_states]), [own.fence() for own in blocks]
+
+
+compiled_steps: ByModel[CompiledStep] = ByModel("compiled step")  # keyed by pool

@@ -26,7 +26,6 @@ from ..errors import (
     without_frames,
 )
 from ..kernels.availability import on_metal
-from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix.store import SharedPrefixes
@@ -44,6 +43,7 @@ from .prefill import (
     Prefill,
     PrefillPace,
     can_pack,
+    chunk_cap,
     grid_tokens,
     most_step_tokens,
     packs_by_default,
@@ -125,7 +125,7 @@ class Engine:
         self.can_pack = can_pack(
             fresh, batch.upstream.state_cache, reads_blocks_only=reads_blocks_only, takes_rows=batch.takes_rows
         )
-        packs = packs_by_default(self.pool, over_ranks=batch.ranks is not None) if packs is None else packs
+        packs = packs_by_default(self.pool) if packs is None else packs
         self.packs = packs and self.can_pack
         self.sharing: PrefixSharing | CheckpointSharing | None = None
         self.budget: PoolBudget | None = None
@@ -153,7 +153,8 @@ class Engine:
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None
         if self.agreement is None and (bounded or self._is_on_metal or (self.packs and on_metal())):
-            self._pace = PrefillPace(batch.model, prefill_latency, self._least_fused())
+            cap = self.scheduler.cap
+            self._pace = PrefillPace(batch.model, prefill_latency, 0 if cap is None else cap.least)
             self.scheduler.yields = True
             # On a CPU a row costs as much beside others as alone. A draft model would recompute rows that were held.
             self.scheduler.holds_rows = not on_metal() and proposer is None
@@ -166,13 +167,6 @@ class Engine:
     def _is_on_metal(self) -> bool:
         """Whether prompts are computed over blocks in place on an Apple GPU."""
         return self.in_place and on_metal()
-
-    def _least_fused(self) -> int:
-        """Return the least tokens of a step for which MLX's attention is fused and does not make all scores; 0: any."""
-        if not self._is_on_metal or self.pool is None or self.packs:
-            return 0
-        dims = [group.geometry.k_head_dim for group in self.pool.groups if group.geometry is not None]
-        return max((least_fused_queries(dim, has_nax()) for dim in dims), default=0)
 
     def _new_scheduler(self, step_size: int, most_running: int, most_prefilling: int) -> Scheduler:
         """Return a scheduler with the step sizes that suit how prompts are computed."""
@@ -188,6 +182,7 @@ class Engine:
             weakref.proxy(self),  # weak: a dropped engine is freed at once, with what its requests hold
             token_budget=token_budget,
             chunk=chunk if has_chunks else None,
+            cap=chunk_cap(self.pool) if has_chunks and self.agreement is None else None,  # the GPUs of ranks may differ
             grid=grid if self.in_place or self.packs or self.keeps_tokens else None,
             max_running=most_running,
             # A step of packs is bounded by its tokens only, unless a smaller number of prompts was chosen.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,54 +67,12 @@ def _summed(layer: nn.Module, product: mx.array) -> mx.array:
     return total + layer["bias"] if "bias" in layer else total
 
 
-class Unnormed(NamedTuple):
-    """Rows before their norm, which the kernel that multiplies them applies if it can.
-
-    Attributes:
-        x: ``[B, L, hidden]``.
-        norm: the norm to apply.
-    """
-
-    x: mx.array
-    norm: Callable[[mx.array], mx.array]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of ``x``."""
-        return self.x.shape
-
-    @property
-    def fused(self) -> narrow_matmul.Norm | None:
-        """The norm as the kernel takes it; None if the kernel does not support it."""
-        norm: Any = self.norm
-        return narrow_matmul.Norm(norm["weight"], norm.eps) if type(norm) is nn.RMSNorm else None
-
-
 def is_narrow(layer: nn.Module) -> bool:
     """Return whether the layer is at present one that a kernel may multiply few rows with."""
     return isinstance(layer, _OwnRows | _OwnColumns)
 
 
-def normed(x: mx.array | Unnormed) -> mx.array:
-    """Return the rows with their norm applied."""
-    return x.norm(x.x) if isinstance(x, Unnormed) else x
-
-
-def _rows_for_kernel(
-    x: mx.array | Unnormed, covers: Callable[[mx.array, narrow_matmul.Norm | None], bool]
-) -> tuple[mx.array, narrow_matmul.Norm | None] | None:
-    """Return the rows for a kernel and the norm that it is to apply (None: none, or applied already). Return None if
-    the kernel covers neither form of the rows."""
-    norm = x.fused if isinstance(x, Unnormed) else None
-    if isinstance(x, Unnormed) and norm is not None and covers(x.x, norm):
-        return x.x, norm
-    rows = normed(x)
-    return (rows, None) if covers(rows, None) else None
-
-
-def projected(
-    layers: Sequence[nn.Module], x: mx.array | Unnormed, heads: Sequence[int] | None = None
-) -> list[mx.array]:
+def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | None = None) -> list[mx.array]:
     """Return ``layer(x)`` of each layer, in one kernel launch if the layers are narrow.
 
     Args:
@@ -125,33 +83,28 @@ def projected(
     found = fused_projections(layers, x, heads)
     if found is not None:
         return found
-    rows = normed(x)
-    results = [layer(rows) for layer in layers]
+    results = [layer(x) for layer in layers]
     if heads is not None:
-        results = [y.reshape(rows.shape[0], n, 1, -1) for y, n in zip(results, heads, strict=True)]
+        results = [y.reshape(x.shape[0], n, 1, -1) for y, n in zip(results, heads, strict=True)]
     return results
 
 
 def fused_projections(
     layers: Sequence[nn.Module],
-    x: mx.array | Unnormed,
+    x: mx.array,
     heads: Sequence[int] | None = None,
     rotation: narrow_matmul.Rotation | None = None,
 ) -> list[mx.array] | None:
     """Return what :func:`projected` does, in one kernel launch, the first two results (queries and keys) rotated by
     ``rotation``; None if no launch can do all of it."""
     weights = _weights_of(layers)
-    if weights is None:
+    if weights is None or not narrow_matmul.covers(x, weights, rotation=rotation):
         return None
-    taken = _rows_for_kernel(x, lambda rows, norm: narrow_matmul.covers(rows, weights, norm=norm, rotation=rotation))
-    if taken is None:
-        return None
-    rows, norm = taken
     # The launch gives results their final shapes: in a decode step even an operation that only reshapes costs time.
     shapes = None
     if heads is not None:
-        shapes = [(rows.shape[0], n, 1, w.shape[0] // n) for w, n in zip(weights, heads, strict=True)]
-    return narrow_matmul.products(rows, weights, shapes=shapes, norm=norm, rotation=rotation)
+        shapes = [(x.shape[0], n, 1, w.shape[0] // n) for w, n in zip(weights, heads, strict=True)]
+    return narrow_matmul.products(x, weights, shapes=shapes, rotation=rotation)
 
 
 def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
@@ -169,14 +122,12 @@ def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
     return residual + product
 
 
-def gated(gate: nn.Module, up: nn.Module, x: mx.array | Unnormed) -> mx.array | None:
+def gated(gate: nn.Module, up: nn.Module, x: mx.array) -> mx.array | None:
     """Return ``silu(gate(x)) * up(x)`` from one kernel launch; None if no launch can do it."""
     weights = _weights_of([gate, up])
-    if weights is None:
+    if weights is None or not narrow_matmul.covers_gated(x, *weights):
         return None
-    gate_weight, up_weight = weights
-    taken = _rows_for_kernel(x, lambda rows, norm: narrow_matmul.covers_gated(rows, gate_weight, up_weight, norm))
-    return None if taken is None else narrow_matmul.gated_product(taken[0], gate_weight, up_weight, taken[1])
+    return narrow_matmul.gated_product(x, *weights)
 
 
 def _weights_of(layers: Sequence[nn.Module]) -> list[narrow_matmul.Matrix] | None:

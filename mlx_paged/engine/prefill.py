@@ -18,10 +18,11 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import NotPackableError, Rows
 from ..errors import device_failed
 from ..kernels.availability import on_metal, packs_prompts
+from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.pool import BlockPool
 from ..warn import warn_once
 from .request import Request
-from .scheduler import Chunk
+from .scheduler import Chunk, ChunkCap
 
 LATENCY_MS = 500  # default time for the prompts of a step beside requests that decode or wait
 ALONE_SECONDS = 5.0  # time for a step of the only request, which cannot be cancelled meanwhile
@@ -76,6 +77,9 @@ class PrefillPace:
 IN_PLACE_STEP_TOKENS = 512
 # On Metal prompts are cut at multiples of this, so that a step can stay within its time limit (docs/adr/0063).
 METAL_GRID = 128
+# New tokens times context of a chunk on Metal, at most: macOS ends a process whose command buffer runs too long. Where
+# MLX's attention stores all scores, a quarter: 1 GB of them for 32 heads (docs/adr/0084).
+MOST_PAIRS, MOST_STORED_PAIRS = 1 << 26, 1 << 24
 # Prompt tokens per step with packs (docs/adr/0023).
 STEP_TOKENS = 4096
 # On CUDA a single chunk is a pack if it ends within this many tokens: MLX's attention prepares a plan for each length,
@@ -89,6 +93,23 @@ UPSTREAM_PREFILLING = 8  # mlx-lm's default number of prompts computed at a time
 def most_step_tokens() -> int:
     """Return the most prompt tokens of a step with packs, or on a Mac, where the time limit often allows fewer."""
     return UPSTREAM_STEP_TOKENS if on_metal() else STEP_TOKENS
+
+
+def chunk_cap(pool: BlockPool | None) -> ChunkCap | None:
+    """Return the limit of chunks over a pool's blocks by their context; None where there is none, but on Metal.
+
+    It never cuts chunks below what MLX's attention needs to be fused for the heads of every layer.
+    """
+    if pool is None or not on_metal():
+        return None
+    least, is_fused = 0, True
+    for group in pool.groups:
+        if group.geometry is not None and group.heads is not None:
+            dims = group.geometry.k_head_dim, group.geometry.v_head_dim
+            needed = None if group.heads.softcap else least_fused_queries(*dims, group.heads.num_q_heads, has_nax())
+            least, is_fused = max(least, needed or 0), is_fused and needed is not None
+    # A chunk that begins between two multiples of the grid ends up to one multiple earlier.
+    return ChunkCap(MOST_PAIRS if is_fused else MOST_STORED_PAIRS, least + METAL_GRID)
 
 
 def grid_tokens() -> int:
@@ -138,8 +159,6 @@ class Prefill:
             on_failure: called with the chunks of a failed model call and its error, before the next call.
         """
         self.wait()
-        if self.packs and on_metal() and _attend_apart(chunks):
-            self.packs = False  # packs gain nothing without a kernel: on Metal, MLX's attention prepares no plans
         begin = time.perf_counter()
         done: set[Request] = set()
         for call in packs_of(chunks) if self.packs else [[chunk] for chunk in chunks]:
@@ -191,9 +210,7 @@ class Prefill:
         if not self.packs or len(call) > 1:
             return self.packs
         request, num_tokens = call[0]
-        if on_metal():  # MLX's attention suits a first chunk; for later ones the prefix would be copied
-            return not request.prefills_alone and request.length > 0
-        return not request.prefills_alone and request.length + num_tokens <= MOST_ALONE
+        return not request.prefills_alone and not on_metal() and request.length + num_tokens <= MOST_ALONE
 
     def _call(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> Sequence[Chunk]:
         """Compute the chunks of one model call. Returns those that found room in the pool."""
@@ -219,12 +236,6 @@ class Prefill:
             if len(chunks) > 1:
                 raise
             return None
-
-
-def _attend_apart(chunks: Sequence[Chunk]) -> bool:
-    """Return whether some layers of these requests turned out to have no kernel for packs."""
-    pools = [request.sequence.pool for request, _ in chunks if request.sequence is not None]
-    return any(why for pool in pools for group in pool.groups for why in group.packs_unsupported.values())
 
 
 def _fences(requests: Sequence[Request]) -> list[mx.array]:
@@ -259,11 +270,9 @@ def can_pack(
     return takes_rows and attends_so and all(isinstance(cache, PagedKVCache | state_cache) for cache in of_layers)
 
 
-def packs_by_default(pool: BlockPool | None, *, over_ranks: bool) -> bool:
-    """Return whether prompts go through the model as packs by default: blocks are in place on a GPU that has a kernel
-    for packs. Not on Metal over ranks: a Mac stops packing if its kernel fails, and the other ranks would not."""
-    in_place = pool is None or all(group.in_place for group in pool.groups)
-    return in_place and packs_prompts() and not (on_metal() and over_ranks)
+def packs_by_default(pool: BlockPool | None) -> bool:
+    """Return whether prompts go through the model as packs by default: blocks are in place on a GPU."""
+    return packs_prompts() and (pool is None or all(group.in_place for group in pool.groups))
 
 
 def pack_layers(rows: Rows | None, caches: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:

@@ -65,6 +65,22 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
+class ChunkCap(NamedTuple):
+    """Limits a chunk by the work of its attention.
+
+    Attributes:
+        most_pairs: most new tokens times tokens of context.
+        least: new tokens that any context allows.
+    """
+
+    most_pairs: int
+    least: int
+
+    def most_tokens(self, length: int, most: int) -> int:
+        """Return the most new tokens, up to ``most``, after ``length`` tokens."""
+        return min(most, max(self.least, self.most_pairs // (length + most)))
+
+
 class ScheduledStep(NamedTuple):
     """One step.
 
@@ -158,6 +174,7 @@ class Scheduler:
         max_prefilling: most of them whose prompt is being computed.
         grid: cut prompts at multiples of this many tokens.
         chunk: most tokens of one request in a step. None: the step's budget; with a grid, up to its next multiple.
+        cap: further limit of a chunk, if ``chunk`` is given.
         headroom: tokens that every running request must be able to grow by when another one is admitted, so that this
             one is not preempted again at once.
 
@@ -179,13 +196,14 @@ class Scheduler:
         max_prefilling: int,
         grid: int | None = None,
         chunk: int | None = None,
+        cap: ChunkCap | None = None,
         headroom: int = 1,
     ) -> None:
         self.memory = memory
         self.token_budget = self.most_tokens = token_budget
         self.max_running = max_running
         self.max_prefilling = max_prefilling
-        self.chunk = chunk
+        self.chunk, self.cap = chunk, cap
         self.grid = grid
         self.headroom = headroom
         self.waiting = WaitingQueue()
@@ -396,7 +414,10 @@ class Scheduler:
         """Return the length of a request's next chunk; more than the budget if not even the smallest chunk fits."""
         if self.grid is None:
             return request.chunk_length(budget)
-        return request.chunk_length(None if self.chunk is None else min(budget, self.chunk), self.grid)
+        most = None if self.chunk is None else min(budget, self.chunk)
+        if most is not None and self.cap is not None:
+            most = self.cap.most_tokens(request.length, most)
+        return request.chunk_length(most, self.grid)
 
     def _fits_chunk(
         self, planned: Growth, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]

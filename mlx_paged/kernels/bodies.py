@@ -88,11 +88,11 @@ def _shared(names: str, helpers: tuple[str, ...] = ()) -> Body:
     return Body(Family.DECODE, parts, inputs, ("partial", "stats", "fence_out"), helpers, cuda_only=True)
 
 
-def _prefill(file: str, names: str, helpers: tuple[str, ...] = (), *, latent: bool = False) -> Body:
+def _prefill(names: str, helpers: tuple[str, ...] = (), *, latent: bool = False) -> Body:
     pools = ("k_pool", "v_pool", "rotated", "fence") if latent else _POOL
     inputs = ("q", *pools, "tables", "tiles", "params", "sinks")
-    is_cuda = file == "tensor_prefill"
-    return Body(Family.PREFILL, _parts(file, names), inputs, ("out", "fence_out"), helpers, is_cuda)
+    parts = _parts("tensor_prefill", names)
+    return Body(Family.PREFILL, parts, inputs, ("out", "fence_out"), helpers, cuda_only=True)
 
 
 def _write(text: str, helpers: tuple[str, ...] = (), *, strided: bool = True) -> Body:
@@ -110,27 +110,22 @@ def _products(kind: str) -> dict[str, Body]:
     def weights(number: str) -> tuple[str, ...]:
         return (f"w{number}",) if kind == "matmul" else tuple(name + number for name in ("words", "scales", "biases"))
 
-    def tile(begin: str, *, norm: bool = False, turn: bool = False) -> tuple[str, ...]:
-        rows = "rows_normalised" if norm else "rows_as_they_are"
-        columns = "columns_rotated" if turn else "columns"
-        return _parts("products", f"{begin} {columns} rows {rows} {kind}_tile sums")
-
-    def body(begin: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ("out",), **extra: bool) -> Body:
-        return Body(Family.PRODUCT, tile(begin, **extra), ("x", *inputs), outputs, cuda_only=True)
+    def body(
+        begin: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ("out",), columns: str = "columns"
+    ) -> Body:
+        text = _parts("products", f"{begin} {columns} rows {kind}_tile sums")
+        return Body(Family.PRODUCT, text, ("x", *inputs), outputs, cuda_only=True)
 
     bodies, name = {}, f"narrow_{kind}"
     for extra, given in (("", ()), ("_bias", ("bias",)), ("_add", ("residual",))):
         bodies[name + extra] = body(f"{kind}_single store{extra}", (*weights(""), *given))
     pair = f"silu_gate {kind}_{'pair' if kind == 'quantized' else 'single'} store_gate"
     three = (*weights(""), *weights("1"), *weights("2"))
-    for norm in (False, True):
-        given, suffix = (("gains",), "_norm") if norm else ((), "")
-        bodies[f"{name}_gate{suffix}"] = body(pair, (*weights(""), *weights("1"), *given), norm=norm)
-        for turn in (False, True):
-            turned, end = (("offsets", "frequencies"), "_turn") if turn else ((), "")
-            bodies[f"{name}_group{suffix}{end}"] = body(
-                f"{kind}_group", (*three, *given, *turned), ("out", "out1", "out2"), norm=norm, turn=turn
-            )
+    bodies[f"{name}_gate"] = body(pair, (*weights(""), *weights("1")))
+    results = ("out", "out1", "out2")
+    bodies[f"{name}_group"] = body(f"{kind}_group", three, results)
+    turned = (*three, "offsets", "frequencies")
+    bodies[f"{name}_group_turn"] = body(f"{kind}_group", turned, results, "columns_rotated")
     return bodies
 
 
@@ -197,19 +192,9 @@ BODIES: dict[str, Body] = {
         ("out",),
         _PARTITIONS,
     ),
-    "prefill_matrix": _prefill(
-        "matrices", "prefill_dense_pages prefill_begin dense_keys softmax dense_values prefill_end"
-    ),
-    "quantized_prefill_matrix": _prefill(
-        "matrices",
-        "prefill_quantized_pages prefill_begin quantized_keys softmax quantized_values prefill_end",
-        (*_CODES, *_STAGE),
-    ),
-    "paged_prefill_tensor": _prefill("tensor_prefill", "tile dense_pages lines dense_loads steps"),
-    "quantized_prefill_tensor": _prefill(
-        "tensor_prefill", "tile quantized_pages lines quantized_loads steps", _TENSOR_CODES
-    ),
-    "latent_prefill_tensor": _prefill("tensor_prefill", "tile latent_pages lines latent_loads steps", latent=True),
+    "paged_prefill_tensor": _prefill("tile dense_pages lines dense_loads steps"),
+    "quantized_prefill_tensor": _prefill("tile quantized_pages lines quantized_loads steps", _TENSOR_CODES),
+    "latent_prefill_tensor": _prefill("tile latent_pages lines latent_loads steps", latent=True),
     "write_slots": _write("write_slots"),
     "quantized_write": _write("quantized:quantized_write", _CODES),
     "write_rows": _write("quantized:write_rows", strided=False),

@@ -219,8 +219,7 @@ def _compiled_kernel(body: str, constants: Constants) -> CompiledKernel | None:
     if known is None or source is None:
         return None
     with warn_when_compiling():
-        cubin = known.get(source)
-    return None if cubin is None else CompiledKernel(source, cubin, _TYPE_NAMES["cuda"])
+        return known.kernel(source, _TYPE_NAMES["cuda"])
 
 
 def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:

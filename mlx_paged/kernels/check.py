@@ -182,6 +182,13 @@ def checked(variant: Variant) -> SelfCheck:
     return result if off is None or not result.ok else result._replace(ok=False, reason=off)
 
 
+def summary() -> str:
+    """Return how many kernels have been checked in this process, in how many seconds, and which are off and why."""
+    off = [f"{variant} is off: {why}" for variant in _results if (why := kernels.why_off(variant)) is not None]
+    seconds = sum(result.seconds for result in _results.values())
+    return "; ".join([f"{len(_results)} attention kernels checked in {seconds:.1f} s", *(off or ["all right"])])
+
+
 def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
     """Return (body, constants) of the texts that a variant's check, pool and steps launch on CUDA."""
     if variant.body == PROMPTS_BODY:
@@ -242,7 +249,7 @@ def _windows_of(own: LaunchShape, contexts: list[int], q_len: int) -> list[int]:
     if not own.first:
         return [_WINDOW]
     longer, is_small = own.first + _MORE, 2 * len(contexts) < MIN_DEVICE_ELEMENTS
-    short = [_WINDOW] if not is_small or q_len == 2 else []
+    short = [min(_WINDOW, own.first - own.alignment + 1)] if not is_small or q_len == 2 else []
     return [*short, longer] if is_small or (q_len == MAX_QUERY_LENGTH and min(contexts) > longer) else short
 
 

@@ -96,12 +96,15 @@ MAX_QUERY_LENGTH = 8
 # twice the length, and so on. Only what the row sees decides this, so its bits do not depend on the rest of its batch.
 PARTITION = 128
 SPAN = 16
-# GPUs with more cores have smaller partitions, so that a context of 512 tokens and 8 KV heads gives each core work.
+# GPUs with more cores have smaller partitions, so that a context of 512 tokens and 8 KV heads gives each core work. On
+# Metal fewer KV heads, which are fewer thread groups per partition, have smaller ones still (docs/adr/0085).
 CORES_OF_PARTITION = ((20, 128), (32, 64))  # (most cores, tokens); beyond, SMALLEST_PARTITION
 SMALLEST_PARTITION = 32
+MOST_GROUPS = 8
 # On Metal a row that ends at most this many tokens after the start of its first partition has only that partition:
-# merging several would need another launch in each layer (docs/adr/0062).
-FIRST_PARTITION = 256
+# merging several would need another launch in each layer (docs/adr/0062). With fewer KV heads than 4 that launch costs
+# less than one or two thread groups that read all tokens.
+FIRST_PARTITION, FIRST_PARTITION_OF_FEW = 256, 64
 # A row's first partition begins at a multiple of this, or of the smallest partition if that is shorter. Every chunk
 # size divides both.
 ALIGNMENT = 64
@@ -160,6 +163,7 @@ class Variant(NamedTuple):
     softcap: bool = False
     sinks: bool = False
     pages: PageShape | None = None  # None: not quantised
+    groups: int = MOST_GROUPS  # thread groups per row and partition on Metal, see groups_of
 
     @property
     def constants(self) -> tuple[tuple[str, Any], ...]:
@@ -223,11 +227,26 @@ class LaunchShape(NamedTuple):
         return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 2 * 128 + 11 * 8
 
 
-def partition_for(cores: int | None) -> int:
-    """Return the tokens of the smallest partition on a GPU with ``cores`` (None: unknown, or not an Apple GPU)."""
-    if cores is None:
-        return PARTITION
-    return next((tokens for most, tokens in CORES_OF_PARTITION if cores <= most), SMALLEST_PARTITION)
+def groups_of(count: int, dialect: str) -> int:
+    """Return a variant's ``groups`` for ``count`` thread groups per row and partition: on Metal the power of two below,
+    at most :data:`MOST_GROUPS`."""
+    return MOST_GROUPS if dialect == "cuda" else min(MOST_GROUPS, 1 << count.bit_length() - 1)
+
+
+def partition_for(cores: int | None, groups: int = MOST_GROUPS) -> int:
+    """Return the tokens of the smallest partition on a GPU with ``cores`` (None: unknown, or not an Apple GPU), for a
+    variant with ``groups``."""
+    tokens = PARTITION
+    if cores is not None:
+        tokens = next((tokens for most, tokens in CORES_OF_PARTITION if cores <= most), SMALLEST_PARTITION)
+    return max(SMALLEST_PARTITION, tokens * groups // MOST_GROUPS)
+
+
+def _first_partition(variant: Variant) -> int:
+    """Return the tokens of a row's only partition; 0 if rows of any length may have several."""
+    if variant.backend != "metal":
+        return 0
+    return FIRST_PARTITION if variant.groups >= 4 else FIRST_PARTITION_OF_FEW
 
 
 def _widths(variant: Variant) -> tuple[int, ...]:
@@ -281,8 +300,8 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         return _latent_shape(variant, cores)
     if variant.body in (*MATRIX_BODIES, SHARED_MATRIX_BODY):
         keys, rows = matrix_keys(variant), 4 if variant.body == SHARED_MATRIX_BODY else 1
-        partition = max(partition_for(cores), 4 * keys)
-        return LaunchShape(8, 4, 1, 1, 1, 4, partition, keys=keys, first=FIRST_PARTITION, rows=rows)
+        partition = max(partition_for(cores, variant.groups), 4 * keys)
+        return LaunchShape(8, 4, 1, 1, 1, 4, partition, keys=keys, first=_first_partition(variant), rows=rows)
     if variant.backend == "metal":
         shape = variant.gqa, variant.head_dim, variant.value_dim
         if variant.pages is None:
@@ -299,10 +318,8 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         unroll = 4 if heads * per_lane <= 32 else 2
     simdgroups = max(4, head_split)
     head_round = max(1, min(heads, _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
-    first = FIRST_PARTITION if variant.backend == "metal" else 0
-    launch_shape = LaunchShape(
-        vec, lanes, unroll, head_split, head_round, simdgroups, partition_for(cores), first=first
-    )
+    partition, first = partition_for(cores, variant.groups), _first_partition(variant)
+    launch_shape = LaunchShape(vec, lanes, unroll, head_split, head_round, simdgroups, partition, first=first)
     if launch_shape.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
         raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
     return launch_shape
@@ -345,8 +362,8 @@ def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
     head_split = -(-variant.gqa // 2)
     unroll = 4 if variant.backend == "cuda" else 2 if variant.dtype.size == 2 else 1
     simdgroups = head_split * max(1, 4 // head_split)
-    first = FIRST_PARTITION if variant.backend == "metal" else 0
-    return LaunchShape(4, 32, unroll, head_split, 1, simdgroups, partition_for(cores), first=first)
+    partition, first = partition_for(cores, variant.groups), _first_partition(variant)
+    return LaunchShape(4, 32, unroll, head_split, 1, simdgroups, partition, first=first)
 
 
 def latent_run(groups: int, n_partitions: int, cores: int) -> int:

@@ -33,6 +33,7 @@ from .launch_shape import (
     LaunchShape,
     Variant,
     count_partitions,
+    groups_of,
     shape_for,
     unsupported,
     unsupported_matrix,
@@ -86,7 +87,8 @@ def latent_variants_of(
         return ()
     portable, tensor = LATENT_BODIES
     together = next(n for n in range(_MOST_TOGETHER, 0, -1) if n_q_heads % n == 0)
-    variants = [Variant(portable, dialect, dtype, rank + rope, rank, together, block_size)]
+    groups = groups_of(n_q_heads // together, dialect)
+    variants = [Variant(portable, dialect, dtype, rank + rope, rank, together, block_size, groups=groups)]
     if dialect == "cuda" and dtype.size == 2 and rank in _TENSOR_RANKS and rope == _TENSOR_ROPE:
         wide = variants[0]._replace(body=tensor, gqa=LATENT_TENSOR_HEADS)
         # Checked here: MLX notices only when it instantiates the CUDA graph, and then keeps a broken one.
@@ -150,7 +152,8 @@ def variants_of(
     bodies = ["paged_decode" if pages is None else "quantized_decode"]
     if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM:
         bodies.insert(0, "paged_decode_tensor" if pages is None else "quantized_decode_tensor")
-    geometry = (dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages)
+    groups = groups_of(n_kv_heads, dialect)
+    geometry = (dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages, groups)
     matrix = Variant(MATRIX_BODIES[pages is not None], *geometry)
     if dialect == "metal" and unsupported_matrix(matrix) is None:
         bodies.insert(0, matrix.body)

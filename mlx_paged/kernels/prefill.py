@@ -2,7 +2,7 @@
 
 Sequences may have any lengths: a launch takes a list of tiles, each some tokens of one sequence, and nothing is
 prepared or compiled per length. Keys and values of prefixes and new tokens are read in place. The kernels use CUDA's
-tensor cores, or the 8 x 8 matrices of Metal's simdgroups.
+tensor cores; on Metal, prompts take MLX's attention (docs/adr/0084).
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ from .cases import Blocks, squared_errors, worst_rms
 from .cuda.device import cuda_limits
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
 from .quantized import PageShape, new_blocks
-from .trial import LAUNCHES, MIN_DEVICE_ELEMENTS, KernelKey, failure_of, seconds_of
+from .trial import LAUNCHES, KernelKey, failure_of, seconds_of
 
 BODY = "paged_prefill_tensor"
 QUANTIZED_BODY = "quantized_prefill_tensor"
-# Metal
-MATRIX_BODY = "prefill_matrix"
-QUANTIZED_MATRIX_BODY = "quantized_prefill_matrix"
 # No window: more than any position.
 _NO_WINDOW = 1 << 30
 _PADDING = 8  # extra elements of a row in shared memory
 
 
 class PrefillShape(NamedTuple):
-    """Launch shape of the CUDA kernels. A row is one query head of one token.
+    """Launch shape of the kernels. A row is one query head of one token.
 
     Attributes:
         simdgroups: simdgroups of a thread group.
@@ -62,24 +59,6 @@ class PrefillShape(NamedTuple):
         return 2 * (self.buffers * stage + self.query_shared * self.rows * (head_dim + _PADDING))
 
 
-class MatrixShape(NamedTuple):
-    """Launch shape of the Metal kernels: simdgroups of a thread group, of 8 rows each, and tokens read at a time."""
-
-    simdgroups: int = 4
-    keys: int = 32
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 8 * self.simdgroups
-
-    def shared_bytes(self, head_dim: int, value_dim: int, pages: PageShape | None = None) -> int:
-        """Return the threadgroup memory of a thread group, in bytes: queries, scores, weights and a diagonal; values at
-        a block's edge, or dequantised ones."""
-        staged = 64 * self.simdgroups if pages is None else self.keys * max(head_dim, value_dim)
-        return self.rows * (2 * head_dim + 6 * self.keys) + 4 * 64 * self.simdgroups + 2 * staged
-
-
 # For heads up to 64, up to 128, and wider ones.
 _QUANTIZED_SHAPES = (
     PrefillShape(4, 2, 64, 1, False, 2),
@@ -90,7 +69,7 @@ _QUANTIZED_SHAPES = (
 
 @lru_cache(maxsize=64)
 def prefill_shape_for(head_dim: int, value_dim: int, pages: PageShape | None = None) -> PrefillShape:
-    """Return the launch shape on CUDA for heads of these sizes."""
+    """Return the launch shape for heads of these sizes."""
     widest = max(head_dim, value_dim)
     if pages is not None:  # codes are staged in shared memory, so values have one buffer
         return _QUANTIZED_SHAPES[0 if widest <= 64 else 1 if widest <= 128 else 2]
@@ -113,7 +92,7 @@ def prefill_variants_of(
     sinks: bool,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """Return the variants for a geometry; empty without a GPU, or if the GPU has too little shared memory.
+    """Return the variants for a geometry; empty without CUDA, or if the GPU has too little shared memory.
 
     Raises:
         ValueError: no kernel supports the geometry.
@@ -122,9 +101,6 @@ def prefill_variants_of(
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
         raise ValueError(why or f"{n_q_heads} query heads are not a multiple of {n_kv_heads} KV heads")
-    if backend() == "metal":
-        body = MATRIX_BODY if pages is None else QUANTIZED_MATRIX_BODY
-        return (Variant(body, "metal", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages),)
     shared = prefill_shape_for(head_dim, value_dim, pages).shared_bytes(head_dim, value_dim)
     if backend() != "cuda" or not cuda_limits().groups_together(shared):
         return ()
@@ -155,24 +131,13 @@ def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int
     return unsupported(dtype, head_dim, value_dim, gqa, block_size)
 
 
-def shape_of(variant: Variant) -> PrefillShape | MatrixShape:
+def shape_of(variant: Variant) -> PrefillShape:
     """Return the launch shape of a variant."""
-    if variant.body == MATRIX_BODY:
-        return MatrixShape()
-    if variant.body == QUANTIZED_MATRIX_BODY:  # wider heads: as many keys as threadgroup memory holds
-        return MatrixShape(keys=32 if max(variant.head_dim, variant.value_dim) <= 128 else 16)
     return prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
 
 
-def prefill_constants_of(
-    variant: Variant, launch_shape: PrefillShape | MatrixShape, *, tiles_first: bool = False
-) -> Constants:
-    """Return the constants of the body. ``tiles_first``: on CUDA, thread groups take all tiles of a head, then the next
-    head."""
-    if isinstance(launch_shape, MatrixShape):
-        cut = ("SG", launch_shape.simdgroups), ("KEYS", launch_shape.keys)
-        pages = () if variant.pages is None else variant.pages.constants
-        return (*variant.constants, *cut, ("SOFTCAP", variant.softcap), ("SINKS", variant.sinks), *pages)
+def prefill_constants_of(variant: Variant, launch_shape: PrefillShape, *, tiles_first: bool = False) -> Constants:
+    """Return the constants of the body. ``tiles_first``: thread groups take all tiles of a head, then the next head."""
     shared = launch_shape.shared_bytes(variant.head_dim, variant.value_dim)
     return (
         *variant.constants,
@@ -242,8 +207,6 @@ class PrefillLaunch(NamedTuple):
             ``[T, n_q_heads, 1, value_dim]``, and the next fence. A token's bits depend on no other sequence.
         """
         logits = self.params if sinks is None else sinks.astype(mx.float32)
-        if sinks is not None and logits.size < MIN_DEVICE_ELEMENTS:  # on Metal, fewer are another text
-            logits = mx.tile(logits, MIN_DEVICE_ELEMENTS)
         out, fence = self.kernel(
             inputs=[q, k_pool, v_pool, fence, self.tables, self.tiles, self.params, logits], **self.options
         )
@@ -264,7 +227,7 @@ def prepare_prefill(
     window: int | None = None,
     stride: int = 1,
     variant: Variant | None = None,
-    launch_shape: PrefillShape | MatrixShape | None = None,
+    launch_shape: PrefillShape | None = None,
     pages: PageShape | None = None,
 ) -> PrefillLaunch:
     """Prepare the launch for the new tokens of B sequences over pools of this geometry.
@@ -305,11 +268,6 @@ def prepare_prefill(
         warnings.warn(f"mlx_paged: {variant} is off: {failure}", stacklevel=2)
         raise NoKernelError(failure)
     tiles = tiles_of(counts, lengths, own.rows // variant.gqa, window)
-    if variant.backend == "metal":  # fewer than 8 elements are another text (docs/adr/0018)
-        if len(tiles) * 4 < MIN_DEVICE_ELEMENTS:
-            tiles.append([0, 0, 0, 0])
-        if tables.size < MIN_DEVICE_ELEMENTS:
-            tables = mx.pad(tables, [(0, 0), (0, MIN_DEVICE_ELEMENTS)])
     seen = _NO_WINDOW if window is None or window >= max(lengths) else window
     threads = 32 * own.simdgroups
     options = {
@@ -332,7 +290,7 @@ def prefill_difference(variant: Variant) -> float:
     window and then with one, in two launches of one text.
 
     New tokens fill tiles or do not, with and without prefixes, in permuted blocks. Every slot that no token sees is
-    NaN, and on Metal the output before each launch.
+    NaN.
     """
     block, dtype, pages = variant.block_size, variant.dtype, variant.pages
     launch_shape = shape_of(variant)
@@ -380,8 +338,6 @@ def prefill_difference(variant: Variant) -> float:
             launch_shape=launch_shape,
             pages=pages,
         )
-        if variant.backend == "metal":  # unwritten memory often holds harmless numbers
-            launch = launch._replace(options={**launch.options, "init_value": float("nan")})
         out, fence = launch(q, k_pool, v_pool, fence, sinks)
         errors += squared_errors(out, q, k, v, counts, lengths, scale, softcap, sinks, window)
     return worst_rms(errors)

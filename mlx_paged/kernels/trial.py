@@ -164,7 +164,6 @@ def _prefill(kernel: _Kernel) -> Scratch:
     heads, dtype, threads = kernel["G"], kernel["T"], kernel["SG"] * 32
     given = {
         **kernel.pool(),
-        # As many elements as real launches have at least, so that on Metal the text is the same.
         **{"q": mx.zeros((1, heads, 1, kernel["D"]), dtype), "tables": mx.zeros((1, MIN_DEVICE_ELEMENTS), mx.int32)},
         **{"tiles": mx.zeros((2, 4), mx.int32), "params": mx.ones((4,))},
         "sinks": kernel.sinks(max(MIN_DEVICE_ELEMENTS, heads)),
@@ -217,7 +216,7 @@ def _product(kernel: _Kernel) -> Scratch:
     depth = 32 if bits else size
     x = mx.zeros((rows * depth,) if kernel["XD"] == 1 else (rows, *[1] * (kernel["XD"] - 2), depth), dtype)
     w, like = mx.zeros((size, depth), dtype), mx.zeros((rows, size), dtype)
-    given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like, "gains": mx.zeros((depth,), dtype)}
+    given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like}
     half = kernel.constants.get("HALF", 8)
     given |= {"offsets": mx.zeros((rows,), mx.int32), "frequencies": mx.ones((half,))}
     for number in ("", "1", "2"):

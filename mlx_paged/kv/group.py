@@ -114,6 +114,7 @@ class BlockGroup:
         self.block_size = block_size
         self.allocator = BlockAllocator()
         self.geometry: Geometry | None = None
+        self.heads: QueryHeads | None = None  # of the queries that the storage was chosen for, with the geometry
         self.storages: list[Storage] = []  # none before the first write, and none while the pool is idle
         self._form: Callable[[Geometry, int, int], Storage] | None = None
         self.in_place = False  # whether the blocks are written in place and read by kernels only
@@ -279,6 +280,7 @@ class BlockGroup:
         form, storage_reason = self._choose_storage(geometry, self.block_size, heads)
         self.storages = [form(geometry, self.block_size, self.allocator.num_blocks) for _ in self.spec.layers]
         self.geometry, self._form, self.in_place = geometry, form, self.storages[0].in_place
+        self.heads = heads or QueryHeads(geometry.num_kv_heads)
         self.dense_reason, self.storage_reason = dense_reason, storage_reason
         if self.dense_reason is not None:
             warn_once(

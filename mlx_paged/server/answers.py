@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from .answer_reader import AnswerReader
 from .answer_stream import AnswerStream, Begun, ClientGone, Generated, Scores
-from .calls import ArgumentStream, LooseParts, loose_calls, names_of, openai_call
 from .errors import refusal_of
 from .http import SOCKET_SECONDS, RequestLog, json_response
 from .request import ServerRequest
-from .requests.pieces import Echo, Event, Form, Piece, Token, Usage
+from .requests.pieces import Delta, Echo, Event, Form, Piece, Token, Usage
 
 if TYPE_CHECKING:
     from .backend import ModelTexts
@@ -31,7 +30,7 @@ class Answer:
     Args:
         index: its position among the request's answers.
         request: the request that it answers.
-        texts: the model's tokenizer and parsers.
+        texts: the model's tokenizer and marks.
         streams: whether arguments of tool calls are sent while they are generated.
 
     Attributes:
@@ -47,20 +46,16 @@ class Answer:
         self.num_tokens = self.num_reasoning = 0
         self.sum_logprobs = 0.0
         self._request, self._texts = request, texts
-        constraint = request.constraint
-        self._state = request.prompt_of(index).initial_state
-        # Constrained text without tools is not parsed for calls: it may contain what looks like one.
-        self._parts = texts.parts(self._state, has_calls=constraint is None or constraint.tools is not None)
-        self._names = names_of(request.tools)
-        if self._names and (constraint is None or constraint.answer is None):
-            self._parts = LooseParts(self._parts, self._names)
-        self._call = ""
-        self._streams, self._arguments = streams, ArgumentStream()
-        self._num_calls = 0
-        self._text = self._reasoning = ""
-        self._calls: list[dict[str, Any]] = []
-        self._tokens: list[Token] = []
-        self._num_shown = 0  # tokens in earlier pieces
+        self._reader = AnswerReader(
+            texts.marks,
+            request.prompt_of(index).initial_state,
+            tools=request.tools,
+            is_free=request.constraint is None or request.constraint.answer is None,
+            streams=streams,
+            calls_once=request.calls_once,
+        )
+        self._tokens: list[Token] = []  # not sent yet
+        self._num_sent = 0  # tokens in earlier pieces
 
     @property
     def mean_logprob(self) -> float:
@@ -70,108 +65,28 @@ class Answer:
         """Add the next token. Return the piece that can be sent now, or None; the last token always gives a piece."""
         if self._request.has_no_answer:
             return Piece(self.index, finish="length")
-        if self.num_tokens == 0 and self._request.echo and said.num_shown is None:
+        text, is_last = said.text, said.finish is not None
+        if self.num_tokens == 0 and self._request.echo and said.num_shown is None and not text.startswith(" "):
             # The answer continues its prompt's text: restore the leading space that mlx-lm drops.
-            begins_apart = self._texts.decode([said.token]).startswith(" ") and not said.text.startswith(" ")
-            self._text = " " if begins_apart else ""
-        for state, text in self._parts.feed(said.text):
-            self._add(state, text)
+            text = " " * self._texts.decode([said.token]).startswith(" ") + text
+        deltas = self._reader.feed(text, is_last=is_last)
         self.num_tokens += 1
-        self.num_reasoning += self._state == "reasoning"
+        self.num_reasoning += self._reader.state == "reasoning"
         if said.logprob is not None:
             self.sum_logprobs += said.logprob
             if self._request.top_logprobs is not None:
                 self._tokens.append(self.token(said.token, said.logprob, said.top))
-        if said.finish is not None:
-            return self._last(said)
-        if not (self._text or self._reasoning or self._calls):
-            return None
-        return self._piece()
-
-    def _last(self, said: Generated) -> Piece:
-        is_whole = said.finish == "stop" and said.stop is None
-        if isinstance(self._parts, LooseParts) and not is_whole:
-            self._parts.cut_off()
-        self._add(*self._parts.flush())
-        if self._state == "tool":
-            self._end_call(is_whole=is_whole)
         if said.num_shown is not None:
-            del self._tokens[max(0, said.num_shown - self._num_shown) :]
-        piece = self._piece()
-        piece.finish = "tool_calls" if said.finish == "stop" and self._num_calls else said.finish
-        piece.stop = said.stop
-        return piece
-
-    def _add(self, state: str, text: str) -> None:
-        if self._state == "tool" and state != "tool":
-            self._end_call(is_whole=True)
-        if state == "reasoning":
-            self._reasoning += text
-        elif state == "tool":
-            self._call += text
-            if self._streams and not (self._request.calls_once and self._num_calls and not self._arguments.name):
-                self._add_arguments(self._arguments.feed(text))
-        elif state == "normal":
-            self._text += text
-        self._state = state
-
-    def _end_call(self, *, is_whole: bool) -> None:
-        """End the current tool call. One that cannot be parsed becomes text, as the model wrote it."""
-        text, self._call = self._call, ""
-        arguments, self._arguments = self._arguments, ArgumentStream()
-        if arguments.name in self._names:
-            if is_whole and arguments.missing:
-                self._continue_call(arguments.missing)
-            return
-        if not text and not is_whole:
-            return
-        if self._request.calls_once and self._num_calls:
-            return
-        try:
-            calls = [openai_call(call) for call in self._parsed(text, is_whole=is_whole)]
-        except Exception as error:  # parsers raise any exception
-            logging.warning("cannot parse a tool call; sending it as text: %s: %.200s", type(error).__name__, error)
-            self._text += f"{self._texts.call_start or ''}{text}"
-            return
-        for call in calls[: 1 if self._request.calls_once else None]:
-            self._calls.append({**call, "index": self._num_calls})
-            self._num_calls += 1
-
-    def _add_arguments(self, text: str) -> None:
-        """Add more arguments of the current call to the next piece; the first ones come with the function's name."""
-        arguments = self._arguments
-        if not text or arguments.name not in self._names:
-            return
-        if not arguments.is_name_sent:
-            arguments.is_name_sent = True
-            self._calls.append({**openai_call({"name": arguments.name}), "index": self._num_calls})
-            self._calls[-1]["function"]["arguments"] = text
-            self._num_calls += 1
-        else:
-            self._continue_call(text)
-
-    def _continue_call(self, text: str) -> None:
-        if self._calls:
-            self._calls[-1]["function"]["arguments"] += text
-        else:
-            self._calls.append({"index": self._num_calls - 1, "function": {"arguments": text}})
-
-    def _parsed(self, text: str, *, is_whole: bool) -> list[dict[str, Any]]:
-        """Return the calls in a text; ``is_whole``: the model finished the call. Raises Exception if there are none."""
-        parse = lambda given: self._texts.parse_calls(given, self._request.tools)  # noqa: E731
-        try:
-            return parse(text)
-        except Exception:
-            if not is_whole:
-                raise
-            return loose_calls(text, self._names, parse)
-
-    def _piece(self) -> Piece:
-        piece = Piece(self.index, self._text, self._reasoning, self._calls, self._tokens)
-        self._num_shown += len(self._tokens)
-        self._text = self._reasoning = ""
-        self._calls, self._tokens = [], []
-        return piece
+            del self._tokens[max(0, said.num_shown - self._num_sent) :]
+        if not deltas and not is_last:
+            return None
+        if self._tokens:
+            deltas = deltas or [Delta("text")]
+            deltas[-1].tokens = self._tokens
+            self._num_sent, self._tokens = self._num_sent + len(self._tokens), []
+        reader = self._reader
+        calls = said.finish == "stop" and reader.num_calls and not reader.is_call_cut
+        return Piece(self.index, deltas, "tool_calls" if calls else said.finish, said.stop)
 
     def token(self, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> Token:
         likeliest = tuple(Token(other, *self._texts.token(other), value) for other, value in top)
@@ -218,11 +133,11 @@ class Answers:
                 self.progress = f"keepalive {item.done}/{item.total}"
 
     def events(self) -> list[Event]:
-        """Return the events for what was added since the last call. There are none until all answers have begun,
-        because the first event may report the cached prompt tokens."""
+        """Return the events for what was added since the last call. There are none until an answer has begun, because
+        the first event may report the cached prompt tokens."""
         events: list[Event] = []
         if not self._has_begun:
-            if any(answer.num_cached is None for answer in self._answers):
+            if all(answer.num_cached is None for answer in self._answers):
                 return []
             self._has_begun = True
             events += self._form.begin(self.usage(), self._echoes(self._best()))

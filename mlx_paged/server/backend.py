@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from ..kv.pool import BlockPool
+from .call_formats import TextMarks
 from .constraint import Constraint
 from .errors import invalid
 from .request import Input, ModelKey, Prompt, ServerRequest
@@ -39,22 +40,15 @@ class PromptLimits(NamedTuple):
         raise invalid(f"{number} tokens > {self.tokens} maximum: {why}", code="context_length_exceeded")
 
 
-class TextParts(Protocol):
-    """Splitter of an answer's text into ``(state, text)``; states are ``normal``, ``reasoning`` and ``tool``."""
-
-    def feed(self, text: str) -> list[tuple[str, str]]: ...
-    def flush(self) -> tuple[str, str]: ...
-
-
 class ModelTexts(Protocol):
-    """A model's tokenizer, chat template and parsers; for any thread.
+    """A model's tokenizer and chat template; for any thread.
 
     Attributes:
         vocab_size: size of the vocabulary.
         capacity: most tokens of a sequence, prompt and answer, that the memory budget holds; None: any number.
         context_length: the model's context length in tokens; None: its configuration has none.
         takes_images: whether prompts may contain images.
-        call_start: text that begins a tool call; None: the model has no tool calls.
+        marks: the marks that divide its answers.
     """
 
     key: ModelKey
@@ -62,15 +56,13 @@ class ModelTexts(Protocol):
     capacity: int | None
     context_length: int | None
     takes_images: bool
-    call_start: str | None
+    marks: TextMarks
 
     def make_prompt(self, given: Input, limits: PromptLimits) -> Prompt: ...
     def compile(
         self, constraint: Constraint, *, is_cancelled: Callable[[], bool] = ..., is_checked: bool = ...
     ) -> Any: ...
     def completed(self, request: ServerRequest) -> None: ...
-    def parts(self, initial_state: str, *, has_calls: bool) -> TextParts: ...
-    def parse_calls(self, text: str, tools: Any) -> list[dict[str, Any]]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
     def token(self, token_id: int) -> tuple[str, bytes]: ...
     def detokenizer(self) -> Any: ...

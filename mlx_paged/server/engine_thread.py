@@ -121,7 +121,7 @@ class EngineThread:
             return "failed"
         if not self.has_started:
             return "loading"
-        return "degraded" if self.memory_watch.pressure >= Pressure.HOLDING else "ok"
+        return "degraded" if self.memory_watch.pressure == Pressure.PREEMPTING else "ok"
 
     def health(self) -> dict[str, Any]:
         """Return the body of ``/health``. Never blocks on the engine thread."""

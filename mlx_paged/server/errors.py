@@ -1,12 +1,21 @@
-"""RequestRefused: an error response, in the format of each API."""
+"""RequestRefused: an error response, in the format of each API; exit statuses of a server that cannot start."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from http import HTTPStatus
 from typing import Any
 
-from ..errors import GrammarError, PoolExhaustedError, RequestFailedError, RequestTooLargeError
+from ..errors import (
+    GrammarError,
+    PagedCacheError,
+    PoolExhaustedError,
+    RankError,
+    RequestFailedError,
+    RequestTooLargeError,
+)
 
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -19,6 +28,21 @@ ANTHROPIC_TYPES = {
 }
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 5
+REFUSED_STATUS = 78  # EX_CONFIG of sysexits.h: started again, the server would fail again
+
+
+def start_status(error: Exception) -> int:
+    """Return the exit status for an error at the start: 78, or 0 under launchd, if options, model or machine are at
+    fault, so that a service manager does not start the server again; else 1."""
+    if not isinstance(error, PagedCacheError) or isinstance(error, RankError):
+        return 1
+    return 0 if is_launchd_job() else REFUSED_STATUS
+
+
+def is_launchd_job() -> bool:
+    """Return whether launchd, which is process 1 on macOS, has started this process. It can be told to restart a job
+    after any status but 0, but not after some."""
+    return sys.platform == "darwin" and os.getppid() == 1
 
 
 class RequestRefused(Exception):

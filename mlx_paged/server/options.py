@@ -172,8 +172,8 @@ class ServerConfig:
     )
     memory_watermark: float = option(
         WATERMARK,
-        "Share of the memory limit above which prefixes are evicted, then no request starts while another runs, then "
-        "the youngest is preempted; 0 disables it",
+        "Share of the memory limit above which prefixes are evicted, then the youngest request is preempted and none "
+        "starts while another runs; 0 disables it",
         "PERCENT",
         _percent,
         default_text=f"{WATERMARK:.0%}",

@@ -12,9 +12,10 @@ import mlx.core as mx
 
 from ..engine.ranks.ranks import Ranks
 from ..errors import RankError
+from ..machine import MemoryReading
 from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, for_seconds
 from .errors import invalid
-from .memory import MemoryReading, MemoryWatch, nearest, read_memory
+from .memory import MemoryWatch, nearest, read_memory
 from .request import ServerRequest
 
 if TYPE_CHECKING:

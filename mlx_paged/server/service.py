@@ -23,7 +23,7 @@ from .batches import Batches
 from .clients import Clients
 from .engine_loop import CLOSING
 from .engine_thread import LAST_SECONDS, EngineThread, new_loop
-from .errors import RequestRefused, unavailable
+from .errors import RequestRefused, start_status, unavailable
 from .http import (
     MAX_CONNECTIONS,
     MAX_HEADER_BYTES,
@@ -210,7 +210,7 @@ class Service:
         if self.ranks is not None:
             self.ranks.fail(error)
         fail_start(error)
-        self._status = 1
+        self._status = start_status(error)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)
 

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock_cache
 
 from ...by_model import ByModel
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...config import PagedConfig
+from ...engine.compiled_step import compiled_steps
 from ...engine.ranks.ranks import agreed_budget, agreed_storage
 from ...engine.ranks.world import check_heads, ranks_of
 from ...engine.request import sequence_of
@@ -23,6 +25,7 @@ from ...kv.pool import BlockPool
 from ...kv.storage.attention_params import AttentionParams
 from ...kv.storage.base import first_keys
 from ...kv.storage.choice import storage_choice
+from ...machine import kv_budget
 from .layer_cache import PagedLayerCache
 from .layout import PagedLayout, probe_layers, probing_pass
 
@@ -46,6 +49,31 @@ class _Pools:
 
 _pools: ByModel[_Pools] = ByModel("pools")
 _state_pools: ByModel[tuple[PagedConfig, BlockPool]] = ByModel("pool of states")  # of models without any paged layer
+_weights: ByModel[int] = ByModel("weights")  # bytes for which the model's automatic budget leaves room
+
+
+def count_weights(*models: Any) -> None:
+    """Let the automatic budgets of these models' next pools leave room for the weights of all of them, read or not, and
+    of no other model. Without this call they leave room for all models of the process that have a prompt cache."""
+    num_bytes = _num_bytes(models)
+    for model in models:
+        _weights.put(model, num_bytes)
+
+
+def _num_bytes(models: Sequence[Any]) -> int:
+    """Return the bytes of models' weights; an array counts once, though one model may be a part of another."""
+    arrays = {id(array): array.nbytes for model in models for _, array in tree_flatten(model.parameters())}
+    return sum(arrays.values())
+
+
+def _budget(model: Any, config: PagedConfig) -> int:
+    """Return the budget of a model's pool in bytes. Raises WeightsTooLargeError if the weights leave none."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    counted = _weights.get(model)
+    if counted is None:
+        counted = _num_bytes([model, *_pools.models()])
+    return max(1, kv_budget(counted))
 
 
 def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
@@ -78,7 +106,7 @@ def _holds(pool: BlockPool, dtype: mx.Dtype | None) -> bool:
 
 def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
     ranks = ranks_of(model)
-    budget, choose = max(1, config.memory_budget()), storage_choice(config.kernel)
+    budget, choose = _budget(model, config), storage_choice(config.kernel)
     if ranks is not None:
         check_heads(model, ranks)
         budget, choose = agreed_budget(ranks, budget, repr(config)), agreed_storage(ranks, choose)
@@ -103,6 +131,26 @@ def known_pool(model: Any) -> BlockPool | None:
     since. Never makes one."""
     pools = _pools.get(model)
     return None if pools is None or pools.latest is None or pools.latest[2].is_lost else pools.latest[2]
+
+
+def retrace(model: Any) -> None:
+    """Have the model's decode steps traced again.
+
+    On a GPU, decode steps run compiled. A replaced weight, layer or module is noticed by itself; a plain attribute that
+    a layer has read (a factor, a flag, a function) is not.
+
+    Example:
+        >>> model.layers[0].self_attn.scale = 0.1
+        >>> mlx_paged.retrace(model)
+
+    Args:
+        model: as loaded by mlx-lm.
+    """
+    pools = _pools.get(model)
+    for pool in () if pools is None else list(pools.in_use.values()):
+        step = compiled_steps.get(pool)
+        if step is not None:
+            step.retrace()
 
 
 def pool_of(model: Any) -> BlockPool | None:
@@ -140,7 +188,7 @@ def prefix_pool_of(model: Any) -> BlockPool:
         config = PagedConfig() if factory is None else factory(model).config
         kept = _state_pools.get(model)
         if kept is None or kept[0] != config or kept[1].is_lost:
-            kept = _state_pools.put(model, (config, BlockPool((), memory_budget=max(1, config.memory_budget()))))
+            kept = _state_pools.put(model, (config, BlockPool((), memory_budget=_budget(model, config))))
         return kept[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 import weakref
 from typing import Any
 
@@ -26,19 +27,46 @@ from .upstream import UPSTREAM
 NUM_DRAFT_TOKENS = 3  # mlx-lm's default
 MOST_DRAFT_TOKENS = 64  # the server's limit
 
-_partners: weakref.WeakKeyDictionary[BlockPool, weakref.ref[BlockPool]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()  # shares may end in any thread
+_whole: weakref.WeakKeyDictionary[BlockPool, int] = weakref.WeakKeyDictionary()  # budgets before pools were shared
+_sharing: weakref.WeakKeyDictionary[BlockPool, list[BlockPool]] = weakref.WeakKeyDictionary()  # one for each share
 
 
-def share_budget(pool: BlockPool, draft_pool: BlockPool) -> None:
-    """Divide a pool's budget between it and its draft model's pool, in proportion to the bytes of a token; once."""
-    known = _partners.get(pool)
-    if known is not None and known() is draft_pool:
-        return
-    own, other = (sum(group.bytes_per_block for group in each.groups) / each.block_size for each in (pool, draft_pool))
-    budget = pool.memory.budget
-    draft_pool.memory.budget = max(1, int(budget * other / (own + other)))
-    pool.memory.budget = max(1, budget - draft_pool.memory.budget)
-    _partners[pool] = weakref.ref(draft_pool)
+class BudgetShare:
+    """The share of a pool's budget that the pool of a draft model has, until this object is dropped. The budget is
+    divided in proportion to the bytes of a token, once however many shares the same two pools have. Make it in the
+    compute thread, between steps."""
+
+    def __init__(self, pool: BlockPool, draft_pool: BlockPool) -> None:
+        with _lock:
+            for each in (pool, draft_pool):
+                _whole.setdefault(each, each.memory.budget)
+            _sharing.setdefault(pool, []).append(draft_pool)
+            _divide(pool)
+        weakref.finalize(self, _end_share, pool, draft_pool).atexit = False
+        for each in (pool, draft_pool):
+            each.memory.make_room_for_state(0)  # evicts what is beyond the new budget
+
+
+def _end_share(pool: BlockPool, draft_pool: BlockPool) -> None:
+    with _lock:
+        _sharing[pool].remove(draft_pool)
+        if not any(draft_pool in others for others in _sharing.values()):
+            draft_pool.memory.budget = _whole.pop(draft_pool)
+        if _sharing[pool]:
+            _divide(pool)
+        else:
+            del _sharing[pool]
+            pool.memory.budget = _whole.pop(pool)
+
+
+def _divide(pool: BlockPool) -> None:
+    """Divide a pool's budget between it and the pools that share it."""
+    pools = {pool, *_sharing[pool]}
+    sizes = {each: sum(group.bytes_per_block for group in each.groups) / each.block_size for each in pools}
+    whole = min(_whole[each] for each in pools)  # an automatic one leaves room for weights loaded by then
+    for each, size in sizes.items():
+        each.memory.budget = max(1, int(whole * size / sum(sizes.values())))
 
 
 def known_factory(draft_model: Any) -> CacheFactory:
@@ -97,7 +125,8 @@ def why_not_drafted(model: Any, draft_model: Any) -> str | None:
 def drafting(
     model: Any, draft_model: Any, num_draft_tokens: int, pool: BlockPool | None, prefixes: SharedPrefixes | None = None
 ) -> DraftModel:
-    """Return a proposer that drafts tokens for batches of a model. The model's pool gives up part of its budget for it.
+    """Return a proposer that drafts tokens for batches of a model. The model's pool gives up part of its budget
+    for it until it is dropped.
 
     Args:
         model: the model that verifies the drafts.
@@ -122,5 +151,5 @@ def drafting(
     else:
         proposer = DraftModel(draft_model, factory, num_draft_tokens, depth, prefixes)
     if pool is not None:
-        share_budget(pool, factory.pool)
+        proposer.budget_share = BudgetShare(pool, factory.pool)
     return proposer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +13,15 @@ from typing import Any, SupportsIndex
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from ...cache.composites import leaves
 from ...config import KVBits
 from ...device import device_errors
+from ...engine.prefill import chunk_cap
 from ...errors import PromptCacheError, check_device
+from ...kernels.availability import on_metal
 from ...kv.turn import Stepwise
 from ..cache.layer_cache import PagedLayerCache
+from ..cache.pools import pool_of
 from ..cache.prompt_cache import factory_of, use_quantized_pages
 from ..patch import replaces
 
@@ -27,8 +32,11 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
 
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        models = (*args, kwargs.get("model"), kwargs.get("draft_model"))
-        use_quantized_pages([model for model in models if hasattr(model, "layers")], kwargs)
+        given = (*args, kwargs.get("model"), kwargs.get("draft_model"))
+        models = [model for model in given if hasattr(model, "layers")]
+        use_quantized_pages(models, kwargs)
+        if on_metal():
+            _shorten_steps(original, models[0], args[0] if args else kwargs["prompt"], kwargs)
         steps = original(*args, **kwargs)
         step, begun_by = Stepwise(), threading.get_ident()
         try:
@@ -52,6 +60,18 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
                     check_device(error)
 
     return generate_step
+
+
+def _shorten_steps(original: Callable[..., Any], model: Any, prompt: Any, options: dict[str, Any]) -> None:
+    """Shorten the steps of a prompt whose last one would take too long on Metal (:class:`.scheduler.ChunkCap`).
+    ``options``: keyword arguments of ``original``; changed in place."""
+    cap = chunk_cap(pool_of(model))
+    if cap is None:
+        return
+    cached = [cache.offset for cache in leaves(options.get("prompt_cache") or ()) if isinstance(cache, PagedLayerCache)]
+    most = options.get("prefill_step_size", inspect.signature(original).parameters["prefill_step_size"].default)
+    total = max(1, max(cached, default=0) + len(prompt))
+    options["prefill_step_size"] = cap.most_tokens(total - most, most)
 
 
 class TwoCaches(list[Any]):

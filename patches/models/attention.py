@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.compiled_step import StepLayer
-from ...engine.narrow_layers import Unnormed, fused_projections, is_narrow, normed, projected
+from ...engine.narrow_layers import fused_projections, is_narrow, projected
 from ...kernels.products.narrow_matmul import Rotation
 from ...kv.storage.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
@@ -22,7 +22,7 @@ Norm = Callable[[mx.array], mx.array]
 
 
 def paged_call(
-    project: Callable[[Any, mx.array | Unnormed, int | mx.array], Sequence[mx.array]],
+    project: Callable[[Any, mx.array, int | mx.array], Sequence[mx.array]],
     softcap: Callable[[Any], float | None] = lambda module: None,
 ) -> Callable[..., AttentionCall]:
     """Return the adapter of an attention module that projects with ``project``.
@@ -38,7 +38,7 @@ def paged_call(
         heads to the last axis and ``o_proj``.
     """
 
-    def attended(self: Any, x: mx.array | Unnormed, mask: mx.array | str | None, cache: Any) -> mx.array:
+    def attended(self: Any, x: mx.array, mask: mx.array | str | None, cache: Any) -> mx.array:
         queries, keys, values = project(self, x, cache.offset)
         return cache.attend(queries, keys, values, AttentionParams(self.scale, mask, softcap=softcap(self)))
 
@@ -63,7 +63,7 @@ def stays_paged(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatc
 
 
 def project_heads(
-    x: mx.array | Unnormed,
+    x: mx.array,
     layers: Sequence[nn.Module],
     heads: Sequence[int],
     norms: Sequence[Norm | None] = (None,) * 3,
@@ -76,8 +76,7 @@ def project_heads(
     if length == 1:
         parts = projected(layers, x, heads)
     else:
-        rows = normed(x)
-        parts = [layer(rows).reshape(batch, length, n, -1) for layer, n in zip(layers, heads, strict=True)]
+        parts = [layer(x).reshape(batch, length, n, -1) for layer, n in zip(layers, heads, strict=True)]
     parts = [part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True)]
     return parts if length == 1 else [part.transpose(0, 2, 1, 3) for part in parts]
 
@@ -123,7 +122,7 @@ def heads_last(x: mx.array) -> mx.array:
 # Llama (also Mistral and others that mlx-lm builds with its module), Qwen3, Gemma 2 and Gemma 3 -----------------------
 
 
-def project_llama(self: Any, x: mx.array | Unnormed) -> list[mx.array]:
+def project_llama(self: Any, x: mx.array) -> list[mx.array]:
     """Return Llama's queries, keys and values before rotation, heads first."""
     return project_heads(x, _layers_of(self), _heads_of(self))
 
@@ -136,7 +135,7 @@ def _heads_of(self: Any) -> tuple[int, int, int]:
     return self.n_heads, self.n_kv_heads, self.n_kv_heads
 
 
-def _rotate_llama(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> Sequence[mx.array]:
+def _rotate_llama(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
     """Return :func:`project_llama`'s result, rotated; for one token in one kernel launch if there is such a kernel."""
     if x.shape[1] == 1 and is_narrow(self.q_proj):
         positions = offset if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
@@ -148,13 +147,13 @@ def _rotate_llama(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> 
     return *rotated(self.rope, queries, keys, offset), values
 
 
-def _rotate_qwen3(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> Sequence[mx.array]:
+def _rotate_qwen3(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
     """Return rotated queries, keys and values; queries and keys are normalised per head before."""
     queries, keys, values = project_heads(x, _layers_of(self), _heads_of(self), (self.q_norm, self.k_norm, None))
     return *rotated(self.rope, queries, keys, offset), values
 
 
-def _rotate_gemma3(self: Any, x: mx.array | Unnormed, offset: int | mx.array) -> Sequence[mx.array]:
+def _rotate_gemma3(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
     """Like :func:`_rotate_qwen3`, but normalises queries and keys after the heads are moved first."""
     queries, keys, values = project_llama(self, x)
     return *rotated(self.rope, self.q_norm(queries), self.k_norm(keys), offset), values

@@ -11,17 +11,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...by_model import ByModel
 from ...cache.batch_cache import PagedBatchKVCache, first_paged
 from ...cache.composites import leaves
 from ...cache.paged_kv_cache import PagedKVCache
-from ...engine.compiled_step import CompiledStep
+from ...engine.compiled_step import CompiledStep, compiled_steps
 from ...kernels.products.inference import Inference
 from ...kv.pool import BlockPool
 from ...warn import warn_once
 
 ModelCall = Callable[..., mx.array]
-_steps: ByModel[CompiledStep] = ByModel("compiled step")  # keyed by pool
 
 
 def adapt(original: ModelCall) -> ModelCall:
@@ -85,7 +83,7 @@ def is_upstreams(call: ModelCall) -> bool:
 
 def step_of(pool: BlockPool, original: ModelCall) -> CompiledStep:
     """Return the pool's compiled step."""
-    return _steps.get(pool) or _steps.put(pool, CompiledStep(pool, original))
+    return compiled_steps.get(pool) or compiled_steps.put(pool, CompiledStep(pool, original))
 
 
 _guarded: weakref.WeakSet[type] = weakref.WeakSet()

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ...engine.compiled_step import StepLayer
-from ...engine.narrow_layers import Unnormed, added, gated, normed, projected
+from ...engine.narrow_layers import added, gated, projected
 from ...kernels.products.inference import is_inference
 from ...kernels.silu_product import silu_product
 from ..patch import replaces
@@ -24,12 +24,11 @@ ModuleCall = Callable[..., mx.array]
 def adapt_mlp(original: ModuleCall) -> ModuleCall:
     """Return the replacement of ``MLP.__call__``. Its attribute ``before_output`` does everything but ``down_proj``."""
 
-    def activated(self: Any, x: mx.array | Unnormed) -> mx.array:
+    def activated(self: Any, x: mx.array) -> mx.array:
         fused = gated(self.gate_proj, self.up_proj, x)
         if fused is not None:
             return fused
-        rows = normed(x)
-        gate, up = self.gate_proj(rows), self.up_proj(rows)
+        gate, up = self.gate_proj(x), self.up_proj(x)
         product = silu_product(gate, up)
         return swiglu(gate, up) if product is None else product
 
@@ -46,7 +45,7 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
 @replaces("mlx_lm.models.qwen3:TransformerBlock.__call__", "4614a766e7f00ade")
 def adapt(original: ModuleCall) -> ModuleCall:
     """Replace upstream's ``TransformerBlock.__call__``. While a step is traced and attention and MLP are adapted, their
-    first layers apply the norm and their output layers add the residual."""
+    output layers add the residual."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
         if not isinstance(cache, StepLayer):
@@ -55,8 +54,8 @@ def adapt(original: ModuleCall) -> ModuleCall:
         attended, activated = _before_output(attention), _before_output(mlp)
         if attended is None or activated is None:
             return original(self, x, mask, cache)
-        h = added(attention.o_proj, attended(attention, Unnormed(x, self.input_layernorm), mask, cache), x)
-        return added(mlp.down_proj, activated(mlp, Unnormed(h, self.post_attention_layernorm)), h)
+        h = added(attention.o_proj, attended(attention, self.input_layernorm(x), mask, cache), x)
+        return added(mlp.down_proj, activated(mlp, self.post_attention_layernorm(h)), h)
 
     return __call__
 

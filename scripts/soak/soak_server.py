@@ -25,6 +25,7 @@ import json
 import random
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -49,10 +50,13 @@ WORDS = ["the", "river", "bank", "was", "cold", "and", "nobody", "who", "had", "
 
 
 def resident_bytes(server: ServerProcess) -> int:
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    match = re.search(r"VmRSS:\s+(\d+) kB", status)
-    assert match is not None
-    return int(match[1]) << 10
+    pid, status = server.process.pid, Path(f"/proc/{server.process.pid}/status")
+    if status.exists():
+        match = re.search(r"VmRSS:\s+(\d+) kB", status.read_text())
+        assert match is not None
+        return int(match[1]) << 10
+    listed = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
+    return int(listed.stdout) << 10
 
 
 class Clients:

@@ -2,8 +2,9 @@
 
     python scripts/support/compile_metal.py FOLDER [--std metal3.1] [--std metal3.2]
 
-Exits with 1 if a text has an error, a warning, or an array in private memory: an ``alloca`` that is left in its
-AIR is memory that every thread reads and writes in place of registers.
+Compiles with each standard that MLX compiles with on some macOS, if the installed compiler knows it. Exits with 1 if
+a text has an error, a warning, or an array in private memory: an ``alloca`` that is left in its AIR is memory that
+every thread reads and writes in place of registers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-STANDARDS = ("metal3.1", "metal3.2")
+STANDARDS = ("metal3.1", "metal3.2", "metal4.0", "metal4.1")  # MLX's on macOS 14, 15, 26 and 27
+COMPILER = ("xcrun", "-sdk", "macosx", "metal")
 # -fno-fast-math and -O2 are what MLX compiles with. Launches pass types as typedefs, which a text need not use.
 FLAGS = ("-Wall", "-Werror", "-Wno-unused-local-typedef", "-O2", "-fno-fast-math", "-S", "-emit-llvm")
 INCLUDE = "mlx_include.txt"
@@ -30,6 +32,16 @@ def allocas(air: str) -> list[str]:
     return [line.strip() for line in air.splitlines() if re.match(r"\s*%\S+ = alloca\b", line)]
 
 
+def is_known(standard: str) -> bool:
+    """Return whether the installed compiler knows a standard.
+
+    Raises:
+        FileNotFoundError: xcrun is not installed.
+    """
+    command = [*COMPILER, f"-std={standard}", "-fsyntax-only", "-x", "metal", os.devnull]
+    return subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False).returncode == 0
+
+
 def compile_text(file: Path, standard: str, include: str) -> str | None:
     """Compile one file. Return its errors, or None.
 
@@ -38,7 +50,7 @@ def compile_text(file: Path, standard: str, include: str) -> str | None:
     """
     with tempfile.TemporaryDirectory() as folder:
         air = Path(folder) / "text.ll"
-        command = ["xcrun", "-sdk", "macosx", "metal", *FLAGS, f"-std={standard}", "-isystem", include]
+        command = [*COMPILER, *FLAGS, f"-std={standard}", "-isystem", include]
         try:
             run = subprocess.run(
                 [*command, "-o", str(air), str(file)], capture_output=True, text=True, timeout=TIMEOUT, check=False
@@ -56,17 +68,23 @@ def compile_text(file: Path, standard: str, include: str) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--std", action="append", help=f"of the language; default: {' and '.join(STANDARDS)}")
+    parser.add_argument(
+        "--std", action="append", help=f"of the language; default: those known of {', '.join(STANDARDS)}"
+    )
     args = parser.parse_args(argv)
     files = sorted(args.folder.glob("*.metal"))
     if not files:
         print(f"compile_metal: no .metal files in {args.folder}", file=sys.stderr)
         return 2
     include = (args.folder / INCLUDE).read_text().strip()
-    jobs = [(file, standard) for standard in args.std or STANDARDS for file in files]
     failed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
+            standards = args.std or [standard for standard in STANDARDS if is_known(standard)]
+            if not standards:
+                print(f"compile_metal: the compiler knows none of {', '.join(STANDARDS)}", file=sys.stderr)
+                return 2
+            jobs = [(file, standard) for standard in standards for file in files]
             outcomes = list(pool.map(lambda job: compile_text(*job, include), jobs))
         except FileNotFoundError:
             print("compile_metal: no xcrun; it comes with Xcode on macOS", file=sys.stderr)
@@ -75,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if wrong is not None:
             failed += 1
             print(f"FAILED {file.name} with {standard}\n{wrong}\n", flush=True)
-    print(f"{len(jobs) - failed} of {len(jobs)} compiled: {len(files)} texts, {', '.join(args.std or STANDARDS)}")
+    print(f"{len(jobs) - failed} of {len(jobs)} compiled: {len(files)} texts, {', '.join(standards)}")
     return 1 if failed else 0
 
 

@@ -19,14 +19,15 @@ from mlx_paged.attention.gather import attention, causal_mask, gather_attention
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import GeometryError
-from mlx_paged.kernels.fused_attention import PromptPath
+from mlx_paged.kernels import availability
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.step import RowsInParts, RowsTogether
+from mlx_paged.kv.storage import choice
 from mlx_paged.kv.storage.attention_params import AttentionParams, Window
 from mlx_paged.kv.storage.choice import storage_choice
-from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.pools import paged_attention
 
 HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
@@ -381,76 +382,105 @@ def test_long_masked_or_capped_rows_are_computed_one_at_a_time(is_exact: bool, m
     assert parts(AttentionParams(SCALE, sinks=sinks)) == [1] * 5
 
 
-# On a Mac ---------------------------------------------------------------------------------------------------------
+# On CUDA ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("window", [None, 16])
-def test_chunk_after_a_prefix_takes_the_faster_path_on_metal(
-    monkeypatch: pytest.MonkeyPatch, in_place: bool, window: int | None
+def test_prompt_of_one_sequence_takes_the_prefill_kernel_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
-    asked: list[tuple[int, int, int | None]] = []
-
-    def path(geometry: object, block_size: int, heads: object, *sizes: int | None) -> PromptPath:
-        asked.append(sizes)  # type: ignore[arg-type]
-        return PromptPath(in_place, "measured")
-
-    monkeypatch.setattr(dispatch, "on_metal", lambda: True)
-    monkeypatch.setattr(dispatch, "prefill_path", path)
+    monkeypatch.setattr(dispatch, "prepares_plans", lambda: True)
+    monkeypatch.setattr(dispatch, "MOST_FEW_TOKENS", 10)
+    monkeypatch.setattr(dispatch, "WHOLE_CHUNK", 20)
     dense = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,), window)], block_size=4)), 0)
+    taken = []
     with fake_kernels() as fake:
         pool = BlockPool([LayerGroup((0,), window)], block_size=4, choose_storage=storage_choice(None))
         cache = PagedKVCache(SequenceTables(pool), 0)
-        for seed, n in enumerate((5, 9, 30, 3)):
+        for seed, n in enumerate((20, 20, 9, 30, 11)):
             outputs = [
                 one.attend(noise(seed, 1, Q_HEADS, n, DIM), *kv(seed, n), AttentionParams(SCALE, one.make_mask(n)))
-                for one in (cache, dense)
+                for one in (dense, cache)
             ]
             np.testing.assert_allclose(*map(np.array, outputs), rtol=1e-5, atol=1e-6)
-        assert asked == [(9, 14, window), (30, 44, window)], "the first chunk has no prefix, the last is short"
-        assert fake.calls["paged_prefill"] == 2 * in_place
-    paths = {(one.path, one.reason) for one in dispatch_counts()}
-    assert (("kernel", "several new tokens after a prefix") in paths) is in_place
-    assert (("gather", "measured") in paths) is not in_place
+            taken.append(dispatch.last_dispatch())
+        assert fake.calls["paged_prefill"] == 2 + (window is not None)
+    # Whole chunks have a plan, but in a window the second sees less than its own size before it.
+    kernel = ("kernel", "new tokens of one sequence")
+    second = kernel if window else ("gather", "several new tokens after a prefix")
+    assert taken == [
+        ("prefill", "no prefix: only new keys"), second, ("kernel", "a few new tokens per sequence"), kernel, kernel
+    ]  # fmt: skip
 
 
-def test_other_masks_take_the_gather_path_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "on_metal", lambda: True)
+@pytest.mark.parametrize("mask", [None, "array"])
+def test_prompt_with_another_mask_takes_mlx_attention_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, mask: str | None
+) -> None:
+    monkeypatch.setattr(dispatch, "prepares_plans", lambda: True)
+    own = causal_mask(70, 0) & (mx.arange(70) != 2) if mask else None
+    q, (k, v) = noise(1, 1, Q_HEADS, 70, DIM), kv(1, 70)
     with fake_kernels() as fake:
         pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=storage_choice(None))
-        cache = PagedKVCache(SequenceTables(pool), 0)
-        cache.attend(noise(1, 1, Q_HEADS, 5, DIM), *kv(1, 5), AttentionParams(SCALE, "causal"))
-        mask = causal_mask(9, 5) & (mx.arange(14) != 2)
-        cache.attend(noise(2, 1, Q_HEADS, 9, DIM), *kv(2, 9), AttentionParams(SCALE, mask))
-        assert fake.calls["paged_prefill"] == 0 and fake.calls["gather_blocks"] == 1
+        got = PagedKVCache(SequenceTables(pool), 0).attend(q, k, v, AttentionParams(SCALE, own))
+        assert fake.calls["paged_prefill"] == 0
+    np.testing.assert_allclose(
+        np.array(got), np.array(attention(q, k, v, AttentionParams(SCALE, own))), rtol=1e-5, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_pack_takes_the_path_of_its_shortest_chunk_on_metal(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
-    asked: list[tuple[int, int]] = []
+# On a Mac ---------------------------------------------------------------------------------------------------------
 
-    def path(geometry: object, block_size: int, heads: object, tokens: int, length: int, window: object) -> PromptPath:
-        asked.append((tokens, length))
-        return PromptPath(in_place, "measured")
 
-    monkeypatch.setattr(dispatch, "on_metal", lambda: True)
-    monkeypatch.setattr(dispatch, "prefill_path", path)
-    counts, prefixes = [12, 20], [30, 7]
+@pytest.fixture
+def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernels]:
+    """Stand-ins for the kernels, and Metal's choice of attention for prompts."""
     with fake_kernels() as fake:
-        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=storage_choice(None))
-        tables, dense = [], []
-        for seed, (count, prefix) in enumerate(zip(counts, prefixes, strict=True)):
-            k, v = kv(seed, count + prefix)
-            table = pool.new_table()
-            pool.set_geometry(0, k, v, batch=1)
-            pool.append_tokens(table, count + prefix)
-            pool.write_prefill(table, 0, k, v)
-            tables.append(table)
-            dense.append(attention(noise(9 + seed, 1, Q_HEADS, count, DIM), k, v, AttentionParams(SCALE, "causal")))
-        q = mx.concatenate([noise(9 + i, 1, Q_HEADS, n, DIM).swapaxes(0, 2) for i, n in enumerate(counts)])
-        step = pool.layer(0).step(tables, counts)
-        got = attend(q, None, pool.layer(0), tables, step, AttentionParams(SCALE), is_written=True)
-        expected = mx.concatenate([x.swapaxes(0, 2) for x in dense])
-        np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-5, atol=1e-6)
-        assert asked == [(12, 42)] if in_place else [(12, 42), (12, 42), (20, 27)]
-        assert fake.calls["paged_prefill"] == in_place
+        monkeypatch.setattr(availability, "on_metal", lambda: True)
+        monkeypatch.setattr(dispatch, "prefill_unsupported_reason", choice.prefill_unsupported_reason)
+        yield fake
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_prompt_of_one_sequence_takes_mlx_attention_on_metal(metal: FakeKernels, window: int | None) -> None:
+    dense = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,), window)], block_size=4)), 0)
+    pool = BlockPool([LayerGroup((0,), window)], block_size=4, choose_storage=storage_choice(None))
+    cache = PagedKVCache(SequenceTables(pool), 0)
+    for seed, n in enumerate((5, 9, 30, 3)):
+        outputs = [
+            one.attend(noise(seed, 1, Q_HEADS, n, DIM), *kv(seed, n), AttentionParams(SCALE, one.make_mask(n)))
+            for one in (cache, dense)
+        ]
+        np.testing.assert_allclose(*map(np.array, outputs), rtol=1e-5, atol=1e-6)
+    assert metal.calls["paged_prefill"] == 0
+    assert metal.calls["gather_blocks"] == 2, "the first chunk has no prefix, the last is short"
+
+
+def test_sequences_of_a_pack_take_mlx_attention_one_by_one_on_metal(metal: FakeKernels) -> None:
+    counts, prefixes = [12, 20, 9], [30, 7, 0]
+    pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=storage_choice(None))
+    tables, dense, new = [], [], []
+    for seed, (count, prefix) in enumerate(zip(counts, prefixes, strict=True)):
+        k, v = kv(seed, count + prefix)
+        table = pool.new_table()
+        pool.set_geometry(0, k, v, batch=1)
+        if prefix:
+            pool.append_tokens(table, prefix)
+            pool.write_prefill(table, 0, k[:, :, :prefix], v[:, :, :prefix])
+        pool.append_tokens(table, count)
+        tables.append(table)
+        new.append([x[:, :, prefix:].swapaxes(0, 2) for x in (k, v)])
+        dense.append(attention(noise(9 + seed, 1, Q_HEADS, count, DIM), k, v, AttentionParams(SCALE, "causal")))
+    q = mx.concatenate([noise(9 + i, 1, Q_HEADS, n, DIM).swapaxes(0, 2) for i, n in enumerate(counts)])
+    k, v = (mx.concatenate(rows) for rows in zip(*new, strict=True))
+    reset_dispatch_counts()
+    got = attend(q, (k, v), pool.layer(0), tables, pool.layer(0).step(tables, counts), AttentionParams(SCALE))
+    expected = mx.concatenate([x.swapaxes(0, 2) for x in dense])
+    np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-5, atol=1e-6)
+    assert metal.calls["paged_prefill"] == 0 and metal.calls["gather_blocks"] == 2
+    assert {(one.path, one.reason): n for one, n in dispatch_counts().items()} == {
+        ("apart", "on Metal prompts take MLX's attention"): 1,
+        ("gather", "several new tokens after a prefix"): 2,
+        ("prefill", "no prefix: only new keys"): 1,
+    }

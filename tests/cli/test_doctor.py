@@ -237,7 +237,7 @@ def test_jobs_run_in_several_processes_on_cuda(
 
 def test_products_of_few_rows_are_checked_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(
-        body: str, dtype: mx.Dtype, tile: narrow_matmul.Tile, bits: int, fused: narrow_matmul.FusedOps
+        body: str, dtype: mx.Dtype, tile: narrow_matmul.Tile, bits: int, fused: narrow_matmul.FusedRotation
     ) -> narrow_matmul.TileCheck:
         ok = (body, dtype, tile, bits) != (narrow_matmul.BIASED, mx.float16, narrow_matmul.LARGE, 0)
         return narrow_matmul.TileCheck(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -17,11 +19,15 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill
-from mlx_paged.engine.prefill import can_pack, packs_of
-from mlx_paged.engine.scheduler import Chunk
+from mlx_paged.engine.prefill import MOST_PAIRS, can_pack, chunk_cap, packs_of
+from mlx_paged.engine.request import Request
+from mlx_paged.engine.scheduler import Chunk, ChunkCap, Scheduler
+from mlx_paged.kernels import fused_attention
 from mlx_paged.kernels.build import NoKernelError
-from mlx_paged.kernels.fused_attention import least_fused_queries
+from mlx_paged.kernels.fused_attention import has_nax, least_fused_queries
 from mlx_paged.kv.storage import in_place
+from mlx_paged.kv.storage.attention_params import QueryHeads
+from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
@@ -251,31 +257,24 @@ def test_packs_need_a_kernel_and_in_place_blocks(monkeypatch: pytest.MonkeyPatch
         assert not generator(model)._engine.packs
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
-def test_chunks_after_a_prefix_are_packed_on_metal_if_the_kernel_works(
-    monkeypatch: pytest.MonkeyPatch, calls: list[list[int]], has_kernel: bool
+def test_only_chunks_of_several_prompts_share_a_call_on_metal(
+    monkeypatch: pytest.MonkeyPatch, calls: list[list[int]]
 ) -> None:
     monkeypatch.setattr(engine_module, "on_metal", lambda: True)
     monkeypatch.setattr(prefill, "on_metal", lambda: True)
     expected = [solo("qwen3", Spec(length, 8, seed=length), head_dim=64) for length in LENGTHS]
     model, prompts = model_of("qwen3", head_dim=64), prompts_for(VOCAB)
     with fake_kernels(), monkeypatch.context() as own:
-        if not has_kernel:
-            own.setattr(in_place, "prepare_prefill", no_kernel)
+        own.setattr(in_place, "prepare_prefill", no_kernel)
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         gen = packing(model)
-        first = insert(gen, prompts[-1:], 8)
-        run_all(gen, first)
-        alone = sum(map(sum, calls))
-        if has_kernel:
-            assert calls and alone < len(prompts[-1]), "its first chunk has no prefix"
-        assert all(len(call) == 1 for call in calls)
+        gen._engine.scheduler.most_tokens = 64
+        run_all(gen, insert(gen, prompts[-1:], 8))
+        assert not calls
         outcomes = insert(gen, prompts, 8)
         run_all(gen, outcomes)
-        assert gen._engine.prefill.packs == has_kernel
+        assert gen._engine.prefill.packs and len(calls) > 1 and all(len(call) > 1 for call in calls)
         assert_alike(outcomes, expected)
-        if not has_kernel:
-            assert len(calls) == 1, "one pack was enough to know"
 
 
 def test_steps_of_packs_have_a_fine_grid_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,10 +284,78 @@ def test_steps_of_packs_have_a_fine_grid_on_metal(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "nax", "least"), [(64, False, 0), (256, True, 1024), (512, False, 1024), (256, False, 2048)]
+    ("dims", "heads", "without", "with_nax"),
+    [
+        *(((dim, dim), 8, 0, 0) for dim in (64, 72, 80, 96, 128)),
+        ((96, 64), 8, 0, 0),
+        *(((dim, dim), 8, None, None) for dim in (112, 192)),
+        ((192, 128), 8, None, None),
+        ((256, 256), 8, None, 1024),
+        ((512, 512), 32, 1024, 1024),
+        ((512, 512), 16, 1024, 2017),  # 64 groups of 32 queries for each head
+        ((512, 512), 8, 1024, None),
+        ((512, 64), 16, None, None),  # latents
+    ],
 )
-def test_least_queries_of_fused_attention(head_dim: int, nax: bool, least: int) -> None:
-    assert least_fused_queries(head_dim, nax) == least
+def test_least_queries_of_fused_attention(
+    dims: tuple[int, int], heads: int, without: int | None, with_nax: int | None
+) -> None:
+    assert least_fused_queries(*dims, heads, nax=False) == without
+    assert least_fused_queries(*dims, heads, nax=True) == with_nax
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mac", "wheel", "expected"),
+    [
+        ("applegpu_g17s", "26.2", 26, True),
+        ("applegpu_g18d", "27.0.1", 27, True),
+        ("applegpu_g16s", "26.2", 26, False),
+        ("applegpu_g17s", "26.1", 26, False),
+        ("applegpu_g17s", "26.2", 15, False),
+        ("", "", None, False),
+    ],
+)
+def test_matrix_units_need_an_m5_macos_26_2_and_its_wheel(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, mac: str, wheel: int | None, expected: bool
+) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+    monkeypatch.setattr(fused_attention.platform, "mac_ver", lambda: (mac, ("", "", ""), "arm64"))
+    monkeypatch.setattr(fused_attention, "wheel_release", lambda: wheel)
+    assert has_nax.__wrapped__() is expected
+
+
+def test_chunks_get_shorter_with_the_context_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never beyond what keeps MLX's attention fused, wherever between two multiples of the grid a chunk begins."""
+    monkeypatch.setattr(prefill, "on_metal", lambda: True)
+    monkeypatch.setattr(prefill, "has_nax", lambda: False)
+
+    def chunks(head_dim: int, begin: int = 0, **heads: Any) -> list[int]:
+        group = SimpleNamespace(
+            geometry=Geometry(2, head_dim, head_dim, mx.bfloat16), heads=QueryHeads(16, **heads), in_place=True
+        )
+        cap = chunk_cap(SimpleNamespace(groups=[group]))  # type: ignore[arg-type]
+        assert cap is not None
+        scheduler = Scheduler(
+            mock.Mock(), token_budget=2048, max_running=1, max_prefilling=1, grid=128, chunk=2048, cap=cap
+        )
+        none: dict[str, Any] = {"caches": [], "history": [], "sampler": None, "processors": [], "matcher": None}
+        request = Request(0, [[1] * 200_000], max_tokens=1, **none)
+        request.length, taken = begin, []
+        while request.length < 180_000:
+            num_tokens = scheduler._chunk_length(request, 2048)
+            taken.append(num_tokens)
+            request.length += num_tokens
+            assert num_tokens * request.length <= cap.most_pairs or num_tokens <= cap.least
+        return taken
+
+    plain = chunks(128)
+    assert plain[:15] == [2048] * 15 and plain[-1] == 256 and sorted(plain, reverse=True) == plain
+    assert min(chunks(512)) == 1152 and min(chunks(512, begin=37)[1:]) >= 1024
+    assert min(chunks(256)) == 128 and chunks(128, softcap=True) == chunks(256)
+    monkeypatch.setattr(prefill, "has_nax", lambda: True)
+    assert min(chunks(256)) == 1152
+    monkeypatch.setattr(prefill, "on_metal", lambda: False)
+    assert chunk_cap(make_pool()) is None
 
 
 def test_prefill_latency_limits_steps_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +367,7 @@ def test_prefill_latency_limits_steps_on_metal(monkeypatch: pytest.MonkeyPatch) 
         engine = gen._engine
         assert engine.in_place and engine._pace is not None and engine._pace.latency == 0.1
         assert (engine.scheduler.grid, engine.scheduler.chunk) == (128, 2048)
+        assert engine.scheduler.cap == ChunkCap(MOST_PAIRS, 128)
         engine._pace.seconds_per_token = 0.1 / 256
         taken: list[tuple[int, float]] = []
         monkeypatch.setattr(engine._pace, "note", lambda *took: taken.append(took))
@@ -320,7 +388,7 @@ def test_steps_over_ranks_are_short_on_metal(monkeypatch: pytest.MonkeyPatch) ->
         assert gen._engine._new_scheduler(2048, 32, 8).token_budget == 2048
         monkeypatch.setattr(gen._engine, "agreement", object())
         scheduler = gen._engine._new_scheduler(2048, 32, 8)
-        assert (scheduler.token_budget, scheduler.chunk) == (512, 512)
+        assert (scheduler.token_budget, scheduler.chunk, scheduler.cap) == (512, 512, None)
         monkeypatch.undo()
         gen.close()
 

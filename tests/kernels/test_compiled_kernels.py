@@ -17,14 +17,12 @@ from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants, build_kernel
 from mlx_paged.kernels.check import self_check, texts_of
 from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
-from mlx_paged.kernels.cuda.launch import CompiledKernel, Source
+from mlx_paged.kernels.cuda.launch import CompiledKernel, Source, short_name
 from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, SHARED_MATRIX_BODY, Variant
 from mlx_paged.kernels.prefill import (
     BODY,
-    MATRIX_BODY,
     QUANTIZED_BODY,
-    QUANTIZED_MATRIX_BODY,
     prefill_constants_of,
     prefill_shape_for,
 )
@@ -60,9 +58,10 @@ class FakeMLX:
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.loads: list[dict[str, Any]] = []  # launches without arrays
 
     def precompiled(self, **call: Any) -> list[mx.array]:
-        self.calls.append(call)
+        (self.calls if any(x.size for x in call["inputs"]) else self.loads).append(call)
         return [
             mx.zeros(shape, dtype) for shape, dtype in zip(call["output_shapes"], call["output_dtypes"], strict=True)
         ]
@@ -74,7 +73,7 @@ class FakeMLX:
 @pytest.fixture
 def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
     """Simulate CUDA, with a compiler that accepts every text."""
-    fake, cubins = FakeMLX(), Cubins(FakeCompiler(), "sm_90", None, is_packed=False)
+    fake, cubins = FakeMLX(), Cubins(FakeCompiler(), "sm_90", None)
     monkeypatch.setattr(build, "backend", lambda: "cuda")
     monkeypatch.setattr(build, "cubins", lambda: cubins)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", fake.precompiled, raising=False)
@@ -113,12 +112,7 @@ def texts() -> list[tuple[str, Constants]]:
     listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
     listed += [(key.body, key.constants) for key in products + layers]
     listed += texts_of(LATENT) + texts_of(LATENT_TENSOR)
-    assert {body for body, _ in listed} >= set(BODIES) - {
-        MATRIX_BODY,
-        QUANTIZED_MATRIX_BODY,
-        *MATRIX_BODIES,
-        SHARED_MATRIX_BODY,
-    }  # Metal only
+    assert {body for body, _ in listed} >= set(BODIES) - {*MATRIX_BODIES, SHARED_MATRIX_BODY}  # Metal only
     return listed
 
 
@@ -132,7 +126,12 @@ def test_launch_passes_the_declared_parameters(mlx: FakeMLX, body: str, constant
     launch_alone(KernelKey(body, constants), build_kernel)
     (call,) = mlx.calls
     source = build._cuda_source(body, constants)
-    assert source is not None and call["name"] == source.name and call["compiled_source"] == b"code"
+    assert source is not None and call["name"] == source.name and call["compiled_source"] == short_name(b"code")
+    (load,) = mlx.loads
+    assert load["name"] == source.name and load["compiled_source"] == b"code"
+    assert len(load["inputs"]) == len(call["inputs"]) and load["output_shapes"] == [(0,)] * len(call["output_shapes"])
+    assert len(load["scalars"]) == len(call["scalars"]) and load["shared_memory"] == call["shared_memory"]
+    assert f"if ({BODIES[body].outputs[0]} == nullptr) return;" in source.text
     inputs, outputs = BODIES[body].inputs, BODIES[body].outputs
     sizes = [f"{inputs[i]}_{axis}" for i, axes in source.axes for axis in axes]
     assert parameters(source) == [*inputs, *outputs, *sizes]
@@ -189,7 +188,7 @@ def test_a_text_for_other_dtypes_is_not_launched(mlx: FakeMLX) -> None:
 @pytest.mark.parametrize("trouble", ["no compiler", "does not compile", "not known here"])
 def test_mlx_compiles_texts_that_nvrtc_cannot(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     compiler = FakeCompiler()
-    monkeypatch.setattr(build, "cubins", lambda: Cubins(compiler, "sm_90", None, is_packed=False))
+    monkeypatch.setattr(build, "cubins", lambda: Cubins(compiler, "sm_90", None))
     if trouble == "no compiler":
         monkeypatch.setattr(build, "cubins", lambda: None)
     elif trouble == "does not compile":
@@ -207,7 +206,7 @@ def test_mlx_compiles_texts_that_nvrtc_cannot(mlx: FakeMLX, monkeypatch: pytest.
 
 def test_all_texts_of_a_variant_start_compiling_before_the_check(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = FakeCompiler()
-    cubins = Cubins(compiler, "sm_90", None, is_packed=False)
+    cubins = Cubins(compiler, "sm_90", None)
     monkeypatch.setattr(build, "cubins", lambda: cubins)
     begun: list[int] = []
     passes = check.SelfCheck(TENSOR, True, 0.0, 0.0, "")

@@ -1,28 +1,25 @@
-"""Cubins: machine code is compiled, kept on disk and packed for MLX."""
+"""Cubins: machine code is compiled, kept on disk, and loaded by MLX once."""
 
 import os
-import shutil
-import struct
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from lz4.block import decompress
 
 from mlx_paged.kernels.cuda import cubins as cubins_module
-from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins, cubins, fat_binary, folder_path
-from mlx_paged.kernels.cuda.launch import Source
+from mlx_paged.kernels.cuda import launch as launch_module
+from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins, cubins, folder_path
+from mlx_paged.kernels.cuda.launch import Source, _hash, load, short_name
 
 WAIT_SECONDS = 60
 
 
 def source(name: str, text: str = "") -> Source:
-    return Source(name, text or f"text of {name}", (), (), ())
+    return Source(name, text or f"text of {name}", ("uint32_t",), (), 1, ())
 
 
 class FakeCompiler:
@@ -43,7 +40,7 @@ class FakeCompiler:
 
 
 def make(compiler: FakeCompiler, folder: CubinFolder | None, architecture: str = "sm_90") -> Cubins:
-    return Cubins(compiler, architecture, folder, is_packed=False)
+    return Cubins(compiler, architecture, folder)
 
 
 def finish() -> None:
@@ -160,39 +157,93 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCom
     cubins.cache_clear()
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, accepts: Any) -> None:
-    """Make MLX launch only machine code for which ``accepts`` returns True."""
+class FakeMLX:
+    """MLX's launches of machine code: a kernel is found by its name and the hash of what it is launched with.
 
-    def launch(*, compiled_source: bytes, inputs: list[mx.array], **options: Any) -> list[mx.array]:
-        if not accepts(compiled_source):
-            raise RuntimeError("binary format is not recognized")
-        return [inputs[0] + 7]
+    Args:
+        accepts: returns whether machine code can be loaded.
+        hashes: how MLX's C++ library hashes.
+    """
 
-    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch, raising=False)
+    def __init__(self, accepts: Any = lambda code: True, hashes: Any = _hash) -> None:
+        self.loaded: dict[tuple[str, int], bytes] = {}
+        self.given: list[bytes] = []
+        self._accepts, self._hashes = accepts, hashes
+
+    def __call__(
+        self, *, name: str, compiled_source: bytes, inputs: list[mx.array], output_shapes: Any, **options: Any
+    ) -> list[mx.array]:
+        self.given.append(compiled_source)
+        key = name, self._hashes(compiled_source)
+        if key not in self.loaded:
+            if not compiled_source.endswith(b"FOR sm_90") or not self._accepts(compiled_source):
+                raise RuntimeError("binary format is not recognized")
+            self.loaded[key] = compiled_source
+        return [mx.zeros((0,))] if output_shapes == [(0,)] else [inputs[0] + 7]
 
 
-def test_machine_code_is_packed_where_the_driver_unpacks_it(
+def launches(monkeypatch: pytest.MonkeyPatch, **made: Any) -> FakeMLX:
+    fake = FakeMLX(**made)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", fake, raising=False)
+    return fake
+
+
+def test_kernels_are_launched_by_a_name_of_eight_bytes(
     on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    launches(monkeypatch, lambda data: data.startswith(b"\x50\xed\x55\xba"))
+    fake = launches(monkeypatch)
     made = cubins()
-    assert made is not None and made.get(source("a")).startswith(b"\x50\xed\x55\xba")
+    assert made is not None and made.loads
     assert made.folder is not None and made.folder.path == folder_path() == tmp_path / "mlx_paged" / "kernels"
+    kernel = made.kernel(source("a"), {})
+    assert kernel is not None and fake.loaded["a", _hash(b"TEXT OF A FOR sm_90")] == b"TEXT OF A FOR sm_90"
+    options: Any = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)], "output_dtypes": [mx.uint32]}
+    (out,) = kernel(inputs=[mx.array([1], mx.uint32)], **options)
+    assert out.item() == 8 and len(fake.given[-1]) == 8
 
 
-def test_machine_code_is_not_packed_where_the_driver_does_not_unpack(
+def test_machine_code_is_given_at_each_launch_where_mlx_hashes_otherwise(
     on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches(monkeypatch, lambda data: b"FOR sm_90" in data[-9:] and not data.startswith(b"\x50\xed"))
+    fake = launches(monkeypatch, hashes=lambda code: code)
     made = cubins()
-    assert made is not None and made.get(source("a")) == b"TEXT OF A FOR sm_90"
+    assert made is not None and not made.loads
+    kernel = made.kernel(source("a"), {})
+    assert kernel is not None and kernel._code == b"TEXT OF A FOR sm_90" and ("a", kernel._code) not in fake.loaded
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4_099, 47_928])
+def test_short_name_has_the_hash_of_the_code(size: int) -> None:
+    code = bytes(i * 37 % 251 for i in range(size))
+    name = short_name(code)
+    assert name is not None and len(name) == 8 and _hash(name) == _hash(code)
+    assert size == 0 or _hash(name) != _hash(code + b"x")
+
+
+def test_machine_code_is_named_by_itself_without_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "_hash", lambda code: None)
+    assert load(source("a"), b"code") == b"code"
+
+
+def test_files_not_used_for_a_month_are_deleted(folder: CubinFolder) -> None:
+    made = make(FakeCompiler(), folder)
+    for name in "abc":
+        made.get(source(name))
+    finish()
+    old, used, recent = (folder.path / f"{made._key(source(name))}.cubin" for name in "abc")
+    for file, days in ((old, 31), (used, 29), (recent, 0)):
+        os.utime(file, (0, time.time() - days * 86_400))
+    again = make(FakeCompiler(), CubinFolder(folder.path))
+    assert not old.exists() and used.exists() and recent.exists()
+    again.get(source("b"))
+    assert used.stat().st_mtime > time.time() - 86_400, "its month begins again"
 
 
 @pytest.mark.parametrize("trouble", ["launch", "result", "compiler", "architecture"])
 def test_cubins_are_off_where_they_cannot_be_launched(
     on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    launches(monkeypatch, lambda data: trouble != "launch")
+    launches(monkeypatch, accepts=lambda code: trouble != "launch")
     if trouble == "result":
         monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", lambda *, inputs, **options: [inputs[0]])
     if trouble == "compiler":
@@ -205,7 +256,7 @@ def test_cubins_are_off_where_they_cannot_be_launched(
 def test_nothing_is_kept_on_disk_without_a_folder(
     on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    launches(monkeypatch, lambda data: True)
+    launches(monkeypatch)
     (tmp_path / "file").touch()
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
     made = cubins()
@@ -227,57 +278,3 @@ def test_text_with_architecture_features_is_compiled_for_sm_90a() -> None:
     for architecture in ("sm_80", "sm_100"):
         code = make(FakeCompiler(), None, architecture).get(source("a", text)) or b""
         assert code.endswith(f"FOR {architecture}".encode())
-
-
-HEADERS = 16 + 64
-
-
-@pytest.mark.parametrize("architecture", ["sm_90", "sm_90a"])
-def test_container_equals_that_of_nvidias_tool(tmp_path: Path, architecture: str) -> None:
-    nvcc, tool = shutil.which("nvcc"), shutil.which("fatbinary")
-    if nvcc is None or tool is None:
-        pytest.skip("needs CUDA's compilers")
-    (tmp_path / "kernel.cu").write_text('extern "C" __global__ void k(float* a) { a[threadIdx.x] *= 2; }')
-    for command in (
-        [nvcc, f"-arch={architecture}", "-cubin", "-o", "kernel.cubin", "kernel.cu"],
-        [
-            tool,
-            "--create=fat",
-            "--64",
-            "--compress-all",
-            "--compress-mode=speed",
-            f"--image3=kind=elf,sm={architecture[3:]},file=kernel.cubin",
-        ],
-    ):
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-        if run.returncode:
-            pytest.skip(f"another version of CUDA's compilers: {run.stderr[:200]}")
-    cubin, theirs = (tmp_path / "kernel.cubin").read_bytes(), (tmp_path / "fat").read_bytes()
-    ours = fat_binary(cubin, architecture)
-    assert len(ours) % 8 == 0
-    sizes = [range(8, 16), range(24, 36)]  # sizes of the packed data, which may differ
-    for data in (ours, theirs):
-        size, packed = struct.unpack_from("<QI", data, 24)
-        assert struct.unpack_from("<Q", data, 8)[0] == len(data) - 16 and size == len(data) - HEADERS
-        assert decompress(data[HEADERS : HEADERS + packed], uncompressed_size=len(cubin)) == cubin
-    masked = [
-        bytes(0 if any(i in part for part in sizes) else byte for i, byte in enumerate(x[:HEADERS]))
-        for x in (ours, theirs)
-    ]
-    assert masked[0] == masked[1]
-
-
-def test_container_holds_compressed_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = bytes(range(256)) * 40
-    container = fat_binary(code, "sm_90")
-    (packed,) = struct.unpack_from("<I", container, 32)
-    assert decompress(container[HEADERS : HEADERS + packed], uncompressed_size=len(code)) == code
-    assert len(container) < len(code) // 4
-    monkeypatch.setitem(sys.modules, "lz4.block", None)
-    packing, plain = (Cubins(FakeCompiler(), "sm_90", None, is_packed=is_packed) for is_packed in (True, False))
-    assert packing.get(source("a")) is None and plain.get(source("a"))
-
-
-def test_an_architecture_without_a_number_is_refused() -> None:
-    with pytest.raises(ValueError):
-        fat_binary(b"code", "gfx")

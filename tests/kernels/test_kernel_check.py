@@ -247,7 +247,7 @@ def launched() -> Iterator[Callable[..., Launched]]:
 
 
 def prepare(rows: int, dtype: mx.Dtype = mx.float32, width: int = 16, **options: Any) -> kernels.DecodeLaunch:
-    k_pool = v_pool = mx.zeros((3, 2, 16, 64), dtype)
+    k_pool = v_pool = mx.zeros((3, 4, 16, 64), dtype)
     visible = mx.zeros((rows, width), mx.int32), mx.zeros((rows, 1), mx.int32), mx.zeros((rows, 1), mx.int32)
     return kernels.prepare_decode(k_pool, v_pool, visible, n_q_heads=8, scale=1.0, **options)
 
@@ -291,7 +291,7 @@ def test_without_a_working_variant_new_pools_are_functional(
     launched: Callable[..., Launched],
 ) -> None:
     launched(lambda key: "ends" not in key.small_inputs and key.body == "paged_decode")
-    geometry, heads = Geometry(2, 64, 64, mx.float32), QueryHeads(8)
+    geometry, heads = Geometry(4, 64, 64, mx.float32), QueryHeads(8)
     with (
         mock.patch.object(availability, "device_unsupported_reason", lambda: None),
         mock.patch.object(kernel_check, "self_check", lambda variant: SelfCheck(variant, True, 0.0, 0.1, "")),

@@ -18,6 +18,7 @@ from mlx_paged.kernels.products.narrow_matmul import (
     BIASED,
     BITS,
     BODIES,
+    FEW,
     GATED,
     GROUPED,
     LARGE,
@@ -27,8 +28,7 @@ from mlx_paged.kernels.products.narrow_matmul import (
     TILES,
     TILES_IF_FEW,
     TILES_IF_MANY,
-    FusedOps,
-    Norm,
+    FusedRotation,
     PackedWeight,
     Rotation,
     Tile,
@@ -80,30 +80,19 @@ def test_which_products_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not covers(x, [w], bias[:4]) and not covers(x, [w], bias.astype(mx.float32))
 
 
-def test_which_norms_and_rotations_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_rotations_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
         narrow_matmul, "passes_check", lambda *choice: asked.append(choice[0] + choice[-1].suffix) or True
     )
-    covered = {(1, 512), (4, 2048), (1, 8192), (2, 2560)}
-    for num_rows, depth in (*covered, (5, 512), (3, 4096), (1, 768), (1, 4608)):
-        is_covered = (num_rows, depth) in covered
-        x, (w,) = arrays(num_rows, 64, depth)
-        norm = Norm(mx.ones((depth,), mx.bfloat16), 1e-5)
-        assert covers(x, [w, w, w], norm=norm) == covers_gated(x, w, w, norm) == is_covered
     x, (w,) = arrays(2, 64, 1024)
     rotation = Rotation(16, mx.zeros((2,), mx.int32), 1.0, 1e4, None)
-    norm = Norm(mx.ones((1024,), mx.bfloat16), 1e-5)
-    asked.clear()
-    assert covers(x, [w, w, w[:5]], norm=norm, rotation=rotation) and covers(x, [w, w, w], rotation=rotation)
-    assert covers(x, [w, w], norm=norm) and covers_gated(x, w, w, norm)
-    assert asked == [f"narrow_matmul_{name}" for name in ("group_norm_turn", "group_turn", "group_norm", "gate_norm")]
-    assert not covers(x, [w], norm=norm) and not covers(x, [w], rotation=rotation)
+    assert covers(x, [w, w, w[:5]], rotation=rotation) and covers(x, [w, w]) and covers_gated(x, w, w)
+    assert asked == [f"narrow_matmul_{name}" for name in ("group_turn", "group", "gate")]
+    assert not covers(x, [w], rotation=rotation)
     assert not covers(x, [w, w[:48]], rotation=rotation) and not covers(x, [w, w], rotation=rotation._replace(half=12))
     assert not covers(x, [w, w], rotation=rotation._replace(offsets=rotation.offsets[:1]))
     assert not covers(x, [w, w], rotation=rotation._replace(offsets=rotation.offsets.astype(mx.uint32)))
-    assert not covers(x, [w, w], norm=norm._replace(gains=norm.gains.astype(mx.float32)))
-    assert not covers(x, [w, w], norm=norm._replace(gains=norm.gains[:-1]))
 
 
 @pytest.mark.parametrize(("tile", "most"), [(SMALL, 4 * 132), (LARGE, 3 * 132)])
@@ -210,11 +199,11 @@ def test_tile_for_more_rows_is_compiled_ahead_with_that_for_few(
         narrow_matmul, "self_check", lambda *choice: narrow_matmul.TileCheck(*choice[:4], True, 0.0, 0.0, "")
     )
     small, large = forms
-    turned = FusedOps(half=32, base=5e5)
-    # More rows are not normalised by the kernel. Queries and keys of a decode step have four dimensions.
-    for num_dims, fused in ((3, turned._replace(eps=1e-5)), (4, turned)):
+    turned = FusedRotation(half=32, base=5e5)
+    # Queries and keys of a decode step have four dimensions.
+    for num_dims in (3, 4):
         begun.clear()
-        assert narrow_matmul.passes_check(GROUPED, mx.bfloat16, small, num_dims, 0, fused)
+        assert narrow_matmul.passes_check(GROUPED, mx.bfloat16, small, num_dims, 0, turned)
         for form in (turned, NOT_FUSED):  # the text that it is compared with, too
             key = narrow_matmul.kernel_key(GROUPED, mx.bfloat16, large, num_dims, 0, form)
             assert (key.body, key.constants) in begun
@@ -255,23 +244,21 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
 @pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("bits", [0, *BITS])
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
-def test_norms_and_rotations_on_a_gpu(dtype: mx.Dtype, bits: int) -> None:
-    for tile in (SMALL,) if bits else (SMALL, TILES_IF_FEW[SMALL], TILES_IF_MANY[SMALL]):
-        for form in ((1e-6,), (1e-5, 32, 1.0, 5e5), (1e-5, 64, 1.0), (None, 128, 0.125, 1e6)):
-            fused = FusedOps(*form)
+def test_rotations_on_a_gpu(dtype: mx.Dtype, bits: int) -> None:
+    for tile in (FEW, SMALL) if bits else (SMALL, TILES_IF_FEW[SMALL], TILES_IF_MANY[SMALL]):
+        for form in ((32, 1.0, 5e5), (64, 1.0), (128, 0.125, 1e6)):
+            fused = FusedRotation(*form)
             result = self_check(GROUPED, dtype, tile, bits, fused)
             assert result.ok, (fused, result.reason)
-    result = self_check(GATED, dtype, SMALL, bits, FusedOps(1e-5))
-    assert result.ok, result.reason
-    assert self_check(GROUPED, dtype, LARGE, bits, FusedOps(None, 32, 1.0, 1e4)).ok
-    # A row's bits do not depend on the number of rows, nor on whether the kernel or MLX normalises it.
+    assert self_check(GROUPED, dtype, LARGE, bits, FusedRotation(32, 1.0, 1e4)).ok
+    # A row's bits do not depend on the number of rows.
     w = [mx.random.normal((n, 2048), key=mx.random.key(n)).astype(dtype) for n in (256, 128, 128)]
-    x, gains = mx.random.normal((9, 1, 2048), key=mx.random.key(1)).astype(dtype), mx.ones((2048,), dtype)
+    x = mx.random.normal((9, 1, 2048), key=mx.random.key(1)).astype(dtype)
     offsets = mx.arange(9).astype(mx.int32) * 1000
-    whole = products(mx.fast.rms_norm(x, gains, 1e-5), w, rotation=Rotation(32, offsets, 1.0, 1e4, None))
+    whole = products(x, w, rotation=Rotation(32, offsets, 1.0, 1e4, None))
     for some in (slice(0, 1), slice(3, 7)):
-        assert covers(x[some], w, norm=Norm(gains, 1e-5), rotation=Rotation(32, offsets[some], 1.0, 1e4, None))
-        alone = products(x[some], w, norm=Norm(gains, 1e-5), rotation=Rotation(32, offsets[some], 1.0, 1e4, None))
+        assert covers(x[some], w, rotation=Rotation(32, offsets[some], 1.0, 1e4, None))
+        alone = products(x[some], w, rotation=Rotation(32, offsets[some], 1.0, 1e4, None))
         assert all(mx.array_equal(a[some], b).item() for a, b in zip(whole, alone, strict=True))
 
 

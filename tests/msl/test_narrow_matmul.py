@@ -14,6 +14,7 @@ from mlx_paged.kernels.products.narrow_matmul import (
     BIASED,
     BODIES,
     DTYPES,
+    FEW,
     GATED,
     GROUPED,
     KERNELS,
@@ -21,7 +22,6 @@ from mlx_paged.kernels.products.narrow_matmul import (
     TILES,
     TILES_IF_FEW,
     TILES_IF_MANY,
-    Norm,
     PackedWeight,
     Rotation,
 )
@@ -99,8 +99,9 @@ def test_reference_equals_mlxs_dequantize():
 
 
 PRODUCTS = [(None, dtype, tile) for dtype in DTYPES for tile in TILES]
-PRODUCTS += [(form, *pair) for form in FORMS for pair in zip(DTYPES, TILES, strict=True)]
+PRODUCTS += [(form, *pair) for form in FORMS for pair in (*zip(DTYPES, TILES, strict=True), *crossed(DTYPES, [FEW]))]
 CHEAP = [(None, DTYPES[0], TILES[0]), (None, DTYPES[1], TILES[1]), ((4, 32), DTYPES[0], TILES[0])]
+CHEAP += [((4, 64), DTYPES[1], FEW), ((8, 128), DTYPES[0], FEW)]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_row_depends_neither_on_others_nor_on_the_tile(emulated, form):
     depth = 1096 if form is None else 2208
     x, w = rows(37, depth, mx.float16), weight(40, depth, form, mx.float16)
     whole = run(x, w, None, TILES[0])
-    for tile in TILES if form is not None else (*TILES, *TILES_IF_FEW.values(), *TILES_IF_MANY.values()):
+    for tile in (FEW, *TILES) if form is not None else (*TILES, *TILES_IF_FEW.values(), *TILES_IF_MANY.values()):
         for some in ([3, 4], [36, 0, 12], list(range(37))):
             assert np.array_equal(run(x[mx.array(some)], w, None, tile), whole[some])
 
@@ -142,10 +143,10 @@ def test_several_matrices(emulated, form, widths, tiles=TILES):
 @pytest.mark.parametrize("form", [None, (8, 32)])
 def test_values_may_begin_at_any_address(emulated, form):
     if form is None:
-        emulated("is_aligned(rows_of_x) && is_aligned(matrix) && is_aligned(partner)", "false")
+        emulated("is_aligned(x) && is_aligned(matrix) && is_aligned(partner)", "false")
     else:
         emulated("is_aligned(matrix) && is_aligned(partner)", "false")
-        emulated("is_aligned(rows_of_x)", "false")
+        emulated("is_aligned(x)", "false")
     depth = 264 if form is None else 256
     check(rows(9, depth, mx.float16), weight(20, depth, form, mx.float16), None, TILES[0])
 
@@ -182,29 +183,7 @@ def test_a_gate_is_rounded_where_mlx_rounds(emulated, form, dtype, tiles=TILES):
             np.testing.assert_allclose(to_float(gate * sigmoid), silu, rtol=2e-2, atol=2e-2)
 
 
-# Work around a product: the norm of its rows before it, rotation of its results after it. ---------------------------
-
-
-def mlx_norm(x, gains, eps):
-    """Normalise in MLX's order of adding on CUDA, in float32: per thread, per warp in a butterfly, over warps."""
-    squares = np.square(to_float(x)).astype(np.float32)
-    depth = squares.shape[1]
-    threads = 128 if depth % 1024 == 0 else 64
-    own = np.zeros((len(squares), threads), np.float32)
-    for part in squares.reshape(len(squares), -1, threads, 8).swapaxes(0, 1):
-        for i in range(8):
-            own += part[:, :, i]
-    lanes = own.reshape(len(squares), -1, 32)
-    while lanes.shape[2] > 1:
-        half = lanes.shape[2] // 2
-        lanes = lanes[:, :, :half] + lanes[:, :, half:]
-    warps = lanes[:, :, 0]
-    while warps.shape[1] > 1:
-        half = warps.shape[1] // 2
-        warps = warps[:, :half] + warps[:, half:]
-    inverse = 1 / np.sqrt(warps / np.float32(depth) + np.float32(eps))
-    rounded = mx.array(to_float(x) * inverse.astype(np.float32)).astype(x.dtype)
-    return gains * rounded
+# Rotation of a product's results. -------------------------------------------------------------------------------------
 
 
 def turned(y, rotation, head):
@@ -220,40 +199,19 @@ def turned(y, rotation, head):
     return np.concatenate([first * cosine - second * sine, first * sine + second * cosine], 2).reshape(y.shape)
 
 
-def check_norm(emulated, form, num_rows=3, depth=1536, body=GROUPED, dtype=mx.bfloat16, seed=1):
-    x, gains = noise((num_rows, depth), dtype, seed), noise((depth,), dtype, 5)
-    widths = (24, 24) if body == GATED else (24, 40, 16)
-    weights = [weight(width, depth, form, dtype, seed) for seed, width in enumerate(widths)]
-    shapes = [(num_rows, width) for width in widths[: 1 if body == GATED else 3]]
-    norm = Norm(gains, 1e-2)
-    got = narrow_matmul._launch(body, x[:, None], weights, None, TILES[0], shapes, norm)
-    want = narrow_matmul._launch(body, mlx_norm(x, gains, norm.eps)[:, None], weights, None, TILES[0], shapes)
-    for a, b in zip(got, want, strict=True):
-        assert np.array_equal(to_float(a), to_float(b))
-
-
-def check_turn(emulated, form, half=32, based=True, dtype=mx.bfloat16, norm=None):
+def check_turn(emulated, form, half=32, based=True, dtype=mx.bfloat16):
     depth, head = 512, 2 * half
     x, widths = rows(3, depth, dtype), (3 * head, 2 * head, 24)
     weights = [weight(width, depth, form, dtype, seed) for seed, width in enumerate(widths)]
     frequencies = None if based else mx.array(1 + np.arange(half, dtype=np.float32) ** 2)
     rotation = Rotation(half, mx.array([0, 5, 4097], mx.int32), 0.5, 1e4 if based else None, frequencies)
     shapes = [(3, width) for width in widths]
-    got = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, norm, rotation)
-    plain = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, norm)
+    got = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, rotation)
+    plain = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes)
     precision = 2.0 ** -(8 if dtype == mx.bfloat16 else 11)
     for a, b in zip(got[:2], plain[:2], strict=True):
         np.testing.assert_allclose(to_float(a), turned(b, rotation, head), rtol=2 * precision, atol=2 * precision)
     assert np.array_equal(to_float(got[2]), to_float(plain[2]))
-
-
-@pytest.mark.parametrize(
-    ("form", "body"),
-    quick(crossed([None, (4, 64), (8, 128)], [GROUPED, GATED]), (None, GROUPED), ((4, 64), GATED)),
-)
-def test_rows_are_normalised_in_the_order_of_mlx(emulated, form, body):
-    for num_rows, depth in ((1, 2048), (4, 512), (3, 1536)):
-        check_norm(emulated, form, num_rows, depth, body, mx.float16 if depth == 512 else mx.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -269,18 +227,19 @@ def test_rows_are_normalised_in_the_order_of_mlx(emulated, form, body):
 )
 def test_queries_and_keys_are_rotated(emulated, form, half, based):
     check_turn(emulated, form, half, based)
-    check_turn(emulated, form, half, based, mx.float16, Norm(noise((512,), mx.float16, 6), 1e-5))
+    check_turn(emulated, form, half, based, mx.float16)
 
 
 # Planted mutations: (old, new), and which check finds each. ---------------------------------------------------------
 
 
 def check_product(emulated, form):
-    depths = (1096,) if form is None else (1088, 1152)
+    depths = (1096,) if form is None else (1088, 2304)
     for depth, group in zip(depths, (64, 128), strict=False):
         own = None if form is None else (4, group)
         x, w = rows(13, depth, mx.bfloat16), weight(40, depth, own, mx.bfloat16)
-        check(x, w, noise((40,), mx.bfloat16, 2), TILES[1])
+        for tile in (TILES[1],) if form is None else (FEW, TILES[0], TILES[1]):
+            check(x, w, noise((40,), mx.bfloat16, 2), tile)
 
 
 def check_order(emulated, form):
@@ -297,12 +256,6 @@ def check_gate(emulated, form):
 
 def check_residual(emulated, form):
     test_a_residual_is_added_to_the_rounded_product(emulated, form, mx.bfloat16, TILES[1:2])
-
-
-def check_order_of_squares(emulated, form):
-    # float16 shows more of the sums; another order shows in one of several rows.
-    for seed in range(8):
-        check_norm(emulated, form, 4, 1536, GATED, mx.float16, seed)
 
 
 PACKED = (4, 64)
@@ -326,30 +279,25 @@ MUTATIONS = {
     "residual left out": (None, check_residual, "before + ", ""),
     "residual of another column": (None, check_residual, "(row) * width + column]);", "(row) * width + row]);"),
     "product not rounded": (None, check_residual, "static_cast<float>(static_cast<T>(sum))", "sum"),
-    "norm: another number of threads": (None, check_order_of_squares, "depth % 1024 == 0 ? 128 : 64", "128"),
-    "norm: one warp left out": (None, check_norm, "lane < 4 ? squares", "lane < 1 ? squares"),
-    "norm: another row's": (None, check_norm, "lane < 4 ? squares[row][lane]", "lane < 4 ? squares[0][lane]"),
-    "norm: eps left out": (None, check_norm, " + float_of(EPS)", ""),
-    "norm: not rounded": (None, check_norm, "static_cast<float>(static_cast<T>(value(x + row * depth + at, i + j) * inverse))", "value(x + row * depth + at, i + j) * inverse"),
-    "norm: gains of the next": (None, check_norm, "gains[at + i + j]", "gains[at + i + 1 - j]"),
-    "norm: no barrier": (None, check_norm, "if (lane == 0 && warp < 4) squares[row][warp] = sum;\n  }\n  threadgroup_barrier(mem_flags::mem_threadgroup);", "if (lane == 0 && warp < 4) squares[row][warp] = sum;\n  }\n"),
     "turn: the other way": (None, check_turn, "own * cosine - partner_value * sine", "own * cosine + partner_value * sine"),
     "turn: another row's position": (None, check_turn, "offsets[row]", "offsets[0]"),
     "turn: values, too": (None, check_turn, "if (which == 2) return static_cast<T>(sum);", ""),
     "turn: halves of another head": (None, check_turn, "head * (2 * HALF) + e / 8 * HALF", "head * (2 * HALF) + e / 8 * 8"),
     "turn: scale left out": (None, check_turn, "float_of(SCALE) * ", ""),
     "turn: not with its partner": (None, check_turn, "e ^ 8", "e"),
-    "packed: norm of another row": (PACKED, check_norm, "normalised[(row * depth + at) / 8]", "normalised[at / 8]"),
     "packed: halves of another head": (PACKED, check_turn, "tile % (HALF / 8) * 8 + e % 8", "e % 8"),
-    "packed: a share twice": (PACKED, check_product, "u * SG * SHARE", "u * SHARE"),
+    "packed: a share twice": (PACKED, check_product, "(u + U) * SG * SHARE", "u * SG * SHARE"),
+    "packed: the first share for all": (PACKED, check_product, "load((warp + u * SG) * SHARE)", "load(warp * SHARE)"),
     "packed: the next group's scale": (PACKED, check_product, "row * groups + (at >> shift)", "row * groups + (at >> shift) + 1"),
     "packed: another size of groups": (PACKED, check_product, "depth == groups * 64 ? 6 : 7", "depth == groups * 64 ? 7 : 6"),
-    "packed: the bits above": (PACKED, check_product, " & MASK << place", " & (MASK << BITS | MASK) << place"),
-    "packed: the power left in": (PACKED, check_product, "by * (1.0f / (1 << place))", "by"),
-    "packed: the next value": (PACKED, check_product, "const int bit = (e + i) * BITS", "const int bit = (e + 1 - i) * BITS"),
-    "packed: past the end of rows": (PACKED, check_product, "b[j] = !live ? make_uint4(0, 0, 0, 0) : ", "b[j] = "),
+    "packed: the bits above": (PACKED, check_product, "& MASK * 0x10001u", "& (MASK << 1 | 1) * 0x10001u"),
+    "packed: the power left in": (PACKED, check_product, "POWER | 0x80008000u", "0u"),
+    "packed: the next value": (PACKED, check_product, "BITS * pair % 16", "BITS * (pair ^ 1) % 16"),
+    "packed: values of another order": (PACKED, check_product, "word(x8, h / 2 + 2)", "word(x8, h / 2 + 1)"),
+    "packed: halves exchanged": (PACKED, check_product, "b[j][h] = low_halves", "b[j][h] = high_halves"),
+    "packed: past the end of rows": (PACKED, check_product, "x8 = !live ? make_uint4(0, 0, 0, 0) : ", "x8 = "),
     "packed: fragments exchanged": (PACKED, check_product, "a[0][0], a[0][1], a[1][0], a[1][1]", "a[0][0], a[1][0], a[0][1], a[1][1]"),
-    "packed: the other row's values": (PACKED, check_product, "values(packed[u][i][h % 2]", "values(packed[u][i][0]"),
+    "packed: the other row's values": (PACKED, check_product, "word(part.packed[i][h % 2]", "word(part.packed[i][0]"),
     "packed: past the last column": (PACKED, check_product, "row < n_rows && column < width", "row < n_rows"),
     "packed: no barrier": (PACKED, check_product, "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
     "packed: one matrix's scales": (PACKED, check_gate, "partner_scales = scales1", "partner_scales = scales"),
@@ -359,7 +307,6 @@ MUTATIONS = {
 }  # fmt: skip
 QUICK = (
     "a share twice",
-    "norm: not rounded",
     "turn: the other way",
     "tiles of another matrix",
     "the gate for both",
@@ -427,13 +374,11 @@ def test_the_largest_tile_does_not_spill(bits):
 
 @NO_COMPILER
 @pytest.mark.parametrize("bits", [0, *slow(*narrow_matmul.BITS)])
-def test_norms_and_rotations_do_not_spill(bits):
+def test_rotations_do_not_spill(bits):
     cases = [
         (body, fused, tile)
         for body, fused in KERNELS[len(BODIES) :]
-        for tile in (
-            TILES[:1] if bits or body == GATED else (TILES[0], TILES_IF_FEW[TILES[0]], TILES_IF_MANY[TILES[0]])
-        )
+        for tile in ((FEW, TILES[0]) if bits else (TILES[0], TILES_IF_FEW[TILES[0]], TILES_IF_MANY[TILES[0]]))
     ]
     texts = [narrow_matmul.kernel_key(body, mx.bfloat16, tile, 3, bits, fused) for body, fused, tile in cases]
     for case, found in zip(cases, registers_of_texts(texts), strict=True):

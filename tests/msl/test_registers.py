@@ -11,18 +11,24 @@ from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import (
     HEAD_DIMS,
     MAX_TENSOR_HEAD_DIM,
+    MOST_GROUPS,
     MOST_REGISTERS,
     PACKED_VEC,
     LaneLayout,
+    LaunchShape,
     Variant,
     best_layout,
+    count_partitions,
+    groups_of,
     partition_for,
     shape_for,
 )
+from mlx_paged.kernels.ops import variants_of
 from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
 from tests.support.cases import quick, slow
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import registers
+from tests.support.msl.harness import emulated
 
 needs_compiler = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 # Llama 3.2 1B and 3B, Llama 3.1 8B; Qwen 2.5 0.5B; Qwen 2.5 7B; Qwen 3 30B-A3B; gpt-oss; GLM 4.5; Gemma 3; wide heads.
@@ -188,7 +194,32 @@ def test_many_heads_share_a_token_among_more_lanes() -> None:
 
 @pytest.mark.parametrize(("cores", "kv_heads"), [(8, 8), (10, 8), (20, 8), (40, 8), (76, 8), (80, 8), (40, 4), (76, 5)])
 def test_short_contexts_give_each_core_work(cores: int, kv_heads: int) -> None:
-    assert 512 // partition_for(cores) * kv_heads >= cores
+    assert 512 // partition_for(cores, groups_of(kv_heads, "metal")) * kv_heads >= cores
+
+
+def test_fewer_kv_heads_have_smaller_partitions_on_metal() -> None:
+    """A context of 512 tokens gives a GPU of 16 cores as many thread groups with 2 KV heads as with 8, and half with
+    one, whose partitions are the smallest."""
+
+    def shapes(n_kv: int, gqa: int, dim: int) -> list[LaunchShape]:
+        variants = variants_of(mx.bfloat16, dim, dim, n_kv * gqa, n_kv, 32, False, False)
+        return [shape_for(variant, 16) for variant in variants]
+
+    with emulated():
+        (many,), (four,), (two,), (one,) = (shapes(n_kv, 4, 128) for n_kv in (12, 4, 2, 1))
+        matrices = shapes(1, 8, 128)[0]
+    assert [512 // shape.partition * n for shape, n in zip((many, four, two, one), (8, 4, 2, 1), strict=True)] == [
+        *(32, 32, 32, 16)
+    ]
+    assert [shape.first for shape in (many, four, two, one)] == [256, 256, 64, 64]
+    assert (matrices.partition, matrices.first) == (64, 64), "four steps of 16 tokens"
+    assert count_partitions(256, one) == 8 and count_partitions(64, one) == 1
+
+
+def test_partitions_on_cuda_do_not_depend_on_kv_heads() -> None:
+    assert groups_of(1, "cuda") == groups_of(64, "cuda") == MOST_GROUPS
+    variant = Variant("paged_decode", "cuda", mx.float32, 64, 64, 4, 32)
+    assert shape_for(variant).partition == 128 and shape_for(variant).first == 0
 
 
 def test_unknown_gpus_use_the_partition_that_was_measured() -> None:

@@ -60,6 +60,12 @@ def test_self_check_passes(name: str, cores: int) -> None:
     assert result.ok, result.reason
 
 
+@pytest.mark.parametrize(("name", "cores"), [("matrices", 8), *slow(("dense", 8), ("matrices over codes", LARGE))])
+def test_self_check_passes_with_partitions_for_one_kv_head(name: str, cores: int) -> None:
+    result = outcome(VARIANTS[name]._replace(groups=1), cores)
+    assert result.ok, result.reason
+
+
 EMPTY = ("PART < 64 ? PART : 64", "64")
 PLANTED: dict[str, dict[str, list[tuple[str, str]]]] = {
     "a first partition without a visible token": {"paged_decode": [EMPTY], "merge_partitions": [EMPTY]},

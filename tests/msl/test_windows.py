@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels.launch_shape import LaunchShape, shape_for
+from mlx_paged.kernels.ops import variants_of
 from tests.support.cases import crossed, quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
@@ -65,6 +66,24 @@ def test_a_first_partition_without_a_visible_token_is_caught() -> None:
         launch_shape = shape_for(case.variant(), 38)
     with pytest.raises((EmuError, AssertionError)):
         check(case, LONG, launch_shape, edit)
+
+
+@pytest.mark.parametrize(("gqa", "pages"), quick(crossed([4, 8], PAGES), (4, PAGES[0]), (8, PAGES[1])), ids=str)
+def test_partitions_of_one_kv_head(gqa: int, pages: Any) -> None:
+    """Rows of one partition, of several, and of several sizes, alone and behind a window."""
+    contexts = [1, 64, 65, 300, 700]
+    for starts in ([0] * 5, [0, 33, 40, 7, 500]):
+        case = Case(contexts, starts=starts, pages=pages, heads=(gqa, 1), head_dim=64, dtype=mx.bfloat16, block_size=32)
+        with emulated(checked=False, orders=(0,)) as fake:
+            variant = variants_of(mx.bfloat16, 64, 64, gqa, 1, 32, False, False, pages)[0]
+            out, _ = case.run(variant=variant, launch_shape=shape_for(variant, 10))
+        np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
+        assert variant.groups == 1 and [body for body, _ in fake.calls][1:] == ["merge_partitions"]
+    with emulated(checked=False, orders=(0,)) as fake:
+        case = Case(contexts[:2], pages=pages, heads=(gqa, 1), head_dim=64, dtype=mx.bfloat16, block_size=32)
+        out, _ = case.run(variant=variant, launch_shape=shape_for(variant, 10), max_visible=33)
+    np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
+    assert len(fake.calls) == 1
 
 
 @pytest.mark.slow

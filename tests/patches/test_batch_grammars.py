@@ -29,13 +29,13 @@ from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.patches.generate.upstream import UPSTREAM
 from mlx_paged.patches.grammar import (
-    FORMS,
     TokenizerGrammars,
     behind_reasoning,
     ends_in_reasoning,
     tool_format,
     unwrapped,
 )
+from mlx_paged.server.call_formats import FORMS
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
 from tests.support.cases import quick, slow
@@ -663,8 +663,9 @@ def test_tool_format_returns_the_markers_of_a_call() -> None:
 
 def test_reasoning_begun_in_the_prompt_is_unconstrained() -> None:
     tokenizer = byte_tokenizer()
-    assert ends_in_reasoning(tokenizer, [5, THINK, 6]) and not ends_in_reasoning(tokenizer, [5, THINK, 6, THINK_END, 7])
-    assert not ends_in_reasoning(tokenizer, [5])
+    assert all(ends_in_reasoning(tokenizer, [5, THINK, *behind]) for behind in ([], [10], [10, 10]))
+    for prompt in ([5], [5, THINK, 6], [5, THINK, 10, THINK_END, 10], [THINK, 10, 65, 10]):
+        assert not ends_in_reasoning(tokenizer, prompt)
     constraint = constraint_of({"structured_outputs": {"choice": ["no"]}}, chat=True)
     assert constraint is not None
     grammar = TokenizerGrammars(tokenizer).compile(constraint)

@@ -2,30 +2,27 @@
 
 import copy
 import importlib
-import pkgutil
+import json
 import random
 import re
 from typing import Any
 
 import jsonschema
-import mlx_lm.tool_parsers
 import numpy as np
 import pytest
-from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
 from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, Part
-from mlx_paged.patches.grammar import FORMS, TokenizerGrammars
-from mlx_paged.patches.harmony import HARMONY_TOKENS, HarmonyParts, harmony_call
-from mlx_paged.patches.server_texts import LoadedParts
-from mlx_paged.server.calls import loose_calls, names_of, openai_call, with_types
+from mlx_paged.patches.grammar import TokenizerGrammars
+from mlx_paged.server.answer_reader import AnswerReader
+from mlx_paged.server.call_formats import FORMS, HARMONY_TOKENS, argument, text_marks, types_of
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
+from tests.support.call_texts import PARSERS, parser_options
 from tests.support.cases import quick
 from tests.support.models.tokenizers import EOS, EOT, byte_tokenizer
 
-PARSERS = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
 HARMONY_MARKS = [*sorted(HARMONY_TOKENS), "<|end|>", "<|constrain|>"]
 FLAT = {
     "type": "object",
@@ -61,10 +58,6 @@ def tool(schema: Any, name: str = "edit_file") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
 
 
-def schema_of(name: str) -> dict[str, Any]:
-    return FLAT if name == "function_gemma" else DEEP
-
-
 def marks_of(name: str) -> list[str]:
     """Return the texts of a form that may be tokens."""
     if name == "harmony":
@@ -92,12 +85,7 @@ def tokenizer_of(name: str, *, is_special: bool) -> TokenizerWrapper:
     if is_special:
         marks = [mark for mark in marks_of(name) if not re.search("NAME|KEY|TYPE", mark)]
         plain._tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    options = {}
-    if name != "harmony":
-        parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-        options = {key: getattr(parser, key) for key in ("tool_call_start", "tool_call_end")}
-        options["tool_parser"] = parser.parse_tool_call
-    return TokenizerWrapper(plain._tokenizer, eos_token_ids=[EOS, EOT], **options)
+    return TokenizerWrapper(plain._tokenizer, eos_token_ids=[EOS, EOT], **parser_options(name))
 
 
 def compiled(tokenizer: TokenizerWrapper, tools: list[Any], **body: Any) -> CompiledGrammar:
@@ -136,11 +124,9 @@ def walk(tokenizer: TokenizerWrapper, state: Grammar, words: list[list[int]], di
         letters = [token for token in choice if 33 <= token < 127 and not 48 <= token < 58]  # so that numbers end
         letters = letters or [token for token in choice if token not in (EOS, EOT)]
         word: list[int] | None = None
-        if dice.random() < 0.5:
-            # A JSON string may hold a mark, at which parsers end the call; avoid that.
-            is_json = 34 in choice and 10 not in choice
-            some = [word for word in words if not (is_json and len(word) > 4)]
-            word = next((word for word in dice.sample(some, len(some)) if taken(state, word, choice)), None)
+        is_json = 34 in choice and 10 not in choice  # few marks, so that strings end
+        if dice.random() < (0.1 if is_json else 0.5):
+            word = next((word for word in dice.sample(words, len(words)) if taken(state, word, choice)), None)
         for token in word or [dice.choice(letters)]:
             state.accept(token)
 
@@ -158,8 +144,7 @@ CASES.remove(("harmony", False))  # recognised by its tokens
 )
 def test_random_calls_are_parsed_and_match_their_schema(name: str, is_special: bool, is_required: bool) -> None:
     tokenizer = tokenizer_of(name, is_special=is_special)
-    schema = schema_of(name)
-    tools = [tool(schema), CLOCK]
+    tools = [tool(DEEP), CLOCK]
     grammar = compiled(tokenizer, tools, **({"tool_choice": "required"} if is_required else {}))
     encode = lambda text: tokenizer._tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     words = [encode(text) for text in (*ends_of(name), "a", " é", "7a", "null", "true", "]", "}") if text]
@@ -172,16 +157,15 @@ def test_random_calls_are_parsed_and_match_their_schema(name: str, is_special: b
         walk(tokenizer, state, words, dice)
         tokens = [token for token in state.tokens if token not in (EOS, EOT)]
         text = tokenizer.decode(tokens)
-        for call in calls_of(tokenizer, name, text, tools):
+        reader = AnswerReader(text_marks(tokenizer), tools=tools)
+        for call in (delta for delta in reader.feed(text, is_last=True) if delta.call is not None):
             num_calls += 1
-            jsonschema.validate(call["arguments"], schema if call["name"] == "edit_file" else {"type": "object"})
-            openai_call(call)
+            name_of_tool = call.call.name  # type: ignore[union-attr]
+            jsonschema.validate(json.loads(call.text), DEEP if name_of_tool == "edit_file" else {"type": "object"})
     assert num_calls >= 3 or (name == "harmony" and not is_required)
 
 
-ARRAY = {"type": "object", "properties": {"x": {"type": "array"}}, "required": ["x"]}
 UNSAID: dict[str, tuple[str, dict[str, Any]]] = {  # schemas that a form cannot express
-    "an array": ("function_gemma", tool(ARRAY)),
     "a name": ("pythonic", tool(FLAT, "edit-file")),
     "a keyword": ("pythonic", tool({"type": "object", "properties": {"from": {"type": "string"}}})),
     "a list of itself": (
@@ -218,7 +202,7 @@ def test_every_parser_of_mlx_lm_has_a_form() -> None:
     assert {module.parse_tool_call.__module__.rpartition(".")[2] for module in modules} == set(FORMS)
 
 
-ARGUMENTS: dict[str, tuple[Any, Any]] = {  # as a parser guessed them, and with the types of the schema
+ARGUMENTS: dict[str, tuple[Any, Any]] = {  # as the format says, and with the types of the schema
     "note": (12, "12"),
     "line": ("7", 7),
     "mode": ("other", "other"),
@@ -231,37 +215,35 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {  # as a parser guessed them, and with 
 }
 
 
-def test_with_types_converts_arguments_to_the_types_of_their_schema() -> None:
-    call = {"name": "edit_file", "arguments": {key: given for key, (given, _) in ARGUMENTS.items()}}
-    assert with_types(call, [tool(DEEP)])["arguments"] == {key: right for key, (_, right) in ARGUMENTS.items()}
-    for tools in (None, [], [CLOCK], [{"type": "function"}]):
-        assert with_types(call, tools) == call
+@pytest.mark.parametrize("key", ARGUMENTS)
+def test_arguments_are_read_by_the_types_of_their_schema(key: str) -> None:
+    given, right = ARGUMENTS[key]
+    types = types_of(DEEP["properties"].get(key), DEEP)
+    is_string = isinstance(given, str)
+    assert json.loads(argument(given if is_string else json.dumps(given), types, is_string=is_string)) == right
+    if types is not None and is_string:
+        assert json.loads(argument(given, types)) == right
+
+
+@pytest.mark.parametrize(
+    ("written", "types", "right"),
+    [
+        ("9007199254740993", {"integer"}, "9007199254740993"),
+        (" 1.10\n", {"number"}, "1.10"),
+        ("3.0", {"integer"}, "3.0"),
+        ("1e400", {"number"}, '"1e400"'),
+        ("True", {"boolean"}, "true"),
+        ("{'a': None}", {"object"}, '{"a": null}'),
+        ('[12345678901234567890, "x"]', None, '[12345678901234567890, "x"]'),
+        ("null", {"string"}, '"null"'),
+        ("null", {"string", "null"}, "null"),
+        (" two words ", None, '" two words "'),
+    ],
+)
+def test_values_are_what_the_model_wrote(written: str, types: set[str] | None, right: str) -> None:
+    assert argument(written, types) == right
+
+
+def test_circular_schemas_have_no_types() -> None:
     for circular in ({"$ref": "#/properties/line"}, {"anyOf": [{"$ref": "#/properties/line"}]}):
-        assert with_types(call, [tool({"properties": {"line": circular}})]) == call
-
-
-def calls_of(tokenizer: Any, name: str, text: str, tools: list[Any]) -> list[dict[str, Any]]:
-    """Return the calls of an answer, as the server reads it."""
-    parts: Any = (
-        HarmonyParts("normal") if name == "harmony" else LoadedParts(make_text_state_machine(tokenizer), "normal")
-    )
-    found: list[str] = []
-    before = ""
-    for state, part in [*parts.feed(text), parts.flush()]:
-        if state == "tool":
-            found = found if before == "tool" and found else [*found, ""]
-            found[-1] += part
-        before = state
-    read = (lambda call, _: harmony_call(call)) if name == "harmony" else tokenizer.tool_parser
-
-    def read_all(text: str) -> list[dict[str, Any]]:
-        parsed = read(text, tools)
-        return parsed if isinstance(parsed, list) else [parsed]
-
-    calls = []
-    for each in filter(str.strip, found):
-        try:
-            calls += read_all(each)
-        except Exception:  # parsers may raise any exception
-            calls += loose_calls(each, names_of(tools), read_all)
-    return [with_types(call, tools) for call in calls]
+        assert types_of(circular, {"properties": {"line": circular}}) is None

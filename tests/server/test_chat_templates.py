@@ -192,3 +192,24 @@ def test_messages_that_a_template_refuses_are_rewritten(family: str) -> None:
     if family == "mistral-small-3.2":
         ids = re.findall(r"\[CALL_ID\](\w+)", text)
         assert len(set(ids)) == 2 and ids == re.findall(r"\[TOOL_RESULTS\](\w+)", text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_the_end_of_a_prompt_begins_reasoning(family: str) -> None:
+    texts = texts_of(family)
+    for kwargs in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+        found = set()
+        for said in ("Hi.", "What does <think> mean?", "What does <think>", "</think>"):
+            messages: list[dict[str, Any]] = [{"role": "user", "content": said}]
+            prompt = texts.make_prompt(ChatInput(messages, None, dict(kwargs)), PromptLimits())
+            found.add(prompt.initial_state)
+            assert (prompt.initial_state == "reasoning") == texts.decode(prompt.tokens).rstrip().endswith("<think>")
+        assert len(found) == 1
+
+
+def test_continued_message_decides_whether_its_thought_is_open() -> None:
+    texts = texts_of("qwen3")
+    for begun, state in (("<think>Hm", "reasoning"), ("So", "normal")):
+        messages = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": begun}]
+        prompt = texts.make_prompt(ChatInput(messages, None, {}, continues=True), PromptLimits())
+        assert prompt.initial_state == state

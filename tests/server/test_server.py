@@ -338,14 +338,14 @@ def test_answer_ends_at_the_budget_and_keys_are_required(folder: Path, tmp_path:
 
 
 def test_server_that_cannot_start_exits_with_the_reason(server: ServerProcess, folder: Path) -> None:
-    for flags, words in (
-        (["--port", str(server.port)], "cannot start"),
-        (["--model", "/nowhere"], "model folder /nowhere does not exist"),
-        (["--no-prefix-cache", "--prefix-cache-ttl", "1"], "cannot be combined with"),
-        (["--kv-block-size", "7"], "power of two"),
+    for flags, status, words in (
+        (["--port", str(server.port)], 1, "cannot start"),
+        (["--model", "/nowhere"], 78, "model folder /nowhere does not exist"),
+        (["--no-prefix-cache", "--prefix-cache-ttl", "1"], 78, "cannot be combined with"),
+        (["--kv-block-size", "7"], 2, "power of two"),
     ):
         done = commands.run("mlx_paged", "server", "--model", folder, *flags, timeout=60)
-        assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == status and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_public_host_without_keys_is_warned_of(tmp_path: Path, folder: Path) -> None:

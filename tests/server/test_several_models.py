@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import mlx_paged
+from mlx_paged import machine
 from mlx_paged.cli.server import main, parse, shared_budget
 from mlx_paged.config import PagedConfig
+from mlx_paged.errors import RequestTooLargeError
+from mlx_paged.kernels import availability
 from mlx_paged.patches import server as models_of_server
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.model_names import ModelNames
 from mlx_paged.server.options import ServerConfig
 from mlx_paged.server.request import ModelKey
+from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 
@@ -63,15 +71,18 @@ def test_idle_model_is_unloaded_and_loaded_again(server: ServerProcess) -> None:
 
 
 def test_models_of_the_command_line_have_names_and_share_the_budget(
-    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     one, two = map(str, folders)
     args = parse(["--model", one, "--model", two])
     assert (args.model, args.models) == (one, [one, two]) and parse([]).models == []
     names = ModelNames(ModelKey(one), ServerConfig(), args.models)
     assert names.resolve("two") == names.resolve(two) == ModelKey(two) and names.resolve(None) == ModelKey(one)
-    assert shared_budget([one, two], PagedConfig(kv_cache_memory=1000)) == 500
-    monkeypatch.setattr(PagedConfig, "memory_budget", lambda config: 1 << 30)
+    assert shared_budget(args, PagedConfig(kv_cache_memory=1000)) == 500
+    monkeypatch.setattr(machine, "usable_memory", lambda: 1 << 30)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     snapshot = tmp_path / "hub" / "models--our--model" / "snapshots" / "1"
     snapshot.mkdir(parents=True)
@@ -80,9 +91,11 @@ def test_models_of_the_command_line_have_names_and_share_the_budget(
     for name in ("config.json", "model.safetensors"):
         (snapshot / name).write_bytes(bytes(1000))
     weights = sum(file.stat().st_size for file in Path(one).glob("*.safetensors"))
-    assert shared_budget([one, "our/model", "not/there"], PagedConfig()) == ((1 << 30) - weights - 1000) // 3
-    with pytest.raises(SystemExit, match=r"model folder .*nowhere does not exist"):
+    args = parse(["--model", one, "--model", "our/model", "--model", "not/there", "--draft-model", one])
+    assert shared_budget(args, PagedConfig()) == int(0.8 * ((1 << 30) - 2 * weights - 1000)) // 3
+    with pytest.raises(SystemExit) as ended:
         main(["--model", one, "--model", str(tmp_path / "nowhere")])
+    assert ended.value.code == 78 and re.search(r"model folder .*nowhere does not exist", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("is_short", [True, False], ids=["memory is short", "more than are named"])
@@ -112,7 +125,7 @@ def test_least_recently_used_model_is_unloaded(
     first, second = load(one), load(two)
     assert load(one) is first and load(two) is second and load(one) is first, "both stay loaded"
     room = [0] if is_short else []
-    monkeypatch.setattr(models_of_server, "free_memory", lambda: room.pop() if room else 1 << 40)
+    monkeypatch.setattr(models_of_server, "usable_memory", lambda: room.pop() if room else 1 << 40)
     load(three)
     assert len(models.pools) == 2
     assert load(one) is first and load(two) is not second
@@ -140,5 +153,35 @@ def test_model_that_cannot_be_served_leaves_the_present_one_as_it_was(
     assert models.texts_of(wide) is None and not models.is_present(wide)
     models.load(one, lambda: None)
     assert (models.weights, models.texts) == present
+    models.close()
+    mlx_paged.remove_patches()
+
+
+def test_kernels_are_compiled_and_checked_before_the_first_request(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=1 << 22))
+    args = parse(["--model", str(folders[0])])
+    with fake_kernels() as fake:
+        models = models_of_server.LoadedModels(args, ServerConfig())
+        models.load_default()
+        assert fake.calls["paged_decode"] and fake.calls["write_slots"], fake.calls
+        assert "attention kernels checked in" in caplog.text
+        assert models.pool is not None and models.pool.stats().live_blocks == 0
+        assert models.prompt_cache.figures()["entries"] == 0
+        monkeypatch.setattr(PagedBatchGenerator, "insert", mock.Mock(side_effect=RequestTooLargeError(41)))
+        models.load_default()
+        assert "kernels are tried by the first request" in caplog.text, "a small budget does not stop the server"
+        models.close()
+    mlx_paged.remove_patches()
+
+
+def test_nothing_is_tried_without_a_gpu(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "device_unsupported_reason", lambda: "MLX has no GPU here")
+    monkeypatch.setattr(PagedBatchGenerator, "insert", mock.Mock(side_effect=AssertionError))
+    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=1 << 22))
+    models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
+    models.load_default()
     models.close()
     mlx_paged.remove_patches()

@@ -17,11 +17,12 @@ from typing import Any
 import mlx.core as mx
 
 from ... import __version__
-from ...config import PagedConfig, free_memory
+from ...config import PagedConfig
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend, compiled_by, gpu_cores
 from ...kernels.fused_attention import NAX_RELEASE, wheel_release
 from ...kv.storage.base import Geometry, PageFormat
+from ...machine import usable_memory
 from ...startup import raise_at_interrupt
 from ..terminal import add_version, orderly_end
 from .jobs import jobs, num_workers, rows_of_workers
@@ -112,7 +113,7 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
     for name, value in found.items():
         print(f"{name:<16}{value}")
     # MLX compiles one CUDA kernel at a time per process, which takes some seconds.
-    workers = num_workers(free_memory()) if device_unsupported_reason() is None and backend() == "cuda" else 1
+    workers = num_workers(usable_memory()) if device_unsupported_reason() is None and backend() == "cuda" else 1
     if workers > 1:
         print(f"{'compiling':<16}in {workers} processes")
     print("", HEADER, "-" * len(HEADER), sep="\n", flush=True)

@@ -24,7 +24,6 @@ from ...kernels import ops as kernels
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
-from ...kernels.fused_attention import paths_of
 from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA, Variant
 from ...kernels.ops import variants_of
 from ...kernels.prefill import prefill_seconds, prefill_variants_of, unsupported_prefill
@@ -243,10 +242,8 @@ class ShapeJob(NamedTuple):
             yield Checked(Row(passed, str(shape), "-", "-", error, None, None, use))
             return
         for variant in self.prefill_variants():
-            result, of_prompts = self_check(variant), "packed prefill"
-            if result.ok and variant.backend == "metal":
-                of_prompts += f", {paths_of(variant)}"
-            yield _checked(True, str(shape), variant.body, result, of_prompts, partial(prefill_seconds, variant))
+            result, seconds = self_check(variant), partial(prefill_seconds, variant)
+            yield _checked(True, str(shape), variant.body, result, "packed prefill", seconds)
         for variant in self.variants():
             result = self_check(variant)
             times = partial(launch_seconds, variant), partial(dense_seconds, variant)
@@ -262,7 +259,7 @@ class ProductJob(NamedTuple):
     dtype: mx.Dtype
     tile: narrow_matmul.Tile
     bits: int = 0  # of quantised weights; 0: not quantised
-    fused: narrow_matmul.FusedOps = narrow_matmul.NOT_FUSED
+    fused: narrow_matmul.FusedRotation = narrow_matmul.NOT_FUSED
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("mlx.core.")
@@ -294,7 +291,6 @@ def jobs(block_size: int, *, everything: bool) -> list[Job]:
         for dtype in dtypes
         for tile in narrow_matmul.TILES
         for body, fused in narrow_matmul.KERNELS
-        if fused.eps is None or tile == narrow_matmul.SMALL  # for larger tiles, the norm is a launch of its own
     ]
     return [*(ShapeJob(shape, everything) for shape in shapes), *products]
 

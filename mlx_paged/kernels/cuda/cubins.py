@@ -7,10 +7,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import re
 import stat
-import struct
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import lru_cache
@@ -19,7 +18,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from .launch import CompiledKernel, Source
+from .launch import CompiledKernel, Source, load
 
 # The compiler -------------------------------------------------------------------------------------------------------
 
@@ -88,58 +87,21 @@ def nvrtc() -> Nvrtc | None:
     return None
 
 
-# The container that MLX loads ---------------------------------------------------------------------------------------
-
-_MAGIC, _VERSION = 0xBA55ED50, 1
-_HEADER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIHHIIIQQQ")
-_KIND_ELF, _ENTRY_VERSION = 2, 0x0101
-_FLAGS = 0x1 | 0x10 | 0x2000  # 64 bits, Linux, LZ4
-_ARCH_SPECIFIC = 0x100000  # code for one architecture only, like "sm_90a"
-_ELF_VERSION = (8, 1)  # minor, major
-
-
-def fat_binary(cubin: bytes, architecture: str) -> bytes:
-    """Return a fat binary with one compressed image, for an architecture like "sm_90" or "sm_90a".
-
-    Raises:
-        ValueError: the architecture has no number.
-        ImportError: lz4 is missing; the extras for CUDA install it.
-    """
-    number = re.match(r"sm_(\d+)(a?)", architecture)
-    if number is None:
-        raise ValueError(f"unknown CUDA architecture {architecture!r}, expected e.g. sm_90")
-    from lz4.block import compress
-
-    packed = compress(cubin, mode="high_compression", store_size=False)
-    padded = packed + bytes(-len(packed) % 8)
-    entry = _ENTRY.pack(
-        _KIND_ELF,
-        _ENTRY_VERSION,
-        _ENTRY.size,
-        len(padded),
-        len(packed),
-        0,
-        *_ELF_VERSION,
-        int(number.group(1)),
-        0,
-        0,
-        _FLAGS | (_ARCH_SPECIFIC if number.group(2) else 0),
-        0,
-        len(cubin),
-    )
-    return _HEADER.pack(_MAGIC, _VERSION, _HEADER.size, len(entry) + len(padded)) + entry + padded
-
+# Machine code -------------------------------------------------------------------------------------------------------
 
 _DIGEST_BYTES = 32  # SHA-256 at the start of a file, before the machine code
+_DAY = 24 * 60 * 60
+_KEPT_SECONDS = 30 * _DAY  # a file that no process has used for so long is deleted
 # By architecture: a text that names this macro uses features that later architectures lack, and is compiled for this
 # target only.
 _FEATURE_TARGETS = {"sm_90": ("__CUDA_ARCH_FEAT_SM90_ALL", "sm_90a")}
 _TEST_KERNEL = Source(
     "mlx_paged_sum",
-    'extern "C" __global__ void mlx_paged_sum(const unsigned* a, unsigned* out) { *out = *a + 7; }',
-    ("uint32_t",),
-    (),
-    (),
+    'extern "C" __global__ void mlx_paged_sum(const unsigned* a, unsigned* out) { if (out) *out = *a + 7; }',
+    types=("uint32_t",),
+    axes=(),
+    num_outputs=1,
+    tokens_first=(),
 )
 
 
@@ -154,7 +116,8 @@ class Compiler(Protocol):
 
 class CubinFolder:
     """A folder of machine code, private to its owner (modes 0700 and 0600). A file is written under another name and
-    renamed, and begins with a hash of the rest: a torn or altered file is not used, and is written again.
+    renamed, and begins with a hash of the rest: a torn or altered file is not used, and is written again. Files that
+    were not used for 30 days are deleted when a process opens the folder.
 
     Args:
         path: created if it is missing.
@@ -170,11 +133,19 @@ class CubinFolder:
         status = path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"{path} must belong to this user and not be writable by others")
+        now = time.time()
+        for file in path.iterdir():
+            with suppress(OSError):
+                if file.stat().st_mtime < now - _KEPT_SECONDS:
+                    file.unlink()
 
     def read(self, key: str) -> bytes | None:
         """Return the machine code of a key; None if its file is missing or damaged."""
+        file = self.path / f"{key}.cubin"
         try:
-            data = (self.path / f"{key}.cubin").read_bytes()
+            data = file.read_bytes()
+            if file.stat().st_mtime < time.time() - _DAY:
+                os.utime(file)
         except OSError:
             return None
         digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
@@ -199,17 +170,17 @@ class Cubins:
         compiler: compiles the texts.
         architecture: to compile for, like "sm_90".
         folder: where machine code is kept; None: nowhere.
-        is_packed: machine code is wrapped by :func:`.fat_binary`.
+
+    Attributes:
+        loads: kernels are launched by the names that :func:`.launch.load` gives, not by their machine code.
     """
 
-    def __init__(
-        self, compiler: Compiler, architecture: str, folder: CubinFolder | None, *, is_packed: bool = True
-    ) -> None:
+    def __init__(self, compiler: Compiler, architecture: str, folder: CubinFolder | None) -> None:
         self.folder = folder
         self.version = compiler.version
+        self.loads = True
         self._compiler = compiler
         self._architecture = architecture
-        self._is_packed = is_packed
         self._futures: dict[str, Future[bytes | None]] = {}
         self._lock = threading.Lock()
 
@@ -236,21 +207,25 @@ class Cubins:
         """Return the machine code of a text, or None if it does not compile."""
         return self.start(source).result()
 
+    def kernel(self, source: Source, type_of: dict[mx.Dtype, str]) -> CompiledKernel | None:
+        """Return the kernel of a text, or None if it does not compile. Raises RuntimeError if MLX cannot load it."""
+        code = self.get(source)
+        if code is None:
+            return None
+        return CompiledKernel(source, load(source, code) if self.loads else code, type_of)
+
     def _architecture_of(self, text: str) -> str:
         """Return the architecture that a text is compiled for."""
         macro, target = _FEATURE_TARGETS.get(self._architecture, ("", ""))
         return target if macro and macro in text else self._architecture
 
     def _key(self, source: Source) -> str:
-        parts = (source.text, self._architecture_of(source.text), self.version, *OPTIONS, str(self._is_packed))
+        parts = (source.text, self._architecture_of(source.text), self.version, *OPTIONS)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
     def _make(self, text: str, key: str, future: Future[bytes | None]) -> None:
         try:
-            architecture = self._architecture_of(text)
-            cubin = self._compiler.compile(text, architecture)
-            if self._is_packed:
-                cubin = fat_binary(cubin, architecture)
+            cubin = self._compiler.compile(text, self._architecture_of(text))
         except Exception:  # MLX then compiles the text, and reports what is wrong with it
             future.set_result(None)
             return
@@ -272,18 +247,19 @@ def cubins() -> Cubins | None:
         folder = CubinFolder(folder_path())
     except (OSError, RuntimeError):  # no home directory, or no permission to write to it
         folder = None
-    made = (Cubins(compiler, architecture, folder, is_packed=is_packed) for is_packed in (True, False))
-    return next((each for each in made if _passes_test(each)), None)
+    made = Cubins(compiler, architecture, folder)
+    if not _passes_test(made):  # another MLX or C++ library may look kernels up in another way
+        made.loads = False
+    return made if made.loads or _passes_test(made) else None
 
 
 def _passes_test(made: Cubins) -> bool:
     """Return whether a test kernel compiles, launches and gives the right result."""
-    cubin = made.get(_TEST_KERNEL)
-    if cubin is None:
-        return False
-    kernel = CompiledKernel(_TEST_KERNEL, cubin, {})
     size, shapes, dtypes = (1, 1, 1), [(1,)], [mx.uint32]
     try:
+        kernel = made.kernel(_TEST_KERNEL, {})
+        if kernel is None:
+            return False
         given = [mx.full((1,), 35, mx.uint32)]
         (out,) = kernel(inputs=given, grid=size, threadgroup=size, output_shapes=shapes, output_dtypes=dtypes)
         return out.item() == 42

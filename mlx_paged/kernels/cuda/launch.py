@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ _TYPES = {
     **dict.fromkeys(
         ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2", "rotated"), "T"
     ),
-    **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual", "gains", "left", "right", "table"), "T"),
+    **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual", "left", "right", "table"), "T"),
     **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
     **dict.fromkeys(("slots", "tokens"), "S"),
 }
@@ -42,6 +43,7 @@ class Source(NamedTuple):
         text: source for NVRTC.
         types: element types of the inputs, in C.
         axes: (input, its axes) whose sizes the kernel takes as integers after its outputs.
+        num_outputs: number of outputs; the kernel returns at once if the first is a null pointer.
         tokens_first: inputs [batch, heads, length, dim] that it reads as [batch, length, heads, dim].
         shared: bytes of shared memory that a launch asks for.
     """
@@ -50,6 +52,7 @@ class Source(NamedTuple):
     text: str
     types: tuple[str, ...]
     axes: tuple[tuple[int, tuple[int, ...]], ...]
+    num_outputs: int
     tokens_first: tuple[int, ...]
     shared: int = 0
 
@@ -98,11 +101,13 @@ def source_of(
             declared.append(f"const int64_t {name}_strides[] = {{{steps}}};")
     bounds = f"__launch_bounds__({32 * constants['SG']}, {constants['GROUPS']}) " if "GROUPS" in constants else ""
     before = f'{header}namespace mlx::core::cu {{\nextern "C" __global__ void {bounds}'
-    after = "\n".join([f"({', '.join(parameters)}) {{", *declared, source]) + "}\n}\n"
+    # A launch without arrays does nothing: it makes MLX load the machine code (see load).
+    start = [f"({', '.join(parameters)}) {{", f"if ({outputs[0]} == nullptr) return;"]
+    after = "\n".join([*start, *declared, source]) + "}\n}\n"
     name = f"{body}_{hashlib.sha256((before + after).encode()).hexdigest()[:32]}"
     swapped = tuple(i for i, each in enumerate(inputs) if each in _TOKENS_FIRST and each in strided)
     types = tuple(kind(each) for each in inputs)
-    return Source(name, before + name + after, types, tuple(axes), swapped, constants.get("SHARED", 0))
+    return Source(name, before + name + after, types, tuple(axes), len(outputs), swapped, constants.get("SHARED", 0))
 
 
 def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -113,18 +118,74 @@ def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[in
     return tuple(range(constants["XD"])) if "XD" in constants else None  # a loop reads all
 
 
+# libstdc++'s std::hash of a string is MurmurHash64A with this seed; each of its steps can be inverted for an input of
+# one word of 8 bytes.
+_SEED, _MULTIPLIER, _MASK = 0xC70F6907, 0xC6A4A7935BD1E995, (1 << 64) - 1
+_INVERSE = pow(_MULTIPLIER, -1, 1 << 64)
+
+
+def _hash(code: bytes) -> int | None:
+    """Return ``std::hash<std::string>`` of these bytes, as MLX's C++ library has it; None without libstdc++."""
+    try:
+        function = ctypes.CDLL("libstdc++.so.6")._ZSt11_Hash_bytesPKvmm
+    except (OSError, AttributeError):
+        return None
+    function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]
+    return int(function(code, len(code), _SEED))
+
+
+def short_name(code: bytes) -> bytes | None:
+    """Return 8 bytes with the same ``std::hash`` as the code; None if this C++ library hashes in another way."""
+    hashed = _hash(code)
+    if hashed is None:
+        return None
+
+    def unmixed(value: int) -> int:
+        return value ^ (value >> 47)  # its own inverse
+
+    value = unmixed(unmixed(hashed) * _INVERSE & _MASK) * _INVERSE & _MASK
+    word = unmixed((value ^ _SEED ^ (8 * _MULTIPLIER & _MASK)) * _INVERSE & _MASK) * _INVERSE & _MASK
+    name = word.to_bytes(8, "little")
+    return name if _hash(name) == hashed else None
+
+
+def load(source: Source, code: bytes) -> bytes:
+    """Make MLX load a kernel's machine code, and return what launches name it by: 8 bytes, or the code itself.
+
+    MLX looks a kernel up by its name and the hash of its machine code, and computes that hash at every launch: 19 % of
+    the host's time of a decode step of one row (docs/adr/0025). Raises RuntimeError if MLX cannot load the code.
+    """
+    name = short_name(code)
+    if name is None:
+        return code
+    outputs = mx.fast.precompiled_cuda_kernel(
+        name=source.name,
+        compiled_source=code,
+        inputs=[mx.zeros((0,))] * len(source.types),
+        output_shapes=[(0,)] * source.num_outputs,
+        output_dtypes=[mx.uint32] * source.num_outputs,
+        scalars=[0] * sum(len(axes) for _, axes in source.axes),
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        shared_memory=source.shared,
+        ensure_row_contiguous=True,
+    )
+    mx.eval(outputs)
+    return name
+
+
 class CompiledKernel:
     """A kernel called like the result of ``mx.fast.cuda_kernel``. Inputs that are not row-contiguous are copied.
 
     Args:
         source: the kernel's source.
-        cubin: its machine code.
+        code: its machine code, or its name (see :func:`load`).
         type_of: C name of each dtype.
     """
 
-    def __init__(self, source: Source, cubin: bytes, type_of: dict[mx.Dtype, str]) -> None:
+    def __init__(self, source: Source, code: bytes, type_of: dict[mx.Dtype, str]) -> None:
         self.source = source
-        self._cubin = cubin
+        self._code = code
         self._type_of = {**type_of, mx.uint32: "uint32_t"}
         self._is_checked = False
 
@@ -146,9 +207,9 @@ class CompiledKernel:
     def prepared(self, **options: Any) -> Callable[[list[mx.array]], list[mx.array]]:
         """Return a function of the inputs alone, with these keyword arguments. Inputs must have the same shapes at each
         call: what depends on the shapes is computed once."""
-        name, _, types, axes, tokens_first, shared = self.source
+        name, _, types, axes, _, tokens_first, shared = self.source
         options = {
-            **{"name": name, "compiled_source": self._cubin, "shared_memory": shared, "ensure_row_contiguous": True},
+            **{"name": name, "compiled_source": self._code, "shared_memory": shared, "ensure_row_contiguous": True},
             **options,
         }
         swapped: list[int] = []

@@ -1,16 +1,6 @@
 //// stage
 // Metal: helpers of the matrix kernels that dequantise into threadgroup memory.
 
-// A barrier of the thread group if TOGETHER, else of one simdgroup.
-template <bool TOGETHER>
-inline void stage_barrier() {
-  if (TOGETHER) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  } else {
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
-}
-
 // Dequantise the eight codes from 8 * at on of a row into threadgroup memory, with the same bits as quantized_gather.
 template <typename T, int BITS, int DIM, int GS, int BS>
 inline void stage_codes(const device uint* pool, int64_t page, int slot, int at, threadgroup T* target) {
@@ -45,7 +35,6 @@ inline JoinWeights join(thread float& top, thread float& total, float m, float l
 threadgroup T edges[64 * SG];
 //// decode_quantized_pages
 // Each simdgroup dequantises its own tokens.
-constexpr bool TOGETHER = false;
 threadgroup T staged[SG * KEYS * (D > DV ? D : DV)];
 threadgroup T* const own_staged = staged + simdgroup_index_in_threadgroup * (KEYS * (D > DV ? D : DV));
 //// decode_row
@@ -178,93 +167,6 @@ for (int v = 0; v < RT * (DV / 8); v++) {
 }
 
 for (int step = lo / KEYS + (is_common ? 0 : sg); step <= (hi - 1) / KEYS; step += SG) {
-//// prefill_dense_pages
-// prefill_matrix: keys and values are loaded from the pool into matrices directly, since 8 tokens never span two
-// blocks. Simdgroups do not wait for each other.
-constexpr bool TOGETHER = false;
-threadgroup T edges[64 * SG];
-const device T* const k_pages = k_pool;
-const device T* const v_pages = v_pool;
-//// prefill_quantized_pages
-// quantized_prefill_matrix: all simdgroups together dequantise the keys, then the values of KEYS tokens into
-// threadgroup memory. A token that no row sees is replaced by the nearest one that some row sees: the mask drops its
-// score, and its values are finite.
-constexpr bool TOGETHER = true;
-threadgroup T staged[KEYS * (D > DV ? D : DV)];
-threadgroup T* const own_staged = staged;
-const device uint* const k_pages = k_pool;
-const device uint* const v_pages = v_pool;
-//// prefill_begin
-// Metal only: causal attention of the new tokens of several sequences, of any lengths, over block tables, with 8 x 8
-// matrices. A thread group handles one KV head and one tile: up to 8 * SG / G new tokens of one sequence, times the G
-// query heads of the KV head. Row n of the tile is head n % G of token n / G. A simdgroup handles 8 rows. How lanes
-// hold a matrix is not specified, so scores pass through threadgroup memory, and outputs are rescaled by a diagonal
-// matrix.
-// Tiles start at a sequence's first new token and keys at multiples of KEYS, so a row's bits do not depend on the pack.
-typedef simdgroup_matrix<T, 8, 8> Matrix;
-typedef simdgroup_matrix<float, 8, 8> Sums;
-constexpr int RT = 1;            // a simdgroup handles RT times 8 rows
-constexpr int SHARE = KEYS / 4;  // scores of a row per lane
-constexpr float NOTHING = -1.0e30f;
-constexpr float LOG2E = 1.44269504088896341f;
-threadgroup T queries[8 * SG * D];
-threadgroup float scores[8 * SG * KEYS];
-threadgroup T weights[8 * SG * KEYS];
-threadgroup float diagonals[64 * SG];
-
-const int n_kv = k_pool_shape[1];
-const int unit = static_cast<int>(threadgroup_position_in_grid.x);
-const int lane = static_cast<int>(thread_index_in_simdgroup);
-const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
-const int kv_head = unit % n_kv;
-const auto tile = tiles + unit / n_kv * 4;
-const auto table = tables + static_cast<int64_t>(tile[0]) * tables_shape[1];
-const int first_row = tile[1];  // of the tile's first token, in the pack
-const int origin = tile[2];     // position of that token
-const int n_tokens = tile[3];
-const int first_line = sg * 8;
-if (unit + sg + lane == 0) {
-  fence_out[0] = fence[0] + 1u;
-}
-if (n_tokens == 0 || (!TOGETHER && first_line >= n_tokens * G)) return;
-
-threadgroup T* const own_queries = queries + first_line * D;
-threadgroup float* const own_scores = scores + first_line * KEYS;
-threadgroup T* const own_weights = weights + first_line * KEYS;
-threadgroup float* const diagonal = diagonals + sg * 64;
-const int row = lane / 4;
-const int part = lane % 4;
-const int window = static_cast<int>(params[2]);
-const int stride = static_cast<int>(params[3]);
-// A token sees at most `window` tokens, itself included, from a multiple of the stride on.
-const int own = origin + metal::min((first_line + row) / G, n_tokens - 1);
-const int from = (metal::max(own - window + 1, 0) + stride - 1) / stride * stride;
-// Tokens [lo, hi) are those that the rows of this simdgroup see, or with TOGETHER the rows of all.
-const int low = TOGETHER ? origin : origin + first_line / G;
-const int lo = (metal::max(low - window + 1, 0) + stride - 1) / stride * stride;
-const int hi = origin + (TOGETHER ? n_tokens : metal::min((first_line + 7) / G, n_tokens - 1) + 1);
-const float gain = SOFTCAP ? 1.0f : params[0] * LOG2E;
-const int64_t line = (static_cast<int64_t>(first_row + own - origin) * n_kv + kv_head) * G + (first_line + row) % G;
-
-for (int i = part * 4; i < D; i += 16) {
-  const Packet<T, 4> packet = load_packet<T, 4>(q + line * D + i);
-  UNROLL
-  for (int j = 0; j < 4; j++) {
-    own_queries[row * D + i + j] = packet.part[0][j];
-  }
-}
-diagonal[lane * 2] = 0.0f;
-diagonal[lane * 2 + 1] = 0.0f;
-simdgroup_barrier(mem_flags::mem_threadgroup);
-
-float m[RT] = {NOTHING}, l[RT] = {0.0f};  // of the lane's row; sum over the lane's scores
-Sums acc[DV / 8];
-UNROLL
-for (int v = 0; v < DV / 8; v++) {
-  acc[v] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-}
-
-for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
 //// dense_keys
   // Scores of KEYS tokens for RT times 8 rows.
   const device T* const k_head = k_pages + static_cast<int64_t>(kv_head) * (BS * D);
@@ -298,13 +200,13 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
     }
   }
 //// quantized_keys
-  stage_barrier<TOGETHER>();
-  for (int i = TOGETHER ? sg * 32 + lane : lane; i < KEYS * (D / 8); i += TOGETHER ? 32 * SG : 32) {
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = lane; i < KEYS * (D / 8); i += 32) {
     const int position = metal::min(metal::max(step * KEYS + i / (D / 8), lo), hi - 1);
     const int64_t page = static_cast<int64_t>(table[position / BS]) * n_kv + kv_head;
     stage_codes<T, KBITS, D, GS, BS>(k_pages, page, position % BS, i % (D / 8), own_staged + i * 8);
   }
-  stage_barrier<TOGETHER>();
+  simdgroup_barrier(mem_flags::mem_threadgroup);
   Sums s[RT * (KEYS / 8)];
   UNROLL
   for (int j = 0; j < RT * (KEYS / 8); j++) {
@@ -426,13 +328,13 @@ for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
     }
   }
 //// quantized_values
-  stage_barrier<TOGETHER>();
-  for (int i = TOGETHER ? sg * 32 + lane : lane; i < KEYS * (DV / 8); i += TOGETHER ? 32 * SG : 32) {
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = lane; i < KEYS * (DV / 8); i += 32) {
     const int position = metal::min(metal::max(step * KEYS + i / (DV / 8), lo), hi - 1);
     const int64_t page = static_cast<int64_t>(table[position / BS]) * n_kv + kv_head;
     stage_codes<T, VBITS, DV, GS, BS>(v_pages, page, position % BS, i % (DV / 8), own_staged + i * 8);
   }
-  stage_barrier<TOGETHER>();
+  simdgroup_barrier(mem_flags::mem_threadgroup);
   UNROLL
   for (int j = 0; j < KEYS / 8; j++) {
     Matrix weight[RT];
@@ -572,32 +474,4 @@ for (int v = 0; v < DV / 8; v += KEYS / 8) {
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-//// prefill_end
-}
-
-l[0] += simd_shuffle_xor(l[0], 1);
-l[0] += simd_shuffle_xor(l[0], 2);
-float scale = metal::fast::divide(1.0f, l[0]);
-if (SINKS) {
-  const float sink = static_cast<float>(sinks[kv_head * G + (first_line + row) % G]) * LOG2E;
-  const float top = metal::max(m[0] * gain, sink);
-  const float weight = metal::fast::exp2(m[0] * gain - top);
-  scale = metal::fast::divide(weight, metal::fma(l[0], weight, metal::fast::exp2(sink - top)));
-}
-UNROLL
-for (int v = 0; v < DV / 8; v += KEYS / 8) {
-  UNROLL
-  for (int j = 0; j < KEYS / 8; j++) {
-    if (v + j < DV / 8) simdgroup_store(acc[v + j], own_scores + j * 8, KEYS);
-  }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  if (first_line + row < n_tokens * G) {
-    UNROLL
-    for (int i = 0; i < SHARE; i++) {
-      const int at = v * 8 + part * SHARE + i;
-      if (at < DV) out[line * DV + at] = static_cast<T>(own_scores[row * KEYS + part * SHARE + i] * scale);
-    }
-  }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
 }

@@ -108,56 +108,6 @@ n_rows /= depth;
 const int lane = thread_index_in_simdgroup;
 const int warp = simdgroup_index_in_threadgroup;
 const int first_row = threadgroup_position_in_grid.y * ROWS;
-//// rows_as_they_are
-// CUDA only, after rows.
-const T* const rows_of_x = x;
-//// rows_normalised
-// CUDA only, after part rows: each row is divided by its root mean square and multiplied by the gains, with the order
-// and the roundings of MLX's rms_norm. Each thread group normalises all rows for itself. EPS holds the bits of a float.
-threadgroup uint4 normalised[NORMED / 8];
-threadgroup float squares[NORMED_ROWS][4];
-const T* const rows_of_x = reinterpret_cast<const T*>(normalised);
-{
-  const int thread_number = thread_position_in_threadgroup.x;
-  // MLX uses this many threads per row, each of which adds eight values at a time.
-  const int adders = depth % 1024 == 0 ? 128 : 64;
-  const bool aligned = is_aligned(x);
-  auto value = [&](const T* source, int i) {
-    return aligned ? packet_value(load_packet<T, 8>(source), i) : static_cast<float>(source[i]);
-  };
-  for (int row = 0; row < n_rows; row++) {
-    float sum = 0.0f;
-    for (int at = thread_number * 8; thread_number < adders && at < depth; at += adders * 8) {
-      UNROLL
-      for (int i = 0; i < 8; i++) {
-        const float own = value(x + row * depth + at, i);
-        sum = metal::fma(own, own, sum);
-      }
-    }
-    sum = simd_sum(sum);
-    if (lane == 0 && warp < 4) squares[row][warp] = sum;
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int row = 0; row < n_rows; row++) {
-    const float sum = simd_sum(lane < 4 ? squares[row][lane] : 0.0f);
-    const float inverse = metal::rsqrt(sum / depth + float_of(EPS));
-    for (int at = thread_number * 8; at < depth; at += SG * 256) {
-      uint pairs[4];
-      UNROLL
-      for (int i = 0; i < 8; i += 2) {
-        T made[2];
-        UNROLL
-        for (int j = 0; j < 2; j++) {
-          const float by = static_cast<float>(static_cast<T>(value(x + row * depth + at, i + j) * inverse));
-          made[j] = static_cast<T>(static_cast<float>(gains[at + i + j]) * by);
-        }
-        pairs[i / 2] = pack(made[0], made[1]);
-      }
-      normalised[(row * depth + at) / 8] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
 //// columns
 // CUDA only: the target's column of each of a tile's sums, and the index of the second sum that the result needs.
 auto column_of = [&](int e) { return tile * COLUMNS + e; };
@@ -203,7 +153,7 @@ threadgroup float sums[SG][ROWS][16 * R + 4];
 
 const int r = lane / 4;
 const int c = lane % 4;
-const bool aligned = is_aligned(rows_of_x) && is_aligned(matrix) && is_aligned(partner);
+const bool aligned = is_aligned(x) && is_aligned(matrix) && is_aligned(partner);
 
 // Rows and columns past the last repeat the last one, and are not stored.
 const T* w_rows[R][2];
@@ -215,7 +165,7 @@ for (int i = 0; i < R * 2; i++) {
 const T* x_rows[MT];
 UNROLL
 for (int j = 0; j < MT; j++) {
-  x_rows[j] = rows_of_x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
+  x_rows[j] = x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
 }
 float acc[R][MT][4];
 UNROLL
@@ -277,7 +227,7 @@ const int c = lane % 4;
 const int row_words = depth / 32 * BITS;
 const int shift = depth == groups * 32 ? 5 : depth == groups * 64 ? 6 : 7;
 const bool aligned = is_aligned(matrix) && is_aligned(partner);
-const bool x_aligned = is_aligned(rows_of_x);
+const bool x_aligned = is_aligned(x);
 
 // Rows and columns past the last repeat the last one, and are not stored.
 int64_t w_rows[R][2];
@@ -288,7 +238,7 @@ for (int i = 0; i < R * 2; i++) {
 const T* x_rows[MT];
 UNROLL
 for (int j = 0; j < MT; j++) {
-  x_rows[j] = rows_of_x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
+  x_rows[j] = x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
 }
 float acc[R][MT][4];
 UNROLL
@@ -296,68 +246,95 @@ for (int i = 0; i < R * MT * 4; i++) {
   acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
 }
 
-// Return two of a lane's 32 values, numbers e and e + 1. A code q stays in its place in its half word, where it counts
-// q times a power of two. As the low bits of a float of exponent 23 it needs no conversion, and the scale is divided by
-// the power.
-auto values = [&](const uint4 (&packed)[LOADS], int e, float by, float plus) {
-  float value[2];
-  UNROLL
-  for (int i = 0; i < 2; i++) {
-    const int bit = (e + i) * BITS;
-    const int place = bit % 16;
-    const unsigned q = word(packed[bit / 128], bit / 32 % 4) >> bit % 32 / 16 * 16 & MASK << place;
-    const float shifted = float_of(q | 0x4b000000u) - 8388608.0f;
-    value[i] = metal::fma(shifted, by * (1.0f / (1 << place)), plus);
+// Return two of a lane's values: the codes at bit `at` of a word and 16 bits above it, times the scale, plus the bias.
+// With the bits of a power of two above it a code is the end of a value's mantissa, and subtracting the power is exact.
+// Codes of eight bits need a float for that where T is bfloat16.
+constexpr unsigned POWER = is_half<T> ? 0x64006400u : 0x43004300u;
+constexpr unsigned ONE = is_half<T> ? 0x3c003c00u : 0x3f803f80u;
+auto values = [&](unsigned packed, int at, unsigned by, unsigned plus) {
+  if constexpr (BITS == 4 || is_half<T>) {
+    const unsigned q = fma_packed<T>((packed >> at & MASK * 0x10001u) | POWER, ONE, POWER | 0x80008000u);
+    return fma_packed<T>(q, by, plus);
+  } else {
+    const float low = metal::fma(byte_of(packed, at / 8), low_of<T>(by), low_of<T>(plus));
+    const float high = metal::fma(byte_of(packed, at / 8 + 2), low_of<T>(by), low_of<T>(plus));
+    return pack_rounded<T>(low, high);
   }
-  return pack_rounded<T>(value[0], value[1]);
 };
 
-for (int first = warp * SHARE; first < depth; first += U * SG * SHARE) {
-  uint4 packed[U][R][2][LOADS];
-  float scale[U][R][2];
-  float offset[U][R][2];
+// What a lane multiplies at a time: 32 values of each row, with a scale and a bias, twice each.
+struct Part {
+  uint4 packed[R][2][LOADS];
+  unsigned scale[R][2];
+  unsigned offset[R][2];
+};
+auto load = [&](int first) {
+  Part part;
+  const int at = first + c * 32;
+  const bool live = at < depth;
   UNROLL
-  for (int u = 0; u < U; u++) {
-    const int at = first + u * SG * SHARE + c * 32;
-    const bool live = at < depth;
+  for (int i = 0; i < R * 2; i++) {
+    const int64_t row = w_rows[i / 2][i % 2];
+    const auto* source = (i < HALVES ? matrix : partner) + row * row_words + at / 32 * BITS;
     UNROLL
-    for (int i = 0; i < R * 2; i++) {
-      const int64_t row = w_rows[i / 2][i % 2];
-      const auto* source = (i < HALVES ? matrix : partner) + row * row_words + at / 32 * BITS;
-      UNROLL
-      for (int l = 0; l < LOADS; l++) {
-        packed[u][i / 2][i % 2][l] = !live ? make_uint4(0, 0, 0, 0)
+    for (int l = 0; l < LOADS; l++) {
+      part.packed[i / 2][i % 2][l] = !live ? make_uint4(0, 0, 0, 0)
                                    : aligned ? stream_load(source + l * 4)
                                              : make_uint4(source[l * 4], source[l * 4 + 1], source[l * 4 + 2], source[l * 4 + 3]);
-      }
-      const int64_t group = row * groups + (at >> shift);
-      scale[u][i / 2][i % 2] = live ? static_cast<float>((i < HALVES ? matrix_scales : partner_scales)[group]) : 0.0f;
-      offset[u][i / 2][i % 2] = live ? static_cast<float>((i < HALVES ? matrix_biases : partner_biases)[group]) : 0.0f;
     }
+    const int64_t group = row * groups + (at >> shift);
+    const T by = live ? (i < HALVES ? matrix_scales : partner_scales)[group] : static_cast<T>(0.0f);
+    const T plus = live ? (i < HALVES ? matrix_biases : partner_biases)[group] : static_cast<T>(0.0f);
+    part.scale[i / 2][i % 2] = pack(by, by);
+    part.offset[i / 2][i % 2] = pack(plus, plus);
   }
+  return part;
+};
+
+// U parts are in flight while one is multiplied, unless many rows take the registers.
+constexpr bool AHEAD = MT < 4;
+Part parts[U];
+UNROLL
+for (int u = 0; u < U; u++) {
+  if (AHEAD) parts[u] = load((warp + u * SG) * SHARE);
+}
+for (int first = warp * SHARE; first < depth; first += U * SG * SHARE) {
   UNROLL
   for (int u = 0; u < U; u++) {
+    const Part part = AHEAD ? parts[u] : load(first + u * SG * SHARE);
+    if (AHEAD) parts[u] = load(first + (u + U) * SG * SHARE);
     const int at = first + u * SG * SHARE + c * 32;
     const bool live = at < depth;
     UNROLL
     for (int e = 0; e < 32; e += 8) {
-      uint4 b[MT];
+      // Values whose codes lie 16 bits apart go together: e and e + 4 with 4 bits, e and e + 2 with 8.
+      unsigned b[MT][4];
       UNROLL
       for (int j = 0; j < MT; j++) {
         const T* source = x_rows[j] + at + e;
-        b[j] = !live ? make_uint4(0, 0, 0, 0) : x_aligned ? load_aligned(source) : load_words(source);
+        const uint4 x8 = !live ? make_uint4(0, 0, 0, 0) : x_aligned ? load_aligned(source) : load_words(source);
+        UNROLL
+        for (int h = 0; h < 4; h += 2) {
+          const unsigned near = BITS == 4 ? word(x8, h / 2) : word(x8, h);
+          const unsigned far = BITS == 4 ? word(x8, h / 2 + 2) : word(x8, h + 1);
+          b[j][h] = low_halves(near, far);
+          b[j][h + 1] = high_halves(near, far);
+        }
       }
       UNROLL
       for (int i = 0; i < R; i++) {
         unsigned a[4][2];
         UNROLL
         for (int h = 0; h < 8; h++) {
-          a[h / 2][h % 2] = values(packed[u][i][h % 2], e + h / 2 * 2, scale[u][i][h % 2], offset[u][i][h % 2]);
+          const int pair = h / 2;
+          const int number = e / 8 * BITS / 4 + pair * BITS / 16;  // of the word with the codes
+          const unsigned packed = word(part.packed[i][h % 2][number / 4], number % 4);
+          a[pair][h % 2] = values(packed, BITS * pair % 16, part.scale[i][h % 2], part.offset[i][h % 2]);
         }
         UNROLL
         for (int j = 0; j < MT; j++) {
-          mma<T>(acc[i][j], a[0][0], a[0][1], a[1][0], a[1][1], b[j].x, b[j].y);
-          mma<T>(acc[i][j], a[2][0], a[2][1], a[3][0], a[3][1], b[j].z, b[j].w);
+          mma<T>(acc[i][j], a[0][0], a[0][1], a[1][0], a[1][1], b[j][0], b[j][1]);
+          mma<T>(acc[i][j], a[2][0], a[2][1], a[3][0], a[3][1], b[j][2], b[j][3]);
         }
       }
     }

@@ -101,6 +101,24 @@ __device__ inline unsigned pack_rounded(float low, float high) {
   }
   return x;
 }
+// Return a * b + c of two packed values each, rounded once.
+template <class T>
+__device__ inline unsigned fma_packed(unsigned a, unsigned b, unsigned c) {
+  unsigned x;
+  if constexpr (is_half<T>) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  }
+  return x;
+}
+// Return byte i of a word: with 2^23 above it, it is the end of a float's mantissa.
+__device__ inline float byte_of(unsigned x, int i) {
+  return __uint_as_float(__byte_perm(x, 0x4b000000u, 0x7440 + i)) - 8388608.0f;
+}
+// Return the low (high) halves of two words, the first word's in the low half.
+__device__ inline unsigned low_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); }
+__device__ inline unsigned high_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x7632); }
 // Return the first (low_of) or second (high_of) of two packed values.
 template <class T>
 __device__ inline float low_of(unsigned x) {

@@ -9,7 +9,6 @@ from ...errors import KernelUnavailableError
 from ...kernels import availability
 from ...kernels import ops as kernels
 from ...kernels.check import checked
-from ...kernels.fused_attention import PromptPath, prompt_path
 from ...kernels.latent_prompts import prompt_variant_of, unsupported_prompts
 from ...kernels.launch_shape import Variant, unsupported
 from ...kernels.ops import latent_variants_of, unsupported_latent
@@ -59,20 +58,11 @@ def _variant_unsupported_reason(
 
 def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Return why the prefill kernel cannot serve these blocks and queries, or None. The first call self-checks it."""
+    if availability.on_metal():
+        return "on Metal prompts take MLX's attention"
     return availability.device_unsupported_reason() or _variant_unsupported_reason(
         geometry, block_size, heads, unsupported_prefill, prefill_variants_of
     )
-
-
-def prefill_path(
-    geometry: Geometry, block_size: int, heads: QueryHeads, num_tokens: int, length: int, window: int | None
-) -> PromptPath:
-    """Return the faster path for ``num_tokens`` new tokens of a sequence that the prefill kernel can serve."""
-    num_kv_heads, k_dim, v_dim, dtype, _ = geometry
-    (variant,) = prefill_variants_of(
-        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages_of(geometry)
-    )
-    return prompt_path(variant, num_tokens, length, window)
 
 
 def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: LatentHeads) -> str | None:

@@ -25,7 +25,7 @@ from .fields import (
     no_effect,
     refused,
 )
-from .pieces import Echo, Event, Head, Piece, Usage, content_logprobs
+from .pieces import Delta, Echo, Event, Head, Piece, Usage, content_logprobs
 
 if TYPE_CHECKING:
     from .completions import CompletionBody
@@ -253,7 +253,13 @@ class ChatForm:
         return []
 
     def piece(self, piece: Piece) -> list[Event]:
-        return [Event(self._with_choices(self.stream_object, [self._choice(piece, "delta")]))]
+        """Return an event for each kind of delta, in the answer's order."""
+        deltas = [each for each in piece.folded() if each.text or each.is_first or self._includes_logprobs]
+        parts = [Piece(piece.index, [each]) for each in deltas]
+        if piece.finish is not None:
+            parts = parts or [Piece(piece.index)]
+            parts[-1].finish = piece.finish
+        return [Event(self._with_choices(self.stream_object, [self._choice(part, "delta")])) for part in parts]
 
     def end(self, usage: Usage) -> list[Event]:
         events = [Event("[DONE]")]
@@ -285,15 +291,25 @@ class ChatForm:
             choice["logprobs"] = content_logprobs(piece.tokens)
         message: dict[str, Any] = {} if piece.index in self._begun else {"role": "assistant"}
         self._begun.add(piece.index)
-        calls = piece.calls
-        if key == "message":
-            message["content"] = piece.text if piece.text or not calls else None  # the field is required
-            calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
-        elif piece.text:
-            message["content"] = piece.text
-        if piece.reasoning:
-            message["reasoning"] = piece.reasoning
+        text, reasoning = piece.text, piece.reasoning
+        calls = [_call(each, is_whole=key == "message") for each in piece.folded() if each.call is not None]
+        if text or (key == "message" and not calls):  # the field is required
+            message["content"] = text
+        elif key == "message":
+            message["content"] = None
+        if reasoning:
+            message["reasoning"] = reasoning
         if calls:
             message["tool_calls"] = calls
         choice[key] = message
         return choice
+
+
+def _call(delta: Delta, *, is_whole: bool) -> dict[str, Any]:
+    """Return a call, or the arguments of one that has begun."""
+    call = delta.call
+    assert call is not None
+    place: dict[str, Any] = {} if is_whole else {"index": call.index}
+    if not delta.is_first:
+        return {**place, "function": {"arguments": delta.text}}
+    return {**place, "function": {"name": call.name, "arguments": delta.text}, "type": "function", "id": call.id}

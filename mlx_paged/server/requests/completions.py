@@ -25,7 +25,7 @@ from .fields import (
     no_effect,
     refused,
 )
-from .pieces import FORBIDDEN_LOGPROB, Echo, Event, Head, Piece, Token, Usage, content_logprobs
+from .pieces import FORBIDDEN_LOGPROB, Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
 _WORDS = "must be a non-empty string, a non-empty list of token ids, or a list of either"
 
@@ -149,16 +149,12 @@ class CompletionForm(ChatForm):
         self._offsets: dict[int, int] = {}  # characters of each answer so far, by index
 
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
-        return [
-            event
-            for index, echo in enumerate(echoes)
-            for event in self.piece(Piece(index, echo.text, tokens=list(echo.tokens)))
-        ]
+        return [event for index, echo in enumerate(echoes) for event in self.piece(_echoed(index, echo))]
 
     def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
         if echoes:
             answers = [
-                Piece.joined([Piece(answer.index, echo.text, tokens=list(echo.tokens)), answer])
+                Piece.joined([_echoed(answer.index, echo), answer])
                 for echo, answer in zip(echoes, answers, strict=True)
             ]
         return super().whole(answers, usage)
@@ -188,6 +184,10 @@ class CompletionForm(ChatForm):
             "top_logprobs": [_likeliest(token) for token in piece.tokens] if self._num_top else None,
             "text_offset": offsets,
         }
+
+
+def _echoed(index: int, echo: Echo) -> Piece:
+    return Piece(index, [Delta("text", echo.text, tokens=list(echo.tokens))])
 
 
 def _likeliest(token: Token) -> dict[str, float] | None:

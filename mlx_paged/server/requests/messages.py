@@ -24,7 +24,7 @@ from .fields import (
     no_effect,
     refused,
 )
-from .pieces import Echo, Event, Head, Piece, Usage
+from .pieces import Delta, Echo, Event, Head, Piece, Usage
 
 if TYPE_CHECKING:
     from ..backend import ModelTexts
@@ -285,20 +285,15 @@ class MessageForm:
     def piece(self, piece: Piece) -> list[Event]:
         self._last = piece
         events = []
-        calls = [call for call in piece.calls if "id" in call]
-        for call in piece.calls:
-            if "id" not in call:  # more arguments of the open call
-                events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
-        if piece.reasoning:
-            events += self._to("thinking", {"thinking": "", "signature": ""})
-            events.append(self._delta("thinking_delta", thinking=piece.reasoning))
-        if piece.text:
-            events += self._to("text", {"text": ""})
-            events.append(self._delta("text_delta", text=piece.text))
-        for call in calls:
-            events += self._close()
-            events += self._to("tool_use", {"id": call["id"], "name": call["function"]["name"], "input": {}})
-            events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
+        for delta in piece.folded():
+            if delta.is_first:
+                events += self._close()
+            if not delta.text and not delta.is_first:
+                continue
+            events += self._to(_begun(delta))
+            if delta.text:
+                kind, field = _DELTAS[delta.kind]
+                events.append(self._delta(kind, **{field: delta.text}))
         return events
 
     def end(self, usage: Usage) -> list[Event]:
@@ -316,12 +311,9 @@ class MessageForm:
 
     def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
         (answer,) = answers
-        blocks: list[dict[str, Any]] = []
-        if answer.reasoning:
-            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.text or not answer.calls:
-            blocks.append({"type": "text", "text": answer.text})
-        blocks += [{"type": "tool_use", **_tool_use(call)} for call in answer.calls]
+        blocks = [_block(each) for each in answer.folded() if each.text or each.call is not None]
+        if not any(block["type"] != "thinking" for block in blocks):
+            blocks.append({"type": "text", "text": ""})
         return {**self._message(blocks, *_reason(answer)), "usage": self._usage(usage)}
 
     def _message(self, content: list[Any], reason: str | None, stop: str | None) -> dict[str, Any]:
@@ -350,15 +342,14 @@ class MessageForm:
     def _delta(self, kind: str, **values: Any) -> Event:
         return self._event("content_block_delta", index=self._num_blocks - 1, delta={"type": kind, **values})
 
-    def _to(self, kind: str, block: dict[str, Any]) -> list[Event]:
-        """Return the events that open a block of type ``kind``; none if one is open."""
-        if self._open == kind:
+    def _to(self, block: dict[str, Any]) -> list[Event]:
+        """Return the events that open a block; none if one of its type is open."""
+        if self._open == block["type"]:
             return []
         events = self._close()
-        self._open = kind
+        self._open = block["type"]
         self._num_blocks += 1
-        start = self._event("content_block_start", index=self._num_blocks - 1, content_block={"type": kind, **block})
-        return [*events, start]
+        return [*events, self._event("content_block_start", index=self._num_blocks - 1, content_block=block)]
 
     def _close(self) -> list[Event]:
         if self._open is None:
@@ -367,10 +358,27 @@ class MessageForm:
         return [self._event("content_block_stop", index=self._num_blocks - 1)]
 
 
-def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    given = json.loads(function["arguments"])
-    return {"id": call["id"], "name": function["name"], "input": given if isinstance(given, dict) else {"value": given}}
+# By the kind of delta: its type and field in streams.
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _begun(delta: Delta) -> dict[str, Any]:
+    """Return the content block that a delta begins, without its content."""
+    if delta.call is not None:
+        return {"type": "tool_use", "id": delta.call.id, "name": delta.call.name, "input": {}}
+    if delta.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _block(delta: Delta) -> dict[str, Any]:
+    if delta.call is not None:
+        return {**_begun(delta), "input": json.loads(delta.text)}
+    return {**_begun(delta), _DELTAS[delta.kind][1]: delta.text}
 
 
 def _reason(answer: Piece) -> tuple[str, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import RequestRefused
@@ -29,25 +30,48 @@ class Token(NamedTuple):
     top: tuple[Token, ...] = ()
 
 
+@dataclass(frozen=True)
+class Call:
+    """A tool call; ``index`` is its place among the answer's calls, ``id`` names it for the tool's result."""
+
+    index: int
+    name: str
+    id: str
+
+
+@dataclass
+class Delta:
+    """The next part of an answer: some text, some reasoning, or some of a call's arguments.
+
+    Attributes:
+        kind: ``text``, ``reasoning`` or ``call``.
+        text: the text, or the arguments as JSON; may be empty.
+        call: the call that the arguments are of.
+        is_first, is_last: the call begins, or ends; one that does not end is not whole.
+        tokens: tokens with log-probabilities, if requested.
+    """
+
+    kind: str
+    text: str = ""
+    call: Call | None = None
+    is_first: bool = False
+    is_last: bool = False
+    tokens: list[Token] = field(default_factory=list)
+
+
 @dataclass
 class Piece:
     """A part of one answer, or all of it.
 
     Attributes:
         index: index of the answer in the request.
-        text, reasoning: new text of each kind.
-        calls: tool calls in the format of OpenAI's chats, each with its ``index``; one without an ``id`` holds more
-            arguments of the call that has begun.
-        tokens: tokens with log-probabilities, if requested.
+        deltas: what it consists of, in order.
         finish: why the answer ended: ``stop``, ``length`` or ``tool_calls``; None: it goes on.
         stop: the stop string that ended it.
     """
 
     index: int = 0
-    text: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     finish: str | None = None
     stop: str | None = None
 
@@ -55,16 +79,38 @@ class Piece:
     def joined(cls, pieces: Iterable[Piece]) -> Piece:
         """Return all pieces of one answer, in order, as one."""
         whole = cls()
-        texts, reasonings = [], []
         for piece in pieces:
-            whole.index = piece.index
-            texts.append(piece.text)
-            reasonings.append(piece.reasoning)
-            whole.calls += piece.calls
-            whole.tokens += piece.tokens
-            whole.finish, whole.stop = piece.finish, piece.stop
-        whole.text, whole.reasoning = "".join(texts), "".join(reasonings)
+            whole.index, whole.finish, whole.stop = piece.index, piece.finish, piece.stop
+            whole.deltas += piece.deltas
         return whole
+
+    def folded(self) -> list[Delta]:
+        """Return the deltas, those of the same text, reasoning or call that follow each other as one."""
+        said = (each for each in self.deltas if each.text or each.is_first or each.is_last or each.tokens)
+        runs = groupby(said, key=lambda delta: (delta.kind, delta.call))
+        return [_joined(list(run)) for _, run in runs]
+
+    @property
+    def text(self) -> str:
+        return self._all("text")
+
+    @property
+    def reasoning(self) -> str:
+        return self._all("reasoning")
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [token for delta in self.deltas for token in delta.tokens]
+
+    def _all(self, kind: str) -> str:
+        return "".join(delta.text for delta in self.deltas if delta.kind == kind)
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    first, last = deltas[0], deltas[-1]
+    tokens = [token for delta in deltas for token in delta.tokens]
+    text = "".join(delta.text for delta in deltas)
+    return Delta(first.kind, text, first.call, first.is_first, last.is_last, tokens)
 
 
 class Usage(NamedTuple):

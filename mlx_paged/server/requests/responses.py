@@ -25,7 +25,7 @@ from .fields import (
     no_effect,
     refused,
 )
-from .pieces import Echo, Event, Head, Piece, Token, Usage, content_logprobs
+from .pieces import Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
 ITEMS = (
     *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
@@ -329,7 +329,8 @@ class ResponseForm:
         self.keep: Callable[[dict[str, Any]], None] | None = None  # called with the finished response
         self._items: list[dict[str, Any]] = []  # complete ones
         self._open: _Item | None = None
-        self._last = Piece()
+        self._finish: str | None = None
+        self._is_cut = False  # an item was
         self._number = -1
 
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
@@ -337,20 +338,21 @@ class ResponseForm:
         return [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
 
     def piece(self, piece: Piece) -> list[Event]:
-        self._last = piece
-        goes_on = self._open is not None and bool(self._open.call)
-        events = [self._say(call["function"]["arguments"]) for call in piece.calls if "id" not in call and goes_on]
-        if piece.reasoning:
-            events += [self._begin("reasoning"), self._say(piece.reasoning)]
-        if piece.text:
-            events += [self._begin("message"), self._say(piece.text, piece.tokens)]
-        for call in piece.calls:
-            if "id" in call:
-                events += [self._begin_call(call), self._say(call["function"]["arguments"])]
-        return [event for several in events for event in several]
+        self._finish = piece.finish
+        events: list[Event] = []
+        for delta in piece.folded():
+            if delta.is_first:
+                events += self._begin_call(delta)
+            elif delta.text and delta.kind != "call":
+                events += self._begin("message" if delta.kind == "text" else delta.kind)
+            if delta.text:
+                events += self._say(delta)
+            if delta.is_last:
+                events += self._close(is_whole=True)
+        return events
 
     def end(self, usage: Usage) -> list[Event]:
-        events = self._close()
+        events = self._close(is_whole=False if self._finish == "length" else None)
         response = self._whole(usage)
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
@@ -361,9 +363,11 @@ class ResponseForm:
     def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
         (answer,) = answers
         self.piece(answer)
-        self._close()
-        if not answer.text and not answer.calls:
-            self._items.append(self._item("message").as_dict())
+        self._close(is_whole=False if answer.finish == "length" else None)
+        if all(item["type"] == "reasoning" for item in self._items):
+            self._items.append(
+                self._item("message").as_dict("incomplete" if answer.finish == "length" else "completed")
+            )
         return self._whole(usage)
 
     # The items of an answer -----------------------------------------------------------------------------------
@@ -381,42 +385,48 @@ class ResponseForm:
         part = {"item_id": item.id, "output_index": len(self._items), "content_index": 0, "part": item.part()}
         return [*events, self._added(added), self._event("response.content_part.added", **part)]
 
-    def _begin_call(self, call: Mapping[str, Any]) -> list[Event]:
-        name = call["function"]["name"]
-        tool = self._tools.get(name) or CallableTool({}, name)
-        named = {"call_id": call["id"], "name": tool.name}
+    def _begin_call(self, delta: Delta) -> list[Event]:
+        assert delta.call is not None
+        tool = self._tools.get(delta.call.name) or CallableTool({}, delta.call.name)
+        named = {"call_id": delta.call.id, "name": tool.name}
         if tool.namespace is not None:
             named["namespace"] = tool.namespace
         events = self._close()
         self._open = self._item("custom_tool_call" if tool.is_custom else "function_call", named)
         return events if tool.is_custom else [*events, self._added(self._open.as_dict("in_progress"))]
 
-    def _say(self, text: str, tokens: Sequence[Token] = ()) -> list[Event]:
+    def _say(self, delta: Delta) -> list[Event]:
         """Add to the open item and return the events; a custom tool's input is sent when the item closes."""
         item = self._open
         if item is None:
             return []
-        item.add(text, tokens)
+        item.add(delta.text, delta.tokens)
         if item.kind == "custom_tool_call":
             return []
-        said = {"delta": text, "logprobs": _logprobs(tokens)} if item.kind == "message" else {"delta": text}
+        said = {"delta": delta.text, **({"logprobs": _logprobs(delta.tokens)} if item.kind == "message" else {})}
         return [self._event(f"response.{item.event}.delta", **self._place(item), **said)]
 
-    def _close(self) -> list[Event]:
+    def _close(self, *, is_whole: bool | None = None) -> list[Event]:
+        """Close the open item. One that was cut off is incomplete, and so is the response; a call that was cut off is
+        never reported as done, since clients run what is. ``is_whole`` None: it is, unless it is a call."""
         item, self._open = self._open, None
         if item is None:
             return []
-        whole, place, part, events = item.as_dict(), self._place(item), item.part(), []
+        is_whole = not item.call if is_whole is None else is_whole
+        self._is_cut = self._is_cut or not is_whole
+        whole = item.as_dict("completed" if is_whole else "incomplete")
+        place, part, events = self._place(item), item.part(), []
         done: dict[str, Any] = {name: part[name] for name in ("text", "logprobs", "arguments", "input") if name in part}
         if item.kind == "custom_tool_call":
             events.append(self._added({**whole, "input": "", "status": "in_progress"}))
             events.append(self._event(f"response.{item.event}.delta", **place, delta=part["input"]))
         elif item.kind == "function_call":
             done["name"] = whole["name"]
-        events.append(self._event(f"response.{item.event}.done", **place, **done))
-        if not item.call:
-            events.append(self._event("response.content_part.done", **place, part=part))
-        events.append(self._event("response.output_item.done", output_index=len(self._items), item=whole))
+        if is_whole or not item.call:
+            events.append(self._event(f"response.{item.event}.done", **place, **done))
+            if not item.call:
+                events.append(self._event("response.content_part.done", **place, part=part))
+            events.append(self._event("response.output_item.done", output_index=len(self._items), item=whole))
         self._items.append(whole)
         return events
 
@@ -432,8 +442,8 @@ class ResponseForm:
         return self._event("response.output_item.added", output_index=len(self._items), item=item)
 
     def _whole(self, usage: Usage) -> dict[str, Any]:
-        status = "incomplete" if self._last.finish == "length" else "completed"
-        response = self._response(status, self._items, usage)
+        is_cut = self._is_cut or self._finish == "length"
+        response = self._response("incomplete" if is_cut else "completed", self._items, usage)
         if self.keep is not None:
             self.keep(response)
         return response
@@ -447,7 +457,7 @@ class ResponseForm:
             "model": head.model,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._finish == "length" else None,
             "output": list(items),
             "store": self.keep is not None,
             **self._repeated,

@@ -19,10 +19,10 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.composites import leaves
 from mlx_paged.engine import compiled_step
+from mlx_paged.engine.compiled_step import compiled_steps
 from mlx_paged.engine.drafts import look_up
 from mlx_paged.engine.model_state import ModelState
 from mlx_paged.engine.request import RequestOptions
-from mlx_paged.patches.models import model_calls
 from scripts import model_matrix
 from scripts.model_matrix import NOT_COMPILED, alone, batched, difference, lines_of_page
 from scripts.support import model_configs
@@ -141,7 +141,7 @@ def test_state_of_every_paged_model_is_known_after_a_step() -> None:
     for name in PAGED:
         model = model_configs.build(name)
         mx.eval(model(FIRST[:1], cache=prefilled(model, 7)))
-        ModelState(model)  # raises StateNotKnown otherwise
+        assert ModelState(model).is_of(model)
 
 
 def states_behind(model: Any) -> list[np.ndarray]:
@@ -216,7 +216,7 @@ def test_tokens_on_a_gpu_are_those_of_mlx_lm(name: str, taken: Counter[str], mon
         assert tokens == stock_tokens
         assert rms(logprobs, stock_logprobs) < 5e-3
     assert taken["alone"] >= 80 and taken["rows"] >= 30
-    assert model_calls._steps.get(mlx_paged.pool_of(model)).failure is None
+    assert compiled_steps.get(mlx_paged.pool_of(model)).failure is None
     mlx_paged.pool_of(model).check_integrity()
 
 
@@ -313,6 +313,7 @@ def test_change_of_the_model_is_seen_by_the_next_step(
         next_logits(model, batches=False)
     traces = taken["alone"]
     change(model)
+    mlx_paged.retrace(model)
     assert largest_difference(next_logits(model, batches=False), expected) < LIMIT
     assert largest_difference(next_logits(model, batches=False), expected) < LIMIT
     assert traces > 0 and taken["alone"] > traces
@@ -366,7 +367,7 @@ def test_outer_model_of_a_nested_model_is_compiled(taken: Counter[str]) -> None:
     for _ in range(2):
         next_logits(model, batches=False)
     assert taken
-    step = model_calls._steps.get(mlx_paged.pool_of(model))
+    step = compiled_steps.get(mlx_paged.pool_of(model))
     assert step.forward is outer and step.failure is None
     mlx_paged.remove_patches()
     assert (kimi_vl.Model.__call__, deepseek_v3.Model.__call__) == (outer, inner)

@@ -16,9 +16,16 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.compiled_step import FetchedKV, GroupArrays, NarrowMask, NotCompilable, StandIn, StepLayer
+from mlx_paged.engine.compiled_step import (
+    FetchedKV,
+    GroupArrays,
+    NarrowMask,
+    NotCompilable,
+    StandIn,
+    StepLayer,
+    compiled_steps,
+)
 from mlx_paged.kv.storage.attention_params import AttentionParams, Window
-from mlx_paged.patches.models import model_calls
 from scripts.support import model_configs
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.builders import prompt_of
@@ -176,7 +183,7 @@ def run(model: Any, steps: int = STEPS) -> tuple[list[np.ndarray], compiled_step
         logits_of(model, steps)
         found = logits_of(model, steps)
     mlx_paged.pool_of(model).check_integrity()
-    return found, model_calls._steps.get(mlx_paged.pool_of(model)), [str(warning.message) for warning in caught]
+    return found, compiled_steps.get(mlx_paged.pool_of(model)), [str(warning.message) for warning in caught]
 
 
 def run_planted(monkeypatch: pytest.MonkeyPatch, attend: Attend) -> tuple[compiled_step.CompiledStep, list[str]]:
@@ -208,7 +215,7 @@ def test_a_model_that_stops_attending_is_not_compiled(monkeypatch: pytest.Monkey
     plant(monkeypatch, does_not_attend)
     model = model_configs.build("qwen2")
     run(model, steps=1)
-    step = model_calls._steps.get(mlx_paged.pool_of(model))
+    step = compiled_steps.get(mlx_paged.pool_of(model))
     step._functions.clear()
     monkeypatch.setattr(does_not_attend, "now", True)
     found, _, told = run(model)

@@ -1,6 +1,7 @@
 """Draft models in batches: every family gives the same tokens as without drafts, whatever the draft model says."""
 
 import functools
+import gc
 from typing import Any
 
 import mlx.core as mx
@@ -220,6 +221,45 @@ def test_both_pools_together_keep_to_the_budget() -> None:
     own, other = (mlx_paged.pool_of(each).memory_budget for each in (model, draft))
     assert own + other == budget and own == other
     check_nothing_left(gen, model, draft)
+
+
+def test_budget_returns_when_the_generator_is_dropped() -> None:
+    model = model_of("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=1 << 20))
+    pool = mlx_paged.pool_of(model)
+    gc.disable()  # the cyclic collector must not be needed
+    try:
+        for seed in range(3):
+            draft = noisy("llama", 0.01 * seed)
+            gen = generator(model, draft_model=draft)
+            other = generator(model, draft_model=draft)
+            of_draft = mlx_paged.pool_of(draft)
+            assert pool.memory_budget == of_draft.memory_budget == 1 << 19
+            second = generator(model, draft_model=noisy("llama", 0.5))
+            assert pool.memory_budget == of_draft.memory_budget == (1 << 20) // 3, "two draft models at once"
+            del second, other
+            assert pool.memory_budget == of_draft.memory_budget == 1 << 19, "the first generator still drafts"
+            gen.close()
+            del gen
+            assert pool.memory_budget == of_draft.memory_budget == 1 << 20
+    finally:
+        gc.enable()
+    assert not drafting._sharing and not drafting._whole
+
+
+def test_pool_gives_back_what_a_draft_model_needs() -> None:
+    model, draft = model_of("llama"), noisy("llama", 0.01)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 40, 8)))
+    pool = mlx_paged.pool_of(model)
+    prefixes = SharedPrefixes(RadixTree(pool))
+    gen = generator(model, prefixes=prefixes)
+    outcomes = {uid: Outcome() for uid in gen.insert(prompts_of("llama", (120, 130)), [2, 2])}
+    run_all(gen, outcomes)
+    assert pool.stats().bytes_reserved > pool.memory_budget // 2, "prefixes fill the budget"
+    gen = generator(model, draft_model=draft, prefixes=prefixes)
+    both = [pool, mlx_paged.pool_of(draft)]
+    assert all(each.stats().bytes_reserved <= each.memory_budget for each in both)
+    pool.check_integrity()
 
 
 def test_a_draft_pool_without_room_leaves_rows_without_drafts() -> None:

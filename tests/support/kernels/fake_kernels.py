@@ -306,14 +306,10 @@ class FakeKernels:
         addend: mx.array | None,
         tile: narrow_matmul.Tile,
         shapes: Sequence[tuple[int, ...]],
-        norm: narrow_matmul.Norm | None = None,
         rotation: narrow_matmul.Rotation | None = None,
     ) -> list[mx.array]:
         x = x.reshape(-1, weights[0].shape[1])
         assert body == narrow_matmul.GROUPED or rotation is None
-        assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or norm is None
-        if norm is not None:
-            x = mx.fast.rms_norm(x, norm.gains, norm.eps)
         is_packed = isinstance(weights[0], PackedWeight)
         assert x.shape[0] <= (narrow_matmul.MAX_PACKED_ROWS if is_packed else tile.rows)
         assert all(w.dtype == x.dtype for w in weights)

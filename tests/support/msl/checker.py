@@ -8,6 +8,8 @@ import clang.cindex as ci
 
 from tests.support.msl.msl_source import _DECL, ATTRS, mlx_source, strip_comments
 
+ci.Index.create()  # loads the library now, by the platform's name
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 CK, TK = ci.CursorKind, ci.TypeKind
 BANNED = {

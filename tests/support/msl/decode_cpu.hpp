@@ -74,10 +74,6 @@ inline uint fma2(uint a, uint b, uint c) {
   return uint(fma_of<T>(a >> 16, b >> 16, c >> 16)) << 16 | fma_of<T>(a & 0xffff, b & 0xffff, c & 0xffff);
 }
 template <class T>
-constexpr bool is_half = false;
-template <>
-constexpr bool is_half<half> = true;
-template <class T>
 inline void store_words(T* target, uint4 words) {
   for (int i = 0; i < 4; i++) __builtin_memcpy((void*)(target + i * 2), (const void*)&words[i], 4);
 }

@@ -1,5 +1,6 @@
 # ruff: noqa: E501, B905, SIM115, E741, B007
-"""Run the body given to mx.fast.metal_kernel on the CPU: simdgroups, barriers and threadgroup memory, with checks.
+"""Run the body given to mx.fast.metal_kernel on the CPU: simdgroups, barriers and threadgroup memory, with checks. A
+test that launches a kernel here is skipped unless the platform is Linux.
 
 metal_kernel(...) has the call signature of mx.fast.metal_kernel, so the real launch code can be driven by it. Two more
 arguments: `writes` names the inputs that the kernel stores to (found in `.written` afterwards), `sparse` names outputs
@@ -10,11 +11,13 @@ import ctypes as C
 import functools
 import hashlib
 import os
+import platform
 import re
 import subprocess
 import tempfile
 
 import numpy as np
+import pytest
 
 from tests.support.msl.msl_source import _DECL, DT, dtype_name, mlx_source, strip_comments
 
@@ -140,7 +143,14 @@ def _precompiled(*flags):
     return folder
 
 
+def skip_unless_linux():
+    """Skip the test that calls a compiler: the runtime reads ELF's list of libraries, the flags are GCC's and nvcc's."""
+    if platform.system() != "Linux":
+        pytest.skip("the emulator needs Linux", allow_module_level=True)
+
+
 def _build(cpp, checked):
+    skip_unless_linux()
     os.makedirs(CACHE, exist_ok=True)
     rts = _text("msl_rt.cpp") + _text("msl_rt.hpp")
     # All programs link to one runtime, so its state of a launch exists once.

@@ -14,6 +14,7 @@ from mlx_paged.kernels.launch_shape import (
     FUSED_BODIES,
     LATENT_BODIES,
     MATRIX_BODIES,
+    MOST_GROUPS,
     SHARED_BODIES,
     SHARED_MATRIX_BODY,
 )
@@ -287,9 +288,10 @@ class Case:
         return out
 
     def variant(self):
-        """Return the variant of the portable body."""
+        """Return the variant of the portable body, with the partitions of 8 KV heads or more."""
         extras = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
-        return kernels.decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
+        portable = kernels.decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
+        return portable._replace(groups=MOST_GROUPS)
 
     def run(self, fence=None, **options):
         """Return (out as float32 NumPy, fence) of paged_decode, with the portable body unless a variant is given."""

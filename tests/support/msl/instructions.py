@@ -26,19 +26,12 @@ from mlx_paged.kernels.bodies import CUDA_HEADER, part_of
 from mlx_paged.kernels.build import Constants
 from mlx_paged.kernels.decode_spec import decode_constants_of, pool_constants_of, spec_of
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant, shape_for
-from mlx_paged.kernels.prefill import MATRIX_BODY, QUANTIZED_MATRIX_BODY, prefill_constants_of, shape_of
 from mlx_paged.kernels.quantized import PageShape
-from tests.support.msl import registers
+from tests.support.msl import emulator, registers
 
 PRODUCT = 16
-MATRIX_TEXTS = (*MATRIX_BODIES, MATRIX_BODY, QUANTIZED_MATRIX_BODY)
-_STAGED = re.compile(
-    r"for \(int i = TOGETHER \? sg \* 32 \+ lane : lane; i < (KEYS \* \(DV? / 8\)); i \+= TOGETHER \? 32 \* SG : 32\) {"
-)
-_ROUND = (
-    r"UNROLL for (int n = 0; n < \1 / (TOGETHER ? 32 * SG : 32); n++) {"
-    r" const int i = (TOGETHER ? sg * 32 + lane : lane) + n * (TOGETHER ? 32 * SG : 32);"
-)
+_STAGED = re.compile(r"for \(int i = lane; i < (KEYS \* \(DV? / 8\)); i \+= 32\) {")
+_ROUND = r"UNROLL for (int n = 0; n < \1 / 32; n++) { const int i = lane + n * 32;"
 # Metal's words that CUDA does not have.
 _PLAIN = (
     (r"threadgroup (\w+)\*", r"\1*"),
@@ -68,7 +61,7 @@ def tools() -> bool:
 def text_of(body: str, constants: Constants, *, rescales: bool = False) -> tuple[str, str]:
     """Return (header, source) for nvcc."""
     header, source = kernel_build.kernel_source(body, "cuda", constants)
-    if body not in MATRIX_TEXTS:
+    if body not in MATRIX_BODIES:
         return header, source
     prelude = part_of("prelude.cuh")
     stand_ins = CUDA_HEADER.format((Path(__file__).parent / "matrix_cuda.cuh").read_text())
@@ -85,6 +78,7 @@ def text_of(body: str, constants: Constants, *, rescales: bool = False) -> tuple
 
 def listing_of(body: str, constants: Constants, *, rescales: bool = False) -> list[str]:
     """Return the kernel's machine code, one instruction or label per line."""
+    emulator.skip_unless_linux()
     text = registers.program_of(body, constants, *text_of(body, constants, rescales=rescales))
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.cu", f"{folder}/kernel.cubin"
@@ -123,16 +117,12 @@ def token_loop(code: Sequence[str]) -> list[str]:
 
 @functools.cache
 def per_token(variant: Variant) -> float:
-    """Return a simdgroup's instructions per token and KV head; of the prefill kernels, per token and 8 rows."""
-    if variant.body in (MATRIX_BODY, QUANTIZED_MATRIX_BODY):
-        shape = shape_of(variant)
-        constants, tokens, share = prefill_constants_of(variant, shape), shape.keys, 1
-    else:
-        launch = shape_for(variant)
-        constants = (*decode_constants_of(variant, launch), ("SINGLE", False), ("O", mx.float32))
-        tokens, share = launch.keys or launch.unroll * 32 // launch.lanes, launch.head_split
+    """Return a simdgroup's instructions per token and KV head."""
+    launch = shape_for(variant)
+    constants = (*decode_constants_of(variant, launch), ("SINGLE", False), ("O", mx.float32))
+    tokens, share = launch.keys or launch.unroll * 32 // launch.lanes, launch.head_split
     still = counted(token_loop(listing_of(variant.body, constants))).issued
-    if variant.body in MATRIX_TEXTS:
+    if variant.body in MATRIX_BODIES:
         rescaled = counted(token_loop(listing_of(variant.body, constants, rescales=True))).issued
         still += (rescaled - still) / 4
     return share * still / tokens
@@ -153,17 +143,12 @@ def main() -> None:
         cells = (", ".join(f"{per_token(variant):.0f}" for variant in variants(gqa, bits)) for bits in (0, 8, 4))
         print(f"| {gqa} | {' | '.join(cells)} |", flush=True)
     dense, quantized = variants(4, 0)[0], variants(4, 4)[0]
-    print("\n| prompts: for 8 rows and a token | 16 bits | 4 bits |\n|---|---|---|")
-    cells = (
-        f"{per_token(variant._replace(body=body)):.0f}"
-        for variant, body in ((dense, MATRIX_BODY), (quantized, QUANTIZED_MATRIX_BODY))
-    )
-    print(f"| in place | {' | '.join(cells)} |")
+    print("\n| prompts | 16 bits | 4 bits |\n|---|---|---|")
     copied = []
     for body, pages in (("gather_blocks", None), ("quantized_gather", quantized.pages)):
         constants = pool_constants_of(mx.bfloat16, 128, 128, 32, pages)
         copied.append(f"{counted(listing_of(body, constants)).instructions}")
-    print(f"| the copy of a token, once for all rows | {' | '.join(copied)} |")
+    print(f"| the copy of a token | {' | '.join(copied)} |")
     print("\n| a decode step's texts in all, 4 query heads | instructions |\n|---|---|")
     launch = shape_for(dense)
     for name, single in (("of several partitions", False), ("of one", True)):

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_paged.kernels import check, ops, prefill
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
-from tests.support.msl.harness import Emulated, tensor_kernel, to_float
+from tests.support.msl.harness import tensor_kernel, to_float
 
 
 @contextmanager
@@ -20,10 +20,9 @@ def emulated(
     edit: Sequence[tuple[str, str]] = (),
     orders: tuple[int, ...] = (0, 2),
     checked: bool = True,
-    backend: str = "cuda",
 ):
-    """Run the prefill kernel on the emulator as if on ``backend``, without trials. ``edit``: mutations."""
-    with emulated_launches(prefill, prefill.prefill_variants_of, edit, orders, checked, backend):
+    """Run the prefill kernel on the emulator, without trials. ``edit``: mutations."""
+    with emulated_launches(prefill, prefill.prefill_variants_of, edit, orders, checked):
         yield
 
 
@@ -32,16 +31,15 @@ WRITE_SLOTS = ops.write_slots
 
 @contextmanager
 def emulated_self_check(
-    arrays_of: Callable[[Any, dict[str, Any]], list[mx.array]], backend: str = "cuda"
+    arrays_of: Callable[[Any, dict[str, Any]], list[mx.array]],
 ) -> Iterator[Callable[[tuple[str, str]], None]]:
     """Run the self-check's kernel on the emulator, with faked writes; yield a function that plants a mutation.
 
     Args:
         arrays_of: launches an emulated kernel with these options and returns its outputs as MLX's arrays.
-        backend: whose kernel text is run.
     """
     edits: list[tuple[str, str]] = []
-    with fake_kernels() as fake, emulated(edits, orders=(0,), checked=False, backend=backend):
+    with fake_kernels() as fake, emulated(edits, orders=(0,), checked=False):
         build, launched = prefill.build_kernel, prefill.PrefillLaunch.__call__
         fake.calls["paged_prefill"] = 0
 
@@ -72,13 +70,10 @@ def emulated_launches(
     edit: Sequence[tuple[str, str]],
     orders: tuple[int, ...],
     checked: bool,
-    backend: str = "cuda",
 ):
     """Emulate the kernel that a module builds and launches, whose cached choice of variants is ``variants``."""
 
     def build(body, constants):
-        if backend == "metal":
-            return partial(Emulated(edit={body: edit})._portable(body, constants), checked=checked, orders=orders)
         kernel, _ = tensor_kernel(body, constants, edit)
         # The text declares what the launch asks for, plus an array for codes of quantised pages.
         limit = dict(constants)["SHARED"] + (16 * 1024 if "KBITS" in dict(constants) else 0)
@@ -86,7 +81,7 @@ def emulated_launches(
 
     real = module.build_kernel, module.backend, module.failure_of
     variants.cache_clear()
-    module.build_kernel, module.backend, module.failure_of = build, lambda: backend, lambda key, build: None
+    module.build_kernel, module.backend, module.failure_of = build, lambda: "cuda", lambda key, build: None
     try:
         yield
     finally:

@@ -117,6 +117,7 @@ def kernel_of(body: str, constants: Constants, header: str, source: str) -> str:
 
 def _said_of(text: str, options: list[str]) -> str:
     """Compile a text and return nvcc's report, cached on disk as the emulator's programs are."""
+    emulator.skip_unless_linux()
     nvcc = compiler()
     assert nvcc is not None
     key = hashlib.sha256("\0".join([text, *options, nvcc, str(os.stat(nvcc).st_mtime)]).encode()).hexdigest()[:24]

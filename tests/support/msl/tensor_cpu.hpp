@@ -55,6 +55,18 @@ MSL_NOSAN inline void mma(float (&d)[4], uint a0, uint a1, uint a2, uint a3, uin
 template <class T>
 inline uint pack_rounded(float low, float high) { return pack(static_cast<T>(low), static_cast<T>(high)); }
 template <class T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<half> = true;
+template <class T>
+inline uint fma_packed(uint a, uint b, uint c) {
+  return pack_rounded<T>(__builtin_fmaf(half_of<T>(a, 0), half_of<T>(b, 0), half_of<T>(c, 0)),
+                         __builtin_fmaf(half_of<T>(a, 1), half_of<T>(b, 1), half_of<T>(c, 1)));
+}
+inline float byte_of(uint x, int i) { return float(x >> 8 * i & 255); }
+inline uint low_halves(uint a, uint b) { return (a & 0xffffu) | b << 16; }
+inline uint high_halves(uint a, uint b) { return a >> 16 | (b & 0xffff0000u); }
+template <class T>
 inline float low_of(uint x) { return half_of<T>(x, 0); }
 template <class T>
 inline float high_of(uint x) { return half_of<T>(x, 1); }
