@@ -135,28 +135,6 @@ def test_least_recently_used_model_is_unloaded(
     mlx_paged.remove_patches()
 
 
-@pytest.mark.parametrize("step", ["pool", "texts"])
-def test_model_that_cannot_be_served_leaves_the_present_one_as_it_was(
-    step: str, folders: list[Path], demo_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wide = ModelKey(str(make_tiny_model(tmp_path / "wide", demo_model_folder, "llama of wide heads")))
-    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=80_000 if step == "pool" else 1 << 20))
-    models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
-    models.load_default()
-    one, present, pools = models.default_key, (models.weights, models.texts), models.pools
-    if step == "texts":
-        monkeypatch.setattr(models_of_server, "LoadedTexts", lambda *_: 1 / 0)
-    with pytest.raises(RequestRefused, match="the model cannot be loaded") as refused:
-        models.load(wide, lambda: None)
-    assert refused.value.status == 404 and refused.value.__context__ is None  # which would keep the weights
-    assert (models.weights, models.texts) == present and models.is_present(one) and models.pools == pools
-    assert models.texts_of(wide) is None and not models.is_present(wide)
-    models.load(one, lambda: None)
-    assert (models.weights, models.texts) == present
-    models.close()
-    mlx_paged.remove_patches()
-
-
 def test_kernels_are_compiled_and_checked_before_the_first_request(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,5 +161,27 @@ def test_nothing_is_tried_without_a_gpu(folders: list[Path], monkeypatch: pytest
     mlx_paged.apply_patches(PagedConfig(kv_cache_memory=1 << 22))
     models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
     models.load_default()
+    models.close()
+    mlx_paged.remove_patches()
+
+
+@pytest.mark.parametrize("step", ["pool", "texts"])
+def test_model_that_cannot_be_served_leaves_the_present_one_as_it_was(
+    step: str, folders: list[Path], demo_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = ModelKey(str(make_tiny_model(tmp_path / "wide", demo_model_folder, "llama of wide heads")))
+    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=80_000 if step == "pool" else 1 << 20))
+    models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
+    models.load_default()
+    one, present, pools = models.default_key, (models.weights, models.texts), models.pools
+    if step == "texts":
+        monkeypatch.setattr(models_of_server, "LoadedTexts", lambda *_: 1 / 0)
+    with pytest.raises(RequestRefused, match="the model cannot be loaded") as refused:
+        models.load(wide, lambda: None)
+    assert refused.value.status == 404 and refused.value.__context__ is None  # which would keep the weights
+    assert (models.weights, models.texts) == present and models.is_present(one) and models.pools == pools
+    assert models.texts_of(wide) is None and not models.is_present(wide)
+    models.load(one, lambda: None)
+    assert (models.weights, models.texts) == present
     models.close()
     mlx_paged.remove_patches()

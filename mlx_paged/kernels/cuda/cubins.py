@@ -18,6 +18,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from ...errors import check_device
 from .launch import CompiledKernel, Source, load
 
 # The compiler -------------------------------------------------------------------------------------------------------
@@ -263,7 +264,8 @@ def _passes_test(made: Cubins) -> bool:
         given = [mx.full((1,), 35, mx.uint32)]
         (out,) = kernel(inputs=given, grid=size, threadgroup=size, output_shapes=shapes, output_dtypes=dtypes)
         return out.item() == 42
-    except Exception:
+    except Exception as error:
+        check_device(error)
         return False
 
 
