@@ -33,7 +33,9 @@ BLOCK_SIZE = 8
 PROMPTS = (5, 30, 45)  # within a window, across windows and chunks of either kind
 LIMIT = 1e-5
 # Modules whose layers are all paged, but whose decode steps are never compiled.
-NOT_COMPILED = ("dbrx", "deepseek_v32", "glm_moe_dsa", "phi3small")  # the page says why
+NOT_COMPILED = (  # the page says why
+    "dbrx", "deepseek_v32", "glm_moe_dsa", "phi3small", "stablelm", "plamo", "plamo2", "gpt_bigcode", "afm7",
+)  # fmt: skip
 
 
 class Row(NamedTuple):

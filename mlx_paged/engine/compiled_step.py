@@ -19,6 +19,7 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import Rows, SequenceTables
 from ..errors import check_device
 from ..kernels.build import backend
+from ..kernels.decode_spec import Counters
 from ..kernels.products.inference import Inference
 from ..kv.attention_params import AttentionParams, Window
 from ..kv.block_table import BlockTable
@@ -318,14 +319,12 @@ class StepShapes(NamedTuple):
     Attributes:
         num_rows: rows of the batch, padding included.
         widths: width of each group's block tables, in blocks.
-        sizes: number of blocks of each group.
         is_pack: several rows may be tokens of one sequence.
         items: number of work items of each group whose rows read common blocks together; empty if there are none.
     """
 
     num_rows: int
     widths: tuple[int, ...]
-    sizes: tuple[int, ...]
     is_pack: bool = False
     items: tuple[int, ...] = ()
 
@@ -333,7 +332,6 @@ class StepShapes(NamedTuple):
     def of(
         cls,
         num_rows: int,
-        pool: BlockPool,
         tables: Sequence[Sequence[BlockTable]],
         *,
         is_pack: bool = False,
@@ -341,16 +339,15 @@ class StepShapes(NamedTuple):
     ) -> StepShapes:
         """Return the smallest shapes for ``num_rows`` rows with these tables, a list per group. Rows with states are
         not padded, because that would copy the states."""
-        sizes = tuple(group.allocator.num_blocks for group in pool.groups)
         padded = padded_pack if is_pack else padded_rows
-        return cls(num_rows if has_states else padded(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
+        return cls(num_rows if has_states else padded(num_rows), tuple(map(table_width, tables)), is_pack)
 
     def can_hold(self, other: StepShapes) -> bool:
         """Return whether a step of the other's shapes can be padded to these. A single row never is, nor a step whose
         rows read common blocks together."""
         return (
             1 < other.num_rows <= self.num_rows <= max(ANY_ROWS, 2 * other.num_rows)
-            and (self.sizes, self.is_pack) == (other.sizes, other.is_pack)
+            and self.is_pack == other.is_pack
             and not (self.items or other.items)
             and all(mine >= theirs for mine, theirs in zip(self.widths, other.widths, strict=True))
         )
@@ -377,7 +374,9 @@ class CompiledStep:
     Batches are padded to a few sizes. A step qualifies only if every layer's cache holds a state, or is paged in place
     and ran in the kernel in its last step. States are inputs and outputs of the function. Weights are its constants: as
     inputs, the host would handle each of them in each step. Weights and structure of the model are compared before
-    every step (:class:`ModelState`); if something has changed, all traces are dropped and that step runs uncompiled.
+    every step (:class:`ModelState`); if something has changed, all traces are dropped and that step runs uncompiled. A
+    trace holds megabytes and serves only the size of the pool it was made for, so all are dropped, too, when the size
+    changes.
 
     Args:
         pool: pool of the caches.
@@ -393,7 +392,7 @@ class CompiledStep:
         self.forward = forward
         self._windows = [pool.layer(layer).sees for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
-        self._geometries: list[Geometry] = []  # of each layer
+        self._blocks: list[tuple[Geometry, Counters]] = []  # of each layer
         self._paged: list[weakref.ref[Any]] = []  # caches of the last step, if all are paged
         self._model: Any = None
         self._caches: Sequence[Any] = ()  # as the model expects them, composites included
@@ -402,6 +401,7 @@ class CompiledStep:
         self._traces = 0  # made so far
         # By shapes, most recently used last. One function each: MLX compares a call with all traces of a function.
         self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
+        self._sizes: list[int] = []  # number of blocks of each group, which all functions are for
         self._uncompiled: Counter[StepShapes] = Counter()
 
     @staticmethod
@@ -470,13 +470,14 @@ class CompiledStep:
         arrays = []
         tables = rows.take_positions()
         try:
-            shapes = StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack, has_states=bool(states))
+            shapes = StepShapes.of(len(rows), tables, is_pack=rows.is_pack, has_states=bool(states))
             items = [
                 rows.items(pool.layer(group.spec.layers[0]), own, group.blocks[0], (shapes.num_rows, width))
                 for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True)
             ]
             if any(items):
                 shapes = shapes._replace(items=tuple(len(own[0]) if own else 0 for own in items))
+            self._drop_outgrown(pool)
             found = self._shapes_for(shapes, may_pad=not states)
             if found is None or not self._knows(model):
                 rows.undo_take()
@@ -490,7 +491,7 @@ class CompiledStep:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
             self._model, self._caches = model, caches
             traces = self._traces
-            self._geometries = [own.geometry for own in blocks]
+            self._blocks = [(own.geometry, own.counters) for own in blocks]
             before = [cache.cache for cache in states]
             logits, after = DeviceBlocks.run(function, blocks, tokens, arrays, before, appended=len(rows))
             pool.traces += self._traces - traces
@@ -525,6 +526,16 @@ class CompiledStep:
     def retrace(self) -> None:
         """Drop all traces, and the arrays in them; steps are traced again."""
         self._state = None
+        self._drop_traces()
+
+    def _drop_outgrown(self, pool: BlockPool) -> None:
+        """Drop all traces if the pool's size has changed."""
+        sizes = [group.allocator.num_blocks for group in pool.groups]
+        if sizes != self._sizes:
+            self._drop_traces()
+            self._sizes = sizes
+
+    def _drop_traces(self) -> None:
         self._functions.clear()
         self._uncompiled.clear()
 
@@ -558,7 +569,7 @@ class CompiledStep:
     ) -> tuple[tuple[mx.array, list[list[mx.array]]], list[mx.array]]:
         self._traces += 1
         groups = [GroupArrays(tuple(visible), offsets, *map(tuple, others)) for visible, offsets, *others in arrays]
-        blocks = [TracedBlocks(tuple(own), geometry) for own, geometry in zip(tensors, self._geometries, strict=True)]
+        blocks = [TracedBlocks(tuple(own), *other) for own, other in zip(tensors, self._blocks, strict=True)]
         layers = [
             StepLayer(own, groups[group], window)
             for own, group, window in zip(blocks, self._groups, self._windows, strict=True)
@@ -573,12 +584,16 @@ class CompiledStep:
             parts.append(with_arrays(cache, next(of_states)))
             own_states.append(parts[-1])
         # Weights dequantised in a trace would all be alive at once in a step.
-        with narrow_layers(self._model, tokens.shape[0]), Inference(dequantizes=False):
-            logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, parts))
+        assert self._state is not None
+        try:
+            with narrow_layers(self._model, tokens.shape[0]), Inference(dequantizes=False):
+                logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, parts))
+        finally:
+            self._state.put_back()
         for layer in layers:
             layer.check_attended()
-        if self._state is None or not self._state.is_of(self._model):
-            raise NotCompilable("the model changes its own modules or arrays in a step")
+        if not self._state.is_of(self._model):
+            raise NotCompilable("the model changes its own modules in a step")
         return (logits, [state.cache for state in own_states]), [own.fence() for own in blocks]
 
 

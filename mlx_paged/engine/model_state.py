@@ -24,7 +24,8 @@ class ModelState:
 
     It is compared with the model before every decode step, by identity, in a few flat passes that run in C. A replaced
     array, module, layer or class is noticed; a changed plain attribute of a module (a factor, a flag) is not: see
-    :func:`mlx_paged.retrace`. It keeps the arrays alive, and no module.
+    :func:`mlx_paged.retrace`. Arrays that the model itself assigns in a step are not compared (Gemma 3n clips some
+    weights in each). It keeps the arrays alive, and no module.
 
     Args:
         model: a tree of modules, dicts and lists.
@@ -48,23 +49,39 @@ class ModelState:
         self._inner = _Places(inner, numbers)
         self._inner_then = _picker([numbers[id(member.value)] for member in inner])
         self._arrays = _Places(arrays, numbers)
+        self._assigned: list[int] = []  # numbers of arrays that the model itself assigns
 
     def is_of(self, model: nn.Module) -> bool:
         """Return whether this is what the model is made of at present."""
         try:
-            containers: list[Any] = [module() for module in self._modules]
-            if containers[0] is not model:
-                return False
-            for holder, key in self._plain:
-                containers.append(containers[holder][key])
+            containers = self._containers()
+            arrays = list(self._arrays.values(containers))
+            for number in self._assigned:
+                arrays[number] = self.arrays[number]
             return (
-                list(map(type, containers)) == self._types
+                containers[0] is model
+                and list(map(type, containers)) == self._types
                 and list(map(len, containers)) == self._lengths
                 and all(map(is_, self._inner.values(containers), self._inner_then(containers)))
-                and all(map(is_, self._arrays.values(containers), self.arrays))
+                and all(map(is_, arrays, self.arrays))
             )
         except (LookupError, TypeError):  # something is gone
             return False
+
+    def put_back(self) -> None:
+        """Put back the arrays that the model has assigned while a step was traced, and compare them no more."""
+        containers = self._containers()
+        for number, array in enumerate(self._arrays.values(containers)):
+            if array is not self.arrays[number]:
+                self._arrays.assign(containers, number, self.arrays[number])
+                self._assigned.append(number)
+
+    def _containers(self) -> list[Any]:
+        """Return the present modules, dicts and lists. Raises LookupError or TypeError if one is gone."""
+        containers: list[Any] = [module() for module in self._modules]
+        for holder, key in self._plain:
+            containers.append(containers[holder][key])
+        return containers
 
 
 class _Places:
@@ -76,12 +93,18 @@ class _Places:
     """
 
     def __init__(self, members: Sequence[Member], numbers: dict[int, int]) -> None:
-        self._owners = _picker([numbers[id(member.holder)] for member in members])
+        self._numbers = [numbers[id(member.holder)] for member in members]
+        self._owners = _picker(self._numbers)
         self._keys = [member.key for member in members]
 
     def values(self, containers: list[Any]) -> Iterable[Any]:
         """Return the present values. Iterating over them raises LookupError if one is missing."""
         return map(getitem, self._owners(containers), self._keys)
+
+    def assign(self, containers: list[Any], number: int, value: Any) -> None:
+        """Put a value in one of the places."""
+        holder = containers[self._numbers[number]]
+        (dict if isinstance(holder, dict) else list).__setitem__(holder, self._keys[number], value)
 
 
 def _picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -215,16 +214,16 @@ def params_of(*values: float) -> mx.array:
     return array
 
 
-_counters: dict[int, mx.array] = {}
+class Counters:
+    """Zeros that all launches over one layer's blocks share to count arrivals. The fence lets one launch at a time use
+    them, and each launch resets them to zero."""
 
+    def __init__(self) -> None:
+        self._zeros: mx.array | None = None
 
-def counters_of(k_pool: mx.array, least: int) -> mx.array:
-    """Return at least ``least`` zeros, which all launches over one pool share to count arrivals. The fence lets one
-    launch at a time use them, and each launch resets them to zero."""
-    known = _counters.get(id(k_pool))
-    if known is None or known.size < least:
-        if known is None:
-            weakref.finalize(k_pool, _counters.pop, id(k_pool), None)
-        known = _counters[id(k_pool)] = mx.zeros((max(1024, 2 * least),), mx.uint32)
-        mx.eval(known)
-    return known
+    def at_least(self, number: int) -> mx.array:
+        """Return an array of at least ``number`` zeros."""
+        if self._zeros is None or self._zeros.size < number:
+            self._zeros = mx.zeros((max(1024, 2 * number),), mx.uint32)
+            mx.eval(self._zeros)
+        return self._zeros

@@ -20,7 +20,7 @@ import mlx.core as mx
 from . import quantized
 from .build import Constants, Launch, NoKernelError, backend, build_kernel, gpu_cores, prepared
 from .cuda.device import cuda_limits
-from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
+from .decode_spec import Counters, params_of, pool_constants_of, spec_of
 from .launch_shape import (
     LATENT_BODIES,
     LATENT_TENSOR_HEADS,
@@ -279,8 +279,10 @@ class DecodeLaunch(NamedTuple):
         sinks: mx.array | None = None,
         k_new: mx.array | None = None,
         v_new: mx.array | None = None,
+        counters: Counters | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """Return (out, fence) as :func:`paged_decode` does, for arrays of the prepared shapes. Checks nothing."""
+        """Return (out, fence) as :func:`paged_decode` does, for arrays of the prepared shapes. Checks nothing.
+        ``counters``: those of the pools' layer, to make none for this launch alone."""
         logits = self.params if sinks is None else sinks.astype(mx.float32)
         tables, ends, starts = self.visible
         if self.write is not None and k_new is not None and v_new is not None:
@@ -289,7 +291,7 @@ class DecodeLaunch(NamedTuple):
         v_new = q if v_new is None else v_new
         inputs = [q, k_pool, v_pool, fence, k_new, v_new, tables, ends, starts, self.params, logits]
         if self.counters:
-            inputs.append(counters_of(k_pool, self.counters))
+            inputs.append((counters or Counters()).at_least(self.counters))
         if self.items is not None:
             inputs.append(self.items)
         out, stats, fence = self.decode(inputs)

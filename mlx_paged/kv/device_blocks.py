@@ -103,6 +103,7 @@ class DeviceBlocks:
         self._last_write: tuple[mx.array | None, int] = (None, 0)
         self.__keys, self.__values = self._new_blocks(num_blocks)
         self.__fence = kernels.new_fence()
+        self.counters = kernels.Counters()
         self.decoded_by_kernel = False
         # Cuts of the kernel for common blocks: by query heads, of the latest decode, and those known to serve.
         self._shared_cuts: dict[QueryHeads, SharedCut | None] = {}
@@ -203,7 +204,8 @@ class DeviceBlocks:
             q, append = rotate(q), append and (rotate(append[0]), rotate(append[1]))
         if q_len > MAX_QUERY_LENGTH:
             q = split_queries(q)
-        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
+        k_new, v_new = append or (None, None)
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, k_new, v_new, self.counters)
         self.decoded_by_kernel = True
         if q_len > MAX_QUERY_LENGTH:
             out = join_queries(out, q_len)
@@ -398,11 +400,20 @@ def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
 
 class TracedBlocks:
     """One layer's blocks inside a function that :meth:`DeviceBlocks.run` calls. The tensors are private, as in
-    DeviceBlocks."""
+    DeviceBlocks.
 
-    def __init__(self, tensors: tuple[mx.array, mx.array, mx.array], geometry: Geometry) -> None:
+    Args:
+        tensors: keys, values and fence.
+        geometry: the storage's.
+        counters: the storage's.
+    """
+
+    def __init__(
+        self, tensors: tuple[mx.array, mx.array, mx.array], geometry: Geometry, counters: kernels.Counters
+    ) -> None:
         self.__keys, self.__values, self.__fence = tensors
         self._pages, self._rotates = pages_of(geometry), geometry.rotates
+        self._counters = counters
 
     def fence(self) -> mx.array:
         """Return the latest fence, which is ready when every kernel launched so far has run."""
@@ -438,5 +449,6 @@ class TracedBlocks:
             write = kernels.prepare_write(self.__keys, self.__values, slots, self._pages)
             self.__fence = write(self.__keys, self.__values, self.__fence, *append)
             append = None
-        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
+        k_new, v_new = append or (None, None)
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, k_new, v_new, self._counters)
         return rotate(out) if self._rotates else out

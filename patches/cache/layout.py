@@ -187,7 +187,7 @@ class PagedLayout(NamedTuple):
 
 
 # Models whose attention depends on a key's place in the buffer or on the buffer's length, both of which padding
-# changes. An adapter of the model's body may remove that dependence (`supports_ragged_rows`).
+# changes.
 PADDING_MATTERS = {
     "mlx_lm.models.afm7": "layers that reuse keys take their position from the length of the longest row",
     "mlx_lm.models.phi3small": "its block-sparse attention counts from the first column, padding included",
@@ -230,18 +230,13 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
     if layout is not None and layout.adapted:
         return None
     module = type(model).__module__
-    if module in PADDING_MATTERS and not supports_ragged_rows(model):
+    if module in PADDING_MATTERS:
         return PADDING_MATTERS[module]
     known = module.startswith("mlx_lm.models.")
     seam = layout is not None and all(heads is not None for _, heads in layout.geometries)
     if not known and not (seam and all(_seam_can_page(cache) for cache in leaves(fresh))):
         return "it is not one of mlx-lm's models, so how it treats padding is not known"
     return probe_rows(model, fresh)
-
-
-def supports_ragged_rows(model: Any) -> bool:
-    """Return whether an adapter of the model's body can compute rows of different lengths."""
-    return bool(getattr(type(getattr(model, "model", None)).__call__, "supports_ragged_rows", False))
 
 
 def reads_blocks_only(model: Any) -> bool:

@@ -16,7 +16,9 @@ import mlx.core as mx
 
 from ...attention.dispatch import Dispatch, record
 from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.rows import OWN_MASK, NotPackableError
+from ...engine.compiled_step import StepLayer
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import ProbeLayer
 from ..patch import replaces
@@ -112,7 +114,7 @@ def adapt(original: AttentionCall) -> AttentionCall:
 
 
 def _is_stock(cache: Any) -> bool:
-    return hasattr(cache, "keys")
+    return not isinstance(cache, PagedKVCache | PagedBatchKVCache | StepLayer | ProbeLayer)
 
 
 def _for_upstream(cache: Any, kind: type[GatheredCache]) -> Any:

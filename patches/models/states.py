@@ -1,19 +1,15 @@
-"""Layers with states: packs, gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid), Mamba 2, Jamba, n-gram embeddings."""
+"""Layers with states: packs, gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid), Mamba 2, n-gram embeddings."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models import base
 
 from ...cache.packed_states import PackedStates
 from ...kernels import delta_rule
 from ..patch import replaces
-from .attention import heads_last, rotated
 
 # Classes whose ``__call__`` reads and writes a layer's state, and its fingerprints.
 MIXERS = {
@@ -55,39 +51,6 @@ def adapt_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 for _target, _fingerprint in MIXERS.items():
     replaces(f"mlx_lm.models.{_target}.__call__", _fingerprint)(adapt_mixer)
-
-
-@replaces("mlx_lm.models.baichuan_m1:Attention.__call__", "d1e1c0124db30b53")
-def adapt_baichuan(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return a replacement for attention whose keys and values are convolved with those of the previous token."""
-
-    def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> mx.array:
-        if cache is None or not isinstance(cache[0], PackedStates):
-            return original(self, x, mask, cache)
-        states, blocks = cache[0], cache[1]
-        dim, kv_dim = x.shape[-1], self.num_kv_heads * self.head_dim
-        parts = mx.split(self.W_pack(x), (dim, dim + kv_dim), axis=-1)
-        queries, keys, values = (part.reshape(*part.shape[:2], -1, self.head_dim) for part in parts)
-        keys, values = states.run(_convolved, self, keys, values, states)
-        queries, keys, values = (each.swapaxes(1, 2) for each in (queries, keys, values))
-        queries, keys = rotated(self.rope, queries, keys, blocks.offset)
-        keys, values = blocks.update_and_fetch(keys, values)
-        attend = base.scaled_dot_product_attention  # looked up here: it is replaced
-        out = attend(queries, keys, values, cache=blocks, scale=self.scale, mask=mask)
-        return self.o_proj(heads_last(out))
-
-    return __call__
-
-
-def _convolved(self: Any, keys: mx.array, values: mx.array, state: Any) -> tuple[mx.array, mx.array]:
-    """Convolve keys and values ``[B, n, heads, head_dim]`` with the previous token's. The state holds the
-    keys and values of the previous call's last token."""
-    found = []
-    for slot, (new, weights) in enumerate(((keys, self.conv_k), (values, self.conv_v))):
-        heads_first = new.swapaxes(1, 2)
-        found.append(self._custom_convolution(heads_first, weights, state=state[slot]).swapaxes(1, 2))
-        state[slot] = heads_first[:, :, -1:, :]
-    return found[0], found[1]
 
 
 @replaces("mlx_lm.models.gated_delta:gated_delta_ops", "dbaebb7ab54e37d2")
@@ -155,50 +118,6 @@ def _one_token(
     read = (B @ C) * written + decay * (grouped @ C)
     y = read.reshape(x.shape).astype(x.dtype) + x * D[:, None]
     return y, (written * B + decay * grouped).reshape(state.shape)
-
-
-@replaces("mlx_lm.models.jamba:JambaMambaMixer.ssm_step", "de88f510c3e38fb3")
-def adapt_jamba(original: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Return the replacement of a Mamba layer's loop over tokens. For one token of each sequence it cuts no slices, and
-    computes ``-exp(A_log)`` once instead of in every step."""
-    from mlx_lm.models import jamba
-
-    def ssm_step(self: Any, x: mx.array, A: mx.array, state: mx.array | None = None) -> tuple[mx.array, mx.array]:
-        if x.shape[1] > 1 or state is None:
-            return original(self, x, A, state)
-        return _one_mamba_token(self, x, _computed_once(self.A_log, A), state, jamba.fma)
-
-    return ssm_step
-
-
-# Keyed by the id of the weight that they are computed from; dropped with it. As an attribute of the layer they would be
-# state of the model that a compiled step does not know (engine/model_state.py).
-_rates: dict[int, mx.array] = {}
-
-
-def _computed_once(weight: mx.array, rates: mx.array) -> mx.array:
-    """Return the rates that were passed first for this weight."""
-    known = _rates.get(id(weight))
-    if known is None:
-        known = _rates[id(weight)] = rates
-        weakref.finalize(weight, _rates.pop, id(weight), None)
-    return known
-
-
-def _one_mamba_token(
-    self: Any, x: mx.array, A: mx.array, state: mx.array, fma: Callable[..., mx.array]
-) -> tuple[mx.array, mx.array]:
-    """Return the result of ``ssm_step`` for one token ``[batch, 1, size]`` of each sequence, bit for bit."""
-    batch, _, size = x.shape
-    rank, state_size = self.time_step_rank, self.ssm_state_size
-    delta, B, C = mx.split(self.x_proj(x), [rank, rank + state_size], axis=-1)
-    delta, B, C = self.dt_layernorm(delta), self.b_layernorm(B), self.c_layernorm(C)
-    delta = nn.softplus(self.dt_proj(delta))
-    column = batch, size, 1
-    written = (delta * x).reshape(column) * B
-    state = fma(state, mx.exp(delta.reshape(column) * A), written).astype(written.dtype)
-    y = (state @ C.reshape(batch, state_size, 1)).reshape(x.shape)
-    return y + self.D * x, state
 
 
 @replaces("mlx_lm.models.longcat_flash_ngram:NgramEmbedding.__call__", "062dbfc9a30b941b")

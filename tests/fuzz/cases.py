@@ -28,6 +28,7 @@ HYBRIDS = (  # every module of mlx-lm whose layers keep states beside keys and v
     "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7", "gear",
 )  # fmt: skip
 INDEXED = ("deepseek_v32", "glm_moe_dsa")  # attend to the tokens that an indexer chooses
+PACKING_HYBRIDS = tuple(name for name in HYBRIDS if name not in ("baichuan_m1", "plamo2"))
 BOUNDED = ("llama", "qwen3", "qwen2", "phi3", "mixtral", "jamba")  # max_kv_size makes a difference to them
 BLOCK_SIZES = (8, 8, 16, 32, 64, 128)
 STEP_SIZES = (8, 16, 17, 33, 64, 512)

@@ -449,7 +449,7 @@ def test_stock_bits_require_equal_bits_without_rotation() -> None:
     assert [each.stock_bits for each in formats] == [8, 4, None, None]
     geometries = [Geometry(2, 64, 64, mx.float32, each) for each in (None, *formats)]
     assert [each.rotates for each in geometries] == [False, False, False, False, True]
-    dtypes = [TracedBlocks((mx.zeros(1, mx.uint32),) * 3, each).dtype for each in geometries]
+    dtypes = [TracedBlocks((mx.zeros(1, mx.uint32),) * 3, each, kernels.Counters()).dtype for each in geometries]
     assert dtypes == [mx.uint32, *[mx.float32] * 4], "quantised traced blocks have the dtype of their geometry"
 
 

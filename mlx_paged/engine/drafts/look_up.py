@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,102 +12,91 @@ from ...kv.pool import BlockPool
 from ..ranks.ranks import Ranks
 from ..request import Request
 from ..sampling.token_choice import TokenChoice
-from .depth import CPU_LOOKED_UP, LOOKED_UP, Candidate, Depth, new_depth
+from .depth import Candidate, Depth, new_depth
 from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 
 # Lengths of the n-grams that are looked up, longest first. A single token predicts next to nothing.
 SIZES = (3, 2)
 MOST_COMPARED = 8  # longest length of a match that is measured
-MOST_AT_ONCE = 1 << 16  # last tokens of a prompt that are indexed: some 10 ms
-TOKEN_BITS = 21  # bits of a token id: three fit a key of 64 bits
+MOST_INDEXED = 1 << 16  # last tokens of a prompt that are indexed, in some 14 MB
+INDEXED_A_STEP = 1024  # tokens of prompts that a step indexes, for all rows: some 0.5 ms
+TOKEN_BITS = 21  # bits of a token id: three fit a number of 64 bits
 
 
-class _Runs(NamedTuple):
-    """The n-grams of one length in a prompt.
-
-    Attributes:
-        keys: n-grams as int64, ascending, each once.
-        ends: int64, the position after the last n-gram with that key.
-    """
-
-    keys: array[int]
-    ends: array[int]
-
-    @classmethod
-    def of(cls, tokens: np.ndarray, size: int, first: int) -> _Runs:
-        """Return the n-grams of ``size`` tokens, except the one at the end; ``first`` is the first token's position."""
-        count = max(0, len(tokens) - size)
-        keys = np.zeros(count, np.int64)
-        for place in range(size):
-            keys = keys << TOKEN_BITS | tokens[place : place + count]
-        latest, places = np.unique(keys[::-1], return_index=True)  # first in reversed order: the last one
-        return cls(array("q", latest.tobytes()), array("q", (first + size + count - 1 - places).tobytes()))
-
-    def end_of(self, run: tuple[int, ...]) -> int | None:
-        key = 0
-        for token in run:
-            key = key << TOKEN_BITS | token
-        place = bisect_left(self.keys, key)
-        return self.ends[place] if place < len(self.keys) and self.keys[place] == key else None
+def _runs_in(tokens: Sequence[int], size: int) -> list[int]:
+    """Return the n-grams of ``size`` tokens, each as one number."""
+    ids, count = np.array(tokens, np.int64), max(0, len(tokens) + 1 - size)
+    runs = np.zeros(count, np.int64)
+    for place in range(size):
+        runs = runs << TOKEN_BITS | ids[place : place + count]
+    return runs.tolist()  # type: ignore[no-any-return]
 
 
 class NgramIndex:
-    """A row's tokens, and where each n-gram of 2 and of 3 tokens ended last, except the one at the end. Adding a token
-    takes constant time. The prompt's n-grams are in sorted arrays, made by the first :meth:`find`.
+    """A row's tokens, and where each n-gram of 2 and of 3 tokens ended last, except the one at the end. Added tokens
+    are indexed at once; those of a prompt, and of :meth:`extend`, by :meth:`index`, the latest first.
 
     Args:
-        tokens: the row's tokens so far.
+        tokens: the row's tokens so far; more are added to this list.
 
     Attributes:
         tokens: all of the row's tokens.
     """
 
-    def __init__(self, tokens: Iterable[int]) -> None:
-        self.tokens = list(tokens)
-        self._prompt_length = len(self.tokens)
-        self._prompt_runs: list[_Runs] | None = None
-        self._later: list[dict[tuple[int, ...], int]] = [{} for _ in SIZES]  # n-grams that end after the prompt
-        self._latest = [tuple(self.tokens[-size:]) for size in SIZES]  # the n-grams at the end, or all tokens
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        # By length of n-grams, the position after the last place of each: one dict for added tokens, and one for each
+        # call of index(), because a large dict is copied when it grows.
+        self._ends: list[list[dict[int, int]]] = [[{}] for _ in SIZES]
+        # Positions that n-grams end at which are not indexed: after the first of each pair, up to the second.
+        self._missing = [(max(0, len(tokens) - MOST_INDEXED), len(tokens) - 1)]
+        self._find_latest()
+
+    def _find_latest(self) -> None:
+        """Find the n-grams at the end; -1: there are too few tokens."""
+        self._latest = [(_runs_in(self.tokens[-size:], size) or [-1])[0] for size in SIZES]
 
     def add(self, token: int) -> None:
         """Add the row's next token."""
-        tokens = self.tokens
-        end = len(tokens)
-        (long, short), (long_ends, short_ends) = self._latest, self._later
-        long_ends[long], short_ends[short] = end, end
-        tokens.append(token)
-        self._latest = [(*long[-2:], token), (*short[-1:], token)]
+        for ends, run in zip(self._ends, self._latest, strict=True):
+            if run >= 0:
+                ends[0][run] = len(self.tokens)
+        self.tokens.append(token)
+        if self._latest[0] < 0:
+            self._find_latest()
+        else:
+            self._latest = [
+                (run << TOKEN_BITS | token) & ((1 << TOKEN_BITS * size) - 1)
+                for run, size in zip(self._latest, SIZES, strict=True)
+            ]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add the row's next tokens."""
-        first = len(self.tokens)
+        self._missing.append((len(self.tokens) - 1, len(self.tokens) + len(tokens) - 1))
         self.tokens += tokens
-        for size, later in zip(SIZES, self._later, strict=True):
-            begin = max(first, size)
-            last = self.tokens[begin - size : -1]
-            later.update(
-                zip(
-                    zip(*(last[place:] for place in range(size)), strict=False),
-                    range(begin, len(self.tokens)),
-                    strict=True,
-                )
-            )
-        self._latest = [tuple(self.tokens[-size:]) for size in SIZES]
+        self._find_latest()
+
+    def index(self, most: int) -> int:
+        """Index the n-grams that end at up to ``most`` positions. Returns the number of positions."""
+        left = most
+        while self._missing and left > 0:
+            first, last = self._missing.pop()
+            begin = max(first, last - left)
+            if begin > first:
+                self._missing.append((first, begin))
+            left -= max(0, last - begin)
+            for size, ends in zip(SIZES, self._ends, strict=True):
+                before = max(0, begin + 1 - size)
+                runs = _runs_in(self.tokens[before:last] if last > 0 else [], size)
+                ends.append(dict(zip(runs, range(before + size, last + 1), strict=True)))
+        return most - left
 
     def find(self) -> tuple[int, int] | None:
         """Find the latest earlier occurrence of the last tokens. Returns the position after it and the length of the
         match, up to 8; None if there is none."""
-        if self._prompt_runs is None:
-            first = max(0, self._prompt_length - MOST_AT_ONCE)
-            prompt = np.array(self.tokens[first : self._prompt_length], np.int64)
-            self._prompt_runs = [_Runs.of(prompt, size, first) for size in SIZES]
-        for size, later, runs, run in zip(SIZES, self._later, self._prompt_runs, self._latest, strict=True):
-            if len(run) < size:
-                continue
-            found = later.get(run)
-            if found is None:
-                found = runs.end_of(run)
-            if found is not None:
+        for size, ends, run in zip(SIZES, self._ends, self._latest, strict=True):
+            found = max(part.get(run, 0) for part in ends)
+            if found:
                 return found, size + _common_end(self.tokens, found - size, len(self.tokens) - size)
         return None
 
@@ -146,18 +133,17 @@ class Predictor:
     so a row that repeats nothing gets no drafts, and gets them again once it does: watching costs no step.
 
     Args:
-        tokens: the row's tokens so far.
+        tokens: the row's tokens so far; more are added to this list. Nothing is predicted before :meth:`index`.
         most: most drafts at a time.
     """
 
-    def __init__(self, tokens: Sequence[int], most: int) -> None:
+    def __init__(self, tokens: list[int], most: int) -> None:
         self.most = most
         self._index = NgramIndex(tokens)
         # Chance that the predicted token is right, by length of the match; starts as assumed here.
         self._chances = [1 - 0.5 ** (matched / 3) for matched in range(MOST_COMPARED + 1)]
         self._next = 0  # position of the token that is predicted
         self._matched = 0  # length of the match before it; 0: nothing is predicted
-        self._look()
 
     @property
     def expects(self) -> bool:
@@ -172,13 +158,20 @@ class Predictor:
     def _look(self) -> None:
         self._next, self._matched = self._index.find() or (0, 0)
 
+    def index(self, most: int) -> int:
+        """Index up to ``most`` more of the row's tokens, see :meth:`NgramIndex.index`. Returns how many."""
+        count = self._index.index(most)
+        if count and not self._matched:
+            self._look()
+        return count
+
     def follow(self, row: Request) -> None:
         """Add the row's tokens that are missing here. If more than ``most + 1`` are, look up a new prediction."""
         tokens = row.source[max(0, self.num_tokens - len(row.history)) :]
-        if self._matched and len(tokens) <= self.most + 1:
+        if len(tokens) <= self.most + 1:
             for token in tokens:
                 self.add(token)
-        elif tokens:
+        else:
             self._index.extend(tokens)
             self._look()
 
@@ -230,7 +223,7 @@ def depth_of(pool: BlockPool, ranks: Ranks | None) -> Depth:
     rank 0, because all have to decide alike."""
     depth = _depths.get(pool)
     if depth is None:
-        depth = _depths[pool] = new_depth(LOOKED_UP, CPU_LOOKED_UP)
+        depth = _depths[pool] = new_depth()
         if ranks is not None:
             own: Callable[[], float] = depth.clock
             depth.clock = lambda: ranks.broadcast(own())
@@ -283,9 +276,10 @@ class LookUp:
         share = (MOST_TOKENS - len(rows)) // len(self.rows)
         share = min(share, MOST_READS // max(1, sum(each.length for each in self.rows)))
         share = min(share, max(predictor.most for predictor in self.rows.values()))
-        every = min(WATCH_EVERY, len(rows) // 4)
+        every, unindexed = min(WATCH_EVERY, len(rows) // 4), INDEXED_A_STEP
         drafts: dict[Request, Drafts] = {}
         for row, predictor in self.rows.items():
+            unindexed -= predictor.index(unindexed)
             if not predictor.expects and num_known(row) + 1 - predictor.num_tokens <= every:
                 continue
             predictor.follow(row)

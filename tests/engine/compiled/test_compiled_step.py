@@ -31,6 +31,7 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches.models import model_calls
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
+from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.batch_runs import Outcome, Spec, generator, run_all
 from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
 from tests.support.without_collector import without_collector
@@ -100,6 +101,64 @@ def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.Monkey
     assert len(step._functions) == 2
 
 
+def test_traces_of_an_earlier_pool_size_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def keep(function: Any) -> Any:
+        compiled = mx.compile(function)
+        made.append(weakref.ref(function))
+        return compiled
+
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    model = build("llama", head_dim=64)
+    with traceable_kernels(), monkeypatch.context() as patch:
+        patch.setattr(compiled_step, "compile_function", keep)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([[1, 2, 3, 4]]), cache=cache))
+        pool = mlx_paged.pool_of(model)
+        step_once(model, cache), step_once(model, cache)
+        step = model_calls.step_of(pool, None)
+        assert len(made) == len(step._functions) == 1
+        for round_number in range(1, 4):
+            table = pool.new_table()
+            pool.append_tokens(table, 16 * (pool.groups[0].allocator.num_blocks + 1))  # grows, and stays grown
+            with without_collector():
+                step_once(model, cache)
+            assert len(made) == round_number + 1 and len(step._functions) == 1
+            assert [trace() is None for trace in made] == [True] * round_number + [False]
+
+
+def step_once(model: Any, cache: list[Any]) -> None:
+    """Compute a decode step, and take it back."""
+    mx.eval(model(mx.array([[7]]), cache=cache))
+    for each in cache:
+        each.trim(1)
+
+
+def test_traces_count_arrivals_in_the_counters_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace that made its own counters would keep them for each of its layers."""
+    given: list[Any] = []
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    model = build("llama", head_dim=64)
+    with traceable_kernels(), monkeypatch.context() as patch:
+        prepare = kernels.prepare_decode
+
+        def prepare_decode(*args: Any, **options: Any) -> Any:
+            launch = prepare(*args, **options)
+            return lambda *inputs: given.append(inputs[-1]) or launch(*inputs)
+
+        patch.setattr(kernels, "prepare_decode", prepare_decode)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([[1, 2, 3, 4]]), cache=cache))
+        pool = mlx_paged.pool_of(model)
+        step_once(model, cache), step_once(model, cache)
+    layers = [pool.layer(layer).storage.counters for layer in range(len(model.layers))]
+    assert pool.traces == 1 and len(set(map(id, layers))) == len(layers)
+    assert given[-len(layers) :] == given[: len(layers)] == layers
+
+
 def test_padded_batches_have_few_sizes() -> None:
     assert [compiled_step.padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 17, 31, 32, 33, 64, 65, 100, 128)] == [
         1, 2, 4, 4, 8, 8, 20, 32, 32, 40, 64, 80, 112, 128
@@ -155,7 +214,7 @@ def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, step = step_of_a_pool()
 
     def find(size: int) -> Any:
-        shapes = compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size])
+        shapes = compiled_step.StepShapes.of(size, [[pool.new_table()] * size])
         found = step._shapes_for(shapes, may_pad=True)
         return found and found.num_rows
 
@@ -176,7 +235,7 @@ def test_larger_compiled_step_serves_until_the_size_is_compiled(monkeypatch: pyt
     pool.append_tokens(long, 17 * 16)
 
     def find(size: int, table: Any = None, **changes: Any) -> Any:
-        shapes = compiled_step.StepShapes.of(size, pool, [[table or pool.new_table()] * size])
+        shapes = compiled_step.StepShapes.of(size, [[table or pool.new_table()] * size])
         found = step._shapes_for(shapes._replace(**changes), may_pad=True)
         return found and (found.num_rows, found.widths)
 
@@ -186,10 +245,8 @@ def test_larger_compiled_step_serves_until_the_size_is_compiled(monkeypatch: pyt
     assert find(1) is None and find(28) is None  # a single row is never padded; 28 are too many
     assert find(12, is_pack=True) == (12, (0,)), "a pack compiles its own size at once; the others serve decode steps"
     assert find(12, items=(3,)) is None
-    shapes = compiled_step.StepShapes.of(16, pool, [[pool.new_table()] * 16])
+    shapes = compiled_step.StepShapes.of(16, [[pool.new_table()] * 16])
     assert step._shapes_for(shapes, may_pad=False) is None  # rows with states are not padded
-    pool.append_tokens(long, 16 * pool.groups[0].allocator.num_blocks)
-    assert find(8) is None  # the pool has grown
 
 
 @pytest.mark.usefixtures("kernels")
@@ -197,7 +254,7 @@ def test_step_counts_are_dropped_beyond_the_trace_limit(monkeypatch: pytest.Monk
     monkeypatch.setattr(compiled_step, "MOST_TRACES", 3)
     pool, step = step_of_a_pool()
     for size in (4, 8, 12, 16):
-        shapes = compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size])
+        shapes = compiled_step.StepShapes.of(size, [[pool.new_table()] * size])
         assert step._shapes_for(shapes, may_pad=True) is None
     assert [(shapes.num_rows, count) for shapes, count in step._uncompiled.items()] == [(16, 1)]
 
@@ -354,7 +411,7 @@ def test_real_mx_compile_traces_each_shape_once(monkeypatch: pytest.MonkeyPatch)
     def prepare_decode(
         k_pool: mx.array, v_pool: mx.array, visible: Any, *, append: bool = False, **options: Any
     ) -> Any:
-        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: mx.array) -> Any:
+        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: Any) -> Any:
             traced.append(visible[0].shape)
             tables, ends, starts = visible
             seen = (ends - starts).astype(q.dtype).reshape(-1, 1, 1, 1) + tables.sum() * 0
@@ -389,7 +446,7 @@ def test_compiled_step_runs_on_the_stream_of_another_thread(monkeypatch: pytest.
     """Compiled on one thread, run on another: streams of MLX belong to a thread."""
 
     def prepare_decode(k_pool: mx.array, v_pool: mx.array, visible: Any, **options: Any) -> Any:
-        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: mx.array) -> Any:
+        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: Any) -> Any:
             return q + (new[0] + new[1]).sum(1, keepdims=True), fence + 1
 
         return launch

@@ -7,18 +7,12 @@ import numpy as np
 import pytest
 
 from mlx_paged.engine.drafts.depth import (
-    COMPUTED,
-    CPU_COMPUTED,
-    CPU_LOOKED_UP,
     CPU_PROMPT_PRICE,
-    FIRST_SHARE,
-    FIRST_STEPS,
+    FIRST_TRIAL,
     LEAST_KNOWN,
-    LOOKED_UP,
     MEASURE_EVERY,
-    MOST_TRIED,
+    MOST_BETWEEN,
     PROMPT_PRICE,
-    SHARE,
     TRIAL_CONTEXT,
     Acceptance,
     Candidate,
@@ -27,7 +21,7 @@ from mlx_paged.engine.drafts.depth import (
 from mlx_paged.engine.drafts.draft_model import MOST_BEHIND
 from tests.support.cases import crossed, quick
 
-FIRST_TRIAL = (COMPUTED.fixed + 3 * COMPUTED.draft) / FIRST_SHARE  # plain steps until the account can pay for it
+FIRST = 100  # first steps, in which drafts may cost 5 %; later 2 %
 
 
 def expected_tokens(chance: float, drafts: int) -> float:
@@ -75,12 +69,11 @@ class Machine:
         self.idle = 0.0
         self.host, self.device = 0.0, 1.0  # time of a plain step on each
         self.now = self.ends = 0.0  # time on the host; end of the step not waited for
-        of_device = (CPU_PROMPT_PRICE, CPU_COMPUTED) if verify is each else (PROMPT_PRICE, COMPUTED)
-        self.depth = depth or Depth(time.perf_counter, *of_device)
+        self.depth = depth or Depth(time.perf_counter, CPU_PROMPT_PRICE if verify is each else PROMPT_PRICE)
         self.depth.clock = lambda: self.now
         self.rng = np.random.default_rng(0)
         self.tokens = self.num_steps = self.prompts = 0
-        self.worst = 1.0  # lowest rate up to any step
+        self.worst = self.worst_later = 1.0  # lowest rate up to any of the first steps, and up to any later one
         self.join(prompt)
 
     def join(self, prompt: int = 0) -> None:
@@ -107,7 +100,9 @@ class Machine:
         self.behind = [0 if count else behind + 1 for count, behind in zip(counts, self.behind, strict=True)]
         self.tokens += self.rows + accepted
         self.num_steps += 1
-        if self.num_steps > 8:
+        if self.num_steps > 3 * FIRST:
+            self.worst_later = min(self.worst_later, self.rate)
+        elif self.num_steps > 8:
             self.worst = min(self.worst, self.rate)
         return deepest
 
@@ -173,9 +168,7 @@ class LookUpMachine(Machine):
         host: float = 0.0,
         depth: Depth | None = None,
     ) -> None:
-        super().__init__(
-            rows, chance, 0.0, verify, 8, depth=depth or Depth(prompt_price=PROMPT_PRICE, assumed=LOOKED_UP)
-        )
+        super().__init__(rows, chance, 0.0, verify, 8, depth=depth)
         self.repeats = repeats
         self.host, self.device = host, 1.0 if host < 1 else 0.6
         self.looked = 0  # steps in which rows were looked at
@@ -210,6 +203,11 @@ class LookUpMachine(Machine):
                 is_first = False
 
 
+def costs_little(machine: Machine) -> bool:
+    """Return whether drafts have cost at most 5 % of the first steps, and at most 2 % of all steps later."""
+    return machine.worst > 0.95 and machine.worst_later > 0.98
+
+
 def best_rate(machine: Machine) -> float:
     rows = machine.rows
     return max(
@@ -226,22 +224,21 @@ def best_rate(machine: Machine) -> float:
         *[(1, 0.9, 0.0), (3, 0.6, 0.15), (3, 0.3, 0.5), (1, 0.0, 0.15)],
     ),
 )
-def test_the_rate_is_near_the_best_and_never_below_098(
+def test_the_rate_is_near_the_best_and_drafts_cost_little(
     rows: int, chance: float, draft: float, verify: Callable[[float, int], float]
 ) -> None:
     machine = Machine(rows, chance, draft, verify)
     machine.run(3000)
-    assert machine.worst > 0.98, "after any number of steps"
-    assert machine.rate > 0.92 * best_rate(machine)
+    assert costs_little(machine) and machine.rate > 0.9 * best_rate(machine)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_good_drafts_are_used_within_145_steps(rows: int) -> None:
+def test_good_drafts_are_used_after_the_first_trial(rows: int) -> None:
     machine = Machine(rows, chance=0.8, prompt=200, prompt_price=0.003)
     depths = machine.run(200)
     first = next(place for place, depth in enumerate(depths) if depth)
-    assert first < FIRST_TRIAL + rows * TRIAL_CONTEXT * PROMPT_PRICE / FIRST_SHARE + LEAST_KNOWN + 2 < 145
-    assert np.mean([depth > 0 for depth in depths[first:]]) > 0.9 and machine.rate > 1.0
+    assert first < FIRST_TRIAL + LEAST_KNOWN
+    assert np.mean([depth > 0 for depth in depths[first:]]) > 0.9 and machine.rate > 1.5
 
 
 @pytest.mark.parametrize("verify", [flat, each], ids=["gpu", "cpu"])
@@ -260,20 +257,20 @@ def test_several_drafts_are_used_where_one_alone_hardly_pays(rows: int, fixed: f
 
     machine = Machine(rows, 0.8, 0.01, cost, depth=Depth(prompt_price=PROMPT_PRICE))
     machine.run(1000)
-    assert machine.worst > 0.98 and machine.rate > 0.9 * best_rate(machine) > 1.4
+    assert costs_little(machine) and machine.rate > 0.9 * best_rate(machine) > 1.4
 
 
-def test_short_answers_pay_for_trials_together() -> None:
-    """Acceptance and budget carry over to the next request."""
+def test_short_answers_share_what_is_known() -> None:
+    """Times and acceptance carry over to the next request."""
     machine = Machine(chance=0.9, prompt_price=0.005)
     depths = []
     for _ in range(30):
         machine.join(40)
         machine.step(is_like_last=False)
         depths.append([machine.step(left=32 - n) for n in range(31)])
-    assert not any(depths[0]) and not any(depths[1]), "less than the account needs"
-    assert np.mean([max(each) > 0 for each in depths[10:]]) == 1.0, "known to pay, from the first steps on"
-    assert machine.worst > 0.98
+    assert not any(depths[0])
+    assert np.mean([max(each) > 0 for each in depths[5:]]) == 1.0, "known to pay, from the first steps on"
+    assert costs_little(machine)
 
 
 @pytest.mark.parametrize("verify", [flat, each], ids=["gpu", "cpu"])
@@ -281,7 +278,7 @@ def test_a_trial_computes_the_last_tokens_of_a_prompt(verify: Callable[[float, i
     machine = Machine(chance=0.0, verify=verify, prompt=3000, prompt_price=0.07)
     depths = machine.run(2000)
     tries = sum(depth > 0 for depth in depths)
-    assert 0 < tries < 200 and 0 < machine.prompts <= tries * TRIAL_CONTEXT and machine.worst > 0.98
+    assert 0 < tries < 20 and 0 < machine.prompts <= tries * TRIAL_CONTEXT and costs_little(machine)
 
 
 def test_prompts_are_computed_where_drafts_are_known_to_pay() -> None:
@@ -295,14 +292,14 @@ def test_prompts_are_computed_where_drafts_are_known_to_pay() -> None:
     before = machine.prompts
     machine.join(1000)
     assert not any(machine.step(left=5) for _ in range(5)), "the answer ends before that has paid off"
-    assert machine.prompts == before and machine.worst > 0.98
+    assert machine.prompts == before and costs_little(machine)
 
 
 def test_expensive_drafts_stop_and_are_retried_now_and_then() -> None:
     machine = Machine(8, 0.5, 2.0)
     depths = machine.run(4000)
     tries = [depth for depth in depths if depth]
-    assert 0 < len(tries) < 40 and max(tries) <= MOST_TRIED and machine.rate > 1 - FIRST_SHARE
+    assert 0 < len(tries) < 20 and costs_little(machine)
     machine.draft = 0.05  # as when others leave the device
     later = machine.run(4000)
     assert np.mean([depth > 0 for depth in later[-500:]]) > 0.9
@@ -316,19 +313,18 @@ def test_saved_time_is_not_lost_when_drafts_turn_bad() -> None:
     machine.chance = 0.0
     depths = machine.run(2000)
     lost = saved - machine.depth.seconds_saved
-    assert lost < 2000 * SHARE + 15, "drafts until the change is noticed, and trials"
-    assert sum(depth > 0 for depth in depths[-1000:]) < 100
+    assert lost < 0.02 * 2000, "drafts until the change is noticed, and trials"
+    assert sum(depth > 0 for depth in depths[-1000:]) < 20
 
 
-def test_large_batches_have_no_drafts() -> None:
-    """There each draft costs as much as a token, which is known at once from a smaller batch."""
+def test_batches_of_another_size_have_times_of_their_own() -> None:
     machine = Machine(2, 0.8)
     assert any(machine.run(200)[-20:])
     large = Machine(64, 0.8, verify=each, depth=machine.depth)
     large.now = large.ends = machine.now
     large.step(is_like_last=False)
     depths = large.run(1000)
-    assert sum(depth > 0 for depth in depths) < 60 and max(depths) <= MOST_TRIED
+    assert 0 < sum(depth > 0 for depth in depths) < 20
     assert large.tokens / 64 / (large.now - machine.now) > 0.985
 
 
@@ -342,7 +338,7 @@ def test_the_depth_falls_with_the_acceptance() -> None:
 
 def test_row_with_low_acceptance_gets_fewer_drafts() -> None:
     machine = Machine(2, 1.0, 0.2)
-    machine.run(FIRST_STEPS)
+    machine.run(200)
     machine.depth.begin(2, is_like_last=True)
     often, seldom = Acceptance(), Acceptance()
     for _ in range(60):
@@ -357,15 +353,24 @@ def test_row_with_low_acceptance_gets_fewer_drafts() -> None:
 def test_steps_with_prompts_or_other_rows_are_not_timed() -> None:
     machine = Machine(2, 0.9)
     for _ in range(200):
-        machine.step(is_like_last=False)
+        assert not machine.step(is_like_last=False)
         machine.now += 30.0
-    assert not machine.depth.verifications
-    machine.run(400)
-    assert machine.depth.verifications
+    assert any(machine.run(400))
 
 
-def test_drafts_that_are_not_verified_are_charged() -> None:
-    """Each step computes drafts but cannot verify them, because no blocks are free."""
+def test_a_trial_that_is_compiled_is_repeated_at_once() -> None:
+    machine = Machine(1, 0.8)
+    note = machine.depth.note
+    machine.depth.note = lambda *given: note(*given, is_new=True)
+    depths = machine.run(FIRST_TRIAL + 10)
+    first = next(place for place, depth in enumerate(depths) if depth)
+    assert all(depths[first:])
+    machine.depth.note = note
+    assert machine.run(4)[-1] > 1
+
+
+def test_drafts_that_are_not_verified_wait_for_the_next_trial() -> None:
+    """Drafts are computed but cannot be verified, because no blocks are free."""
     machine = Machine(chance=1.0)
     machine.run(200)
     proposed = 0
@@ -376,7 +381,7 @@ def test_drafts_that_are_not_verified_are_charged() -> None:
             machine.depth.note_proposed(count)
             proposed += 1
         machine.now += 1.0 + 0.5 * count
-    assert 0 < proposed < 500
+    assert 0 < proposed <= 2000 / FIRST_TRIAL
 
 
 def test_plain_steps_are_timed_again_now_and_then() -> None:
@@ -424,22 +429,22 @@ def test_look_up_is_used_where_it_pays(rows: int, costs: str, host: float) -> No
         for repeats in (1.0, 0.3):
             machine = LookUpMachine(rows, chance, verification(costs, host), repeats, host)
             machine.run(2000)
-            assert machine.worst > 0.98, f"after any number of steps: {chance}, {repeats}"
+            assert costs_little(machine), f"{chance}, {repeats}"
             if repeats == 1:
-                assert machine.rate > 0.88 * best_of_look_up(machine), chance
+                assert machine.rate > 0.95 * best_of_look_up(machine), chance
             assert machine.depth.seconds_saved == pytest.approx(machine.tokens / rows - machine.passed, abs=12.0)
 
 
 @pytest.mark.parametrize("host", [0.0, 1.0], ids=["device", "host"])
 @pytest.mark.parametrize("length", [32, 256])
 def test_short_answers_look_up_where_it_pays(length: int, host: float) -> None:
-    """Times and savings of a batch of one row do not hurt a batch of 32."""
+    """What a batch of one row saves is not spent in a batch of 32."""
     alone = LookUpMachine(1, 0.9, verification("dear", host), 1.0, host)
     many = LookUpMachine(32, 0.9, verification("dear", host), 1.0, host, alone.depth)
     alone.answers(1, length)
     assert alone.rate >= (1.0 if length == 32 else 1.5), "the first answer"
     alone.answers(2048 // length, length)
-    assert alone.worst > 0.98 and alone.rate > (0.5 if length == 32 else 0.75) * best_of_look_up(alone)
+    assert costs_little(alone) and alone.rate > (0.7 if length == 32 else 0.85) * best_of_look_up(alone)
     for _ in range(4):
         many.go_on_from(alone)
         many.answers(max(1, 512 // length), length)
@@ -448,7 +453,7 @@ def test_short_answers_look_up_where_it_pays(length: int, host: float) -> None:
     assert many.rate > 0.98 and many.looked < 0.1 * many.num_steps
     new = LookUpMachine(32, 0.9, verification("dear", host), 1.0, host)
     new.answers(4096 // length, length)
-    assert new.worst > 0.98
+    assert costs_little(new)
 
 
 def test_slow_first_draft_is_forgotten() -> None:
@@ -463,7 +468,7 @@ def test_slow_first_draft_is_forgotten() -> None:
 
 def test_noisy_times_do_not_make_drafts_look_cheap() -> None:
     """On a busy CPU steps take half or twice as long by chance, and drafts hardly pay."""
-    machine = LookUpMachine(1, 0.85, each, depth=Depth(assumed=CPU_LOOKED_UP))
+    machine = LookUpMachine(1, 0.85, each, depth=Depth())
     noise = np.random.default_rng(1)
     machine.verify = lambda tokens, rows: (0.1 + 0.9 * tokens) * float(noise.lognormal(0, 0.3))
     for _ in range(2000):
@@ -475,16 +480,10 @@ def test_noisy_times_do_not_make_drafts_look_cheap() -> None:
 def test_expensive_trials_become_rare() -> None:
     machine = LookUpMachine(32, 0.9, verification("dear"))
     trials = [sum(depth > 0 for depth in machine.run(4000)) for _ in range(4)]
-    assert trials[0] <= 8 and 0 < sum(trials[1:]) <= 9 and machine.rate > 0.995
+    assert max(trials) <= 4000 / MOST_BETWEEN + 5 and min(trials) > 0 and machine.rate > 0.99
 
 
-def test_unaffordable_drafts_are_not_cut_to_a_number_that_does_not_pay() -> None:
-    """One draft per row does not pay here, so none is verified while the account cannot pay for more, and rows are not
-    looked at until then."""
-    machine = LookUpMachine(8, 1.0, lambda tokens, rows: 1.5 + 0.5 * (tokens - rows) / rows, host=1.0)
-    depths = machine.run(1000)
-    first = next(step for step, depth in enumerate(depths) if depth > 2)
-    assert machine.looked < sum(map(bool, depths)) + 120, "looking at rows is not charged"
-    assert first < 400 and sum(map(bool, depths)) > 500
-    assert all(depth > 1 for depth in depths[first:] if depth)
-    assert machine.worst > 0.98 and machine.rate > 1.15
+def test_rows_are_not_looked_at_where_even_right_drafts_would_not_pay() -> None:
+    machine = LookUpMachine(32, 1.0, verification("dear"))
+    assert not any(machine.run(1000)[FIRST_TRIAL + 20 : FIRST_TRIAL + 80])
+    assert machine.looked < 20

@@ -19,7 +19,7 @@ from mlx_paged.engine.drafts.look_up import Drafts
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling.params import SamplingParams
 from scripts.support import model_configs
-from tests.fuzz.cases import HYBRIDS
+from tests.fuzz.cases import PACKING_HYBRIDS
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import FakeKernels
 from tests.support.models.batch_runs import Outcome, collect, generator, run_all
@@ -29,7 +29,7 @@ from tests.support.models.oracle import Oracle, oracles
 from tests.support.models.recurrent import build_recurrent
 
 MOST, TOKENS = 4, 22
-PAGED_HYBRIDS = tuple(name for name in HYBRIDS if name not in ("mamba", "mamba2", "rwkv7"))
+PAGED_HYBRIDS = tuple(name for name in PACKING_HYBRIDS if name not in ("mamba", "mamba2", "rwkv7"))
 LENGTHS = (3, 37, 12)  # shorter than the windows; longer with the answer
 
 
@@ -170,7 +170,7 @@ def hybrid_solos(name: str) -> tuple[Any, list[list[int]], list[tuple[list[int],
 
 
 @pytest.mark.parametrize(
-    ("name", "stops"), quick(crossed(PAGED_HYBRIDS, [False, True]), ("qwen3_next", True), ("baichuan_m1", False))
+    ("name", "stops"), quick(crossed(PAGED_HYBRIDS, [False, True]), ("qwen3_next", True), ("falcon_h1", False))
 )
 def test_states_end_at_the_last_token_of_the_answer(name: str, stops: bool) -> None:
     """An answer that ends at a stop token leaves the state after that token, even if later drafts were right."""

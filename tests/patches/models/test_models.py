@@ -29,7 +29,8 @@ SAMPLE = (
     "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",  # experts, latent attention, index keys
     "nemotron-nas", "openelm", "phi3small",  # layers that differ, block-sparse
     "mamba", "jamba", "falcon_h1", "qwen3_next", "rwkv7", "recurrent_gemma",  # states
-    "stablelm", "plamo", "plamo2", "gpt_bigcode",  # adapters that lead to the seam
+    "stablelm", "plamo", "plamo2", "phi",  # keys that are cast or tiled
+    "gpt_bigcode", "baichuan_m1",  # one by one, keys that are convolved
     "llama4", "longcat_flash", "pixtral", "deepseek_v41",  # chunks, composites, wrappers, caches of their own
 )  # fmt: skip
 # The classes that are tested with every feature.

@@ -152,6 +152,7 @@ class FakeKernels:
             sinks: mx.array | None = None,
             k_new: mx.array | None = None,
             v_new: mx.array | None = None,
+            counters: Any = None,
         ) -> tuple[mx.array, mx.array]:
             assert append == (k_new is not None) == (v_new is not None)
             forms = pages or (None, None)

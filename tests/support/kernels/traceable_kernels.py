@@ -29,12 +29,10 @@ def traceable_kernels() -> Iterator[FakeKernels]:
             except (ValueError, RuntimeError):  # in a trace: arrays have no values
                 pass
 
-            def launch(
-                q: mx.array, keys: mx.array, values: mx.array, fence: mx.array, sinks: Any, *new: mx.array
-            ) -> Any:
+            def launch(q: mx.array, keys: mx.array, values: mx.array, fence: mx.array, sinks: Any, *new: Any) -> Any:
                 tables, ends, starts = visible
-                if new:
-                    written[id(keys)] = (keys, new)
+                if new[0] is not None:
+                    written[id(keys)] = (keys, new[:2])
                 new = written[id(keys)][1]  # a second attention sees what the first one would have written
                 positions = mx.arange(tables.shape[1] * keys.shape[2])[None]
                 seen = []

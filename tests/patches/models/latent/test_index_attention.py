@@ -138,6 +138,37 @@ def test_trimmed_prompt_caches_continue_as_in_stock() -> None:
     assert got[0] == expected[0] and rms(got[1], expected[1]) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "length"), quick(crossed(NAMES, [0, TOPK - 2, 40]), ("deepseek_v32", 40), ("glm_moe_dsa", 0))
+)  # fmt: skip
+def test_prompt_caches_continue_after_the_patches_are_removed(name: str, length: int) -> None:
+    model, tokens = model_configs.build(name), tokens_of(length)
+
+    def run(between: Any = lambda: None) -> list[tuple[list[int], np.ndarray]]:
+        cache = make_prompt_cache(model)
+        if tokens:
+            mx.eval(model(mx.array([tokens]), cache=cache))
+        between()
+        found = []
+        for seed in (5, 7):  # the second prompt reads what the first one wrote
+            found.append(greedy(model, mx.array(tokens_of(9, seed), mx.uint32), 12, prompt_cache=cache))
+        return found
+
+    expected = run()
+    mlx_paged.apply_patches(page_config())
+    for (got, ours), (wanted, theirs) in zip(run(mlx_paged.remove_patches), expected, strict=True):
+        assert got == wanted and rms(ours, theirs) == 0
+
+
+def test_caches_of_several_rows_after_the_patches_are_removed() -> None:
+    model, tokens = model_configs.build("deepseek_v32"), mx.array([tokens_of(40), tokens_of(40, 5)])
+    expected = model(tokens, cache=make_prompt_cache(model))
+    mlx_paged.apply_patches(page_config())
+    cache = make_prompt_cache(model)
+    mlx_paged.remove_patches()
+    assert mx.array_equal(model(tokens, cache=cache), expected)
+
+
 @pytest.mark.parametrize("shared", quick([1, 8, TOPK + 1, 37], TOPK + 1))
 def test_prefixes_are_shared_to_the_token(shared: int) -> None:
     model, first = model_configs.build("deepseek_v32"), tokens_of(40)
