@@ -154,7 +154,7 @@ def test_traces_count_arrivals_in_the_counters_of_each_layer(monkeypatch: pytest
         mx.eval(model(mx.array([[1, 2, 3, 4]]), cache=cache))
         pool = mlx_paged.pool_of(model)
         step_once(model, cache), step_once(model, cache)
-    layers = [pool.layer(layer).storage.counters for layer in range(len(model.layers))]
+    layers = [pool.layer(layer).device.counters for layer in range(len(model.layers))]
     assert pool.traces == 1 and len(set(map(id, layers))) == len(layers)
     assert given[-len(layers) :] == given[: len(layers)] == layers
 
