@@ -44,10 +44,7 @@ def make_app(service: Service) -> Any:
     ]
     routes += [Route(path, app.page_handler(page), methods=["GET"]) for path, page in app.pages().items()]
     routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
-    routes += service.batches.routes(lambda http: service.config.api_keys.salt(app.check_key(http), None))
-    gate = service.batches.app = Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
-    service.batches.resume()
-    return gate
+    return Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
 
 
 async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:

@@ -136,13 +136,6 @@ class ServerConfig:
         flag="--no-response-store",
         more="; `previous_response_id` refers to them",
     )
-    batch_dir: Path | None = option(
-        None,
-        "Keep files and batches (up to 256 MiB) on disk instead of in memory",
-        "DIR",
-        Path,
-        more="; unfinished [batches](api.md) then run again after a restart",
-    )
     model_dir: Path | None = option(None, "Serve the models in this folder, by folder name", "DIR", Path)
     allow_any_model: bool = option(
         False,
