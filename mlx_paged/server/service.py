@@ -77,11 +77,7 @@ class Service:
         self.stats = ServerStats()
         self.names = ModelNames(default, config, cli_args.models)
         self.clients = Clients(config.api_keys)
-        self.prompts = PromptMaker(
-            allow_template=config.allow_chat_template_override,
-            image_hosts=config.image_hosts,
-            default_tokens=cli_args.max_tokens,
-        )
+        self.prompts = PromptMaker(default_tokens=cli_args.max_tokens)
         self.bodies = BodyBudget()
         self.responses = KeptResponses(MAX_KEPT_BYTES if config.response_store else 0)
         self.num_answering = 0
