@@ -128,10 +128,11 @@ def _with_fields(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with objects as arguments of its calls: many templates take nothing else."""
-    if not (calls := message.get("tool_calls")):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+    """Return the message with objects as arguments of its calls, and without an empty list of calls: many templates take
+    nothing else."""
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = [_with_object(call) for call in calls]
+    return message
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
@@ -163,9 +164,10 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     for call in message.pop("tool_calls", None) or ():
         function = call.get("function") or {}
         arguments = function.get("arguments")
-        said = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+        said = arguments.strip() if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        said = "{}" if said in ("", "null") else said
         name = json.dumps(function.get("name"), ensure_ascii=False)
-        calls.append(f'<tool_call>\n{{"name": {name}, "arguments": {said or "{}"}}}\n</tool_call>')
+        calls.append(f'<tool_call>\n{{"name": {name}, "arguments": {said}}}\n</tool_call>')
     if calls:
         content = joined(content, ("\n" if content else "") + "\n".join(calls))
     return {**message, "content": content}
