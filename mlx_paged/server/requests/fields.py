@@ -33,6 +33,7 @@ MAX_PENALTY = 1e4
 LEAST_REPETITION_PENALTY = 1e-3
 MAX_PRIORITY = 1 << 20
 MAX_VALUES = 1 << 19  # commas and brackets in a body: each may become a Python object, which takes up to 1 µs
+MAX_PARAMETERS = 1024
 MAX_TOOLS = 1024
 MAX_PARTS = 100_000  # messages and items of a body, with their content parts and calls
 MAX_STOPS = 1024
@@ -212,7 +213,7 @@ def parsed(raw: bytes | bytearray, model: type[Body], *, strict: bool = False) -
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise RequestRefused(413, f"the request body has more than {MAX_VALUES:,} commas and opening brackets")
     try:
-        given = from_json(raw, allow_inf_nan=False)
+        given = from_json(raw, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:  # pydantic's parser allows 200 levels of nesting
         raise invalid(f"the request body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(given, dict):
@@ -235,6 +236,8 @@ def check_counts(given: Mapping[str, Any]) -> None:
     Raises:
         RequestRefused: 400, naming the parameter.
     """
+    if len(given) > MAX_PARAMETERS:
+        raise invalid(f"the request body must have at most {MAX_PARAMETERS:,} parameters, got {len(given):,}")
     for name, most, number in (
         ("tools", MAX_TOOLS, _num_within(given.get("tools"), "tools")),
         ("messages", MAX_PARTS, _num_within(given.get("messages"), "content", "tool_calls")),

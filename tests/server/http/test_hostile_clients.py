@@ -75,6 +75,16 @@ def test_ambiguous_framing_is_refused_in_json(server: ServerProcess, name: str) 
 
 
 @pytest.mark.demo_model
+def test_connection_is_closed_after_a_body_with_both_a_length_and_chunks(server: ServerProcess) -> None:
+    """A proxy that reads the body by its length takes what follows it for a request of its own."""
+    for chunked in (b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY), b"0\r\n\r\n"):
+        both = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(chunked)
+        answer = raw(server, post(both) + chunked + SMUGGLED)
+        assert answer.count(b"HTTP/1.1") == 1 and b"mlx-lm" not in answer
+        assert b"connection: close" in answer.lower()
+
+
+@pytest.mark.demo_model
 def test_size_of_headers_is_bounded(server: ServerProcess) -> None:
     """Also if all headers arrive at once, which h11 does not count."""
     answer = raw(

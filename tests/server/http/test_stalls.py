@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import MagicMock
@@ -15,11 +18,14 @@ from pydantic import AfterValidator
 
 from mlx_paged.server import app
 from mlx_paged.server.answer_stream import Begun, Generated
+from mlx_paged.server.engine_loop import RETURN_MEMORY_SECONDS, Work
+from mlx_paged.server.engine_thread import EngineThread
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests.endpoints import Endpoint
 from mlx_paged.server.requests.fields import ModelParameters, SamplingParameters
 from mlx_paged.server.requests.pieces import Head, Usage
+from scripts.soak.soak_server import growth, resident_bytes
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
 
@@ -95,7 +101,18 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
         400,
         "logit_bias: values must be numbers",
     ),
-    "unknown names": (COMPLETIONS, {"prompt": "a", **{f"x{n}": 1 for n in range(400_000)}}, 200, ""),
+    "unknown names": (
+        COMPLETIONS,
+        {"prompt": "a", **{f"x{n}": 1 for n in range(400_000)}},
+        400,
+        "at most 1,024 parameters",
+    ),
+    "unknown names in a message": (
+        MESSAGES,
+        {"max_tokens": 1, "messages": [{**USER[0], **{f"x{n}": 1 for n in range(400_000)}}]},
+        200,
+        "",
+    ),
     "lists": (CHAT, {"messages": [{"role": "user", "content": "a", "x": [[] for _ in range(400_000)]}]}, 413, "commas"),
     "objects": (CHAT, {"messages": [{"role": "user", "content": "a", "x": [{}] * 250_000}]}, 200, ""),
     "prompts": (COMPLETIONS, {"prompt": ["a"] * 200_000}, 400, "at most 256 answers"),
@@ -148,6 +165,43 @@ def test_server_ends_at_sigterm_beside_such_bodies(demo_model_folder: Path, tmp_
     for name in ("tools", "parts", "faulty messages", "unknown names", "echoed tokens", "calls"):
         path, body, *_ = BODIES[name]
         server.send_and_leave_open(path, body)
+    assert server.stop() == 0, server.log[-3000:]
+
+
+def mixed(number: int) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of one of many requests; each 30th is hostile."""
+    if number % 30 == 29:
+        path, body, *_ = list(BODIES.values())[number // 30 % len(BODIES)]
+        return path, body
+    text = f"Question {number}: {'why ' * (number % 40)}"
+    chat = [{"role": "user", "content": text}]
+    return (
+        (
+            CHAT,
+            {"messages": chat, "stream": number % 2 == 0, "tools": [{"type": "function", "function": {"name": "f"}}]},
+        ),
+        (MESSAGES, {"messages": chat, "max_tokens": 2, "stream": number % 3 == 0}),
+        (RESPONSES, {"input": text, "tools": named(3), "store": number % 2 == 0}),
+        (COMPLETIONS, {"prompt": text, "n": 2, "echo": number % 4 == 0, "logprobs": 3, "stop": ["x"]}),
+        ("/tokenize", {"messages": chat}),
+        (CHAT, {"messages": [*chat, {"role": "assistant", "tool_calls": calls(2)}, *chat], "temperature": "hot"}),
+    )[number % 6]
+
+
+@pytest.mark.slow
+@pytest.mark.demo_model
+def test_memory_is_flat_over_3000_mixed_requests(demo_model_folder: Path, tmp_path: Path) -> None:
+    server = ServerProcess(model_of(tmp_path / "tools", demo_model_folder), tmp_path, *FLAGS)
+    resident = []
+    for first in range(0, 3000, 1000):
+        with ThreadPoolExecutor(4) as pool:
+            answers = pool.map(lambda number: server.post(*mixed(number), timeout=120), range(first, first + 1000))
+            assert {answer.status for answer in answers} <= {200, 400, 404, 413}
+        server.wait_until(lambda: server.is_idle)
+        time.sleep(2 * RETURN_MEMORY_SECONDS)
+        resident.append(resident_bytes(server))
+    assert growth(resident[1:]) <= 0.02, resident
+    print(resident)
     assert server.stop() == 0, server.log[-3000:]
 
 
@@ -247,3 +301,31 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
     assert sent[0]["status"] == 200
     assert set(seen) == {"check", "request", "form", "prompt", *makes}
     assert threading.current_thread() not in seen.values()
+
+
+def test_open_requests_are_listed_while_others_arrive() -> None:
+    """A WeakSet raises an error if it grows while it is read."""
+    loop = MagicMock(num_waiting=0, sequences=list)
+    engine = EngineThread(MagicMock(), MagicMock(), MagicMock(), 0.0, make_loop=lambda thread: loop)
+    held = [engine.submit(Work(None, None)) for _ in range(5000)]
+    interval, is_over = sys.getswitchinterval(), threading.Event()
+
+    def add() -> None:
+        while not is_over.is_set():
+            works = [engine.submit(Work(None, None)) for _ in range(500)]
+            while not engine.requests.empty():
+                engine.requests.get()
+            works.clear()
+
+    adding = threading.Thread(target=add)
+    sys.setswitchinterval(1e-6)
+    try:
+        adding.start()
+        for _ in range(30):
+            engine.fail_all("the server is exiting")
+            assert engine.sequences() == []
+    finally:
+        is_over.set()
+        adding.join()
+        sys.setswitchinterval(interval)
+    assert len(held) == 5000
