@@ -128,8 +128,10 @@ def _with_fields(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with objects as arguments of its calls, and without an empty list of calls: many templates take
-    nothing else."""
+    """Return the message with objects as arguments of its calls, and without an empty list of calls.
+
+    Many templates take nothing else.
+    """
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = [_with_object(call) for call in calls]
     return message
