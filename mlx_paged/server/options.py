@@ -139,7 +139,7 @@ class ServerConfig:
     )
     mtp: bool = option(
         False,
-        "Draft tokens (--num-draft-tokens) with the model's own multi-token prediction head; the model verifies them",
+        "Experimental: draft tokens (--num-draft-tokens) with the model's own prediction head; the model verifies them",
         more=" ([multi-token prediction](#multi-token-prediction))",
     )
     idle_unload: float | None = option(

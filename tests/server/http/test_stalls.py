@@ -18,6 +18,7 @@ from pydantic import AfterValidator
 
 from mlx_paged.server import app
 from mlx_paged.server.answer_stream import Begun, Generated
+from mlx_paged.server.call_formats import TextMarks
 from mlx_paged.server.engine_loop import RETURN_MEMORY_SECONDS, Work
 from mlx_paged.server.engine_thread import EngineThread
 from mlx_paged.server.prompting import PromptMaker
@@ -265,7 +266,7 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
 ) -> None:
     seen.clear()
     texts = MagicMock(capacity=None, context_length=None)
-    texts.parts().feed, texts.parts().flush = lambda text: [("normal", text)], lambda: ("normal", "")
+    texts.marks = TextMarks({"normal": {}})
     texts.make_prompt = lambda given, limits: note("prompt") or Prompt.of_tokens([1])
 
     def submit(work: Any) -> Any:
