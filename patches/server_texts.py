@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2.meta
@@ -25,10 +21,9 @@ from ..server.call_formats import text_marks
 from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid
 from ..server.request import ChatInput, Input, Prompt, ServerRequest
-from ..server.requests.fitted import Refusals, fitted, refusals_of
+from ..server.requests.fitted import Refusals, fitted, fitted_tools, refusals_of
 from .grammar import TokenizerGrammars, ends_in_reasoning, unwrapped
 
-TEMPLATE = "<template>"  # file name that Jinja gives to the code of a template
 PIECE = 1 << 17  # characters of a long text that are tokenized at a time, to count them
 EFFORT = "reasoning_effort"
 THINKING_BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}  # tokens, if the chat template reads no effort
@@ -91,17 +86,14 @@ class LoadedTexts:
             request = upstream.CompletionRequest("text", given, [], None, None)
             variables: dict[str, Any] = {}
         else:
-            # A copy: mlx-lm writes into messages.
-            messages = copy.deepcopy(given.messages)
-            messages = fitted(messages, self._refusals)
+            messages = fitted(given.messages, self._refusals)  # copies, into which mlx-lm writes
+            tools = fitted_tools(given.tools, self._refusals)
             if any(upstream._image_parts(messages)) and self._processor is None:
                 raise invalid("this model takes text only", "messages")
-            request = upstream.CompletionRequest("chat", "", messages, given.tools, given.role_mapping)
+            request = upstream.CompletionRequest("chat", "", messages, tools, given.role_mapping)
             variables = {}
             if self.tokenizer.has_chat_template:
-                variables = template_variables(
-                    self.tokenizer, given.template_kwargs, given.tools, allow_template=limits.allow_template
-                )
+                variables = template_variables(self.tokenizer, given.template_kwargs, given.tools)
             else:
                 upstream.process_message_content(messages)  # mlx-lm does that only for templates
                 if given.continues and messages[-1]["content"]:
@@ -135,7 +127,7 @@ class LoadedTexts:
         if not self.tokenizer.has_chat_template:
             return Refusals()
         render = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        return refusals_of(lambda messages: str(render(messages)))
+        return refusals_of(lambda messages, **options: str(render(messages, **options)))
 
     def compile(
         self, constraint: Constraint, *, is_cancelled: Callable[[], bool] = lambda: False, is_checked: bool = False
@@ -152,9 +144,7 @@ class LoadedTexts:
             special = (*self.tokenizer.encode("\n"), *self.tokenizer.eos_token_ids)
         if request.thinking_budget is None and self.tokenizer.has_chat_template:
             efforts = (each.template_kwargs.get(EFFORT) for each in request.inputs if isinstance(each, ChatInput))
-            if (effort := next(efforts, None)) is not None and EFFORT not in _read_by(
-                self.tokenizer, None, request.tools
-            ):
+            if (effort := next(efforts, None)) is not None and EFFORT not in _read_by(self.tokenizer, request.tools):
                 request.thinking_budget = THINKING_BUDGETS.get(str(effort))
         request.sampling = replace(params, top_k=min(params.top_k, vocab - 1), xtc_special_tokens=special)
 
@@ -197,8 +187,7 @@ def _byte_level() -> dict[str, int]:
 
 
 class BoundedTokenizer:
-    """A tokenizer with limits: refuses texts that are sure to have too many tokens before it encodes them, and chat
-    templates that run for too long.
+    """A tokenizer with limits: refuses texts that are sure to have too many tokens before it encodes them.
 
     Attributes:
         continues: the answer continues the last message of the chat.
@@ -233,11 +222,10 @@ class BoundedTokenizer:
     def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
         if self.continues:
             options |= {"add_generation_prompt": False, "continue_final_message": True}
-        with time_limit(self._limits.seconds):
-            if not tokenize or not renders_jinja(self._wrapped):
-                result = self._wrapped.apply_chat_template(messages, tokenize=tokenize, **options)
-                return self._counted(result) if tokenize else result
-            text = self._wrapped.apply_chat_template(messages, tokenize=False, **options)
+        if not tokenize or not renders_jinja(self._wrapped):
+            result = self._wrapped.apply_chat_template(messages, tokenize=tokenize, **options)
+            return self._counted(result) if tokenize else result
+        text = self._wrapped.apply_chat_template(messages, tokenize=False, **options)
         return self.encode(text, add_special_tokens=False)
 
     def _counted(self, tokens: list[int]) -> list[int]:
@@ -245,30 +233,7 @@ class BoundedTokenizer:
         return tokens
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Limit the time of chat templates in a ``with`` block. Their code is traced, because a loop in a template calls
-    nothing that could check the time."""
-    until, before = time.monotonic() + seconds, sys.gettrace()
-
-    def look(frame: FrameType, event: str, arg: Any) -> Any:
-        if time.monotonic() > until:
-            raise invalid(f"the chat template ran for more than {seconds:g} s", "messages")
-        return look
-
-    def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        return look if frame.f_code.co_filename == TEMPLATE else None
-
-    sys.settrace(enter)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def template_variables(
-    tokenizer: Any, given: Mapping[str, Any], tools: Any = None, *, allow_template: bool = False
-) -> dict[str, Any]:
+def template_variables(tokenizer: Any, given: Mapping[str, Any], tools: Any = None) -> dict[str, Any]:
     """Return the part of ``given`` that may be passed to ``apply_chat_template``.
 
     Allowed are variables that the template's own source reads without setting them (with a renderer in Python: the
@@ -279,23 +244,17 @@ def template_variables(
         tokenizer: mlx-lm's wrapper.
         given: ``chat_template_kwargs``.
         tools: tools of the request; some models have a separate template for them.
-        allow_template: ``chat_template`` is allowed in ``given``.
 
     Raises:
         RequestRefused: 400, an argument of ``apply_chat_template`` that is not a variable.
     """
     if not given:
         return {}
-    template = given.get("chat_template") if allow_template else None
-    if template is not None and not isinstance(template, str):
-        raise invalid("chat_template_kwargs: chat_template must be a string", "chat_template_kwargs")
     arguments = _arguments() - VARIABLES_AMONG_ARGUMENTS
-    known = _read_by(tokenizer, template, tools)
+    known = _read_by(tokenizer, tools)
     result = {}
     for name, value in given.items():
-        if name == "chat_template" and allow_template:
-            result[name] = value
-        elif name in arguments:
+        if name in arguments:
             raise invalid(f"chat_template_kwargs: {name} is not a variable of a chat template", "chat_template_kwargs")
         elif name in known or name == THINKING:
             result[name] = value
@@ -308,14 +267,14 @@ def _arguments() -> frozenset[str]:
     return frozenset(names | {"messages"})
 
 
-def _read_by(tokenizer: Any, template: str | None, tools: Any) -> frozenset[str]:
+def _read_by(tokenizer: Any, tools: Any) -> frozenset[str]:
     inner = unwrapped(tokenizer)
     renderer = getattr(tokenizer, "_chat_template", None)
     if renderer is None and not renders_jinja(tokenizer):
         renderer = type(inner).apply_chat_template
-    if renderer is not None and template is None:
+    if renderer is not None:
         return frozenset(inspect.signature(renderer).parameters) - _arguments() - {"self", "kwargs"}
-    read = _undeclared(inner.get_chat_template(template, tools))
+    read = _undeclared(inner.get_chat_template(None, tools))
     return read - (_arguments() - VARIABLES_AMONG_ARGUMENTS) - frozenset(inner.special_tokens_map)
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..errors import ConfigError
-from ..server.clients import read_keys
 from .terminal import add_version, orderly_end
 
 KEY_VARIABLE = "MLX_PAGED_API_KEY"
@@ -156,8 +155,7 @@ def _key(options: Sequence[str]) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key", action="append", default=[])
     given = [*parser.parse_known_args(list(options))[0].api_key, *os.environ.get(KEY_VARIABLE, "").split(",")]
-    key = next((key.strip() for key in given if key.strip()), "local")
-    return next(iter(read_keys(Path(key[1:])))) if key.startswith("@") else key
+    return next((key.strip() for key in given if key.strip()), "local")
 
 
 def _run(command: str, client: Client, access: Access, own: list[str]) -> int:

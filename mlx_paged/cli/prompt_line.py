@@ -20,8 +20,8 @@ class PromptLine(Sampling):
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Messages | None = None
     id: Any = None
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
+    max_tokens: Tokens = None
+    max_completion_tokens: Tokens = None
     n: Literal[1] | None = None
     stop: StopField = None
     response_format: dict[str, Any] | None = None
@@ -38,9 +38,10 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
     if ("prompt" in values) == ("messages" in values):
         raise invalid("exactly one of 'prompt' and 'messages' is required")
     try:
-        PromptLine.model_validate(values)
+        line = PromptLine.model_validate(values)
     except ValidationError as error:
         raise validation_refusal(error) from None
+    values = {name: value for name in values if (value := getattr(line, name)) is not None}
     constraint_of(values, chat=False)
     if "seed" in values:
         values["seed"] %= 1 << 64

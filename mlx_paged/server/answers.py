@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from .answer_reader import AnswerReader
@@ -37,14 +38,12 @@ class Answer:
         num_cached: prompt tokens that came from the prefix cache; None: the answer has not begun.
         num_tokens: tokens generated so far.
         num_reasoning: reasoning tokens among them.
-        sum_logprobs: sum of the tokens' log-probabilities, if requested.
     """
 
     def __init__(self, index: int, request: ServerRequest, texts: ModelTexts, *, streams: bool = False) -> None:
         self.index = index
         self.num_cached: int | None = None
         self.num_tokens = self.num_reasoning = 0
-        self.sum_logprobs = 0.0
         self._request, self._texts = request, texts
         self._reader = AnswerReader(
             texts.marks,
@@ -57,10 +56,6 @@ class Answer:
         self._tokens: list[Token] = []  # not sent yet
         self._num_sent = 0  # tokens in earlier pieces
 
-    @property
-    def mean_logprob(self) -> float:
-        return self.sum_logprobs / max(1, self.num_tokens)
-
     def next(self, said: Generated) -> Piece | None:
         """Add the next token. Return the piece that can be sent now, or None; the last token always gives a piece."""
         if self._request.has_no_answer:
@@ -72,10 +67,8 @@ class Answer:
         deltas = self._reader.feed(text, is_last=is_last)
         self.num_tokens += 1
         self.num_reasoning += self._reader.state == "reasoning"
-        if said.logprob is not None:
-            self.sum_logprobs += said.logprob
-            if self._request.top_logprobs is not None:
-                self._tokens.append(self.token(said.token, said.logprob, said.top))
+        if said.logprob is not None and self._request.top_logprobs is not None:
+            self._tokens.append(self.token(said.token, said.logprob, said.top))
         if said.num_shown is not None:
             del self._tokens[max(0, said.num_shown - self._num_sent) :]
         if not deltas and not is_last:
@@ -140,21 +133,18 @@ class Answers:
             if all(answer.num_cached is None for answer in self._answers):
                 return []
             self._has_begun = True
-            events += self._form.begin(self.usage(), self._echoes(self._best()))
+            events += self._form.begin(self.usage(), self._echoes())
         pieces, self._pieces = self._pieces, []
         events += [event for piece in pieces for event in self._form.piece(piece)]
         return events + self._form.end(self.usage()) if self.are_over else events
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
-        best = self._best()
         by_answer: dict[int, list[Piece]] = {index: [] for index in range(len(self._answers))}
         for piece in self._pieces:
             by_answer[piece.index].append(piece)
-        answers = [Piece.joined(by_answer[index]) for index in best]
-        for number, answer in enumerate(answers):
-            answer.index = number
-        return self._form.whole(answers, self.usage(), self._echoes(best))
+        answers = [Piece.joined(by_answer[index]) for index in by_answer]
+        return self._form.whole(answers, self.usage(), self._echoes())
 
     def note_in(self, log: RequestLog) -> None:
         """Set the token counts and the time to the first token in the log entry."""
@@ -163,36 +153,23 @@ class Answers:
         if self._first_at is not None:
             log.first_token = self._first_at - self._request.asked_at
 
-    def _best(self) -> list[int]:
-        """Return the indices of the answers to send: per prompt, the ``n`` with the highest mean log-probability."""
-        request, best = self._request, []
-        if request.best_of == request.n:
-            return list(range(len(self._answers)))
-        for first in range(0, len(self._answers), request.best_of):
-            candidates = range(first, first + request.best_of)
-            best += sorted(candidates, key=lambda index: -self._answers[index].mean_logprob)[: request.n]
-        return best
-
     def usage(self) -> Usage:
         """Return the token counts so far; a prompt's cached tokens are the fewest that any of its answers had."""
         request, answers = self._request, self._answers
         cached = 0
-        for first in range(0, len(answers), request.best_of):
-            known = [answer.num_cached for answer in answers[first : first + request.best_of]]
+        for first in range(0, len(answers), request.n):
+            known = [answer.num_cached for answer in answers[first : first + request.n]]
             cached += min((number for number in known if number is not None), default=0)
         prompt = sum(len(each.tokens) for each in request.prompts)
         if request.has_no_answer:
             return Usage(prompt, cached)
         return Usage(prompt, cached, sum(a.num_tokens for a in answers), sum(a.num_reasoning for a in answers))
 
-    def _echoes(self, indices: Sequence[int]) -> list[Echo]:
-        """Return the prompt that each of these answers begins with; none without ``echo``."""
+    def _echoes(self) -> list[Echo]:
+        """Return the prompt that each answer begins with; none without ``echo``."""
         request = self._request
-        if not request.echo:
-            return []
-        numbers = [index // request.best_of for index in indices]
-        echoes = {number: self._echo(number) for number in set(numbers)}
-        return [echoes[number] for number in numbers]
+        prompts = [self._echo(number) for number in range(len(request.prompts))] if request.echo else []
+        return [echo for echo in prompts for _ in range(request.n)]
 
     def _echo(self, number: int) -> Echo:
         given, (first, *rest) = self._request.inputs[number], self._request.prompts[number].tokens
@@ -276,13 +253,14 @@ class AnswerResponse(Response):
                 return
             while not self._answers.are_over:
                 self._answers.add(await self._stream.receive())
-            await json_response(self._answers.whole(), headers=self._given)(scope, receive, send)
+            whole = await run_in_threadpool(lambda: json_response(self._answers.whole(), headers=self._given))
+            await whole(scope, receive, send)
         except Exception as error:
             if not self._has_begun or isinstance(error, ClientGone):
                 raise
             refusal = refusal_of(error)
             self._log.refuse(refusal)
-            await self._send(self._form.failed(refusal))
+            await self._write_text(events_text(self._form.failed(refusal)))
             await self._write(b"", more=False)
         finally:
             self._client.close()
@@ -292,17 +270,20 @@ class AnswerResponse(Response):
         while not self._answers.are_over:
             try:
                 self._answers.add(await self._stream.receive(BEAT_SECONDS))
-                await self._send(self._answers.events())
+                is_apart = self._form.repeats_body and (not self._has_begun or self._answers.are_over)
+                await self._write_text(await run_in_threadpool(self._text) if is_apart else self._text())
             except TimeoutError:
                 pass
             if time.monotonic() - self._last >= BEAT_SECONDS:
                 await self._write(f": {self._answers.progress}\n\n".encode())
         await self._write(b"", more=False)
 
-    async def _send(self, events: Iterable[Event]) -> None:
-        text = "".join(map(event_text, events))
+    def _text(self) -> bytes:
+        return events_text(self._answers.events())
+
+    async def _write_text(self, text: bytes) -> None:
         if text:
-            await self._write(text.encode())
+            await self._write(text)
 
     async def _write(self, raw: bytes, *, more: bool = True) -> None:
         if not self._has_begun:
@@ -317,6 +298,11 @@ class AnswerResponse(Response):
             raise ClientGone from None
         finally:
             self._stream.writing_since = None
+
+
+def events_text(events: Iterable[Event]) -> bytes:
+    """Return events as they are sent to the client."""
+    return "".join(map(event_text, events)).encode()
 
 
 def event_text(event: Event) -> str:

@@ -6,6 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -19,18 +20,18 @@ from .answers import AnswerResponse, Answers, Client
 from .engine_loop import Work
 from .errors import RequestRefused, invalid, not_found
 from .http import Gate, RequestLog, body_of, json_response
+from .prompting import SMALL_BYTES, size_of
 from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, cache_page
-from .request import ServerRequest
+from .request import ModelKey, ServerRequest
 from .requests.endpoints import ENDPOINTS, RESPONSES, Endpoint, Page, description
-from .requests.fields import MAX_PRIORITY, parsed
-from .requests.pieces import Head
+from .requests.fields import MAX_PRIORITY, Body, parsed
+from .requests.pieces import Form, Head
 from .requests.responses import ResponseForm
 
 if TYPE_CHECKING:
     from .backend import ModelTexts
     from .service import Service
 
-SMALL_JSON = 256 << 10  # bytes; smaller bodies are parsed in the event loop
 HEALTHY = ("ok", "degraded")  # "ok" is mlx-lm's word
 
 
@@ -44,14 +45,31 @@ def make_app(service: Service) -> Any:
     ]
     routes += [Route(path, app.page_handler(page), methods=["GET"]) for path, page in app.pages().items()]
     routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
-    routes += service.batches.routes(lambda http: service.config.api_keys.salt(app.check_key(http), None))
-    gate = service.batches.app = Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
-    service.batches.resume()
-    return gate
+    return Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
 
 
 async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
     raise not_found(f"no such endpoint: {scope['path'][:200]}")
+
+
+@dataclass
+class Asked:
+    """What a POST asks for, as read from its body.
+
+    Attributes:
+        body: the checked body.
+        model: the model that it is for.
+        headers: headers of the answer.
+        request, form: the request and the form of its answers; None: nothing is generated.
+        texts: texts of the model, if the request has its prompts.
+    """
+
+    body: Body
+    model: ModelKey
+    headers: dict[str, str]
+    request: ServerRequest | None = None
+    form: Form | None = None
+    texts: ModelTexts | None = None
 
 
 class App:
@@ -63,59 +81,74 @@ class App:
     # POST -----------------------------------------------------------------------------------------------------
 
     def post_handler(self, endpoint: Endpoint) -> Any:
+        """Return the handler of a POST endpoint. What grows with the body is done in a worker thread."""
+
         async def answer(http: Request) -> Response:
             service = self._service
+            run = service.prompts.run
             key = self.check_key(http)
             service.check_open()
-            _log(http).client = service.clients.enter(key, http.headers.get("user-agent", ""))
+            _log(http).client = service.clients.name_of(key, http.headers.get("user-agent", ""))
             async with body_of(http, service.bodies) as raw:
-                parse = lambda: parsed(raw, endpoint.body, strict=service.config.strict_parameters)  # noqa: E731
-                body, ignored = parse() if len(raw) < SMALL_JSON else await service.prompts.run(parse, size=len(raw))
-                _log(http).model = body.model or service.names.default
-                headers = {"x-ignored-parameters": _header(ignored)} if ignored else {}
-                keep = service.responses.open(body, key, len(raw)) if endpoint is RESPONSES else None
-                if endpoint.answer is not None:
-                    texts = await service.engine.texts_for(service.names.resolve(body.model))
-                    return json_response(await endpoint.answer(body, service.prompts, texts), headers=headers)
+                size = len(raw)
+                asked = await run(lambda: self._read(endpoint, raw, key, http), size=size)
+                if (request := asked.request) is None or asked.form is None:
+                    texts = await service.engine.texts_for(asked.model)
+                    return await run(lambda: self._computed(endpoint, asked, texts), size=size)
                 client = Client(http.receive)
                 try:
-                    request, texts = await self._prepared(endpoint, body, key, http, client)
-                    assert endpoint.form is not None
-                    form = endpoint.form(_head(body, service.fingerprint), body)
-                    if isinstance(form, ResponseForm):
-                        form.keep = keep
-                    streams = bool(getattr(body, "stream", False))
-                    answers = Answers(request, texts, form, streams=streams)
-                    work = service.engine.submit(Work(client.stream, request, texts.key))
+                    if (found := asked.texts) is None:
+                        found = await service.engine.texts_for(asked.model)
+                        size = max(size, sum(map(size_of, request.inputs)))
+                        await run(lambda: service.prompts.complete(request, found), size=size)
+                    await service.prompts.compile(request, found, lambda: not client.stream.is_wanted)
+                    streams = bool(getattr(asked.body, "stream", False))
+                    answers = Answers(request, found, asked.form, streams=streams)
+                    work = service.engine.submit(Work(client.stream, request, found.key))
                 except BaseException:
                     client.close()
                     raise
-            return AnswerResponse(client, answers, form, _log(http), headers, work, streams=streams)
+            return AnswerResponse(client, answers, asked.form, _log(http), asked.headers, work, streams=streams)
 
         return answer
 
-    async def _prepared(
-        self, endpoint: Endpoint, body: Any, key: str | None, http: Request, client: Client
-    ) -> tuple[ServerRequest, ModelTexts]:
-        """Return the request with its prompts, and the tokenizer of its model."""
-        service = self._service
-        assert endpoint.request is not None
+    def _read(self, endpoint: Endpoint, raw: bytes | bytearray, key: str | None, http: Request) -> Asked:
+        """Return what a body asks for; with its prompts if they are small and the model's texts are known. Call it in
+        a worker thread."""
+        service, log = self._service, _log(http)
+        body, ignored = parsed(raw, endpoint.body, strict=service.config.strict_parameters)
+        log.model = body.model or service.names.default
+        headers = {"x-ignored-parameters": _header(ignored)} if ignored else {}
+        keep = service.responses.open(body, key) if endpoint is RESPONSES else None
+        if endpoint.request is None or endpoint.form is None:
+            return Asked(body, service.names.resolve(body.model), headers)
         request = endpoint.request(body, service.defaults)
         request.salt = service.config.api_keys.salt(key, body.cache_salt)
-        request.id, request.client = _log(http).id, _log(http).client
-        request.priority = service.clients.priority(key, _asked_priority(body, http))
+        request.id, request.client = log.id, log.client
+        request.priority = _asked_priority(body, http) or 0
         request.model = service.names.resolve(body.model, body.adapters, body.draft_model)
         if body.num_draft_tokens is not None and request.model.draft is None and not service.config.mtp:
             raise invalid("num_draft_tokens requires a draft model or --mtp", "num_draft_tokens")
         service.check_for_ranks(request)
-        texts = await service.engine.texts_for(request.model)
-        await service.prompts.complete(request, texts, lambda: not client.stream.is_wanted)
-        return request, texts
+        form = endpoint.form(_head(body, service.fingerprint), body)
+        if isinstance(form, ResponseForm):
+            form.keep = keep
+        asked = Asked(body, request.model, headers, request, form)
+        texts = service.engine.models.texts_of(request.model)
+        if texts is not None and sum(map(size_of, request.inputs)) <= SMALL_BYTES:
+            service.prompts.complete(request, texts)
+            asked.texts = texts
+        return asked
+
+    def _computed(self, endpoint: Endpoint, asked: Asked, texts: ModelTexts) -> Response:
+        """Return the answer of an endpoint that generates nothing. Call it in a worker thread."""
+        assert endpoint.answer is not None
+        return json_response(endpoint.answer(asked.body, self._service.prompts, texts), headers=asked.headers)
 
     def check_key(self, http: Request) -> str | None:
         """Return the request's API key; None if the server has none. Raises RequestRefused (401) for a wrong key."""
         keys = self._service.config.api_keys
-        key = keys.find(http.headers.get("authorization") or f"Bearer {http.headers.get('x-api-key', '')}")
+        key = keys.find(http.headers.get("authorization", ""), http.headers.get("x-api-key", ""))
         if keys and key is None:
             words = "missing or wrong API key; send the header Authorization: Bearer KEY"
             raise RequestRefused(401, words, code="invalid_api_key")
@@ -194,7 +227,9 @@ class App:
     async def response(self, http: Request) -> Response:
         key, name = self.check_key(http), http.path_params["name"]
         kept = self._service.responses
-        return json_response((kept.delete if http.method == "DELETE" else kept.get)(key, name))
+        if http.method == "DELETE":
+            return json_response(kept.delete(key, name))
+        return Response(kept.get(key, name), media_type="application/json")
 
     def _figures(self) -> dict[str, Any]:
         texts = self._service.engine.models.texts

@@ -19,14 +19,10 @@ class PromptLimits(NamedTuple):
 
     Attributes:
         tokens: most tokens; None: no limit.
-        seconds: time limit of the chat template.
-        allow_template: whether the client may bring its own chat template.
         of_model: whether ``tokens`` is the model's context length, rather than what the memory budget holds.
     """
 
     tokens: int | None = None
-    seconds: float = 20.0
-    allow_template: bool = False
     of_model: bool = False
 
     def check(self, num_tokens: int, *, at_least: bool = False) -> None:

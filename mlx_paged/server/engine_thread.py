@@ -62,6 +62,7 @@ class EngineThread:
         self.start_error: Exception | None = None
         self.has_started = self.is_stopping = self.is_dead = False
         self._open: weakref.WeakSet[Work] = weakref.WeakSet()
+        self._open_lock = threading.Lock()  # a WeakSet cannot be read while another thread adds to it
         self._on_start_error = on_start_error
         self.loop = (make_loop or new_loop)(self)
         if timeout is None:
@@ -87,7 +88,8 @@ class EngineThread:
             raise RequestRefused(
                 429, f"too many waiting requests (limit {MAX_WAITING})", kind="overloaded", retry_after=5
             )
-        self._open.add(work)
+        with self._open_lock:
+            self._open.add(work)
         self.requests.put(work)
         return work
 
@@ -129,13 +131,17 @@ class EngineThread:
 
     def sequences(self) -> list[dict[str, Any]]:
         """Return the progress of each answer in the batch and of each request outside it, in order of arrival."""
-        outside = [work for work in list(self._open) if work.request is not None and work.state != "batched"]
+        outside = [work for work in self._open_work() if work.request is not None and work.state != "batched"]
         found = [*self.loop.sequences(), *(_figures(work) for work in outside if work.is_wanted)]
         return sorted(found, key=lambda each: each["order"])
 
+    def _open_work(self) -> list[Work]:
+        with self._open_lock:
+            return list(self._open)
+
     def fail_all(self, message: str) -> None:
         """Fail all open requests with a 503. For any thread."""
-        for work in list(self._open):
+        for work in self._open_work():
             if work.stream is not None and work.stream.is_wanted and not work.stream.loop.is_closed():
                 work.stream.loop.call_soon_threadsafe(work.stream.fail, unavailable(message))
 

@@ -135,7 +135,7 @@ class BodyBudget:
 
 
 @asynccontextmanager
-async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytes]:
+async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytearray]:
     """Read a request's body; its bytes count against the budget until the ``async with`` block ends.
 
     Raises:
@@ -146,8 +146,8 @@ async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytes]:
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length[:18]) > MAX_BODY_BYTES:
         raise too_large
-    parts: list[bytes] = []
-    num_bytes, taken, chunks = 0, 0, request.stream()
+    body = bytearray()
+    taken, chunks = 0, request.stream()
     try:
         while True:
             try:
@@ -157,14 +157,13 @@ async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytes]:
                 raise RequestRefused(408, "timed out reading the request body") from None
             if not chunk:
                 break
-            num_bytes += len(chunk)
-            if num_bytes > MAX_BODY_BYTES:
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
                 raise too_large
-            if num_bytes > SMALL_BODY:
-                budget.reserve(num_bytes - taken)
-                taken = num_bytes
-            parts.append(chunk)
-        yield b"".join(parts)
+            if len(body) > SMALL_BODY:
+                budget.reserve(len(body) - taken)
+                taken = len(body)
+        yield body
     finally:
         budget.release(taken)
 
@@ -268,11 +267,16 @@ class Gate(CORSMiddleware):
         scope["app"] = self  # makes starlette raise HTTPException instead of answering
         scope.setdefault("state", {})["log"] = log
         is_post = scope["method"] == "POST"
+        # Another server before this one may have read the body by its length: what follows could be smuggled in.
+        is_ambiguous = "content-length" in headers and "transfer-encoding" in headers
 
         async def noted_send(message: Any) -> None:
             if message["type"] == "http.response.start":
                 log.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = log.id
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = log.id
+                if is_ambiguous:
+                    sent["connection"] = "close"
             await send(message)
 
         self._service.num_answering += is_post
@@ -292,7 +296,7 @@ class Gate(CORSMiddleware):
             if is_post:
                 self._service.stats.requests[log.outcome] += 1
             if log.client:
-                self._service.clients.leave(log)
+                self._service.clients.count(log)
             path = scope["raw_path"].decode("ascii", "backslashreplace")  # percent-encoded: no line breaks
             quiet = path in QUIET and log.status in (200, 503)
             logging.log(logging.DEBUG if quiet else logging.INFO, "%s", log.line(scope["method"], path))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import constants, scan_cache_dir, try_to_load_from_cache
-from huggingface_hub.errors import CacheNotFound, HFValidationError
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from .errors import RequestRefused, invalid, not_found
 from .request import ModelKey
@@ -15,7 +15,6 @@ from .request import ModelKey
 if TYPE_CHECKING:
     from .options import ServerConfig
 
-FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # as in mlx-lm
 DEFAULT = "default_model"
 
 
@@ -87,8 +86,6 @@ class ModelNames:
     def listed(self, created: int, **figures: Any) -> list[dict[str, Any]]:
         """Return the objects of ``/v1/models``; ``figures`` are added to the command line's model."""
         names = [name for name, key in self._known().items() if key != self._default]
-        if self.allows_any or self._serves_downloaded:
-            names += [name for name in _downloaded() if name not in self.own]
         return [*(_object(name, created, **figures) for name in self.own), *(_object(name, created) for name in names)]
 
     def find(self, name: str, created: int, **figures: Any) -> dict[str, Any] | None:
@@ -101,7 +98,7 @@ class ModelNames:
 
 def _listed(names: list[str]) -> str:
     if not names:
-        return "the server was started without --model; /v1/models lists the available models"
+        return "the server was started without --model"
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"available models: {', '.join(map(repr, names[:8]))}{more}"
 
@@ -115,18 +112,3 @@ def _is_downloaded(name: str) -> bool:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError:  # a path is no repository id
         return False
-
-
-def _downloaded() -> list[str]:
-    """Return repositories in the hub's cache that look like models of mlx-lm."""
-    try:
-        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except (CacheNotFound, ValueError):  # a missing folder holds no models
-        return []
-    return [
-        repo.repo_id
-        for repo in repos
-        if repo.repo_type == "model"
-        and "main" in repo.refs
-        and {file.file_path.name for file in repo.refs["main"].files} >= FILES
-    ]

@@ -110,8 +110,7 @@ class ServerConfig:
         "KEY",
         flag="--api-key",
         collect=lambda given: ApiKeys.from_options(given, os.environ.get(VARIABLE)),
-        more=". The header `x-api-key` is accepted as well. Clients with different keys [take "
-        "turns](#several-clients). `@FILE` reads keys from a file, with names, priorities and limits",
+        more=". The header `x-api-key` is accepted as well. Clients with different keys [take turns](#several-clients)",
     )
     served_model_names: tuple[str, ...] = option(
         (),
@@ -120,15 +119,11 @@ class ServerConfig:
         flag="--served-model-name",
         collect=lambda given: tuple(name.strip() for name in given or ()),
     )
-    allow_chat_template_override: bool = option(
-        False,
-        "Accept a chat template in chat_template_kwargs; it runs in a sandbox with limits on time and tokens",
-    )
     strict_parameters: bool = option(
         False,
         "Refuse unknown parameters with 400; by default they are ignored, logged once and named in the response header "
         "x-ignored-parameters",
-        more=" ([known parameters](api.md)). `--ignore-unknown-parameters` no longer has an effect",
+        more=" ([known parameters](api.md))",
     )
     response_store: bool = option(
         True,
@@ -136,31 +131,16 @@ class ServerConfig:
         flag="--no-response-store",
         more="; `previous_response_id` refers to them",
     )
-    batch_dir: Path | None = option(
-        None,
-        "Keep files and batches (up to 256 MiB) on disk instead of in memory",
-        "DIR",
-        Path,
-        more="; unfinished [batches](api.md) then run again after a restart",
-    )
     model_dir: Path | None = option(None, "Serve the models in this folder, by folder name", "DIR", Path)
     allow_any_model: bool = option(
         False,
         "Let clients load any model, adapter or draft model, as in mlx-lm",
-        more=". Without this flag, `--model` and `--model-dir`, clients can load the models in the Hugging Face cache, "
-        "which `/v1/models` lists",
+        more=". Without this flag, `--model` and `--model-dir`, clients can load the models in the Hugging Face cache",
     )
     mtp: bool = option(
         False,
-        "Draft tokens (--num-draft-tokens) with the model's own multi-token prediction head; the model verifies them",
+        "Experimental: draft tokens (--num-draft-tokens) with the model's own prediction head; the model verifies them",
         more=" ([multi-token prediction](#multi-token-prediction))",
-    )
-    image_hosts: frozenset[str] = option(
-        frozenset(),
-        "Fetch images from this host; other images must be sent as data URLs; may be given several times",
-        "HOST",
-        flag="--allow-remote-images",
-        collect=lambda given: frozenset(given or ()),
     )
     idle_unload: float | None = option(
         None,
@@ -221,8 +201,6 @@ class ServerConfig:
             default = "" if how["default_text"] is None else f" (default: {how['default_text']})"
             text = f"{how['text']}{default}".replace("%", "%%")
             group.add_argument(_flag_of(each), dest=each.name, help=text, **kind)
-        ignored = "No effect: unknown parameters are ignored by default"
-        access.add_argument("--ignore-unknown-parameters", action="store_true", help=ignored)
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> ServerConfig:

@@ -81,8 +81,7 @@ class ServerRequest:
         model: model that answers; None: the one of the command line.
         sampling: sampling parameters; the i-th answer to a prompt (from 0) uses the request's seed + i.
         max_tokens: most tokens of an answer; None: what fits.
-        n: answers returned for each prompt.
-        best_of: answers generated for each prompt.
+        n: answers for each prompt.
         echo: answers begin with their prompts.
         top_logprobs: number of most likely tokens returned with each token; None: no log-probabilities.
         scores_prompt: also return log-probabilities of the prompt's tokens.
@@ -111,7 +110,6 @@ class ServerRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     n: int = 1
-    best_of: int = 1
     echo: bool = False
     top_logprobs: int | None = None
     scores_prompt: bool = False
@@ -134,7 +132,7 @@ class ServerRequest:
 
     @property
     def num_answers(self) -> int:
-        return len(self.inputs) * self.best_of
+        return len(self.inputs) * self.n
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
@@ -144,11 +142,11 @@ class ServerRequest:
 
     @property
     def wants_logprobs(self) -> bool:
-        return self.top_logprobs is not None or self.best_of > self.n
+        return self.top_logprobs is not None
 
     def prompt_of(self, index: int) -> Prompt:
         """Return the prompt of one of the answers."""
-        return self.prompts[index // self.best_of]
+        return self.prompts[index // self.n]
 
     def num_kept(self, prompt: Prompt) -> int:
         """Return the number of leading tokens of the prompt to keep (see ``keeps``)."""
@@ -159,7 +157,7 @@ class ServerRequest:
     def sampling_of(self, index: int) -> SamplingParams:
         """Return the sampling parameters of one of the answers."""
         seed = self.sampling.seed
-        return self.sampling if seed is None else replace(self.sampling, seed=(seed + index % self.best_of) % (1 << 64))
+        return self.sampling if seed is None else replace(self.sampling, seed=(seed + index % self.n) % (1 << 64))
 
     # Over ranks -----------------------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ class ServerRequest:
 
 
 _FIELDS_FOR_RANKS = (
-    *("number", "prompts", "sampling", "constraint", "max_tokens", "n", "best_of", "top_logprobs"),
+    *("number", "prompts", "sampling", "constraint", "max_tokens", "n", "top_logprobs"),
     *("salt", "prompt_lookup", "priority", "client", "thinking_budget", "keeps"),
 )
 

@@ -19,7 +19,6 @@ import uvicorn
 from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError
 from .app import make_app
-from .batches import Batches
 from .clients import Clients
 from .engine_loop import CLOSING
 from .engine_thread import LAST_SECONDS, EngineThread, new_loop
@@ -78,12 +77,7 @@ class Service:
         self.stats = ServerStats()
         self.names = ModelNames(default, config, cli_args.models)
         self.clients = Clients(config.api_keys)
-        self.batches = Batches(self, config.batch_dir)
-        self.prompts = PromptMaker(
-            allow_template=config.allow_chat_template_override,
-            image_hosts=config.image_hosts,
-            default_tokens=cli_args.max_tokens,
-        )
+        self.prompts = PromptMaker(default_tokens=cli_args.max_tokens)
         self.bodies = BodyBudget()
         self.responses = KeptResponses(MAX_KEPT_BYTES if config.response_store else 0)
         self.num_answering = 0

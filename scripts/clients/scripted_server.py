@@ -55,8 +55,8 @@ def main() -> None:
     complete = PromptMaker.complete
     earlier: list[list[int]] = []  # prompts
 
-    async def scripted(self: PromptMaker, request: Any, texts: Any, is_gone: Any) -> None:
-        await complete(self, request, texts, is_gone)
+    def scripted(self: PromptMaker, request: Any, texts: Any) -> None:
+        complete(self, request, texts)
         (given,) = request.inputs
         (tokens,) = (prompt.tokens for prompt in request.prompts)
         unchanged = max((common_length(tokens, each) for each in earlier), default=0)

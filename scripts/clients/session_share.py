@@ -3,7 +3,7 @@
 python scripts/clients/session_share.py http://127.0.0.1:8080
 
 The bodies have the shape of Claude Code's Messages: a billing line that changes at the front, the time in the system
-prompt, tools that come in another order each turn, a tool's result in each turn, and a system message in the middle.
+prompt, a tool's result in each turn, and a system message in the middle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def turns(*, is_hostile: bool = True) -> Iterator[dict[str, Any]]:
             header = f"x-anthropic-billing-header: cc_version=2.1.197.{number}; cch={number * 7919:05x};"
             clock = f"<env>\nThe current time is 2026-11-23 22:{number:02}:07\nPlatform: darwin\n</env>"
             system = [{"type": "text", "text": header}, {"type": "text", "text": clock}, *system]
-            tools = [*tools[1:], tools[0]]
         yield {"model": "default_model", "max_tokens": 4, "system": system, "messages": list(messages), "tools": tools}
         call = {
             "type": "tool_use",

@@ -411,10 +411,10 @@ def test_a_file_without_prompts_is_refused(lines: list[str]) -> None:
         ('{"prompt": "a", "max_tokens": true}', "max_tokens: Input should be a valid integer, got True"),
         ('{"prompt": "a", "temperature": "hot"}', "temperature: Input should be a valid number"),
         ('{"prompt": "a", "top_p": 1.5}', "top_p: Input should be less than or equal to 1, got 1.5"),
-        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias.x"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias: keys must be token ids, got 'x'"),
         ('{"prompt": "a", "n": 2}', "n: Input should be 1, got 2"),
         ('{"prompt": "a", "temprature": 1, "stream": true}', "'stream', 'temprature': not an option"),
-        ('{"prompt": "a", "stop": ""}', "stop: String should have at least 1 character"),
+        ('{"prompt": "a", "stop": 3}', "stop: Input should be a valid string"),
         ('{"prompt": "a", "tools": []}', "'tools': not an option"),
     ],
 )

@@ -85,10 +85,8 @@ def test_bad_arguments_or_a_missing_client_are_refused(tmp_path: Path, path: str
     assert done.returncode != 0 and "npm install -g @openai/codex" in done.stderr
 
 
-def test_every_client_gets_url_model_and_key(tmp_path: Path) -> None:
+def test_every_client_gets_url_model_and_key() -> None:
     assert _key(["--api-key", "given", "--model", "x"]) == _key(["--api-key=given"]) == "given"
-    (tmp_path / "keys.json").write_text('{"me": {"key": "mine"}, "you": {"key": "yours"}}')
-    assert _key(["--api-key", f"@{tmp_path}/keys.json"]) == "mine"
     access = Access("http://127.0.0.1:5", "mine", "secret")
     for name, client in CLIENTS.items():
         told = " ".join([*client.environment(access).values(), *client.arguments(access)])

@@ -371,7 +371,7 @@ def test_message_of_a_response_has_its_own_log_probabilities() -> None:
 
 
 def test_first_of_several_answers_is_streamed_before_the_last_begins() -> None:
-    request = ServerRequest([ChatInput([])], prompts=[Prompt.of_tokens([1])], n=3, best_of=3)
+    request = ServerRequest([ChatInput([])], prompts=[Prompt.of_tokens([1])], n=3)
     answers = Answers(request, JSON_TEXTS, ChatForm(HEAD, CHAT), streams=True)
     answers.add([Begun(0, 0), Generated(0, 5, "Hello")])
     (event,) = answers.events()

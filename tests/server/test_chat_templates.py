@@ -13,9 +13,12 @@ import pytest
 
 from mlx_paged.patches.server_texts import LoadedTexts
 from mlx_paged.server.backend import PromptLimits
-from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import ChatInput
+from mlx_paged.server.requests.chat import ChatBody, chat_request
+from mlx_paged.server.requests.fitted import Refusals, fitted
+from mlx_paged.server.requests.messages import CountBody, message_request
+from mlx_paged.server.requests.responses import ResponseBody, response_request
 from tests.support.cases import crossed, quick
 from tests.support.models.chat_templates import FAMILIES, family_tokenizer
 
@@ -147,12 +150,84 @@ def test_tokens_of_a_turn_begin_with_those_of_the_turn_before(family: str, forge
     assert found / earlier >= LEAST_FOUND[family][forgets]
 
 
-def test_endless_template_is_stopped_and_refused() -> None:
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    given = ChatInput([{"role": "user", "content": "Hello"}], None, {"chat_template": endless})
-    with pytest.raises(RequestRefused, match="the chat template ran for more than") as caught:
-        texts_of("qwen3").make_prompt(given, PromptLimits(None, 0.2, True, False))
-    assert caught.value.status == 400
+# Histories --------------------------------------------------------------------------------------------------------
+
+ASK = {"role": "user", "content": "mark-a."}
+PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"path": {"type": "string"}}}
+
+
+def history(arguments: Any, api: str) -> ChatInput:
+    """Return the chat that an API makes of a session whose earlier call has these arguments."""
+    call: dict[str, Any] = {"name": "run", "arguments": arguments}
+    if api == "chat":
+        calls = [{"id": "call_1", "type": "function", "function": call}]
+        said = [{"role": "assistant", "content": None, "tool_calls": calls}]
+        result = {"role": "tool", "tool_call_id": "call_1", "content": "mark-b."}
+        request = chat_request(ChatBody(messages=[ASK, *said, result, ASK], tools=TOOLS), {})
+    elif api == "responses":
+        items = [{"type": "function_call", "call_id": "call_1", **call}]
+        items += [{"type": "function_call_output", "call_id": "call_1", "output": "mark-b."}]
+        tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        request = response_request(ResponseBody(input=[ASK, *items, ASK], tools=tools), {})
+    else:
+        used = {"type": "tool_use", "id": "call_1", "name": "run", "input": arguments}
+        told = {"type": "tool_result", "tool_use_id": "call_1", "content": "mark-b."}
+        tools = [{**tool["function"], "input_schema": SCHEMA} for tool in TOOLS]
+        for tool in tools:
+            del tool["parameters"]
+        chat: Any = [ASK, {"role": "assistant", "content": [used]}]
+        chat.append({"role": "user", "content": [told, {"type": "text", "text": "mark-a."}]})
+        request = message_request(CountBody.model_validate({"messages": chat, "tools": tools}), {})
+    (given,) = request.inputs
+    assert isinstance(given, ChatInput)
+    return given
+
+
+@pytest.mark.parametrize(("family", "api"), crossed(FAMILIES, ["chat", "responses", "messages"]))
+def test_session_goes_on_after_a_call_without_an_object_of_arguments(family: str, api: str) -> None:
+    texts, maker = texts_of(family), PromptMaker()
+
+    def prompt(arguments: Any) -> str:
+        return texts.decode(maker.made(history(arguments, api), texts).tokens)
+
+    empty = prompt({})
+    assert empty.count("mark-b.") == 1
+    assert all(prompt(none) == empty for none in ("", " ", None, "null", "{}"))
+    for text in ('{"path": "mark-c', '["mark-c"]', "mark-c", '{"path": ' + "9" * 5000, "[" * 5000 + "mark-c"):
+        shown = prompt(text)
+        assert text.replace("\\", "").replace('"', "") in shown.replace("\\", "").replace('"', "")
+        assert shown.count("mark-b.") == 1
+    assert prompt('{"path": "mark-c"}') == prompt({"path": "mark-c"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tools_without_a_description_or_parameters_are_shown(family: str) -> None:
+    texts, maker = texts_of(family), PromptMaker()
+
+    def count(messages: list[dict[str, Any]], **more: Any) -> int:
+        tools = [{"type": "function", "function": {"name": "mark-tool", **more}}]
+        return texts.decode(maker.made(ChatInput(messages, tools), texts).tokens).count("mark-tool")
+
+    for messages in ([ASK], [ASK, {"role": "assistant", "content": "mark-b.", "tool_calls": []}, ASK]):
+        whole = count(messages, description="d", parameters=PARAMETERS)
+        assert whole or family in ("gemma-3", "deepseek-v3.1")  # these templates show no tools
+        for more in ({}, {"description": None}, {"parameters": PARAMETERS}, {"description": "d", "parameters": None}):
+            assert count(messages, **more) == whole
+
+
+def test_chats_of_very_many_messages_are_fitted_in_linear_time() -> None:
+    """It takes a second; what was quadratic took half an hour."""
+    number = 20_000
+    refuses = Refusals(*(True for _ in Refusals._fields))
+    calls = [{"id": str(n), "function": {"name": "f", "arguments": "{}"}} for n in range(number)]
+    results = [{"role": "tool", "tool_call_id": str(n), "content": "x"} for n in range(number)]
+    system = {"role": "system", "content": "a long text " * 30}
+    called = [ASK, {"role": "assistant", "content": "", "tool_calls": calls}, *reversed(results)]
+    for chat in ([system] * number, [ASK, system] * number, [ASK] * number, called):
+        assert fitted(chat, refuses) and fitted(chat, refuses._replace(tools=False))
+    (_, first, result, second, *_) = fitted(called, refuses._replace(tools=False, ids=False))
+    assert first["tool_calls"] == [{"id": "0", "function": {"name": "f", "arguments": {}}}]
+    assert result["tool_call_id"] == "0" and second["tool_calls"][0]["id"] == "1"
 
 
 # Two parallel calls with thinking and text, a question right after the results, and two questions in a row.

@@ -18,7 +18,7 @@ from mlx_paged.cli.server import parse
 from mlx_paged.patches import server_texts
 from mlx_paged.server.backend import PromptLimits
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, SMALL_CHARACTERS, PromptMaker
+from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, SMALL_BYTES, PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import FaultyServer, ServerProcess
@@ -147,9 +147,9 @@ def test_max_tokens_is_limited_by_context_and_budget(
     context: int | None, capacity: int | None, asked: int | None, option: int | None, most: int
 ) -> None:
     assert parse([]).max_tokens is None
-    texts: Any = SimpleNamespace(context_length=context, capacity=capacity)
+    texts: Any = SimpleNamespace(context_length=context, capacity=capacity, completed=lambda request: None)
     request = ServerRequest([[1]], prompts=[Prompt.of_tokens([1] * 100)], max_tokens=asked)
-    PromptMaker(default_tokens=option)._complete(request, texts)
+    PromptMaker(default_tokens=option).complete(request, texts)
     assert request.max_tokens == most
 
 
@@ -157,7 +157,7 @@ def test_small_prompts_do_not_wait_for_a_huge_one() -> None:
     released = threading.Event()
 
     def make(given: Any, limits: PromptLimits) -> Prompt:
-        if len(given) > SMALL_CHARACTERS:
+        if len(given) > SMALL_BYTES:
             assert released.wait(60)
         return Prompt.of_tokens([1])
 
@@ -165,9 +165,12 @@ def test_small_prompts_do_not_wait_for_a_huge_one() -> None:
     maker = PromptMaker()
 
     async def run() -> None:
-        huge = asyncio.create_task(maker.complete(ServerRequest(["a" * (SMALL_CHARACTERS + 1)]), texts, lambda: False))
+        def made(text: str) -> Any:
+            return maker.run(lambda: maker.complete(ServerRequest([text]), texts), size=len(text))
+
+        huge = asyncio.create_task(made("a" * (SMALL_BYTES + 1)))
         for _ in range(3):
-            await maker.complete(ServerRequest(["Hello"]), texts, lambda: False)
+            await made("Hello")
         assert not huge.done() and maker.num_waiting == 1
         released.set()
         await huge

@@ -16,12 +16,11 @@ from mlx_paged.server import app
 from mlx_paged.server.clients import ApiKeys
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.http import RequestLog
+from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.requests.endpoints import ENDPOINTS, Endpoint, Page
 from mlx_paged.server.requests.tokenize import DetokenizeBody
 
-SERVICE: Any = SimpleNamespace(
-    batches=SimpleNamespace(routes=lambda salt: [], resume=lambda: None), config=SimpleNamespace(api_keys=ApiKeys([]))
-)
+SERVICE: Any = SimpleNamespace(config=SimpleNamespace(api_keys=ApiKeys([])))
 NOT_DESCRIBED = {"/", "/v1/models/", "/v1/models/{name:path}"}
 
 
@@ -86,12 +85,12 @@ def test_new_page_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_new_endpoint_without_generation_is_answered_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(body: DetokenizeBody, prompts: Any, texts: Any) -> dict[str, Any]:
+    def answer(body: DetokenizeBody, prompts: Any, texts: Any) -> dict[str, Any]:
         return {"tokens": body.tokens, "texts": texts}
 
     monkeypatch.setitem(ENDPOINTS, "/new", Endpoint("/new", "A new endpoint", DetokenizeBody, answer=answer))
     monkeypatch.setattr(app, "Gate", lambda router, service: router)
-    service = MagicMock(batches=SERVICE.batches)
+    service = MagicMock(prompts=PromptMaker())
     service.engine.texts_for = AsyncMock(return_value="those of the model")
     service.config.strict_parameters = False
     router = app.make_app(service)

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.demo_model
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KEY, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
 HOST_AND_KEY = "Host: x\r\nAuthorization: Bearer one\r\n"
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 SECRET = "You are the assistant of a bank. The word that opens the vault is swordfish. Never tell it to anybody. " * 3
 
 
@@ -37,13 +36,10 @@ def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ["--max-tokens", "3", "--kv-cache-memory", "8MB", "--allow-chat-template-override"]
+    flags = ["--max-tokens", "3", "--kv-cache-memory", "8MB"]
     flags += ["--served-model-name", "house", "--served-model-name", "org/house"]
-    flags += ["--allow-any-model", "--drain-timeout", "0.2"]  # the last test's prompt never ends
-    keys = tmp_path_factory.mktemp("keys") / "keys.json"
-    keys.write_text(json.dumps({"batch": {"key": "three", "priority": 7, "requests_per_minute": 2}}))
-    key = f"one,two,@{keys}\n"
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags, MLX_PAGED_API_KEY=key)
+    flags += ["--allow-any-model"]
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags, MLX_PAGED_API_KEY="one,two\n")
     yield process
     assert process.stop() == 0, process.log[-3000:]
     assert "Traceback" not in process.log, process.log[-5000:]
@@ -109,20 +105,13 @@ def test_prefixes_are_not_shared_between_keys_or_salts(server: ServerProcess) ->
         assert server.post(COMPLETIONS, {**prompt, "cache_salt": wrong}, **KEY).json["error"]["param"] == "cache_salt"
 
 
-def test_key_over_its_limit_gets_status_429_with_retry_after(server: ServerProcess) -> None:
-    limited = {"Authorization": "Bearer three", "User-Agent": "claude-cli/2"}
-    for _ in range(2):
-        assert server.post(CHAT, chat(), **limited).status == 200
-    for path, body in ((CHAT, chat()), ("/v1/messages", chat(max_tokens=3))):
-        refused = server.post(path, body, **limited)
-        assert refused.status == 429 and 1 <= int(refused.headers["retry-after"]) <= 30
-        assert "'batch' has reached its limit of 2 requests per minute" in refused.json["error"]["message"]
-    assert server.get("/v1/models", **limited).status == 200 and server.post(CHAT, chat(), **KEY).status == 200
-    clients = {each["client"]: each for each in server.get("/v1/cache/stats", **KEY).json["clients"]}
-    assert clients["batch"]["requests"] == 2 and clients["batch"]["cached_tokens"] > 0
-    metrics = server.get("/metrics", **KEY).body.decode()
-    assert re.search(r'mlx_paged_client_cached_tokens_total\{client="batch"\} [1-9]', metrics)
-    assert "client='key 1'" in server.log and "three" not in server.log
+def test_key_in_x_api_key_is_accepted_beside_any_authorization(server: ServerProcess) -> None:
+    """Clients behind a proxy send the proxy's credentials, too."""
+    for scheme in ("Basic dXNlcg==", "Bearer other", "Bearer", ""):
+        both = {"Authorization": scheme, "x-api-key": "two"}
+        assert server.post(CHAT, chat(), **both).status == 200
+        assert server.post(CHAT, chat(), **{**both, "x-api-key": "three"}).status == 401
+    assert "client='key 2'" in server.log and "two" not in server.log
 
 
 @NEEDS_NODE
@@ -188,11 +177,10 @@ def test_unsafe_chat_template_arguments_are_refused(server: ServerProcess) -> No
         {"tokenizer_kwargs": {"padding": "max_length", "max_length": 3000}},
         {"tokenize": False},
         {"return_dict": True},
+        {"chat_template": "{{ messages }}"},
     ):
         answer = server.post(CHAT, chat(chat_template_kwargs=kwargs), **KEY)
         assert answer.status == 400 and answer.json["error"]["param"] == "chat_template_kwargs"
-    brought = {"chat_template": "{% for m in messages %}{{ m.content }}{{ mood }}{% endfor %}", "mood": "!"}
-    assert server.post(CHAT, chat(chat_template_kwargs=brought), **KEY).json["usage"]["prompt_tokens"] < 5
 
 
 def test_others_are_answered_while_oversized_prompts_are_made(server: ServerProcess) -> None:
@@ -374,20 +362,3 @@ def test_health_is_503_while_loading_and_200_when_ready(
     server = ServerProcess(folder, tmp_path, cold=True, PYTHONPATH=str(tmp_path))
     assert seen[0] == (503, "loading") and seen[-1] == (200, "ok") and len(set(seen)) == 2
     assert server.stop() == 0, server.log
-
-
-# The last test with this server: the endless template keeps its process busy for some more seconds.
-@pytest.mark.slow
-@pytest.mark.parametrize("stays", [False, True])
-def test_endless_template_does_not_block_other_requests(server: ServerProcess, stays: bool) -> None:
-    """Its client disconnects, or waits for the time limit of a prompt."""
-    raw = json.dumps(chat(chat_template_kwargs={"chat_template": ENDLESS})).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\n{HOST_AND_KEY}Content-Length: {len(raw)}\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=90) as client:
-        client.sendall(head + raw)
-        for _ in range(2):
-            assert server.post(CHAT, chat(), timeout=60, **KEY).status == 200
-        if stays:
-            answer = b"".join(iter(lambda: client.recv(65536), b""))
-            assert b" 400 " in answer[:20] and b"the chat template ran for more than" in answer
-    server.wait_until(lambda: server.get("/v1/cache/stats", **KEY).json["running"]["waiting"] == 0)

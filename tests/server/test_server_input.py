@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests import fields
+from mlx_paged.server.requests.chat import chat_request
 from mlx_paged.server.requests.completions import completion_request
 from mlx_paged.server.requests.endpoints import ENDPOINTS, support_of
 from tests.support.models.tiny_model import VOCAB
@@ -146,9 +147,23 @@ def test_body_of_too_many_values_is_refused_without_parsing(junk: str, monkeypat
 
 
 def test_long_text_counts_as_one_value() -> None:
-    for text in ('he said, "[{," ' * 200_000, "\\" * 1_000_000, ',"' * 700_000):
+    for text in ('he said, "[{," ' * 100_000, "\\" * 1_000_000, ',"' * 400_000):
         body = {"prompt": text, "logit_bias": {str(n): 1 for n in range(1000)}}
         assert parse(body, COMPLETIONS).prompt == text
+
+
+def test_values_that_clients_send_for_off_are_accepted() -> None:
+    defaults = {"top_k": 7}
+    for name in ("max_tokens", "max_completion_tokens"):
+        body = {"prompt": "x", "top_k": -1, name: -1, "stop": ["", ""]}
+        request = completion_request(parse(body, COMPLETIONS), defaults)
+        assert (request.sampling.top_k, request.max_tokens, request.stops) == (0, None, None)
+    chat = {"messages": [{"role": "user", "content": "x"}], "top_k": -1, "max_tokens": -1, "stop": ""}
+    request = chat_request(parse(chat, CHAT), defaults)
+    assert (request.sampling.top_k, request.max_tokens, request.stops) == (0, None, None)
+    for wrong in ({"top_k": -2}, {"max_tokens": -2}, {"top_k": "-1"}):
+        with pytest.raises(RequestRefused):
+            parse({"prompt": "x", **wrong}, COMPLETIONS)
 
 
 def test_null_is_ignored_and_negative_seeds_are_wrapped() -> None:

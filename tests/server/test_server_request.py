@@ -50,9 +50,9 @@ def request(**options: object) -> ServerRequest:
 
 
 def test_description_for_other_ranks_has_the_whole_request() -> None:
-    asked = request(n=2, best_of=3, top_logprobs=4)
+    asked = request(n=3, top_logprobs=4)
     told = ServerRequest.from_description(json.loads(json.dumps(asked.described())))
-    for name in ("prompts", "constraint", "max_tokens", "n", "best_of", "top_logprobs", "salt", "number"):
+    for name in ("prompts", "constraint", "max_tokens", "n", "top_logprobs", "salt", "number"):
         assert getattr(told, name) == getattr(asked, name), name
     assert told.stops is not None and told.stops.strings == ("a", "b")
     assert [told.sampling_of(index).seed for index in range(6)] == [3, 4, 5, 3, 4, 5]
@@ -108,7 +108,7 @@ def test_cache_control_marks_set_how_much_of_a_prompt_is_kept(body: dict[str, An
 
 
 def test_description_does_not_grow_with_the_number_of_answers() -> None:
-    one, many = (len(json.dumps(request(n=n, best_of=n).described())) for n in (1, 128))
+    one, many = (len(json.dumps(request(n=n).described())) for n in (1, 128))
     assert many < one + 100
 
 

@@ -3,14 +3,10 @@ their vendor's server runs, and tool results that are not text."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-MAX_TOOL_ORDERS = 256  # sets of tools
 DROP, TO_THE_SYSTEMS_END, TO_THE_LAST_MESSAGE = "drop", "to the end of the system message", "to the last message"
 _DATE = r"(?im)^[ \t]*(?:today's date|(?:the )?current (?:date|time|datetime|date (?:and|&) time))(?: is)?:?[ \t]"
 # Lines of the system message that change with each turn or day, and where they go: a cached prefix ends at such a line.
@@ -27,9 +23,10 @@ def steady_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     steady: list[dict[str, Any]] = []
     lines: dict[str, list[str]] = {DROP: [], TO_THE_SYSTEMS_END: [], TO_THE_LAST_MESSAGE: []}
     system: dict[str, Any] | None = None  # the last one
-    rest = [dict(message) for message in messages]
-    while rest and rest[0].get("role") == "system":
-        message = rest.pop(0)
+    chat = [dict(message) for message in messages]
+    num_leading = next((i for i, message in enumerate(chat) if message.get("role") != "system"), len(chat))
+    leading, rest = chat[:num_leading], chat[num_leading:]
+    for message in leading:
         if message.get("content") != (content := _without_lines(message.get("content"), lines)):
             message["content"] = content
             if not content:
@@ -84,27 +81,25 @@ def folded_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     Leading system messages are joined. A later one becomes part of the next message if that is a user's, else of the
     message before it.
     """
-    folded: list[dict[str, Any]] = []
-    held = ""  # text for the next user message
-    for message in messages:
+    num_leading = next((i for i, each in enumerate(messages) if each.get("role") != "system"), len(messages))
+    leading = messages[:num_leading]
+    folded = [dict(message) for message in leading[:1]]
+    if num_leading > 1:
+        folded[0]["content"] = "\n\n".join(_text_of(message.get("content")) for message in leading)
+    held: list[str] = []  # texts for the next user message
+    for message in messages[num_leading:]:
         message, role = dict(message), message.get("role")
         if role == "system":
-            text = _text_of(message.get("content"))
-            if not folded:
-                folded.append(message)
-            elif len(folded) == 1 and folded[0].get("role") == "system" and not held:
-                folded[0]["content"] = f"{_text_of(folded[0].get('content'))}\n\n{text}"
-            else:
-                held += f"<system>\n{text}\n</system>\n\n"
+            held.append(f"<system>\n{_text_of(message.get('content'))}\n</system>\n\n")
             continue
         if held and role == "user":
-            message["content"] = joined(held, message.get("content"))
+            message["content"] = joined("".join(held), message.get("content"))
         elif held:
-            _put_behind(folded, held)
-        held = ""
+            _put_behind(folded, "".join(held))
+        held = []
         folded.append(message)
     if held:
-        _put_behind(folded, held)
+        _put_behind(folded, "".join(held))
     return folded
 
 
@@ -123,36 +118,15 @@ def _text_of(content: Any) -> str:
     return str(content or "")
 
 
-def joined(first: Any, second: Any) -> Any:
-    """Return two contents of messages, strings or lists of parts, as one."""
-    if isinstance(first, list) or isinstance(second, list):
-        both = (
-            [{"type": "text", "text": each}] if isinstance(each, str) else list(each or ()) for each in (first, second)
-        )
+def joined(*contents: Any) -> Any:
+    """Return contents of messages, strings or lists of parts, as one."""
+    if any(isinstance(each, list) for each in contents):
+        both = ([{"type": "text", "text": each}] if isinstance(each, str) else list(each or ()) for each in contents)
         return [part for parts in both for part in parts]
-    return f"{first or ''}{second or ''}"
+    return "".join(str(each or "") for each in contents)
 
 
 # Tools -------------------------------------------------------------------------------------------------------------
-
-
-class ToolOrders:
-    """The order in which each set of tools first came, so that a client that reorders its tools still finds its cached
-    prefixes. Keeps the :data:`MAX_TOOL_ORDERS` most recently used sets."""
-
-    def __init__(self) -> None:
-        self._orders: OrderedDict[tuple[Any, ...], list[bytes]] = OrderedDict()
-
-    def steady(self, tools: list[dict[str, Any]], salt: str | None) -> list[dict[str, Any]]:
-        """Return the tools in the order in which they first came under this salt."""
-        digests = [hashlib.sha256(json.dumps(tool, sort_keys=True).encode()).digest() for tool in tools]
-        key = (salt, *sorted(digests))
-        order = self._orders.setdefault(key, digests)
-        self._orders.move_to_end(key)
-        if len(self._orders) > MAX_TOOL_ORDERS:
-            self._orders.popitem(last=False)
-        by_digest = dict(zip(digests, tools, strict=True))
-        return [by_digest[digest] for digest in order]
 
 
 INPUT = "input"  # the one argument of a custom tool's function
@@ -201,9 +175,12 @@ def callable_tools(tools: Sequence[Mapping[str, Any]], namespace: str | None = N
         )
         function = {"name": function_name(name, namespace), **function}
         found.append(CallableTool({"type": "function", "function": function}, name, namespace, kind == "custom"))
-    names = [each.function["function"]["name"] for each in found]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two tools have the name {max(names, key=names.count)!r}")
+    names: set[str] = set()
+    for each in found:
+        called = each.function["function"]["name"]
+        if called in names:
+            raise ValueError(f"two tools have the name {called!r}")
+        names.add(called)
     return found
 
 

@@ -19,6 +19,7 @@ from .fields import (
     ModelParameters,
     RecordParameters,
     SamplingParameters,
+    Several,
     StopField,
     StreamOptions,
     Tokens,
@@ -60,7 +61,7 @@ _MESSAGE = {
     "properties": {"role": {"type": "string"}, "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]}},
 }
 Messages = Annotated[
-    list[dict[str, Any]],
+    Several[dict[str, Any]],
     AfterValidator(check_messages),
     WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE}),
 ]
@@ -115,8 +116,8 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
     """The body of ``/v1/chat/completions``."""
 
     messages: Messages
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = Field(None, description="overrides `max_tokens`")
+    max_tokens: Tokens = None
+    max_completion_tokens: Tokens = Field(None, description="overrides `max_tokens`")
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="`include_usage`; no effect without `stream`")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="the prompt is computed once")
@@ -124,7 +125,7 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(None, description="mlx-lm allows up to 11")
     response_format: dict[str, Any] | None = Field(None, description="`text`, `json_object` or `json_schema`")
-    tools: list[dict[str, Any]] | None = None
+    tools: Several[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is returned")
     reasoning_effort: str | None = Field(
@@ -136,7 +137,7 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
         None, description="continue the last message, which must be an assistant's"
     )
     add_generation_prompt: no_effect(bool, "false with `continue_final_message`, else true") = None  # type: ignore[valid-type]
-    modalities: no_effect(list[Literal["text"]], "answers are always text") = None  # type: ignore[valid-type]
+    modalities: no_effect(Several[Literal["text"]], "answers are always text") = None  # type: ignore[valid-type]
     prediction: no_effect(dict[str, Any], "would change only the speed; use `prompt_lookup`") = None  # type: ignore[valid-type]
     verbosity: no_effect(str, "not passed to the model") = None  # type: ignore[valid-type]
     audio: refused("answers are always text") = None  # type: ignore[valid-type]
@@ -184,8 +185,9 @@ def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dic
     }
 
 
-def stop_list(stop: str | list[str] | None) -> StopList | None:
-    return StopList([stop] if isinstance(stop, str) else stop) if stop else None
+def stop_list(stops: str | Sequence[str] | None) -> StopList | None:
+    """Return checked stop strings, which are a list, for an answer; None: there are none."""
+    return StopList(stops) if stops else None
 
 
 def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
@@ -216,7 +218,6 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
         ],
         max_tokens=body.max_completion_tokens or body.max_tokens,
         n=n,
-        best_of=n,
         top_logprobs=max(0, top) if body.logprobs or top > 0 else None,
         calls_once=body.parallel_tool_calls is False,
         stops=stop_list(body.stop),
@@ -242,6 +243,7 @@ class ChatForm:
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     id_prefix = "chatcmpl-"
+    repeats_body = False
 
     def __init__(self, head: Head, body: ChatBody | CompletionBody) -> None:
         self._head = head

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from ..constraint import constraint_of
 from ..errors import invalid
@@ -23,6 +23,7 @@ from .fields import (
     StreamOptions,
     Tokens,
     no_effect,
+    or_none,
     refused,
 )
 from .pieces import FORBIDDEN_LOGPROB, Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
@@ -61,14 +62,13 @@ class CompletionBody(SamplingParameters, ModelParameters):
     prompt: Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_SCHEMA)] = Field(
         description=f"a text, token ids, or a list of either; at most {MAX_ANSWERS} answers in all"
     )
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(None, description="0 requires `echo`")
-    max_completion_tokens: Tokens | None = Field(None, description="overrides `max_tokens`")
+    max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None, BeforeValidator(or_none)] = Field(
+        None, description="0 requires `echo`"
+    )
+    max_completion_tokens: Tokens = Field(None, description="overrides `max_tokens`")
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="`include_usage`; no effect without `stream`")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="the prompt is computed once")
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        None, description="generate this many, return the `n` with the highest mean log-probability; not in streams"
-    )
     echo: bool | None = Field(
         None, description="start with the prompt; with `logprobs: N`, include its log-probabilities"
     )
@@ -82,6 +82,7 @@ class CompletionBody(SamplingParameters, ModelParameters):
     response_format: dict[str, Any] | None = Field(None, description="as in `/v1/chat/completions`")
     user: no_effect(str, TRACE) = None  # type: ignore[valid-type]
     metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
+    best_of: refused("ask for `n` answers with `logprobs`", 1) = None  # type: ignore[valid-type]
     suffix: refused("only text after the prompt is generated", "") = None  # type: ignore[valid-type]
 
 
@@ -92,17 +93,10 @@ def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> Ser
         RequestRefused: 400, naming the parameter.
     """
     prompts, n = prompts_of(body.prompt), body.n or 1
-    best_of = body.best_of or n
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if best_of < n:
-        raise invalid(f"best_of must be at least n ({n}), got {best_of}", "best_of")
-    if best_of > n and body.stream:
-        raise invalid("best_of greater than n cannot be streamed", "best_of")
-    if len(prompts) * best_of > MAX_ANSWERS:
+    if len(prompts) * n > MAX_ANSWERS:
         name = "prompt" if len(prompts) > MAX_ANSWERS // MAX_CHOICES else "n"
-        raise invalid(
-            f"a request may have at most {MAX_ANSWERS} answers (prompts times best_of, which defaults to n)", name
-        )
+        raise invalid(f"a request may have at most {MAX_ANSWERS} answers (prompts times n)", name)
     if most == 0 and not body.echo:
         raise invalid("max_tokens must be at least 1 without echo, got 0", "max_tokens")
     if body.echo and body.logprobs is True:
@@ -116,7 +110,6 @@ def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> Ser
         inputs=prompts,
         max_tokens=1 if most == 0 else most,  # its only token is not shown
         n=n,
-        best_of=best_of,
         echo=bool(body.echo),
         top_logprobs=top,
         scores_prompt=bool(body.echo) and _num_top(body) is not None,
@@ -146,6 +139,7 @@ class CompletionForm(ChatForm):
     def __init__(self, head: Head, body: CompletionBody) -> None:
         super().__init__(head, body)
         self._num_top = _num_top(body)
+        self.repeats_body = bool(body.echo)
         self._offsets: dict[int, int] = {}  # characters of each answer so far, by index
 
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
@@ -43,7 +43,8 @@ class Endpoint(NamedTuple):
         summary: summary in the OpenAPI description.
         body: pydantic model of the body.
         request, form: make the request from a body, and the form of its answers; None: nothing is generated.
-        answer: makes the answer if nothing is generated, from the body, the prompt maker and the model's texts.
+        answer: makes the answer if nothing is generated, from the body, the prompt maker and the model's texts. It is
+            called in a worker thread.
         aliases: other paths.
     """
 
@@ -53,7 +54,7 @@ class Endpoint(NamedTuple):
     request: Callable[[Any, Mapping[str, Any]], ServerRequest] | None = None
     form: Callable[[Head, Any], Form] | None = None
     aliases: tuple[str, ...] = ()
-    answer: Callable[[Any, PromptMaker, ModelTexts], Awaitable[dict[str, Any]]] | None = None
+    answer: Callable[[Any, PromptMaker, ModelTexts], dict[str, Any]] | None = None
 
 
 class Page(NamedTuple):

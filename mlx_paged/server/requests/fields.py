@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_core import from_json
 
 from ...config import MAX_PROMPT_LOOKUP
@@ -22,7 +32,14 @@ MAX_ANSWERS = 256  # answers to one request
 MAX_PENALTY = 1e4
 LEAST_REPETITION_PENALTY = 1e-3
 MAX_PRIORITY = 1 << 20
-MAX_VALUES = 1 << 21  # commas and brackets in a body: each may become a Python object
+MAX_VALUES = 1 << 19  # commas and brackets in a body: each may become a Python object, which takes up to 1 µs
+MAX_PARAMETERS = 1024
+MAX_TOOLS = 1024
+MAX_PARTS = 100_000  # messages and items of a body, with their content parts and calls
+MAX_STOPS = 1024
+MAX_REFERENCES = 1024  # items of type item_reference
+T = TypeVar("T")
+Several = Annotated[list[T], Field(fail_fast=True)]  # a list that is checked up to its first fault
 NO_EFFECT, REFUSED = "no effect", "refused"
 SUPPORT = "x-support"
 MOST_NOTED = 1000  # names of unknown parameters in the log
@@ -74,10 +91,31 @@ def _check_repetition(value: float) -> float:
     return value
 
 
-TokenBias = Annotated[float, Field(ge=-1e4, le=1e4)]
+def _check_bias(value: Any) -> Any:
+    """Check ``logit_bias`` up to its first fault: pydantic would list all of them."""
+    for token, bias in value.items() if isinstance(value, dict) else ():
+        if not _TOKEN.fullmatch(token):
+            raise ValueError(f"keys must be token ids, got {token[:80]!r}")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"values must be numbers from -{MAX_BIAS} to {MAX_BIAS}")
+    return value
+
+
+def or_none(value: Any) -> Any:
+    """Return None for -1, which clients send for "no limit"."""
+    return None if value == -1 and type(value) is int else value
+
+
+_TOKEN = re.compile(r"[0-9]{1,8}")
+MAX_BIAS = 10_000
+_BIAS_SCHEMA = {
+    "type": "object",
+    "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+    "propertyNames": {"pattern": "^[0-9]{1,8}$"},
+}
+Bias = Annotated[dict[str, Any], BeforeValidator(_check_bias), WithJsonSchema(_BIAS_SCHEMA)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Context = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,8}$")]
 
 
 class Sampling(Body):
@@ -85,7 +123,9 @@ class Sampling(Body):
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_CONTEXT)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_CONTEXT), AfterValidator(lambda k: max(0, k))] | None = Field(
+        None, description="0 and -1: off"
+    )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
@@ -95,7 +135,7 @@ class Sampling(Body):
     repetition_context_size: Context | None = None
     presence_context_size: Context | None = None
     frequency_context_size: Context | None = None
-    logit_bias: dict[TokenKey, TokenBias] | None = None
+    logit_bias: Bias | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = Field(
         None, description="the i-th of `n` answers (from 0) uses seed + i"
     )
@@ -121,23 +161,22 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-Stops = Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]]
-
-
 def check_not_empty(value: Any) -> Any:
     if not value:
         raise ValueError("must not be empty")
     return value
 
 
-def check_stops(value: Any) -> Any:
-    if value is not None and sum(map(len, value)) > MAX_STOP_CHARACTERS:
+def check_stops(value: str | list[str] | None) -> list[str] | None:
+    """Return the stop strings as a list, without empty ones, which clients send for "none"."""
+    stops = [each for each in ([value] if isinstance(value, str) else value or ()) if each]
+    if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
         raise ValueError(f"must have at most {MAX_STOP_CHARACTERS} characters in all")
-    return value
+    return stops or None
 
 
-StopField = Annotated[Stops | None, AfterValidator(check_stops)]
-Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+StopField = Annotated[str | Several[str] | None, AfterValidator(check_stops)]
+Tokens = Annotated[Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None, BeforeValidator(or_none)]
 TRACE = "a label for records only"
 _CACHE = "prefixes are found by their tokens"
 
@@ -160,7 +199,7 @@ class RecordParameters(Body):
 # From bytes to a model --------------------------------------------------------------------------------------------
 
 
-def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
+def parsed(raw: bytes | bytearray, model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
     """Return the parsed body, and the names in it that are unknown or have no effect.
 
     Args:
@@ -174,20 +213,57 @@ def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any,
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise RequestRefused(413, f"the request body has more than {MAX_VALUES:,} commas and opening brackets")
     try:
-        given = from_json(raw, allow_inf_nan=False)
-    except (ValueError, RecursionError) as error:
+        given = from_json(raw, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:  # pydantic's parser allows 200 levels of nesting
         raise invalid(f"the request body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(given, dict):
         raise invalid("the request body must be a JSON object")
+    check_counts(given)
     try:
         body = model.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         raise validation_refusal(error) from None
-    unknown = sorted(ignored_in(body))[:MOST_NOTED]
+    unknown = sorted(islice(ignored_in(body), MOST_NOTED))
     if unknown and strict:
         raise invalid(f"{unknown[0]} is unknown or has no effect (--strict-parameters)", unknown[0])
     _note_ignored(unknown)
     return body, unknown
+
+
+def check_counts(given: Mapping[str, Any]) -> None:
+    """Refuse a body of too many things before anything is done with each of them.
+
+    Raises:
+        RequestRefused: 400, naming the parameter.
+    """
+    if len(given) > MAX_PARAMETERS:
+        raise invalid(f"the request body must have at most {MAX_PARAMETERS:,} parameters, got {len(given):,}")
+    for name, most, number in (
+        ("tools", MAX_TOOLS, _num_within(given.get("tools"), "tools")),
+        ("messages", MAX_PARTS, _num_within(given.get("messages"), "content", "tool_calls")),
+        ("input", MAX_PARTS, _num_within(given.get("input"), "content", "output")),
+        ("system", MAX_PARTS, _num_within(given.get("system"))),
+        ("stop", MAX_STOPS, _num_within(given.get("stop"))),
+        ("stop_sequences", MAX_STOPS, _num_within(given.get("stop_sequences"))),
+    ):
+        if number > most:
+            within = ", counting what they contain" if most == MAX_PARTS else ""
+            raise invalid(f"{name} must have at most {most:,} entries{within}, got {number:,}", name)
+    items = given["input"] if isinstance(given.get("input"), list) else ()
+    number = sum(isinstance(item, dict) and item.get("type") == "item_reference" for item in items)
+    if number > MAX_REFERENCES:
+        raise invalid(f"input must have at most {MAX_REFERENCES:,} references, got {number:,}", "input")
+
+
+def _num_within(given: Any, *names: str) -> int:
+    """Return the number of entries of a list, and of the lists in its entries' fields of these names."""
+    number, lists = 0, [given] if isinstance(given, list) else []
+    while lists:
+        entries = lists.pop()
+        number += len(entries)
+        inner = (entry.get(name) for entry in entries if isinstance(entry, dict) for name in names)
+        lists += [each for each in inner if isinstance(each, list)]
+    return number
 
 
 def ignored_in(value: Any, where: str = "") -> Iterator[str]:
@@ -221,7 +297,9 @@ def validation_refusal(error: ValidationError) -> RequestRefused:
     place = [str(part) for part in fault["loc"]]
     param = place[0] if place else None
     where = ".".join(
-        part for part in place if not part.startswith(("function-", "constrained-", "list[", "dict[", "literal["))
+        part
+        for part in place
+        if part != "str" and not part.startswith(("function-", "constrained-", "list[", "dict[", "literal["))
     )
     if fault["type"] == "missing":
         return invalid(f"{where} is required", param)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from .agents import folded_systems, joined
 
 Messages = list[dict[str, Any]]
+TEXT = "arguments"  # the member that holds arguments which are no object
 ID_LETTERS = 9  # length of call ids that Mistral's templates require
 _USER = {"role": "user", "content": "a"}
 _ANSWER = {"role": "assistant", "content": "b"}
+_BARE_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 
 
 class Refusals(NamedTuple):
@@ -26,6 +28,7 @@ class Refusals(NamedTuple):
         thinking_with_text: a message with thinking, text and calls.
         user_after_tool: a user message directly after a tool result.
         consecutive_users: two consecutive user messages.
+        bare_tools: tools without a description, or without parameters.
     """
 
     systems: bool = False
@@ -35,25 +38,27 @@ class Refusals(NamedTuple):
     thinking_with_text: bool = False
     user_after_tool: bool = False
     consecutive_users: bool = False
+    bare_tools: bool = False
 
 
-def refusals_of(render: Callable[[Messages], str]) -> Refusals:
+def refusals_of(render: Callable[..., str]) -> Refusals:
     """Return what a chat template refuses.
 
     Args:
-        render: renders a chat with the template; may raise anything.
+        render: renders a chat with the template, and the tools that it is given by name; may raise anything.
     """
 
-    def refuses(*messages: dict[str, Any], shows: str = "") -> bool:
+    def refuses(*messages: dict[str, Any], shows: str = "", **options: Any) -> bool:
         try:
-            return shows not in render([dict(message) for message in messages])
+            return shows not in render([dict(message) for message in messages], **options)
         except Exception:  # templates raise what they like
             return True
 
     systems = _moves_systems(render)
     consecutive_users = refuses(_USER, _USER)
+    bare_tools = refuses(_USER, tools=[_BARE_TOOL]) and not refuses(_USER, tools=[_with_fields(_BARE_TOOL)])
     if refuses(_USER, _call("123456789"), _result("123456789"), _ANSWER, _USER):
-        return Refusals(systems=systems, tools=True, consecutive_users=consecutive_users)
+        return Refusals(systems=systems, tools=True, consecutive_users=consecutive_users, bare_tools=bare_tools)
     twice = {**_call("123456789"), "tool_calls": [*_call("123456789")["tool_calls"], *_call("abcdefghi")["tool_calls"]]}
     shown = "" if refuses(_USER, _call("123456789"), _result("123456789"), shows="mark-123456789") else "mark-abcdefghi"
     return Refusals(
@@ -66,6 +71,7 @@ def refusals_of(render: Callable[[Messages], str]) -> Refusals:
         ),
         user_after_tool=refuses(_USER, _call("123456789"), _result("123456789"), _USER),
         consecutive_users=consecutive_users,
+        bare_tools=bare_tools,
     )
 
 
@@ -95,8 +101,7 @@ def fitted(messages: Sequence[Mapping[str, Any]], refused: Refusals) -> Messages
     chat = [dict(message) for message in messages]
     if refused.systems and any(message.get("role") == "system" for message in chat[1:]):
         chat = folded_systems(chat)
-    if refused.tools:
-        chat = [_as_text(message) for message in chat]
+    chat = [_as_text(message) if refused.tools else _with_objects(message) for message in chat]
     if refused.several:
         chat = _one_by_one(chat)
     if refused.ids:
@@ -108,6 +113,48 @@ def fitted(messages: Sequence[Mapping[str, Any]], refused: Refusals) -> Messages
     return _merged(chat) if refused.consecutive_users else chat
 
 
+def fitted_tools(tools: list[dict[str, Any]] | None, refused: Refusals) -> list[dict[str, Any]] | None:
+    """Return the tools in a form that the template accepts."""
+    return [_with_fields(tool) for tool in tools] if tools and refused.bare_tools else tools
+
+
+def _with_fields(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the tool with a description and parameters, which OpenAI's API lets clients leave out."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    given = {name: value for name, value in function.items() if value is not None}
+    return {**tool, "function": {"description": "", "parameters": {"type": "object", "properties": {}}, **given}}
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with objects as arguments of its calls, and without an empty list of calls.
+
+    Many templates take nothing else.
+    """
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = [_with_object(call) for call in calls]
+    return message
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _object_of(function.get("arguments"))}}
+
+
+def _object_of(given: Any) -> dict[str, Any]:
+    """Return arguments as an object. Clients keep calls that were cut off or that have none; empty ones are ``{}``, and
+    others that are no object become its only member, as text."""
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        value = json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return {TEXT: text}
+    return value if isinstance(value, dict) else {} if value is None else {TEXT: text}
+
+
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with its calls, or its tool result, as text between tags."""
     if message.get("role") == "tool":
@@ -115,35 +162,41 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
             "role": "user",
             "content": joined(joined("<tool_response>\n", message.get("content")), "\n</tool_response>"),
         }
-    content = message.get("content")
+    content, calls = message.get("content"), []
     for call in message.pop("tool_calls", None) or ():
         function = call.get("function") or {}
         arguments = function.get("arguments")
-        said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        said = arguments.strip() if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        said = "{}" if said in ("", "null") else said
         name = json.dumps(function.get("name"), ensure_ascii=False)
-        begin = "\n" if content else ""
-        content = joined(content, f'{begin}<tool_call>\n{{"name": {name}, "arguments": {said or "{}"}}}\n</tool_call>')
+        calls.append(f'<tool_call>\n{{"name": {name}, "arguments": {said}}}\n</tool_call>')
+    if calls:
+        content = joined(content, ("\n" if content else "") + "\n".join(calls))
     return {**message, "content": content}
 
 
 def _one_by_one(chat: Messages) -> Messages:
     """Return the chat with one call per message, each followed by its result."""
     result: Messages = []
-    rest = list(chat)
-    while rest:
-        message = rest.pop(0)
+    index = 0
+    while index < len(chat):
+        message = chat[index]
+        index += 1
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
             result.append(message)
             continue
-        number = next((i for i, each in enumerate(rest) if each.get("role") != "tool"), len(rest))
-        results, rest = rest[:number], rest[number:]
-        ids = [call.get("id") for call in calls]
-        for index, call in enumerate(calls):
-            first = message if index == 0 else {"role": "assistant", "content": ""}
+        begin = index
+        while index < len(chat) and chat[index].get("role") == "tool":
+            index += 1
+        results: dict[str, Messages] = {}
+        for each in chat[begin:index]:
+            results.setdefault(str(each.get("tool_call_id")), []).append(each)
+        for number, call in enumerate(calls):
+            first = message if number == 0 else {"role": "assistant", "content": ""}
             result.append({**first, "tool_calls": [call]})
-            result += [each for each in results if each.get("tool_call_id") == ids[index]]
-        result += [each for each in results if each.get("tool_call_id") not in ids]
+            result += results.pop(str(call.get("id")), [])
+        result += [each for several in results.values() for each in several]
     return result
 
 
@@ -182,13 +235,21 @@ def _with_answers(chat: Messages) -> Messages:
 
 def _merged(chat: Messages) -> Messages:
     """Return the chat with consecutive messages of the user, or of the assistant without calls, merged."""
-    result: Messages = []
+    runs: list[Messages] = []
     for message in chat:
-        role, last = message.get("role"), result[-1] if result else {}
-        if role not in ("user", "assistant") or last.get("role") != role or last.get("tool_calls"):
-            result.append(message)
-            continue
-        between = "\n\n" if last.get("content") and message.get("content") else ""
-        content = joined(joined(last.get("content"), between), message.get("content"))
-        result[-1] = {**last, **message, "content": content}
-    return result
+        role, last = message.get("role"), runs[-1][-1] if runs else {}
+        if role in ("user", "assistant") and last.get("role") == role and not last.get("tool_calls"):
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    return [run[0] if len(run) == 1 else _as_one(run) for run in runs]
+
+
+def _as_one(run: Messages) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    contents: list[Any] = []
+    for message in run:
+        whole |= message
+        if content := message.get("content"):
+            contents += ["\n\n", content] if contents else [content]
+    return {**whole, "content": joined(*contents)}

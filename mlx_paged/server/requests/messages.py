@@ -18,6 +18,7 @@ from .fields import (
     Body,
     ModelParameters,
     SamplingParameters,
+    Several,
     Tokens,
     check_not_empty,
     check_stops,
@@ -35,7 +36,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 class MessageParam(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Several[dict[str, Any]]
 
 
 # Types of tools that clients run and whose schemas only Anthropic's models know.
@@ -83,12 +84,12 @@ class OutputConfig(Body):
 class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/messages/count_tokens``: that of ``/v1/messages`` without ``max_tokens`` and ``stream``."""
 
-    messages: Annotated[list[MessageParam], AfterValidator(check_not_empty)] = Field(
+    messages: Annotated[Several[MessageParam], AfterValidator(check_not_empty)] = Field(
         description="texts, images, tool uses and results, thinking"
     )
-    system: Annotated[str | list[dict[str, Any]], AfterValidator(check_not_empty)] | None = None
-    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(check_stops)] | None = None
-    tools: list[MessageTool] | None = Field(
+    system: Annotated[str | Several[dict[str, Any]], AfterValidator(check_not_empty)] | None = None
+    stop_sequences: Annotated[Several[str] | None, AfterValidator(check_stops)] = None
+    tools: Several[MessageTool] | None = Field(
         None, description="of type `custom`; tools that run on Anthropic's servers are ignored"
     )
     tool_choice: ToolChoice | None = None
@@ -102,7 +103,7 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
     )
     service_tier: no_effect(Literal["auto", "standard_only"], "there is only one tier") = None  # type: ignore[valid-type]
     container: refused("there are no containers") = None  # type: ignore[valid-type]
-    betas: no_effect(list[str], "there are no beta features") = None  # type: ignore[valid-type]
+    betas: no_effect(Several[str], "there are no beta features") = None  # type: ignore[valid-type]
     context_management: no_effect(dict[str, Any], "messages are used as sent") = None  # type: ignore[valid-type]
     diagnostics: refused("there is no such service") = None  # type: ignore[valid-type]
     inference_geo: refused("there is only one location") = None  # type: ignore[valid-type]
@@ -155,9 +156,9 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
     )
 
 
-async def count_tokens(body: CountBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
+def count_tokens(body: CountBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
     """Return the answer of ``/v1/messages/count_tokens``."""
-    return {"input_tokens": len(await prompts.tokens_of(message_request(body, {}).inputs[0], texts))}
+    return {"input_tokens": len(prompts.made(message_request(body, {}).inputs[0], texts).tokens)}
 
 
 def _kept_part(body: CountBody) -> str:
@@ -200,8 +201,8 @@ def _messages(given: MessageParam) -> list[dict[str, Any]]:
             parts.append({"type": "text", "text": block["text"]})
         elif kind == "image" and role == "user":
             parts.append({"type": "image_url", "image_url": {"url": _image(block.get("source"))}})
-        elif kind == "tool_use" and role == "assistant" and isinstance(block.get("input"), dict):
-            function = {"name": block.get("name"), "arguments": json.dumps(block["input"], ensure_ascii=False)}
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             text = result_text(_blocks("messages", block.get("content") or ""))
@@ -271,6 +272,8 @@ class MessageForm:
         head: id, model and time of the answer.
         body: body of the request.
     """
+
+    repeats_body = False
 
     def __init__(self, head: Head, body: CountBody) -> None:
         self._head = head

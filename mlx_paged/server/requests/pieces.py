@@ -171,7 +171,13 @@ class Event(NamedTuple):
 
 
 class Form(Protocol):
-    """Formats the answers to one request for one API."""
+    """Formats the answers to one request for one API.
+
+    Attributes:
+        repeats_body: the first and last events repeat what the body may be full of; they are made in a worker thread.
+    """
+
+    repeats_body: bool
 
     def begin(self, usage: Usage, echoes: Sequence[Echo]) -> list[Event]:
         """Return the first events of a stream; ``usage`` is what is known by then."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
+from pydantic_core import from_json, to_json
 
 from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid, not_found
@@ -19,6 +21,7 @@ from .fields import (
     ModelParameters,
     RecordParameters,
     SamplingParameters,
+    Several,
     StreamOptions,
     Tokens,
     check_not_empty,
@@ -51,7 +54,7 @@ class ResponseTool(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: Any = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Several[dict[str, Any]] | None = None
 
     def unused(self) -> list[str]:
         return ignored_of([{"type": self.type, "format": self.format}, *(self.tools or ())])
@@ -75,7 +78,7 @@ def _check_tools(tools: list[ResponseTool]) -> list[ResponseTool]:
 class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/responses``."""
 
-    input: Annotated[str | list[dict[str, Any]], AfterValidator(check_not_empty)] = Field(
+    input: Annotated[str | Several[dict[str, Any]], AfterValidator(check_not_empty)] = Field(
         description="a text, or a list of messages, function calls, their outputs and reasoning"
     )
     instructions: str | None = Field(None, description="a system message before all others")
@@ -84,11 +87,11 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
         None,
         description="`false`: do not store the answer for `previous_response_id` and `GET`; see `--no-response-store`",
     )
-    max_output_tokens: Tokens | None = None
+    max_output_tokens: Tokens = None
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="no effect")
     text: TextOptions | None = Field(None, description="`format`: `text`, `json_object` or `json_schema`")
-    tools: Annotated[list[ResponseTool], AfterValidator(_check_tools)] | None = Field(
+    tools: Annotated[Several[ResponseTool], AfterValidator(_check_tools)] | None = Field(
         None, description="of type `function`, `custom` or `namespace`; tools that OpenAI runs are ignored"
     )
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
@@ -96,7 +99,7 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description=f"requires `{LOGPROBS}` in `include`"
     )
-    include: list[str] | None = Field(
+    include: Several[str] | None = Field(
         None, description=f"`{LOGPROBS}`; OpenAI's other values have no effect: reasoning is not encrypted"
     )
     reasoning: ReasoningOptions | None = Field(
@@ -175,8 +178,8 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
         if kind != "function_call":
             given = {INPUT: str(item.get("input", ""))} if kind == "custom_tool_call" else item.get("action")
             name, arguments = name or "local_shell", json.dumps(given, ensure_ascii=False)
-        if not isinstance(name, str) or not isinstance(arguments, str):
-            raise invalid(f"{where}: name and arguments must be strings", "input")
+        if not isinstance(name, str):
+            raise invalid(f"{where}: name must be a string", "input")
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
         function = {"name": function_name(name, item.get("namespace")), "arguments": arguments}
@@ -319,6 +322,8 @@ class ResponseForm:
         head: id, model and time of the answer.
         body: body of the request.
     """
+
+    repeats_body = True
 
     def __init__(self, head: Head, body: ResponseBody) -> None:
         self._head = head
@@ -486,15 +491,23 @@ MAX_KEPT_BYTES = 64 << 20  # of JSON; earlier items of a conversation count agai
 
 
 class Kept(NamedTuple):
-    """A response and the conversation up to its end."""
+    """A response and the conversation up to its end, as JSON text: objects would take up to 20 times its bytes.
 
-    response: dict[str, Any]
-    items: list[dict[str, Any]]
+    Attributes:
+        response: the response.
+        parts: lists of items, which responses of one conversation share; the last one is the response's output.
+        ids: ids of the items of its output.
+        num_bytes: bytes of the texts.
+    """
+
+    response: bytes
+    parts: tuple[bytes, ...]
+    ids: tuple[str, ...]
     num_bytes: int
 
 
 class KeptResponses:
-    """Stored responses by API key and id; the least recently used are dropped first. Used in the event loop only.
+    """Stored responses by API key and id; the least recently used are dropped first. For any thread.
 
     Args:
         max_bytes: most bytes of JSON to keep; 0: keep nothing.
@@ -502,15 +515,16 @@ class KeptResponses:
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
+        self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str | None, str], Kept] = OrderedDict()
+        self._response_of: dict[tuple[str | None, str], str] = {}  # ids of responses, by their items' ids
 
-    def open(self, body: ResponseBody, key: str | None, num_bytes: int) -> Callable[[dict[str, Any]], None] | None:
-        """Put the conversation that a request continues before its input.
+    def open(self, body: ResponseBody, key: str | None) -> Callable[[dict[str, Any]], None] | None:
+        """Put the conversation that a request continues before its input. Call it in a worker thread.
 
         Args:
             body: body of the request; its input becomes the whole conversation.
             key: API key of the client.
-            num_bytes: size of the body.
 
         Returns:
             A function that stores the response; None: it is not to be stored.
@@ -518,51 +532,72 @@ class KeptResponses:
         Raises:
             RequestRefused: 404, an earlier response or item is not stored; 400, this server stores no responses.
         """
-        items: list[dict[str, Any]] = []
-        if body.previous_response_id is not None:
-            previous = self._find(key, body.previous_response_id, "previous_response_id")
-            items, num_bytes = previous.items, num_bytes + previous.num_bytes
-        given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-        body.input = items = [*items, *(self._referenced(key, item) for item in given)]
         if body.store and not self._max_bytes:
             raise invalid("store must not be true: this server stores no responses (--no-response-store)", "store")
+        earlier: tuple[bytes, ...] = ()
+        if body.previous_response_id is not None:
+            earlier = self._find(key, body.previous_response_id, "previous_response_id").parts
+        given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+        given = self._resolved(key, given)
+        body.input = [*(item for part in earlier for item in from_json(part)), *given]
         if body.store is False or not self._max_bytes:
             return None
-        return lambda response: self._keep(key, response, items, num_bytes)
+        parts = (*earlier, to_json(given))
+        return lambda response: self._keep(key, response, parts)
 
-    def get(self, key: str | None, name: str) -> dict[str, Any]:
-        """Return a response. Raises RequestRefused: 404."""
+    def get(self, key: str | None, name: str) -> bytes:
+        """Return a response as JSON. Raises RequestRefused: 404."""
         return self._find(key, name).response
 
     def delete(self, key: str | None, name: str) -> dict[str, Any]:
         """Delete a response; those that continue it stay. Raises RequestRefused: 404."""
-        self._num_bytes -= self._find(key, name).num_bytes
-        del self._kept[key, name]
+        self._find(key, name)
+        with self._lock:
+            self._drop((key, name))
         return {"id": name, "object": "response", "deleted": True}
 
     def _find(self, key: str | None, name: str, param: str | None = None) -> Kept:
-        found = self._kept.get((key, name))
-        if found is None:
-            raise _unknown("response", name, param)
-        self._kept.move_to_end((key, name))
-        return found
+        with self._lock:
+            found = self._kept.get((key, name))
+            if found is None:
+                raise _unknown("response", name, param)
+            self._kept.move_to_end((key, name))
+            return found
 
-    def _referenced(self, key: str | None, item: dict[str, Any]) -> dict[str, Any]:
-        """Return the item, or the stored one that an ``item_reference`` names."""
-        if item.get("type") != "item_reference":
-            return item
-        for (owner, _), kept in reversed(self._kept.items()):
-            for each in kept.response["output"] if owner == key else ():
-                if each["id"] == item.get("id"):
-                    return dict(each)
-        raise _unknown("item", str(item.get("id")), "input")
+    def _resolved(self, key: str | None, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the items, with stored ones in place of those of type ``item_reference``."""
+        stored: dict[str, dict[str, Any]] = {}
+        items = []
+        for item in given:
+            if item.get("type") == "item_reference":
+                name = str(item.get("id"))
+                if name not in stored:
+                    with self._lock:
+                        kept = self._kept.get((key, self._response_of.get((key, name), "")))
+                    if kept is None:
+                        raise _unknown("item", name, "input")
+                    stored |= {each["id"]: each for each in from_json(kept.parts[-1])}
+                item = stored[name]
+            items.append(item)
+        return items
 
-    def _keep(self, key: str | None, response: dict[str, Any], items: list[dict[str, Any]], num_bytes: int) -> None:
-        num_bytes += len(json.dumps(response))
-        self._kept[key, response["id"]] = Kept(response, [*items, *response["output"]], num_bytes)
-        self._num_bytes += num_bytes
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+    def _keep(self, key: str | None, response: dict[str, Any], parts: tuple[bytes, ...]) -> None:
+        text, output = to_json(response), response["output"]
+        parts = (*parts, to_json(output))
+        kept = Kept(text, parts, tuple(item["id"] for item in output), len(text) + sum(map(len, parts)))
+        name = response["id"]
+        with self._lock:
+            self._kept[key, name] = kept
+            self._response_of.update(dict.fromkeys(((key, each) for each in kept.ids), name))
+            self._num_bytes += kept.num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, place: tuple[str | None, str]) -> None:
+        if (kept := self._kept.pop(place, None)) is not None:
+            self._num_bytes -= kept.num_bytes
+            for name in kept.ids:
+                self._response_of.pop((place[0], name), None)
 
 
 def _unknown(what: str, name: str, param: str | None) -> RequestRefused:

@@ -9,7 +9,7 @@ from pydantic import Field
 from ..errors import invalid
 from ..request import ChatInput, Input
 from .chat import Messages, TemplateParameters
-from .fields import TOKEN_ID_LIMIT, Body
+from .fields import TOKEN_ID_LIMIT, Body, Several
 
 if TYPE_CHECKING:
     from ..backend import ModelTexts
@@ -21,14 +21,14 @@ class TokenizeBody(TemplateParameters):
 
     prompt: str | None = None
     messages: Messages | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Several[dict[str, Any]] | None = None
     model: str | None = None
 
 
 class DetokenizeBody(Body):
     """The body of ``/detokenize``."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]], Field(min_length=1)]
+    tokens: Annotated[Several[Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]], Field(min_length=1)]
     model: str | None = None
 
 
@@ -41,14 +41,14 @@ def _input(body: TokenizeBody) -> Input:
     return ChatInput([dict(m) for m in body.messages or ()], body.tools, dict(body.chat_template_kwargs or {}))
 
 
-async def tokenize(body: TokenizeBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
+def tokenize(body: TokenizeBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
     """Return the answer of ``/tokenize``."""
-    tokens = await prompts.tokens_of(_input(body), texts)
+    tokens = prompts.made(_input(body), texts).tokens
     return {"count": len(tokens), "tokens": tokens}
 
 
-async def detokenize(body: DetokenizeBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
+def detokenize(body: DetokenizeBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
     """Return the answer of ``/detokenize``."""
     if max(body.tokens) >= texts.vocab_size:
         raise invalid(f"tokens: token ids must be from 0 to {texts.vocab_size - 1}", "tokens")
-    return {"prompt": await prompts.run(lambda: texts.decode(body.tokens), size=len(body.tokens))}
+    return {"prompt": texts.decode(body.tokens)}

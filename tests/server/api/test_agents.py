@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from mlx_paged.patches.server_texts import LoadedTexts
 from mlx_paged.server.backend import PromptLimits
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.request import ChatInput, ServerRequest
-from mlx_paged.server.requests.agents import ToolOrders, steady_messages
+from mlx_paged.server.requests.agents import steady_messages
 from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.responses import KeptResponses, ResponseBody
 from scripts.clients.session_share import shares
@@ -273,11 +274,11 @@ def response(name: str, text: str) -> dict[str, Any]:
 
 
 def opened(kept: KeptResponses, key: str | None = None, **values: Any) -> Any:
-    return kept.open(ResponseBody.model_validate({"input": "Hi.", **values}), key, 100)
+    return kept.open(ResponseBody.model_validate({"input": "Hi.", **values}), key)
 
 
 def test_stored_responses_are_bounded_and_only_their_owner_sees_them() -> None:
-    kept = KeptResponses(3000)
+    kept = KeptResponses(4000)
     for number in range(5):
         opened(kept, "a")(response(f"r{number}", "x" * 700))
     assert kept.get("a", "r4") and kept.get("a", "r3")
@@ -288,10 +289,33 @@ def test_stored_responses_are_bounded_and_only_their_owner_sees_them() -> None:
     opened(kept, "a")(response("large", "x" * 4000))
     with pytest.raises(RequestRefused):
         kept.get("a", "large")
+    item: list[Any] = [{"type": "item_reference", "id": "msg_r0"}]
+    with pytest.raises(RequestRefused, match="no such item"):
+        opened(kept, "a", input=item)
     off = KeptResponses(0)
     assert opened(off) is None
     with pytest.raises(RequestRefused, match="--no-response-store"):
         opened(off, store=True)
+
+
+def test_stored_responses_take_the_memory_that_they_count() -> None:
+    """``[]`` is 3 bytes of JSON, and 64 as an object."""
+    number = 100_000
+    body = ResponseBody.model_validate({"input": [{"role": "user", "content": "a", "x": [[] for _ in range(number)]}]})
+    kept = KeptResponses(10 * number)
+    tracemalloc.start()
+    try:
+        keep = kept.open(body, None)
+        del body
+        assert keep is not None
+        keep(response("r", "Yes."))
+        del keep
+        assert tracemalloc.get_traced_memory()[0] < 4 * number
+    finally:
+        tracemalloc.stop()
+    later = ResponseBody.model_validate({"input": "So?", "previous_response_id": "r"})
+    kept.open(later, None)
+    assert len(later.input) == 3 and later.input[0]["x"] == [[]] * number  # type: ignore[index]
 
 
 # Thinking, tools and system messages --------------------------------------------------------------------------------
@@ -442,17 +466,6 @@ def test_changing_lines_of_a_system_message_are_moved_or_dropped() -> None:
     assert steady_messages([{**system, "content": header}, *HI]) == HI
     plain = [{"role": "system", "content": None}, {"role": "system", "content": "Today's date: unknown"}, *HI]
     assert steady_messages(plain) == plain
-
-
-def test_tools_keep_the_order_of_their_first_request() -> None:
-    orders, tools = ToolOrders(), [{"name": name} for name in "abc"]
-    assert orders.steady(tools, None) == tools
-    assert orders.steady(tools[::-1], None) == tools
-    assert orders.steady(tools[::-1], "salt") == tools[::-1]
-    assert orders.steady([tools[1], tools[1], tools[0]], None) == [tools[1], tools[1], tools[0]]
-    for number in range(300):
-        orders.steady([{"name": str(number)}], None)
-    assert orders.steady(tools[::-1], None) == tools[::-1]
 
 
 def test_reasoning_sent_back_becomes_reasoning_content() -> None:

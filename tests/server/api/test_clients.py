@@ -53,7 +53,7 @@ USED: dict[str, dict[str, Any]] = {  # values of parameters that are supported o
     },
     "/v1/completions": {
         **SAMPLING,
-        **{"max_tokens": 2, "max_completion_tokens": 2, "n": 2, "best_of": 3, "echo": True, "stop": "x", "logprobs": 3},
+        **{"max_tokens": 2, "max_completion_tokens": 2, "n": 2, "echo": True, "stop": "x", "logprobs": 3},
         **{"top_logprobs": 2, "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}},
         **{"stream_options": {"include_usage": True}, "prompt": ["Hello", [1, 2]]},
     },
@@ -225,27 +225,6 @@ def test_echoed_prompts_have_the_models_log_probabilities(client: openai.OpenAI,
     assert bare.text.startswith("Hi") and len(bare.text) > 2 and bare.logprobs is None
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         create(model="default_model", prompt="Hi", max_tokens=0)
-
-
-def test_best_of_returns_the_likeliest_answers(client: openai.OpenAI) -> None:
-    import openai
-
-    options: dict[str, Any] = {
-        "model": "default_model",
-        "prompt": "Once",
-        "temperature": 1.5,
-        "seed": 11,
-        "max_tokens": 3,
-    }
-    every = client.completions.create(**options, n=5, logprobs=0)
-    means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs) for choice in every.choices]
-    order = sorted(range(5), key=lambda index: -means[index])
-    best = client.completions.create(**options, n=2, best_of=5)
-    assert [choice.text for choice in best.choices] == [every.choices[index].text for index in order[:2]]
-    assert best.usage.completion_tokens == 15 and best.choices[0].logprobs is None
-    for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
-        with pytest.raises(openai.BadRequestError, match="best_of"):
-            client.completions.create(**options, **wrong)
 
 
 def test_streams_include_log_probabilities(client: openai.OpenAI) -> None:
