@@ -18,9 +18,9 @@ from mlx_paged.attention import latent_prompts
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.composites import leaves
 from mlx_paged.cache.rows import NotPackableError, Rows
+from mlx_paged.engine.compiled_step import compiled_steps
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.patches.models import model_calls
 from mlx_paged.patches.models.index_attention import CHOSEN
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
@@ -328,7 +328,7 @@ def test_decode_steps_are_never_compiled(length: int) -> None:
     with traceable_kernels():
         mlx_paged.apply_patches(page_config())
         got = greedy(model, prompt, 10)
-        step = model_calls._steps.get(mlx_paged.pool_of(model))
+        step = compiled_steps.get(mlx_paged.pool_of(model))
         assert step.failure is None and not step._functions
     assert got[0] == expected[0]
 

@@ -7,7 +7,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
-from mlx_paged.patches.models import model_calls
+from mlx_paged.engine.compiled_step import compiled_steps
 from scripts.support import model_configs
 from tests.support.cases import quick
 from tests.support.kernels.traceable_kernels import traceable_kernels
@@ -49,7 +49,7 @@ def test_decode_uses_the_compiled_step_and_gives_stock_tokens(name: str) -> None
     expected, _ = greedy(model, prompt, 24)
     mlx_paged.apply_patches(PagedConfig(block_size=16))
     got, _ = greedy(model, prompt, 24)
-    step = model_calls._steps.get(mlx_paged.pool_of(model))
+    step = compiled_steps.get(mlx_paged.pool_of(model))
     assert step.failure is None and step._functions
     assert got == expected
 
@@ -61,5 +61,5 @@ def test_decode_steps_can_be_traced(name: str) -> None:
     with traceable_kernels():
         mlx_paged.apply_patches(PagedConfig(block_size=16))
         greedy(model, prompt_of(9, 3) % model_configs.VOCAB, 12)
-        step = model_calls._steps.get(mlx_paged.pool_of(model))
+        step = compiled_steps.get(mlx_paged.pool_of(model))
         assert step.failure is None and step._functions
