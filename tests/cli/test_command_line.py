@@ -279,7 +279,11 @@ def test_help_lists_every_command_and_unknown_ones_are_refused() -> None:
     for name in ("generate", "server", "doctor", *re.findall(r"'(\w+)'", theirs)):
         assert re.search(rf"^  {name} +\w.*$", shown, re.MULTILINE), f"{name} has a line"
     flat = " ".join(shown.split())
-    for text in ("(default: 32); also MLX_PAGED_BLOCK_SIZE", "80 % of the free memory", "MLX_PAGED_KERNEL"):
+    for text in (
+        "(default: 32); also MLX_PAGED_BLOCK_SIZE",
+        "80 % of the memory that the weights leave",
+        "MLX_PAGED_KERNEL",
+    ):
         assert text in flat and text in " ".join(command("generate", "--help").stdout.split())
     check_error(command("nonsense"), "unknown command 'nonsense'")
 

@@ -198,9 +198,9 @@ def look_up() -> dict[str, Any]:
 
 
 def timed_look_up() -> dict[str, Any]:
-    """Look up as many tokens as rank 0's clock suggests; trials cost nothing."""
+    """Look up as many tokens as rank 0's clock suggests; trials come at once."""
     world = World(config={"prompt_lookup": 6})
-    with mock.patch.multiple(depth, SHARE=100.0, FIRST_SHARE=100.0):
+    with mock.patch.multiple(depth, FIRST_TRIAL=1, MOST_BETWEEN=1):
         gen = world.generator(completion_batch_size=3)
         gen.insert([prompt(6, n) * 5 for n in (1, 2)], [14, 14])
         world.run(gen)
