@@ -282,7 +282,7 @@ def test_report_on_a_cpu_is_complete_and_names_skipped_checks(tmp_path: Path) ->
     assert "only Metal" in data["threads"]["not run"] and "no command buffers" in data["ordering"]["not run"]
     assert data["speed"]["model"].startswith("a Llama with random weights")
     assert data["speed"]["stock"] > 0 and data["speed"]["paged"] > 0
-    assert data["speed"]["kept"] == ["layouts", "pools"]
+    assert data["speed"]["kept"] == ["layouts", "lock of calls", "pools"]
     assert data["speed"]["path"].startswith("gather") and data["speed"]["same_tokens"] == data["speed"]["tokens"]
     text = "\n".join(data["summary"])
     assert "kernels and paths: 18 of 18 passed" in text and "NOT FINISHED" not in text and "speed: paged: " in text
