@@ -56,7 +56,7 @@ def kept_of(model: Any) -> dict[str, Any]:
 
     Example:
         >>> sorted(kept_of(model))
-        ['layouts', 'pools']
+        ['layouts', 'lock of calls', 'pools']
     """
     return dict(_values_of(model))
 
