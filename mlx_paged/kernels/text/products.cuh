@@ -253,8 +253,8 @@ constexpr unsigned POWER = is_half<T> ? 0x64006400u : 0x43004300u;
 constexpr unsigned ONE = is_half<T> ? 0x3c003c00u : 0x3f803f80u;
 auto values = [&](unsigned packed, int at, unsigned by, unsigned plus) {
   if constexpr (BITS == 4 || is_half<T>) {
-    const unsigned q = fma_packed<T>((packed >> at & MASK * 0x10001u) | POWER, ONE, POWER | 0x80008000u);
-    return fma_packed<T>(q, by, plus);
+    const unsigned q = fma2<T>((packed >> at & MASK * 0x10001u) | POWER, ONE, POWER | 0x80008000u);
+    return fma2<T>(q, by, plus);
   } else {
     const float low = metal::fma(byte_of(packed, at / 8), low_of<T>(by), low_of<T>(plus));
     const float high = metal::fma(byte_of(packed, at / 8 + 2), low_of<T>(by), low_of<T>(plus));

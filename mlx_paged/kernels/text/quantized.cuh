@@ -110,17 +110,6 @@ __device__ inline float largest_of(float x) {
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(__float_as_uint(x)));
   return __uint_as_float(y);
 }
-// Return a * b + c of two packed values of T each, rounded once.
-template <class T>
-__device__ inline unsigned fma2(unsigned a, unsigned b, unsigned c) {
-  unsigned x;
-  if constexpr (is_half<T>) {
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
-  } else {
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
-  }
-  return x;
-}
 template <class T>
 __device__ inline void store_words(T* target, uint4 words) {
   *reinterpret_cast<uint4*>(target) = words;

@@ -103,7 +103,7 @@ __device__ inline unsigned pack_rounded(float low, float high) {
 }
 // Return a * b + c of two packed values each, rounded once.
 template <class T>
-__device__ inline unsigned fma_packed(unsigned a, unsigned b, unsigned c) {
+__device__ inline unsigned fma2(unsigned a, unsigned b, unsigned c) {
   unsigned x;
   if constexpr (is_half<T>) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));

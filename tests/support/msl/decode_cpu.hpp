@@ -15,11 +15,6 @@ typedef half __half;
 inline float4 make_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
 inline float2 make_float2(float x, float y) { return float2(x, y); }
 inline float power_of(float x) { return exp2f(x); }
-inline uint word_of(float x) {
-  uint bits;
-  __builtin_memcpy((void*)&bits, &x, 4);
-  return bits;
-}
 inline uint __byte_perm(uint x, uint y, uint selector) {
   const uint64_t bytes = uint64_t(y) << 32 | x;
   uint picked = 0;
@@ -58,21 +53,6 @@ inline void load_factors(const uint* source, uint (&target)[N]) {
   for (int i = 0; i < N; i++) target[i] = source[i];
 }
 inline float largest_of(float x, int line = __builtin_LINE()) { return simd_max(x, line); }
-// Round to odd first, so that rounding twice gives the same as rounding once.
-template <class T>
-inline ushort fma_of(ushort a, ushort b, ushort c) {
-  const double exact = double(half_of<T>(a, 0)) * half_of<T>(b, 0) + half_of<T>(c, 0);
-  float x = float(exact);
-  if (double(x) != exact && !(word_of(x) & 1)) x = float_of(word_of(x) + ((double(x) > exact) == (x > 0) ? -1 : 1));
-  const T rounded = static_cast<T>(x);
-  ushort bits;
-  __builtin_memcpy((void*)&bits, (const void*)&rounded, 2);
-  return bits;
-}
-template <class T>
-inline uint fma2(uint a, uint b, uint c) {
-  return uint(fma_of<T>(a >> 16, b >> 16, c >> 16)) << 16 | fma_of<T>(a & 0xffff, b & 0xffff, c & 0xffff);
-}
 template <class T>
 inline void store_words(T* target, uint4 words) {
   for (int i = 0; i < 4; i++) __builtin_memcpy((void*)(target + i * 2), (const void*)&words[i], 4);

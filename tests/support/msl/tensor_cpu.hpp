@@ -58,10 +58,25 @@ template <class T>
 constexpr bool is_half = false;
 template <>
 constexpr bool is_half<half> = true;
+inline uint word_of(float x) {
+  uint bits;
+  __builtin_memcpy((void*)&bits, &x, 4);
+  return bits;
+}
+// Round to odd first, so that rounding twice gives the same as rounding once.
 template <class T>
-inline uint fma_packed(uint a, uint b, uint c) {
-  return pack_rounded<T>(__builtin_fmaf(half_of<T>(a, 0), half_of<T>(b, 0), half_of<T>(c, 0)),
-                         __builtin_fmaf(half_of<T>(a, 1), half_of<T>(b, 1), half_of<T>(c, 1)));
+inline ushort fma_of(ushort a, ushort b, ushort c) {
+  const double exact = double(half_of<T>(a, 0)) * half_of<T>(b, 0) + half_of<T>(c, 0);
+  float x = float(exact);
+  if (double(x) != exact && !(word_of(x) & 1)) x = float_of(word_of(x) + ((double(x) > exact) == (x > 0) ? -1 : 1));
+  const T rounded = static_cast<T>(x);
+  ushort bits;
+  __builtin_memcpy((void*)&bits, (const void*)&rounded, 2);
+  return bits;
+}
+template <class T>
+inline uint fma2(uint a, uint b, uint c) {
+  return uint(fma_of<T>(a >> 16, b >> 16, c >> 16)) << 16 | fma_of<T>(a & 0xffff, b & 0xffff, c & 0xffff);
 }
 inline float byte_of(uint x, int i) { return float(x >> 8 * i & 255); }
 inline uint low_halves(uint a, uint b) { return (a & 0xffffu) | b << 16; }
