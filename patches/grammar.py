@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.grammar.compiler import GrammarCompiler, GrammarSource, IsCancelled, json_in_lark, text_in_lark
-from ..engine.grammar.grammar import CompiledGrammar, ThinkingBudget
 from ..errors import GrammarAbandoned, GrammarError
+from ..grammar.compiler import GrammarCompiler, GrammarSource, IsCancelled, json_in_lark, text_in_lark
+from ..grammar.grammar import CompiledGrammar, ThinkingBudget
 from ..server.call_formats import HARMONY_TOKENS, CallForm, call_form, local_schema, types_of
 from ..server.constraint import Constraint, Tool, Tools
 from ..server.errors import RequestRefused, invalid

@@ -23,11 +23,10 @@ from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import LRUPromptCache
 
 from ..by_model import ByModel
-from ..engine.grammar.grammar import GrammarProcessor
-from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError, PagedCacheError, check_device
+from ..grammar.grammar import GrammarProcessor
 from ..kernels import availability, check
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
@@ -36,6 +35,7 @@ from ..model_folder import check_model_folder, check_weight_files, explain_load_
 from ..prefix.identity import identity_of, noting_configs
 from ..prefix.spill import SpillStore
 from ..prefix.store import SharedPrefixes
+from ..ranks.ranks import Ranks
 from ..server.engine_loop import gather_logprobs
 from ..server.errors import not_found
 from ..server.options import ServerConfig

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm import utils
 
-from ..engine.ranks.world import check_same, connect, model_files
+from ..ranks.world import check_same, connect, model_files
 from .patch import replaced
 
 

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.grammar.compiler import INSTALL
 from ..errors import ConfigError
+from ..grammar.compiler import INSTALL
 from ..server.constraint import Constraint, constraint_of
 from ..server.errors import RequestRefused, invalid
 from .prompts_file import load_object
 
 if TYPE_CHECKING:
-    from ..engine.grammar.grammar import CompiledGrammar
-    from ..engine.ranks.ranks import Ranks
+    from ..grammar.grammar import CompiledGrammar
     from ..patches.grammar import TokenizerGrammars
+    from ..ranks.ranks import Ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import mlx.core as mx
 
-from ..engine.grammar.grammar import CompiledGrammar, GrammarProcessor
-from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError, PromptsFileError, RequestFailedError, check_device
+from ..grammar.grammar import CompiledGrammar, GrammarProcessor
 from ..model_folder import warn_if_unbounded
+from ..ranks.ranks import Ranks
 from ..server.errors import invalid
 from ..server.requests.chat import sampling_of
 from ..server.stops import StoppedTokens

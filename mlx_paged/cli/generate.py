@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..config import STOCK_QUANTISES, KVBits, PagedConfig
-from ..engine.grammar.grammar import GrammarProcessor
-from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError, PatchError
+from ..grammar.grammar import GrammarProcessor
 from ..machine import memory_beside
 from ..model_folder import (
     check_model_folder,
@@ -25,6 +24,7 @@ from ..model_folder import (
     weight_bytes,
 )
 from ..patches.patch import replaced
+from ..ranks.ranks import Ranks
 from ..server.errors import RequestRefused
 from ..startup import raise_at_interrupt
 from ..warn import warn_once

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..config import argument_type
-from ..engine.ranks.peers import EXIT_STATUS
-from ..engine.ranks.ranks import Ranks
-from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, check_same, connect, parse_timeout, versions
 from ..errors import ConfigError, RankError
+from ..ranks.peers import EXIT_STATUS
+from ..ranks.ranks import Ranks
+from ..ranks.world import RANK_TIMEOUT, VARIABLE, check_same, connect, parse_timeout, versions
 from ..warn import warn_once
 
 T = TypeVar("T")

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..config import KVBits, PagedConfig
-from ..engine.ranks.ranks import Ranks
-from ..engine.ranks.world import check_same
 from ..errors import ConfigError
 from ..machine import kv_budget
 from ..model_folder import check_model_folder, check_weight_files, weight_bytes
 from ..patches.patch import replaced
+from ..ranks.ranks import Ranks
+from ..ranks.world import check_same
 from ..server.errors import is_launchd_job, start_status
 from ..server.options import ServerConfig
 from ..startup import raise_at_interrupt

@@ -15,11 +15,11 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow, Rows
+from ..drafts.proposal import Proposer
 from ..errors import check_device, without_frames
-from .drafts.proposal import Proposer
-from .grammar.grammar import constrain
-from .ranks.ranks import Ranks
-from .ranks.world import has_same_logits
+from ..grammar.grammar import constrain
+from ..ranks.ranks import Ranks
+from ..ranks.world import has_same_logits
 from .request import Request
 from .sampling.token_choice import Choice, Places, TokenChoice
 from .step_logits import StepLogits, TokenLogits

@@ -16,6 +16,9 @@ from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow
 from ..device import confirm
+from ..drafts.look_up import LookUp, depth_of
+from ..drafts.proposal import Proposer
+from ..drafts.steps import NO_DRAFTS_REASON, DraftSteps
 from ..errors import (
     ConfigError,
     DeviceWatch,
@@ -29,12 +32,10 @@ from ..kernels.availability import on_metal
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix.store import SharedPrefixes
+from ..ranks.ranks import Agreement
 from ..warn import warn_once
 from . import appends
 from .decode_batch import DecodeBatch, Delivery
-from .drafts.look_up import LookUp, depth_of
-from .drafts.proposal import Proposer
-from .drafts.steps import NO_DRAFTS_REASON, DraftSteps
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     LATENCY_MS,
@@ -48,7 +49,6 @@ from .prefill import (
     most_step_tokens,
     packs_by_default,
 )
-from .ranks.ranks import Agreement
 from .request import Request, sequence_of
 from .scheduler import Chunk, Growth, Scheduler
 from .sharing import CheckpointSharing, PrefixSharing

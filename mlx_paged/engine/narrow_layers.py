@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from ..kernels.products import narrow_matmul
 from ..kernels.products.narrow_matmul import PackedWeight
-from .ranks.world import group_of
+from ..ranks.world import group_of
 
 # Largest model whose steps of one row use narrow layers. With larger ones the GPU, not the host's launches, is the
 # limit, and MLX reads weights as fast (docs/adr/0011).

@@ -12,8 +12,8 @@ import mlx.core as mx
 from ..cache.batch_cache import first_paged
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import SequenceTables
+from ..grammar.grammar import CompiledGrammar
 from ..kv.block_table import BlockTable
-from .grammar.grammar import CompiledGrammar
 from .sampling.params import SamplingParams
 from .step_logits import Sampler, TokenLogits
 

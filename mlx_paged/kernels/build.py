@@ -17,10 +17,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..cuda.cubins import cubins
+from ..cuda.launch import CompiledKernel, Source, source_of
 from ..warn import warn_when_slow
 from .bodies import BODIES, kernel_text, part_of
-from .cuda.cubins import cubins
-from .cuda.launch import CompiledKernel, Source, source_of
 
 # Compile-time constants of a kernel: (name, bool | int | dtype).
 Constants = tuple[tuple[str, Any], ...]

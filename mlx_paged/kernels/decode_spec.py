@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..cuda.device import cuda_limits
 from .build import Constants
-from .cuda.device import cuda_limits
 from .launch_shape import (
     FUSED_BODIES,
     LATENT_BODIES,

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..cuda.device import cuda_limits
 from . import ops
 from .build import Constants, NoKernelError, backend, build_kernel
-from .cuda.device import cuda_limits
 from .launch_shape import Variant
 from .prefill import PrefillShape, check_pack, prefill_constants_of, tiles_of, unsupported_prefill
 from .trial import KernelKey, failure_of

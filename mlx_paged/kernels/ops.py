@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..cuda.device import cuda_limits
 from . import quantized
 from .build import Constants, Launch, NoKernelError, backend, build_kernel, gpu_cores, prepared
-from .cuda.device import cuda_limits
 from .decode_spec import Counters, params_of, pool_constants_of, spec_of
 from .launch_shape import (
     LATENT_BODIES,

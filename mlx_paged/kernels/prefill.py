@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..cuda.device import cuda_limits
 from . import ops
 from .build import Constants, NoKernelError, backend, build_kernel
 from .cases import Blocks, squared_errors, worst_rms
-from .cuda.device import cuda_limits
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
 from .quantized import PageShape, new_blocks
 from .trial import LAUNCHES, KernelKey, failure_of, seconds_of

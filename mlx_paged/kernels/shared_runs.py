@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..cuda.device import cuda_limits
 from .build import gpu_cores
-from .cuda.device import cuda_limits
 from .launch_shape import LaunchShape, Variant, shape_for
 
 HEADER = 2  # integers at the start of an item: partition, number of rows; the rows' places in the batch follow

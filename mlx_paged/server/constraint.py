@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..engine.grammar.compiler import ANY_OBJECT, GrammarSource
+from ..grammar.compiler import ANY_OBJECT, GrammarSource
 from .errors import invalid
 
 FORMATS = ("json", "json_object", "regex", "choice", "grammar")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..engine.ranks.ranks import Ranks
 from ..errors import RankError
 from ..machine import MemoryReading
+from ..ranks.ranks import Ranks
 from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, for_seconds
 from .errors import invalid
 from .memory import MemoryWatch, nearest, read_memory

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
-from ..engine.grammar.grammar import CompiledGrammar
 from ..engine.sampling.params import SamplingParams
+from ..grammar.grammar import CompiledGrammar
 from .constraint import Constraint
 from .stops import StopList
 

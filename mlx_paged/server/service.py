@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 
-from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError
+from ..ranks.ranks import Ranks
 from .app import make_app
 from .clients import Clients
 from .engine_loop import CLOSING

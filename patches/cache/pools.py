@@ -17,8 +17,6 @@ from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...config import PagedConfig
 from ...engine.compiled_step import compiled_steps
-from ...engine.ranks.ranks import agreed_blocks, agreed_budget
-from ...engine.ranks.world import check_heads, ranks_of
 from ...engine.request import sequence_of
 from ...errors import GeometryError
 from ...kv.attention_params import AttentionParams
@@ -26,6 +24,8 @@ from ...kv.choice import blocks_choice
 from ...kv.geometry import first_keys
 from ...kv.pool import BlockPool
 from ...machine import kv_budget
+from ...ranks.ranks import agreed_blocks, agreed_budget
+from ...ranks.world import check_heads, ranks_of
 from .layer_cache import PagedLayerCache
 from .layout import PagedLayout, probe_layers, probing_pass
 

@@ -13,15 +13,15 @@ from mlx_lm.models.cache import KVCache
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...device import device_errors
+from ...drafts.prediction_head import PredictionHead
 from ...engine.decode_batch import DecodeBatch, RowByRowBatch
-from ...engine.drafts.prediction_head import PredictionHead
 from ...engine.engine import Engine
-from ...engine.grammar.grammar import GrammarProcessor
-from ...engine.ranks.world import ranks_of
 from ...engine.request import Request, RequestOptions, sequence_of
 from ...errors import ConfigError
+from ...grammar.grammar import GrammarProcessor
 from ...kv.lock import HeldLocks
 from ...prefix.store import SharedPrefixes
+from ...ranks.world import ranks_of
 from ...warn import warn_once
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one

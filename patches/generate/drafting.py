@@ -7,17 +7,17 @@ import threading
 import weakref
 from typing import Any
 
-from ...engine.drafts.depth import new_depth
-from ...engine.drafts.draft_model import DraftModel, is_paged
-from ...engine.drafts.prediction_head import HiddenStates, PredictionHead
-from ...engine.drafts.steps import NO_DRAFTS_REASON
+from ...drafts.depth import new_depth
+from ...drafts.draft_model import DraftModel, is_paged
+from ...drafts.prediction_head import HiddenStates, PredictionHead
+from ...drafts.steps import NO_DRAFTS_REASON
 from ...engine.prefill import can_pack
-from ...engine.ranks.world import ranks_of
 from ...engine.request import sequence_of
 from ...errors import ConfigError
 from ...kv.pool import BlockPool
 from ...prefix.radix import RadixTree
 from ...prefix.store import SharedPrefixes
+from ...ranks.world import ranks_of
 from ..cache.layout import reads_blocks_only
 from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import CacheFactory, factory_of

@@ -26,13 +26,13 @@ from mlx_paged import config
 from mlx_paged.attention import dispatch
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cuda.launch import CompiledKernel
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Request
 from mlx_paged.engine.upstream import Upstream
 from mlx_paged.kernels import availability, ops
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels.cuda.launch import CompiledKernel
 from mlx_paged.kv import choice
 from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.choice import blocks_choice

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_paged.cli import server
-from mlx_paged.engine.grammar.compiler import GrammarSource
 from mlx_paged.engine.sharing import common_length
+from mlx_paged.grammar.compiler import GrammarSource
 from mlx_paged.server.constraint import Constraint
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import ChatInput

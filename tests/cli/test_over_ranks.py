@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from mlx_paged.cli.over_ranks import from_rank_0
-from mlx_paged.engine.ranks.peers import EXIT_STATUS
+from mlx_paged.ranks.peers import EXIT_STATUS
 from tests.support.cases import quick, slow
 from tests.support.models.tiny_model import VOCAB, make_tiny_model
 from tests.support.processes import commands

@@ -9,10 +9,10 @@ import pytest
 
 from mlx_paged.engine import decode_batch
 from mlx_paged.engine.decode_batch import DecodeBatch, _elements
-from mlx_paged.engine.ranks.ranks import Ranks
 from mlx_paged.engine.request import Request
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.ranks.ranks import Ranks
 from tests.support.models.toy_engine import (
     BLOCK_SIZE,
     UPSTREAM,

@@ -16,10 +16,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.engine.grammar import check
-from mlx_paged.engine.grammar import compiler as module
-from mlx_paged.engine.grammar.check import is_long, numbers
-from mlx_paged.engine.grammar.compiler import (
+from mlx_paged.errors import GrammarAbandoned, GrammarError
+from mlx_paged.grammar import check
+from mlx_paged.grammar import compiler as module
+from mlx_paged.grammar.check import is_long, numbers
+from mlx_paged.grammar.compiler import (
     MAX_KEPT,
     MAX_VERDICTS,
     GrammarCompiler,
@@ -28,8 +29,7 @@ from mlx_paged.engine.grammar.compiler import (
     Verdict,
     json_in_lark,
 )
-from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part, ThinkingBudget, masked
-from mlx_paged.errors import GrammarAbandoned, GrammarError
+from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part, ThinkingBudget, masked
 from tests.support.cases import quick
 from tests.support.models.tokenizers import CALL, EOS, EOT, THINK_END, byte_tokenizer
 from tests.support.without_collector import without_collector
@@ -507,7 +507,7 @@ def test_grammar_that_crashes_llguidance_is_refused(
     slow_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crash = GrammarSource.json({"const": -(2**63)})
-    for name in ("mlx_paged.engine.grammar.compiler.fault_of_size",):
+    for name in ("mlx_paged.grammar.compiler.fault_of_size",):
         monkeypatch.setattr(name, lambda kind, text: "")  # or it would be refused earlier
     with pytest.raises(GrammarError, match="needs more than 1 GB of memory, or too much stack, to compile"):
         slow_compiler.compile(crash)

@@ -23,15 +23,15 @@ from mlx_lm.models import cache as cache_module
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cli.server import check_ranks, parse
-from mlx_paged.engine.ranks import peers as rendezvous
-from mlx_paged.engine.ranks import ranks as ranks_module
-from mlx_paged.engine.ranks import world
-from mlx_paged.engine.ranks.peers import DATA, EXIT_STATUS, Peer
-from mlx_paged.engine.ranks.ranks import Agreement, Ranks, StepRecord, undo_point
-from mlx_paged.engine.ranks.world import SAMPLE_BYTES, check_same, group_of, model_files, parse_timeout, versions
 from mlx_paged.engine.scheduler import ScheduledStep
 from mlx_paged.errors import ConfigError, RankError, RequestFailedError
 from mlx_paged.kv.lock import HeldLocks
+from mlx_paged.ranks import peers as rendezvous
+from mlx_paged.ranks import ranks as ranks_module
+from mlx_paged.ranks import world
+from mlx_paged.ranks.peers import DATA, EXIT_STATUS, Peer
+from mlx_paged.ranks.ranks import Agreement, Ranks, StepRecord, undo_point
+from mlx_paged.ranks.world import SAMPLE_BYTES, check_same, group_of, model_files, parse_timeout, versions
 from mlx_paged.server.ranked_loop import RankedLoop
 from tests.support.cases import slow
 from tests.support.models.builders import build, prompt_of

@@ -10,14 +10,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_paged.cuda.cubins import CubinFolder, Cubins
+from mlx_paged.cuda.launch import CompiledKernel, Source, short_name
 from mlx_paged.kernels import build, check, draw_rows, embedding_rows, penalise_rows, silu_product
 from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants, build_kernel
 from mlx_paged.kernels.check import self_check, texts_of
-from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
-from mlx_paged.kernels.cuda.launch import CompiledKernel, Source, short_name
 from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, SHARED_MATRIX_BODY, Variant
 from mlx_paged.kernels.prefill import (

@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels.cuda import cubins as cubins_module
-from mlx_paged.kernels.cuda import launch as launch_module
-from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins, cubins, folder_path
-from mlx_paged.kernels.cuda.launch import Source, _hash, load, short_name
+from mlx_paged.cuda import cubins as cubins_module
+from mlx_paged.cuda import launch as launch_module
+from mlx_paged.cuda.cubins import CubinFolder, Cubins, cubins, folder_path
+from mlx_paged.cuda.launch import Source, _hash, load, short_name
 
 WAIT_SECONDS = 60
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
+from mlx_paged.cuda import device
+from mlx_paged.cuda.device import HOPPER, CudaLimits, cuda_limits
 from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops, prefill
-from mlx_paged.kernels.cuda import device
-from mlx_paged.kernels.cuda.device import HOPPER, CudaLimits, cuda_limits
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, latent_run, run_length, shape_for
 

@@ -21,12 +21,12 @@ from transformers import AutoTokenizer
 import mlx_paged
 from mlx_paged.config import PagedConfig
 from mlx_paged.engine.decode_batch import RowByRowBatch
-from mlx_paged.engine.grammar import check
-from mlx_paged.engine.grammar import grammar as grammar_module
-from mlx_paged.engine.grammar.compiler import GrammarCompiler, GrammarSource
-from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
+from mlx_paged.grammar import check
+from mlx_paged.grammar import grammar as grammar_module
+from mlx_paged.grammar.compiler import GrammarCompiler, GrammarSource
+from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part
 from mlx_paged.patches.generate.upstream import UPSTREAM
 from mlx_paged.patches.grammar import (
     TokenizerGrammars,

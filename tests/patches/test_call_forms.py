@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
-from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, Part
+from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part
 from mlx_paged.patches.grammar import TokenizerGrammars
 from mlx_paged.server.answer_reader import AnswerReader
 from mlx_paged.server.call_formats import FORMS, HARMONY_TOKENS, argument, text_marks, types_of

@@ -8,8 +8,8 @@ import pytest
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import llama
 
-from mlx_paged.engine.ranks.world import has_same_logits
 from mlx_paged.patches.sharded import ShardedHead, shard_head
+from mlx_paged.ranks.world import has_same_logits
 
 HIDDEN, VOCAB, SIZE = 64, 96, 2
 Heads = list[ShardedHead]

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ...cuda.device import cuda_limits
 from ..build import backend, build_kernel, compile_ahead, warn_when_compiling
 from ..cases import worst_rms
 from ..check import outcome_of
-from ..cuda.device import cuda_limits
 from ..trial import LAUNCHES, KernelKey, failure_of, seconds_of
 
 BITS = (4, 8)

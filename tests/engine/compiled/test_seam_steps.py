@@ -18,9 +18,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.composites import leaves
+from mlx_paged.drafts import look_up
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import compiled_steps
-from mlx_paged.engine.drafts import look_up
 from mlx_paged.engine.model_state import ModelState
 from mlx_paged.engine.request import RequestOptions
 from scripts import model_matrix

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mlx_paged.engine.drafts.depth import (
+from mlx_paged.drafts.depth import (
     CPU_PROMPT_PRICE,
     FIRST_TRIAL,
     LEAST_KNOWN,
@@ -18,7 +18,7 @@ from mlx_paged.engine.drafts.depth import (
     Candidate,
     Depth,
 )
-from mlx_paged.engine.drafts.draft_model import MOST_BEHIND
+from mlx_paged.drafts.draft_model import MOST_BEHIND
 from tests.support.cases import crossed, quick
 
 FIRST = 100  # first steps, in which drafts may cost 5 %; later 2 %

@@ -11,9 +11,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
+from mlx_paged.drafts.depth import Depth
+from mlx_paged.drafts.draft_model import DraftModel
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.drafts.depth import Depth
-from mlx_paged.engine.drafts.draft_model import DraftModel
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.generate import drafting
 from mlx_paged.prefix.radix import RadixTree

@@ -9,9 +9,9 @@ import pytest
 
 import mlx_paged
 from mlx_paged.cache.rows import NotPackableError, Rows
+from mlx_paged.drafts import look_up
+from mlx_paged.drafts.steps import DraftSteps
 from mlx_paged.engine import engine
-from mlx_paged.engine.drafts import look_up
-from mlx_paged.engine.drafts.steps import DraftSteps
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.radix import RadixTree

@@ -13,9 +13,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.drafts import look_up
+from mlx_paged.drafts.look_up import Drafts
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.drafts import look_up
-from mlx_paged.engine.drafts.look_up import Drafts
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling.params import SamplingParams
 from scripts.support import model_configs

@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 import mlx_paged
+from mlx_paged.drafts.depth import Depth
 from mlx_paged.engine import engine
-from mlx_paged.engine.drafts.depth import Depth
 from mlx_paged.patches.generate import drafting
 from scripts.support import model_configs
 from tests.support.models import builders

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from mlx_paged.engine.drafts import look_up
-from mlx_paged.engine.drafts.look_up import Drafts, Predictor
+from mlx_paged.drafts import look_up
+from mlx_paged.drafts.look_up import Drafts, Predictor
 from tests.support.models.drafting import in_every_step
 
 

@@ -12,14 +12,14 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.drafts import depth
-from mlx_paged.engine.ranks import peers
+from mlx_paged.drafts import depth
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches import registry
 from mlx_paged.patches.sharded import shard_head
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.ranks import peers
 from tests.support.models.drafting import in_every_step
 
 VOCAB, BLOCK, LAYERS, KV_HEADS, HEAD_DIM = 128, 8, 2, 4, 16

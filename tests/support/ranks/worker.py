@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from mlx_paged.engine.ranks.world import ranks_of
+from mlx_paged.ranks.world import ranks_of
 from tests.support.ranks import faults, scenarios
 
 

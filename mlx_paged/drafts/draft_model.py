@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.composites import leaves, with_leaves
-from ...cache.paged_kv_cache import PagedKVCache
-from ...cache.rows import Rows, SequenceTables
-from ...errors import ConfigError, PoolExhaustedError, check_device
-from ...kv.pool import BlockPool
-from ...prefix.store import SharedPrefixes
-from ...warn import warn_once
-from ..request import Request, sequence_of
-from ..sampling.token_choice import TokenChoice
+from ..cache.batch_cache import PagedBatchKVCache
+from ..cache.composites import leaves, with_leaves
+from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.rows import Rows, SequenceTables
+from ..engine.request import Request, sequence_of
+from ..engine.sampling.token_choice import TokenChoice
+from ..errors import ConfigError, PoolExhaustedError, check_device
+from ..kv.pool import BlockPool
+from ..prefix.store import SharedPrefixes
+from ..warn import warn_once
 from .depth import TRIAL_CONTEXT, Acceptance, Candidate, Depth
 from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ...errors import check_device
+from ..errors import check_device
 from .launch import CompiledKernel, Source, load
 
 # The compiler -------------------------------------------------------------------------------------------------------

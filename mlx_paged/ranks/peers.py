@@ -22,7 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...errors import RankError
+from ..errors import RankError
 
 _HEAD = struct.Struct(">Ic")  # length of the body in bytes, kind
 MOST_BYTES = 1 << 30

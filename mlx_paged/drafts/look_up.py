@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...kv.pool import BlockPool
+from ..engine.request import Request
+from ..engine.sampling.token_choice import TokenChoice
+from ..kv.pool import BlockPool
 from ..ranks.ranks import Ranks
-from ..request import Request
-from ..sampling.token_choice import TokenChoice
 from .depth import Candidate, Depth, new_depth
 from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ...errors import GrammarError
+from ..errors import GrammarError
 from .check import reason
 
 ALL = np.uint32(0xFFFFFFFF)

@@ -9,18 +9,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.composites import leaves, with_leaves
-from ...cache.packed_states import PackedStates
-from ...cache.paged_kv_cache import PagedKVCache
-from ...cache.rows import NotPackableError, Rows
-from ...errors import PoolExhaustedError, check_device
-from ...kv.pool import BlockPool
-from ...warn import warn_once
-from ..decode_batch import DecodeBatch, Delivery
-from ..request import Request
-from ..sampling.token_choice import Places
-from ..scheduler import Growth
+from ..cache.batch_cache import PagedBatchKVCache
+from ..cache.composites import leaves, with_leaves
+from ..cache.packed_states import PackedStates
+from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.rows import NotPackableError, Rows
+from ..engine.decode_batch import DecodeBatch, Delivery
+from ..engine.request import Request
+from ..engine.sampling.token_choice import Places
+from ..engine.scheduler import Growth
+from ..errors import PoolExhaustedError, check_device
+from ..kv.pool import BlockPool
+from ..warn import warn_once
 from .proposal import NextTokens, Proposal, Proposer
 
 NO_DRAFTS_REASON = (

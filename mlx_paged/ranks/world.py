@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers import distributed
 
-from ...errors import ConfigError
+from ..errors import ConfigError
 from .ranks import Ranks
 
 RANK_TIMEOUT = 30.0

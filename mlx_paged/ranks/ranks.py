@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import mlx.core as mx
 
-from ...cache.composites import leaves
-from ...errors import ConfigError, KernelUnavailableError, RankError, RequestFailedError
-from ...kernels.build import backend
-from ...kv.attention_params import QueryHeads
-from ...kv.block_table import BlockTable
-from ...kv.blocks import BlocksChoice, ChooseBlocks
-from ...kv.choice import blocks_choice
-from ...kv.geometry import Geometry
-from ...kv.pool import BlockPool
+from ..cache.composites import leaves
+from ..errors import ConfigError, KernelUnavailableError, RankError, RequestFailedError
+from ..kernels.build import backend
+from ..kv.attention_params import QueryHeads
+from ..kv.block_table import BlockTable
+from ..kv.blocks import BlocksChoice, ChooseBlocks
+from ..kv.choice import blocks_choice
+from ..kv.geometry import Geometry
+from ..kv.pool import BlockPool
 from .peers import DATA, FAULT, GRACE_SECONDS, LEAVE, Peer, Watch, meet
 
 if TYPE_CHECKING:
-    from ..request import Request
-    from ..scheduler import ScheduledStep
-    from ..upstream import TokenResponse
+    from ..engine.request import Request
+    from ..engine.scheduler import ScheduledStep
+    from ..engine.upstream import TokenResponse
 
 
 def undo_point(pool: BlockPool) -> Callable[[], None]:

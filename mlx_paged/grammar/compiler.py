@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import GrammarAbandoned, GrammarError
+from ..errors import GrammarAbandoned, GrammarError
 from . import check
 from .check import COMPILE_STACK, JSON_OPTIONS, Checker, fault_of_size, on_stack
 from .grammar import CompiledGrammar
