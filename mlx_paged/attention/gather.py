@@ -102,12 +102,12 @@ def gather_attention(q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], p
     """
     # A prompt's result in the last layer is never used, so it must not be among the reads that a write computes.
     blocks = kv.blocks
-    is_view, read = False, kv.gather_visible
+    read, pending = kv.gather_visible, None
     if isinstance(blocks, HostBlocks) and q.shape[2] <= MAX_QUERY_LENGTH:
-        is_view, read = True, blocks.read
+        read, pending = blocks.read, blocks.pending
     rows = [q] if len(tables) == 1 else [q[row : row + 1] for row in range(len(tables))]
     outputs = [attention(row, *read(table), params) for row, table in zip(rows, tables, strict=True)]
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    if is_view:
-        kv.group.pending.append(output)
+    if pending is not None:
+        pending.append(output)
     return output

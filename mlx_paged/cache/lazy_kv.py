@@ -119,7 +119,8 @@ class LazyKV:
     def _forget(self, pool: BlockPool, keys: mx.array, values: mx.array, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` a device's write before it. Return whether a device has."""
         if self._read is not None:
-            pool.pending[:] = [array for array in pool.pending if array is not self._read]
+            pending = pool.layer(self.layer).host.pending
+            pending[:] = [array for array in pending if array is not self._read]
             self._read = None
             pool.lock.held_arrays.add(keys, values)
         if self._fences is None:

@@ -109,7 +109,6 @@ class BlockGroup:
         block_size: int,
         choose_blocks: ChooseBlocks = host_blocks,
         page_format: PageFormat | None = None,
-        pending: list[mx.array] | None = None,
     ) -> None:
         self.spec, self.sees = spec, spec.sees
         self.block_size = block_size
@@ -120,7 +119,6 @@ class BlockGroup:
         self.choice: BlocksChoice | None = None
         self.in_place = False  # whether kernels write and read the blocks, on a GPU
         self.blocks_reason = "nothing written yet"
-        self.pending = [] if pending is None else pending  # lazy reads of the pool's blocks on the host
         self.page_format = page_format  # the format asked for
         self.dense_reason: str | None = None  # why pages are not quantised although a format was asked for
         self.resize_failed = False  # if the latest did, some layers' tensors may have more blocks than there are ids
@@ -289,12 +287,11 @@ class BlockGroup:
             )
 
     def _new_blocks(self, choice: BlocksChoice, geometry: Geometry, num_blocks: int) -> list[Blocks]:
-        return [choice.form(geometry, self.block_size, num_blocks, self.pending) for _ in self.spec.layers]
+        return [choice.form(geometry, self.block_size, num_blocks) for _ in self.spec.layers]
 
     def drop(self) -> None:
         """Drop every layer's tensors; no block may be in use. Geometry and kind of blocks are kept."""
         self.blocks, self._steps = [], [None, None]
-        self.pending.clear()  # whoever holds such a read computes it from the old tensors, which nobody writes any more
         self.allocator.renumber({}, 1)
         self.touch()
 

@@ -253,7 +253,7 @@ class PoolLayer:
 
     def fetch(self, tables: Sequence[BlockTable], step: Step | None = None) -> tuple[mx.array, mx.array, mx.array]:
         """Return lazy copies of what tables hold in the host's blocks, padded on the left to the longest as by
-        :func:`.step.padded_slots`, and an array in the pool's pending reads that stands for both.
+        :func:`.step.padded_slots`, and an array in the blocks' pending reads that stands for both.
 
         Args:
             tables: of the layer's group.
@@ -272,7 +272,7 @@ class PoolLayer:
 
     def note_read(self, *results: mx.array) -> None:
         """Note lazy arrays that read the host's blocks: the next write computes them first."""
-        self.group.pending += results
+        self.host.pending += results
 
     def ready(self) -> list[mx.array]:
         """Return small arrays that are ready when all writes to the layer so far are; none before the first write. Any

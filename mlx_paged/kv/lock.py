@@ -14,7 +14,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import mlx.core as mx
 
 from ..errors import DeviceWatch, check_device
-from .device_blocks import DeviceBlocks
 from .group import BlockGroup
 from .held import HeldArrays
 
@@ -55,7 +54,6 @@ class PoolLock:
 
     Args:
         groups: the groups whose tensors are worked on.
-        pending: lazy reads of the pool's blocks on the host.
 
     Attributes:
         number: its place in the order of locks.
@@ -67,14 +65,14 @@ class PoolLock:
         local: ``has_worked`` if the thread has worked on the tensors before.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], pending: list[mx.array]) -> None:
+    def __init__(self, groups: Sequence[BlockGroup]) -> None:
         self.number = next(_numbers)
         self.owner = 0
         self.is_dirty = False
         self.held_arrays = HeldArrays()
         self.local = threading.local()
         self.device = DeviceWatch()
-        self._groups, self._pending = groups, pending
+        self._groups = groups
         self.even_if_lost = _EvenIfLost(self)
         self._lock, self._gate = threading.RLock(), threading.RLock()
         self._also: list[PoolLock] = []
@@ -134,7 +132,7 @@ class PoolLock:
                 lock.__exit__()
 
     def _compute(self, *, wait: bool) -> None:
-        arrays = [array for group in self._groups for array in group.ready()] + self._pending
+        arrays = [array for group in self._groups for array in group.ready()]
         try:
             mx.async_eval(arrays)  # does nothing if they are already being computed
             self.held_arrays.compute()
@@ -143,15 +141,11 @@ class PoolLock:
         except Exception as error:
             for group in self._groups:
                 for blocks in group.blocks:
-                    if isinstance(blocks, DeviceBlocks):
-                        blocks.forget_failed_writes()
-            self._pending.clear()
+                    blocks.forget_failed_work()
             if self.device.is_lost:
                 return  # the device has failed before, which was raised then
             check_device(error)
             raise
-        if wait:
-            self._pending.clear()
 
     def hold_also(self, lock: PoolLock) -> None:
         """Hold another pool's lock, too, until this one, which the thread holds, is released."""
