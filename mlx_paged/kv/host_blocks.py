@@ -11,7 +11,7 @@ import numpy as np
 from ..kernels.quantized import rotate
 from .block_table import BlockTable
 from .geometry import Geometry
-from .step import Step, visible_slots
+from .new_tokens import NewTokens, visible_slots
 
 
 class HostBlocks:
@@ -61,20 +61,20 @@ class HostBlocks:
 
     # Writing --------------------------------------------------------------------------------------------------
 
-    def write(
-        self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array, *, stored: bool = False
-    ) -> None:
-        """Write the step's tokens; see :meth:`Blocks.write`."""
+    def write(self, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
+        """Write new tokens; see :meth:`Blocks.write`."""
         if self._forms is not None and not stored:
             if self.geometry.rotates:
                 k, v = rotate(k), rotate(v)
             k, v = self._forms[0].quantize(k), self._forms[1].quantize(v)
-            self.num_quantized += step.num_tokens
+            self.num_quantized += tokens.num_tokens
         if self._is_bfloat16:
             k, v = _as_words(k), _as_words(v)
         mx.eval(self.pending, k, v)
         self.pending.clear()
-        slots = step.host_slots(tables)
+        slots = tokens.made.get("host slots")
+        if slots is None:
+            slots = tokens.host_slots()
         for view, x in zip(self._views, (k, v), strict=True):
             new = np.array(x, copy=False)
             view[:, slots] = new[0] if len(new) == 1 else new.swapaxes(0, 1).reshape(new.shape[1], -1, new.shape[3])
@@ -101,18 +101,26 @@ class HostBlocks:
 
     def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions; see :meth:`Blocks.gather`."""
-        place = self._place_of(table)
+        place = table.place()
         index: Any = visible_slots(table) if place is None else slice(*place)
         k, v = (_copy(view[:, index], self._stored.dtype) for view in self._views)
         return (k, v) if stored else self._dequantized(k, v)
 
-    def read(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        """Return the visible positions lazily and, where the blocks are consecutive, as a view. What is computed from
-        them must be added to ``pending`` before anything else is done with the pool."""
-        place = self._place_of(table)
-        if place is not None:
-            k, v = self._keys[:, :, place[0] : place[1]], self._values[:, :, place[0] : place[1]]
-            return (k, v) if self._forms is None else self._dequantized(k, v)
+    def read(self, tokens: NewTokens) -> list[tuple[mx.array, mx.array]]:
+        """Return the visible positions of each table, lazily and, where its blocks are consecutive, as a view. What is
+        computed from them must be added to ``pending`` before anything else is done with the pool."""
+        keys, values, found = self._keys, self._values, []
+        # Loops, not comprehensions, which are calls: the host's time limits decode steps.
+        for table, place in zip(tokens.tables, tokens.made.get("places") or tokens.places(), strict=True):
+            if place is None:
+                found.append(self._taken(table))
+            else:
+                start, end = place
+                found.append((keys[:, :, start:end], values[:, :, start:end]))
+        return found if self._forms is None else [self._dequantized(*pair) for pair in found]
+
+    def _taken(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        """Return the stored rows of a table's visible positions, block by block."""
         size, first = table.block_size, table.logical_start // table.block_size
         key = "blocks", self.num_blocks
         index = table.indices.get(key)
@@ -127,7 +135,7 @@ class HostBlocks:
             ]
             for x in (self._keys, self._values)
         )
-        return self._dequantized(k, v)
+        return k, v
 
     def index_of(self, slots: np.ndarray) -> mx.array:
         """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` for :meth:`fetch`; valid until the pool grows."""
@@ -138,21 +146,6 @@ class HostBlocks:
         """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values at an index: lazy copies, to be added to
         ``pending`` like what is read."""
         return self._dequantized(*(x.reshape(-1, x.shape[3])[index] for x in (self._keys, self._values)))
-
-    def _place_of(self, table: BlockTable) -> tuple[int, int] | None:
-        """Return the start and end of the visible tokens among the slots, or None if their blocks are not
-        consecutive."""
-        start, end = table.logical_start, table.length
-        known = table.indices.get("place")  # shared by all layers
-        if known is None or known[0] != (start, end):
-            size, first = table.block_size, start // table.block_size
-            place = None
-            if table.is_consecutive(first, -(-end // size)):
-                before = (table.block_ids[first] - first) * size
-                place = before + start, before + end
-            known = table.indices["place"] = (start, end), place
-        found: tuple[int, int] | None = known[1]
-        return found
 
     def _dequantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         if self._forms is None:
