@@ -22,7 +22,7 @@ from .attention.dispatch import Dispatch, dispatch_counts, last_dispatch, reset_
 from .by_model import kept_of
 from .cache.batch_cache import PagedBatchKVCache
 from .cache.paged_kv_cache import PagedKVCache
-from .cache.rows import SequenceTables
+from .cache.sequence import SequenceTables
 from .config import PagedConfig
 from .errors import (
     BlockStateError,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -15,10 +14,9 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.block_table import BlockTable
 from ..kv.choice import kernel_unsupported_reason, prefill_unsupported_reason
-from ..kv.group import BlockGroup
-from ..kv.layer import PoolLayer
+from ..kv.group import Group
+from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
-from ..kv.step import Step
 from . import gather
 from .gather import causal_mask
 
@@ -87,18 +85,12 @@ def record_compiled(num_layers: int) -> None:
     record(_KERNEL_ONE, num_layers)
 
 
-def record_gather(kv: PoolLayer) -> None:
-    """Count attention over arrays that were read from a layer, here or by the model's own code."""
-    reason = kv.group.blocks_reason
-    record(_GATHERS.get(reason) or _GATHERS.setdefault(reason, Dispatch("gather", reason)))
-
-
 def attend(
     q: mx.array,
     new: tuple[mx.array, mx.array] | None,
-    kv: PoolLayer,
-    tables: Sequence[BlockTable],
-    step: Step,
+    group: Group,
+    position: int,
+    tokens: NewTokens,
     params: AttentionParams,
     *,
     is_written: bool = False,
@@ -113,9 +105,9 @@ def attend(
         q: ``[B, n_q_heads, n, head_dim]`` if each sequence has n new tokens; ``[T, n_q_heads, 1, head_dim]``, for T
             tokens in all, if their numbers differ.
         new: the new keys ``[B, n_kv_heads, n, head_dim]`` or ``[T, n_kv_heads, 1, head_dim]`` and values, accepted by
-            :meth:`PoolLayer.set_geometry`; None if they are written and the caller does not have them.
-        kv, tables: the layer, and the sequences' tables, with positions reserved for the tokens.
-        step: the step of these tables.
+            :meth:`Group.validate`; None if they are written and the caller does not have them.
+        group, position: the layer's group, and its index there.
+        tokens: the new tokens, with positions reserved for them.
         params: for one sequence the mask is over the visible keys; for several it is None.
         is_written: the new tokens are written already.
         as_rows: use the decode kernel, for few new tokens after long contexts.
@@ -124,52 +116,55 @@ def attend(
         The output, shaped like q but with the values' head size.
 
     Raises:
-        GeometryError: q does not match the step's numbers of tokens and sequences.
+        GeometryError: q does not match the numbers of tokens and sequences.
     """
-    shape = q.shape
-    if len(shape) != 4 or shape[0] * shape[2] != step.num_tokens or shape[0] not in (len(tables), step.num_tokens):
-        raise GeometryError(f"queries {shape} do not match {step.num_tokens} new tokens of {len(tables)} sequence(s)")
-    if not (step.is_pack or kv.group.in_place):  # a decode step on a CPU
+    global _last
+    shape, num_tables = q.shape, len(tokens.tables)
+    if len(shape) != 4 or shape[0] * shape[2] != tokens.num_tokens or shape[0] not in (num_tables, tokens.num_tokens):
+        raise GeometryError(f"queries {shape} do not match {tokens.num_tokens} new tokens of {num_tables} sequence(s)")
+    if tokens.is_pack or not group.in_place:
         if new is not None and not is_written:
-            kv.write_step(tables, step, *new)
-        record_gather(kv)
-        return gather.gather_attention(q, kv, tables, params)
-    if not step.is_pack:
-        return _attend_rows(q, None if is_written else new, kv, tables, step, params)
-    if new is not None and not is_written:
-        kv.write_step(tables, step, *new)
-    if shape[0] == len(tables) == 1:
-        return _attend_one(q, new, kv, tables, step, params)
-    if shape[0] == len(tables):
-        return _attend_rows(q, None, kv, tables, step, params)
-    return _attend_pack(q, new, kv, tables, step, params, as_rows)
+            group.write(position, tokens, *new)
+        if not tokens.is_pack:  # a decode step on a CPU
+            reason = group.blocks_reason
+            _last = _GATHERS.get(reason) or _GATHERS.setdefault(reason, Dispatch("gather", reason))
+            _counts[_last] += 1
+            return gather.gather_attention(q, group, position, tokens, params)
+        if shape[0] == num_tables == 1:
+            return _attend_one(q, new, group, position, tokens, params)
+        if shape[0] == num_tables:
+            return _attend_rows(q, None, group, position, tokens, params)
+        return _attend_pack(q, new, group, position, tokens, params, as_rows)
+    return _attend_rows(q, None if is_written else new, group, position, tokens, params)
 
 
 def _attend_one(
     q: mx.array,
     new: tuple[mx.array, mx.array] | None,
-    kv: PoolLayer,
-    tables: Sequence[BlockTable],
-    step: Step,
+    group: Group,
+    position: int,
+    tokens: NewTokens,
     params: AttentionParams,
 ) -> mx.array:
     """Attend from the new tokens of one sequence, which are written; over these alone if there is no prefix."""
-    group, table = kv.group, tables[0]
+    table = tokens.tables[0]
     if prepares_plans():
         if _unsupported_reason(q, group, table.length, params) is None:
-            return _attend_rows(q, None, kv, tables, step, params)
+            return _attend_rows(q, None, group, position, tokens, params)
         if not (params.latent or _masks_otherwise(params) or _has_plan(q, table)):
-            own = params._replace(mask=None, window=_seen(kv, params))
-            attended, _ = _attend_prompts(q.swapaxes(0, 2), kv, tables, step, own)
+            own = params._replace(mask=None, window=_seen(group, params))
+            attended, _ = _attend_prompts(q.swapaxes(0, 2), group, position, tokens, own)
             if attended is not None:
                 record(_KERNEL_PROMPT)
                 return attended.swapaxes(0, 2)
     # With quantised pages, attend over what the pages hold: later tokens and other sequences will see the same.
     if new is not None and table.num_visible == q.shape[2] and not group.is_quantized:
         record(_FRESH)
-        k, v = kv.after_writes(*new)
+        # Otherwise MLX may put off all layers' writes to the end of a prefill, which keeps every layer's new keys and
+        # values alive until then.
+        k, v = group.device(position).after_writes(*new) if group.in_place else new
         return gather.attention(q, k, v, params)
-    return _attend_rows(q, None, kv, tables, step, params)
+    return _attend_rows(q, None, group, position, tokens, params)
 
 
 def _has_plan(q: mx.array, table: BlockTable) -> bool:
@@ -181,96 +176,97 @@ def _has_plan(q: mx.array, table: BlockTable) -> bool:
 def _attend_rows(
     q: mx.array,
     append: tuple[mx.array, mx.array] | None,
-    kv: PoolLayer,
-    tables: Sequence[BlockTable],
-    step: Step,
+    group: Group,
+    position: int,
+    tokens: NewTokens,
     params: AttentionParams,
 ) -> mx.array:
     """Attend from the same number of tokens of each sequence, by the decode kernel or over gathered arrays.
 
-    ``append``: keys and values of the step that are not written yet.
+    ``append``: keys and values of the new tokens, if they are not written yet.
     """
-    attended, unsupported = _attend_by_decode_kernel(q, append, kv, tables, step, params)
+    attended, unsupported = _attend_by_decode_kernel(q, append, group, position, tokens, params)
     if attended is not None:
         return attended
     if append is not None:
-        kv.write_step(tables, step, *append)
+        group.write(position, tokens, *append)
     record(Dispatch("gather", unsupported))
-    return gather.gather_attention(q, kv, tables, params)
+    return gather.gather_attention(q, group, position, tokens, params)
 
 
 def _attend_by_decode_kernel(
     q: mx.array,
     append: tuple[mx.array, mx.array] | None,
-    kv: PoolLayer,
-    tables: Sequence[BlockTable],
-    step: Step,
+    group: Group,
+    position: int,
+    tokens: NewTokens,
     params: AttentionParams,
 ) -> tuple[mx.array | None, str]:
     """Attend by the decode kernel, prepared once for all layers with the same parameters; return None and the reason if
     the kernel does not serve."""
     shape, (scale, mask, window, softcap, sinks, latent) = q.shape, params
-    key = shape, q.dtype, scale, window, softcap, sinks is None, latent, append is None
-    launch = None if mask is not None and _has_other_mask(params) else step.decode_launches.get(key)
+    key = "decode", shape, q.dtype, scale, window, softcap, sinks is None, latent, append is None
+    launch = None if mask is not None and _has_other_mask(params) else tokens.made.get(key)
     if launch is None:
-        longest = max(table.length for table in tables) if shape[2] > MAX_QUERY_LENGTH else 0
-        unsupported = _unsupported_reason(q, kv.group, longest, params)
+        longest = max(table.length for table in tokens.tables) if shape[2] > MAX_QUERY_LENGTH else 0
+        unsupported = _unsupported_reason(q, group, longest, params)
         if unsupported is not None:
             return None, unsupported
+    blocks = group.device(position)
     try:
         if launch is None:
-            seen = params._replace(window=_seen(kv, params))
-            launch = kv.device.prepare_decode(q, tables, step, seen, appends=append is not None)
-            step.decode_launches[key] = launch
-        attended = kv.device.decode(launch, q, sinks, append)
+            seen = params._replace(window=_seen(group, params))
+            launch = blocks.prepare_decode(q, tokens, seen, appends=append is not None)
+            tokens.made[key] = launch
+        attended = blocks.decode(launch, q, sinks, append)
     except NoKernelError as error:  # a kernel that this call was the first to need; nothing was launched
-        step.decode_launches.clear()
-        unsupported = kv.group.unsupported[params.heads(shape[1])] = f"the kernel is off: {error}"
+        tokens.made.clear()
+        unsupported = group.unsupported[params.heads(shape[1])] = f"the kernel is off: {error}"
         return None, unsupported
-    record(_KERNEL_ONE if shape[2] == 1 and not step.is_pack else _KERNEL_FEW)
+    record(_KERNEL_ONE if shape[2] == 1 and not tokens.is_pack else _KERNEL_FEW)
     return attended, ""
 
 
 def _attend_pack(
     q: mx.array,
     new: tuple[mx.array, mx.array] | None,
-    kv: PoolLayer,
-    tables: Sequence[BlockTable],
-    step: Step,
+    group: Group,
+    position: int,
+    tokens: NewTokens,
     params: AttentionParams,
     as_rows: bool,
 ) -> mx.array:
     """Attend from several sequences' new tokens, which are written: in one launch, or one sequence after the other."""
-    params = params._replace(window=_seen(kv, params))
+    params = params._replace(window=_seen(group, params))
     if as_rows:
-        attended, _ = _attend_by_decode_kernel(q, None, kv, tables, step, params)
+        attended, _ = _attend_by_decode_kernel(q, None, group, position, tokens, params)
         if attended is not None:
             return attended
-    attended, why = _attend_prompts(q, kv, tables, step, params)
+    attended, why = _attend_prompts(q, group, position, tokens, params)
     if attended is not None:
         record(_KERNEL_PACK)
         return attended
     record(Dispatch("apart", why))
-    queries = step.split(q)
-    pairs = [None] * len(queries) if new is None else list(zip(*map(step.split, new), strict=True))
+    queries = tokens.split(q)
+    pairs = [None] * len(queries) if new is None else list(zip(*map(tokens.split, new), strict=True))
     outputs = []
-    for index, (one, table, pair) in enumerate(zip(queries, tables, pairs, strict=True)):
+    for index, (one, table, pair) in enumerate(zip(queries, tokens.tables, pairs, strict=True)):
         own = params._replace(mask=_mask_of(one.shape[2], table, params.window))
-        outputs.append(_attend_one(one, pair, kv, [table], step.single_step(tables, index), own))
-    return step.join(outputs)
+        outputs.append(_attend_one(one, pair, group, position, tokens.single(index), own))
+    return tokens.join(outputs)
 
 
 def _attend_prompts(
-    q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], step: Step, params: AttentionParams
+    q: mx.array, group: Group, position: int, tokens: NewTokens, params: AttentionParams
 ) -> tuple[mx.array | None, str]:
     """Attend from ``[T, n_q_heads, 1, head_dim]`` over the written tokens in one launch of the prefill kernel; return
     None and the reason if it does not serve."""
-    group, heads = kv.group, params.heads(q.shape[1])
+    heads = params.heads(q.shape[1])
     unsupported = _packed_unsupported_reason(q, group, params)
     if unsupported is not None:
         return None, unsupported
     try:
-        return kv.device.prefill(q, tables, step, params), ""
+        return group.device(position).prefill(q, tokens, params), ""
     except NoKernelError as error:  # raised before anything was launched
         unsupported = group.packs_unsupported[heads] = f"the kernel is off: {error}"
         return None, unsupported
@@ -279,7 +275,7 @@ def _attend_prompts(
 def supports_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
     """Return whether the decode kernel attends over a layer's latents with ``num_q_heads`` query heads, for one new
     token per sequence."""
-    group = pool.layer(layer).group
+    group = pool.group_of(layer)
     has_kernel = group.choice is not None and group.choice.has_kernel
     return has_kernel and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
 
@@ -292,14 +288,14 @@ def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.ar
     return causal_mask(num_tokens, before, window)
 
 
-def _seen(kv: PoolLayer, params: AttentionParams) -> Window | None:
-    """Return the window of the queries: the layer's, or that of the parameters if it is narrower."""
-    if kv.sees is None or (params.window is not None and params.window.size < kv.sees.size):
+def _seen(group: Group, params: AttentionParams) -> Window | None:
+    """Return the window of the queries: the group's, or that of the parameters if it is narrower."""
+    if group.sees is None or (params.window is not None and params.window.size < group.sees.size):
         return params.window
-    return kv.sees
+    return group.sees
 
 
-def _packed_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionParams) -> str | None:
+def _packed_unsupported_reason(q: mx.array, group: Group, params: AttentionParams) -> str | None:
     """Return why the prefill kernel cannot serve this call, or None."""
     if group.choice is None or not group.choice.has_kernel:
         return group.blocks_reason
@@ -313,7 +309,7 @@ def _packed_unsupported_reason(q: mx.array, group: BlockGroup, params: Attention
     return group.packs_unsupported[heads]
 
 
-def _dtype_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionParams) -> str | None:
+def _dtype_unsupported_reason(q: mx.array, group: Group, params: AttentionParams) -> str | None:
     assert group.geometry is not None
     _, k_dim, v_dim, dtype, _ = group.geometry
     if q.dtype != dtype or q.shape[3] != k_dim + params.latent * v_dim:
@@ -321,7 +317,7 @@ def _dtype_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionP
     return None
 
 
-def _unsupported_reason(q: mx.array, group: BlockGroup, longest: int, params: AttentionParams) -> str | None:
+def _unsupported_reason(q: mx.array, group: Group, longest: int, params: AttentionParams) -> str | None:
     """Return why the decode kernel cannot serve this call, or None."""
     _, num_q_heads, q_len, _ = q.shape
     if q_len > MAX_QUERY_LENGTH and not (
@@ -345,7 +341,7 @@ def _masks_otherwise(params: AttentionParams) -> bool:
     return params.window is None and not isinstance(params.mask, str)
 
 
-def _heads_unsupported_reason(group: BlockGroup, heads: QueryHeads) -> str | None:
+def _heads_unsupported_reason(group: Group, heads: QueryHeads) -> str | None:
     """Return why the decode kernel cannot serve such queries over the group's blocks, or None."""
     try:
         return group.unsupported[heads]

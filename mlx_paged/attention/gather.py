@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 import numpy as np
 
 from ..errors import GeometryError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.attention_params import AttentionParams, Window
-from ..kv.block_table import BlockTable
-from ..kv.group import LayerGroup
+from ..kv.group import Group, LayerGroup
 from ..kv.host_blocks import HostBlocks
-from ..kv.layer import PoolLayer
+from ..kv.new_tokens import NewTokens
 
 
 def causal_mask(num_tokens: int, offset: int = 0, window: Window | None = None) -> mx.array:
@@ -88,26 +85,34 @@ def _latent_attention(
     return mx.fast.scaled_dot_product_attention(q[..., :rank], latents, latents, scale=scale, mask=scores)
 
 
-def gather_attention(q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], params: AttentionParams) -> mx.array:
+def gather_attention(q: mx.array, group: Group, position: int, tokens: NewTokens, params: AttentionParams) -> mx.array:
     """Attend from the last tokens of each sequence over all its visible tokens: one call of MLX's attention per
     sequence. On a CPU that is faster than one for all rows, padded (docs/adr/0092).
 
     Args:
         q: ``[B, n_q_heads, q_len, head_dim]``; the queries are the last ``q_len`` tokens of each sequence.
-        kv, tables: the layer and the tables that hold keys and values, those of the queries included.
+        group, position: the layer's group, and its index there.
+        tokens: the new tokens, which are written.
         params: the mask is over the visible tokens.
 
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
     """
     # A prompt's result in the last layer is never used, so it must not be among the reads that a write computes.
-    blocks = kv.blocks
-    read, pending = kv.gather_visible, None
+    blocks = group.blocks[position]
     if isinstance(blocks, HostBlocks) and q.shape[2] <= MAX_QUERY_LENGTH:
-        read, pending = blocks.read, blocks.pending
-    rows = [q] if len(tables) == 1 else [q[row : row + 1] for row in range(len(tables))]
-    outputs = [attention(row, *read(table), params) for row, table in zip(rows, tables, strict=True)]
+        is_view, pairs = True, blocks.read(tokens)
+    else:
+        is_view, pairs = False, [blocks.gather(table) for table in tokens.tables]
+    rows = [q] if len(pairs) == 1 else mx.split(q, len(pairs))
+    scale, mask, _, softcap, sinks, latent = params
+    outputs = []
+    for row, (k, v) in zip(rows, pairs, strict=True):
+        if softcap is None and not latent:  # as attention() does; a call less in each row of a decode step
+            outputs.append(mx.fast.scaled_dot_product_attention(row, k, v, scale=scale, mask=mask, sinks=sinks))
+        else:
+            outputs.append(attention(row, k, v, params))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    if pending is not None:
-        pending.append(output)
+    if is_view:
+        blocks.pending.append(output)
     return output

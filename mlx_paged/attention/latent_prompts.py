@@ -6,17 +6,16 @@ heads at a time as memory allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import mlx.core as mx
 
 from ..kernels.latent_prompts import prepare_prompts, prompt_variant_of
 from ..kv.attention_params import LatentHeads
-from ..kv.block_table import BlockTable
 from ..kv.choice import latent_prefill_unsupported_reason
-from ..kv.group import BlockGroup
+from ..kv.group import Group
+from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
-from ..kv.step import Step
 from . import dispatch
 from .dispatch import Dispatch
 
@@ -32,13 +31,13 @@ Expand = Callable[[mx.array, slice], tuple[mx.array, mx.array]]
 def is_supported(heads: LatentHeads, dtype: mx.Dtype, pool: BlockPool, layer: int) -> bool:
     """Return whether a kernel attends over keys and values expanded from a layer's latents, for several new tokens per
     sequence and queries of this dtype."""
-    group = pool.layer(layer).group
+    group = pool.group_of(layer)
     if group.choice is None or not group.choice.has_kernel or group.geometry is None or group.geometry.dtype != dtype:
         return False
     return _unsupported_reason(group, heads) is None
 
 
-def _unsupported_reason(group: BlockGroup, heads: LatentHeads) -> str | None:
+def _unsupported_reason(group: Group, heads: LatentHeads) -> str | None:
     if heads not in group.prompts_unsupported:
         assert group.geometry is not None
         why = "a sliding window over latents is not supported" if group.spec.window is not None else None
@@ -51,21 +50,20 @@ def _unsupported_reason(group: BlockGroup, heads: LatentHeads) -> str | None:
 def attend(
     nope: mx.array,
     rope: mx.array,
-    pool: BlockPool,
-    layer: int,
-    tables: Sequence[BlockTable],
-    step: Step,
+    group: Group,
+    position: int,
+    tokens: NewTokens,
     heads: LatentHeads,
     scale: float,
     expand: Expand,
 ) -> mx.array:
-    """Compute causal attention of a step's tokens, whose latents are written. Call it only if :func:`is_supported`.
+    """Compute causal attention of new tokens, whose latents are written. Call it only if :func:`is_supported`.
 
     Args:
         nope: the queries without their rotated part, ``[T, n_heads, 1, head_dim - rope]``.
         rope: their rotated part, ``[T, n_heads, 1, rope]``.
-        pool, layer, tables: where the latents were written.
-        step: the step of these tables.
+        group, position: the layer's group, and its index there.
+        tokens: the new tokens.
         heads: number and sizes of the heads.
         scale: factor on the scores.
         expand: makes keys and values from latents.
@@ -73,17 +71,15 @@ def attend(
     Returns:
         ``[T, n_heads, 1, value_dim]``.
     """
-    kv = pool.layer(layer)
-    launch = step.prompt_launches.get((heads, scale))
-    latents, rotated = kv.device.read_packed(tables, step)
+    key = "prompts", heads, scale
+    launch = tokens.made.get(key)
+    latents, rotated = group.device(position).read_packed(tokens)
     if launch is None:
-        variant = prompt_variant_of(
-            rotated.dtype, heads.head_dim, heads.value_dim, rotated.shape[3], kv.group.block_size
-        )
+        variant = prompt_variant_of(rotated.dtype, heads.head_dim, heads.value_dim, rotated.shape[3], group.block_size)
         assert variant is not None
-        launch = step.prompt_launches[heads, scale] = prepare_prompts(
-            step.gathered_tables(tables), step.counts, [table.length for table in tables], variant=variant, scale=scale
-        )
+        lengths = [table.length for table in tokens.tables]
+        launch = prepare_prompts(tokens.gathered_tables(), tokens.counts, lengths, variant=variant, scale=scale)
+        tokens.made[key] = launch
     dispatch.record(KERNEL)
     slots = latents.shape[2]
     bytes_of_head = slots * (heads.head_dim - rotated.shape[3] + heads.value_dim) * latents.dtype.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from threading import get_ident
 from typing import Any
 
 import mlx.core as mx
@@ -12,50 +13,43 @@ from ..attention.dispatch import Dispatch, record
 from ..attention.gather import causal_mask, window_under
 from ..attention.latent_prompts import Expand
 from ..errors import GeometryError, PromptCacheError
-from ..kv.attention_params import AttentionParams, LatentHeads, Window
-from ..kv.block_table import BlockTable
-from ..kv.layer import PoolLayer
+from ..kv.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
 from ..kv.lock import locked
+from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
-from ..kv.step import Step
-from .lazy_kv import Append, Fences, LazyKV, hand_out
+from .batch import OWN_MASK, Batch, NotPackableError
+from .layer_cache import LayerCache
+from .lazy_kv import Append, LazyKV, hand_out
 from .paged_kv_cache import PagedKVCache
-from .rows import OWN_MASK, NotPackableError, Rows
 
 
-class PagedBatchKVCache:
+class PagedBatchKVCache(LayerCache):
     """The cache of one attention layer for new tokens of several sequences, as rows of one token each. It has the part
     of mlx-lm's cache protocol that a model uses in a call.
 
     Rows may differ in length; none is padded in the pool.
 
     Args:
-        rows: the sequences with their reserved new tokens, shared by the caches of all layers.
+        batch: the sequences with their reserved new tokens, shared by the caches of all layers.
         layer: index of the model layer.
         row_type: class of the rows' own caches, whose ``masks_rows`` says whether attention needs array masks; read for
             each mask, as it changes when the patches are removed.
     """
 
-    def __init__(self, rows: Rows, layer: int, row_type: type[PagedKVCache] = PagedKVCache) -> None:
-        self.rows = rows
-        self.layer = layer
+    def __init__(self, batch: Batch, layer: int, row_type: type[PagedKVCache] = PagedKVCache) -> None:
+        super().__init__(batch, layer)
+        self.batch = batch
         self.row_type = row_type
-        self.pool: BlockPool = rows.pool
-        self._kv: PoolLayer = rows.pool.layer(layer)
-
-    @property
-    def window(self) -> int | None:
-        """Most tokens that a token sees, itself included; None: all."""
-        return self._kv.window
 
     @property
     def offset(self) -> mx.array:
         """Position of each row's token, int32 ``[T]``; of the next token once the layer has written it."""
-        return self.rows.offsets(self.layer)
+        batch = self.batch
+        known = batch.positions.get(self.layer in batch.behind)
+        return batch.offsets(self.layer) if known is None else known
 
     # Writing and reading --------------------------------------------------------------------------------------
 
-    @locked
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams, *, as_rows: bool = False
     ) -> mx.array:
@@ -67,7 +61,7 @@ class PagedBatchKVCache:
             values: ``[T, n_kv_heads, 1, v_head_dim]``.
             params: with a mask from :meth:`make_mask` each row is masked by its own length. In a decode step it may be
                 any other array mask over what :meth:`update_and_fetch` returns; the blocks are gathered then.
-            as_rows: attend with the decode kernel, as few tokens do, even if ``rows.as_rows`` is False.
+            as_rows: attend with the decode kernel, as few tokens do, even if ``batch.as_rows`` is False.
 
         Returns:
             ``[T, n_q_heads, 1, v_head_dim]``.
@@ -76,44 +70,48 @@ class PagedBatchKVCache:
             GeometryError: shapes do not fit the rows.
             NotPackableError: a pack with any other mask.
         """
-        rows, layer = self.rows, self.layer
-        shape = queries.shape
-        if shape[0] != rows.num_tokens or shape[2] != 1:
-            raise GeometryError(f"queries {shape} do not match {len(rows)} row(s) of one token")
+        batch, shape = self.batch, queries.shape
+        pool = batch.pool
+        if pool.lock.owner != get_ident():
+            with pool.lock:
+                return self.attend(queries, keys, values, params, as_rows=as_rows)
+        pool.lock.is_dirty = True
+        if shape[0] != batch.num_tokens or shape[2] != 1:
+            raise GeometryError(f"queries {shape} do not match {len(batch)} row(s) of one token")
         if params.mask is not None:
-            if rows.is_pack:
-                params = known_mask(rows, params)
-            elif isinstance(params.mask, mx.array) and rows.window_of(params.mask) is None:
+            if batch.is_pack:
+                params = known_mask(batch, params)
+            elif isinstance(params.mask, mx.array) and batch.window_of(params.mask) is None:
                 keys, values = self.update_and_fetch(keys, values)
                 return gather.attention(queries, keys, values, params)
             else:
                 params = params._replace(mask=None)
-        keys, values = self._accepted(keys, values, params, shape[1])
-        tables, step = rows.begin_layer(layer)
-        few = as_rows or rows.as_rows
-        return dispatch.attend(queries, (keys, values), self._kv, tables, step, params, as_rows=few)
+        group = pool.groups[self.group_index]
+        if not group.fits(keys, values, batch.num_tokens):
+            heads = None if group.geometry is not None else params.heads(shape[1])
+            keys, values = self._accepted(keys, values, heads)
+        tokens = batch.begin_layer(self.layer)
+        few = as_rows or batch.as_rows
+        return dispatch.attend(queries, (keys, values), group, self.position, tokens, params, as_rows=few)
 
-    def _accepted(
-        self, keys: mx.array, values: mx.array, params: AttentionParams | None = None, num_q_heads: int = 0
-    ) -> tuple[mx.array, mx.array]:
+    def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None = None) -> tuple[mx.array, mx.array]:
         """Return the keys and values in the pool's dtype. Raises GeometryError if they do not fit otherwise, or, in a
         pack, have another dtype."""
-        kv, count = self._kv, self.rows.num_tokens
+        batch = self.batch
+        group, count = self.group, batch.num_tokens
         if keys.ndim != 4 or keys.shape[2] != 1:
             raise GeometryError(f"keys {keys.shape} do not match {count} row(s) of one token")
-        is_first = kv.group.geometry is None
-        heads = params.heads(num_q_heads) if is_first and params is not None else None
-        try:
-            if is_first:
-                kv.set_geometry(keys, values, batch=count, heads=heads)
-            else:
-                kv.group.validate(keys, values, count)
-        except GeometryError:
-            if self.rows.is_pack:  # a sequence may have to move to another pool, which it does alone
-                raise
-            keys, values = kv.fitted(keys, values)
-            kv.set_geometry(keys, values, batch=count, heads=heads)
-        return keys, values
+        if group.geometry is not None:
+            try:
+                group.validate(keys, values, count)
+                return keys, values
+            except GeometryError:
+                if batch.is_pack:  # a sequence may have to move to another pool, which it does alone
+                    raise
+        elif batch.is_pack:
+            self.pool.set_geometry(self.layer, keys, values, batch=count, heads=heads)
+            return keys, values
+        return self._fitted(keys, values, count, heads)
 
     @locked
     def update(self, keys: mx.array, values: mx.array) -> None:
@@ -122,10 +120,9 @@ class PagedBatchKVCache:
         Raises:
             GeometryError: shapes do not fit the rows.
         """
-        rows, layer = self.rows, self.layer
         keys, values = self._accepted(keys, values)
-        tables, step = rows.begin_layer(layer)
-        self._kv.write_step(tables, step, keys, values)
+        tokens = self.batch.begin_layer(self.layer)
+        self.group.write(self.position, tokens, keys, values)
 
     @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -133,48 +130,32 @@ class PagedBatchKVCache:
 
         In a decode step they are lazy and left-padded to the longest row, as in mlx-lm's batch caches, and recognised
         as in :meth:`PagedKVCache.update_and_fetch`. In a pack only the new ones are returned, as placeholders for all
-        that the tokens see: only the attention function that replaces mlx-lm's can use them, and :meth:`Rows.commit`
+        that the tokens see: only the attention function that replaces mlx-lm's can use them, and :meth:`Batch.commit`
         raises if it has not.
         """
-        rows, kv, layer = self.rows, self._kv, self.layer
+        batch, layer = self.batch, self.layer
         keys, values = self._accepted(keys, values)
-        step, tables = rows.step(layer), rows.tables_of(layer)
-        rows.take(layer)
-        before = kv.device.fence() if kv.in_place else None
-        kv.write_step(tables, step, keys, values)
-        if rows.is_pack:
-            hand_out(keys, values, PackedKV(rows, layer, is_new=True))
+        tokens = batch.begin_layer(layer, attends=False)
+        _, before = self._write(tokens, keys, values)
+        if batch.is_pack:
+            hand_out(keys, values, PackedKV(batch, layer, is_new=True))
             return keys, values
-        return self._fetch(tables, step, Append(keys, values, step), before)
+        return self._hand_out(tokens.tables, tokens, Append(keys, values), before)
 
     @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what :meth:`update_and_fetch` returned last, for another layer that attends over it; in a pack
         placeholders without data."""
-        rows, geometry = self.rows, self._kv.group.geometry
-        if rows.is_behind(self.layer) or geometry is None:
+        batch, geometry = self.batch, self.group.geometry
+        if self.layer in batch.behind or geometry is None:
             raise PromptCacheError(f"layer {self.layer} has not written keys and values yet")
-        if not rows.is_pack:
-            layer = self.layer
-            return self._fetch(rows.tables_of(layer), rows.step(layer), None, None)
+        if not batch.is_pack:
+            tokens = batch.tokens_of(self.layer)
+            return self._hand_out(tokens.tables, tokens, None, None)
         heads, k_dim, v_dim, dtype, _ = geometry
         nothing = mx.zeros((), dtype)
-        keys, values = (mx.broadcast_to(nothing, (len(rows), heads, 1, dim)) for dim in (k_dim, v_dim))
-        hand_out(keys, values, PackedKV(rows, self.layer, is_new=False))
-        return keys, values
-
-    def _fetch(
-        self, tables: list[BlockTable], step: Step, append: Append | None, before: mx.array | None
-    ) -> tuple[mx.array, mx.array]:
-        rows, kv = self.rows, self._kv
-        if not kv.in_place:
-            keys, values, read = kv.fetch(tables, step)
-            hand_out(keys, values, LazyKV(rows, self.layer, read=read))
-            return keys, values
-        written = kv.device.fence()
-        keys, values = kv.device.fetch(tables, step)
-        fences = Fences(written if before is None else before, written, kv.device.fence())
-        hand_out(keys, values, LazyKV(rows, self.layer, append, fences))
+        keys, values = (mx.broadcast_to(nothing, (len(batch), heads, 1, dim)) for dim in (k_dim, v_dim))
+        hand_out(keys, values, PackedKV(batch, self.layer, is_new=False))
         return keys, values
 
     @locked
@@ -197,21 +178,20 @@ class PagedBatchKVCache:
         Raises:
             GeometryError: shapes do not fit the rows, or dtypes the pool.
         """
-        rows, layer = self.rows, self.layer
-        if queries[0].shape[0] != len(rows) or queries[0].shape[2] != 1:
-            raise GeometryError(f"queries {queries[0].shape} do not match {len(rows)} row(s) of one token")
+        batch = self.batch
+        if queries[0].shape[0] != len(batch) or queries[0].shape[2] != 1:
+            raise GeometryError(f"queries {queries[0].shape} do not match {len(batch)} row(s) of one token")
         latent, rotated = self._accepted(latent, rotated)
-        tables, step = rows.begin_layer(layer)
-        self._kv.write_step(tables, step, latent, rotated)
-        return latent_prompts.attend(*queries, rows.pool, layer, tables, step, heads, scale, expand)
+        tokens = batch.begin_layer(self.layer)
+        self.group.write(self.position, tokens, latent, rotated)
+        return latent_prompts.attend(*queries, self.group, self.position, tokens, heads, scale, expand)
 
     def apart(self) -> list[PackedPart]:
         """Return each sequence by itself, for attention that no method here computes. Each must write its tokens."""
-        rows, layer = self.rows, self.layer
-        rows.take(layer)
-        rows.note_attended(layer)
+        batch = self.batch
+        tokens = batch.begin_layer(self.layer)
         record(Dispatch("apart", "the model computes with its cached keys and values directly"))
-        return [PackedPart(rows, layer, index) for index in range(len(rows.sequences))]
+        return [PackedPart(batch.pool, self.layer, tokens, index) for index in range(len(batch.sequences))]
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 
@@ -229,31 +209,30 @@ class PagedBatchKVCache:
             NotPackableError: in a pack, ``N`` is not 1, or the window is wider than the layer's: only that many tokens
                 before the pack are held, but a token would see more of the pack.
         """
-        rows, window = self.rows, self.window
+        batch, window = self.batch, self.group.spec.window
         if N != 1:
             message = f"a mask must be for 1 token per row, got {N}"
-            raise NotPackableError(message) if rows.is_pack else GeometryError(message)
-        if window_size in (None, window) and (rows.is_pack or not (return_array or self._masks_rows())):
-            return None
-        if not rows.is_pack:
-            seen = window_under(self._kv.spec, window_size and min(window_size, window or window_size))
-            mask = rows.left_padding(self.layer).mask(seen)
-            if seen == self._kv.sees:
-                rows.masks[self.pool.group_of(self.layer)] = weakref.ref(mask), seen or Window(1 << 30)
+            raise NotPackableError(message) if batch.is_pack else GeometryError(message)
+        if window_size in (None, window):
+            # Attention over fetched arrays needs a mask where rows are padded.
+            is_padded = self.row_type.masks_rows and len(set(batch.seen_before(self.layer))) > 1
+            if batch.is_pack or not (return_array or is_padded):
+                return None
+        if not batch.is_pack:
+            seen = window_under(self.group.spec, window_size and min(window_size, window or window_size))
+            mask = batch.padded_mask(self.layer, seen)
+            if seen == self.sees:
+                batch.masks.add(self.group_index, mask, seen or Window(1 << 30))
             return mask
         assert window_size is not None
         if window is not None and window_size > window:
             raise NotPackableError(f"a mask for a window of {window_size} tokens is wider than the layer's, {window}")
-        window_under(self._kv.spec, window_size)  # raises GeometryError for chunked attention
-        return rows.narrow_mask(window_size)
-
-    def _masks_rows(self) -> bool:
-        """Return whether attention over fetched arrays needs a mask, because rows are padded."""
-        return self.row_type.masks_rows and not self.rows.left_padding(self.layer).is_even
+        window_under(self.group.spec, window_size)  # raises GeometryError for chunked attention
+        return batch.narrow_mask(window_size)
 
     def size(self) -> int:
         """Return the number of visible tokens of the longest sequence."""
-        longest = max(self.rows.lengths(self.layer), default=0)
+        longest = max(self.batch.lengths(self.layer), default=0)
         return longest if self.window is None else min(longest, self.window)
 
     def empty(self) -> bool:
@@ -261,7 +240,7 @@ class PagedBatchKVCache:
         return self.size() == 0
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(layer={self.layer}, rows={len(self.rows)})"
+        return f"{type(self).__name__}(layer={self.layer}, rows={len(self.batch)})"
 
 
 class PackedPart:
@@ -274,24 +253,25 @@ class PackedPart:
         mask: causal mask over what :meth:`update_and_fetch` returns, ``[n, length]``; None for one token.
     """
 
-    def __init__(self, rows: Rows, layer: int, index: int) -> None:
-        self.pool, self.layer = rows.pool, layer
-        tables, step, count = rows.tables_of(layer), rows.step(layer), rows.counts[index]
-        self._tables = [tables[index]]
-        self._step = step.single_step(tables, index)
-        self.tokens = step.spans[index]
-        self.offset = tables[index].length - count
-        self.mask = None if count == 1 else causal_mask(count, tables[index].num_visible - count)
+    def __init__(self, pool: BlockPool, layer: int, tokens: NewTokens, index: int) -> None:
+        self.pool, self.layer = pool, layer
+        table, count = tokens.tables[index], tokens.counts[index]
+        self._own = tokens.single(index)
+        self.tokens = tokens.spans[index]
+        self.offset = table.length - count
+        self.mask = None if count == 1 else causal_mask(count, table.num_visible - count)
 
     @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the tokens' keys and values ``[1, n_kv_heads, n, head_dim]``, and return all visible ones."""
-        kv = self.pool.layer(self.layer)
-        kv.set_geometry(keys, values, batch=1)
-        if keys.shape[2] != self._step.num_tokens:
-            raise GeometryError(f"keys {keys.shape} do not match {self._step.num_tokens} token(s)")
-        kv.write_step(self._tables, self._step, keys, values)
-        return kv.gather_visible(self._tables[0])
+        pool, layer, tokens = self.pool, self.layer, self._own
+        group = pool.set_geometry(layer, keys, values, batch=1)
+        if keys.shape[2] != tokens.num_tokens:
+            raise GeometryError(f"keys {keys.shape} do not match {tokens.num_tokens} token(s)")
+        if tokens.epoch != group.epoch:
+            pool.begin(group, tokens)
+        group.write(pool.places[layer][1], tokens, keys, values)
+        return pool.gather_visible(tokens.tables[0], layer)
 
 
 class PackedKV(LazyKV):
@@ -301,40 +281,39 @@ class PackedKV(LazyKV):
         is_new: whether the arrays are the layer's new keys and values; else they hold no data.
     """
 
-    def __init__(self, rows: Rows, layer: int, *, is_new: bool) -> None:
+    def __init__(self, batch: Batch, layer: int, *, is_new: bool) -> None:
         self.layer = layer
         self._is_new = is_new
-        self._rows = weakref.ref(rows)
-        self._pool = weakref.ref(rows.pool)
+        self._rows = weakref.ref(batch)
+        self._pool = weakref.ref(batch.pool)
 
     def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return True. Raises NotPackableError for other queries or masks, as nothing else can use the arrays."""
-        rows = self._rows()
-        if not isinstance(rows, Rows) or queries.ndim != 4 or queries.shape[0] != len(rows) or queries.shape[2] != 1:
+        batch = self._rows()
+        if not isinstance(batch, Batch) or queries.ndim != 4 or queries.shape[0] != len(batch) or queries.shape[2] != 1:
             raise NotPackableError(f"layer {self.layer}: queries {queries.shape} do not match the pack")
-        known_mask(rows, AttentionParams(1.0, mask))
+        known_mask(batch, AttentionParams(1.0, mask))
         return True
 
     @locked
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
         """Attend like :meth:`PagedBatchKVCache.attend`, from written tokens. Call it only after :meth:`can_attend`."""
-        rows, layer = self._rows(), self.layer
-        assert isinstance(rows, Rows)
-        params = known_mask(rows, params)
+        batch, layer = self._rows(), self.layer
+        assert isinstance(batch, Batch)
+        params = known_mask(batch, params)
         new = (keys, values) if self._is_new else None
-        rows.note_attended(layer)
-        tables, step = rows.tables_of(layer), rows.step(layer)
-        return dispatch.attend(
-            queries, new, rows.pool.layer(layer), tables, step, params, is_written=True, as_rows=rows.as_rows
-        )
+        batch.note_attended(layer)
+        index, position = batch.pool.places[layer]
+        group, tokens = batch.pool.groups[index], batch.tokens_of(layer)
+        return dispatch.attend(queries, new, group, position, tokens, params, is_written=True, as_rows=batch.as_rows)
 
 
-def known_mask(rows: Rows, params: AttentionParams) -> AttentionParams:
+def known_mask(batch: Batch, params: AttentionParams) -> AttentionParams:
     """Return the parameters with the mask replaced by the window that it stands for. Raises NotPackableError for a mask
     that the model made itself."""
     if params.mask is None:
         return params
-    window = rows.window_of(params.mask)
+    window = batch.window_of(params.mask)
     if window is None:
         raise NotPackableError(OWN_MASK)
     return params._replace(mask=None, window=window)

@@ -11,8 +11,8 @@ from ..attention import dispatch
 from ..kv.attention_params import AttentionParams
 from ..kv.lock import locked
 from ..kv.pool import BlockPool
-from ..kv.step import Step
-from .rows import Rows, SequenceTables
+from .batch import Batch
+from .sequence import SequenceTables
 
 
 class Fences(NamedTuple):
@@ -24,11 +24,10 @@ class Fences(NamedTuple):
 
 
 class Append(NamedTuple):
-    """A step's new keys and values, one token per table."""
+    """Keys and values of new tokens, one per table."""
 
     keys: mx.array
     values: mx.array
-    step: Step
 
 
 class LazyKV:
@@ -42,7 +41,7 @@ class LazyKV:
     It lives as long as the arrays, so it holds tables and pool weakly. Without them, the arrays are ordinary ones.
 
     Args:
-        rows, layer: where the keys and values are, those of the step's tokens included.
+        rows, layer: where the keys and values are, those of the new tokens included.
         append: new keys and values that the attention kernel may still write itself.
         fences: fences of a device's blocks.
         read: the array that stands for the pair in the pending reads of the host's blocks.
@@ -50,7 +49,7 @@ class LazyKV:
 
     def __init__(
         self,
-        rows: Rows | SequenceTables,
+        rows: Batch | SequenceTables,
         layer: int,
         append: Append | None = None,
         fences: Fences | None = None,
@@ -63,8 +62,8 @@ class LazyKV:
         self._append = append
         self._fences = fences
         self._read = read
-        self._batched = isinstance(rows, Rows)  # masked by their own lengths: only a mask's window matters
-        self._epoch = pool.layer(layer).group.epoch
+        self._batched = isinstance(rows, Batch)  # masked by their own lengths: only a mask's window matters
+        self._epoch = pool.group_of(layer).epoch
 
     @property
     def pool(self) -> BlockPool:
@@ -76,12 +75,12 @@ class LazyKV:
     def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return whether :meth:`attend` gives what attention over the arrays would."""
         rows, shape = self._rows(), queries.shape
-        if rows is None or len(shape) != 4 or shape[0] != (len(rows.tables_of(self.layer)) if self._batched else 1):
+        if rows is None or len(shape) != 4 or shape[0] != (len(rows) if isinstance(rows, Batch) else 1):
             return False
-        if rows.pool.layer(self.layer).group.epoch != self._epoch:
+        if rows.pool.group_of(self.layer).epoch != self._epoch:
             return False  # tokens were written or dropped since: the arrays are not what the blocks hold
         if self._batched:  # any other mask is for the arrays
-            return shape[2] == 1 and (mask is None or rows.window_of(mask) is not None)
+            return shape[2] == 1 and (mask is None or rows.masks.window_of(mask) is not None)
         # Without a mask each of several queries would see all keys, those after its own included.
         return shape[2] == 1 or mask is not None
 
@@ -95,38 +94,38 @@ class LazyKV:
     ) -> mx.array:
         """Attend from queries ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values``
         are the arrays themselves. Call it only if :meth:`can_attend` returns True."""
-        rows = self._rows()
+        rows, layer, num_tokens = self._rows(), self.layer, queries.shape[2]
         assert rows is not None
         if params.mask is not None:
-            window = rows.window_of(params.mask)
-            scale, mask, _, softcap, sinks, latent = params
-            params = AttentionParams(scale, None if self._batched else mask, window, softcap, sinks, latent)
-        pool, num_tokens = rows.pool, queries.shape[2]
-        kv = pool.layer(self.layer)
-        tables = rows.tables_of(self.layer)
+            window = rows.masks.window_of(params.mask)
+            params = params._replace(mask=None if self._batched else params.mask, window=window)
+        pool = rows.pool
+        index, position = pool.places[layer]
+        group = pool.groups[index]
+        tokens = rows.tokens_of(layer) if isinstance(rows, Batch) else rows.latest_tokens(layer, num_tokens)
         if num_tokens == 1 and self._append is not None and self._forget(pool, keys, values, to_write=True):
-            keys, values, step = self._append
-            if step.epoch != kv.group.epoch:
-                step = kv.step(tables, 1)
-            return dispatch.attend(queries, (keys, values), kv, tables, step, params)
-        is_fresh = not self._batched and tables[0].num_visible == num_tokens and not kv.is_quantized
+            return dispatch.attend(queries, self._append, group, position, tokens, params)
+        is_fresh = not self._batched and tokens.tables[0].num_visible == num_tokens and not group.is_quantized
         if not is_fresh:  # else the arrays hold all tokens, and are attended over
             self._forget(pool, keys, values, to_write=False)
         new = (keys, values) if is_fresh else None
-        step = kv.step(tables, num_tokens)
-        return dispatch.attend(queries, new, kv, tables, step, params, is_written=True)
+        return dispatch.attend(queries, new, group, position, tokens, params, is_written=True)
 
     def _forget(self, pool: BlockPool, keys: mx.array, values: mx.array, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` a device's write before it. Return whether a device has."""
         if self._read is not None:
-            pending = pool.layer(self.layer).host.pending
+            pending = pool.blocks_of(self.layer).pending
             pending[:] = [array for array in pending if array is not self._read]
             self._read = None
             pool.lock.held_arrays.add(keys, values)
         if self._fences is None:
             return False
         before, written, gathered = self._fences
-        is_forgotten = pool.layer(self.layer).device.rewind(before if to_write else written, gathered)
+        is_forgotten = (
+            pool.group_of(self.layer)
+            .device(pool.places[self.layer][1])
+            .rewind(before if to_write else written, gathered)
+        )
         if is_forgotten:
             pool.lock.held_arrays.add(keys, values)
         return is_forgotten

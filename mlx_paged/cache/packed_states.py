@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from .rows import NotPackableError
+from .batch import NotPackableError
 
 
 class _Part(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -14,15 +13,14 @@ from ..attention.latent_prompts import Expand
 from ..errors import BlockStateError, GeometryError, PromptCacheError
 from ..kv.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
 from ..kv.block_table import BlockTable
-from ..kv.layer import PoolLayer
 from ..kv.lock import locked
-from ..kv.pool import BlockPool
-from ..kv.step import Step
-from .lazy_kv import Append, Fences, LazyKV, hand_out
-from .rows import SequenceTables
+from ..kv.new_tokens import NewTokens
+from .layer_cache import LayerCache
+from .lazy_kv import Append, LazyKV, hand_out
+from .sequence import SequenceTables
 
 
-class PagedKVCache:
+class PagedKVCache(LayerCache):
     """The cache of one attention layer of one sequence. It replaces mlx-lm's ``KVCache`` and, in a group with a sliding
     window, its ``RotatingKVCache``.
 
@@ -35,32 +33,13 @@ class PagedKVCache:
     """Whether a batch of such caches gives array masks: attention reads it by ``update_and_fetch``."""
 
     def __init__(self, sequence: SequenceTables, layer: int) -> None:
+        super().__init__(sequence, layer)
         self.sequence = sequence
-        self.layer = layer
-
-    @property
-    def pool(self) -> BlockPool:
-        """The pool of the sequence's blocks."""
-        return self.sequence.pool
-
-    @property
-    def _kv(self) -> PoolLayer:
-        return self.sequence.pool.layer(self.layer)
 
     @property
     def table(self) -> BlockTable:
         """The block table of the layer's group."""
-        return self.sequence.table(self.layer)
-
-    @property
-    def window(self) -> int | None:
-        """Most tokens that a token sees, itself included; None: all."""
-        return self._kv.window
-
-    @property
-    def sees(self) -> Window | None:
-        """Return the window of earlier tokens that a token sees; None: all."""
-        return self._kv.sees
+        return self.sequence.tables[self.group_index]
 
     @property
     def offset(self) -> int:
@@ -76,26 +55,24 @@ class PagedKVCache:
         Raises:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
-        kv, tables, step, keys, values = self._reserve(keys, values, None)
-        kv.write_step(tables, step, keys, values)
+        tokens, keys, values = self._begin(keys, values, None)
+        self.group.write(self.position, tokens, keys, values)
 
-    def _reserve(
+    def _begin(
         self, keys: mx.array, values: mx.array, heads: QueryHeads | None
-    ) -> tuple[PoolLayer, list[BlockTable], Step, mx.array, mx.array]:
-        """Reserve positions for the next tokens. Return where they go, and the keys and values in the pool's dtype. The
-        first call of a group chooses its kind of blocks by the queries' ``heads``."""
-        kv = self.sequence.pool.layer(self.layer)
+    ) -> tuple[NewTokens, mx.array, mx.array]:
+        """Reserve positions for the next tokens. Return these, and the keys and values in the pool's dtype. The first
+        call of a group chooses its kind of blocks by the queries' ``heads``."""
+        pool = self.sequence.pool
         try:
-            kv.set_geometry(keys, values, batch=1, heads=heads)
+            pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
         except GeometryError:
-            lock = kv.lock
             if self.sequence.move(keys.dtype):  # another dtype, as after a model's set_dtype()
-                lock.hold_also(self.pool.lock)
-                return self._reserve(keys, values, heads)
-            keys, values = kv.fitted(keys, values)
-            kv.set_geometry(keys, values, batch=1, heads=heads)
-        tables, step = self.sequence.begin_layer(self.layer, keys.shape[2])
-        return kv, tables, step, keys, values
+                pool.lock.hold_also(self.pool.lock)
+                self.pool.lock.is_dirty = True
+                return self._begin(keys, values, heads)
+            keys, values = self._fitted(keys, values, 1, heads)
+        return self.sequence.begin_layer(self.layer, keys.shape[2]), keys, values
 
     @locked
     def attend(
@@ -116,11 +93,11 @@ class PagedKVCache:
         Returns:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
-        heads = None if self._kv.group.geometry is not None else params.heads(queries.shape[1])
-        kv, tables, step, keys, values = self._reserve(keys, values, heads)
+        heads = None if self.group.geometry is not None else params.heads(queries.shape[1])
+        tokens, keys, values = self._begin(keys, values, heads)
         if params.mask is not None:
-            params = params._replace(window=self.sequence.window_of(params.mask))
-        return dispatch.attend(queries, (keys, values), kv, tables, step, params)
+            params = params._replace(window=self.sequence.masks.window_of(params.mask))
+        return dispatch.attend(queries, (keys, values), self.group, self.position, tokens, params)
 
     @locked
     def attend_expanded(
@@ -131,11 +108,11 @@ class PagedKVCache:
         sequence: all arrays, and the result, have a row for each of the n tokens. See
         :meth:`.batch_cache.PagedBatchKVCache.attend_expanded` for the rest.
         """
-        kv, count = self._kv, latent.shape[0]
-        kv.set_geometry(latent, rotated, batch=count)
-        tables, step = self.sequence.begin_layer(self.layer, count)
-        kv.write_step(tables, step, latent, rotated)
-        return latent_prompts.attend(*queries, self.pool, self.layer, tables, step, heads, scale, expand)
+        count = latent.shape[0]
+        group = self.pool.set_geometry(self.layer, latent, rotated, batch=count)
+        tokens = self.sequence.begin_layer(self.layer, count)
+        group.write(self.position, tokens, latent, rotated)
+        return latent_prompts.attend(*queries, group, self.position, tokens, heads, scale, expand)
 
     @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -144,35 +121,21 @@ class PagedKVCache:
         The attention function that replaces mlx-lm's (``patches/models/seam.py``) recognises them, and nothing is
         gathered.
         """
-        sequence, layer = self.sequence, self.layer
-        kv, tables, step, keys, values = self._reserve(keys, values, None)
-        table, in_place = tables[0], kv.group.in_place
-        before = kv.device.fence() if in_place else None
-        kv.write_step(tables, step, keys, values)
-        if table.num_visible == step.num_tokens and not kv.is_quantized:
-            hand_out(keys, values, LazyKV(sequence, layer))
+        tokens, keys, values = self._begin(keys, values, None)
+        _, before = self._write(tokens, keys, values)
+        sequence, table = self.sequence, tokens.tables[0]
+        if table.num_visible == tokens.num_tokens and not self.group.is_quantized:
+            hand_out(keys, values, LazyKV(sequence, self.layer))
             return keys, values
-        return self._fetch(kv, tables, step, Append(keys, values, step) if step.num_tokens == 1 else None, before)
+        append = Append(keys, values) if tokens.num_tokens == 1 else None
+        return self._hand_out([table], tokens, append, before)
 
     @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, by position (a copy), also for another
         layer that attends over them; recognised as those of :meth:`update_and_fetch` are."""
-        return self._fetch(self._kv, [self.table], None, None, None)
-
-    def _fetch(
-        self, kv: PoolLayer, tables: list[BlockTable], step: Step | None, append: Append | None, before: mx.array | None
-    ) -> tuple[mx.array, mx.array]:
-        if not kv.in_place:
-            keys, values, read = kv.fetch(tables, step)
-            hand_out(keys, values, LazyKV(self.sequence, self.layer, read=read))
-            return keys, values
-        blocks = kv.device
-        written = blocks.fence()
-        keys, values = (kv.gather_visible if before is None else blocks.gather)(tables[0])
-        fences = Fences(written if before is None else before, written, blocks.fence())
-        hand_out(keys, values, LazyKV(self.sequence, self.layer, append, fences))
-        return keys, values
+        self.pool.check(self.table, self.layer)
+        return self._hand_out([self.table], None, None, None)
 
     @locked
     def load(self, keys: mx.array, values: mx.array, offset: int, *, stored: bool = False) -> None:
@@ -182,23 +145,23 @@ class PagedKVCache:
             keys: ``[1, n_kv_heads, n, head_dim]`` of positions ``offset - n .. offset - 1``.
             values: ``[1, n_kv_heads, n, v_head_dim]``.
             offset: tokens seen so far; more than ``n`` only with a sliding window.
-            stored: whether keys and values come from :meth:`PoolLayer.read_stored` of pages like these, whose geometry
+            stored: whether keys and values come from :meth:`BlockPool.read_stored` of pages like these, whose geometry
                 is known already: quantised rows are written as they are.
 
         Raises:
             PromptCacheError: the cache is not empty, or tokens the layer still needs are missing.
             GeometryError, PoolExhaustedError: before anything is changed.
         """
-        start, spec = offset - keys.shape[2], self._kv.spec
+        start, spec = offset - keys.shape[2], self.group.spec
         surplus = -start % spec.stride  # tokens of a chunk whose first tokens are missing
         if self.offset or start < 0 or start + surplus > spec.first_kept(offset):
             raise PromptCacheError(
                 f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache of "
                 f"{self.offset} tokens" + (f" with window {self.window}" if self.window else "")
             )
-        kv = self._kv
+        pool = self.pool
         if not stored:
-            kv.set_geometry(keys, values, batch=1)
+            pool.set_geometry(self.layer, keys, values, batch=1)
         keys, values, start = keys[:, :, surplus:], values[:, :, surplus:], start + surplus
         try:
             table = self.sequence.load(self.layer, offset, start)
@@ -206,8 +169,8 @@ class PagedKVCache:
             raise PromptCacheError(str(error)) from None
         if offset == start:
             return
-        (kv.write_stored if stored else kv.write)([table], keys, values)
-        mx.eval(kv.ready())  # layer by layer, so that one layer's keys are held twice, not all
+        (pool.write_stored if stored else pool.write)(self.layer, [table], keys, values)
+        mx.eval(pool.ready(self.layer))  # layer by layer, so that one layer's keys are held twice, not all
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 
@@ -215,7 +178,7 @@ class PagedKVCache:
     def state(self) -> tuple[Any, ...]:
         """Return what mlx-lm evaluates between prefill chunks: arrays that are ready when this layer's writes are, and
         the cache itself. No keys are gathered for it; see :meth:`keys_and_values`."""
-        return (self._kv.ready(), self)
+        return (self.pool.ready(self.layer), self)
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
@@ -223,8 +186,9 @@ class PagedKVCache:
         if len(value) == 2 and isinstance(value[1], PagedKVCache):
             source = value[1]
             if source.offset:
-                is_alike = source._kv.group.geometry == self._kv.group.geometry
-                k, v = (source._kv.read_stored if is_alike else source._kv.gather_visible)(source.table)
+                is_alike = source.group.geometry == self.group.geometry
+                read = source.pool.read_stored if is_alike else source.pool.gather_visible
+                k, v = read(source.table, source.layer)
                 self.load(k, v, source.offset, stored=is_alike)
         elif len(value) == 3 and isinstance(value[0], mx.array):
             keys, values, offset = value
@@ -242,7 +206,7 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of this layer in the blocks this sequence holds; shared blocks count in each sequence."""
-        group = self._kv.group
+        group = self.group
         return self.table.num_blocks * group.bytes_per_block // len(group.spec.layers)
 
     def size(self) -> int:
@@ -255,7 +219,7 @@ class PagedKVCache:
 
     def is_trimmable(self) -> bool:
         """Return whether it can be trimmed: always, unless a sliding window is full, as in mlx-lm."""
-        ring = self._kv.spec.ring
+        ring = self.group.spec.ring
         return ring is None or self.offset < ring
 
     def trim(self, n: int) -> int:
@@ -276,14 +240,14 @@ class PagedKVCache:
             None (all visible), "causal", or a boolean array ``[N, visible + N]``.
         """
         mask, window = self._mask(N, return_array, window_size)
-        if isinstance(mask, mx.array):  # kernels take the window; a weak reference does not keep the mask's memory
-            self.sequence.masks[self.table.group] = (weakref.ref(mask), window)
+        if isinstance(mask, mx.array):
+            self.sequence.masks.add(self.group_index, mask, window)
         return mask
 
     def _mask(self, N: int, return_array: bool, window_size: int | None) -> tuple[mx.array | str | None, Window]:
         """Return the mask, and the window it stands for."""
-        everything, own = self.offset + N, self._kv.sees
-        seen = window_under(self._kv.spec, window_size)
+        everything, own = self.offset + N, self.sees
+        seen = window_under(self.group.spec, window_size)
         if self.window is None or own is None:
             if seen is not None:
                 return causal_mask(N, self.offset, seen), seen

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..cache.batch import Batch
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.rows import Rows, SequenceTables
+from ..cache.sequence import SequenceTables
 from ..engine.request import Request, sequence_of
 from ..engine.sampling.token_choice import TokenChoice
 from ..errors import ConfigError, PoolExhaustedError, check_device
@@ -125,8 +126,7 @@ class DraftModel:
                 length, tables = self.prefixes.adopt(*self._shared(row))
                 if length:
                     own.end = self.first_position + length
-                    own.sequence.tables[:] = tables
-                    own.sequence.mark_level()
+                    own.sequence.take_over(tables)
 
     def remove(self, rows: Collection[Request]) -> None:
         """Release the draft model's blocks of rows, and donate their prefixes to the prefix cache."""
@@ -225,7 +225,7 @@ class DraftModel:
         what = f"the draft model {type(self.model).__module__} failed; requests go on without its drafts"
         warn_once(f"{what}: {type(error).__name__}: {error}")
 
-    def _reserve(self, tables: Rows, rows: Sequence[Request]) -> None:
+    def _reserve(self, tables: Batch, rows: Sequence[Request]) -> None:
         """Reserve positions. If a row finds no block, it gets no more drafts, and its error is raised."""
         failed = tables.reserve()
         if failed is not None:
@@ -276,7 +276,7 @@ class DraftModel:
         try:
             if self._forks and depth > 1:
                 sequences = forks = [copy.deepcopy(sequence) for sequence in sequences]
-            tables = Rows(self.pool, sequences)
+            tables = Batch(self.pool, sequences)
             layers = self._layers(own[0], tables)
             for ahead in range(1, depth + 1):
                 tokens = mx.argmax(logits[:, :vocab_size], axis=-1)
@@ -318,7 +318,7 @@ class DraftModel:
             else:
                 tokens[mx.array(ends)] = inputs.array[mx.array(indices)].astype(mx.uint32)
         counts = [end - begin for begin, end in zip([-1, *ends], ends, strict=False)]
-        tables = Rows(self.pool, [each.sequence for each in own], counts, as_rows=True)
+        tables = Batch(self.pool, [each.sequence for each in own], counts, as_rows=True)
         self._reserve(tables, [rows[index] for index in indices])
         spans = [
             Span(rows[index], each.end, each.end + count)
@@ -338,7 +338,7 @@ class DraftModel:
             logits, after = logits[last], None if after is None else after[last]
         return logits, after
 
-    def _layers(self, own: DraftRow, tables: Rows) -> list[Any]:
+    def _layers(self, own: DraftRow, tables: Batch) -> list[Any]:
         """Return the layers' batch caches as the model expects them."""
         return with_leaves(own.caches, [PagedBatchKVCache(tables, c.layer, type(c)) for c in leaves(own.caches)])
 

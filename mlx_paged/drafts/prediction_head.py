@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..cache.batch_cache import PagedBatchKVCache, first_paged
-from ..cache.rows import SequenceTables
+from ..cache.sequence import SequenceTables
 from ..engine.request import Request
 from ..prefix.store import SharedPrefixes
 from .depth import TRIAL_CONTEXT, Depth
@@ -64,8 +64,8 @@ class HiddenStates:
         """
         first = first_paged(caches)
         if isinstance(first, PagedBatchKVCache):
-            rows = first.rows  # their new tokens are reserved already
-            return [(each, each.length - n, n) for each, n in zip(rows.sequences, rows.counts, strict=True)]
+            batch = first.batch  # the new tokens are reserved already
+            return [(each, each.length - n, n) for each, n in zip(batch.sequences, batch.counts, strict=True)]
         return [] if first is None else [(first.sequence, first.sequence.length, num_tokens)]
 
     def note(self, places: Sequence[tuple[SequenceTables, int, int]], hidden: mx.array) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.batch import Batch, NotPackableError
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import PackedStates
 from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.rows import NotPackableError, Rows
 from ..engine.decode_batch import DecodeBatch, Delivery
 from ..engine.request import Request
 from ..engine.sampling.token_choice import Places
@@ -108,7 +108,7 @@ class DraftSteps:
         batch = self.batch
         batch.undo_reservation()
         sequences = [sequence for row in batch.rows if (sequence := row.sequence) is not None]
-        rows = Rows(self.pool, sequences, counts, as_rows=True)
+        rows = Batch(self.pool, sequences, counts, as_rows=True)
         try:
             failed = rows.reserve()
             if failed is not None:

@@ -11,24 +11,23 @@ import mlx.core as mx
 
 from ..attention import dispatch
 from ..by_model import ByModel
+from ..cache.batch import Batch
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.lazy_kv import LazyKV, hand_out
 from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.rows import Rows, SequenceTables
+from ..cache.sequence import SequenceTables
 from ..errors import check_device
 from ..kernels.build import backend
 from ..kernels.decode_spec import Counters
 from ..kernels.products.inference import Inference
 from ..kv.attention_params import AttentionParams, Window
 from ..kv.block_table import BlockTable
-from ..kv.blocks import Blocks
 from ..kv.device_blocks import DeviceBlocks, TracedBlocks
 from ..kv.geometry import Geometry
-from ..kv.layer import PoolLayer
+from ..kv.new_tokens import NewTokens, rounded_up, table_width
 from ..kv.pool import BlockPool
-from ..kv.step import rounded_up, table_width
 from .model_state import ModelState
 from .narrow_layers import narrow_layers
 
@@ -37,10 +36,10 @@ class GroupArrays(NamedTuple):
     """Arrays that the layers of a group share in a step.
 
     Attributes:
-        visible: block tables, ends and starts; see :meth:`Step.visible`.
+        visible: block tables, ends and starts; see :meth:`NewTokens.visible`.
         offsets: position of each row's new token, int32 ``[B]``.
         slots: slots of a pack's tokens, ``[B]``, which are all written before attention; else empty.
-        items: work items of thread groups that read common blocks, see :meth:`Step.items`; else empty.
+        items: work items of thread groups that read common blocks, see :meth:`NewTokens.items`; else empty.
     """
 
     visible: tuple[mx.array, mx.array, mx.array]
@@ -48,46 +47,11 @@ class GroupArrays(NamedTuple):
     slots: tuple[mx.array, ...] = ()
     items: tuple[mx.array, ...] = ()
 
-
-class StepRows:
-    """The rows of a step: those of a decode step or a pack, or a single sequence."""
-
-    def __init__(self, rows: Rows | SequenceTables) -> None:
-        self.rows = rows
-        self.pool = rows.pool
-        self.counts: Sequence[int] = rows.counts if isinstance(rows, Rows) else (1,)
-        self.num_tokens = sum(self.counts)
-
-    def __len__(self) -> int:
-        return self.num_tokens
-
-    @property
-    def is_pack(self) -> bool:
-        """Return whether several rows may be tokens of one sequence."""
-        return self.num_tokens > len(self.counts)
-
-    def take_positions(self) -> list[list[BlockTable]]:
-        """Have every layer take its next tokens, and return the tables of each group."""
-        return self.rows.take_all()
-
-    def undo_take(self) -> None:
-        """Undo :meth:`take_positions`; the positions stay reserved."""
-        self.rows.undo_takes()
-
-    def items(
-        self, layer: PoolLayer, tables: Sequence[BlockTable], blocks: Blocks, shape: tuple[int, int]
-    ) -> tuple[mx.array, ...]:
-        """Return :attr:`GroupArrays.items` of a group for block tables padded to ``shape``."""
-        if not isinstance(blocks, DeviceBlocks):
-            return ()
-        items = blocks.items(tables, layer.step(tables, self.counts), layer.sees, shape)
-        return () if items is None else (items,)
-
-    def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
+    @classmethod
+    def of(cls, tokens: NewTokens, window: Window | None, shape: tuple[int, int]) -> GroupArrays:
         """Return the arrays of a group for block tables padded to ``shape``, without ``items``."""
-        step = layer.step(tables, self.counts)
-        slots = (step.slots(tables, shape[0]),) if self.is_pack else ()
-        return GroupArrays(step.visible(tables, layer.sees, None, shape), step.offsets(shape[0]), slots)
+        slots = (tokens.slots(shape[0]),) if tokens.is_pack else ()
+        return cls(tokens.visible(window, None, shape), tokens.offsets(shape[0]), slots)
 
 
 def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
@@ -108,7 +72,7 @@ def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
     return paged, states
 
 
-def rows_of(caches: Sequence[Any]) -> Rows | SequenceTables | None:
+def rows_of(caches: Sequence[Any]) -> Batch | SequenceTables | None:
     """Return the rows of these paged caches; None unless all have the same rows and they cover the pool's layers."""
     rows = _rows_behind(caches[0]) if caches else None
     if rows is None or len(caches) != rows.num_layers or any(_rows_behind(cache) is not rows for cache in caches):
@@ -116,9 +80,9 @@ def rows_of(caches: Sequence[Any]) -> Rows | SequenceTables | None:
     return rows
 
 
-def _rows_behind(cache: Any) -> Rows | SequenceTables | None:
+def _rows_behind(cache: Any) -> Batch | SequenceTables | None:
     if isinstance(cache, PagedBatchKVCache):
-        return cache.rows
+        return cache.batch
     return cache.sequence if isinstance(cache, PagedKVCache) else None
 
 
@@ -390,8 +354,8 @@ class CompiledStep:
     def __init__(self, pool: BlockPool, forward: Forward) -> None:
         self.failure: str | None = None
         self.forward = forward
-        self._windows = [pool.layer(layer).sees for layer in self._layers_of(pool)]
-        self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
+        self._windows = [pool.group_of(layer).sees for layer in self._layers_of(pool)]
+        self._groups = [pool.places[layer][0] for layer in self._layers_of(pool)]
         self._blocks: list[tuple[Geometry, Counters]] = []  # of each layer
         self._paged: list[weakref.ref[Any]] = []  # caches of the last step, if all are paged
         self._model: Any = None
@@ -406,7 +370,7 @@ class CompiledStep:
 
     @staticmethod
     def _layers_of(pool: BlockPool) -> list[int]:
-        return sorted(layer for group in pool.groups for layer in group.spec.layers)
+        return sorted(pool.places)
 
     def __call__(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """Take the step, compiled, or uncompiled while its shapes are new. Keys and values are written.
@@ -425,15 +389,17 @@ class CompiledStep:
         parts = self._parts_of(caches)
         if self.failure is not None or parts is None:
             return None
-        rows = StepRows(cast(Any, _rows_behind(parts[0][0])))
-        if len(rows) != tokens.shape[0]:
+        rows = _rows_behind(parts[0][0])
+        assert rows is not None
+        if (len(rows) if isinstance(rows, Batch) else 1) != tokens.shape[0]:
             return None
         pool = rows.pool
-        layers = [pool.layer(cache.layer) for cache in parts[0]] if pool.groups[0].blocks else []
-        if not layers or not all(layer.in_place and layer.device.decoded_by_kernel for layer in layers):
+        blocks = [cache.group.blocks[cache.position] for cache in parts[0] if cache.group.in_place]
+        if len(blocks) < len(parts[0]) or not all(own.decoded_by_kernel for own in blocks):
             return None
         pool.lock.held_arrays.compute()
-        logits = self._compiled(rows, [layer.device for layer in layers], model, tokens, caches, *parts)
+        pool.lock.is_dirty = True
+        logits = self._compiled(rows, blocks, model, tokens, caches, *parts)
         if logits is None and self.failure is None:
             # With a compiled step's matrix products, so that results do not depend on which steps are compiled.
             with narrow_layers(model, tokens.shape[0]):
@@ -456,7 +422,7 @@ class CompiledStep:
 
     def _compiled(
         self,
-        rows: StepRows,
+        rows: Batch | SequenceTables,
         blocks: Sequence[DeviceBlocks],
         model: Any,
         tokens: mx.array,
@@ -466,34 +432,35 @@ class CompiledStep:
     ) -> mx.array | None:
         """Run the compiled step and return its logits; None if there is none or it fails. Nothing has been done then.
         The leaves of ``caches`` are in ``paged`` or ``states``."""
-        pool = rows.pool
+        pool, num_rows = rows.pool, tokens.shape[0]
         arrays = []
-        tables = rows.take_positions()
+        of_groups = rows.begin_all()
         try:
-            shapes = StepShapes.of(len(rows), tables, is_pack=rows.is_pack, has_states=bool(states))
+            tables = [own.tables for own in of_groups]
+            shapes = StepShapes.of(num_rows, tables, is_pack=of_groups[0].is_pack, has_states=bool(states))
             items = [
-                rows.items(pool.layer(group.spec.layers[0]), own, group.blocks[0], (shapes.num_rows, width))
-                for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True)
+                group.device(0).items(own, group.sees, (shapes.num_rows, width))
+                for group, own, width in zip(pool.groups, of_groups, shapes.widths, strict=True)
             ]
-            if any(items):
-                shapes = shapes._replace(items=tuple(len(own[0]) if own else 0 for own in items))
+            if any(own is not None for own in items):
+                shapes = shapes._replace(items=tuple(0 if own is None else len(own) for own in items))
             self._drop_outgrown(pool)
             found = self._shapes_for(shapes, may_pad=not states)
             if found is None or not self._knows(model):
-                rows.undo_take()
+                rows.undo_begin()
                 return None
             shapes, function = found, self._functions[found]
-            for group, own, width, read in zip(pool.groups, tables, shapes.widths, items, strict=True):
-                of_group = rows.arrays(pool.layer(group.spec.layers[0]), own, (shapes.num_rows, width))
-                arrays.append(of_group._replace(items=read))
-            missing = shapes.num_rows - len(rows)
+            for group, own, width, read in zip(pool.groups, of_groups, shapes.widths, items, strict=True):
+                of_group = GroupArrays.of(own, group.sees, (shapes.num_rows, width))
+                arrays.append(of_group if read is None else of_group._replace(items=(read,)))
+            missing = shapes.num_rows - num_rows
             if missing:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
             self._model, self._caches = model, caches
             traces = self._traces
             self._blocks = [(own.geometry, own.counters) for own in blocks]
             before = [cache.cache for cache in states]
-            logits, after = DeviceBlocks.run(function, blocks, tokens, arrays, before, appended=len(rows))
+            logits, after = DeviceBlocks.run(function, blocks, tokens, arrays, before, appended=num_rows)
             pool.traces += self._traces - traces
             for cache, own in zip(states, after, strict=True):
                 cache.cache = list(own)
@@ -501,7 +468,7 @@ class CompiledStep:
             # The step runs uncompiled now. The failure may concern this step only; a model that fails there, too,
             # raises its own error.
             check_device(error)
-            rows.undo_take()
+            rows.undo_begin()
             self._failures += 1
             if isinstance(error, NotCompilable) or self._failures == MOST_FAILURES:
                 said = str(error).splitlines() or [""]  # MLX appends all overloads of its functions
@@ -511,7 +478,7 @@ class CompiledStep:
             self._model, self._caches = None, ()
         self._failures = 0
         dispatch.record_compiled(len(paged))
-        return logits[: len(rows)] if missing else logits
+        return logits[:num_rows] if missing else logits
 
     def _knows(self, model: Any) -> bool:
         """Return whether the model is what it was when it was first traced; if not, drop all traces."""

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..cache.batch import Batch, FailedRow
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.rows import FailedRow, Rows
 from ..drafts.proposal import Proposer
 from ..errors import check_device, without_frames
 from ..grammar.grammar import constrain
@@ -82,7 +82,7 @@ class DecodeBatch:
         self.choice = TokenChoice(upstream)
         self.proposer: Proposer | None = None  # proposes drafts
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
-        self._tables: Rows | None = None
+        self._tables: Batch | None = None
         # One per layer, composite ones split into their parts; paged ones are rebuilt when members change.
         self._caches: list[Any] = []
         self._parts = _NOT_FOUND
@@ -264,30 +264,24 @@ class DecodeBatch:
     # Steps ----------------------------------------------------------------------------------------------------
 
     def reserve(self) -> FailedRow | None:
-        """Reserve a block position for every row's next token; see :meth:`Rows.reserve`."""
+        """Reserve a block position for every row's next token; see :meth:`Batch.reserve`."""
         if self._changed:
             self._caches, self._tables = batch_of(self.rows, self._caches)
             self._changed = False
         return self._tables.reserve() if self._tables is not None else None
 
-    def _composed(self) -> list[Any]:
-        """Return the layers' batch caches as the model expects them; composed anew only when members change."""
+    def _current(self) -> _Parts:
+        """Return the batch's caches; composed anew only when members change."""
         if self._parts.caches is not self._caches:
             states = [cache for cache in self._caches if not (cache is None or _is_paged(cache))]
             of_arrays = [cache for cache in states if isinstance(cache, self.upstream.state_cache)]
             composed = with_leaves(self.rows[0].caches or [], self._caches)
             self._parts = _Parts(self._caches, composed, states, of_arrays)
-        return self._parts.composed
+        return self._parts
 
     def _states(self) -> list[Any]:
         """Return the caches of layers without blocks."""
-        self._composed()
-        return self._parts.states
-
-    def _state_caches(self) -> list[Any]:
-        """Return those of :meth:`_states` that hold arrays by row, which can be sliced and restored."""
-        self._composed()
-        return self._parts.of_arrays
+        return self._current().states
 
     def step(self) -> list[Delivery]:
         """Dispatch the next token of every row, then return the ones computed by the step before.
@@ -299,10 +293,12 @@ class DecodeBatch:
         logits = self._forward()
         if logits is None:
             return []
-        inputs = self.inputs
+        inputs = self._inputs
+        assert inputs is not None
         choice = self.choose(self.rows, logits, inputs)
         self._inputs = choice.tokens
-        self.failed += [(self.rows[index], error) for index, error in choice.broken.items()]
+        if choice.broken:
+            self.failed += [(self.rows[index], error) for index, error in choice.broken.items()]
         return self.deliver(self.rows, choice.inputs or _as_ints(inputs), choice.step, range(len(self.rows)))
 
     def deliver(
@@ -345,7 +341,10 @@ class DecodeBatch:
             inputs: the tokens that the logits follow, ``[T]``.
             places: see :class:`Places`; None if each row comes once, in order.
         """
-        logits, tokens, unanswerable = self._constrain(rows, logits, inputs)
+        tokens: list[int] = []
+        unanswerable: dict[int, Exception] = {}
+        if self._has_grammars:
+            logits, tokens, unanswerable = self._constrain(rows, logits, inputs)
         choice = self.choice.choose(logits, inputs, places)
         if self.ranks is not None and not (self._has_same_logits and self.choice.only_compares):
             choice = choice._replace(tokens=self.ranks.agreed(choice.tokens))
@@ -357,10 +356,11 @@ class DecodeBatch:
     def _forward(self) -> mx.array | None:
         """Return logits ``[B, vocab]`` of the rows whose call succeeded, if any. The others move to ``failed``."""
         assert self._inputs is not None
-        states = self._state_caches()
+        parts = self._current()
+        states = parts.of_arrays  # which can be sliced and restored
         before = [list(cache.cache) for cache in states]
         try:
-            logits: mx.array = self.call(self._inputs[:, None], cache=self._composed())[:, -1, :]
+            logits: mx.array = self.call(self._inputs[:, None], cache=parts.composed)[:, -1, :]
         except Exception as error:
             check_device(error)
             if self._tables is None or not all(_is_paged(cache) or cache in states for cache in self._caches):
@@ -380,8 +380,8 @@ class DecodeBatch:
         self.failed += broken
         self.remove([row for row, _ in broken], keep_caches=False)
         self._drop_tables()
-        parts = [part for part in found.values() if not isinstance(part, Exception)]
-        return mx.concatenate(parts) if parts else None
+        done = [part for part in found.values() if not isinstance(part, Exception)]
+        return mx.concatenate(done) if done else None
 
     def _forward_parts(self, indices: list[int], error: Exception) -> dict[int, mx.array | Exception]:
         """Return logits or error of each row. Rows that failed together are tried in halves until one fails alone."""
@@ -431,7 +431,7 @@ class DecodeBatch:
         self, rows: Sequence[Request], logits: mx.array, inputs: mx.array
     ) -> tuple[mx.array, list[int], dict[int, Exception]]:
         """Return logits masked by the rows' grammars; the inputs, if they had to be read; grammars' errors by index."""
-        if not self._has_grammars or all(row.grammar is None for row in rows):
+        if all(row.grammar is None for row in rows):
             return logits, [], {}
         mx.async_eval(logits)  # computed while the host reads the inputs, which the step before chose
         tokens = _as_ints(inputs)
@@ -454,13 +454,13 @@ def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:
     return mx.concatenate([x[indices[a] : indices[b] + 1] for a, b in zip(begins, ends, strict=True)])
 
 
-def batch_of(rows: Sequence[Request], states: Sequence[Any]) -> tuple[list[Any], Rows | None]:
+def batch_of(rows: Sequence[Request], states: Sequence[Any]) -> tuple[list[Any], Batch | None]:
     """Return the layers' batch caches over the rows' block tables, and those tables; None: no layer is paged."""
     caches = leaves(rows[0].caches or [])
     sequences = [sequence for row in rows if (sequence := row.sequence) is not None]
     if not sequences:
         return list(states), None
-    tables = Rows(sequences[0].pool, sequences)
+    tables = Batch(sequences[0].pool, sequences)
     batch = [
         PagedBatchKVCache(tables, layer, type(cache)) if isinstance(cache, PagedKVCache) else state
         for layer, (cache, state) in enumerate(zip(caches, states, strict=True))

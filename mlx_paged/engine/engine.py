@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.batch import FailedRow
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.rows import FailedRow
 from ..device import confirm
 from ..drafts.look_up import LookUp, depth_of
 from ..drafts.proposal import Proposer
@@ -249,6 +249,19 @@ class Engine:
         if alive.held:
             self._leave(alive.held)
         joining = [r for r in alive.decode if r not in self.batch.members and r.caches is not None]
+        prompts = self._begin_rows(joining) if joining or self._noted else []
+        generated = self._decode(alive.chunks) if self.batch.rows else []
+        if self._noted:
+            self._fail_noted()
+        if plan.chunks:
+            prompts += self._prefill(plan.chunks)
+            self._fail_noted()
+        if self.agreement is not None:
+            self.agreement.note_step(plan, generated, self.failures)
+        return prompts, generated
+
+    def _begin_rows(self, joining: Sequence[Request]) -> list[Any]:
+        """Add requests to the decode batch. Return the callers' responses for prompts that are computed now."""
         self._join(joining)
         self._fail_noted()
         prompts = []
@@ -259,13 +272,7 @@ class Engine:
                 prompts.append(
                     self.batch.upstream.prompt_response(request.uid, (request.prompt_length,) * 2, True, True)
                 )
-        generated = self._decode(alive.chunks) if self.batch.rows else []
-        self._fail_noted()
-        prompts += self._prefill(plan.chunks)
-        self._fail_noted()
-        if self.agreement is not None:
-            self.agreement.note_step(plan, generated, self.failures)
-        return prompts, generated
+        return prompts
 
     def _is_alive(self, request: Request) -> bool:
         return request.uid in self.requests
@@ -284,7 +291,8 @@ class Engine:
         responses, finished, unwanted = self._deliver_all(deliveries)
         if self.drafts is not None:
             self._finish_drafts(unwanted)
-        self._remove_from_batch([request for request, _ in finished])
+        if finished:
+            self._remove_from_batch([request for request, _ in finished])
         for request, response in finished:
             failed.pop(request, None)  # the token that failed is not delivered
             self._cut(request, unwanted[request])
@@ -390,8 +398,6 @@ class Engine:
     # Prompts --------------------------------------------------------------------------------------------------
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Any]:
-        if not chunks:
-            return []
         if self._pace is not None and not self.in_place and self.batch.rows:
             mx.eval(self.batch.inputs)  # keeps the step under way out of the measured time
         begin = time.perf_counter()

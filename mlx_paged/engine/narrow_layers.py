@@ -67,9 +67,8 @@ def _summed(layer: nn.Module, product: mx.array) -> mx.array:
     return total + layer["bias"] if "bias" in layer else total
 
 
-def is_narrow(layer: nn.Module) -> bool:
-    """Return whether the layer is at present one that a kernel may multiply few rows with."""
-    return isinstance(layer, _OwnRows | _OwnColumns)
+# Classes of layers that a kernel may at present multiply few rows with.
+NARROW: tuple[type, ...] = _OwnRows, _OwnColumns
 
 
 def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | None = None) -> list[mx.array]:
@@ -80,12 +79,14 @@ def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | N
         x: ``[B, L, hidden]``; L is 1 with ``heads``.
         heads: heads of each layer's result, which then has the shape ``[B, n_heads, 1, head_dim]``.
     """
-    found = fused_projections(layers, x, heads)
-    if found is not None:
-        return found
-    results = [layer(x) for layer in layers]
-    if heads is not None:
-        results = [y.reshape(x.shape[0], n, 1, -1) for y, n in zip(results, heads, strict=True)]
+    if isinstance(layers[0], _OwnRows):
+        found = fused_projections(layers, x, heads)
+        if found is not None:
+            return found
+    results = []
+    for index, layer in enumerate(layers):  # no comprehension, which is a call: the host's time limits decode steps
+        y = layer(x)
+        results.append(y if heads is None else y.reshape(x.shape[0], heads[index], 1, -1))
     return results
 
 

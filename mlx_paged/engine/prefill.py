@@ -11,11 +11,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..by_model import ByModel
+from ..cache.batch import Batch, NotPackableError
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import PackedStates
 from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.rows import NotPackableError, Rows
 from ..errors import device_failed
 from ..kernels.availability import on_metal, packs_prompts
 from ..kernels.fused_attention import has_nax, least_fused_queries
@@ -275,7 +275,7 @@ def packs_by_default(pool: BlockPool | None) -> bool:
     return packs_prompts() and (pool is None or all(group.in_place for group in pool.groups))
 
 
-def pack_layers(rows: Rows | None, caches: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:
+def pack_layers(rows: Batch | None, caches: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:
     """Return the layers' caches for a pack.
 
     Args:
@@ -307,12 +307,12 @@ def compute_pack(
         Exception: whatever the model or the pool raises. Nothing stays reserved, and no state has changed.
     """
     ready = [chunk for chunk in chunks if chunk.request.caches is not None]
-    rows: Rows | None = None
+    rows: Batch | None = None
     while ready:
         sequences = [sequence for chunk in ready if (sequence := chunk.request.sequence) is not None]
         if not sequences:
             break
-        rows = Rows(sequences[0].pool, sequences, [chunk.num_tokens for chunk in ready])
+        rows = Batch(sequences[0].pool, sequences, [chunk.num_tokens for chunk in ready])
         failed = rows.reserve()
         if failed is None:
             break

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..cache.batch_cache import first_paged
 from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.rows import SequenceTables
+from ..cache.sequence import SequenceTables
 from ..grammar.grammar import CompiledGrammar
 from ..kv.block_table import BlockTable
 from .sampling.params import SamplingParams

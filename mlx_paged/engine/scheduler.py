@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ..errors import RequestTooLargeError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # only a request's attributes are used here
 
 
 Growth = Sequence[tuple["Request", int]]
+T = TypeVar("T", bound=tuple["Request", int])
 MOST_HELD = 3  # most steps in a row that rows wait for another client's first token, which takes as many
 # Least prompt tokens of a step for each decoding row that delays another client's first token. On a CPU a row takes as
 # long as 1 to 2 prompt tokens, so that prompts get at least half of the time.
@@ -113,7 +114,10 @@ class WaitingQueue:
         self._firsts: dict[tuple[int, Hashable], Request] = {}  # next request of a group, where known
 
     def __len__(self) -> int:
-        return sum(len(part) for group in self._groups.values() for part in group)
+        count = 0
+        for preempted, fresh in self._groups.values():
+            count += len(preempted) + len(fresh)
+        return count
 
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted((r for group in self._groups.values() for part in group for r in part), key=self._rank))
@@ -288,20 +292,20 @@ class Scheduler:
         self._num_plans += 1
         self._served.update((chunk.request.options.client, self._num_plans) for chunk in chunks)
         waits = set(held)
-        alive = [request for request, _ in self._alive(decode, failed)]
+        if self._preempted or failed:
+            decode, chunks = self._alive(decode), self._alive(chunks)
+        alive = [request for request, _ in decode]
         return ScheduledStep(
             [request for request in alive if request not in waits] if held else alive,
             [request for request in alive if request in waits] if held else [],
-            [Chunk(request, num_tokens) for request, num_tokens in self._alive(chunks, failed)],
+            [Chunk(*chunk) for chunk in chunks],
             failed,
         )
 
-    def _alive(self, growth: Growth, failed: Sequence[tuple[Request, Exception]]) -> list[tuple[Request, int]]:
-        """Return the part of the growth whose requests have not been preempted and have not failed meanwhile."""
-        if not self._preempted and not failed:
-            return list(growth)
+    def _alive(self, growth: Sequence[T]) -> list[T]:
+        """Return the part of the growth whose requests still run."""
         running = set(self.running)
-        return [(request, num_tokens) for request, num_tokens in growth if request in running]
+        return [each for each in growth if each[0] in running]
 
     def preempt_for(self, request: Request) -> bool:
         """Preempt a running request that comes after ``request``: of the least urgent ones, the last request of the
@@ -398,7 +402,7 @@ class Scheduler:
         """
         if not self.holds_rows or self._num_held == MOST_HELD:
             return []
-        lengths = {request: request.length + num_tokens for request, num_tokens in chunks}
+        lengths = {request: request.length + num_tokens for request, num_tokens in chunks} if chunks else {}
         awaited = {
             _group(request)
             for request in self.running
@@ -423,7 +427,7 @@ class Scheduler:
         self, planned: Growth, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]
     ) -> bool:
         """Return whether the chunk fits in this step, after preempting other requests for it if necessary."""
-        while not self.memory.fits([*self._alive(planned, failed), (request, num_tokens)]):
+        while not self.memory.fits([*self._alive(planned), (request, num_tokens)]):
             if self._make_room(request, self.running) or self.preempt_for(request):
                 continue
             if self.running == [request]:

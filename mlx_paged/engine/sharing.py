@@ -101,8 +101,7 @@ class PrefixSharing:
         length, tables = self.prefixes.adopt(request.source[: request.prefill_end + 1], request.options.salt)
         if not length or request.sequence is None:
             return 0
-        request.sequence.tables[:] = tables
-        request.sequence.mark_level()
+        request.sequence.take_over(tables)
         return length
 
     def _start(self, request: Request) -> _Start:
@@ -264,8 +263,7 @@ class CheckpointSharing:
         parts = iter(filled)
         request.caches = with_leaves(request.caches, [each if _is_paged(each) else next(parts) for each in fresh])
         if sequence is not None:
-            sequence.tables[:] = tables
-            sequence.mark_level()
+            sequence.take_over(tables)
         return length
 
     def _add_ends(self, request: Request, length: int) -> None:

@@ -52,7 +52,7 @@ class BlockTable:
         self.owner: object | None = None
         self.version = 0
         self.indices: dict[Any, Any] = {}
-        self._consecutive: dict[tuple[int, int], bool] = {}
+        self._consecutive = 0, 0, False  # the latest blocks that were looked at, and whether their ids are consecutive
 
     @property
     def num_blocks(self) -> int:
@@ -73,19 +73,24 @@ class BlockTable:
         first = self.logical_start // self.block_size
         return slice(first, max(first, start // self.block_size))
 
-    def is_consecutive(self, first: int, last: int) -> bool:
-        """Return whether the ids ``block_ids[first:last]`` are consecutive."""
-        known = self._consecutive.get((first, last))
-        if known is None:
-            ids = self.block_ids
-            known = self._consecutive[first, last] = all(ids[i + 1] == ids[i] + 1 for i in range(first, last - 1))
-        return known
+    def place(self) -> tuple[int, int] | None:
+        """Return the start and end of the visible tokens among the slots of all blocks, or None if their blocks are not
+        consecutive."""
+        size, ids = self.block_size, self.block_ids
+        first, last = self.logical_start // size, -(-self.length // size)
+        known = self._consecutive
+        if known[:2] != (first, last):
+            known = self._consecutive = first, last, all(ids[i + 1] == ids[i] + 1 for i in range(first, last - 1))
+        if not known[2]:
+            return None
+        before = (ids[first] - first) * size
+        return before + self.logical_start, before + self.length
 
     def forget_indices(self) -> None:
         """Drop everything derived from ``block_ids``; called whenever ``block_ids`` changes."""
         self.version += 1
         self.indices.clear()
-        self._consecutive.clear()
+        self._consecutive = 0, 0, False
 
     def __repr__(self) -> str:
         return (

@@ -10,7 +10,7 @@ import mlx.core as mx
 from .attention_params import QueryHeads
 from .block_table import BlockTable
 from .geometry import Geometry
-from .step import Step
+from .new_tokens import NewTokens
 
 
 class Blocks(Protocol):
@@ -19,6 +19,8 @@ class Blocks(Protocol):
     geometry: Geometry
     in_place: bool
     """Whether kernels write and read the blocks, ordered by a fence; no MLX operation may read them."""
+    pending: list[mx.array]
+    """Lazy reads and writes that a host's blocks have to compute before the next write; empty on a device."""
     num_quantized: int
     """Tokens quantised here so far, each when it was written; 0 where the pages hold keys and values as they are."""
 
@@ -26,10 +28,8 @@ class Blocks(Protocol):
     def num_blocks(self) -> int:
         """Blocks that the tensors hold."""
 
-    def write(
-        self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array, *, stored: bool = False
-    ) -> None:
-        """Write the step's tokens: k, v ``[B, n_kv_heads, n, head_dim]``, or ``[T, n_kv_heads, 1, head_dim]``, table by
+    def write(self, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
+        """Write new tokens: k, v ``[B, n_kv_heads, n, head_dim]``, or ``[T, n_kv_heads, 1, head_dim]``, table by
         table. ``stored``: they are what :meth:`gather` returned as stored, here or from blocks of the same geometry."""
 
     def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:

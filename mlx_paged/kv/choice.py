@@ -23,7 +23,7 @@ from .blocks import BlocksChoice, ChooseBlocks
 from .device_blocks import DeviceBlocks, pages_of
 from .geometry import Geometry
 from .host_blocks import HostBlocks
-from .step import DeviceTables, Step
+from .new_tokens import NewTokens
 
 
 def kernel_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
@@ -144,7 +144,9 @@ def _fault_of_pool_kernels(geometry: Geometry, block_size: int) -> str | None:
     k, v = (mx.random.normal((1, heads, count, dim), key=mx.random.key(dim)).astype(dtype) for dim in (k_dim, v_dim))
     for table, ids in zip(tables, ([3, 1], [2, 4]), strict=True):
         table.block_ids[:], table.length = ids, count
-    blocks.write(tables[:1], Step(tables[:1], (count,), 0, 5, DeviceTables()), k, v)
+    tokens = NewTokens(tables[:1], (count,))
+    tokens.begin(0, 5)
+    blocks.write(tokens, k, v)
     blocks.copy([3, 1], [2, 4])
     for table in tables:
         for got, wrote, form in zip(blocks.gather(table), (k, v), geometry.rows or (None, None), strict=True):

@@ -20,7 +20,7 @@ from ..kernels.shared_trial import is_faster
 from .attention_params import AttentionParams, QueryHeads, Window
 from .block_table import BlockTable
 from .geometry import Geometry
-from .step import Step, padded_gathered_slots
+from .new_tokens import NewTokens, padded_gathered_slots
 
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
@@ -61,7 +61,7 @@ def join_queries(out: mx.array, q_len: int) -> mx.array:
 
 
 def split_visible(visible: tuple[mx.array, mx.array, mx.array]) -> tuple[mx.array, mx.array, mx.array]:
-    """Split what :meth:`.step.Step.visible` returned like :func:`split_queries`; padding sees nothing."""
+    """Split what :meth:`.new_tokens.NewTokens.visible` returned like :func:`split_queries`; padding sees nothing."""
     tables, ends, starts = visible
     parts = -(-ends.shape[1] // MAX_QUERY_LENGTH)
     ends, starts = (_padded(x, 1).reshape(-1, MAX_QUERY_LENGTH) for x in (ends, starts))
@@ -97,6 +97,7 @@ class DeviceBlocks:
         self.pages = pages_of(geometry)
         self.rotates = geometry.rotates
         self.num_quantized = 0
+        self.pending: list[mx.array] = []
         # The fence before the latest write, and the number of tokens that the write quantised.
         self._last_write: tuple[mx.array | None, int] = (None, 0)
         self.__keys, self.__values = self._new_blocks(num_blocks)
@@ -119,20 +120,17 @@ class DeviceBlocks:
         """Blocks that the tensors hold."""
         return int(self.__keys.shape[0])
 
-    def write(
-        self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array, *, stored: bool = False
-    ) -> None:
-        """Write the step's tokens; see :meth:`Blocks.write`."""
+    def write(self, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
+        """Write new tokens; see :meth:`Blocks.write`."""
         if stored and self.pages is not None:
             self.__fence = quantized.write_rows(
-                self.__keys, self.__values, self.__fence, k, v, step.slots(tables), self.pages
+                self.__keys, self.__values, self.__fence, k, v, tokens.slots(), self.pages
             )
             return
-        launch = step.write_launch
+        launch = tokens.made.get("write")
         if launch is None:
-            launch = step.write_launch = kernels.prepare_write(
-                self.__keys, self.__values, step.slots(tables), self.pages
-            )
+            launch = kernels.prepare_write(self.__keys, self.__values, tokens.slots(), self.pages)
+            tokens.made["write"] = launch
         self._count(k.shape[0] * k.shape[2])
         if self.rotates:
             k, v = rotate(k), rotate(v)
@@ -145,30 +143,30 @@ class DeviceBlocks:
             self._last_write = self.__fence, num_tokens
 
     def prepare_decode(
-        self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams, *, appends: bool
+        self, q: mx.array, tokens: NewTokens, params: AttentionParams, *, appends: bool
     ) -> kernels.DecodeLaunch:
         """Prepare the launches of a decode step, for :meth:`decode` of this layer and of all with the same parameters.
 
         Args:
-            q: queries of the step's positions, ``[B, n_q_heads, q_len, head_dim]``; or ``[T, n_q_heads, 1, head_dim]``,
-                if the positions are written.
-            tables, step: the tables of the B sequences, and their step.
+            q: queries of the new tokens, ``[B, n_q_heads, q_len, head_dim]``; or ``[T, n_q_heads, 1, head_dim]``, if
+                they are written.
+            tokens: the new tokens of the B sequences.
             params: causality and the window decide what queries see; the mask is not used.
-            appends: whether the same kernel writes the step's positions first (q_len 1).
+            appends: whether the same kernel writes the new tokens first (q_len 1).
 
         Raises:
             NoKernelError: no kernel works for these shapes, or blocks of this form. Nothing has been launched, and
                 :meth:`write` and :meth:`read_visible` still work.
         """
         q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], params
-        visible = step.visible(tables, window, q.shape[0])
+        visible = tokens.visible(window, q.shape[0])
         shared: dict[str, Any] = {}
         if q_len == 1 and not latent:
             heads = params.heads(q.shape[1])
             if heads not in self._shared_cuts:
                 self._shared_cuts[heads] = shared_cut_of(self.geometry, self.block_size, heads)
             self._shared_cut = self._shared_cuts[heads]
-            items = self.items(tables, step, window)
+            items = self.items(tokens, window)
             shared = {} if items is None else {"items": items}
         self.decoded_by_kernel = False  # until a kernel has run
         return kernels.prepare_decode(
@@ -190,7 +188,7 @@ class DeviceBlocks:
             launch: from :meth:`prepare_decode`, for queries of this shape.
             q: queries.
             sinks: given if the launch was prepared for sinks.
-            append: keys and values of the step's positions, if the launch writes them.
+            append: keys and values of the new tokens, if the launch writes them.
 
         Raises:
             NoKernelError: as :meth:`prepare_decode`.
@@ -209,12 +207,10 @@ class DeviceBlocks:
             out = join_queries(out, q_len)
         return rotate(out) if self.rotates else out
 
-    def items(
-        self, tables: Sequence[BlockTable], step: Step, window: Window | None, shape: tuple[int, int] | None = None
-    ) -> mx.array | None:
-        """Return the items of the kernel for common blocks (:meth:`.step.Step.items`), for queries like those of the
-        latest decode step, or None. Checks the kernel the first time that there are items."""
-        cut, items = self._shared_cut, step.items(tables, self._shared_cut, window, shape)
+    def items(self, tokens: NewTokens, window: Window | None, shape: tuple[int, int] | None = None) -> mx.array | None:
+        """Return the items of the kernel for common blocks (:meth:`.new_tokens.NewTokens.items`), for queries
+        like those of the latest decode step, or None. Checks the kernel the first time that there are items."""
+        cut, items = self._shared_cut, tokens.items(self._shared_cut, window, shape)
         if cut is None or items is None or cut in self._usable_cuts:
             return items
         if is_usable(cut):
@@ -224,12 +220,12 @@ class DeviceBlocks:
         self._shared_cuts = {heads: None if own == cut else own for heads, own in self._shared_cuts.items()}
         return None
 
-    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
-        """Run the prefill kernel over this layer's blocks, for the tokens of a step, which are written.
+    def prefill(self, q: mx.array, tokens: NewTokens, params: AttentionParams) -> mx.array:
+        """Run the prefill kernel over this layer's blocks, for new tokens, which are written.
 
         Args:
             q: ``[T, n_q_heads, 1, head_dim]``.
-            tables, step: the tables of the B sequences, and their step.
+            tokens: the new tokens of the B sequences.
             params: as for :meth:`prepare_decode`.
 
         Returns:
@@ -239,13 +235,13 @@ class DeviceBlocks:
             NoKernelError: as :meth:`decode`.
         """
         scale, _, window, softcap, sinks, _ = params
-        key = (q.shape[1], scale, window, softcap, sinks is not None)
-        launch = step.prefill_launches.get(key)
+        key = "prefill", q.shape[1], scale, window, softcap, sinks is not None
+        launch = tokens.made.get(key)
         if launch is None:
             try:
-                launch = step.prefill_launches[key] = prepare_prefill(
-                    self.__keys, self.__values, step.block_tables(tables), step.counts,
-                    [table.length for table in tables], n_q_heads=q.shape[1],
+                launch = tokens.made[key] = prepare_prefill(
+                    self.__keys, self.__values, tokens.block_tables(), tokens.counts,
+                    [table.length for table in tokens.tables], n_q_heads=q.shape[1],
                     scale=scale, softcap=softcap, sinks=sinks is not None, window=_size_of(window),
                     stride=window.stride if window else 1, pages=self.pages,
                 )  # fmt: skip
@@ -307,25 +303,26 @@ class DeviceBlocks:
             ids = table.indices[key] = mx.array(table.block_ids[first:last], mx.int32)
         return ids, table.logical_start - first * size, table.length - table.logical_start
 
-    def fetch(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
+    def fetch(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
         """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values that rows of one new token each see, padded on
-        the left to the longest as by :func:`.step.padded_slots` (lazy copies)."""
-        k, v = self.read_packed(tables, step)
-        if step.fetch_index is None or step.fetch_index[0] != self.num_blocks:
+        the left to the longest as by :func:`.new_tokens.padded_slots` (lazy copies)."""
+        k, v = self.read_packed(tokens)
+        index = tokens.made.get("fetch")
+        if index is None:
             heads = np.arange(self.geometry.num_kv_heads)[:, None] * k.shape[2]
-            index = padded_gathered_slots(tables)[:, None] + heads
-            step.fetch_index = self.num_blocks, mx.array(index.astype(np.int32))
-        k, v = (mx.take(x.reshape(-1, x.shape[-1]), step.fetch_index[1], 0) for x in (k, v))
+            slots = padded_gathered_slots(tokens.tables)[:, None] + heads
+            index = tokens.made["fetch"] = mx.array(slots.astype(np.int32))
+        k, v = (mx.take(x.reshape(-1, x.shape[-1]), index, 0) for x in (k, v))
         return k, v
 
     def _gathered(self, launch: Callable[..., tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
         k, v, self.__fence = launch(self.__keys, self.__values, self.__fence)
         return (rotate(k), rotate(v)) if self.rotates else (k, v)
 
-    def read_packed(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
-        """Return all blocks of a step's tables, table by table, in the order of :meth:`Step.gathered_tables`: K
+    def read_packed(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
+        """Return all blocks of the tokens' tables, table by table, in the order of :meth:`NewTokens.gathered_tables`: K
         ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies). Slots without a token have arbitrary contents."""
-        ids, num_slots = step.all_blocks(tables), step.num_slots(tables)
+        ids, num_slots = tokens.all_blocks(), tokens.num_slots()
         return self._gathered(kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -433,7 +430,7 @@ class TracedBlocks:
     ) -> mx.array:
         """Run the decode kernel, as :meth:`DeviceBlocks.decode`, for one token per row. With ``slots`` the tokens are
         written there first, so that rows of one sequence see those before them; without ``append`` they are written
-        already. With ``items`` thread groups read common blocks together (:meth:`.step.Step.items`)."""
+        already. With ``items`` thread groups read common blocks together (:meth:`.new_tokens.NewTokens.items`)."""
         shared: dict[str, Any] = {} if items is None else {"items": items}
         scale, _, window, softcap, sinks, latent = params
         launch = kernels.prepare_decode(

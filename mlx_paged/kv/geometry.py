@@ -126,6 +126,6 @@ class Geometry(NamedTuple):
 
 
 def first_keys(geometry: Geometry) -> tuple[mx.array, mx.array]:
-    """Return zeros as one token's keys and values, for :meth:`PoolLayer.set_geometry` ahead of the first write."""
+    """Return zeros as one token's keys and values, for :meth:`BlockPool.set_geometry` ahead of the first write."""
     heads, k_dim, v_dim, dtype, _ = geometry
     return mx.zeros((1, heads, 1, k_dim), dtype), mx.zeros((1, heads, 1, v_dim), dtype)

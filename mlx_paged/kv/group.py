@@ -1,21 +1,24 @@
-"""BlockGroup: the layers that share geometry, window and block ids."""
+"""Group: the layers that share geometry, window and block ids, with the blocks of each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..errors import ConfigError, GeometryError
+from ..errors import BlockStateError, ConfigError, GeometryError
 from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
 from .attention_params import LatentHeads, QueryHeads, Window
 from .block_table import BlockTable
 from .blocks import Blocks, BlocksChoice, ChooseBlocks
 from .choice import host_blocks
+from .device_blocks import DeviceBlocks
 from .geometry import Geometry, PageFormat
-from .step import DeviceTables, Step, step_key
+from .held import HeldArrays
+from .host_blocks import HostBlocks
+from .new_tokens import NewTokens, padded_slots
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
@@ -100,7 +103,7 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
             raise ConfigError(f"stride must be 1 or equal to window ({group.window}), got {group.stride}")
 
 
-class BlockGroup:
+class Group:
     """Allocator and each layer's blocks of one :class:`LayerGroup`; one block id stands for a block in every layer."""
 
     def __init__(
@@ -109,6 +112,7 @@ class BlockGroup:
         block_size: int,
         choose_blocks: ChooseBlocks = host_blocks,
         page_format: PageFormat | None = None,
+        held: HeldArrays | None = None,
     ) -> None:
         self.spec, self.sees = spec, spec.sees
         self.block_size = block_size
@@ -128,29 +132,39 @@ class BlockGroup:
         self.packs_unsupported: dict[QueryHeads, str | None] = {}
         # Likewise for the kernel over keys and values expanded from latents.
         self.prompts_unsupported: dict[LatentHeads, str | None] = {}
-        self.epoch = 0
+        self.epoch = 0  # rises with each change of a table or of a reference count
         self._choose_blocks = choose_blocks
-        # The latest decode step and the latest pack: their tables differ, and a server alternates between them.
-        self._steps: list[Step | None] = [None, None]
-        self._device_tables = DeviceTables(), DeviceTables()
+        self._held = HeldArrays() if held is None else held
 
     def touch(self) -> None:
-        """Invalidate the steps made before: a table of the group or a reference count has changed."""
+        """Note that a table of the group or a reference count has changed: what was derived from them is not used any
+        more."""
         self.epoch += 1
 
-    def step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[Step, bool]:
-        """Return the step of the tables' last ``counts`` positions, and whether it had to be made."""
-        is_pack = max(counts) > 1
-        step = self._steps[is_pack]
-        if step is not None and step.epoch == self.epoch and step.key == step_key(tables, counts):
-            return step, False
-        step = Step(tables, counts, self.epoch, self.allocator.num_blocks, self._device_tables[is_pack])
-        self._steps[is_pack] = step
-        return step, True
+    def begin(self, tokens: NewTokens) -> None:
+        """Begin a step of new tokens, unless that was done since the group's last change.
 
-    def is_current(self, step: Step) -> bool:
-        """Return whether a step is the group's latest, and its tables unchanged."""
-        return step is self._steps[step.is_pack] and step.epoch == self.epoch
+        Raises:
+            GeometryError: fewer positions are reserved.
+            BlockStateError: a table was released, or a block of those positions is shared.
+        """
+        if tokens.epoch == self.epoch:
+            return
+        refcount, size = self.allocator.refcount, self.block_size
+        for table, num_tokens in zip(tokens.tables, tokens.counts, strict=True):
+            first = table.length - num_tokens
+            if table.released:
+                raise BlockStateError("the table was released")
+            if first < 0:
+                raise GeometryError(
+                    f"cannot write {num_tokens} tokens: only {table.length} reserved; call append_tokens first"
+                )
+            for block_id in table.block_ids[first // size :]:
+                if refcount(block_id) != 1:
+                    raise BlockStateError(
+                        f"cannot write block {block_id}: it has {refcount(block_id)} references, not 1"
+                    )
+        tokens.begin(self.epoch, self.allocator.num_blocks)
 
     # Blocks of tables -----------------------------------------------------------------------------------------
 
@@ -211,6 +225,15 @@ class BlockGroup:
         if missing <= 0:
             return 0
         return self.bytes_per_block * (self.allocator.num_blocks + missing) - self.bytes_reserved
+
+    def fits(self, k: mx.array, v: mx.array, batch: int) -> bool:
+        """Return whether k and v, of one token each, are as :meth:`validate` wants them; False if that is not known
+        yet."""
+        if self.geometry is None:
+            return False
+        heads, k_dim, v_dim, dtype, _ = self.geometry
+        is_sized = k.shape == (batch, heads, 1, k_dim) and v.shape == (batch, heads, 1, v_dim)
+        return is_sized and k.dtype == dtype and v.dtype == dtype
 
     def validate(self, k: mx.array, v: mx.array, batch: int) -> Geometry:
         """Check k and v, and return their geometry.
@@ -291,7 +314,7 @@ class BlockGroup:
 
     def drop(self) -> None:
         """Drop every layer's tensors; no block may be in use. Geometry and kind of blocks are kept."""
-        self.blocks, self._steps = [], [None, None]
+        self.blocks = []
         self.allocator.renumber({}, 1)
         self.touch()
 
@@ -332,8 +355,67 @@ class BlockGroup:
         if self.blocks:
             mx.clear_cache()  # frees the old tensors
 
+    # Keys and values; the caller holds the pool's lock ---------------------------------------------------------
+
+    def fitted(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Return keys and values cast to the group's dtype, as mlx-lm's caches do; unchanged if that is not known yet,
+        or if :meth:`validate` will refuse them."""
+        geometry = self.geometry
+        if geometry is None or not mx.issubdtype(k.dtype, mx.floating) or k.dtype != v.dtype:
+            return k, v
+        return k.astype(geometry.dtype), v.astype(geometry.dtype)
+
+    def write(self, position: int, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
+        """Write k and v that :meth:`validate` has accepted at the positions of new tokens; see :meth:`Blocks.write`.
+
+        Args:
+            position: index of the layer in the group.
+            tokens: after :meth:`begin`.
+            k, v, stored: see :meth:`Blocks.write`.
+        """
+        held = self._held
+        if not hasattr(held.local, "has_written"):
+            mx.eval(k, v)  # raises for what this thread cannot compute, such as another thread's lazy weights
+        if held.pairs:
+            held.compute()
+        self.blocks[position].write(tokens, k, v, stored=stored)
+        if tokens.is_pack:
+            self.pace(position, tokens.num_tokens)
+
+    def device(self, position: int) -> DeviceBlocks:
+        """Return a layer's blocks, which are a GPU's (:attr:`in_place`)."""
+        blocks = self.blocks[position]
+        assert isinstance(blocks, DeviceBlocks)
+        return blocks
+
+    def fetch(
+        self, position: int, tables: Sequence[BlockTable], made: dict[Any, Any] | None = None
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Return lazy copies of what tables hold in a layer's blocks on the host, padded on the left to the longest as
+        by :func:`.new_tokens.padded_slots`, and an array in the blocks' pending reads that stands for both.
+
+        Args:
+            position: index of the layer in the group.
+            tables: of the group.
+            made: :attr:`NewTokens.made` of a step of these tables: all layers then share an index.
+        """
+        blocks = self.blocks[position]
+        assert isinstance(blocks, HostBlocks)
+        index = None if made is None else made.get("fetch")
+        if index is None:
+            index = blocks.index_of(padded_slots(tables))
+            if made is not None:
+                made["fetch"] = index
+        keys, values = blocks.fetch(index)
+        # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
+        keys, values, read = mx.depends([keys, values, mx.zeros(())], [])
+        blocks.pending.append(read)
+        return keys, values, read
+
     def ready(self) -> list[mx.array]:
         """Return small arrays that are ready when all writes so far are."""
+        if not self.in_place:
+            return [array for blocks in self.blocks for array in blocks.pending]
         return [array for blocks in self.blocks for array in blocks.ready()]
 
     def pace(self, layer_position: int, num_tokens: int) -> None:

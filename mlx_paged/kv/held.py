@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import mlx.core as mx
@@ -14,10 +15,12 @@ class HeldArrays:
 
     Attributes:
         pairs: weak references to them.
+        local: ``has_written`` if the thread has written to the pool before.
     """
 
     def __init__(self) -> None:
         self.pairs: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []
+        self.local = threading.local()
 
     def add(self, keys: mx.array, values: mx.array) -> None:
         """Note a pair."""

@@ -12,7 +12,7 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kernels.quantized import rotate
 from .block_table import BlockTable
 from .geometry import Geometry
-from .step import Step, visible_slots
+from .new_tokens import NewTokens, visible_slots
 
 
 class HostBlocks:
@@ -32,7 +32,7 @@ class HostBlocks:
         block_size, num_blocks: size and number of the blocks.
 
     Attributes:
-        pending: lazy arrays that read the blocks.
+        pending: lazy arrays that read the blocks, and one that is ready when the latest lazy write is.
     """
 
     in_place = False
@@ -47,7 +47,6 @@ class HostBlocks:
         self._known_views: tuple[np.ndarray, np.ndarray] | None = (
             None  # MLX copies an array that has a view to write it
         )
-        self._written: list[mx.array] = []  # ready when the latest lazy write is
 
     @property
     def _dims(self) -> tuple[int, int]:
@@ -76,31 +75,32 @@ class HostBlocks:
 
     # Writing --------------------------------------------------------------------------------------------------
 
-    def write(
-        self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array, *, stored: bool = False
-    ) -> None:
-        """Write the step's tokens; see :meth:`Blocks.write`."""
+    def write(self, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
+        """Write new tokens; see :meth:`Blocks.write`."""
         if self._forms is not None and not stored:
             if self.geometry.rotates:
                 k, v = rotate(k), rotate(v)
             k, v = self._forms[0].quantize(k), self._forms[1].quantize(v)
-            self.num_quantized += step.num_tokens
+            self.num_quantized += tokens.num_tokens
         # A prompt's keys and values would be alive in all layers until the end of its call.
-        is_short = len(tables) == 1 and len(k) == 1 and k.shape[2] <= MAX_QUERY_LENGTH
-        place = self._place_of(tables[0]) if is_short else None
+        is_short = len(tokens.tables) == 1 and len(k) == 1 and k.shape[2] <= MAX_QUERY_LENGTH
+        place = tokens.tables[0].place() if is_short else None
         if place is not None and place[1] - place[0] >= k.shape[2]:
             mx.eval(self.pending)  # done long ago, but for a model of a layer or two: MLX would copy what is still read
             self.pending.clear()
-            self._known_views, self._written = None, []
+            self._known_views = None
             first, end = place[1] - k.shape[2], place[1]
             self._keys[:, :, first:end], self._values[:, :, first:end] = k, v
+            self.pending += mx.depends([mx.zeros(())], [self._keys, self._values])
             return
         if self._is_bfloat16:
             k, v = _as_words(k), _as_words(v)
         mx.eval(self.pending, k, v)
         self.pending.clear()
-        slots = step.host_slots(tables)
-        for view, x in zip(self._views, (k, v), strict=True):
+        slots = tokens.made.get("host slots")
+        if slots is None:
+            slots = tokens.host_slots()
+        for view, x in zip(self._known_views or self._views, (k, v), strict=True):
             new = np.array(x, copy=False)
             view[:, slots] = new[0] if len(new) == 1 else new.swapaxes(0, 1).reshape(new.shape[1], -1, new.shape[3])
 
@@ -126,18 +126,26 @@ class HostBlocks:
 
     def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions; see :meth:`Blocks.gather`."""
-        place = self._place_of(table)
+        place = table.place()
         index: Any = visible_slots(table) if place is None else slice(*place)
         k, v = (_copy(view[:, index], self._stored.dtype) for view in self._views)
         return (k, v) if stored else self._dequantized(k, v)
 
-    def read(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        """Return the visible positions lazily and, where the blocks are consecutive, as a view. What is computed from
-        them must be added to ``pending`` before anything else is done with the pool."""
-        place = self._place_of(table)
-        if place is not None:
-            k, v = self._keys[:, :, place[0] : place[1]], self._values[:, :, place[0] : place[1]]
-            return (k, v) if self._forms is None else self._dequantized(k, v)
+    def read(self, tokens: NewTokens) -> list[tuple[mx.array, mx.array]]:
+        """Return the visible positions of each table, lazily and, where its blocks are consecutive, as a view. What is
+        computed from them must be added to ``pending`` before anything else is done with the pool."""
+        keys, values, found = self._keys, self._values, []
+        # Loops, not comprehensions, which are calls: the host's time limits decode steps.
+        for table, place in zip(tokens.tables, tokens.made.get("places") or tokens.places(), strict=True):
+            if place is None:
+                found.append(self._taken(table))
+            else:
+                start, end = place
+                found.append((keys[:, :, start:end], values[:, :, start:end]))
+        return found if self._forms is None else [self._dequantized(*pair) for pair in found]
+
+    def _taken(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        """Return the stored rows of a table's visible positions, block by block."""
         size, first = table.block_size, table.logical_start // table.block_size
         key = "blocks", self.num_blocks
         index = table.indices.get(key)
@@ -152,7 +160,7 @@ class HostBlocks:
             ]
             for x in (self._keys, self._values)
         )
-        return self._dequantized(k, v)
+        return k, v
 
     def index_of(self, slots: np.ndarray) -> mx.array:
         """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` for :meth:`fetch`; valid until the pool grows."""
@@ -163,21 +171,6 @@ class HostBlocks:
         """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values at an index: lazy copies, to be added to
         ``pending`` like what is read."""
         return self._dequantized(*(x.reshape(-1, x.shape[3])[index] for x in (self._keys, self._values)))
-
-    def _place_of(self, table: BlockTable) -> tuple[int, int] | None:
-        """Return the start and end of the visible tokens among the slots, or None if their blocks are not
-        consecutive."""
-        start, end = table.logical_start, table.length
-        known = table.indices.get("place")  # shared by all layers
-        if known is None or known[0] != (start, end):
-            size, first = table.block_size, start // table.block_size
-            place = None
-            if table.is_consecutive(first, -(-end // size)):
-                before = (table.block_ids[first] - first) * size
-                place = before + start, before + end
-            known = table.indices["place"] = (start, end), place
-        found: tuple[int, int] | None = known[1]
-        return found
 
     def _dequantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         if self._forms is None:
@@ -195,10 +188,8 @@ class HostBlocks:
         self.pending.clear()
 
     def ready(self) -> list[mx.array]:
-        """Return what is ready when lazy writes and reads are; see :meth:`Blocks.ready`."""
-        if self._known_views is None and not self._written:  # once a write: while it is computed it keeps the buffers
-            self._written = mx.depends([mx.zeros(())], [self._keys, self._values])
-        return self._written + self.pending
+        """Return :attr:`pending`; see :meth:`Blocks.ready`."""
+        return self.pending
 
     def forget_failed_work(self) -> None:
         """Forget the reads: they could not be computed."""

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import mlx.core as mx
 
 from ..errors import DeviceWatch, check_device
-from .group import BlockGroup
+from .group import Group
 from .held import HeldArrays
 
 P = ParamSpec("P")
@@ -54,30 +54,28 @@ class PoolLock:
 
     Args:
         groups: the groups whose tensors are worked on.
+        held_arrays: arrays that a caller may hold although attention has not used them.
 
     Attributes:
         number: its place in the order of locks.
         owner: the thread that holds it, or 0.
         is_dirty: whether tensors have been read or written since it was taken.
-        held_arrays: arrays that a caller may hold although attention has not used them.
+        held_arrays: as given.
         device: raises after an error of the device: what is in the tensors is lost.
         even_if_lost: the lock for changes of tables, which can be released all the same.
-        local: ``has_worked`` if the thread has worked on the tensors before.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup]) -> None:
+    def __init__(self, groups: Sequence[Group], held_arrays: HeldArrays) -> None:
         self.number = next(_numbers)
         self.owner = 0
         self.is_dirty = False
-        self.held_arrays = HeldArrays()
-        self.local = threading.local()
+        self.held_arrays = held_arrays
         self.device = DeviceWatch()
         self._groups = groups
         self.even_if_lost = _EvenIfLost(self)
         self._lock, self._gate = threading.RLock(), threading.RLock()
         self._also: list[PoolLock] = []
         self._depth = 0
-        self.local.has_worked = True
 
     def __enter__(self) -> bool:
         self.device.check()
@@ -122,7 +120,7 @@ class PoolLock:
         """Start computing what is still lazy, wait for it if asked, and release the lock."""
         try:
             if self.is_dirty:
-                self.local.has_worked = True
+                self.held_arrays.local.has_written = True
                 self._compute(wait=wait)
         finally:
             also, self._also = self._also, []
@@ -248,14 +246,16 @@ S = TypeVar("S", bound=_HasPool)
 
 
 def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Wrap a method so that it holds the lock of ``self.pool``."""
+    """Wrap a method that works on tensors so that it holds the lock of ``self.pool``."""
 
     @functools.wraps(method)
     def whole(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         lock: PoolLock = self.pool.lock
         if lock.owner == get_ident():
+            lock.is_dirty = True
             return method(self, *args, **kwargs)
         with lock:
+            lock.is_dirty = True
             return method(self, *args, **kwargs)
 
     return whole

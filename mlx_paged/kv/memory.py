@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..errors import BlockStateError, ConfigError, PoolExhaustedError
 from .attention_params import QueryHeads
 from .geometry import Geometry
-from .group import BlockGroup
+from .group import Group
 from .lock import PoolLock
 from .owners import BlockOwners
 
@@ -93,7 +93,7 @@ class PoolMemory:
         ConfigError: the budget is not positive.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], budget: int, owners: BlockOwners, lock: PoolLock) -> None:
+    def __init__(self, groups: Sequence[Group], budget: int, owners: BlockOwners, lock: PoolLock) -> None:
         if budget <= 0:
             raise ConfigError(f"the memory budget must be positive, not {budget} bytes")
         self.groups = groups
@@ -139,8 +139,8 @@ class PoolMemory:
 
     # Growing --------------------------------------------------------------------------------------------------
 
-    def fix_geometry(self, group: BlockGroup, geometry: Geometry, heads: QueryHeads | None) -> None:
-        """Fix a group's geometry (:meth:`BlockGroup.set_geometry`). Raises PoolExhaustedError if the null block and one
+    def fix_geometry(self, group: Group, geometry: Geometry, heads: QueryHeads | None) -> None:
+        """Fix a group's geometry (:meth:`Group.set_geometry`). Raises PoolExhaustedError if the null block and one
         more of each group, or the blocks handed out so far, do not fit."""
         group.allocator.shrink()
         in_pages, _ = geometry.in_format(group.page_format, group.spec.always_dense_reason)
@@ -182,7 +182,7 @@ class PoolMemory:
         """Return the bytes to reserve so that each group has ``counts`` blocks free."""
         return sum(group.bytes_to_free(count) for count, group in zip(counts, self.groups, strict=True))
 
-    def grow(self, group: BlockGroup, count: int, most: int | None = None, kept: Sequence[int] | None = None) -> None:
+    def grow(self, group: Group, count: int, most: int | None = None, kept: Sequence[int] | None = None) -> None:
         """Grow the group so that ``count`` blocks are free, if necessary at the cost of cached blocks and of other
         groups' free blocks beyond ``kept``. ``most`` limits the number of free blocks afterwards.
 
@@ -205,7 +205,7 @@ class PoolMemory:
         self.lock.is_dirty = True
         group.grow(target)
 
-    def _make_room_for_blocks(self, group: BlockGroup, count: int, step: int, kept: Sequence[int]) -> None:
+    def _make_room_for_blocks(self, group: Group, count: int, step: int, kept: Sequence[int]) -> None:
         """Make room for the blocks that the group lacks: free up bytes to grow by, or evict cached blocks of the group.
 
         Args:

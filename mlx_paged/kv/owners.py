@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ..errors import BlockStateError
 from .block_table import BlockTable
-from .group import BlockGroup
+from .group import Group
 from .idle import IdleWatch
 
 
@@ -58,7 +58,7 @@ class BlockOwners:
     Changes need the pool's lock, except :meth:`add_table`, :meth:`abandon` and :meth:`collect`.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], lock: AbstractContextManager[bool], idle: IdleWatch) -> None:
+    def __init__(self, groups: Sequence[Group], lock: AbstractContextManager[bool], idle: IdleWatch) -> None:
         self.owner = object()  # identifies the pool's tables
         self._idle = idle
         self._groups = groups

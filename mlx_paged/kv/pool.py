@@ -6,18 +6,19 @@ from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
-from ..errors import TrimError
+from ..errors import BlockStateError, GeometryError, TrimError
 from .allocator import NULL_BLOCK
 from .attention_params import QueryHeads
 from .block_table import BlockTable
-from .blocks import ChooseBlocks
+from .blocks import Blocks, ChooseBlocks
 from .choice import host_blocks
 from .geometry import PageFormat
-from .group import BlockGroup, LayerGroup, check_layout
+from .group import Group, LayerGroup, check_layout
+from .held import HeldArrays
 from .idle import IdleWatch
-from .layer import PoolLayer
 from .lock import PoolLock
 from .memory import PoolMemory
+from .new_tokens import NewTokens
 from .owners import BlockHolder, BlockOwners
 from .stats import PagedCacheStats, check_group
 
@@ -28,8 +29,8 @@ class BlockPool:
     """All blocks of a model: allocated, counted by references, written, and gathered back.
 
     A step of a sequence calls :meth:`append_tokens` once, which reserves positions for all layers of the group, then
-    for each layer :meth:`write_prefill`, or :meth:`PoolLayer.write` for several sequences, which write the positions
-    reserved last.
+    for each layer :meth:`write_prefill`, or :meth:`write` for several sequences, which write the positions reserved
+    last.
 
     Args:
         groups: the groups of layers. Each layer index belongs to exactly one group. Empty: the pool holds states only.
@@ -55,13 +56,15 @@ class BlockPool:
         check_layout(groups, block_size)
         self.block_size = block_size
         self.page_format = page_format
-        self.groups = [BlockGroup(spec, block_size, choose_blocks, page_format) for spec in groups]
+        held = HeldArrays()
+        self.groups = [Group(spec, block_size, choose_blocks, page_format, held) for spec in groups]
         # Guards every change. Holders of blocks use it for their own changes, which avoids deadlocks.
-        self.lock = PoolLock(self.groups)
+        self.lock = PoolLock(self.groups, held)
         self._owners = BlockOwners(self.groups, self.lock.even_if_lost, IdleWatch(self))
         self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.lock)
-        self._layers = {
-            layer: PoolLayer(layer, group, index, position, self.memory)
+        # Of each model layer: the index of its group, and its own index in the group.
+        self.places = {
+            layer: (index, position)
             for index, group in enumerate(self.groups)
             for position, layer in enumerate(group.spec.layers)
         }
@@ -76,6 +79,14 @@ class BlockPool:
     def memory_budget(self) -> int:
         """Most bytes that the tensors of all groups, and states, may take."""
         return self.memory.budget
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether blocks lie on the host; False before the first write."""
+        for group in self.groups:
+            if group.geometry is not None:
+                return not group.in_place
+        return False
 
     @property
     def is_lost(self) -> bool:
@@ -192,7 +203,7 @@ class BlockPool:
             self._group(table).touch()
             self._owners.note_release()
 
-    def _group(self, table: BlockTable) -> BlockGroup:
+    def _group(self, table: BlockTable) -> Group:
         return self.groups[table.group]
 
     # Sequences ------------------------------------------------------------------------------------------------
@@ -291,7 +302,7 @@ class BlockPool:
                     slid = True
         return slid
 
-    def _slide(self, group: BlockGroup, table: BlockTable) -> bool:
+    def _slide(self, group: Group, table: BlockTable) -> bool:
         """Release the blocks that the table's next token does not see. Returns whether it sees less than before."""
         start = 0 if group.sees is None else group.sees.first_seen(table.length)
         if start <= table.logical_start:
@@ -381,34 +392,158 @@ class BlockPool:
             self._group(table).touch()
 
     # Keys and values ------------------------------------------------------------------------------------------
-    # Of one layer; see PoolLayer.
 
-    def layer(self, layer: int) -> PoolLayer:
-        """Return a model layer's keys and values."""
-        return self._layers[layer]
+    def group_of(self, layer: int) -> Group:
+        """Return the group that a model layer belongs to."""
+        return self.groups[self.places[layer][0]]
 
-    def group_of(self, layer: int) -> int:
-        """Return the index of the group that a model layer belongs to."""
-        return self._layers[layer].group_index
+    def blocks_of(self, layer: int) -> Blocks:
+        """Return a model layer's blocks. Raises BlockStateError before the first write to its group."""
+        group, position = self.places[layer]
+        if not self.groups[group].blocks:
+            raise BlockStateError(f"nothing has been written to the group of layer {layer} yet")
+        return self.groups[group].blocks[position]
 
     def set_geometry(
         self, layer: int, k: mx.array, v: mx.array, *, batch: int, heads: QueryHeads | None = None
-    ) -> BlockGroup:
-        """See :meth:`PoolLayer.set_geometry`."""
-        return self._layers[layer].set_geometry(k, v, batch=batch, heads=heads)
+    ) -> Group:
+        """Fix the geometry and kind of blocks of a layer's group by its first keys and values; then validate.
+
+        Args:
+            layer: index of the layer in the model.
+            k, v: keys and values about to be written.
+            batch: sequences they must hold.
+            heads: the queries that will attend over them, for the choice of a kernel.
+
+        Returns:
+            The layer's group.
+
+        Raises:
+            GeometryError: rank, number of sequences, heads, head dimension or dtype do not match.
+            PoolExhaustedError: not even the blocks handed out so far fit the budget.
+            KernelUnavailableError: a kernel is demanded and there is none for this geometry.
+        """
+        group = self.group_of(layer)
+        geometry = group.validate(k, v, batch)
+        if group.geometry is None:
+            with self.lock:
+                self._owners.collect()
+                self.memory.fix_geometry(group, geometry, heads)
+        return group
+
+    def tokens_of(self, layer: int, tables: Sequence[BlockTable], counts: Sequence[int] | int) -> NewTokens:
+        """Return the tables' last positions as new tokens, for a layer to write.
+
+        Args:
+            layer: index of the layer in the model.
+            tables: one per sequence, of the layer's group.
+            counts: new tokens of each sequence, at least 1; an int holds for all of them.
+
+        Raises:
+            GeometryError: the layer is not of the tables' group, or fewer tokens are reserved.
+            BlockStateError: a table was released, or a block of those positions is shared.
+        """
+        for table in tables:
+            self.check(table, layer)
+        tokens = NewTokens(tables, (counts,) * len(tables) if isinstance(counts, int) else counts)
+        self.begin(self.group_of(layer), tokens)
+        return tokens
+
+    def begin(self, group: Group, tokens: NewTokens) -> None:
+        """Begin a step of new tokens; see :meth:`Group.begin`."""
+        self._owners.collect()  # a block shared only with a dropped table is not shared
+        group.begin(tokens)
+
+    def check(self, table: BlockTable, layer: int) -> None:
+        """Raise BlockStateError if a table was released or belongs to another pool, and GeometryError if it is not of
+        the layer's group."""
+        self._owners.check(table)
+        if table.group != self.places[layer][0]:
+            raise GeometryError(f"layer {layer} does not belong to the table's group {table.group}")
+
+    def write(self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
+        """Write keys and values of the last n reserved tokens of each of B sequences, as they are (no cast).
+
+        Args:
+            layer: index of the layer in the model.
+            tables: B tables of the layer's group, each with at least n tokens.
+            k: ``[B, n_kv_heads, n, k_head_dim]``.
+            v: ``[B, n_kv_heads, n, v_head_dim]``.
+
+        Raises:
+            GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
+        """
+        with self.lock:
+            self.group_of(layer).validate(k, v, len(tables))
+            tokens = self.tokens_of(layer, tables, k.shape[2])
+            group = self.set_geometry(layer, k, v, batch=len(tables))
+            self.begin(group, tokens)
+            self.lock.is_dirty = True
+            group.write(self.places[layer][1], tokens, k, v)
 
     def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
-        """Write one sequence's tokens, see :meth:`PoolLayer.write`: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
-        self._layers[layer].write([table], k, v)
+        """Write one sequence's tokens, see :meth:`write`: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
+        self.write(layer, [table], k, v)
+
+    def write_stored(self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
+        """Write what :meth:`read_stored` returned for this layer or another one of the same geometry, without
+        quantising it again.
+
+        Raises:
+            GeometryError, BlockStateError: before anything is written.
+        """
+        group = self.group_of(layer)
+        with self.lock:
+            geometry = group.geometry
+            if geometry is None or geometry.format is None:
+                self.write(layer, tables, k, v)
+                return
+            heads, k_words, v_words, dtype, _ = geometry.stored
+            shape = (len(tables), heads, k.shape[2] if k.ndim == 4 else 0)
+            if (k.shape, v.shape) != ((*shape, k_words), (*shape, v_words)) or {k.dtype, v.dtype} != {dtype}:
+                raise GeometryError(
+                    f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} do not match pages of {geometry}"
+                )
+            tokens = self.tokens_of(layer, tables, k.shape[2])
+            self.lock.is_dirty = True
+            group.write(self.places[layer][1], tokens, k, v, stored=True)
 
     def gather_visible(self, table: BlockTable, layer: int) -> tuple[mx.array, mx.array]:
-        """See :meth:`PoolLayer.gather_visible`."""
-        return self._layers[layer].gather_visible(table)
+        """Return copies of a layer's keys and values of positions ``logical_start .. length - 1``.
 
-    def ready(self) -> list[mx.array]:
-        """Return small arrays that are ready when all writes so far are; any thread can wait for them."""
+        Returns:
+            K ``[1, n_kv_heads, n, k_head_dim]``, V ``[1, n_kv_heads, n, v_head_dim]``.
+
+        Raises:
+            BlockStateError: the table was released, or nothing was written yet.
+            GeometryError: the layer is not of the table's group.
+        """
+        return self._gather(table, layer, stored=False)
+
+    def read_stored(self, table: BlockTable, layer: int) -> tuple[mx.array, mx.array]:
+        """Return copies of positions ``logical_start .. length - 1`` as the blocks store them, for
+        :meth:`write_stored`: rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages, else keys and values.
+
+        Raises:
+            BlockStateError, GeometryError: as :meth:`gather_visible`.
+        """
+        return self._gather(table, layer, stored=True)
+
+    def _gather(self, table: BlockTable, layer: int, *, stored: bool) -> tuple[mx.array, mx.array]:
+        self.check(table, layer)
+        if self.group_of(layer).geometry is None or not table.num_visible:
+            raise BlockStateError("nothing has been written to this table")
         with self.lock:
-            return [array for group in self.groups for array in group.ready()]
+            self.lock.is_dirty = True
+            return self.blocks_of(layer).gather(table, stored=stored)
+
+    def ready(self, layer: int | None = None) -> list[mx.array]:
+        """Return small arrays that are ready when all writes so far are, or those to one layer; none before the first
+        write. Any thread can wait for them."""
+        with self.lock:
+            if layer is None:
+                return [array for group in self.groups for array in group.ready()]
+            return self.blocks_of(layer).ready() if self.group_of(layer).blocks else []
 
     # Accounts -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import BlockStateError
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
-from .group import BlockGroup
+from .group import Group
 from .owners import BlockHolder
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _num_cached(allocator: BlockAllocator, group: int, holders: Sequence[BlockHo
     return sum(block_id != NULL_BLOCK and allocator.refcount(block_id) == n for block_id, n in held.items())
 
 
-def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[Sequence[int]]) -> None:
+def check_group(group: Group, tables: Sequence[BlockTable], held: Sequence[Sequence[int]]) -> None:
     """Raise BlockStateError unless a group's reference counts, free list, tables and tensors agree.
 
     ``held``: block ids held by tables and prefix caches, one entry per reference.

@@ -289,7 +289,7 @@ class SpillStore:
             table = table_over(pool, group, [0] * first + blocks, node.end)
             table.logical_start = begin = max(valid_from, first * pool.block_size)
             for layer in pool.groups[group].spec.layers:
-                for name, x in zip("kv", pool.layer(layer).read_stored(table), strict=True):
+                for name, x in zip("kv", pool.read_stored(table, layer), strict=True):
                     layers[f"{name}{layer}"] = x, begin
                 mx.eval([x for x, _ in layers.values()])
             pool.release_table(table)
@@ -458,8 +458,8 @@ class SpillStore:
                 if pool.groups[group].geometry is None:
                     known = next(each.geometry[group] for each in blocks if each.geometry[group] is not None)
                     pool.set_geometry(layer, *first_keys(geometry_of(known)), batch=1)
-                pool.layer(layer).write_stored([tables[group]], k, v)
-                mx.eval(pool.layer(layer).ready())
+                pool.write_stored(layer, [tables[group]], k, v)
+                mx.eval(pool.ready(layer))
 
     def _find(self, pool: BlockPool, tokens: tuple[int, ...], base: int, identity: str) -> list[SpilledBlock]:
         """Return files of consecutive blocks from block ``base`` on whose tokens match, the last perhaps in part."""

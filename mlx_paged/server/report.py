@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..attention.dispatch import dispatch_counts
 from ..kv.allocator import NULL_BLOCK
-from ..kv.group import BlockGroup
+from ..kv.group import Group
 from ..kv.pool import BlockPool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -310,7 +310,7 @@ def server_report(
     return report
 
 
-def _pages_of(group: BlockGroup) -> dict[str, Any]:
+def _pages_of(group: Group) -> dict[str, Any]:
     """Return the format of a group's pages; if it is not what was configured, also why."""
     geometry = group.geometry
     return {

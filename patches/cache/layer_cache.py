@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from ...cache.paged_kv_cache import PagedKVCache
-from ...cache.rows import SequenceTables
+from ...cache.sequence import SequenceTables
 from ...config import STOCK_QUANTISES
 from ...errors import PromptCacheError
 from ...kv.geometry import Geometry, PageFormat, first_keys
@@ -28,7 +28,7 @@ class PagedLayerCache(PagedKVCache):
         super().__init__(sequence, layer)
         self._stands_for = KVCache
         if self.window is not None:
-            self._stands_for = RotatingKVCache if self._kv.spec.ring else ChunkedKVCache
+            self._stands_for = RotatingKVCache if self.group.spec.ring else ChunkedKVCache
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -57,7 +57,7 @@ class PagedLayerCache(PagedKVCache):
     def start_position(self) -> int:
         """Position of the first token that the next one sees, as in ``ChunkedKVCache``. Raises AttributeError without
         chunks."""
-        return self._stock_attribute(ChunkedKVCache, "start_position", self._kv.spec.first_kept(self.offset))
+        return self._stock_attribute(ChunkedKVCache, "start_position", self.group.spec.first_kept(self.offset))
 
     def maybe_trim_front(self) -> None:
         """Do nothing: tokens that the next one does not see are released when it is written."""
@@ -72,7 +72,7 @@ class PagedLayerCache(PagedKVCache):
     def has_stock_form(self) -> bool:
         """Return whether mlx-lm has a cache that holds the same bytes. It has none for quantised pages that have a
         window, are rotated, or use different bits for keys and values."""
-        held = self._kv.group.geometry
+        held = self.group.geometry
         if held is None or held.format is None:
             return True
         return self.window is None and held.format.stock_bits is not None
@@ -80,9 +80,9 @@ class PagedLayerCache(PagedKVCache):
     def to_stock(self) -> KVCache | RotatingKVCache | ChunkedKVCache | QuantizedKVCache:
         """Return a copy in mlx-lm's own cache, in order of position and bit for bit; dequantised unless
         :attr:`has_stock_form`."""
-        if self._kv.is_quantized and self.has_stock_form and not self.empty():
+        if self.group.is_quantized and self.has_stock_form and not self.empty():
             return self._to_stock_quantized()
-        ring = self._kv.spec.ring
+        ring = self.group.spec.ring
         if self.window is None:
             stock = KVCache()
         else:
@@ -107,10 +107,10 @@ class PagedLayerCache(PagedKVCache):
 
     @locked
     def _to_stock_quantized(self) -> QuantizedKVCache:
-        geometry = self._kv.group.geometry
+        geometry = self.group.geometry
         assert geometry is not None and geometry.rows is not None and geometry.format is not None
         bits, group_size = geometry.format.stock_bits, geometry.format.group_size
-        stored = zip(geometry.rows, self._kv.read_stored(self.table), strict=True)
+        stored = zip(geometry.rows, self.pool.read_stored(self.table, self.layer), strict=True)
         keys, values = (tuple(map(mx.contiguous, form.split(rows))) for form, rows in stored)
         stock = QuantizedKVCache(group_size, bits)
         stock.state = (keys, values, self.offset, group_size, bits)
@@ -119,11 +119,11 @@ class PagedLayerCache(PagedKVCache):
     @property
     def split_keys(self) -> bool:
         """Return whether pages hold halves of a key (see :class:`LayerGroup`), which mlx-lm's cache holds whole."""
-        return self._kv.spec.split_keys
+        return self.group.spec.split_keys
 
     def load(self, keys: mx.array, values: mx.array, offset: int, *, stored: bool = False) -> None:
         """Like :meth:`PagedKVCache.load`; splits whole keys and ignores ``values`` where pages hold half keys."""
-        geometry = self._kv.group.geometry
+        geometry = self.group.geometry
         if self.split_keys and geometry is not None and keys.shape[3] == geometry.k_head_dim + geometry.v_head_dim:
             keys, values = mx.split(keys, [geometry.k_head_dim], axis=-1)
         super().load(keys, values, offset, stored=stored)
@@ -137,8 +137,8 @@ class PagedLayerCache(PagedKVCache):
         """
         (codes, scales, _), (v_codes, *_) = stock.keys, stock.values
         k_dim, v_dim = (x.shape[3] * 32 // stock.bits for x in (codes, v_codes))
-        self._kv.set_geometry(*first_keys(Geometry(codes.shape[1], k_dim, v_dim, scales.dtype)), batch=1)
-        geometry = self._kv.group.geometry
+        self.pool.set_geometry(self.layer, *first_keys(Geometry(codes.shape[1], k_dim, v_dim, scales.dtype)), batch=1)
+        geometry = self.group.geometry
         assert geometry is not None
         if geometry.rows is None or geometry.format != PageFormat.of(stock.bits, stock.group_size):
             own = "are not quantised" if geometry.format is None else f"have {geometry.format}"

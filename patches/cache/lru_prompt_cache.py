@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from ...cache.composites import leaves, with_leaves
-from ...cache.rows import SequenceTables
+from ...cache.sequence import SequenceTables
 from ...errors import PoolExhaustedError
 from ...kv.pool import BlockPool
 from ...prefix.radix import RadixTree

@@ -226,7 +226,7 @@ def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
         paged = [place for place, cache in enumerate(parts) if isinstance(cache, PagedKVCache)]
         stock = [c.to_stock() if isinstance(c, PagedLayerCache) else copy.deepcopy(c) for c in parts]
         found = probe_layers(model, with_leaves(fresh, stock), paged[:1])
-        geometry = sequence.pool.layer(parts[paged[0]].layer).group.geometry
+        geometry = sequence.pool.group_of(parts[paged[0]].layer).geometry
         if geometry is not None and found and found[paged[0]].geometry.dtype != geometry.dtype:
             sequence.move(found[paged[0]].geometry.dtype)
         if all(group.geometry is not None for group in sequence.pool.groups):

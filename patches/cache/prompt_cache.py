@@ -12,7 +12,7 @@ from mlx_lm.models.cache import CacheList, QuantizedKVCache, RotatingKVCache, ma
 
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
-from ...cache.rows import SequenceTables
+from ...cache.sequence import SequenceTables
 from ...config import KVBits, PagedConfig
 from ...engine.request import sequence_of
 from ...errors import BlocksUnavailableError, ConfigError, GeometryError, PromptCacheError

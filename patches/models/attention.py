@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.compiled_step import StepLayer
-from ...engine.narrow_layers import fused_projections, is_narrow, projected
+from ...engine.narrow_layers import NARROW, fused_projections, projected
 from ...kernels.products.narrow_matmul import Rotation
 from ...kv.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
@@ -23,14 +23,14 @@ Norm = Callable[[mx.array], mx.array]
 
 def paged_call(
     project: Callable[[Any, mx.array, int | mx.array], Sequence[mx.array]],
-    softcap: Callable[[Any], float | None] = lambda module: None,
+    softcap: Callable[[Any], float] | None = None,
 ) -> Callable[..., AttentionCall]:
     """Return the adapter of an attention module that projects with ``project``.
 
     Args:
         project: function of the module, x ``[B, L, hidden]`` and each row's position. Returns rotated queries
             ``[B, n_q_heads, L, head_dim]``, keys and values ``[B, n_kv_heads, L, head_dim]``.
-        softcap: function of the module. Returns its cap on the scores, or None.
+        softcap: function of the module. Returns its cap on the scores. None: there is no cap.
 
     Returns:
         A function that takes upstream's ``__call__`` and returns its replacement: the paged path for a paged cache,
@@ -40,13 +40,18 @@ def paged_call(
 
     def attended(self: Any, x: mx.array, mask: mx.array | str | None, cache: Any) -> mx.array:
         queries, keys, values = project(self, x, cache.offset)
-        return cache.attend(queries, keys, values, AttentionParams(self.scale, mask, softcap=softcap(self)))
+        cap = None if softcap is None else softcap(self)
+        return cache.attend(queries, keys, values, AttentionParams(self.scale, mask, None, cap))
 
     def adapt(original: AttentionCall) -> AttentionCall:
         def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
-            if not stays_paged(cache, x.shape[0]):
+            # Batches first: a decode step's time on the host counts.
+            if not isinstance(cache, PagedBatchKVCache) and not stays_paged(cache, x.shape[0]):
                 return original(self, x, mask, cache)
-            return self.o_proj(heads_last(attended(self, x, mask, cache)))
+            out = attended(self, x, mask, cache)
+            if x.shape[1] > 1:
+                out = out.transpose(0, 2, 1, 3)
+            return self.o_proj(out.reshape(*x.shape[:2], -1))
 
         __call__.before_output = attended  # type: ignore[attr-defined]
         return __call__
@@ -66,7 +71,7 @@ def project_heads(
     x: mx.array,
     layers: Sequence[nn.Module],
     heads: Sequence[int],
-    norms: Sequence[Norm | None] = (None,) * 3,
+    norms: Sequence[Norm | None] = (),
 ) -> list[mx.array]:
     """Project x ``[B, L, hidden]`` by these layers. Returns ``[B, n_heads, L, head_dim]``, each head normalised.
 
@@ -77,7 +82,8 @@ def project_heads(
         parts = projected(layers, x, heads)
     else:
         parts = [layer(x).reshape(batch, length, n, -1) for layer, n in zip(layers, heads, strict=True)]
-    parts = [part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True)]
+    if norms:
+        parts = [part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True)]
     return parts if length == 1 else [part.transpose(0, 2, 1, 3) for part in parts]
 
 
@@ -124,32 +130,26 @@ def heads_last(x: mx.array) -> mx.array:
 
 def project_llama(self: Any, x: mx.array) -> list[mx.array]:
     """Return Llama's queries, keys and values before rotation, heads first."""
-    return project_heads(x, _layers_of(self), _heads_of(self))
-
-
-def _layers_of(self: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
-    return self.q_proj, self.k_proj, self.v_proj
-
-
-def _heads_of(self: Any) -> tuple[int, int, int]:
-    return self.n_heads, self.n_kv_heads, self.n_kv_heads
+    return project_heads(x, (self.q_proj, self.k_proj, self.v_proj), (self.n_heads, self.n_kv_heads, self.n_kv_heads))
 
 
 def _rotate_llama(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
     """Return :func:`project_llama`'s result, rotated; for one token in one kernel launch if there is such a kernel."""
-    if x.shape[1] == 1 and is_narrow(self.q_proj):
+    layers, heads = (self.q_proj, self.k_proj, self.v_proj), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+    if x.shape[1] == 1 and isinstance(layers[0], NARROW):
         positions = offset if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
         rotation = rotation_of(self.rope, positions, self.q_proj.weight.shape[0] // self.n_heads)
-        fused = None if rotation is None else fused_projections(_layers_of(self), x, _heads_of(self), rotation)
+        fused = None if rotation is None else fused_projections(layers, x, heads, rotation)
         if fused is not None:
             return fused
-    queries, keys, values = project_llama(self, x)
+    queries, keys, values = project_heads(x, layers, heads)
     return *rotated(self.rope, queries, keys, offset), values
 
 
 def _rotate_qwen3(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
     """Return rotated queries, keys and values; queries and keys are normalised per head before."""
-    queries, keys, values = project_heads(x, _layers_of(self), _heads_of(self), (self.q_norm, self.k_norm, None))
+    layers, heads = (self.q_proj, self.k_proj, self.v_proj), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+    queries, keys, values = project_heads(x, layers, heads, (self.q_norm, self.k_norm, None))
     return *rotated(self.rope, queries, keys, offset), values
 
 

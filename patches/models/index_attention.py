@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 
 from ...attention.dispatch import Dispatch, record
+from ...cache.batch import OWN_MASK, NotPackableError
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.paged_kv_cache import PagedKVCache
-from ...cache.rows import OWN_MASK, NotPackableError
 from ...engine.compiled_step import StepLayer
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import ProbeLayer
@@ -100,7 +100,7 @@ def adapt(original: AttentionCall) -> AttentionCall:
                 return out
         if chooses:
             record(CHOSEN)
-        if not (isinstance(latents, PagedBatchKVCache) and latents.rows.is_pack):
+        if not (isinstance(latents, PagedBatchKVCache) and latents.batch.is_pack):
             return original(self, x, mask, (GatheredCache(latents), IndexKeys(index)))
         if mask is not None:
             raise NotPackableError(OWN_MASK)
@@ -125,5 +125,5 @@ def _for_upstream(cache: Any, kind: type[GatheredCache]) -> Any:
 def _longest(cache: Any, num_tokens: int) -> int:
     """Return the length of the longest sequence, including its new tokens."""
     if isinstance(cache, PagedBatchKVCache):
-        return max(table.length for table in cache.rows.tables_of(cache.layer))
+        return max(table.length for table in cache.batch.tokens[cache.group_index].tables)
     return int(cache.offset) + num_tokens

@@ -17,8 +17,8 @@ import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
 from ...attention import dispatch, latent_prompts
+from ...cache.batch import OWN_MASK, NotPackableError
 from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.rows import OWN_MASK, NotPackableError
 from ...engine.compiled_step import StepLayer
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ...kv.attention_params import AttentionParams, LatentHeads, Window
@@ -196,7 +196,7 @@ def attend_in_kernel(
 
 
 def _is_pack(cache: Any) -> TypeGuard[PagedBatchKVCache]:
-    return isinstance(cache, PagedBatchKVCache) and cache.rows.is_pack
+    return isinstance(cache, PagedBatchKVCache) and cache.batch.is_pack
 
 
 def _packed(
@@ -209,7 +209,7 @@ def _packed(
 ) -> mx.array | None:
     if mask is not None:
         raise NotPackableError(OWN_MASK)
-    pool, layer, few = cache.pool, cache.layer, cache.rows.as_rows or max(cache.rows.counts) <= MOST_AS_ROWS
+    pool, layer, few = cache.pool, cache.layer, cache.batch.as_rows or max(cache.batch.counts) <= MOST_AS_ROWS
     if few and dispatch.supports_latents(_heads_of(self), pool, layer):
         made = _projected(self, x, cache.offset, scales)
         return finish(self, _absorbed(self, made, None, cache, as_rows=True), x)
@@ -300,4 +300,4 @@ def _is_causal(cache: Any, x: mx.array, mask: mx.array | str | None) -> TypeGuar
     """Return whether these are new tokens of one sequence under a plain causal mask."""
     if not isinstance(cache, PagedLayerCache) or x.shape[0] != 1 or mask is None:
         return False
-    return isinstance(mask, str) or cache.sequence.window_of(mask) == Window(cache.offset + x.shape[1])
+    return isinstance(mask, str) or cache.sequence.masks.window_of(mask) == Window(cache.offset + x.shape[1])

@@ -32,10 +32,10 @@ def adapt(original: ModelCall) -> ModelCall:
     def __call__(self: Any, inputs: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         caches = given.pop("cache", None)
-        if caches and inputs.shape[1] == 1 and not any(value is not None for value in given.values()):
+        if caches and inputs.shape[1] == 1 and all(value is None for value in given.values()):
             first = first_paged(caches)
-            is_pack = isinstance(first, PagedBatchKVCache) and first.rows.is_pack and not first.rows.as_rows
-            if first is not None and not is_pack and first.pool.layer(first.layer).in_place:
+            is_pack = isinstance(first, PagedBatchKVCache) and first.batch.is_pack and not first.batch.as_rows
+            if first is not None and not is_pack and first.group.in_place:
                 step = step_of(first.pool, original)
                 # If a model wraps another one, the first to be called owns the step; the other is a part of it.
                 if step.forward is original and step.failure is None:
@@ -74,7 +74,7 @@ def locking(call: ModelCall) -> ModelCall:
                 return call(self, *args, **kwargs)
         pool = first.pool
         # Our kernels are allowed before the first write, too: MLX would take seconds to compile its own for a prompt.
-        on_host = any(group.geometry is not None and not group.in_place for group in pool.groups)
+        on_host = pool.is_on_host
         # Over blocks on the host nothing is traced.
         with pool.lock, nullcontext() if on_host else lock_of(self), Inference(allowed=not on_host):
             return call(self, *args, **kwargs)

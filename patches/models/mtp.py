@@ -310,7 +310,7 @@ def _may_be_compiled(inputs: mx.array, caches: Sequence[Any]) -> bool:
     first = first_paged(caches)
     if not isinstance(first, PagedBatchKVCache) or inputs.shape[1] > 1:
         return False
-    if first.rows.is_pack and not first.rows.as_rows:
+    if first.batch.is_pack and not first.batch.as_rows:
         return False
     return all(group.in_place for group in first.pool.groups)
 

@@ -12,7 +12,7 @@ from mlx_lm.models.activations import swiglu
 
 from ...engine.compiled_step import StepLayer
 from ...engine.narrow_layers import added, gated, projected
-from ...kernels.products.inference import is_inference
+from ...kernels.products.inference import thread
 from ...kernels.silu_product import silu_product
 from ..patch import replaces
 
@@ -33,7 +33,8 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
         return swiglu(gate, up) if product is None else product
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        if not is_inference():  # no kernel applies: skip the checks, which cost host time
+        section = thread.inference
+        if section is None or not section.allowed:  # no kernel applies: skip the checks, which cost host time
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return self.down_proj(activated(self, x))
 

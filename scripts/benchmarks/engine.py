@@ -25,7 +25,7 @@ import mlx.core as mx
 from mlx_paged import config
 from mlx_paged.attention import dispatch
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.cuda.launch import CompiledKernel
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine

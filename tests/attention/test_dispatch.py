@@ -17,7 +17,7 @@ from mlx_paged.attention.dispatch import (
 )
 from mlx_paged.attention.gather import attention, causal_mask, gather_attention
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import GeometryError
 from mlx_paged.kernels import availability
 from mlx_paged.kv import choice
@@ -154,7 +154,7 @@ def test_a_batch_of_forks_decodes_as_dense() -> None:
         for table in tables:
             pool.append_tokens(table, 1)
         k, v = noise(50 + step, 3, HEADS, 1, DIM), noise(80 + step, 3, HEADS, 1, VDIM)
-        pool.layer(0).write(tables, k, v)
+        pool.write(0, tables, k, v)
         dense = [
             tuple(
                 mx.concatenate([old, new[row : row + 1]], axis=2) for old, new in zip(dense[row], (k, v), strict=True)
@@ -191,8 +191,8 @@ def test_prefill_equals_dense_with_and_without_a_prefix(prefix: int, mask: str |
     q = noise(99, 1, Q_HEADS, n, DIM)
     given = causal_mask(n, prefix, Window(3)) if mask == "array" else mask
     new = k[:, :, prefix:], v[:, :, prefix:]
-    step, params = pool.layer(0).step(tables, n), AttentionParams(SCALE, given)
-    got = attend(q, new, pool.layer(0), tables, step, params, is_written=True)
+    tokens, params = pool.tokens_of(0, tables, n), AttentionParams(SCALE, given)
+    got = attend(q, new, pool.groups[0], 0, tokens, params, is_written=True)
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=given))
     dispatch = last_dispatch()
     assert dispatch is not None and dispatch.path == ("gather" if prefix else "prefill")
@@ -202,8 +202,8 @@ def test_prefill_without_a_prefix_reads_nothing_from_the_pool(monkeypatch: pytes
     pool, tables, [(k, v)] = pool_with([5])
     monkeypatch.setattr(pool, "gather_visible", None)
     q = noise(99, 1, Q_HEADS, 5, DIM)
-    step = pool.layer(0).step(tables, 5)
-    got = attend(q, (k, v), pool.layer(0), tables, step, AttentionParams(SCALE, "causal"), is_written=True)
+    tokens = pool.tokens_of(0, tables, 5)
+    got = attend(q, (k, v), pool.groups[0], 0, tokens, AttentionParams(SCALE, "causal"), is_written=True)
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask="causal"))
 
 
@@ -217,9 +217,9 @@ def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
         pool.append_tokens(table, n - 1)
         pool.write_prefill(table, 0, k[:, :, : n - 1], v[:, :, : n - 1])
         pool.append_tokens(table, 1)
-        pool.layer(0).write([table], k[:, :, n - 1 :], v[:, :, n - 1 :])
+        pool.write(0, [table], k[:, :, n - 1 :], v[:, :, n - 1 :])
     q = noise(99, 2, Q_HEADS, 1, DIM)
-    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE))
+    got = gather_attention(q, pool.groups[0], 0, pool.tokens_of(0, tables, 1), AttentionParams(SCALE))
     for row, (k, v) in enumerate(parts):
         expected = mx.fast.scaled_dot_product_attention(
             q[row : row + 1], k[:, :, -window:], v[:, :, -window:], scale=SCALE
@@ -249,7 +249,7 @@ def test_rows_attend_with_the_bits_of_each_alone(window: int | None, dtype: mx.D
     for _ in range(30):
         pool.append_tokens(filler, 4)
         nans = (mx.full((1, HEADS, 4, dim), float("nan"), dtype) for dim in (DIM, VDIM))
-        pool.layer(0).write([filler], *nans)
+        pool.write(0, [filler], *nans)
     pool.release_table(filler)
     tables = [pool.new_table() for _ in lengths]
     keys = [kv(seed, n, dtype) for seed, n in enumerate(lengths)]
@@ -257,14 +257,14 @@ def test_rows_attend_with_the_bits_of_each_alone(window: int | None, dtype: mx.D
         for part in (slice(None, -1), slice(-1, None)):
             k, v = (x[:, :, part] for x in keys[row])
             pool.append_tokens(tables[row], k.shape[2])
-            pool.layer(0).write([tables[row]], k, v)
+            pool.write(0, [tables[row]], k, v)
     for i in range(max(lengths)):
         for row, table in enumerate(tables):
             if row not in follow and i < lengths[row]:
                 pool.append_tokens(table, 1)
-                pool.layer(0).write([table], *(x[:, :, i : i + 1] for x in keys[row]))
+                pool.write(0, [table], *(x[:, :, i : i + 1] for x in keys[row]))
     q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
-    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE))
+    got = gather_attention(q, pool.groups[0], 0, pool.tokens_of(0, tables, 1), AttentionParams(SCALE))
     for row, (k, v) in enumerate(keys):
         seen = slice(-(window or lengths[row]), None)
         alone = mx.fast.scaled_dot_product_attention(q[row : row + 1], k[:, :, seen], v[:, :, seen], scale=SCALE)
@@ -365,7 +365,7 @@ def test_sequences_of_a_pack_take_mlx_attention_one_by_one_on_metal(metal: FakeK
     q = mx.concatenate([noise(9 + i, 1, Q_HEADS, n, DIM).swapaxes(0, 2) for i, n in enumerate(counts)])
     k, v = (mx.concatenate(rows) for rows in zip(*new, strict=True))
     reset_dispatch_counts()
-    got = attend(q, (k, v), pool.layer(0), tables, pool.layer(0).step(tables, counts), AttentionParams(SCALE))
+    got = attend(q, (k, v), pool.groups[0], 0, pool.tokens_of(0, tables, counts), AttentionParams(SCALE))
     expected = mx.concatenate([x.swapaxes(0, 2) for x in dense])
     np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-5, atol=1e-6)
     assert metal.calls["paged_prefill"] == 0 and metal.calls["gather_blocks"] == 2

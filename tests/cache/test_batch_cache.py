@@ -4,17 +4,16 @@ own."""
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
+from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.rows import Rows
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
-from mlx_paged.kv import group, step
 from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.new_tokens import NewTokens
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
 LAYERS = 3  # 0 and 2 global, 1 sliding
@@ -40,7 +39,7 @@ def sequence(pool: BlockPool, length: int, seed: int = 0) -> list[PagedKVCache]:
 
 def merged(rows: list[list[PagedKVCache]]) -> list[PagedBatchKVCache]:
     """A batch of forks of these sequences."""
-    batch = Rows(rows[0][0].pool, [copy.deepcopy(row[0].sequence) for row in rows])
+    batch = Batch(rows[0][0].pool, [copy.deepcopy(row[0].sequence) for row in rows])
     return [PagedBatchKVCache(batch, layer) for layer in range(LAYERS)]
 
 
@@ -57,7 +56,7 @@ def random_step(batch: int, width: int, seed: int) -> list[tuple[mx.array, mx.ar
 
 
 def reserve(caches: list[PagedBatchKVCache]) -> None:
-    failed = caches[0].rows.reserve()
+    failed = caches[0].batch.reserve()
     if failed is not None:
         raise failed.error
 
@@ -115,22 +114,21 @@ def test_all_layers_share_one_offset_array_per_step() -> None:
 def test_tables_are_checked_once_per_step_not_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of()
     batch = merged([sequence(pool, 3), sequence(pool, 6)])
-    asked = []
-    whole = group.step_key
+    begun: list[int] = []
+    whole = NewTokens.begin
 
-    def counted(tables: list, *args: Any) -> tuple[Any, ...]:
-        asked.append(len(tables))
-        return whole(tables, *args)
+    def counted(self: NewTokens, *args: int) -> None:
+        begun.append(len(self.tables))
+        whole(self, *args)
 
-    monkeypatch.setattr(group, "step_key", counted)
-    monkeypatch.setattr(step, "step_key", counted)
+    monkeypatch.setattr(NewTokens, "begin", counted)
     for seed in range(3):
         attend(batch, random_step(2, 1, seed))
-    assert sum(asked) <= 3 * 2 * 2  # 3 steps of 2 rows: when the step is made, and by the first layer
-    # A table that changes outside the batch makes it build and check the step again.
-    before = batch[0].rows.step(0)
+    assert begun == [2] * 3 * len(pool.groups)
+    # A table that changes outside the batch makes it check the tables again.
     pool.groups[0].touch()
-    assert batch[0].rows.step(0) is not before
+    batch[0].batch.tokens_of(0)
+    assert len(begun) == 3 * len(pool.groups) + 1
 
 
 def test_failed_reserve_changes_nothing() -> None:
@@ -141,7 +139,7 @@ def test_failed_reserve_changes_nothing() -> None:
         while True:  # take what is left
             taken += pool.allocate(0, 1)
     before = pool.stats()
-    batch = Rows(pool, [row[0].sequence for row in solo])
+    batch = Batch(pool, [row[0].sequence for row in solo])
     failed = batch.reserve()
     assert failed is not None and failed.row == 0 and isinstance(failed.error, PoolExhaustedError)
     caches = [PagedBatchKVCache(batch, layer) for layer in range(LAYERS)]
@@ -158,7 +156,7 @@ def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
     solo = [sequence(pool, n, seed=n) for n in (8, 15, 40)]
     batch = merged(solo)
     check_decode(pool, batch, solo, 0)
-    tables = batch[0].rows
+    tables = batch[0].batch
     assert tables.reserve() is None
     q, k, v = random_step(3, 1, 7)[0]
     batch[0].attend(q, k, v, AttentionParams(SCALE))
@@ -200,7 +198,7 @@ class Masking(PagedKVCache):
 @pytest.mark.parametrize(("lengths", "is_masked"), [((9, 9), False), ((30,), False), ((9, 10), True)])
 def test_rows_of_one_length_need_no_mask(lengths: tuple[int, ...], is_masked: bool) -> None:
     pool = pool_of()
-    tables = merged([sequence(pool, n) for n in lengths])[0].rows
+    tables = merged([sequence(pool, n) for n in lengths])[0].batch
     cache = PagedBatchKVCache(tables, 0, Masking)
     reserve([cache])
     assert (cache.make_mask(1) is not None) == is_masked
@@ -234,11 +232,11 @@ def test_invalid_rows_and_steps_are_refused() -> None:
     with pytest.raises(GeometryError, match="3"):
         batch[0].update_and_fetch(k, v)
     with pytest.raises(BlockStateError, match="must be of one pool"):
-        Rows(pool, [sequence(stranger, 3)[0].sequence])
+        Batch(pool, [sequence(stranger, 3)[0].sequence])
     uneven = sequence(pool, 3)
     uneven[0].update(k[:1], v[:1])
     with pytest.raises(BlockStateError, match="different offsets"):
-        Rows(pool, [uneven[0].sequence])
+        Batch(pool, [uneven[0].sequence])
     with pytest.raises(PromptCacheError, match="has not written"):
         reserve(batch)
         batch[0].keys_and_values()

@@ -6,9 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import Rows, SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import ConfigError, GeometryError, TrimError
 from mlx_paged.kv.attention_params import AttentionParams, Window
 from mlx_paged.kv.group import LayerGroup
@@ -59,7 +60,7 @@ def test_batched_rows_see_their_own_chunks() -> None:
     caches = [PagedKVCache(SequenceTables(pool), 0) for _ in lengths]
     for cache, x, length in zip(caches, rows, lengths, strict=True):
         cache.update(x[:, :, :length], x[:, :, :length])
-    batch = PagedBatchKVCache(Rows(pool, [cache.sequence for cache in caches]), 0)
+    batch = PagedBatchKVCache(Batch(pool, [cache.sequence for cache in caches]), 0)
     for step in range(12):
         new = mx.concatenate([x[:, :, n + step : n + step + 1] for x, n in zip(rows, lengths, strict=True)])
         assert batch.rows.reserve() is None
@@ -99,7 +100,7 @@ def test_a_mask_of_another_window_is_refused(size: int) -> None:
     assert cache.make_mask(1, window_size=CHUNK) is None
     if size < CHUNK:
         with pytest.raises(GeometryError, match="chunks"):
-            PagedBatchKVCache(Rows(pool, [cache.sequence]), 0).make_mask(1, window_size=size)
+            PagedBatchKVCache(Batch(pool, [cache.sequence]), 0).make_mask(1, window_size=size)
 
 
 def test_stride_must_be_one_or_the_window() -> None:

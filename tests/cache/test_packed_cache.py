@@ -13,9 +13,9 @@ import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
 from mlx_paged.attention.dispatch import Dispatch, dispatch_counts, reset_dispatch_counts
+from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.lazy_kv import lazy_kv_of
-from mlx_paged.cache.rows import NotPackableError, Rows
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kv import device_blocks
@@ -69,8 +69,8 @@ def sequences(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[Seque
     return rows
 
 
-def pack_of(rows: list[SequenceTables], counts: tuple[int, ...] = COUNTS) -> tuple[Rows, list[PagedBatchKVCache]]:
-    pack = Rows(rows[0].pool, rows, counts)
+def pack_of(rows: list[SequenceTables], counts: tuple[int, ...] = COUNTS) -> tuple[Batch, list[PagedBatchKVCache]]:
+    pack = Batch(rows[0].pool, rows, counts)
     failed = pack.reserve()
     if failed is not None:
         raise failed.error
@@ -256,7 +256,7 @@ def test_mismatched_shapes_and_sequences_are_refused() -> None:
     pool = pool_of()
     rows = sequences(pool)
     with pytest.raises(NotPackableError, match="writes twice"):  # nothing is reserved
-        Rows(pool, rows, COUNTS).take(0)
+        Batch(pool, rows, COUNTS).begin_layer(0)
     pack, caches = pack_of(rows)
     q, k, v = noise(93, TOKENS, 1)[0]
     for bad in ((q[:3], k, v), (q, k[:3], v[:3]), (q, k.astype(mx.float16), v.astype(mx.float16))):
@@ -265,10 +265,10 @@ def test_mismatched_shapes_and_sequences_are_refused() -> None:
     wide = [mx.concatenate([x, x], axis=2) for x in (q, k, v)]
     with pytest.raises(GeometryError):
         caches[0].attend(*wide, AttentionParams(SCALE))
-    assert all(pack.is_behind(layer) for layer in range(LAYERS))
+    assert pack.behind == set(range(LAYERS))
     caches[0].attend(q, k, v, AttentionParams(SCALE))
     with pytest.raises(BlockStateError, match="must be of one pool"):
-        Rows(pool, [*rows[:2], *sequences(pool_of())[2:]], COUNTS)
+        Batch(pool, [*rows[:2], *sequences(pool_of())[2:]], COUNTS)
 
 
 # Positions --------------------------------------------------------------------------------------------------------

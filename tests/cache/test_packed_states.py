@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_paged.cache.batch import NotPackableError
 from mlx_paged.cache.packed_states import PackedStates
-from mlx_paged.cache.rows import NotPackableError
 
 DIM = 3
 COUNTS = ((1,), (4,), (3, 3, 3), (5, 1, 3, 1, 4), (1, 2, 9, 2))

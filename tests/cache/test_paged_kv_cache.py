@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError, TrimError
 from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.group import LayerGroup

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import GeometryError, PoolExhaustedError, PromptCacheError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool

@@ -55,9 +55,9 @@ def test_states_of_other_rows_survive_a_call_that_raises(kind: str, lengths: tup
 
     def call(tokens: mx.array, cache: list[Any]) -> mx.array:
         logits: mx.array = model(tokens, cache=cache)
-        rows = next(each.rows for each in leaves(cache) if isinstance(each, PagedBatchKVCache))
+        batch = next(each.batch for each in leaves(cache) if isinstance(each, PagedBatchKVCache))
         known = [gen._engine.requests[uid].sequence for uid in bad if uid in gen._engine.requests]
-        if any(sequence in rows.sequences for sequence in known):
+        if any(sequence in batch.sequences for sequence in known):
             raise RuntimeError("injected: after the call")
         return logits
 

@@ -13,7 +13,8 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
 from mlx_paged.kernels.ops import latent_variants_of
-from mlx_paged.kv.step import DeviceTables
+from mlx_paged.kv.new_tokens import NewTokens
+from tests.support.pools import pool_of
 
 HAS_GPU = kernel_build.backend() is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="MLX sees no GPU")
@@ -160,11 +161,15 @@ def test_rows_are_not_counted_from_another_threads_pending_rows(uploads):
 
 def test_starts_are_shared_with_other_threads(monkeypatch):
     monkeypatch.setattr(kernel_build, "backend", lambda: "cuda")
-    own, made = DeviceTables(), []
-    maker = threading.Thread(target=lambda: made.append(own.starts((1, 1))))
+    table, made = pool_of().new_table(), []
+    table.length = 1
+    own = NewTokens([table], (1,))
+    own.begin(0, 1)
+    maker = threading.Thread(target=lambda: made.append(own.visible(None)[2]))
     maker.start()
     maker.join()
-    assert own.starts((1, 1)) is made[0] and made[0].tolist() == [[0]]
+    own.begin(1, 1)
+    assert own.visible(None)[2] is made[0] and made[0].tolist() == [[0]]
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kv.allocator import NULL_BLOCK, BlockAllocator
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.budget import Append, PoolBudget
-from mlx_paged.kv.group import BlockGroup, LayerGroup
+from mlx_paged.kv.group import Group, LayerGroup
 from mlx_paged.kv.idle import IdleWatch
 from mlx_paged.kv.owners import BlockOwners
 from mlx_paged.kv.pool import BlockPool
@@ -208,7 +208,7 @@ class Cache:
 
     def __init__(self, blocks: list[int]) -> None:
         self.blocks = blocks
-        self.group: BlockGroup | None = None
+        self.group: Group | None = None
 
     def held(self, group: int) -> list[list[int]]:
         return [self.blocks]
@@ -231,14 +231,14 @@ class Cache:
         self.blocks = [moves.get(b, b) for b in self.blocks]
 
 
-def some_holders(num_blocks: int = 9) -> tuple[BlockOwners, BlockGroup]:
-    group = BlockGroup(LayerGroup((0,)), 4)
+def some_holders(num_blocks: int = 9) -> tuple[BlockOwners, Group]:
+    group = Group(LayerGroup((0,)), 4)
     group.allocator.grow(num_blocks)
     watch = cast(IdleWatch, SimpleNamespace(note=lambda: None, put=lambda abandoned, blocks: abandoned.append(blocks)))
     return BlockOwners([group], threading.RLock(), watch), group
 
 
-def a_table(holders: BlockOwners, group: BlockGroup, num_blocks: int) -> BlockTable:
+def a_table(holders: BlockOwners, group: Group, num_blocks: int) -> BlockTable:
     table = holders.add_table(BlockTable(0, 4))
     table.block_ids.extend(group.allocator.allocate(num_blocks))
     return table

@@ -7,7 +7,7 @@ import pytest
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.geometry import Geometry, PageFormat
 from mlx_paged.kv.host_blocks import HostBlocks
-from mlx_paged.kv.step import DeviceTables, Step
+from mlx_paged.kv.new_tokens import NewTokens
 from tests.support.pools import DTYPES, bits, noise
 
 SIZE, HEADS, KD, VD = 4, 3, 8, 16
@@ -24,7 +24,14 @@ def table_of(ids: list[int], length: int, start: int = 0) -> BlockTable:
 
 
 def write(blocks: HostBlocks, tables: list[BlockTable], counts: tuple[int, ...], k: mx.array, v: mx.array) -> None:
-    blocks.write(tables, Step(tables, counts, 0, blocks.num_blocks, DeviceTables()), k, v)
+    new = NewTokens(tables, counts)
+    new.begin(0, blocks.num_blocks)
+    blocks.write(new, k, v)
+
+
+def read(blocks: HostBlocks, table: BlockTable) -> tuple[mx.array, mx.array]:
+    (pair,) = blocks.read(NewTokens([table], (1,)))
+    return pair
 
 
 def tokens(seed: int, n: int, *, batch: int = 1, dtype: mx.Dtype = mx.float32, heads: int = HEADS) -> list[mx.array]:
@@ -44,7 +51,7 @@ def test_tokens_round_trip_bit_for_bit_and_touch_nothing_else(dtype: mx.Dtype) -
     write(blocks, [table_of(ids, 14)], (14,), k, v)
     for got, wrote in zip(blocks.gather(table_of(ids, 14)), (k, v), strict=True):
         assert got.dtype == dtype and (bits(got) == bits(wrote)).all()
-    for got, wrote in zip(blocks.read(table_of(ids, 14, 5)), (k, v), strict=True):
+    for got, wrote in zip(read(blocks, table_of(ids, 14, 5)), (k, v), strict=True):
         assert (bits(got) == bits(wrote[:, :, 5:])).all()
     for held in everything(blocks):
         kept = held.reshape(HEADS, 8, SIZE, -1)
@@ -124,8 +131,8 @@ def test_what_was_read_before_a_write_keeps_its_values(then: str, ids: list[int]
     blocks, table = blocks_of(6, heads=heads), table_of(ids, 8)
     k, v = tokens(1, 8, heads=heads)
     write(blocks, [table], (8,), k, v)
-    read = [x + 1 for x in blocks.read(table)]
-    blocks.pending += read
+    pending = [x + 1 for x in read(blocks, table)]
+    blocks.pending += pending
     copied = blocks.gather(table)
     if then == "copy":
         blocks.copy([4, 5], ids)
@@ -134,8 +141,7 @@ def test_what_was_read_before_a_write_keeps_its_values(then: str, ids: list[int]
             blocks.resize(9)
         target = table_of(ids[:1], 4) if then == "blocks of another table" else table
         write(blocks, [target], (target.length,), *tokens(9, target.length, heads=heads))
-    assert not blocks.pending
-    for got, kept, wrote in zip(read, copied, (k, v), strict=True):
+    for got, kept, wrote in zip(pending, copied, (k, v), strict=True):
         assert (bits(got) == bits(wrote + 1)).all() and (bits(kept) == bits(wrote)).all()
 
 

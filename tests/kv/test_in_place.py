@@ -55,7 +55,7 @@ class Twin:
                     noise(self.seed * 7 + layer, 1, HEADS, count, KD),
                     noise(self.seed * 7 + layer, 1, HEADS, count, VD),
                 )
-                pool.layer(layer).write([tables[pool.group_of(layer)]], k, v)
+                pool.write(layer, [tables[pool.group_of(layer)]], k, v)
 
     def step(self, indices: list[int]) -> None:
         """Append one token to several sequences in one call."""
@@ -68,7 +68,7 @@ class Twin:
             for layer in range(3):
                 rows = [tables[pool.group_of(layer)] for tables in batch]
                 k, v = (noise(self.seed * 5 + layer, len(rows), HEADS, 1, dim) for dim in (KD, VD))
-                pool.layer(layer).write(rows, k, v)
+                pool.write(layer, rows, k, v)
 
     def fork(self, index: int) -> None:
         pairs = zip(self.pools, self.sequences[index], strict=True)
@@ -156,7 +156,7 @@ def test_growth_keeps_the_blocks_even_if_it_fails_half_way(monkeypatch: pytest.M
     for count in (40, 70, 1):
         twin.append(0, count)
     pool = twin.pools[0]
-    storage, known, extended, calls = pool.layer(2).blocks, pool.stats().total_blocks, device_blocks._resized, 0
+    storage, known, extended, calls = pool.blocks_of(2), pool.stats().total_blocks, device_blocks._resized, 0
 
     def fail_in_the_second_layer(blocks: mx.array, num_blocks: int) -> mx.array:
         nonlocal calls
@@ -195,7 +195,7 @@ def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> No
                 for _ in range(10):
                     x = x + 1
                 pool.write_prefill(table, layer, x, x)
-                pending.append([num_nodes(*pool.layer(earlier).ready()) > 0 for earlier in layers[: layer + 1]])
+                pending.append([num_nodes(*pool.ready(earlier)) > 0 for earlier in layers[: layer + 1]])
         if paced:
             assert not any(any(row) for row in pending)
         else:
@@ -213,7 +213,7 @@ def test_every_kernel_is_called_with_the_latest_fence() -> None:
         twin.step([0, 1])
         twin.check()
         assert fake.calls["write_slots"] and fake.calls["gather_blocks"] and fake.calls["copy_blocks"]
-        storage = twin.pools[0].layer(0).blocks
+        storage = twin.pools[0].blocks_of(0)
         keys = storage._DeviceBlocks__keys
         with pytest.raises(AssertionError, match="old fence"):
             fake.copy_blocks(keys, keys, mx.zeros((1,), mx.uint32), [1], [2])

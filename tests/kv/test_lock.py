@@ -80,9 +80,10 @@ def test_reads_of_a_thread_that_has_ended_are_computed() -> None:
 
     def read() -> mx.array:
         with mx.stream(mx.new_stream(mx.default_device())), pool.lock:
-            keys, _ = pool.layer(0).host.read(table)
+            ((keys, _),) = pool.blocks_of(0).read(pool.tokens_of(0, [table], 1))
             output = keys + 1
-            pool.layer(0).note_read(output)
+            pool.pending.append(output)
+            pool.lock.is_dirty = True
         return output
 
     output = in_thread(read)

@@ -1,4 +1,4 @@
-"""Steps of packs: new tokens of several tables are written together without padding, and read back."""
+"""Packs: new tokens of several tables are written together without padding, and read back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from mlx_paged.errors import BlockStateError, GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.new_tokens import NewTokens
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.step import DeviceTables, Step
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.pools import assert_holds, joined, kv, pool_of, put
 
@@ -38,48 +38,50 @@ def packed(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
 def test_every_token_has_the_slot_of_its_position() -> None:
     pool = pool_of()
     tables, _ = tables_of(pool)
-    step = pool.layer(0).step(tables, COUNTS)
+    step = pool.tokens_of(0, tables, COUNTS)
     expected = [
         table.block_ids[position // 4] * 4 + position % 4
         for table, count in zip(tables, COUNTS, strict=True)
         for position in range(table.length - count, table.length)
     ]
-    slots = step.slots(tables)
+    slots = step.slots()
     assert slots.tolist() == expected and slots.dtype == mx.int32
     assert step.num_tokens == sum(COUNTS) == len(set(expected))
-    on_device = step.block_tables(tables).tolist()
+    on_device = step.block_tables().tolist()
     assert [row[: len(table.block_ids)] for row, table in zip(on_device, tables, strict=True)] == [
         table.block_ids for table in tables
     ]
-    assert [step.single_step(tables, i).num_tokens for i in range(4)] == list(COUNTS)
-    assert step.single_step(tables, 2) is step.single_step(tables, 2)
-    assert step.single_step(tables, 2).slots([tables[2]]).tolist() == expected[7:16]
+    assert [step.single(i).num_tokens for i in range(4)] == list(COUNTS)
+    assert step.single(2) is step.single(2)
+    assert step.single(2).slots().tolist() == expected[7:16]
 
 
 def test_slots_are_int64_when_int32_overflows() -> None:
     table = BlockTable(0, 4)
     table.block_ids.append(1 << 29)
     table.length = 2
-    step = Step([table], (2,), 0, (1 << 29) + 1, DeviceTables())
-    assert step.slots([table]).dtype == mx.int64
-    assert step.slots([table]).tolist() == [1 << 31, (1 << 31) + 1]
+    step = NewTokens([table], (2,))
+    step.begin(0, (1 << 29) + 1)
+    assert step.slots().dtype == mx.int64
+    assert step.slots().tolist() == [1 << 31, (1 << 31) + 1]
 
 
-def test_one_step_serves_all_layers_until_a_table_changes() -> None:
+def test_arrays_serve_all_layers_until_a_table_changes() -> None:
     pool = pool_of(layers=2)
     tables, _ = tables_of(pool)
-    step = pool.layer(0).step(tables, COUNTS)
-    assert pool.layer(1).step(tables, COUNTS) is step
-    assert pool.layer(1).step(tables[:2], COUNTS[:2]) is not step
-    step = pool.layer(0).step(tables, COUNTS)
+    step = pool.tokens_of(0, tables, COUNTS)
+    slots = step.slots()
+    pool.begin(pool.groups[0], step)
+    assert step.slots() is slots
     pool.append_tokens(tables[0], 1)
-    assert pool.layer(0).step(tables, COUNTS) is not step
+    pool.begin(pool.groups[0], step)
+    assert step.slots() is not slots
 
 
 def test_rows_are_split_by_table_and_joined_again() -> None:
     pool = pool_of()
     tables, _ = tables_of(pool)
-    step = pool.layer(0).step(tables, COUNTS)
+    step = pool.tokens_of(0, tables, COUNTS)
     x = kv(1, 1, batch=sum(COUNTS))[0]
     parts = step.split(x)
     assert [part.shape for part in parts] == [(1, 2, count, 8) for count in COUNTS]
@@ -100,17 +102,16 @@ def test_packed_write_is_read_back_by_each_table(form: str, stand_ins: FakeKerne
     tables, held = tables_of(pool)
     parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
     k, v = packed(parts)
-    layer = pool.layer(0)
-    step = layer.step(tables, COUNTS)
+    step = pool.tokens_of(0, tables, COUNTS)
     calls = stand_ins.calls["write_slots"]
     with pool.lock:
-        layer.set_geometry(k, v, batch=sum(COUNTS))
-        layer.write_step(tables, step, k, v)
+        group = pool.set_geometry(0, k, v, batch=sum(COUNTS))
+        group.write(0, step, k, v)
     if form == "in place":
         assert stand_ins.calls["write_slots"] == calls + 1, "one launch for all tables"
     for table, before, part in zip(tables, held, parts, strict=True):
         assert_holds(pool, table, *(part if before is None else joined(before, part)))
-    assert layer.in_place == (form == "in place")
+    assert group.in_place == (form == "in place")
     pool.check_integrity()
 
 
@@ -120,15 +121,14 @@ def test_read_packed_returns_the_blocks_of_all_tables() -> None:
     pool = pool_of(choose_blocks=blocks_choice(True))
     tables, held = tables_of(pool)
     parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
-    layer = pool.layer(0)
-    step = layer.step(tables, COUNTS)
+    step = pool.tokens_of(0, tables, COUNTS)
     with pool.lock:
-        layer.write_step(tables, step, *packed(parts))
-    k, v = layer.blocks.read_packed(tables, step)
-    ids = step.all_blocks(tables)
+        pool.groups[0].write(0, step, *packed(parts))
+    k, v = pool.blocks_of(0).read_packed(step)
+    ids = step.all_blocks()
     assert ids.tolist() == [block_id for table in tables for block_id in table.block_ids]
-    assert k.shape[2] == v.shape[2] == step.num_slots(tables) == 4 * ids.size
-    rows = step.gathered_tables(tables).tolist()
+    assert k.shape[2] == v.shape[2] == step.num_slots() == 4 * ids.size
+    rows = step.gathered_tables().tolist()
     for table, row, before, part in zip(tables, rows, held, parts, strict=True):
         slots = mx.array([row[position // 4] * 4 + position % 4 for position in range(table.length)])
         own_k, own_v = part if before is None else joined(before, part)
@@ -138,17 +138,16 @@ def test_read_packed_returns_the_blocks_of_all_tables() -> None:
 def test_positions_that_cannot_be_written_are_refused() -> None:
     pool = pool_of()
     tables, _ = tables_of(pool)
-    layer = pool.layer(0)
     fork = pool.fork(tables[1])
     with pytest.raises(BlockStateError, match="it has 2 references, not 1"):
-        layer.step(tables, COUNTS)
-    with pytest.raises(BlockStateError, match="it has 2 references, not 1"):  # a refused step is not cached
-        layer.step(tables, COUNTS)
+        pool.tokens_of(0, tables, COUNTS)
+    with pytest.raises(BlockStateError, match="it has 2 references, not 1"):
+        pool.tokens_of(0, tables, COUNTS)
     pool.release_table(fork)
-    assert layer.step(tables, COUNTS).counts == COUNTS
+    assert pool.tokens_of(0, tables, COUNTS).counts == COUNTS
     with pytest.raises(GeometryError, match="reserved"):
-        layer.step(tables, [7, 1, 9, 3])
+        pool.tokens_of(0, tables, [7, 1, 9, 3])
     pool.release_table(tables[3])
     with pytest.raises(BlockStateError):
-        layer.step(tables, COUNTS)
+        pool.tokens_of(0, tables, COUNTS)
     assert np.isfinite(np.array(pool.gather_visible(tables[0], 0)[0])).all()

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_paged.attention import dispatch
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import ConfigError, GeometryError
 from mlx_paged.kernels import availability
 from mlx_paged.kernels import ops as kernels
@@ -25,8 +25,8 @@ from mlx_paged.kv.device_blocks import DeviceBlocks, TracedBlocks
 from mlx_paged.kv.geometry import Geometry, PageFormat
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.host_blocks import HostBlocks
+from mlx_paged.kv.new_tokens import visible_slots
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.step import visible_slots
 from mlx_paged.warn import NotPagedWarning
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
@@ -40,7 +40,7 @@ def append(pool: BlockPool, table: BlockTable, seed: int, n: int, **shape) -> tu
     """Append n tokens of noise to layer 0."""
     k, v = kv(seed, n, kd=128, vd=128, **shape)
     pool.append_tokens(table, n)
-    pool.layer(0).write([table], k, v)
+    pool.write(0, [table], k, v)
     return k, v
 
 
@@ -55,7 +55,7 @@ def stored(k: mx.array, v: mx.array, page_format: PageFormat) -> list[np.ndarray
 
 def split(pool: BlockPool, table: BlockTable) -> list[np.ndarray]:
     rows = pool.groups[0].geometry.rows
-    parts = [form.split(x) for form, x in zip(rows, pool.layer(0).read_stored(table), strict=True)]
+    parts = [form.split(x) for form, x in zip(rows, pool.read_stored(table, 0), strict=True)]
     return [np.array(part.astype(mx.float32)) for triple in parts for part in triple]
 
 
@@ -72,7 +72,7 @@ def test_pages_hold_the_bytes_of_mlx_lms_cache(page_format: PageFormat, dtype: m
         k, v = kv(100 + step, 1, batch=3, kd=128, vd=128, dtype=dtype)
         for table in tables:
             pool.append_tokens(table, 1)
-        pool.layer(0).write(tables, k, v)
+        pool.write(0, tables, k, v)
         for row, mine in enumerate(parts):
             mine.append((k[row : row + 1], v[row : row + 1]))
     for table, mine in zip(tables, parts, strict=True):
@@ -126,7 +126,7 @@ def test_unquantisable_layer_stays_dense_and_warns_why(spec: LayerGroup, shape: 
     k, v = kv(1, 5, **shape)
     pool.append_tokens(table, 5)
     with pytest.warns(NotPagedWarning, match=why):
-        pool.layer(0).write([table], k, v)
+        pool.write(0, [table], k, v)
     assert not pool.groups[0].is_quantized and why in pool.groups[0].dense_reason
     assert all(mx.array_equal(got, x) for got, x in zip(pool.gather_visible(table, 0), (k, v), strict=True))
     assert pool.stats().quantized_tokens == 0
@@ -142,13 +142,13 @@ def test_mismatched_keys_and_rows_are_refused() -> None:
     before = split(pool, table)
     pool.append_tokens(table, 2)
     k, v = kv(1, 2, kd=128, vd=128)
-    rows = pool.layer(0).read_stored(table)
+    rows = pool.read_stored(table, 0)
     for bad in ((k[..., :64], v[..., :64]), (k.astype(mx.float16), v.astype(mx.float16)), rows):
         with pytest.raises(GeometryError):
-            pool.layer(0).write([table], *bad)
+            pool.write(0, [table], *bad)
     for bad in ((k, v), (rows[0][..., :-1], rows[1]), [x.astype(mx.int32) for x in rows], [x[0] for x in rows]):
         with pytest.raises(GeometryError, match="rows"):
-            pool.layer(0).write_stored([table], *bad)
+            pool.write_stored(0, [table], *bad)
     pool.trim(table, 2)
     for got, want in zip(split(pool, table), before, strict=True):
         np.testing.assert_array_equal(got, want)
@@ -160,7 +160,7 @@ def test_rows_move_without_being_quantised_again() -> None:
     append(pools[0], tables[0], 3, 11)
     pools[1].set_geometry(0, *kv(0, 1, kd=128, vd=128), batch=1)
     pools[1].append_tokens(tables[1], 11)
-    pools[1].layer(0).write_stored([tables[1]], *pools[0].layer(0).read_stored(tables[0]))
+    pools[1].write_stored(0, [tables[1]], *pools[0].read_stored(tables[0], 0))
     for got, want in zip(split(pools[1], tables[1]), split(pools[0], tables[0]), strict=True):
         np.testing.assert_array_equal(got, want)
     assert [pool.stats().quantized_tokens for pool in pools] == [11, 0]
@@ -203,10 +203,10 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             detached, held = parked.pop()
             sequences.append((detached, list(held)))
         elif action == "carry" and table.num_visible:  # as to a file and back
-            rows = [mx.array(np.array(x)) for x in pool.layer(0).read_stored(table)]
+            rows = [mx.array(np.array(x)) for x in pool.read_stored(table, 0)]
             fresh = pool.new_table(start=table.logical_start)
             pool.append_tokens(fresh, table.num_visible)
-            pool.layer(0).write_stored([fresh], *rows)
+            pool.write_stored(0, [fresh], *rows)
             sequences[index] = (SequenceTables.over(pool, [fresh]), tokens)
         elif action == "shrink":
             pool.return_memory()
@@ -256,14 +256,13 @@ class Pair:
     def append(self, tables: list[BlockTable], seed: int, count: int) -> None:
         for pool, table in zip(self.pools, tables, strict=True):
             pool.append_tokens(table, count)
-            pool.layer(0).write([table], noise(seed, 1, HEADS, count, DIM), noise(seed + 1, 1, HEADS, count, DIM))
+            pool.write(0, [table], noise(seed, 1, HEADS, count, DIM), noise(seed + 1, 1, HEADS, count, DIM))
 
     def agree(self, tables: list[BlockTable]) -> None:
         for read in ("read_stored", "gather_visible"):
             found = []
             for pool, table in zip(self.pools, tables, strict=True):
-                layer = pool.layer(0)
-                found.append(layer.read_stored(table) if read == "read_stored" else pool.gather_visible(table, 0))
+                found.append(getattr(pool, read)(table, 0))
             for ours, other in zip(*found, strict=True):
                 np.testing.assert_array_equal(np.array(ours), np.array(other))
 
@@ -289,13 +288,11 @@ def test_in_place_pages_equal_functional_pages_after_any_change(page_format: Pag
     # Rows of one pool are written to the other as they are, without being quantised again.
     moved = pair.new()
     for pool, table, source in zip(pair.pools, moved, reversed(pair.pools), strict=True):
-        rows = source.layer(0).read_stored(second[pair.pools.index(source)])
+        rows = source.read_stored(second[pair.pools.index(source)], 0)
         pool.append_tokens(table, 3)
-        pool.layer(0).write_stored([table], *rows)
+        pool.write_stored(0, [table], *rows)
     pair.agree(moved)
-    np.testing.assert_array_equal(
-        *(np.array(pair.pools[0].layer(0).read_stored(tables[0])[0]) for tables in (second, moved))
-    )
+    np.testing.assert_array_equal(*(np.array(pair.pools[0].read_stored(tables[0], 0)[0]) for tables in (second, moved)))
     assert [x.num_quantized for x in pair.blocks] == [57, 57]
     for pool in pair.pools:
         pool.check_integrity()
@@ -310,13 +307,13 @@ def test_attention_in_place_equals_attention_over_functional_pages(page_format: 
     found = []
     for pool, table in zip(pair.pools, tables, strict=True):
         pool.append_tokens(table, 1)
-        step = pool.layer(0).step([table], 1)
-        found.append(dispatch.attend(q, (k, v), pool.layer(0), [table], step, AttentionParams(0.125)))
+        tokens = pool.tokens_of(0, [table], 1)
+        found.append(dispatch.attend(q, (k, v), pool.groups[0], 0, tokens, AttentionParams(0.125)))
         q2 = noise(4, 1, 4, 1, DIM)
         found[-1] = mx.concatenate(
             [
                 found[-1],
-                dispatch.attend(q2, None, pool.layer(0), [table], step, AttentionParams(0.125), is_written=True),
+                dispatch.attend(q2, None, pool.groups[0], 0, tokens, AttentionParams(0.125), is_written=True),
             ]
         )
     np.testing.assert_allclose(np.array(found[0]), np.array(found[1]), atol=1e-6)
@@ -331,13 +328,13 @@ def test_rewound_write_is_not_counted_as_quantised(fake: FakeKernels) -> None:
     pool.append_tokens(table, 3)
     k, v = noise(2, 1, HEADS, 3, DIM), noise(3, 1, HEADS, 3, DIM)
     before = storage.fence()
-    pool.layer(0).write([table], k, v)
+    pool.write(0, [table], k, v)
     written = storage.fence()
     pool.gather_visible(table, 0)
     assert storage.rewind(written, storage.fence()) and storage.num_quantized == 3
     pool.gather_visible(table, 0)
     assert storage.rewind(before, storage.fence()) and storage.num_quantized == 0
-    pool.layer(0).write([table], k, v)
+    pool.write(0, [table], k, v)
     assert storage.num_quantized == 3
 
 
@@ -382,7 +379,7 @@ def filled(page_format: PageFormat | None, k: mx.array, v: mx.array) -> tuple[Bl
     pool = pool_of(page_format=page_format)
     table = pool.new_table()
     pool.append_tokens(table, k.shape[2])
-    pool.layer(0).write([table], k, v)
+    pool.write(0, [table], k, v)
     return pool, pool.gather_visible(table, 0)
 
 
@@ -398,9 +395,9 @@ def test_pages_hold_the_rows_of_rotated_vectors(page_format: PageFormat, dtype: 
     for seed, n in enumerate((5, 13, 1, 2, 1)):
         parts.append(outlying(seed, n, 64, dtype))
         pool.append_tokens(table, n)
-        pool.layer(0).write([table], *parts[-1])
+        pool.write(0, [table], *parts[-1])
     k, v = (mx.concatenate(each, axis=2) for each in zip(*parts, strict=True))
-    rows = pool.layer(0).read_stored(table)
+    rows = pool.read_stored(table, 0)
     for x, form, held, read in zip(
         (k, v), pool.groups[0].geometry.rows, rows, pool.gather_visible(table, 0), strict=True
     ):
@@ -485,7 +482,7 @@ def test_batched_rows_equal_rows_written_alone() -> None:
     k, v = kv(5, 1, batch=3, kd=96, vd=64)
     for table in tables:
         pool.append_tokens(table, 1)
-    pool.layer(0).write(tables, k, v)
+    pool.write(0, tables, k, v)
     for row, table in enumerate(tables):
         _, alone = filled(page_format, k[row : row + 1], v[row : row + 1])
         for got, want in zip(pool.gather_visible(table, 0), alone, strict=True):
@@ -498,8 +495,8 @@ def test_rows_read_by_positions_are_rotated_back() -> None:
     table = pool.new_table()
     k, v = outlying(2, 10, 64)
     pool.append_tokens(table, 10)
-    pool.layer(0).write([table], k, v)
-    storage = pool.layer(0).blocks
+    pool.write(0, [table], k, v)
+    storage = pool.blocks_of(0)
     assert isinstance(storage, HostBlocks)
     slots = visible_slots(table)[[9, 0, 4]]
     got = storage.fetch(storage.index_of(slots[None]))

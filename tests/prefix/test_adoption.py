@@ -9,7 +9,7 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix.radix import RadixTree
 from tests.support.cases import crossed, quick

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix.radix import RadixTree

@@ -18,7 +18,6 @@ from mlx_paged.kv.attention_params import QueryHeads
 from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.group import LayerGroup
-from mlx_paged.kv.layer import PoolLayer
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix import spill_folder
 from mlx_paged.prefix.radix import RadixTree
@@ -370,15 +369,15 @@ def test_restore_that_the_pool_refuses_leaves_nothing_behind(tmp_path: Path, mon
     spilled(tmp_path, [range(9)], WINDOWS[1])
     pool, store = make_pool(WINDOWS[1]), SpillStore(tmp_path)
     tree = RadixTree(pool)
-    real = PoolLayer.write_stored
+    real = BlockPool.write_stored
 
-    def refuse(self: PoolLayer, tables: Any, *arrays: mx.array) -> None:
-        if self.number:
+    def refuse(self: BlockPool, layer: int, tables: Any, *arrays: mx.array) -> None:
+        if layer:
             raise RuntimeError("no")
-        real(self, tables, *arrays)
+        real(self, layer, tables, *arrays)
 
     with monkeypatch.context() as patch, pytest.warns(SpillWarning, match="do not match the model"):
-        patch.setattr(PoolLayer, "write_stored", refuse)
+        patch.setattr(BlockPool, "write_stored", refuse)
         assert store.restore(tree, range(9), None, "weights") == 0
     assert len(tree) == pool.stats().live_blocks == 0
     pool.check_integrity()
@@ -394,7 +393,7 @@ def test_in_place_pools_spill_restore_and_share_prefixes(tmp_path: Path) -> None
             pool = BlockPool(groups, block_size=8, choose_blocks=blocks_choice(True))
             for layer in (0, 1):
                 pool.set_geometry(layer, mx.zeros((1, 2, 1, 64)), mx.zeros((1, 2, 1, 80)), batch=1, heads=QueryHeads(4))
-            assert isinstance(pool.layer(0).blocks, DeviceBlocks)
+            assert isinstance(pool.blocks_of(0), DeviceBlocks)
             return pool
 
         def written(pool: BlockPool, tables: list[Any], count: int) -> None:

@@ -8,10 +8,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.composites import leaves, with_leaves
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import Rows, SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 
@@ -79,7 +80,7 @@ def batch_over(rows: Sequence[Sequence[Any]]) -> list[Any]:
     """
     parts = [leaves(row) for row in rows]
     first = next(index for index, part in enumerate(parts[0]) if isinstance(part, PagedKVCache))
-    batch = Rows(parts[0][first].pool, [copy.deepcopy(row[first].sequence) for row in parts])
+    batch = Batch(parts[0][first].pool, [copy.deepcopy(row[first].sequence) for row in parts])
     failed = batch.reserve()
     if failed is not None:
         try:

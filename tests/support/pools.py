@@ -41,7 +41,7 @@ def put(pool: BlockPool, table: BlockTable, seed: int, n: int, **shape: Any) -> 
     k, v = kv(seed, n, **shape)
     pool.append_tokens(table, n)
     if n == 1:
-        pool.layer(0).write([table], k, v)
+        pool.write(0, [table], k, v)
     else:
         pool.write_prefill(table, 0, k, v)
     return k, v
@@ -100,5 +100,5 @@ def paged_attention(
 ) -> mx.array:
     """Return attention from the last ``q_len`` tokens of each table, which are written, for q
     ``[B, n_q_heads, q_len, head_dim]``."""
-    kv = pool.layer(layer)
-    return attend(q, None, kv, tables, kv.step(tables, q.shape[2]), params, is_written=True)
+    tokens = pool.tokens_of(layer, tables, q.shape[2])
+    return attend(q, None, pool.group_of(layer), pool.places[layer][1], tokens, params, is_written=True)

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup

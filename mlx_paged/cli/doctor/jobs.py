@@ -314,7 +314,7 @@ def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
         pool.write_prefill(tables[-1], 0, k, v)
         one, k, v = (x.astype(mx.float32) for x in (q[row : row + 1], k, v))
         expected.append(gather.attention(one, k, v, params))
-    got = attend(q, None, pool.layer(0), tables, pool.layer(0).step(tables, 1), params, is_written=True)
+    got = attend(q, None, pool.groups[0], 0, pool.tokens_of(0, tables, 1), params, is_written=True)
     choice = last_dispatch()
     assert choice is not None
     error: Any = mx.sqrt(mx.square(got.astype(mx.float32) - mx.concatenate(expected)).mean()).item()

@@ -42,7 +42,7 @@ class _ThreadState(threading.local):
     inference: Inference | None = None  # the section that the thread is in
 
 
-_thread = _ThreadState()
+thread = _ThreadState()
 
 
 class Inference:
@@ -60,17 +60,17 @@ class Inference:
         self.pace = Pace() if allowed and dequantizes else None
 
     def __enter__(self) -> None:
-        self._outer, _thread.inference = _thread.inference, self
+        self._outer, thread.inference = thread.inference, self
 
     def __exit__(self, *_: object) -> None:
-        _thread.inference = self._outer
+        thread.inference = self._outer
 
 
 def is_inference() -> bool:
     """Return whether kernels may replace layers in this thread now."""
-    return _thread.inference is not None and _thread.inference.allowed
+    return thread.inference is not None and thread.inference.allowed
 
 
 def pace() -> Pace | None:
     """Return the section's limit on dequantised weights; None if no weight may be dequantised."""
-    return None if _thread.inference is None else _thread.inference.pace
+    return None if thread.inference is None else thread.inference.pace

@@ -15,11 +15,12 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import Rows, SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.compiled_step import StepRows, compiled_steps, rows_of
+from mlx_paged.engine.compiled_step import compiled_steps, rows_of
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
@@ -154,7 +155,7 @@ def test_traces_count_arrivals_in_the_counters_of_each_layer(monkeypatch: pytest
         mx.eval(model(mx.array([[1, 2, 3, 4]]), cache=cache))
         pool = mlx_paged.pool_of(model)
         step_once(model, cache), step_once(model, cache)
-    layers = [pool.layer(layer).device.counters for layer in range(len(model.layers))]
+    layers = [pool.blocks_of(layer).counters for layer in range(len(model.layers))]
     assert pool.traces == 1 and len(set(map(id, layers))) == len(layers)
     assert given[-len(layers) :] == given[: len(layers)] == layers
 
@@ -496,7 +497,7 @@ def full_pool() -> tuple[BlockPool, SequenceTables]:
         pool.set_geometry(layer, x, x, batch=1)
     sequence = SequenceTables(pool)
     for layer in range(4):
-        sequence.take_next(layer, 4)
+        sequence.begin_layer(layer, 4)
     return pool, sequence
 
 
@@ -505,10 +506,10 @@ def test_step_changes_no_layer_if_a_group_has_no_free_block() -> None:
     caches = [PagedKVCache(sequence, layer) for layer in range(4)]
     assert rows_of(caches) is sequence
     with pytest.raises(PoolExhaustedError):
-        StepRows(sequence).take_positions()
+        sequence.begin_all()
     assert [cache.offset for cache in caches] == [4] * 4
     pool.check_integrity()
-    batch = Rows(pool, [sequence])
+    batch = Batch(pool, [sequence])
     assert rows_of([PagedBatchKVCache(batch, layer) for layer in range(4)]) is not None
     failed = batch.reserve()
     assert failed is not None and isinstance(failed.error, PoolExhaustedError)
@@ -541,17 +542,17 @@ def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
     x = mx.zeros((1, 1, 1, 8))
     pool.set_geometry(0, x, x, batch=1)
     sequence = SequenceTables(pool)
-    assert [[table.length for table in tables] for tables in sequence.take_all()] == [[1]] and sequence.is_level()
-    sequence.undo_takes()
-    assert sequence.take_all()[0][0].length == 1  # the position that was reserved
-    sequence.take_next(0, 1)
-    with pytest.raises(BlockStateError, match="layer 0 writes without reserved positions"):
-        sequence.take_all()
-    assert sequence.is_behind(1) and not sequence.is_behind(0)
-    sequence.take_next(1, 1)
+    assert [tokens.tables[0].length for tokens in sequence.begin_all()] == [1] and sequence.is_level()
+    sequence.undo_begin()
+    assert sequence.begin_all()[0].tables[0].length == 1  # the position that was reserved
+    sequence.begin_layer(0, 1)
+    with pytest.raises(BlockStateError, match="one reserved token in each layer"):
+        sequence.begin_all()
+    assert [sequence.offset(layer) for layer in (0, 1)] == [2, 1]
+    sequence.begin_layer(1, 1)
     sequence.reserve(3)
-    with pytest.raises(BlockStateError, match="one reserved token, got 3"):
-        sequence.take_all()
+    with pytest.raises(BlockStateError, match="one reserved token in each layer"):
+        sequence.begin_all()
     pool.check_integrity()
 
 

@@ -17,7 +17,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine import narrow_layers as narrow_layers_module
-from mlx_paged.engine.narrow_layers import added, gated, is_narrow, narrow_layers, projected
+from mlx_paged.engine.narrow_layers import NARROW, added, gated, narrow_layers, projected
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
 from tests.support.cases import crossed, quick
@@ -169,7 +169,7 @@ def test_step_of_one_row_uses_launches_only_for_small_models(
     # Over several ranks, reductions take the host's time too.
     with mock.patch.object(narrow_layers_module, "group_of", lambda model: "a group"):
         with narrow_layers(model, 1):
-            assert is_narrow(model.layers[0].mlp.up_proj)
+            assert isinstance(model.layers[0].mlp.up_proj, NARROW)
         monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW_OVER_RANKS", nbytes - 1)
         with narrow_layers(model, 1):
             assert type(model.layers[0].mlp.up_proj) is nn.Linear
@@ -231,11 +231,11 @@ def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[t
 def test_layer_classes_are_restored_after_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3", num_hidden_layers=3)
     with narrow_layers(model, 4):
-        assert not any(is_narrow(module) for module in model.modules()), "there is no CUDA"
+        assert not any(isinstance(module, NARROW) for module in model.modules()), "there is no CUDA"
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     classes = [type(module) for module in model.modules()]
     with narrow_layers(model, 4):
-        assert sum(is_narrow(module) for module in model.modules()) == 3 * 7
+        assert sum(isinstance(module, NARROW) for module in model.modules()) == 3 * 7
     assert [type(module) for module in model.modules()] == classes
     with pytest.raises(RuntimeError, match="while"), narrow_layers(model, 4):
         raise RuntimeError("while tracing")

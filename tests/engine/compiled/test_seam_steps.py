@@ -17,6 +17,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.composites import leaves
 from mlx_paged.drafts import look_up
 from mlx_paged.engine import compiled_step
@@ -59,7 +60,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def count(self: Any, rows: Any, *rest: Any) -> mx.array | None:
         logits = original(self, rows, *rest)
         if logits is not None:
-            counted["pack" if rows.is_pack else "alone" if len(rows) == 1 else "rows"] += 1
+            is_batch = isinstance(rows, Batch) and len(rows) > 1
+            counted["pack" if is_batch and rows.is_pack else "rows" if is_batch else "alone"] += 1
         return logits
 
     monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)

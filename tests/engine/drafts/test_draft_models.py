@@ -11,6 +11,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
+from mlx_paged.cache.batch import Batch
 from mlx_paged.drafts.depth import Depth
 from mlx_paged.drafts.draft_model import DraftModel
 from mlx_paged.engine import compiled_step
@@ -101,7 +102,7 @@ def test_varying_numbers_of_drafts_use_few_compiled_shapes(kernels: Any, monkeyp
 
     def count(self: Any, rows: Any, *rest: Any) -> Any:
         logits = original(self, rows, *rest)
-        if rows.is_pack and rows.pool is mlx_paged.pool_of(model):
+        if isinstance(rows, Batch) and rows.is_pack and rows.pool is mlx_paged.pool_of(model):
             packs.append((tuple(rows.counts), logits is not None))
             shapes.update(known for known in self._functions if known.is_pack)
         return logits

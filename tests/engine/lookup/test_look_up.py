@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mlx_paged
-from mlx_paged.cache.rows import NotPackableError, Rows
+from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.drafts import look_up
 from mlx_paged.drafts.steps import DraftSteps
 from mlx_paged.engine import engine
@@ -260,7 +260,7 @@ def test_look_up_stops_for_a_model_that_cannot_pack(oracle: type[Oracle], monkey
     def refuse(*_: object, **__: object) -> None:
         raise NotPackableError("it does something else")
 
-    monkeypatch.setattr(Rows, "commit", refuse)
+    monkeypatch.setattr(Batch, "commit", refuse)
     pool = make_pool()
     toy = Engine(pool)
     toy.ask(PROMPTS[0], 20)

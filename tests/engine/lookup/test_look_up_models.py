@@ -13,6 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cache.batch import Batch
 from mlx_paged.drafts import look_up
 from mlx_paged.drafts.look_up import Drafts
 from mlx_paged.engine import compiled_step
@@ -96,7 +97,7 @@ def test_in_place_pools_give_the_tokens_of_mlx_lm(
 
     def count(self: Any, rows: Any, *rest: Any) -> Any:
         logits = original(self, rows, *rest)
-        compiled["pack" if rows.is_pack else "rows"] += logits is not None
+        compiled["pack" if isinstance(rows, Batch) and rows.is_pack else "rows"] += logits is not None
         return logits
 
     monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)

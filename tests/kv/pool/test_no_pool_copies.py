@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import pytest
 
+from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import Rows, SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.pool import BlockPool
 from tests.support.pools import kv, noise, pool_of
@@ -24,7 +25,7 @@ def big_pool() -> Iterator[BlockPool]:
     table = pool.new_table()
     pool.append_tokens(table, 16_000)
     k, v = kv(0, 1, heads=8, kd=128, vd=128, dtype=mx.float16)
-    pool.layer(0).write([table], k, v)
+    pool.write(0, [table], k, v)
     mx.eval(pool.ready())
     pool.release_table(table)
     assert pool.stats().bytes_reserved > 64_000_000
@@ -85,7 +86,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
         tables = [sequence.tables[0], pool.new_table()]
         for table in tables:
             pool.append_tokens(table, 1)
-        pool.layer(0).write(tables, *kv(next(seeds), 1, batch=2, **shape))
+        pool.write(0, tables, *kv(next(seeds), 1, batch=2, **shape))
         mx.eval(pool.ready())
 
     def write_then_read() -> None:  # one graph
@@ -110,12 +111,12 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
         before = pool.stats().cow_forks
         for table in forks:
             pool.append_tokens(table, 1)
-            pool.layer(0).write([table], *kv(next(seeds), 1, **shape))
+            pool.write(0, [table], *kv(next(seeds), 1, **shape))
             mx.eval(pool.gather_visible(table, 0))
         assert pool.stats().cow_forks == before + 3
 
     actions = (prefill, decode, batched_decode, write_then_read, chunk_then_read, pipelined)
-    sequence.take_next(0, 5)  # so that the tail block is never full when it is forked
+    sequence.begin_layer(0, 5)  # so that the tail block is never full when it is forked
     pool.write_prefill(sequence.tables[0], 0, *kv(0, 5, **shape))
     peaks = {action.__name__: extra_peak(action) for action in (*actions, fetch_and_keep, fork_and_copy)}
     assert max(peaks.values()) < FEW_MB, peaks
@@ -136,7 +137,7 @@ def test_views_of_an_inner_layer_do_not_copy_the_pool() -> None:
     table = pool.new_table()
     pool.append_tokens(table, 8_000)
     for layer in range(2):
-        pool.layer(layer).write([table], *kv(0, 1, **shape))
+        pool.write(layer, [table], *kv(0, 1, **shape))
     mx.eval(pool.ready(), pool.ready())
     pool.release_table(table)
     sequence = SequenceTables(pool)
@@ -165,10 +166,10 @@ def test_reading_batched_rows_does_not_copy_the_pool(
     sequences = [SequenceTables(pool) for _ in lengths]
     for seed, (sequence, n) in enumerate(zip(sequences, lengths, strict=True)):
         PagedKVCache(sequence, 0).update(*kv(seed, n, **shape))
-    cache = PagedBatchKVCache(Rows(pool, sequences), 0)
+    cache = PagedBatchKVCache(Batch(pool, sequences), 0)
 
     def attend(x: mx.array, token: mx.array) -> mx.array:
-        assert cache.rows.reserve() is None
+        assert cache.batch.reserve() is None
         if not by_seam:
             return cache.attend(x, token, token * 0.5, AttentionParams(0.1))
         return mx.fast.scaled_dot_product_attention(x, *cache.update_and_fetch(token, token * 0.5), scale=0.1)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, ConfigError, PoolExhaustedError, TrimError
 from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.new_tokens import NewTokens
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.step import DeviceTables, Step
 from tests.support.cases import quick
 from tests.support.pools import (
     BLOCK_BYTES,
@@ -92,7 +92,7 @@ def test_batched_decode_writes_each_sequence_its_own_row(dtype: mx.Dtype) -> Non
             pool.append_tokens(tables[i], 1)
         for layer in range(2):
             k, v = kv(100 + 2 * step + layer, 1, batch=len(chosen), kd=8, vd=4, dtype=dtype)
-            pool.layer(layer).write([tables[i] for i in chosen], k, v)
+            pool.write(layer, [tables[i] for i in chosen], k, v)
             for row, i in enumerate(chosen):
                 histories[i][layer].append((k[row : row + 1], v[row : row + 1]))
     for table, history in zip(tables, histories, strict=True):
@@ -265,7 +265,7 @@ def test_growth_is_geometric() -> None:
     pool.set_geometry(0, k, v, batch=1)
     for _ in range(5000):
         pool.append_tokens(table, 1)
-    pool.layer(0).write([table], k, v)
+    pool.write(0, [table], k, v)
     assert table.num_blocks == 1250
     assert 2 <= len(calls) <= math.log2(5000), calls
     assert pool.stats().total_blocks < 2 * 1251
@@ -376,7 +376,9 @@ def test_garbage_in_free_and_stale_slots_is_never_read(dtype: mx.Dtype) -> None:
     storage = pool.groups[0].blocks[0]
     null = pool.new_table()
     null.block_ids[:], null.length = [0], 4
-    storage.write([null], Step([null], (4,), 0, storage.num_blocks, DeviceTables()), poison(4), poison(4))
+    tokens = NewTokens([null], (4,))
+    tokens.begin(0, storage.num_blocks)
+    storage.write(tokens, poison(4), poison(4))
 
     tables = [pool.new_table() for _ in range(2)]
     histories = [[put(pool, table, i, n, dtype=dtype)] for i, (table, n) in enumerate(zip(tables, (6, 9), strict=True))]
@@ -388,7 +390,7 @@ def test_garbage_in_free_and_stale_slots_is_never_read(dtype: mx.Dtype) -> None:
         for table in tables:
             pool.append_tokens(table, 1)
         k, v = kv(20 + step, 1, batch=2, dtype=dtype)
-        pool.layer(0).write(tables, k, v)
+        pool.write(0, tables, k, v)
         for row, history in enumerate(histories):
             history.append((k[row : row + 1], v[row : row + 1]))
         q = noise(step, 2, 4, 1, 8, dtype=dtype)
@@ -477,7 +479,7 @@ def test_decode_after_a_fork_copies_the_tail_in_every_layer() -> None:
     assert pool.stats().cow_forks == 2  # the last one owns the old block
     tokens = [kv(10 + layer, 1, batch=3) for layer in range(3)]
     for layer in range(3):
-        pool.layer(layer).write([first, second, third], *tokens[layer])
+        pool.write(layer, [first, second, third], *tokens[layer])
     for row, table in enumerate((first, second, third)):
         for layer in range(3):
             token = tuple(x[row : row + 1] for x in tokens[layer])
@@ -570,7 +572,7 @@ def test_sliding_window_holds_a_bounded_number_of_blocks(window: int, block_size
         k = mx.array(history[:, :, written : written + step])
         pool.append_tokens(table, step)
         if step == 1:
-            pool.layer(0).write([table], k, -k)
+            pool.write(0, [table], k, -k)
         else:
             pool.write_prefill(table, 0, k, -k)
         written += step

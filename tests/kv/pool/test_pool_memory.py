@@ -186,7 +186,7 @@ def test_failed_move_leaves_every_layer_usable(
 ) -> None:
     pool = make_pool(in_place=in_place)
     sequences, tree = scattered(pool)
-    kind, calls = type(pool.layer(0).blocks), 0
+    kind, calls = type(pool.blocks_of(0)), 0
     original = getattr(kind, verb)
 
     def watched(blocks: Any, *args: Any) -> None:

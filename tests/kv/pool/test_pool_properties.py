@@ -143,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
                 return
             tokens = self.new_tokens(1, 1)
             for layer, (k, v) in tokens.items():
-                self.pool.layer(layer).write([sequence.tables[layer % 2]], mx.array(k), mx.array(v))
+                self.pool.write(layer, [sequence.tables[layer % 2]], mx.array(k), mx.array(v))
             self.note(sequence, tokens, 0)
 
     @precondition(lambda self: len(self.sequences) > 1)
@@ -157,7 +157,7 @@ class PoolMachine(RuleBasedStateMachine):
             tokens = self.new_tokens(len(batch), 1)
             for layer, (k, v) in tokens.items():
                 tables = [sequence.tables[layer % 2] for sequence in batch]
-                self.pool.layer(layer).write(tables, mx.array(k), mx.array(v))
+                self.pool.write(layer, tables, mx.array(k), mx.array(v))
             for row, sequence in enumerate(batch):
                 self.note(sequence, tokens, row)
 

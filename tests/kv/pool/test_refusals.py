@@ -64,12 +64,12 @@ def test_write_requires_one_row_per_table() -> None:
     pool, table = watched.pool, watched.table
     before = watched.picture()
     with pytest.raises(GeometryError, match=r"1 sequence\(s\), got 2"):
-        pool.layer(0).write([table], *kv(1, 1, batch=2))
+        pool.write(0, [table], *kv(1, 1, batch=2))
     other = pool.new_table()
     with pytest.raises(GeometryError, match=r"2 sequence\(s\), got 1"):
-        pool.layer(0).write([table, other], *kv(1, 1))
+        pool.write(0, [table, other], *kv(1, 1))
     with pytest.raises(GeometryError, match="only 0 reserved"):
-        pool.layer(0).write([table, other], *kv(1, 1, batch=2))
+        pool.write(0, [table, other], *kv(1, 1, batch=2))
     watched.assert_unchanged(before)
     watched.go_on()
 
@@ -84,7 +84,7 @@ def test_a_layer_of_another_group_is_refused() -> None:
     with pytest.raises(GeometryError, match="layer 1 does not belong to the table's group 0"):
         pool.write_prefill(tables[0], 1, *kv(3, 6))
     with pytest.raises(GeometryError, match="layer 0 does not belong to the table's group 1"):
-        pool.layer(0).write([tables[1]], *kv(3, 1))
+        pool.write(0, [tables[1]], *kv(3, 1))
     with pytest.raises(GeometryError, match="layer 1 does not belong to the table's group 0"):
         pool.gather_visible(tables[0], 1)
     for layer, table in enumerate(tables):
@@ -120,8 +120,8 @@ def test_use_of_a_released_table_is_refused() -> None:
         lambda: pool.trim(gone, 1),
         lambda: pool.copy_on_write_block(gone, 0),
         lambda: pool.write_prefill(gone, 0, *kv(1, 2)),
-        lambda: pool.layer(0).write([gone], *kv(1, 1)),
-        lambda: pool.layer(0).write([watched.table, gone], *kv(1, 1, batch=2)),
+        lambda: pool.write(0, [gone], *kv(1, 1)),
+        lambda: pool.write(0, [watched.table, gone], *kv(1, 1, batch=2)),
         lambda: pool.gather_visible(gone, 0),
     ]
     for use in uses:
@@ -161,7 +161,7 @@ def test_writing_to_a_shared_block_without_append_is_refused() -> None:
     with pytest.raises(BlockStateError, match="it has 2 references, not 1"):
         pool.write_prefill(watched.table, 0, *kv(9, 2))
     with pytest.raises(BlockStateError, match="it has 2 references, not 1"):
-        pool.layer(0).write([fork], *kv(9, 1))
+        pool.write(0, [fork], *kv(9, 1))
     watched.assert_unchanged(before)
     for layer in range(2):
         assert_holds(pool, fork, *watched.parts[layer], layer)

@@ -300,7 +300,7 @@ def _arrays(cache: Any) -> list[mx.array]:
             if isinstance(value, mx.array):
                 found.append(value)
         if hasattr(leaf, "pool"):
-            found += [x for x in leaf.pool.layer(leaf.layer).blocks.__dict__.values() if isinstance(x, mx.array)]
+            found += [x for x in leaf.pool.blocks_of(leaf.layer).__dict__.values() if isinstance(x, mx.array)]
     return found
 
 

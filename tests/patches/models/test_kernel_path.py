@@ -1,6 +1,7 @@
 """Generation over an in-place pool and the fused kernel equals stock mlx-lm; on a CPU over stand-ins for kernels."""
 
 import copy
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,7 @@ import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.kv.attention_params import AttentionParams
-from mlx_paged.kv.step import DeviceTables, Step
+from mlx_paged.kv.new_tokens import NewTokens
 from tests.support.cases import crossed, quick, slow
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 
@@ -179,27 +180,25 @@ def test_device_metadata_is_made_once_per_step_and_group(monkeypatch: pytest.Mon
     model(prompt_of(70)[None], cache=cache)
     mx.eval([c.state for c in cache])
     made = {"slots": 0, "visible": 0, "tables": 0}
-    original_slots, original_visible, original_of = Step.slots, Step.visible, DeviceTables.of
+    originals = NewTokens.slots, NewTokens._no_starts, NewTokens.block_tables
 
-    def slots(self: Step, tables: list) -> mx.array:
+    def slots(self: NewTokens, *given: Any) -> mx.array:
         made["slots"] += 1
-        return original_slots(self, tables)
+        return originals[0](self, *given)
 
-    def visible(self: Step, tables: list, window: int | None, num_rows: int | None = None, *shape: object) -> tuple:
-        before = len(self._visible)
-        found = original_visible(self, tables, window, num_rows, *shape)
-        made["visible"] += len(self._visible) - before
-        return found
+    def visible(self: NewTokens, shape: tuple[int, ...]) -> mx.array:
+        made["visible"] += 1
+        return originals[1](self, shape)
 
-    def of(self: DeviceTables, tables: list, shape: tuple[int, int] | None = None) -> mx.array:
-        before = self._device
-        after = original_of(self, tables, shape)
-        made["tables"] += after is not before
+    def tables(self: NewTokens, *given: Any, **how: Any) -> mx.array:
+        before = list(self._device.values())
+        after = originals[2](self, *given, **how)
+        made["tables"] += all(after is not known for known in before)
         return after
 
-    monkeypatch.setattr(Step, "slots", slots)
-    monkeypatch.setattr(Step, "visible", visible)
-    monkeypatch.setattr(DeviceTables, "of", of)
+    monkeypatch.setattr(NewTokens, "slots", slots)
+    monkeypatch.setattr(NewTokens, "_no_starts", visible)
+    monkeypatch.setattr(NewTokens, "block_tables", tables)
     for token in range(10):  # positions 70 to 79: within one block; the window releases one
         model(mx.array([[token]]), cache=cache)
     groups = len(mlx_paged.pool_of(model).groups)

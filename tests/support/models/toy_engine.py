@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Request, RequestOptions

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, dispatch_counts, last_dispatch, reset_dispatch_counts
 from mlx_paged.attention import latent_prompts
+from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.composites import leaves
-from mlx_paged.cache.rows import NotPackableError, Rows
 from mlx_paged.engine.compiled_step import compiled_steps
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
@@ -337,7 +337,7 @@ def test_pack_of_index_keys_refuses_masks_and_wrong_shapes() -> None:
     model = model_configs.build("deepseek_v32")
     mlx_paged.apply_patches(page_config())
     cache = make_prompt_cache(model)[0]
-    pack = Rows(cache[0].pool, [cache[0].sequence], [TOPK + 4])
+    pack = Batch(cache[0].pool, [cache[0].sequence], [TOPK + 4])
     assert pack.reserve() is None
     x, pair = mx.zeros((TOPK + 4, 1, 64)), [PagedBatchKVCache(pack, n) for n in (0, 1)]
     with pytest.raises(NotPackableError, match="a mask of its own"):

@@ -14,8 +14,8 @@ import mlx_paged
 from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
 from mlx_paged.attention import latent_prompts
 from mlx_paged.attention.dispatch import Dispatch
+from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.rows import NotPackableError, Rows
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache import layout
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
@@ -268,7 +268,7 @@ def test_pack_of_latents_refuses_masks_and_wrong_writes(kernels: FakeKernels | N
     model = build("deepseek_v3")
     mlx_paged.apply_patches(config("functional"))
     caches = make_prompt_cache(model)
-    pack = Rows(caches[0].pool, [caches[0].sequence], [5])
+    pack = Batch(caches[0].pool, [caches[0].sequence], [5])
     assert pack.reserve() is None
     attention, x = model.layers[0].self_attn, mx.zeros((5, 1, model.args.hidden_size))
     with pytest.raises(NotPackableError, match="a mask of its own"):

@@ -1,4 +1,4 @@
-"""Step and DeviceTables: the positions that each new token sees, and which arrays are sent to the device again."""
+"""NewTokens: the positions that each new token sees, and which arrays are sent to the device again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import HEADER, SharedCut
 from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.new_tokens import NewTokens, rounded_up, tail_slots
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.step import DeviceTables, Step, rounded_up, tail_slots
 from tests.support.pools import pool_of
 
 LENGTHS = (3, 9, 4)
@@ -24,13 +24,15 @@ def tables_of(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[Block
     return tables
 
 
-def step_of(tables: list[BlockTable], counts: int | tuple[int, ...], own: DeviceTables) -> Step:
-    return Step(tables, (counts,) * len(tables) if isinstance(counts, int) else counts, 0, 100, own)
+def new(tables: list[BlockTable], counts: int | tuple[int, ...]) -> NewTokens:
+    tokens = NewTokens(tables, (counts,) * len(tables) if isinstance(counts, int) else counts)
+    tokens.begin(0, 100)
+    return tokens
 
 
-def seen(step: Step, tables: list[BlockTable], *how: object) -> list[list[list[int]]]:
+def seen(tokens: NewTokens, *how: object) -> list[list[list[int]]]:
     """Return the positions that each new token sees."""
-    _, ends, starts = step.visible(tables, *how)  # type: ignore[arg-type]
+    _, ends, starts = tokens.visible(*how)  # type: ignore[arg-type]
     assert ends.dtype == starts.dtype == mx.int32 and ends.shape == starts.shape
     return [
         [list(range(start, end)) for start, end in zip(row_starts, row_ends, strict=True)]
@@ -40,47 +42,45 @@ def seen(step: Step, tables: list[BlockTable], *how: object) -> list[list[list[i
 
 def test_new_token_sees_all_positions_up_to_itself() -> None:
     tables = tables_of(pool_of())
-    own = DeviceTables()
-    assert seen(step_of(tables, 1, own), tables, None) == [[list(range(n))] for n in LENGTHS]
-    assert seen(step_of(tables, 2, own), tables, None, 3) == [[list(range(n - 1)), list(range(n))] for n in LENGTHS]
-    assert seen(step_of(tables, 2, own), tables, Window(3), 3) == [
-        [[*range(n - 1)][-3:], [*range(n)][-3:]] for n in LENGTHS
-    ]
+    assert seen(new(tables, 1), None) == [[list(range(n))] for n in LENGTHS]
+    assert seen(new(tables, 2), None, 3) == [[list(range(n - 1)), list(range(n))] for n in LENGTHS]
+    assert seen(new(tables, 2), Window(3), 3) == [[[*range(n - 1)][-3:], [*range(n)][-3:]] for n in LENGTHS]
 
 
 def test_tokens_of_a_pack_are_rows_and_padding_sees_nothing() -> None:
     tables = tables_of(pool_of())
-    step = step_of(tables, (1, 3, 2), DeviceTables())
-    assert seen(step, tables, None) == [[list(range(n))] for n in (3, 7, 8, 9, 3, 4)]
-    assert step.offsets().tolist() == [2, 6, 7, 8, 2, 3]
-    assert step.visible(tables, None)[0].shape[0] == 6
-    more = step_of(tables, 1, DeviceTables())
-    assert seen(more, tables, None, None, (5, 8)) == [*([list(range(n))] for n in LENGTHS), [[]], [[]]]
+    pack = new(tables, (1, 3, 2))
+    assert seen(pack, None) == [[list(range(n))] for n in (3, 7, 8, 9, 3, 4)]
+    assert pack.offsets().tolist() == [2, 6, 7, 8, 2, 3]
+    assert pack.visible(None)[0].shape[0] == 6
+    more = new(tables, 1)
+    assert seen(more, None, None, (5, 8)) == [*([list(range(n))] for n in LENGTHS), [[]], [[]]]
     assert more.offsets(5).tolist() == [2, 8, 3, 0, 0]
-    assert more.visible(tables, None, None, (5, 8))[0].shape == (5, 8)
+    assert more.visible(None, None, (5, 8))[0].shape == (5, 8)
 
 
 @pytest.mark.parametrize("shape", [None, (4, 16)])
 def test_unchanged_arrays_are_not_sent_to_the_device_again(shape: tuple[int, int] | None) -> None:
     pool = pool_of()
-    tables, own = tables_of(pool), DeviceTables()
-    ids, ends, starts = step_of(tables, 1, own).visible(tables, None, None, shape)
+    tables = tables_of(pool)
+    own = new(tables, 1)
+    ids, ends, starts = own.visible(None, None, shape)
     pool.append_tokens(tables[0], 1)  # in its block
-    ids1, ends1, starts1 = step_of(tables, 1, own).visible(tables, None, None, shape)
+    own.begin(1, 100)
+    ids1, ends1, starts1 = own.visible(None, None, shape)
     assert ids1 is ids and starts1 is starts and ends1[0].item() == ends[0].item() + 1
     pool.append_tokens(tables[0], 1)  # in the next one
-    ids2, _, starts2 = step_of(tables, 1, own).visible(tables, None, None, shape)
+    own.begin(2, 100)
+    ids2, _, starts2 = own.visible(None, None, shape)
     assert ids2 is not ids and starts2 is starts
     assert ids2[0, :2].tolist() == tables[0].block_ids
-    two = step_of(tables[:2], 1, own).visible(tables[:2], None)
-    assert two[0].shape[0] == 2 and two[2].shape == (2, 1) and not two[2].any().item()
-    windowed = step_of(tables, 1, own).visible(tables, Window(2), None, shape)
+    windowed = own.visible(Window(2), None, shape)
     assert windowed[2][0].item() == tables[0].length - 2
 
 
 def test_tokens_see_only_their_chunk() -> None:
     tables = tables_of(pool_of())
-    assert seen(step_of(tables, 3, DeviceTables()), tables, Window(4, 4), 3) == [
+    assert seen(new(tables, 3), Window(4, 4), 3) == [
         [[0], [0, 1], [0, 1, 2]],
         [[4, 5, 6], [4, 5, 6, 7], [8]],
         [[0, 1], [0, 1, 2], [0, 1, 2, 3]],
@@ -102,11 +102,10 @@ VARIANT = Variant(SHARED_BODY, "cuda", mx.bfloat16, 64, 64, 4, 4)
 CUT = SharedCut(VARIANT, shape_for(VARIANT)._replace(partition=64), 1 << 20, 1 << 18)
 
 
-def together(
-    own: DeviceTables, tables: list[BlockTable], shape: tuple[int, int] | None = None
-) -> list[list[int]] | None:
+def together(own: NewTokens, shape: tuple[int, int] | None = None) -> list[list[int]] | None:
     """Return the indices of the rows that share a partition, for each thread group that reads one for several rows."""
-    items = step_of(tables, 1, own).items(tables, CUT, None, shape)
+    own.begin(own.epoch + 1, 100)
+    items = own.items(CUT, None, shape)
     return None if items is None else [row[HEADER : HEADER + row[1]] for row in items.tolist() if row[1] > 1]
 
 
@@ -114,29 +113,32 @@ def test_forks_are_read_together_until_their_blocks_differ() -> None:
     pool = pool_of()
     (first, other) = tables_of(pool, (150, 10))
     fork = pool.fork(first)
-    tables, own = [first, other, fork], DeviceTables()
+    tables = [first, other, fork]
     for table in tables:
         pool.append_tokens(table, 1)
-    found = together(own, tables)
+    own = new(tables, 1)
+    found = together(own)
     assert found and all(sorted(rows) == [0, 2] for rows in found)
-    again = step_of(tables, 1, own)
-    assert again.items(tables, CUT) is step_of(tables, 1, own).items(tables, CUT)  # sent once
-    padded = together(own, tables, (5, 64))
+    sent = own.items(CUT)
+    own.begin(9, 100)
+    assert own.items(CUT) is sent  # sent once
+    padded = together(own, (5, 64))
     assert padded and all(sorted(rows) == [0, 2] for rows in padded)
     for index in range(len(fork.block_ids) - 1):
         pool.copy_on_write_block(fork, index)
-    assert together(own, tables) is None
+    assert together(own) is None
 
 
 def test_windows_with_the_same_start_are_read_together() -> None:
     pool = pool_of()
     (first,) = tables_of(pool, (400,))
-    tables, own = [first, *(pool.fork(first) for _ in range(6))], DeviceTables()
+    tables = [first, *(pool.fork(first) for _ in range(6))]
     for table in tables:
         pool.append_tokens(table, 70 if table is tables[-1] else 1)
+    own = new(tables, 1)
 
     def places(window: Window | None) -> list[tuple[int, list[int]]]:
-        items = step_of(tables, 1, own).items(tables, CUT, window)
+        items = own.items(CUT, window)
         assert items is not None
         return [(row[0], sorted(row[HEADER : HEADER + row[1]])) for row in items.tolist() if row[1] > 1]
 
@@ -144,15 +146,15 @@ def test_windows_with_the_same_start_are_read_together() -> None:
     assert places(None) == places(Window(471)) == everything
     # Rows of one length see the same blocks. Each reads the first partition, inside which its window begins, alone.
     assert places(Window(300)) == [(partition, list(range(6))) for partition in (1, 2, 3, 4)]
-    assert step_of(tables, 1, own).items(tables, CUT, Window(60)) is None
+    assert own.items(CUT, Window(60)) is None
 
 
 def test_packs_and_kernels_without_a_cut_are_not_read_together() -> None:
     pool = pool_of()
     (first,) = tables_of(pool, (150,))
-    tables, own = [first, pool.fork(first)], DeviceTables()
+    tables = [first, pool.fork(first)]
     for table in tables:
         pool.append_tokens(table, 2)
-    assert step_of(tables, 1, own).items(tables, None) is None
-    assert step_of(tables, 2, own).items(tables, CUT) is None
-    assert step_of(tables[:1], 1, own).items(tables[:1], CUT) is None
+    assert new(tables, 1).items(None) is None
+    assert new(tables, 2).items(CUT) is None
+    assert new(tables[:1], 1).items(CUT) is None

@@ -1,4 +1,4 @@
-"""PoolLayer: a layer of a pool, and what it refuses."""
+"""Groups of a pool: their layers' blocks, and what a layer refuses."""
 
 import weakref
 
@@ -18,64 +18,56 @@ def two_groups() -> BlockPool:
     return BlockPool([LayerGroup((0, 2)), LayerGroup((1, 3), 6, "window")], block_size=4)
 
 
-def test_layer_knows_its_group_and_position() -> None:
-    pool = two_groups()
-    for number, (index, position, window) in {0: (0, 0, None), 2: (0, 1, None), 1: (1, 0, 6), 3: (1, 1, 6)}.items():
-        layer = pool.layer(number)
-        assert (layer.number, layer.group_index, layer.position, layer.window) == (number, index, position, window)
-        assert layer.group is pool.groups[index] and layer.spec is layer.group.spec and layer.in_place is False
-        assert pool.group_of(number) == index
-    with pytest.raises(KeyError):
-        pool.layer(4)
-
-
 def test_layers_of_a_group_do_not_share_contents() -> None:
     pool = two_groups()
     table = pool.new_table(1)
     pool.append_tokens(table, 5)
     parts = {number: kv(number, 5) for number in (1, 3)}
     for number, (k, v) in parts.items():
-        pool.layer(number).write([table], k, v)
+        pool.write(number, [table], k, v)
     for number, part in parts.items():
-        got = pool.layer(number).gather_visible(table)
+        got = pool.gather_visible(table, number)
         assert all((bits(x) == bits(y)).all() for x, y in zip(got, part, strict=True))
-    assert pool.layer(3).blocks is not pool.layer(1).blocks
+    assert pool.blocks_of(3) is not pool.blocks_of(1)
 
 
 def test_foreign_tables_are_refused_before_anything_is_changed() -> None:
     pool, other = two_groups(), two_groups()
     k, v = kv(0, 3)
-    layer = pool.layer(0)
     with pytest.raises(BlockStateError, match="nothing has been written"):
-        layer.blocks  # noqa: B018
-    assert layer.ready() == []
+        pool.blocks_of(0)
+    assert pool.ready(0) == []
     for table, error in ((pool.new_table(1), GeometryError), (other.new_table(0), BlockStateError)):
         (other if table.owner is not pool.new_table().owner else pool).append_tokens(table, 3)
-        for use in (lambda t: layer.write([t], k, v), layer.gather_visible, lambda t: layer.step([t], 3)):
-            with pytest.raises(error):
-                use(table)
-    assert layer.group.geometry is None and not layer.group.blocks
+        with pytest.raises(error):
+            pool.write(0, [table], k, v)
+        with pytest.raises(error):
+            pool.gather_visible(table, 0)
+        with pytest.raises(error):
+            pool.tokens_of(0, [table], 3)
+    assert pool.groups[0].geometry is None and not pool.groups[0].blocks
     own = pool.new_table()
     pool.append_tokens(own, 3)
-    layer.write([own], k, v)
-    assert (bits(layer.gather_visible(own)[0]) == bits(k)).all()
+    pool.write(0, [own], k, v)
+    assert (bits(pool.gather_visible(own, 0)[0]) == bits(k)).all()
 
 
-def test_fitted_casts_floats_to_the_dtype_of_the_layer() -> None:
-    layer = two_groups().layer(0)
+def test_fitted_casts_floats_to_the_dtype_of_the_group() -> None:
+    pool = two_groups()
+    layer = pool.groups[0]
     k, v = kv(0, 1)
-    assert layer.fitted(k, v) == (k, v), "the layer has no dtype yet"
-    layer.set_geometry(k.astype(mx.bfloat16), v.astype(mx.bfloat16), batch=1)
+    assert layer.fitted(k, v) == (k, v), "the group has no dtype yet"
+    pool.set_geometry(0, k.astype(mx.bfloat16), v.astype(mx.bfloat16), batch=1)
     assert [x.dtype for x in layer.fitted(k, v)] == [mx.bfloat16, mx.bfloat16]
     whole = k.astype(mx.int32), v.astype(mx.int32)
     assert layer.fitted(*whole) == whole
 
 
-def test_a_layer_does_not_keep_its_pool() -> None:
+def test_a_group_does_not_keep_its_pool() -> None:
     pool = two_groups()
-    layer, gone = pool.layer(0), weakref.ref(pool)
+    group, gone = pool.groups[0], weakref.ref(pool)
     del pool
-    assert gone() is None and layer.window is None
+    assert gone() is None and group.spec.window is None
 
 
 def test_failed_first_allocation_leaves_the_layer_unchanged() -> None:
@@ -91,8 +83,8 @@ def test_failed_first_allocation_leaves_the_layer_unchanged() -> None:
     pool.append_tokens(table, 5)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
-            pool.layer(0).write([table], k, v)
+            pool.write(0, [table], k, v)
     assert pool.groups[0].geometry is None and pool.groups[0].blocks_reason == "nothing written yet"
     is_full = False
-    pool.layer(0).write([table], k, v)
-    assert (bits(pool.layer(0).gather_visible(table)[0]) == bits(k)).all()
+    pool.write(0, [table], k, v)
+    assert (bits(pool.gather_visible(table, 0)[0]) == bits(k)).all()

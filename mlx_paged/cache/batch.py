@@ -1,0 +1,288 @@
+"""Batch: the new tokens of some sequences in one model call, and the layers that have written them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import BlockStateError, without_frames
+from ..kv.attention_params import Window
+from ..kv.new_tokens import NewTokens
+from ..kv.pool import BlockPool
+from .sequence import KnownMasks, SequenceTables
+
+# Reason of a NotPackableError.
+OWN_MASK = "the model's attention makes a mask of its own"
+
+
+class NotPackableError(Exception):
+    """The model uses its caches in a way that packs do not support. Its requests are then computed one by one."""
+
+
+class FailedRow(NamedTuple):
+    """A row for which no block could be allocated, and the error, without its traceback."""
+
+    row: int
+    error: Exception
+
+
+class Batch:
+    """The T new tokens of B sequences in a model call; to the model they are a batch of T rows of one token. Shared by
+    the caches of all layers; its sequences never change.
+
+    In a decode step each sequence has one token, and the same object serves step after step. In a pack some have
+    several: for the model's own code each token is a row at its own position, and only attention knows which tokens it
+    sees, in the pack and before it. So nothing is padded.
+
+    Args:
+        pool: the pool of all sequences.
+        sequences: each at the end of its tables in all layers.
+        counts: new tokens of each sequence, at least one; None: one each.
+        as_rows: attend with the decode kernel: few tokens after long contexts.
+
+    Attributes:
+        tokens: the new tokens in each group; after :meth:`begin_layer`, :meth:`tokens_of` or :meth:`begin_all`.
+        behind: layers that have not written the reserved tokens.
+        positions: what :meth:`offsets` has made, by whether the layer is behind.
+
+    Raises:
+        BlockStateError: a sequence is in the middle of a step, or of another pool.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        sequences: Sequence[SequenceTables],
+        counts: Sequence[int] | None = None,
+        *,
+        as_rows: bool = False,
+    ) -> None:
+        for sequence in sequences:
+            if sequence.pool is not pool:
+                raise BlockStateError("all sequences of a batch must be of one pool")
+            if not sequence.is_level():
+                raise BlockStateError("a sequence whose layers are at different offsets cannot join a batch")
+        self.pool = pool
+        self.sequences = tuple(sequences)
+        self.counts = (1,) * len(sequences) if counts is None else tuple(counts)
+        self.num_tokens = sum(self.counts)
+        self.is_pack = self.num_tokens > len(self.sequences)  # some sequence has several new tokens
+        self.as_rows = as_rows
+        self.tokens = [
+            NewTokens([each.tables[group] for each in sequences], self.counts) for group in range(len(pool.groups))
+        ]
+        self.masks = KnownMasks()
+        self.is_reserved = False
+        self.behind: set[int] = set()
+        self._attended: set[int] = set()
+        self.positions: dict[bool, mx.array] = {}
+        self._seen_before: dict[int, list[int]] = {}
+        self._narrow_masks: dict[int, mx.array] = {}
+
+    def __len__(self) -> int:
+        """Return the number of rows that the model sees, one per token."""
+        return self.num_tokens
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of all groups."""
+        return len(self.pool.places)
+
+    def tokens_of(self, layer: int) -> NewTokens:
+        """Return the new tokens in the layer's group, begun and checked once for all its layers."""
+        index = self.pool.places[layer][0]
+        tokens, group = self.tokens[index], self.pool.groups[index]
+        if tokens.epoch != group.epoch:
+            self.pool.begin(group, tokens)
+        return tokens
+
+    def begin_layer(self, layer: int, *, attends: bool = True) -> NewTokens:
+        """Return :meth:`tokens_of` a layer, which writes them now.
+
+        Args:
+            layer: index of the layer in the model.
+            attends: whether it attends to them, too; only :meth:`commit` of a pack checks this.
+
+        Raises:
+            BlockStateError: none are reserved; NotPackableError in a pack.
+        """
+        if layer not in self.behind:
+            if self.is_pack:
+                raise NotPackableError(f"layer {layer} writes twice in a step")
+            raise BlockStateError(f"layer {layer} writes without reserved positions")
+        index = self.pool.places[layer][0]
+        tokens, group = self.tokens[index], self.pool.groups[index]
+        if tokens.epoch != group.epoch:
+            self.pool.begin(group, tokens)
+        self.behind.remove(layer)
+        if self.is_pack and attends:
+            self._attended.add(layer)
+        return tokens
+
+    def begin_all(self) -> list[NewTokens]:
+        """Return the new tokens of each group, which every layer writes and attends to now.
+
+        Raises:
+            BlockStateError: a layer has written them already.
+        """
+        if len(self.behind) < self.num_layers:
+            raise BlockStateError("a layer writes without reserved positions")
+        self.behind.clear()
+        self._attended.update(self.pool.places)
+        for group, tokens in zip(self.pool.groups, self.tokens, strict=True):
+            self.pool.begin(group, tokens)
+        return self.tokens
+
+    def undo_begin(self) -> None:
+        """Undo :meth:`begin_all`. The positions stay reserved, and the layers can write them again."""
+        self.behind = set(self.pool.places)
+        self._attended.clear()
+
+    # Reserving ------------------------------------------------------------------------------------------------
+
+    def is_level(self) -> bool:
+        """Return whether every layer has written the reserved tokens."""
+        return not self.behind
+
+    def reserve(self) -> FailedRow | None:
+        """Reserve the new tokens of every sequence in every group.
+
+        Returns:
+            None; or the sequence for which a block was missing, and the error. Nothing has been reserved then.
+
+        Raises:
+            BlockStateError: a layer has not written its last reserved tokens.
+        """
+        if self.behind:
+            raise BlockStateError("a layer has not written the tokens of the previous step")
+        self._attended.clear()
+        self.positions.clear()
+        self._seen_before.clear()
+        if self.is_pack and len(self.tokens) > 1:
+            for sequence, count in zip(self.sequences, self.counts, strict=True):
+                self.pool.ensure_free_for(sequence.tables, count)
+        done = 0
+        try:
+            while done < len(self.tokens):
+                failed = self._reserve_group(done)
+                if failed is not None:
+                    return failed
+                done += 1
+        finally:
+            if done < len(self.tokens):
+                for group in range(done):
+                    self._trim(group)
+        self.behind.update(self.pool.places)
+        self.is_reserved = True
+        return None
+
+    def _reserve_group(self, group: int) -> FailedRow | None:
+        tables = self.tokens[group].tables
+        others: Sequence[int] = range(len(tables)) if self.is_pack else self.pool.append_token(group, tables)
+        for place, index in enumerate(others):
+            try:
+                self.pool.append_tokens(tables[index], self.counts[index])
+            except Exception as error:
+                self._trim(group, set(range(len(tables))).difference(others[place:]))
+                return FailedRow(index, without_frames(error))
+        return None
+
+    def _trim(self, group: int, indices: set[int] | None = None) -> None:
+        tables = self.tokens[group].tables
+        for index in range(len(self.counts)) if indices is None else indices:
+            self.pool.trim(tables[index], self.counts[index])
+
+    def undo_reserve(self) -> None:
+        """Undo the latest :meth:`reserve`; what layers have written for it is dropped."""
+        if self.is_reserved:
+            for group in range(len(self.tokens)):
+                self._trim(group)
+        self.is_reserved = False
+        self.positions.clear()
+        self._seen_before.clear()
+        self.behind.clear()
+
+    def note_attended(self, layer: int) -> None:
+        """Record that a layer has attended to what it has written."""
+        self._attended.add(layer)
+
+    def commit(self) -> None:
+        """Check, after the call of a pack, that every layer has written its tokens and attended to them.
+
+        Raises:
+            NotPackableError: one has not.
+        """
+        for layer in self.pool.places:
+            if layer in self.behind or (self.is_pack and layer not in self._attended):
+                raise NotPackableError(f"layer {layer} does not write its tokens, or does not attend to them")
+
+    # What layers see ------------------------------------------------------------------------------------------
+
+    def offsets(self, layer: int) -> mx.array:
+        """Return the position of each token, int32 ``[T]``; of the next token once the layer has written it. All layers
+        share the array."""
+        behind = layer in self.behind
+        known = self.positions.get(behind)
+        if known is None:
+            if behind:
+                tokens = self.tokens_of(layer)
+                known = tokens.offsets() if self.is_pack else mx.array(tokens.lengths - 1)
+            elif self.is_pack and True in self.positions:
+                known = self.positions[True] + 1
+            else:
+                tables = self.tokens[self.pool.places[layer][0]].tables
+                known = mx.array([table.length for table in tables], mx.int32)
+            self.positions[behind] = known
+        return known
+
+    def lengths(self, layer: int) -> list[int]:
+        """Return the number of tokens of each sequence that the layer has seen."""
+        behind, tables = layer in self.behind, self.tokens[self.pool.places[layer][0]].tables
+        return [table.length - behind * n for table, n in zip(tables, self.counts, strict=True)]
+
+    def seen_before(self, layer: int) -> list[int]:
+        """Return the number of visible tokens of each row of a decode step before its new one."""
+        group = self.pool.places[layer][0]
+        known = self._seen_before.get(group)
+        if known is None:
+            sees = self.pool.groups[group].sees
+            lengths = self.lengths(layer)
+            known = lengths if sees is None else [length - sees.first_seen(length) for length in lengths]
+            self._seen_before[group] = known
+        return known
+
+    def padded_mask(self, layer: int, window: Window | None) -> mx.array:
+        """Return the mask of a decode step over rows that are padded on the left to the longest, as in mlx-lm's batch
+        caches; boolean ``[B, 1, 1, longest]``. The last column is each row's new token.
+
+        Args:
+            layer: index of the layer in the model.
+            window: the mask's window, at most the layer's.
+        """
+        before = self.seen_before(layer)
+        longest = max(before, default=0) + 1
+        if not (window and any(map(window.first_seen, before))):
+            pads = np.array([longest - 1 - own for own in before], np.int32)
+            return mx.arange(longest, dtype=mx.int32) >= mx.array(pads[:, None, None, None])
+        first = window.first_seen_by(np.array(before, np.int32)[:, None, None, None])
+        # Each column's number among its row's visible tokens; negative in padding.
+        numbers = mx.array(before, mx.int32)[:, None] + 1 + mx.arange(-longest, 0, dtype=mx.int32)
+        return numbers[:, None, None] >= mx.array(first)
+
+    def narrow_mask(self, window: int) -> mx.array:
+        """Return the placeholder mask of a pack for a window narrower than the layer's; :meth:`window_of` recognises
+        it."""
+        made = self._narrow_masks.get(window)
+        if made is None:
+            made = self._narrow_masks[window] = mx.ones((len(self), 1, 1, 1), mx.bool_)
+        return made
+
+    def window_of(self, mask: mx.array | str | None) -> Window | None:
+        """Return the window that a mask made for this batch stands for; None for any other."""
+        for window, made in self._narrow_masks.items():
+            if made is mask:
+                return Window(window)
+        return self.masks.window_of(mask)

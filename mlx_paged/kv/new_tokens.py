@@ -1,0 +1,359 @@
+"""NewTokens: the new tokens of some sequences in one group of layers, and their arrays, made when asked for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..kernels.availability import on_metal
+from ..kernels.build import DeviceRows
+from ..kernels.shared_runs import Partitions, SharedCut, SharedRows, items_for, shared_rows
+from .attention_params import Window
+from .block_table import BlockTable
+
+ThreeArrays = tuple[mx.array, mx.array, mx.array]
+
+_length_of = attrgetter("length")
+
+MAX_INT32 = (1 << 31) - 1
+SHORT_TABLE = 8  # blocks
+
+
+class NewTokens:
+    """The last ``counts[b]`` reserved positions of each of B tables of one group: T tokens, table by table. In a decode
+    step all counts are 1.
+
+    Arrays of the tokens are ``[T, n_heads, 1, head_dim]``, or, where all counts are n, ``[B, n_heads, n, head_dim]``.
+
+    One object serves step after step: :meth:`begin` drops what was made for the step before. Block tables on the device
+    are kept, and only rows that have changed are written again.
+
+    Attributes:
+        tables, counts: as given.
+        num_tokens: T, the sum of the counts.
+        is_pack: whether some table has several new tokens.
+        epoch: the group's epoch at :meth:`begin`; at another one nothing here may be used.
+        lengths: length of each table, int32 ``[B]``.
+        made: what layers have prepared for this step, such as kernel launches, for all of the group.
+    """
+
+    def __init__(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
+        self.tables = tables
+        self.counts = counts
+        self.num_tokens = sum(counts)
+        self.is_pack = self.num_tokens > len(counts)
+        self.epoch = -1
+        self.made: dict[Any, Any] = {}
+        self.lengths = np.zeros(0, np.int32)
+        self._num_blocks = 0
+        self._token_rows, self._end_rows = DeviceRows(), DeviceRows()
+        self._first_rows: defaultdict[Window, DeviceRows] = defaultdict(DeviceRows)
+        # Block tables [B, width] on the host, the versions of their rows, and what the device has of them.
+        self._host, self._versions = np.zeros((0, 0), np.int32), [-1] * len(tables)
+        self._device: dict[tuple[int, bool], mx.array] = {}
+        self._starts: mx.array | None = None
+        self._shared: SharedRows | None = None
+        self._common: np.ndarray | None = None  # leading blocks that each row shares with another; None: not known
+        self._items: tuple[Any, mx.array | None] = None, None
+
+    def begin(self, epoch: int, num_blocks: int) -> None:
+        """Begin a step: positions have been reserved, or a table has changed.
+
+        Args:
+            epoch: the group's present epoch.
+            num_blocks: number of the group's blocks.
+        """
+        self.epoch, self._num_blocks = epoch, num_blocks
+        self.lengths = np.fromiter(map(_length_of, self.tables), np.int32, len(self.tables))
+        self.made.clear()
+
+    @cached_property
+    def spans(self) -> list[slice]:
+        """Slice of each table's tokens among the T."""
+        ends = np.cumsum(self.counts).tolist()
+        return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
+
+    # Positions ------------------------------------------------------------------------------------------------
+
+    def slots(self, num_rows: int | None = None) -> mx.array:
+        """Return ``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Padding up
+        to ``num_rows`` is -1, which is not written."""
+        found: mx.array | None = self.made.get(("slots", num_rows))
+        if found is None:
+            slots = self.host_slots()
+            if num_rows is not None:
+                slots = np.concatenate([slots, np.full(num_rows - len(slots), -1, slots.dtype)])
+            is_wide = self._num_blocks * self.tables[0].block_size > MAX_INT32
+            found = self.made["slots", num_rows] = mx.array(slots if is_wide else slots.astype(np.int32))
+        return found
+
+    def host_slots(self) -> np.ndarray:
+        """Return :meth:`slots` on the host: int64, not padded."""
+        slots: np.ndarray | None = self.made.get("host slots")
+        if slots is None:
+            if self.is_pack:
+                slots = np.concatenate([tail_slots(each, n) for each, n in zip(self.tables, self.counts, strict=True)])
+            else:
+                size = self.tables[0].block_size
+                slots = np.array([table.block_ids[-1] for table in self.tables], np.int64) * size
+                slots += (self.lengths - 1) % size
+            self.made["host slots"] = slots
+        return slots
+
+    def _positions(self) -> np.ndarray:
+        """Return the position of each token, int32 ``[T]``."""
+        if not self.is_pack:
+            return self.lengths - 1
+        ends = zip(self.lengths.tolist(), self.counts, strict=True)
+        return np.concatenate([np.arange(end - count, end, dtype=np.int32) for end, count in ends])
+
+    def offsets(self, num_rows: int | None = None) -> mx.array:
+        """Return the position of each token, int32 ``[T]``; padding up to ``num_rows`` is 0."""
+        return self._tokens(num_rows or self.num_tokens)[0]
+
+    def _tokens(self, num_rows: int) -> tuple[mx.array, mx.array]:
+        """Return each token's position, int32 ``[num_rows]``, and the end of its visible ones, ``[num_rows, 1]``."""
+        found: tuple[mx.array, mx.array] | None = self.made.get(("tokens", num_rows))
+        if found is None:
+            positions = self._positions()
+            ends = padded(positions[:, None] + 1, num_rows)
+            found = self.made["tokens", num_rows] = self._token_rows.tokens(padded(positions, num_rows), ends)
+        return found
+
+    # What tokens see ------------------------------------------------------------------------------------------
+
+    def visible(
+        self, window: Window | None, num_rows: int | None = None, shape: tuple[int, int] | None = None
+    ) -> ThreeArrays:
+        """Return what each new token sees: block tables ``[rows, max_blocks]``, and as int32 ``[rows, n]`` the end
+        (exclusive: its own position + 1) and the start of its visible positions.
+
+        Args:
+            window: window of the tokens.
+            num_rows: B for rows of n tokens each; T, the default, for rows of one token, each with the table of its
+                sequence.
+            shape: shape to pad the block tables to; the rows that it adds see nothing.
+        """
+        num_rows = num_rows or self.num_tokens
+        known: ThreeArrays | None = self.made.get(("visible", window, num_rows, shape))
+        if known is not None:
+            return known
+        by_token = num_rows == self.num_tokens
+        if by_token:
+            ends = self._positions()[:, None] + 1
+        else:
+            ends = self.lengths[:, None] + np.arange(1 - self.counts[0], 1, dtype=np.int32)
+        ends = padded(ends, None if shape is None else shape[0])
+        if window is None or ends.max(initial=0) <= window.size:  # the window hides nothing
+            starts = self._no_starts(ends.shape)
+        else:
+            starts = self._first_rows[window].of(window.first_seen_by(ends - 1))
+        of_tokens = self._tokens(len(ends))[1] if by_token else self._end_rows.of(ends)
+        found = self.block_tables(shape, by_token=by_token), of_tokens, starts
+        self.made["visible", window, num_rows, shape] = found
+        return found
+
+    def _no_starts(self, shape: tuple[int, ...]) -> mx.array:
+        """Return the starts of visible positions without a window: zeros, int32."""
+        if self._starts is None or self._starts.shape != shape:
+            self._starts = DeviceRows().of(np.zeros(shape, np.int32))
+            mx.async_eval(self._starts)  # another thread's steps may read it
+        return self._starts
+
+    def block_tables(self, shape: tuple[int, int] | None = None, *, by_token: bool = False) -> mx.array:
+        """Return the block tables on the device, int32 ``[B, max_blocks]``, by absolute position; entries past a row's
+        end have no meaning.
+
+        Args:
+            shape: shape to pad to.
+            by_token: repeat each table for each of its tokens, ``[T, max_blocks]``.
+        """
+        self._update(table_width(self.tables) if shape is None else shape[1])
+        by_token = by_token and self.is_pack
+        num_rows = shape[0] if shape is not None else self.num_tokens if by_token else len(self.tables)
+        known = self._device.get((num_rows, by_token))
+        if known is None:
+            host = np.repeat(self._host, self.counts, axis=0) if by_token else self._host
+            known = self._device[num_rows, by_token] = mx.array(padded(host, num_rows))
+        return known
+
+    def _update(self, width: int) -> None:
+        """Update the block tables on the host."""
+        if self._host.shape[1] != width:
+            self._host = np.zeros((len(self.tables), width), np.int32)
+            self._versions = [-1] * len(self.tables)
+            self._common = None
+        for row, (table, known) in enumerate(zip(self.tables, self._versions, strict=True)):
+            if table.version != known:
+                common = 0 if self._common is None else self._common[row]
+                before = self._host[row, :common].copy()
+                self._host[row, : len(table.block_ids)] = table.block_ids
+                self._versions[row] = table.version
+                self._device.clear()
+                if common and not np.array_equal(before, self._host[row, :common]):
+                    self._common = None
+
+    def items(
+        self, cut: SharedCut | None, window: Window | None = None, shape: tuple[int, int] | None = None
+    ) -> mx.array | None:
+        """Return the items of the kernel for common blocks (:mod:`..kernels.shared_runs`) in a decode step: partitions,
+        each of which a thread group reads once for one or several rows. None if each row is to be read by itself.
+
+        Args:
+            cut: cut of the kernel for common blocks; None if there is none.
+            window: window of the tokens.
+            shape: shape to pad the block tables to, as for :meth:`visible`.
+        """
+        if cut is None or self.is_pack or len(self.tables) < 2:
+            return None
+        key = "items", cut, window, shape
+        if key not in self.made:
+            self._update(table_width(self.tables) if shape is None else shape[1])
+            ends = padded(self.lengths, None if shape is None else shape[0])
+            self.made[key] = self._items_for(cut, window, ends)
+        found: mx.array | None = self.made[key]
+        return found
+
+    def _items_for(self, cut: SharedCut, window: Window | None, ends: np.ndarray) -> mx.array | None:
+        if self._common is None:
+            size = self.tables[0].block_size
+            counts = [len(table.block_ids) for table in self.tables]
+            self._shared = shared = shared_rows(padded(self._host, len(ends)), counts, size)
+            self._common = np.zeros(len(ends), np.int64) if shared is None else shared.common_by_row // size
+            self._items = None, None
+        if self._shared is None:
+            return None
+        seen = Partitions.of(ends, cut.shape, None if window is None else window.first_seen_by(ends - 1))
+        key = cut, seen.key  # the items stay the same until a row gets another partition
+        if self._items[0] != key:
+            items = items_for(self._shared, seen, cut)
+            if items is not None:
+                items = padded(items, rounded_up(len(items), 2 * SHORT_TABLE))
+            self._items = key, None if items is None else mx.array(items)
+        return self._items[1]
+
+    # Whole blocks ---------------------------------------------------------------------------------------------
+
+    def places(self) -> list[tuple[int, int] | None]:
+        """Return the start and end of each table's visible tokens among the slots of all blocks; None where their
+        blocks are not consecutive."""
+        found: list[tuple[int, int] | None] | None = self.made.get("places")
+        if found is None:
+            found = self.made["places"] = list(map(BlockTable.place, self.tables))
+        return found
+
+    def all_blocks(self) -> mx.array:
+        """Return the ids of all blocks of the tables, table by table; int32."""
+        found: mx.array | None = self.made.get("all blocks")
+        if found is None:
+            ids = [block_id for table in self.tables for block_id in table.block_ids]
+            found = self.made["all blocks"] = mx.array(ids, mx.int32)
+        return found
+
+    def num_slots(self) -> int:
+        """Return the number of slots in all blocks of the tables."""
+        return sum(len(table.block_ids) for table in self.tables) * self.tables[0].block_size
+
+    def gathered_tables(self) -> mx.array:
+        """Return the places of each table's blocks in :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute
+        position."""
+        made: mx.array | None = self.made.get("gathered tables")
+        if made is None:
+            found = np.zeros((len(self.tables), table_width(self.tables)), np.int32)
+            first = 0
+            for row, table in enumerate(self.tables):
+                count = len(table.block_ids)
+                found[row, :count] = np.arange(first, first + count)
+                first += count
+            made = self.made["gathered tables"] = mx.array(found)
+        return made
+
+    # One table after the other --------------------------------------------------------------------------------
+
+    def single(self, index: int) -> NewTokens:
+        """Return the tokens of one table alone, for attention sequence by sequence."""
+        found: NewTokens | None = self.made.get(("single", index))
+        if found is None:
+            found = self.made["single", index] = NewTokens([self.tables[index]], (self.counts[index],))
+            found.begin(self.epoch, self._num_blocks)
+        return found
+
+    def split(self, x: mx.array) -> list[mx.array]:
+        """Split the tokens' array into each table's ``[1, n_heads, counts[b], head_dim]``."""
+        if len(self.counts) == 1 and x.shape[0] == 1:
+            return [x]
+        if x.shape[0] == len(self.counts):
+            return [x[row : row + 1] for row in range(x.shape[0])]
+        return [x[span].swapaxes(0, 2) for span in self.spans]
+
+    @staticmethod
+    def join(parts: Sequence[mx.array]) -> mx.array:
+        """Join parts ``[1, n_heads, counts[b], head_dim]`` to ``[T, n_heads, 1, head_dim]``."""
+        return mx.concatenate([part.swapaxes(0, 2) for part in parts])
+
+
+def table_width(tables: Sequence[BlockTable]) -> int:
+    """Return the width of the device array for these tables, in blocks."""
+    count = max([len(table.block_ids) for table in tables])
+    # On Metal half the width keeps short contexts in one partition, which saves the launch that merges partitions.
+    return SHORT_TABLE if count <= SHORT_TABLE and on_metal() else rounded_up(count, 2 * SHORT_TABLE)
+
+
+def rounded_up(count: int, least: int) -> int:
+    """Round up, so that shapes change seldom: to a multiple of ``least`` or of an eighth of the next power of two,
+    whichever is larger."""
+    unit = max(least, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // unit) * unit
+
+
+def padded(rows: np.ndarray, num_rows: int | None) -> np.ndarray:
+    """Pad with rows of zeros up to ``num_rows``."""
+    if num_rows is None or num_rows == len(rows):
+        return rows
+    return np.concatenate([rows, np.zeros((num_rows - len(rows), *rows.shape[1:]), rows.dtype)])
+
+
+def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
+    """Return the slots of a table's last positions, int64 ``[num_tokens]``."""
+    size = table.block_size
+    first = (table.length - num_tokens) // size
+    positions = np.arange(table.length - num_tokens, table.length)
+    ids = np.array(table.block_ids[first:], np.int64)
+    slots: np.ndarray = ids[positions // size - first] * size + positions % size
+    return slots
+
+
+def visible_slots(table: BlockTable) -> np.ndarray:
+    """Return the slots of a table's visible positions, int64."""
+    size, first = table.block_size, table.logical_start // table.block_size
+    held = np.array(table.block_ids[first:], np.int64)[:, None] * size + np.arange(size)
+    slots: np.ndarray = held.reshape(-1)[table.logical_start - first * size : table.length - first * size]
+    return slots
+
+
+def padded_slots(tables: Sequence[BlockTable]) -> np.ndarray:
+    """Return the slots of the visible tokens of rows, int64 ``[B, n]``, padded on the left to the longest. Padding
+    repeats a row's first visible token, which a mask hides; it is finite if the row's own values are."""
+    return _padded_left([visible_slots(table) for table in tables])
+
+
+def padded_gathered_slots(tables: Sequence[BlockTable]) -> np.ndarray:
+    """Return :func:`padded_slots` among the slots of :meth:`NewTokens.all_blocks`."""
+    rows, first = [], 0
+    for table in tables:
+        rows.append(np.arange(first + table.logical_start, first + table.length))
+        first += len(table.block_ids) * table.block_size
+    return _padded_left(rows)
+
+
+def _padded_left(rows: Sequence[np.ndarray]) -> np.ndarray:
+    padded_rows = np.empty((len(rows), max(map(len, rows))), np.int64)
+    for row, own in zip(padded_rows, rows, strict=True):
+        row[-len(own) :], row[: -len(own)] = own, own[0]
+    return padded_rows
