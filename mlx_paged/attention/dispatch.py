@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -65,6 +67,19 @@ def reset_dispatch_counts() -> None:
     _last = None
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count nothing within a ``with`` block, in which a step is traced."""
+    global _last
+    counts, last = _counts.copy(), _last
+    try:
+        yield
+    finally:
+        _counts.clear()
+        _counts.update(counts)
+        _last = last
+
+
 _FRESH = Dispatch("prefill", "no prefix: only new keys")
 _KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
 _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
@@ -119,7 +134,7 @@ def attend(
         GeometryError: q does not match the numbers of tokens and sequences.
     """
     global _last
-    shape, num_tables = q.shape, len(tokens.tables)
+    shape, num_tables = q.shape, len(tokens.counts)
     if len(shape) != 4 or shape[0] * shape[2] != tokens.num_tokens or shape[0] not in (num_tables, tokens.num_tokens):
         raise GeometryError(f"queries {shape} do not match {tokens.num_tokens} new tokens of {num_tables} sequence(s)")
     if tokens.is_pack or not group.in_place:

@@ -22,6 +22,10 @@ class NotPackableError(Exception):
     """The model uses its caches in a way that packs do not support. Its requests are then computed one by one."""
 
 
+class NotCompilable(Exception):
+    """The model does something in a decode step that a compiled step does not support."""
+
+
 class FailedRow(NamedTuple):
     """A row for which no block could be allocated, and the error, without its traceback."""
 
@@ -47,10 +51,14 @@ class Batch:
         tokens: the new tokens in each group; after :meth:`begin_layer`, :meth:`tokens_of` or :meth:`begin_all`.
         behind: layers that have not written the reserved tokens.
         positions: what :meth:`offsets` has made, by whether the layer is behind.
+        unwritten: keys and values of layers that the first attention writes, while a step is traced.
 
     Raises:
         BlockStateError: a sequence is in the middle of a step, or of another pool.
     """
+
+    is_traced = False
+    """Whether a step is being traced: there are no values."""
 
     def __init__(
         self,
@@ -79,6 +87,7 @@ class Batch:
         self.behind: set[int] = set()
         self._attended: set[int] = set()
         self.positions: dict[bool, mx.array] = {}
+        self.unwritten: dict[int, tuple[mx.array, mx.array]] = {}
         self._seen_before: dict[int, list[int]] = {}
         self._narrow_masks: dict[int, mx.array] = {}
 

@@ -21,6 +21,7 @@ from .batch import OWN_MASK, Batch, NotPackableError
 from .layer_cache import LayerCache
 from .lazy_kv import Append, LazyKV, hand_out
 from .paged_kv_cache import PagedKVCache
+from .placeholders import Placeholder, PlaceholderBatch
 
 
 class PagedBatchKVCache(LayerCache):
@@ -136,6 +137,9 @@ class PagedBatchKVCache(LayerCache):
         batch, layer = self.batch, self.layer
         keys, values = self._accepted(keys, values)
         tokens = batch.begin_layer(layer, attends=False)
+        if isinstance(batch, PlaceholderBatch):
+            batch.unwritten[layer] = keys, values
+            return self._placeholders(batch, keys.dtype)
         _, before = self._write(tokens, keys, values)
         if batch.is_pack:
             hand_out(keys, values, PackedKV(batch, layer, is_new=True))
@@ -149,12 +153,21 @@ class PagedBatchKVCache(LayerCache):
         batch, geometry = self.batch, self.group.geometry
         if self.layer in batch.behind or geometry is None:
             raise PromptCacheError(f"layer {self.layer} has not written keys and values yet")
+        if isinstance(batch, PlaceholderBatch):
+            return self._placeholders(batch, geometry.dtype)
         if not batch.is_pack:
             tokens = batch.tokens_of(self.layer)
             return self._hand_out(tokens.tables, tokens, None, None)
         heads, k_dim, v_dim, dtype, _ = geometry
         nothing = mx.zeros((), dtype)
         keys, values = (mx.broadcast_to(nothing, (len(batch), heads, 1, dim)) for dim in (k_dim, v_dim))
+        hand_out(keys, values, PackedKV(batch, self.layer, is_new=False))
+        return keys, values
+
+    def _placeholders(self, batch: PlaceholderBatch, dtype: mx.Dtype) -> tuple[Any, Any]:
+        """Return placeholders for what the rows see while a step is traced: only the attention function accepts them,
+        they have neither shape nor values."""
+        keys, values = (Placeholder(batch.misuses, dtype) for _ in "kv")
         hand_out(keys, values, PackedKV(batch, self.layer, is_new=False))
         return keys, values
 
@@ -191,7 +204,7 @@ class PagedBatchKVCache(LayerCache):
         batch = self.batch
         tokens = batch.begin_layer(self.layer)
         record(Dispatch("apart", "the model computes with its cached keys and values directly"))
-        return [PackedPart(batch.pool, self.layer, tokens, index) for index in range(len(batch.sequences))]
+        return [PackedPart(batch.pool, self.layer, tokens, index) for index in range(len(tokens.tables))]
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 
@@ -226,6 +239,8 @@ class PagedBatchKVCache(LayerCache):
             return mask
         assert window_size is not None
         if window is not None and window_size > window:
+            if not batch.tokens[self.group_index].is_pack:  # a traced step, in which it hides nothing more
+                return None
             raise NotPackableError(f"a mask for a window of {window_size} tokens is wider than the layer's, {window}")
         window_under(self.group.spec, window_size)  # raises GeometryError for chunked attention
         return batch.narrow_mask(window_size)
@@ -305,14 +320,17 @@ class PackedKV(LazyKV):
         batch.note_attended(layer)
         index, position = batch.pool.places[layer]
         group, tokens = batch.pool.groups[index], batch.tokens_of(layer)
+        append = batch.unwritten.pop(layer, None)
+        if append is not None:
+            return dispatch.attend(queries, append, group, position, tokens, params, as_rows=batch.as_rows)
         return dispatch.attend(queries, new, group, position, tokens, params, is_written=True, as_rows=batch.as_rows)
 
 
 def known_mask(batch: Batch, params: AttentionParams) -> AttentionParams:
     """Return the parameters with the mask replaced by the window that it stands for. Raises NotPackableError for a mask
     that the model made itself."""
-    if params.mask is None:
-        return params
+    if params.mask is None or isinstance(params.mask, str):  # causality hides nothing from a row's newest token
+        return params._replace(mask=None)
     window = batch.window_of(params.mask)
     if window is None:
         raise NotPackableError(OWN_MASK)
@@ -325,7 +343,7 @@ def first_paged(caches: Any) -> PagedKVCache | PagedBatchKVCache | None:
     if not isinstance(caches, list | tuple):
         return None
     for cache in caches:
-        if isinstance(cache, PagedKVCache | PagedBatchKVCache):
+        if isinstance(cache, PagedKVCache) or (isinstance(cache, PagedBatchKVCache) and not cache.batch.is_traced):
             return cache
         found = first_paged(getattr(cache, "caches", None))  # the parts of a composite
         if found is not None:

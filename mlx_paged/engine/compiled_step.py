@@ -5,53 +5,28 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
 from ..attention import dispatch
 from ..by_model import ByModel
-from ..cache.batch import Batch
+from ..cache.batch import Batch, NotCompilable, NotPackableError
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
-from ..cache.lazy_kv import LazyKV, hand_out
 from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.placeholders import PlaceholderBatch, PlaceholderTokens
 from ..cache.sequence import SequenceTables
-from ..errors import check_device
+from ..errors import GeometryError, check_device
 from ..kernels.build import backend
-from ..kernels.decode_spec import Counters
 from ..kernels.products.inference import Inference
-from ..kv.attention_params import AttentionParams, Window
 from ..kv.block_table import BlockTable
-from ..kv.device_blocks import DeviceBlocks, TracedBlocks
-from ..kv.geometry import Geometry
-from ..kv.new_tokens import NewTokens, rounded_up, table_width
+from ..kv.device_blocks import DeviceBlocks
+from ..kv.new_tokens import rounded_up, table_width
 from ..kv.pool import BlockPool
 from .model_state import ModelState
 from .narrow_layers import narrow_layers
-
-
-class GroupArrays(NamedTuple):
-    """Arrays that the layers of a group share in a step.
-
-    Attributes:
-        visible: block tables, ends and starts; see :meth:`NewTokens.visible`.
-        offsets: position of each row's new token, int32 ``[B]``.
-        slots: slots of a pack's tokens, ``[B]``, which are all written before attention; else empty.
-        items: work items of thread groups that read common blocks, see :meth:`NewTokens.items`; else empty.
-    """
-
-    visible: tuple[mx.array, mx.array, mx.array]
-    offsets: mx.array
-    slots: tuple[mx.array, ...] = ()
-    items: tuple[mx.array, ...] = ()
-
-    @classmethod
-    def of(cls, tokens: NewTokens, window: Window | None, shape: tuple[int, int]) -> GroupArrays:
-        """Return the arrays of a group for block tables padded to ``shape``, without ``items``."""
-        slots = (tokens.slots(shape[0]),) if tokens.is_pack else ()
-        return cls(tokens.visible(window, None, shape), tokens.offsets(shape[0]), slots)
 
 
 def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
@@ -86,182 +61,6 @@ def _rows_behind(cache: Any) -> Batch | SequenceTables | None:
     return cache.sequence if isinstance(cache, PagedKVCache) else None
 
 
-class NotCompilable(Exception):
-    """The model does something in a decode step that a compiled step does not support."""
-
-
-class StepLayer:
-    """An attention layer's cache while a decode step is traced.
-
-    An adapter calls :meth:`attend`. Any other attention calls :meth:`update_and_fetch` and passes the placeholders to
-    the attention function that replaces mlx-lm's; they support nothing else.
-    """
-
-    def __init__(self, blocks: TracedBlocks, arrays: GroupArrays, window: Window | None) -> None:
-        self.blocks = blocks
-        self.offset = arrays.offsets
-        self._sees = window
-        self._visible = arrays.visible
-        self._slots = arrays.slots[0] if arrays.slots else None
-        self._items = arrays.items[0] if arrays.items else None
-        self._new: tuple[mx.array, mx.array] | None = None  # keys and values
-        self._attended = False
-        self._misuses: list[str] = []
-
-    @property
-    def window(self) -> int | None:
-        """Most tokens that a query sees, its own included; None: all."""
-        return None if self._sees is None else self._sees.size
-
-    def check_attended(self) -> None:
-        """Raise NotCompilable, at the end of the trace, if the layer's new tokens were not attended to, which is what
-        writes them, or if a placeholder was misused, even if the model caught the error."""
-        if self._misuses:
-            raise NotCompilable(self._misuses[0])
-        if not self._attended:
-            raise NotCompilable("a layer did not attend to its new tokens")
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """Return None, since rows are masked by their own lengths and the layer's window; a :class:`NarrowMask` for a
-        narrower window."""
-        if N != 1:
-            raise NotCompilable(f"the model asks for a mask of {N} tokens, not 1")
-        return None if window_size is None or self._has(window_size) else NarrowMask(self._misuses, window_size)
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        params: AttentionParams,
-    ) -> mx.array:
-        """Attend in the kernel for one new token per row; see :meth:`PagedKVCache.attend`."""
-        self._take(keys, values)
-        return self.attend_fetched(queries, params)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Take the new keys and values ``[B, n_kv_heads, 1, head_dim]``. Returns placeholders for all keys and values
-        that the rows see: only the attention function accepts them, they have neither shape nor values."""
-        self._take(keys, values)
-        self.offset = self.offset + 1  # for a model that reads the offset after the update
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """Return placeholders for this layer's keys and values, which another layer may attend to as well."""
-        if self._new is None:
-            raise NotCompilable("a layer attends before update_and_fetch")
-        keys, values = (FetchedKV(self._misuses, array.dtype) for array in self._new)
-        hand_out(keys, values, StepKV(self))
-        return keys, values
-
-    def _take(self, keys: mx.array, values: mx.array) -> None:
-        if self._new is not None:
-            raise NotCompilable("one layer's cache was updated twice in a step")
-        if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[2] != 1:
-            raise NotCompilable(f"keys {keys.shape} and values {values.shape} must be [B, heads, 1, dim]")
-        self._new = keys, values
-
-    def attend_fetched(self, queries: mx.array, params: AttentionParams) -> mx.array:
-        """Attend with ``[B, n_q_heads, 1, head_dim]`` to what the rows see. The first call writes the new tokens."""
-        assert self._new is not None
-        keys, values = self._new
-        if queries.ndim != 4 or queries.shape[2] != 1 or len(queries) != len(keys):
-            raise NotCompilable(f"queries {queries.shape} must be [{len(keys)}, heads, 1, dim]")
-        if not keys.dtype == values.dtype == queries.dtype == self.blocks.dtype:
-            dtypes = f"{queries.dtype}, {keys.dtype} and {values.dtype}"
-            raise NotCompilable(f"queries, keys and values are {dtypes}; all must be {self.blocks.dtype}")
-        append, slots = (None, None) if self._attended else (self._new, self._slots)
-        self._attended = True
-        window, visible = self._seen_under(params.mask)
-        items = self._items if window is self._sees and append is not None else None
-        return self.blocks.decode(queries, visible, append, params._replace(mask=None, window=window), slots, items)
-
-    def _seen_under(self, mask: Any) -> tuple[Window | None, tuple[mx.array, mx.array, mx.array]]:
-        """Return the window, and the visible positions, of a mask that the model passes to attention."""
-        # Causality hides nothing from a row's newest token.
-        if mask is None or isinstance(mask, str) or (isinstance(mask, NarrowMask) and self._has(mask.window_size)):
-            return self._sees, self._visible
-        if not isinstance(mask, NarrowMask) or self._sees is not None:
-            raise NotCompilable("the model's attention has a mask of its own")
-        tables, ends, starts = self._visible
-        return Window(mask.window_size), (tables, ends, mx.maximum(starts, ends - mask.window_size))
-
-    def _has(self, window_size: int) -> bool:
-        """Return whether a window of this size hides nothing that the layer's own window does not hide."""
-        return self.window is not None and window_size >= self.window
-
-
-class StandIn:
-    """Placeholder for an array while a step is traced. It can only be recognised: computing with it, asking for its
-    shape or comparing it raises, and the step is not compiled.
-
-    Args:
-        misuses: list that each attempt is added to, because MLX may swallow the error: with an object that is no array
-            it raises another one, or compares as unequal.
-    """
-
-    __slots__ = ("__weakref__", "_misuses")
-    __hash__ = object.__hash__
-
-    def __init__(self, misuses: list[str]) -> None:
-        self._misuses = misuses
-
-    def _refuse(self, what: str) -> NoReturn:
-        self._misuses.append(f"the model's attention {what} a placeholder ({type(self).__name__})")
-        raise NotCompilable(self._misuses[-1])
-
-    def __getattr__(self, name: str) -> NoReturn:
-        self._refuse(f"reads {name} of")
-
-    def __eq__(self, other: object) -> NoReturn:
-        self._refuse("compares")
-
-    def __bool__(self) -> NoReturn:
-        self._refuse("branches on")
-
-
-class FetchedKV(StandIn):
-    """Placeholder for keys, or values, that a layer has fetched."""
-
-    __slots__ = ("dtype",)
-
-    def __init__(self, misuses: list[str], dtype: mx.Dtype) -> None:
-        super().__init__(misuses)
-        self.dtype = dtype
-
-
-class NarrowMask(StandIn):
-    """Placeholder for a mask whose window is narrower than the layer's."""
-
-    __slots__ = ("window_size",)
-
-    def __init__(self, misuses: list[str], window_size: int) -> None:
-        super().__init__(misuses)
-        self.window_size = window_size
-
-
-class StepKV(LazyKV):
-    """How to attend for a pair of :class:`FetchedKV`. Weak: the registry of pairs would keep the layer alive."""
-
-    def __init__(self, layer: StepLayer) -> None:
-        self._step_layer = weakref.ref(layer)
-
-    def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
-        """Return True: there are no arrays to fall back on, so :meth:`attend` raises where it cannot serve."""
-        return True
-
-    def attend(self, queries: mx.array, keys: Any, values: Any, params: AttentionParams) -> mx.array:
-        """Attend to what the layer has been given; see :meth:`StepLayer.attend_fetched`.
-
-        Raises:
-            NotCompilable: the mask is the model's own, queries are of several tokens, or the trace is over.
-        """
-        layer = self._step_layer()
-        if layer is None:
-            raise NotCompilable("the model uses keys and values of an earlier step")
-        return layer.attend_fetched(queries, params)
-
-
 # Takes the model, tokens [B, 1] and, as keyword, the `cache` of its layers; returns logits [B, 1, vocab].
 Forward = Callable[..., mx.array]
 
@@ -271,8 +70,6 @@ MOST_FAILURES = 3
 # shapes occur only once while prompts join or requests finish. Packs (verifications of drafts) are traced at once:
 # their time decides whether drafts pay.
 PATIENCE = 4
-PATIENCE_PADDED = 32  # the same while steps of a shape can be padded to a larger trace
-ANY_ROWS = 32  # a step may be padded to this many rows, or to twice its own if that is more
 MOST_TRACES = 256  # kept, least recently used ones dropped; counts of uncompiled shapes restart at as many shapes
 compile_function: Callable[[Any], Any] = mx.compile
 
@@ -306,21 +103,14 @@ class StepShapes(NamedTuple):
         padded = padded_pack if is_pack else padded_rows
         return cls(num_rows if has_states else padded(num_rows), tuple(map(table_width, tables)), is_pack)
 
-    def can_hold(self, other: StepShapes) -> bool:
-        """Return whether a step of the other's shapes can be padded to these. A single row never is, nor a step whose
-        rows read common blocks together."""
-        return (
-            1 < other.num_rows <= self.num_rows <= max(ANY_ROWS, 2 * other.num_rows)
-            and self.is_pack == other.is_pack
-            and not (self.items or other.items)
-            and all(mine >= theirs for mine, theirs in zip(self.widths, other.widths, strict=True))
-        )
-
 
 def padded_rows(num_rows: int) -> int:
-    """Return the number of rows of a compiled step for ``num_rows`` rows. The added ones see and write nothing; with
-    them a batch that gains and loses rows has few shapes."""
-    return num_rows if num_rows <= 2 else rounded_up(num_rows, 4)
+    """Return the number of rows of a compiled step for ``num_rows`` rows: 1, 2, 4, 8, 12, 16, 24, 32, .... The added
+    ones see and write nothing; with them a batch that gains and loses rows has few shapes."""
+    if num_rows <= 2:
+        return num_rows
+    step = 1 << max(2, (num_rows - 1).bit_length() - 2)
+    return -(-num_rows // step) * step
 
 
 def padded_pack(num_tokens: int) -> int:
@@ -354,9 +144,8 @@ class CompiledStep:
     def __init__(self, pool: BlockPool, forward: Forward) -> None:
         self.failure: str | None = None
         self.forward = forward
-        self._windows = [pool.group_of(layer).sees for layer in self._layers_of(pool)]
-        self._groups = [pool.places[layer][0] for layer in self._layers_of(pool)]
-        self._blocks: list[tuple[Geometry, Counters]] = []  # of each layer
+        self._pool: BlockPool | None = None  # in a step only, as the next ones
+        self._blocks: Sequence[DeviceBlocks] = ()  # of each layer
         self._paged: list[weakref.ref[Any]] = []  # caches of the last step, if all are paged
         self._model: Any = None
         self._caches: Sequence[Any] = ()  # as the model expects them, composites included
@@ -367,10 +156,6 @@ class CompiledStep:
         self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
         self._sizes: list[int] = []  # number of blocks of each group, which all functions are for
         self._uncompiled: Counter[StepShapes] = Counter()
-
-    @staticmethod
-    def _layers_of(pool: BlockPool) -> list[int]:
-        return sorted(pool.places)
 
     def __call__(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """Take the step, compiled, or uncompiled while its shapes are new. Keys and values are written.
@@ -394,8 +179,10 @@ class CompiledStep:
         if (len(rows) if isinstance(rows, Batch) else 1) != tokens.shape[0]:
             return None
         pool = rows.pool
-        blocks = [cache.group.blocks[cache.position] for cache in parts[0] if cache.group.in_place]
-        if len(blocks) < len(parts[0]) or not all(own.decoded_by_kernel for own in blocks):
+        if not all(group.in_place and group.blocks for group in pool.groups):
+            return None
+        blocks = [pool.groups[cache.group_index].device(cache.position) for cache in parts[0]]
+        if not all(own.decoded_by_kernel for own in blocks):
             return None
         pool.lock.held_arrays.compute()
         pool.lock.is_dirty = True
@@ -445,20 +232,17 @@ class CompiledStep:
             if any(own is not None for own in items):
                 shapes = shapes._replace(items=tuple(0 if own is None else len(own) for own in items))
             self._drop_outgrown(pool)
-            found = self._shapes_for(shapes, may_pad=not states)
-            if found is None or not self._knows(model):
+            function = self._function_for(shapes)
+            if function is None or not self._knows(model):
                 rows.undo_begin()
                 return None
-            shapes, function = found, self._functions[found]
             for group, own, width, read in zip(pool.groups, of_groups, shapes.widths, items, strict=True):
-                of_group = GroupArrays.of(own, group.sees, (shapes.num_rows, width))
-                arrays.append(of_group if read is None else of_group._replace(items=(read,)))
+                arrays.append(PlaceholderTokens.inputs_of(own, group.sees, read, (shapes.num_rows, width)))
             missing = shapes.num_rows - num_rows
             if missing:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
-            self._model, self._caches = model, caches
+            self._model, self._caches, self._pool, self._blocks = model, caches, pool, blocks
             traces = self._traces
-            self._blocks = [(own.geometry, own.counters) for own in blocks]
             before = [cache.cache for cache in states]
             logits, after = DeviceBlocks.run(function, blocks, tokens, arrays, before, appended=num_rows)
             pool.traces += self._traces - traces
@@ -470,12 +254,13 @@ class CompiledStep:
             check_device(error)
             rows.undo_begin()
             self._failures += 1
-            if isinstance(error, NotCompilable) or self._failures == MOST_FAILURES:
+            is_final = isinstance(error, NotCompilable | NotPackableError | GeometryError)
+            if is_final or self._failures == MOST_FAILURES:
                 said = str(error).splitlines() or [""]  # MLX appends all overloads of its functions
                 self.failure = f"{type(error).__name__}: {said[0]}"
             return None
         finally:
-            self._model, self._caches = None, ()
+            self._model, self._caches, self._pool, self._blocks = None, (), None, ()
         self._failures = 0
         dispatch.record_compiled(len(paged))
         return logits[:num_rows] if missing else logits
@@ -506,26 +291,23 @@ class CompiledStep:
         self._functions.clear()
         self._uncompiled.clear()
 
-    def _shapes_for(self, own: StepShapes, *, may_pad: bool) -> StepShapes | None:
-        """Return the shapes of the compiled step to take: these, or larger ones if the step may be padded; None if it
-        has to run uncompiled. Adds a function for shapes that have come often enough."""
-        if own in self._functions:
-            self._functions.move_to_end(own)
-            return own
-        larger = min((shapes for shapes in self._functions if shapes.can_hold(own)), default=None) if may_pad else None
-        if len(self._uncompiled) >= MOST_TRACES and own not in self._uncompiled:
+    def _function_for(self, shapes: StepShapes) -> Callable[..., Any] | None:
+        """Return the compiled function of these shapes; None if the step has to run uncompiled, as they have not come
+        often enough."""
+        found = self._functions.get(shapes)
+        if found is not None:
+            self._functions.move_to_end(shapes)
+            return found
+        if len(self._uncompiled) >= MOST_TRACES and shapes not in self._uncompiled:
             self._uncompiled.clear()
-        self._uncompiled[own] += 1
-        patience = PATIENCE_PADDED if larger is not None else 0 if own.is_pack else PATIENCE
-        if self._uncompiled[own] <= patience:
-            if larger is not None:
-                self._functions.move_to_end(larger)
-            return larger
+        self._uncompiled[shapes] += 1
+        if self._uncompiled[shapes] <= (0 if shapes.is_pack else PATIENCE):
+            return None
         if len(self._functions) == MOST_TRACES:
             self._functions.popitem(last=False)
         trace = weakref.WeakMethod(self._trace)  # weak, as this keeps the compiled function: no cycle
-        self._functions[own] = compile_function(lambda *inputs: cast(Any, trace())(*inputs))
-        return own
+        found = self._functions[shapes] = compile_function(lambda *inputs: cast(Any, trace())(*inputs))
+        return found
 
     def _trace(
         self,
@@ -535,33 +317,36 @@ class CompiledStep:
         states: Sequence[Sequence[mx.array]],
     ) -> tuple[tuple[mx.array, list[list[mx.array]]], list[mx.array]]:
         self._traces += 1
-        groups = [GroupArrays(tuple(visible), offsets, *map(tuple, others)) for visible, offsets, *others in arrays]
-        blocks = [TracedBlocks(tuple(own), *other) for own, other in zip(tensors, self._blocks, strict=True)]
-        layers = [
-            StepLayer(own, groups[group], window)
-            for own, group, window in zip(blocks, self._groups, self._windows, strict=True)
-        ]
-        own_states = []
+        pool = self._pool
+        assert pool is not None and self._state is not None
+        batch = PlaceholderBatch(
+            pool,
+            [
+                PlaceholderTokens((tuple(visible), positions, *map(tuple, others)), group.sees, group.epoch)
+                for group, (visible, positions, *others) in zip(pool.groups, arrays, strict=True)
+            ],
+        )
         parts: list[Any] = []
-        of_layers, of_states = iter(layers), iter(states)
+        own_states = []
+        of_states = iter(states)
         for cache in leaves(self._caches):
             if _rows_behind(cache) is not None:
-                parts.append(next(of_layers))
+                parts.append(PagedBatchKVCache(batch, cache.layer))
                 continue
             parts.append(with_arrays(cache, next(of_states)))
             own_states.append(parts[-1])
-        # Weights dequantised in a trace would all be alive at once in a step.
-        assert self._state is not None
-        try:
-            with narrow_layers(self._model, tokens.shape[0]), Inference(dequantizes=False):
-                logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, parts))
-        finally:
-            self._state.put_back()
-        for layer in layers:
-            layer.check_attended()
+        with dispatch.uncounted(), DeviceBlocks.traced(self._blocks, tensors):
+            try:
+                # Weights dequantised in a trace would all be alive at once in a step.
+                with narrow_layers(self._model, tokens.shape[0]), Inference(dequantizes=False):
+                    logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, parts))
+            finally:
+                self._state.put_back()
+            fences = [own.fence() for own in self._blocks]
+        batch.commit()
         if not self._state.is_of(self._model):
             raise NotCompilable("the model changes its own modules in a step")
-        return (logits, [state.cache for state in own_states]), [own.fence() for own in blocks]
+        return (logits, [state.cache for state in own_states]), fences
 
 
 compiled_steps: ByModel[CompiledStep] = ByModel("compiled step")  # keyed by pool

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -262,8 +263,8 @@ class DeviceBlocks:
         """Call a (compiled) function over the blocks of these layers, and store the fences that it returns.
 
         Args:
-            function: takes a list of (keys, values, fence), which it may only pass to :class:`TracedBlocks`, and
-                ``inputs``; returns a result and the next fence of each layer.
+            function: takes a list of (keys, values, fence), which it may only pass to :meth:`traced`, and ``inputs``;
+                returns a result and the next fence of each layer.
             layers: each layer's blocks, in order.
             inputs: passed on.
             appended: tokens that the function writes to each layer.
@@ -277,6 +278,21 @@ class DeviceBlocks:
             own._count(appended)
             own.__fence = fence
         return result
+
+    @staticmethod
+    @contextmanager
+    def traced(layers: Sequence[DeviceBlocks], tensors: Sequence[Sequence[mx.array]]) -> Iterator[None]:
+        """Within a ``with`` block in a function that :meth:`run` calls, let the layers work on its tensors. Read the
+        fences before the block ends: the layers then are as they were."""
+        before = [(own.__keys, own.__values, own.__fence, own.snapshot()) for own in layers]
+        try:
+            for own, (keys, values, fence) in zip(layers, tensors, strict=True):
+                own.__keys, own.__values, own.__fence = keys, values, fence
+            yield
+        finally:
+            for own, (keys, values, fence, snapshot) in zip(layers, before, strict=True):
+                own.__keys, own.__values, own.__fence = keys, values, fence
+                own.restore(snapshot)
 
     def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions, lazily; see :meth:`Blocks.gather`."""
@@ -391,59 +407,3 @@ def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
         copy = mx.contiguous(blocks[:num_blocks])
     mx.eval(copy)
     return copy
-
-
-class TracedBlocks:
-    """One layer's blocks inside a function that :meth:`DeviceBlocks.run` calls. The tensors are private, as in
-    DeviceBlocks.
-
-    Args:
-        tensors: keys, values and fence.
-        geometry: the storage's.
-        counters: the storage's.
-    """
-
-    def __init__(
-        self, tensors: tuple[mx.array, mx.array, mx.array], geometry: Geometry, counters: kernels.Counters
-    ) -> None:
-        self.__keys, self.__values, self.__fence = tensors
-        self._pages, self._rotates = pages_of(geometry), geometry.rotates
-        self._counters = counters
-
-    def fence(self) -> mx.array:
-        """Return the latest fence, which is ready when every kernel launched so far has run."""
-        return self.__fence
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """Dtype of keys and values."""
-        return self.__keys.dtype if self._pages is None else self._pages.dtype
-
-    def decode(
-        self,
-        q: mx.array,
-        visible: tuple[mx.array, mx.array, mx.array],
-        append: tuple[mx.array, mx.array] | None,
-        params: AttentionParams,
-        slots: mx.array | None = None,
-        items: mx.array | None = None,
-    ) -> mx.array:
-        """Run the decode kernel, as :meth:`DeviceBlocks.decode`, for one token per row. With ``slots`` the tokens are
-        written there first, so that rows of one sequence see those before them; without ``append`` they are written
-        already. With ``items`` thread groups read common blocks together (:meth:`.new_tokens.NewTokens.items`)."""
-        shared: dict[str, Any] = {} if items is None else {"items": items}
-        scale, _, window, softcap, sinks, latent = params
-        launch = kernels.prepare_decode(
-            self.__keys, self.__values, visible, n_q_heads=q.shape[1], scale=scale, softcap=softcap,
-            sinks=sinks is not None, max_visible=_size_of(window), append=append is not None and slots is None,
-            pages=self._pages, latent=latent, **shared,
-        )  # fmt: skip
-        if self._rotates:
-            q, append = rotate(q), append and (rotate(append[0]), rotate(append[1]))
-        if append is not None and slots is not None:
-            write = kernels.prepare_write(self.__keys, self.__values, slots, self._pages)
-            self.__fence = write(self.__keys, self.__values, self.__fence, *append)
-            append = None
-        k_new, v_new = append or (None, None)
-        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, k_new, v_new, self._counters)
-        return rotate(out) if self._rotates else out

@@ -374,12 +374,12 @@ class Group:
             k, v, stored: see :meth:`Blocks.write`.
         """
         held = self._held
-        if not hasattr(held.local, "has_written"):
+        if not hasattr(held.local, "has_written") and tokens.can_compute:
             mx.eval(k, v)  # raises for what this thread cannot compute, such as another thread's lazy weights
         if held.pairs:
             held.compute()
         self.blocks[position].write(tokens, k, v, stored=stored)
-        if tokens.is_pack:
+        if tokens.is_pack and tokens.can_compute:
             self.pace(position, tokens.num_tokens)
 
     def device(self, position: int) -> DeviceBlocks:

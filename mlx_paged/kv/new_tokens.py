@@ -43,6 +43,9 @@ class NewTokens:
         made: what layers have prepared for this step, such as kernel launches, for all of the group.
     """
 
+    can_compute = True
+    """Whether a layer's arrays can be computed while those of the next one are built: not in a trace."""
+
     def __init__(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
         self.tables = tables
         self.counts = counts
@@ -55,7 +58,7 @@ class NewTokens:
         self._token_rows, self._end_rows = DeviceRows(), DeviceRows()
         self._first_rows: defaultdict[Window, DeviceRows] = defaultdict(DeviceRows)
         # Block tables [B, width] on the host, the versions of their rows, and what the device has of them.
-        self._host, self._versions = np.zeros((0, 0), np.int32), [-1] * len(tables)
+        self._host, self._versions = np.zeros((0, 0), np.int32), [-1] * len(counts)
         self._device: dict[tuple[int, bool], mx.array] = {}
         self._starts: mx.array | None = None
         self._shared: SharedRows | None = None

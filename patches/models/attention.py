@@ -10,7 +10,6 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
-from ...engine.compiled_step import StepLayer
 from ...engine.narrow_layers import NARROW, fused_projections, projected
 from ...kernels.products.narrow_matmul import Rotation
 from ...kv.attention_params import AttentionParams
@@ -59,12 +58,12 @@ def paged_call(
     return adapt
 
 
-def stays_paged(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
+def stays_paged(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache]:
     """Return whether a cache is paged. An empty cache of one sequence that is given several rows is first converted to
     mlx-lm's own one."""
     if isinstance(cache, PagedLayerCache):
         return not cache.convert_if_batched(batch)
-    return isinstance(cache, PagedBatchKVCache | StepLayer)
+    return isinstance(cache, PagedBatchKVCache)
 
 
 def project_heads(

@@ -18,7 +18,6 @@ from ...attention.dispatch import Dispatch, record
 from ...cache.batch import OWN_MASK, NotPackableError
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.paged_kv_cache import PagedKVCache
-from ...engine.compiled_step import StepLayer
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import ProbeLayer
 from ..patch import replaces
@@ -114,7 +113,7 @@ def adapt(original: AttentionCall) -> AttentionCall:
 
 
 def _is_stock(cache: Any) -> bool:
-    return not isinstance(cache, PagedKVCache | PagedBatchKVCache | StepLayer | ProbeLayer)
+    return not isinstance(cache, PagedKVCache | PagedBatchKVCache | ProbeLayer)
 
 
 def _for_upstream(cache: Any, kind: type[GatheredCache]) -> Any:

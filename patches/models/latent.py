@@ -19,7 +19,6 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from ...attention import dispatch, latent_prompts
 from ...cache.batch import OWN_MASK, NotPackableError
 from ...cache.batch_cache import PagedBatchKVCache
-from ...engine.compiled_step import StepLayer
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ...kv.attention_params import AttentionParams, LatentHeads, Window
 from ..cache.layer_cache import PagedLayerCache
@@ -287,12 +286,10 @@ def _latent_heads(self: Any) -> LatentHeads:
     return LatentHeads(_heads_of(self), self.qk_nope_head_dim + self.qk_rope_head_dim, self.unembed_out.weight.shape[1])
 
 
-def _has_kernel(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
+def _has_kernel(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache]:
     """Return whether a kernel attends over this cache's latents for ``batch`` rows of one new token."""
-    if not isinstance(cache, PagedLayerCache | PagedBatchKVCache | StepLayer) or not stays_paged(cache, batch):
+    if not isinstance(cache, PagedLayerCache | PagedBatchKVCache) or not stays_paged(cache, batch):
         return False
-    if isinstance(cache, StepLayer):
-        return True
     return dispatch.supports_latents(_heads_of(module), cache.pool, cache.layer)
 
 

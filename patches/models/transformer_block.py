@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from ...engine.compiled_step import StepLayer
+from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.narrow_layers import added, gated, projected
 from ...kernels.products.inference import thread
 from ...kernels.silu_product import silu_product
@@ -49,7 +49,7 @@ def adapt(original: ModuleCall) -> ModuleCall:
     output layers add the residual."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
-        if not isinstance(cache, StepLayer):
+        if not isinstance(cache, PagedBatchKVCache) or not cache.batch.is_traced:
             return original(self, x, mask, cache)
         attention, mlp = self.self_attn, self.mlp
         attended, activated = _before_output(attention), _before_output(mlp)

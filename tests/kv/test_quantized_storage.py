@@ -21,7 +21,7 @@ from mlx_paged.kv import choice
 from mlx_paged.kv.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.choice import blocks_choice, kernel_unsupported_reason, prefill_unsupported_reason
-from mlx_paged.kv.device_blocks import DeviceBlocks, TracedBlocks
+from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.geometry import Geometry, PageFormat
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.host_blocks import HostBlocks
@@ -446,8 +446,6 @@ def test_stock_bits_require_equal_bits_without_rotation() -> None:
     assert [each.stock_bits for each in formats] == [8, 4, None, None]
     geometries = [Geometry(2, 64, 64, mx.float32, each) for each in (None, *formats)]
     assert [each.rotates for each in geometries] == [False, False, False, False, True]
-    dtypes = [TracedBlocks((mx.zeros(1, mx.uint32),) * 3, each, kernels.Counters()).dtype for each in geometries]
-    assert dtypes == [mx.uint32, *[mx.float32] * 4], "quantised traced blocks have the dtype of their geometry"
 
 
 class NewerFormat(NamedTuple):

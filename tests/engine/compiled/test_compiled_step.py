@@ -162,9 +162,9 @@ def test_traces_count_arrivals_in_the_counters_of_each_layer(monkeypatch: pytest
 
 def test_padded_batches_have_few_sizes() -> None:
     assert [compiled_step.padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 17, 31, 32, 33, 64, 65, 100, 128)] == [
-        1, 2, 4, 4, 8, 8, 20, 32, 32, 40, 64, 80, 112, 128
+        1, 2, 4, 4, 8, 8, 24, 32, 32, 48, 64, 96, 128, 128
     ]  # fmt: skip
-    assert len({compiled_step.padded_rows(n) for n in range(1, 1025)}) < 32
+    assert len({compiled_step.padded_rows(n) for n in range(1, 1025)}) < 24
 
 
 def test_pack_sizes_are_multiples_of_16_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,13 +182,14 @@ def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], k
     expected = [greedy(model, prompt_of(spec.length, seed=spec.seed), spec.num_tokens)[0] for spec in specs]
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     traced: set[int] = set()
-    attend = compiled_step.StepLayer.attend
+    attend = PagedBatchKVCache.attend
 
     def count(self: Any, queries: mx.array, *args: Any, **options: Any) -> mx.array:
-        traced.add(queries.shape[0])
+        if self.batch.is_traced:
+            traced.add(queries.shape[0])
         return attend(self, queries, *args, **options)
 
-    monkeypatch.setattr(compiled_step.StepLayer, "attend", count)
+    monkeypatch.setattr(PagedBatchKVCache, "attend", count)
     batch = generator(model, completion_batch_size=8)
     uids = batch.insert([spec.prompt for spec in specs], [spec.num_tokens for spec in specs])
     outcomes = {uid: Outcome() for uid in uids}
@@ -216,38 +217,13 @@ def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def find(size: int) -> Any:
         shapes = compiled_step.StepShapes.of(size, [[pool.new_table()] * size])
-        found = step._shapes_for(shapes, may_pad=True)
-        return found and found.num_rows
+        return shapes.num_rows if step._function_for(shapes) is not None else None
 
-    monkeypatch.setattr(compiled_step, "ANY_ROWS", 0)
     for _ in range(3):
         assert find(4) is None and find(16) is None
     assert find(4) == 4 and find(16) == 16 and find(4) == 4
-    assert [find(40) for _ in range(4)] == [None] * 3 + [40]
+    assert [find(40) for _ in range(4)] == [None] * 3 + [48]
     assert len(step._functions) == 2 and find(4) == 4  # 16 was the least recently used
-
-
-@pytest.mark.usefixtures("kernels")
-def test_larger_compiled_step_serves_until_the_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_step, "PATIENCE", 2)
-    monkeypatch.setattr(compiled_step, "PATIENCE_PADDED", 3)
-    pool, step = step_of_a_pool()
-    long = pool.new_table()
-    pool.append_tokens(long, 17 * 16)
-
-    def find(size: int, table: Any = None, **changes: Any) -> Any:
-        shapes = compiled_step.StepShapes.of(size, [[table or pool.new_table()] * size])
-        found = step._shapes_for(shapes._replace(**changes), may_pad=True)
-        return found and (found.num_rows, found.widths)
-
-    assert [find(24, long) for _ in range(3)] == [None, None, (24, (32,))]
-    assert [find(8) for _ in range(4)] == [(24, (32,))] * 3 + [(8, (0,))]
-    assert find(5) == (8, (0,)) and find(4) == (8, (0,)) and find(12) == (24, (32,))
-    assert find(1) is None and find(28) is None  # a single row is never padded; 28 are too many
-    assert find(12, is_pack=True) == (12, (0,)), "a pack compiles its own size at once; the others serve decode steps"
-    assert find(12, items=(3,)) is None
-    shapes = compiled_step.StepShapes.of(16, [[pool.new_table()] * 16])
-    assert step._shapes_for(shapes, may_pad=False) is None  # rows with states are not padded
 
 
 @pytest.mark.usefixtures("kernels")
@@ -256,7 +232,7 @@ def test_step_counts_are_dropped_beyond_the_trace_limit(monkeypatch: pytest.Monk
     pool, step = step_of_a_pool()
     for size in (4, 8, 12, 16):
         shapes = compiled_step.StepShapes.of(size, [[pool.new_table()] * size])
-        assert step._shapes_for(shapes, may_pad=True) is None
+        assert step._function_for(shapes) is None
     assert [(shapes.num_rows, count) for shapes, count in step._uncompiled.items()] == [(16, 1)]
 
 
@@ -309,7 +285,7 @@ def test_model_that_cannot_be_compiled_runs_uncompiled(monkeypatch: pytest.Monke
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise compiled_step.NotCompilable("no")
 
-    monkeypatch.setattr(compiled_step.StepLayer, "attend", refuse)
+    monkeypatch.setattr(PagedBatchKVCache, "attend", refuse)
     with pytest.warns(mlx_paged.NotPagedWarning, match="are not compiled: NotCompilable: no"):
         assert greedy(model, prompt, 12)[0] == tokens
     assert greedy(model, prompt, 12)[0] == tokens  # not tried again

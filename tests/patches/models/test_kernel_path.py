@@ -180,15 +180,17 @@ def test_device_metadata_is_made_once_per_step_and_group(monkeypatch: pytest.Mon
     model(prompt_of(70)[None], cache=cache)
     mx.eval([c.state for c in cache])
     made = {"slots": 0, "visible": 0, "tables": 0}
-    originals = NewTokens.slots, NewTokens._no_starts, NewTokens.block_tables
+    originals = NewTokens.slots, NewTokens.visible, NewTokens.block_tables
 
     def slots(self: NewTokens, *given: Any) -> mx.array:
         made["slots"] += 1
         return originals[0](self, *given)
 
-    def visible(self: NewTokens, shape: tuple[int, ...]) -> mx.array:
-        made["visible"] += 1
-        return originals[1](self, shape)
+    def visible(self: NewTokens, *given: Any) -> Any:
+        before = len(self.made)
+        found = originals[1](self, *given)
+        made["visible"] += len(self.made) > before
+        return found
 
     def tables(self: NewTokens, *given: Any, **how: Any) -> mx.array:
         before = list(self._device.values())
@@ -197,7 +199,7 @@ def test_device_metadata_is_made_once_per_step_and_group(monkeypatch: pytest.Mon
         return after
 
     monkeypatch.setattr(NewTokens, "slots", slots)
-    monkeypatch.setattr(NewTokens, "_no_starts", visible)
+    monkeypatch.setattr(NewTokens, "visible", visible)
     monkeypatch.setattr(NewTokens, "block_tables", tables)
     for token in range(10):  # positions 70 to 79: within one block; the window releases one
         model(mx.array([[token]]), cache=cache)

@@ -14,18 +14,18 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cache.batch import NotCompilable, NotPackableError
+from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.lazy_kv import lazy_kv_of
+from mlx_paged.cache.placeholders import Placeholder, PlaceholderBatch, PlaceholderTokens
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.compiled_step import (
-    FetchedKV,
-    GroupArrays,
-    NarrowMask,
-    NotCompilable,
-    StandIn,
-    StepLayer,
-    compiled_steps,
-)
-from mlx_paged.kv.attention_params import AttentionParams, Window
+from mlx_paged.engine.compiled_step import compiled_steps
+from mlx_paged.errors import GeometryError, PromptCacheError
+from mlx_paged.kv.attention_params import AttentionParams, QueryHeads, Window
+from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.device_blocks import DeviceBlocks
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
 from scripts.support import model_configs
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.builders import prompt_of
@@ -219,7 +219,7 @@ def test_a_model_that_stops_attending_is_not_compiled(monkeypatch: pytest.Monkey
     step._functions.clear()
     monkeypatch.setattr(does_not_attend, "now", True)
     found, _, told = run(model)
-    assert step.failure == "NotCompilable: a layer did not attend to its new tokens"
+    assert step.failure == "NotPackableError: layer 0 does not write its tokens, or does not attend to them"
     assert len(told) == 1
     mlx_paged.remove_patches()
     np.testing.assert_allclose(found, logits_of(model), atol=2e-3)
@@ -247,50 +247,49 @@ def test_attention_over_keys_kept_from_a_trace_raises(monkeypatch: pytest.Monkey
     model = model_configs.build("qwen2")
     _, step, _ = run(model, steps=1)
     assert step.failure is None
-    pairs = [(k, v) for k, v in kept if isinstance(k, FetchedKV)]
-    assert pairs and all(isinstance(v, FetchedKV) for _, v in pairs)
-    with pytest.raises(NotCompilable, match="keys and values of an earlier step"):
+    pairs = [(k, v) for k, v in kept if isinstance(k, Placeholder)]
+    assert pairs and all(isinstance(v, Placeholder) for _, v in pairs)
+    with pytest.raises(NotPackableError, match="do not match the pack"):
         attention(mx.ones((1, 4, 1, 16)), *pairs[0], 1.0, None)
 
 
-def test_a_layer_that_writes_twice_is_not_compiled() -> None:
-    layer = step_layer()
-    layer.update_and_fetch(*keys_and_values())
-    with pytest.raises(NotCompilable, match="updated twice in a step"):
-        layer.update_and_fetch(*keys_and_values())
-    with pytest.raises(NotCompilable, match="attends before update_and_fetch"):
-        step_layer().keys_and_values()
-
-
-# Stand-ins ------------------------------------------------------------------------------------------------------------
-
-
-class Blocks:
-    """Fake blocks that record calls of ``decode``."""
-
-    dtype = mx.float32
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def decode(self, q: mx.array, *rest: Any) -> mx.array:
-        self.calls.append(rest)
-        return q
-
-
-def step_layer(window: Window | None = None) -> StepLayer:
-    """Make a step of two rows of 5 and 3 tokens, and one of padding."""
+def traced_layers(window: Window | None = None) -> tuple[PlaceholderBatch, list[PagedBatchKVCache]]:
+    """Return a traced step of two rows of 5 and 3 tokens, and one of padding: its batch, and the caches of 2 layers."""
+    pool = BlockPool(
+        [LayerGroup((0, 1), window and window.size, stride=window.stride if window else 1)],
+        block_size=8,
+        choose_blocks=blocks_choice(True),
+    )
+    pool.set_geometry(0, *keys_and_values(), batch=3, heads=QueryHeads(4))
     ends = mx.array([[5], [3], [0]])
-    visible, items = (mx.zeros((3, 1)), ends, mx.zeros_like(ends)), (mx.zeros((2, 4)),)
-    return StepLayer(Blocks(), GroupArrays(visible, ends[:, 0] - 1, items=items), window)
+    starts = mx.zeros_like(ends) if window is None else mx.maximum(ends - window.size, 0)
+    visible = mx.zeros((3, 1), mx.int32), ends, starts
+    tokens = PlaceholderTokens((visible, ends[:, 0] - 1, (), ()), window, pool.groups[0].epoch)
+    batch = PlaceholderBatch(pool, [tokens])
+    return batch, [PagedBatchKVCache(batch, layer) for layer in (0, 1)]
 
 
-def keys_and_values(length: int = 1) -> tuple[mx.array, mx.array]:
-    return mx.ones((3, 2, length, 16)), mx.ones((3, 2, length, 16))
+def keys_and_values(length: int = 1, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
+    return mx.ones((3, 2, length, 64), dtype), mx.ones((3, 2, length, 64), dtype)
 
 
 def queries(length: int = 1, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.ones((3, 4, length, 16), dtype)
+    return mx.ones((3, 4, length, 64), dtype)
+
+
+def attend_lazily(keys: Any, values: Any) -> None:
+    lazy = lazy_kv_of(keys, values)
+    assert lazy is not None and lazy.can_attend(queries(), None)
+    lazy.attend(queries(), keys, values, AttentionParams(1.0))
+
+
+def test_a_layer_writes_once_and_is_read_after_it_has_written() -> None:
+    _, (cache, other) = traced_layers()
+    cache.update_and_fetch(*keys_and_values())
+    with pytest.raises(NotPackableError, match="writes twice"):
+        cache.update_and_fetch(*keys_and_values())
+    with pytest.raises(PromptCacheError, match="has not written"):
+        other.keys_and_values()
 
 
 USES: list[Callable[[Any], Any]] = [
@@ -305,100 +304,101 @@ USES: list[Callable[[Any], Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [lambda: FetchedKV([], mx.float32), lambda: NarrowMask([], 4)], ids=["kv", "mask"])
-def test_computing_with_a_stand_in_raises(make: Callable[[], StandIn]) -> None:
-    stand_in = make()
+def test_computing_with_a_placeholder_raises() -> None:
+    placeholder = Placeholder([], mx.float32)
     for place, use in enumerate(USES):
         with pytest.raises((NotCompilable, TypeError, ValueError, RuntimeError)):
-            pytest.fail(f"use {place} gives {use(stand_in)!r}", pytrace=False)
-    assert stand_in is not None and {stand_in}
+            pytest.fail(f"use {place} gives {use(placeholder)!r}", pytrace=False)
+    assert placeholder is not None and {placeholder} and placeholder.dtype == mx.float32
 
 
 def test_misuse_is_noticed_even_if_its_error_is_caught() -> None:
     """MLX compares an array with any other object as unequal, and its errors may be caught."""
     for misuse in (lambda x: mx.ones(2) == x, lambda x: hasattr(x, "shape"), lambda x: mx.abs(x), lambda x: x == x):
-        layer = step_layer()
-        keys, _ = layer.update_and_fetch(*keys_and_values())
-        layer.attend_fetched(queries(), AttentionParams(1.0))
-        layer.check_attended()
+        batch, caches = traced_layers()
+        for cache in caches:
+            keys, values = cache.update_and_fetch(*keys_and_values())
+            attend_lazily(keys, values)
+        batch.commit()
         with contextlib.suppress(NotCompilable, ValueError):
             misuse(keys)
         with pytest.raises(NotCompilable, match="a placeholder"):
-            layer.check_attended()
-
-
-def test_fetched_keys_and_values_have_a_dtype() -> None:
-    keys, values = step_layer().update_and_fetch(*keys_and_values())
-    assert keys.dtype == values.dtype == mx.float32 and keys is not values
+            batch.commit()
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_attention_writes_and_others_only_read() -> None:
-    layer = step_layer()
+def test_the_first_attention_writes_and_others_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, (cache, _) = traced_layers()
     new = keys_and_values()
-    assert layer.offset.tolist() == [4, 2, -1]
-    fetched = layer.update_and_fetch(*new)
-    assert layer.offset.tolist() == [5, 3, 0]
-    for pair in (fetched, layer.keys_and_values()):
-        lazy = lazy_kv_of(*pair)
-        assert lazy.can_attend(queries(), None)
-        lazy.attend(queries(), *pair, AttentionParams(1.0, None))
-    layer.check_attended()
-    first, second = (append for _, append, *_ in layer.blocks.calls)
-    assert first[0] is new[0] and first[1] is new[1] and second is None
+    assert cache.offset.tolist() == [4, 2, -1]
+    fetched = cache.update_and_fetch(*new)
+    assert cache.offset.tolist() == [5, 3, 0]
+    appended = []
+    decode = DeviceBlocks.decode
 
+    def noted(self: DeviceBlocks, launch: Any, q: mx.array, sinks: Any = None, append: Any = None) -> mx.array:
+        appended.append(append)
+        return decode(self, launch, q, sinks, append)
 
-def mask_of(mask: Any) -> Any:
-    """Return a mask for a number, its window: pytest cannot make ids of masks."""
-    return NarrowMask([], mask) if isinstance(mask, int) else mask
+    monkeypatch.setattr(DeviceBlocks, "decode", noted)
+    for pair in (fetched, cache.keys_and_values()):
+        attend_lazily(*pair)
+    assert appended[0][0] is new[0] and appended[0][1] is new[1] and appended[1] is None
+    with pytest.raises(NotPackableError, match="layer 1 does not write"):
+        batch.commit()
 
 
 @pytest.mark.parametrize(
-    ("window", "mask", "seen", "starts"),
+    ("window", "mask", "starts"),
     [
-        (None, None, None, [0, 0, 0]),
-        (None, "causal", None, [0, 0, 0]),
-        (None, 4, Window(4), [1, 0, 0]),
-        (Window(4), 4, Window(4), [0, 0, 0]),  # the window of the tables
-        (Window(4), 9, Window(4), [0, 0, 0]),
+        (None, None, [0, 0, 0]),
+        (None, "causal", [0, 0, 0]),
+        (None, 4, [1, 0, 0]),
+        (Window(4), 4, [1, 0, 0]),
+        (Window(4), 9, [1, 0, 0]),
     ],
 )
 def test_window_is_the_narrower_of_layer_and_mask(
-    window: Window | None, mask: Any, seen: Window | None, starts: list[int]
+    window: Window | None, mask: Any, starts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = step_layer(window)
-    layer.attend(queries(), *keys_and_values(), AttentionParams(1.0, mask_of(mask)))
-    ((visible, _, params, slots, items),) = layer.blocks.calls
-    assert params.window == seen and params.mask is None and slots is None
-    assert (items is None) == (seen != window)  # common blocks hold for the layer's own window only
-    assert visible[2][:, 0].tolist() == starts
+    _, (cache, _) = traced_layers(window)
+    seen: list[Any] = []
+    prepare = DeviceBlocks.prepare_decode
 
+    def noted(self: DeviceBlocks, q: mx.array, tokens: Any, params: AttentionParams, **how: Any) -> Any:
+        seen.append(tokens.visible(params.window)[2][:, 0].tolist())
+        return prepare(self, q, tokens, params, **how)
 
-def test_masks_are_made_for_narrower_windows_only() -> None:
-    assert step_layer().make_mask(1) is None is step_layer(Window(4)).make_mask(1, window_size=4)
-    assert step_layer(Window(4)).make_mask(1, window_size=5) is None
-    assert step_layer(Window(4)).make_mask(1, return_array=True, window_size=3).window_size == 3
-    assert step_layer().make_mask(1, window_size=3).window_size == 3
-    with pytest.raises(NotCompilable, match="a mask of 2 tokens, not 1"):
-        step_layer().make_mask(2)
+    monkeypatch.setattr(DeviceBlocks, "prepare_decode", noted)
+    own = cache.make_mask(1, window_size=mask) if isinstance(mask, int) else mask
+    cache.attend(queries(), *keys_and_values(), AttentionParams(1.0, own))
+    assert seen == [starts]
 
 
 @pytest.mark.parametrize(
-    ("window", "q", "kv", "mask"),
+    ("q", "kv", "mask"),
     [
-        (None, queries(2), keys_and_values(), None),
-        (None, queries()[:2], keys_and_values(), None),
-        (None, queries(dtype=mx.float16), keys_and_values(), None),
-        (None, queries(), keys_and_values(2), None),
-        (None, queries(), keys_and_values(), mx.ones((3, 1, 1, 5), mx.bool_)),
-        (Window(9), queries(), keys_and_values(), 4),  # narrower than a ring
-        (Window(9, 9), queries(), keys_and_values(), 4),
+        (queries(2), keys_and_values(), None),
+        (queries()[:2], keys_and_values(), None),
+        (queries(dtype=mx.float16), keys_and_values(), None),
+        (queries(), keys_and_values(dtype=mx.float16), None),
+        (queries(), keys_and_values(2), None),
+        (queries(), keys_and_values(), mx.ones((3, 1, 1, 5), mx.bool_)),
     ],
 )
-def test_attention_unsupported_by_the_kernel_is_refused(window: Window | None, q: mx.array, kv: Any, mask: Any) -> None:
-    layer = step_layer(window)
-    with pytest.raises(NotCompilable):
-        layer.attend(q, *kv, AttentionParams(1.0, mask_of(mask)))
-    assert not layer.blocks.calls
+def test_attention_unsupported_by_the_kernel_is_refused(q: mx.array, kv: Any, mask: Any) -> None:
+    _, (cache, _) = traced_layers()
+    with pytest.raises((NotCompilable, NotPackableError, GeometryError)):
+        cache.attend(q, *kv, AttentionParams(1.0, mask))
+
+
+def test_masks_of_several_tokens_are_refused() -> None:
+    _, (cache, _) = traced_layers(Window(4))
+    assert all(cache.make_mask(1, window_size=size) is None for size in (None, 4, 9))
+    with pytest.raises(NotPackableError):
+        cache.make_mask(2)
+    _, (chunked, _) = traced_layers(Window(9, 9))
+    with pytest.raises(GeometryError, match="cannot have a window"):
+        chunked.make_mask(1, window_size=4)
