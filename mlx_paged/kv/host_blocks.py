@@ -13,6 +13,8 @@ from .block_table import BlockTable
 from .geometry import Geometry
 from .step import Step, visible_slots
 
+NO_BLOCKS = mx.array(np.zeros((1, 1, 0, 1), np.float32))
+
 
 class HostBlocks:
     """K ``[1, n_kv_heads, num_blocks * block_size, head_dim]`` and V of one layer: the slots of all blocks, block by
@@ -51,7 +53,7 @@ class HostBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that both tensors hold."""
+        """Blocks that both tensors hold; 0 after :meth:`drop`."""
         return min(view.shape[1] for view in self._views) // self.block_size
 
     @property
@@ -96,6 +98,11 @@ class HostBlocks:
             setattr(self, name, new)
             del old
             self._views = _view(self._keys), _view(self._values)
+
+    def drop(self) -> None:
+        """Drop the tensors; see :meth:`Blocks.drop`. Reads that were built keep them."""
+        self._keys = self._values = NO_BLOCKS
+        self._views = _view(NO_BLOCKS), _view(NO_BLOCKS)
 
     # Reading --------------------------------------------------------------------------------------------------
 

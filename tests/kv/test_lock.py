@@ -49,8 +49,8 @@ def test_lock_is_kept_through_a_section_and_released_at_its_end() -> None:
     with HeldLocks():
         with HeldLocks(), pool.lock:
             pass
-        assert not in_thread(pool.lock.try_acquire)
-    assert in_thread(lambda: pool.lock.try_acquire() and pool.lock.__exit__() is None)
+        assert not in_thread(lambda: pool.lock._acquire(timeout=0))
+    assert in_thread(lambda: pool.lock._acquire(timeout=0) and pool.lock.__exit__() is None)
 
 
 def test_waiting_thread_gets_the_lock_before_it_is_taken_again() -> None:
