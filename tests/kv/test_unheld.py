@@ -95,7 +95,7 @@ def test_the_last_release_drops_the_tensors() -> None:
     [RadixTree.clear, lambda tree: tree.pool.memory.evict(1 << 40), lambda tree: None],
     ids=["clear", "evict", "drop"],
 )
-def test_a_prefix_keeps_the_tensors_until_it_is_evicted_or_its_tree_is_dropped(
+def test_a_prefix_keeps_the_tensors_until_it_is_evicted_or_dropped(
     end: Callable[[RadixTree], None],
 ) -> None:
     tree, pool = make_tree([None, 8])
