@@ -366,11 +366,6 @@ class LoadedModels:
     def pool(self) -> BlockPool | None:
         return None if self.weights is None else known_pool(self.weights.model)
 
-    @property
-    def pools(self) -> list[BlockPool]:
-        models = [model for weights, _ in self._loaded.values() for model in (weights.model, weights.draft_model)]
-        return [pool for model in models if model is not None and (pool := known_pool(model)) is not None]
-
     # Computing ------------------------------------------------------------------------------------------------
 
     def can_batch(self, request: ServerRequest) -> bool:

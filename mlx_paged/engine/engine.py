@@ -59,7 +59,6 @@ CLEAR_AFTER_PREFILLS = 8  # prefill steps, of different sizes, between clearings
 # Up to 1/64 of the device's memory stays in that cache: on CUDA clearing it stops the device for 10 ms.
 BUFFER_CACHE_SHARE = 64
 CLEAR_EVERY = 512  # decode steps between clearings, as in mlx-lm
-IDLE_SECONDS = 5  # seconds without work until the pool returns memory
 
 
 class Engine:
@@ -118,8 +117,6 @@ class Engine:
         sequence = sequence_of(fresh)
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
         self.agreement = None if batch.ranks is None else Agreement(batch.ranks, self.pool)
-        if self.agreement is not None and self.pool is not None:
-            self.pool.drops_when_idle = False
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in leaves(fresh))
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
         self.can_pack = can_pack(
@@ -137,6 +134,7 @@ class Engine:
                 self.sharing = PrefixSharing(prefixes, self.pool)
             else:
                 self.sharing = CheckpointSharing(prefixes, self.requests, state_interval)
+                prefixes.pool.memory.keeps_states = bool(prefixes.pool.groups)
         if self.pool is not None:
             chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
             self.budget = PoolBudget(self.pool, chunk=chunk)
@@ -161,7 +159,6 @@ class Engine:
         self._prefill_steps = 0
         info = mx.device_info()
         self._most_cached_bytes = int(info.get("memory_size") or info.get("total_memory") or 0) // BUFFER_CACHE_SHARE
-        self._worked_at: float | None = None  # None: memory has been given back since
 
     @property
     def _is_on_metal(self) -> bool:
@@ -206,22 +203,10 @@ class Engine:
                 raise self.failures.popleft()
             if not len(self.scheduler):
                 self.batch.detach_old_logits(all_steps=True)
-                self._return_memory()
                 return [], []
             prompts, generated = self._step()
-            self._worked_at = time.perf_counter()
             if prompts or generated:
                 return prompts, generated
-
-    def _return_memory(self) -> None:
-        """Return unused memory of the pool after :data:`IDLE_SECONDS` without work. Call repeatedly while idle."""
-        is_due = self._worked_at is not None and time.perf_counter() - self._worked_at >= IDLE_SECONDS
-        if self.agreement is not None:
-            is_due = self.agreement.ranks.broadcast(is_due)
-        if is_due:
-            self._worked_at = None
-            if self.pool is not None:
-                self.pool.return_memory()
 
     def _step(self) -> tuple[list[Any], list[TokenResponse]]:
         self.num_steps += 1
@@ -243,9 +228,6 @@ class Engine:
                 held=[request for request in plan.held if self._is_alive(request)],
                 chunks=[chunk for chunk in plan.chunks if self._is_alive(chunk.request)],
             )
-        if self.budget is not None:
-            most_running = self.scheduler.max_running
-            appends.grow_for(self.budget, alive, self.requests.values(), most_running, self.sharing)
         if alive.held:
             self._leave(alive.held)
         joining = [r for r in alive.decode if r not in self.batch.members and r.caches is not None]

@@ -56,20 +56,6 @@ class PrefixSharing:
         be evicted until the request takes them."""
         return () if request.given is not None else self.prefixes.held_alone(request.source, request.options.salt)
 
-    def will_find(self, requests: Sequence[Request]) -> list[int]:
-        """Return how many tokens each request (oldest first) will find computed once those before it have run: in the
-        prefix cache, or in common with the oldest one that begins with the same block."""
-        oldest: dict[_Start, Request] = {}
-        found = []
-        for request in requests:
-            if request.given is not None:
-                found.append(0)
-                continue
-            other = oldest.setdefault(self._start(request), request)
-            common = 0 if other is request else min(_common(request, other), len(request.source) - 1)
-            found.append(max(common, self.prefixes.held(request.source, request.options.salt)))
-        return found
-
     def must_wait(self, request: Request) -> bool:
         """Return whether a running request will compute at least one block more of this one's tokens than are
         available."""
@@ -223,10 +209,6 @@ class CheckpointSharing:
 
     def _held(self, request: Request) -> tuple[int, Sequence[int]]:
         return self.prefixes.held_checkpoint(request.source, request.options.salt)
-
-    def will_find(self, requests: Sequence[Request]) -> list[int]:
-        """Return how many computed tokens each request finds now; what earlier ones will leave is not counted."""
-        return [self.available(request) for request in requests]
 
     def must_wait(self, request: Request) -> bool:
         """Return whether a running request will keep a checkpoint that this one can start from, longer than any it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import BlockStateError
 
@@ -52,25 +52,12 @@ class BlockAllocator:
         for block_id in range(first, num_blocks):
             heapq.heappush(self._free, block_id)
 
-    def shrink(self) -> None:
-        """Drop the free ids after the last block that is held."""
-        last = next((b for b in range(len(self._refcounts) - 1, 0, -1) if self._refcounts[b]), 0)
-        self.renumber({}, last + 1)
-
-    def moves(self, num_blocks: int) -> dict[int, int]:
-        """Map each block held from id ``num_blocks`` on to a free id below it, lowest first, so that ``num_blocks`` ids
-        are enough. Raises BlockStateError if more blocks are held."""
-        if num_blocks <= self.num_live:
-            raise BlockStateError(f"cannot shrink to {num_blocks - 1} blocks: {self.num_live} are held")
-        sources = [b for b in range(num_blocks, len(self._refcounts)) if self._refcounts[b]]
-        return dict(zip(sources, heapq.nsmallest(len(sources), self._free), strict=True))
-
-    def renumber(self, moves: Mapping[int, int], num_blocks: int) -> None:
-        """Move blocks to free ids, with all their references, and drop the ids from ``num_blocks`` on."""
-        for source, target in moves.items():
-            self._refcounts[target], self._refcounts[source] = self._refcounts[source], 0
-        del self._refcounts[num_blocks:]
-        self._free = [b for b in range(1, num_blocks) if not self._refcounts[b]]  # ascending, so a heap
+    def clear(self) -> None:
+        """Drop all ids but the null block's. Raises BlockStateError if a block is held."""
+        if self.num_live:
+            raise BlockStateError(f"cannot drop the ids of {self.num_live} blocks that are held")
+        del self._refcounts[1:]
+        self._free.clear()
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, each with one reference. Raises before taking any if too few are free."""

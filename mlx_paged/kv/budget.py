@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..errors import PoolExhaustedError
 from .block_table import BlockTable
+from .memory import UNLIMITED
 from .pool import BlockPool
 
 
@@ -32,8 +34,8 @@ Growth = Iterable[Append | tuple[Sequence[BlockTable] | None, int]]
 
 
 class PoolBudget:
-    """The blocks that appends need, against those available: free in any group (groups make room for each other), not
-    allocated yet, or held by prefix caches alone.
+    """The blocks that appends need, against those that each group can provide: free, not made yet, or held by prefix
+    caches alone.
 
     A sequence that :meth:`holds` accepts can always continue once it runs alone: all that it takes is counted there.
 
@@ -49,27 +51,34 @@ class PoolBudget:
     def holds(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> bool:
         """Return whether a sequence of ``num_tokens`` tokens fits the whole budget, with nothing else in the pool; with
         ``tables``, whether ``num_tokens`` tokens fit in addition to those that the tables hold and keep."""
-        return self.bytes_for(num_tokens, tables) <= self.pool.memory_budget
+        return self._are_held(self._blocks_alone(num_tokens, tables), None)
 
-    def bytes_for(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> int:
+    def bytes_for(self, num_tokens: int) -> int:
         """Return the smallest budget, in bytes, for which :meth:`holds` is true."""
-        needed = 0
-        for index, group in enumerate(self.pool.groups):
-            blocks = 1  # the null block takes memory, too
+        counts = self._blocks_alone(num_tokens, None)
+        return bisect_left(range(UNLIMITED), True, key=lambda budget: self._are_held(counts, budget))
+
+    def _blocks_alone(self, num_tokens: int, tables: Sequence[BlockTable] | None) -> list[int]:
+        """Return the most blocks that a sequence takes in each group, null block included."""
+        counts = []
+        for index in range(len(self.pool.groups)):
+            blocks = 1
             if tables is not None:
                 blocks += tables[index].num_blocks
             elif self.pool.holders():
                 blocks += 1  # the last block of a prompt goes to the prefix cache, and the next token into a copy
-            blocks += self._blocks(index, Append(tables, num_tokens, forked=True))
-            needed += blocks * group.bytes_per_block
-        return needed
+            counts.append(blocks + self._blocks(index, Append(tables, num_tokens, forked=True)))
+        return counts
+
+    def _are_held(self, counts: Sequence[int], budget: int | None) -> bool:
+        most = self.pool.memory.capacities(budget)
+        return all(count <= blocks for count, blocks in zip(counts, most, strict=True))
 
     def fits_blocks(self, num_blocks: int) -> bool:
-        """Return whether each group can provide ``num_blocks`` blocks without moving or evicting any. That is enough
-        for one token each of as many sequences."""
+        """Return whether each group can provide ``num_blocks`` blocks without evicting any. That is enough for one
+        token each of as many sequences."""
         self.pool.collect()
-        missing = sum(group.bytes_to_free(num_blocks) for group in self.pool.groups)
-        return missing <= self.pool.memory.unreserved_bytes
+        return num_blocks <= min(self.pool.memory.room(), default=num_blocks)
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return the most blocks of each group that an append of ``num_tokens`` tokens takes: a copy of a shared last
@@ -79,7 +88,7 @@ class PoolBudget:
     def has_blocks(self, num_blocks: int) -> bool:
         """Return whether each group can provide ``num_blocks`` blocks if unused prefixes are evicted."""
         self.pool.collect()
-        return self._has_bytes(num_blocks * sum(group.bytes_per_block for group in self.pool.groups))
+        return self.pool.memory.can_provide([num_blocks] * len(self.pool.groups))
 
     def fits(self, growth: Growth) -> bool:
         """Return whether all these appends fit together, in any order. If they do not at first, blocks that they would
@@ -89,48 +98,16 @@ class PoolBudget:
         return self._fits(listed) or (self._slide(listed) and self._fits(listed))
 
     def _fits(self, growth: Sequence[Append]) -> bool:
-        groups = enumerate(self.pool.groups)
-        needed = sum(self._blocks_of(index, growth) * group.bytes_per_block for index, group in groups)
-        return self._has_bytes(needed)
-
-    def _has_bytes(self, num_bytes: int) -> bool:
-        unheld = self.pool.memory.unheld_bytes
-        return num_bytes <= unheld or self.pool.memory.can_reclaim(num_bytes - unheld)
+        groups = range(len(self.pool.groups))
+        return self.pool.memory.can_provide([sum(self._blocks(index, each) for each in growth) for index in groups])
 
     def _slide(self, growth: Sequence[Append]) -> bool:
         return self.pool.slide(table for each in growth if each.tables and not each.forked for table in each.tables)
 
-    def grow_for(self, soon: Growth, in_all: Callable[[], Growth]) -> None:
-        """Grow the pool if the appends of ``soon`` need it: once for all of ``in_all``, as far as these fit, and no
-        further. ``in_all`` is called only if the pool must grow; its appends include those of ``soon``."""
-        listed = [Append(*each) for each in soon]
-        self._slide(listed)
-        needed = self._blocks_of_all(listed)
-        if any(count > group.allocator.num_free for count, group in zip(needed, self.pool.groups, strict=True)):
-            everything = self._blocks_of_all([Append(*each) for each in in_all()])
-            self.pool.memory.ensure_free(needed, [max(pair) for pair in zip(needed, everything, strict=True)])
-
-    def bytes_to_append(self, append: Append) -> int:
-        """Return the bytes of the blocks that an append takes."""
-        return sum(
-            blocks * g.bytes_per_block
-            for blocks, g in zip(self._blocks_of_all([append]), self.pool.groups, strict=True)
-        )
-
-    def _blocks_of_all(self, growth: Sequence[Append]) -> list[int]:
-        """Return how many blocks of each group all these appends take."""
-        return [self._blocks_of(index, growth) for index in range(len(self.pool.groups))]
-
-    def _blocks_of(self, index: int, growth: Iterable[Append]) -> int:
-        """Return how many blocks of a group all these appends take."""
-        return sum(self._blocks(index, each) for each in growth)
-
     def exhausted(self, tables: Sequence[BlockTable] | None, num_tokens: int) -> PoolExhaustedError:
         """Return the error for an append that does not fit."""
-        groups = self.pool.groups
-        needs = [self._blocks(index, Append(tables, num_tokens)) for index in range(len(groups))]
-        num_bytes = sum(blocks * group.bytes_per_block for blocks, group in zip(needs, groups, strict=True))
-        return self.pool.memory.exhausted(sum(needs), num_bytes)
+        groups = range(len(self.pool.groups))
+        return self.pool.memory.exhausted({index: self._blocks(index, Append(tables, num_tokens)) for index in groups})
 
     def _blocks(self, index: int, append: Append) -> int:
         table = append.tables[index] if append.tables else None

@@ -23,6 +23,8 @@ from .block_table import BlockTable
 from .geometry import Geometry
 from .new_tokens import NewTokens, padded_gathered_slots
 
+NO_BLOCKS = mx.array(np.zeros((0,), np.float32))
+
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
     """Return the cut of the kernel for common blocks, or None if there is no kernel for these."""
@@ -118,7 +120,7 @@ class DeviceBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the tensors hold."""
+        """Blocks that the tensors hold; 0 after :meth:`drop`."""
         return int(self.__keys.shape[0])
 
     def write(self, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
@@ -347,10 +349,17 @@ class DeviceBlocks:
 
     def resize(self, num_blocks: int) -> None:
         """Change the number of blocks; see :meth:`Blocks.resize`."""
+        if not self.num_blocks:
+            self.__keys, self.__values = self._new_blocks(num_blocks)
+            return
         mx.eval(self.__fence)  # until no kernel uses the blocks any more
         self.__keys = _resized(self.__keys, num_blocks)
         self.__values = _resized(self.__values, num_blocks)
         self.__fence = kernels.new_fence()
+
+    def drop(self) -> None:
+        """Drop the tensors; see :meth:`Blocks.drop`. Kernels under way keep their buffers."""
+        self.__keys = self.__values = NO_BLOCKS
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
         """Return the arrays, ready only when every write so far is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ from .host_blocks import HostBlocks
 from .new_tokens import NewTokens, padded_slots
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
-# Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
+# Doubling a large pool would reserve up to twice what is in use; see docs/adr/0099.
 FIRST_BLOCKS = 8
 DOUBLE_UP_TO_BYTES = 16 << 20
 GROWTH_ABOVE = 1.125
@@ -119,7 +119,7 @@ class Group:
         self.allocator = BlockAllocator()
         self.geometry: Geometry | None = None
         self.heads: QueryHeads | None = None  # of the queries that the blocks were chosen for, with the geometry
-        self.blocks: list[Blocks] = []  # of each layer; none before the first write, and none while the pool is idle
+        self.blocks: list[Blocks] = []  # of each layer; none before the geometry is known
         self.choice: BlocksChoice | None = None
         self.in_place = False  # whether kernels write and read the blocks, on a GPU
         self.blocks_reason = "nothing written yet"
@@ -215,16 +215,14 @@ class Group:
         return self.block_size * self.geometry.bytes_per_token() * len(self.spec.layers)
 
     @property
+    def has_tensors(self) -> bool:
+        """Whether there are tensors: they are made when the first block is taken, and dropped with the last."""
+        return any(blocks.num_blocks for blocks in self.blocks)
+
+    @property
     def bytes_reserved(self) -> int:
         """Bytes of the group's tensors."""
-        return self.bytes_per_block * self.allocator.num_blocks if self.blocks else 0
-
-    def bytes_to_free(self, count: int) -> int:
-        """Return the bytes to reserve so that ``count`` blocks are free. The first tensors hold the null block, too."""
-        missing = count - self.allocator.num_free
-        if missing <= 0:
-            return 0
-        return self.bytes_per_block * (self.allocator.num_blocks + missing) - self.bytes_reserved
+        return self.bytes_per_block * self.allocator.num_blocks if self.has_tensors else 0
 
     def fits(self, k: mx.array, v: mx.array, batch: int) -> bool:
         """Return whether k and v, of one token each, are as :meth:`validate` wants them; False if that is not known
@@ -270,19 +268,9 @@ class Group:
             raise GeometryError(f"group '{self.spec.name}' holds {self.geometry}, got keys and values of {geometry}")
         return geometry
 
-    def growth(self, num_needed: int, budget: int) -> int:
-        """Return the number of blocks to grow to so that ``num_needed`` are free; the budget may allow fewer."""
+    def next_size(self, budget: int) -> int:
+        """Return the number of blocks to grow to if no more are needed; the budget may allow fewer."""
         total = self.allocator.num_blocks
-        least = total + max(0, num_needed - self.allocator.num_free)
-        if self.geometry is None:  # what blocks cost, and so what fits the budget, is not known yet
-            return least
-        return max(least, self._next_size(total, budget))
-
-    def idle_size(self, budget: int) -> int:
-        """Return the number of blocks to keep while nothing needs more: those held, and one growth step."""
-        return self._next_size(self.allocator.num_live + 1, budget)
-
-    def _next_size(self, total: int, budget: int) -> int:
         if self.in_place:
             step = min(budget // IN_PLACE_BUDGET_SHARE, IN_PLACE_MOST_BYTES) // self.bytes_per_block
             return max(FIRST_BLOCKS, total + max(min(3 * total, step), int(total * (GROWTH_ABOVE - 1))))
@@ -313,47 +301,28 @@ class Group:
         return [choice.form(geometry, self.block_size, num_blocks) for _ in self.spec.layers]
 
     def drop(self) -> None:
-        """Drop every layer's tensors; no block may be in use. Geometry and kind of blocks are kept."""
-        self.blocks = []
-        self.allocator.renumber({}, 1)
+        """Drop every layer's tensors and all ids; no block may be held. Any thread may call it: it computes nothing."""
+        for blocks in self.blocks:
+            blocks.drop()
+        self.resize_failed = False
+        self.allocator.clear()
         self.touch()
 
     def grow(self, num_blocks: int) -> None:
-        """Grow every layer's tensors, one layer after the other, then make the ids known."""
-        if self.geometry is not None and self.choice is not None and not self.blocks:
-            self.blocks = self._new_blocks(self.choice, self.geometry, num_blocks)
-        else:
-            self._resize(num_blocks)
-        self.allocator.grow(num_blocks)
-        self.touch()
-
-    def move(self, moves: Mapping[int, int]) -> None:
-        """Copy blocks to free ids in every layer, and wait for the copies. If it fails, no block in use has changed."""
-        if moves:
-            for blocks in self.blocks:
-                blocks.copy(list(moves), list(moves.values()))
-                mx.eval(blocks.ready())  # frees the copies layer by layer
-
-    def renumber(self, moves: Mapping[int, int], num_blocks: int) -> None:
-        """Complete a :meth:`move` once the old ids are unused: reduce ids and tensors to ``num_blocks`` blocks. If it
-        fails, some tensors stay larger."""
-        self.allocator.renumber(moves, num_blocks)
-        self.touch()
-        self._resize(num_blocks)
-
-    def _resize(self, num_blocks: int) -> None:
+        """Grow every layer's tensors, one layer after the other, then make the ids known. If it fails, some tensors are
+        larger."""
+        had_tensors = self.has_tensors
         try:
             for blocks in self.blocks:
-                gets_smaller = num_blocks < blocks.num_blocks
                 blocks.resize(num_blocks)
-                if gets_smaller:
-                    mx.clear_cache()  # frees the old tensors layer by layer
         except Exception:
             self.resize_failed = True
             raise
         self.resize_failed = False
-        if self.blocks:
+        if had_tensors:
             mx.clear_cache()  # frees the old tensors
+        self.allocator.grow(num_blocks)
+        self.touch()
 
     # Keys and values; the caller holds the pool's lock ---------------------------------------------------------
 

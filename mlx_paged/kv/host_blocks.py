@@ -14,6 +14,8 @@ from .block_table import BlockTable
 from .geometry import Geometry
 from .new_tokens import NewTokens, visible_slots
 
+NO_BLOCKS = mx.array(np.zeros((1, 1, 0, 1), np.float32))
+
 
 class HostBlocks:
     """K ``[1, n_kv_heads, num_blocks * block_size, head_dim]`` and V of one layer: the slots of all blocks, block by
@@ -58,7 +60,7 @@ class HostBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that both tensors hold."""
+        """Blocks that both tensors hold; 0 after :meth:`drop`."""
         return min(self._keys.shape[2], self._values.shape[2]) // self.block_size
 
     @property
@@ -121,6 +123,12 @@ class HostBlocks:
             _view(new)[:, :kept] = old[:, :kept]
             setattr(self, name, new)
             del old
+
+    def drop(self) -> None:
+        """Drop the tensors; see :meth:`Blocks.drop`. Reads that were built keep them."""
+        self._keys = self._values = NO_BLOCKS
+        self._known_views = None
+        self.pending.clear()
 
     # Reading --------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 from ..errors import DeviceWatch, check_device
 from .group import Group
 from .held import HeldArrays
+from .owners import BlockOwners
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,7 +48,7 @@ class PoolLock:
 
     MLX computes what a thread has built in that thread only: lazy writes left in a pool could not be computed by the
     next thread, nor by any once their own has ended. So at the outermost exit everything in the pool is computed or
-    being computed.
+    being computed; and if nothing in the pool is held any more, its tensors are dropped.
 
     A thread that waits gets the lock before the thread that releases it can take it again. Several pools are taken in
     the order of their numbers, so that threads never wait for each other in a circle.
@@ -61,6 +62,7 @@ class PoolLock:
         owner: the thread that holds it, or 0.
         is_dirty: whether tensors have been read or written since it was taken.
         held_arrays: as given.
+        owners: those who hold the pool's blocks.
         device: raises after an error of the device: what is in the tensors is lost.
         even_if_lost: the lock for changes of tables, which can be released all the same.
     """
@@ -73,6 +75,7 @@ class PoolLock:
         self.device = DeviceWatch()
         self._groups = groups
         self.even_if_lost = _EvenIfLost(self)
+        self.owners = BlockOwners(groups, self.even_if_lost)
         self._lock, self._gate = threading.RLock(), threading.RLock()
         self._also: list[PoolLock] = []
         self._depth = 0
@@ -123,11 +126,17 @@ class PoolLock:
                 self.held_arrays.local.has_written = True
                 self._compute(wait=wait)
         finally:
-            also, self._also = self._also, []
-            self.is_dirty, self.owner, self._depth = False, 0, 0
-            self._lock.release()
-            for lock in also:
-                lock.__exit__()
+            self._depth = 1  # it is taken again meanwhile
+            try:
+                self.owners.settle()
+            finally:
+                also, self._also = self._also, []
+                self.is_dirty, self.owner, self._depth = False, 0, 0
+                self._lock.release()
+                for lock in also:
+                    lock.__exit__()
+            if self.owners.has_abandoned:  # by a finalizer in between, which could not take the lock
+                self.visit()
 
     def _compute(self, *, wait: bool) -> None:
         arrays = [array for group in self._groups for array in group.ready()]
@@ -150,13 +159,12 @@ class PoolLock:
         lock.__enter__()
         self._also.append(lock)
 
-    def try_acquire(self) -> bool:
-        """Take the lock for a thread that works on no tensor, unless another thread holds it. Leave with the context's
-        exit."""
-        if self.owner == get_ident():
-            self._depth += 1
-            return True
-        return self._acquire(timeout=0)
+    def visit(self) -> None:
+        """Take and release the lock, unless a thread holds it, so that abandoned blocks are released. Never waits, not
+        even at the gate."""
+        if self.owner != get_ident() and self._lock.acquire(blocking=False):
+            self.owner, self._depth = get_ident(), 1
+            self._leave(wait=False)
 
     def glance(self, read: Callable[[bool], R]) -> R:
         """Call ``read`` without waiting for the lock, and return its result.
@@ -186,7 +194,7 @@ class PoolLock:
 
 
 class _EvenIfLost:
-    """The lock for changes of tables, which are possible after an error of the device, too."""
+    """The lock for changes of tables, which are possible after an error of the device, too. Does not keep it alive."""
 
     def __init__(self, lock: PoolLock) -> None:
         self._lock = weakref.ref(lock)
@@ -198,6 +206,10 @@ class _EvenIfLost:
     def __exit__(self, *given: object) -> None:
         if (lock := self._lock()) is not None:
             lock.__exit__(*given)
+
+    def visit(self) -> None:
+        if (lock := self._lock()) is not None:
+            lock.visit()
 
 
 def _give_way(number: int) -> None:

@@ -1,14 +1,11 @@
-"""PoolMemory: the budget of bytes that the tensors of a pool's groups share (docs/adr/0012)."""
+"""PoolMemory: the budget of bytes that a pool's groups divide (docs/adr/0099)."""
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-
-import mlx.core as mx
 
 from ..errors import BlockStateError, ConfigError, PoolExhaustedError
 from .attention_params import QueryHeads
@@ -68,26 +65,56 @@ class StateSlots:
             raise BlockStateError(f"prefix caches hold {known} bytes of states, but slots count only {self.nbytes}")
 
 
-# Free blocks of other groups are taken before cached blocks are evicted only if they are at least 1/8 of the reserved
-# bytes: taking them copies those groups' tensors.
-WORTH_MOVING = 8
+UNLIMITED = 1 << 62
+# Layers with a sliding window may take what this many sequences need, each while it takes this many tokens at a time:
+# mlx-lm's defaults for batches and for prompts.
+WINDOW_ROWS, WINDOW_CHUNK = 32, 2048
 # A full group evicts at least 1/512 of its blocks, as in-place tensors grow: searching costs more than freeing.
 EVICTED_SHARE = 512
-# Room for states is made of free blocks in steps of at least 1/32 of the budget, since each time tensors are copied.
-STATES_TAKEN_SHARE = 32
+STATES_SHARE = 1 / 4  # of the budget, for checkpoints, if requests share prefixes of a model with states
+
+
+def divided(groups: Sequence[Group], budget: int) -> list[int]:
+    """Divide a budget. A group never gets more, so what is accepted runs whatever other groups' tensors hold.
+
+    Groups with a window get together what WINDOW_ROWS sequences need, but at most half of the budget, or up to three
+    quarters if a single sequence needs more. The others share the rest: the same number of blocks each, as their
+    sequences have the same lengths.
+
+    Returns:
+        The most blocks of each group, null block included; larger budgets give no fewer. Those of a group whose
+        geometry is not known are not counted.
+    """
+    sizes = [group.bytes_per_block for group in groups]
+    budget -= 2 * sum(sizes)  # of each group the null block and one more
+    rows = [group.spec.most_blocks(0, UNLIMITED, WINDOW_CHUNK, group.block_size) for group in groups]
+    windowed = [group.spec.window is not None for group in groups]
+    others = sum(size for size, is_windowed in zip(sizes, windowed, strict=True) if not is_windowed)
+    one = sum(row * size for row, size, is_windowed in zip(rows, sizes, windowed, strict=True) if is_windowed)
+    of_windows = budget if one else 0
+    if one and others:
+        of_windows = min(WINDOW_ROWS * one, max(budget // 2, min(one, budget * 3 // 4)))
+    return [
+        2 + (of_windows * row // one if is_windowed else (budget - of_windows) // others) if size else UNLIMITED
+        for row, size, is_windowed in zip(rows, sizes, windowed, strict=True)
+    ]
 
 
 class PoolMemory:
-    """The budget that a pool's groups share, and the sizes of their tensors. A group that must grow takes unreserved
-    bytes, then free blocks of other groups, whose tensors shrink, and evicts what it needs from prefix caches.
+    """The budget that a pool's groups divide, and the sizes of their tensors. Tensors grow, and are dropped as a whole
+    when no block is held (:meth:`BlockOwners.settle`); blocks never move.
 
-    Call :meth:`grow`, :meth:`shrink` and :meth:`fix_geometry` only with the lock, after :meth:`BlockOwners.collect`.
+    Call :meth:`grow` and :meth:`fix_geometry` only with the lock, after :meth:`BlockOwners.collect`.
 
     Args:
         groups: the groups that share the budget.
         budget: most bytes that their tensors, and states, may take.
         owners: the owners of their blocks.
         lock: the pool's lock.
+
+    Attributes:
+        spare: most bytes to reserve ahead of need; None: what the budget allows.
+        keeps_states: whether STATES_SHARE of the budget is for checkpoints of states only.
 
     Raises:
         ConfigError: the budget is not positive.
@@ -98,51 +125,44 @@ class PoolMemory:
             raise ConfigError(f"the memory budget must be positive, not {budget} bytes")
         self.groups = groups
         self.budget = budget
-        self.shrinks = 0  # how often a group's tensors were made smaller
-        self.spare: int | None = None  # most bytes to reserve ahead of need; None: what the budget allows
+        self.spare: int | None = None
+        self.keeps_states = False
         self.owners = owners
         self.states = StateSlots()
         self.lock = lock
-
-    @property
-    def unheld_bytes(self) -> int:
-        """Bytes of the budget that neither live and null blocks nor states take: any group can use them."""
-        blocks = sum(g.bytes_per_block * (g.allocator.num_live + 1) for g in self.groups)
-        return self.budget - self.states.nbytes - blocks
+        self._divided: tuple[Any, list[int]] = None, []
 
     @property
     def unreserved_bytes(self) -> int:
         """Bytes of the budget that neither tensors nor states take."""
         return self.budget - self.states.nbytes - sum(group.bytes_reserved for group in self.groups)
 
-    @property
-    def _ahead_bytes(self) -> int:
-        """Bytes of the budget that may be reserved before they are needed."""
-        return self.unreserved_bytes if self.spare is None else min(self.unreserved_bytes, self.spare)
+    def capacities(self, budget: int | None = None) -> list[int]:
+        """Return the most blocks of each group, null block included, in a budget, by default the pool's."""
+        budget = self.budget if budget is None else budget
+        if self.keeps_states:
+            budget -= int(budget * STATES_SHARE)
+        known = budget, [group.geometry for group in self.groups]
+        if self._divided[0] != known:
+            self._divided = known, divided(self.groups, budget)
+        return self._divided[1]
 
-    def can_reclaim(self, num_bytes: int) -> bool:
-        """Return whether prefix caches could free blocks and states of ``num_bytes`` bytes. Counts no further than
-        that takes."""
-        num_bytes -= self.owners.state_nbytes
-        for index, group in enumerate(self.groups):
-            if num_bytes > 0 and group.bytes_per_block:
-                enough = -(-num_bytes // group.bytes_per_block)
-                num_bytes -= self.owners.reclaimable(index, enough) * group.bytes_per_block
-        return num_bytes <= 0
+    def room(self) -> list[int]:
+        """Return how many blocks each group can provide, made or not, without evicting any."""
+        most = zip(self.capacities(), self.groups, strict=True)
+        return [blocks - 1 - group.allocator.num_live for blocks, group in most]
 
-    @property
-    def reclaimable_bytes(self) -> int:
-        """Bytes of held blocks and states that prefix caches could free."""
-        return self.owners.state_nbytes + sum(
-            self.owners.reclaimable(i) * group.bytes_per_block for i, group in enumerate(self.groups)
+    def can_provide(self, counts: Sequence[int]) -> bool:
+        """Return whether each group can provide so many blocks if cached blocks are evicted."""
+        rooms = enumerate(zip(counts, self.room(), strict=True))
+        return all(
+            count <= room or count - room <= self.owners.reclaimable(index, count - room)
+            for index, (count, room) in rooms
         )
-
-    # Growing --------------------------------------------------------------------------------------------------
 
     def fix_geometry(self, group: Group, geometry: Geometry, heads: QueryHeads | None) -> None:
         """Fix a group's geometry (:meth:`Group.set_geometry`). Raises PoolExhaustedError if the null block and one
         more of each group, or the blocks handed out so far, do not fit."""
-        group.allocator.shrink()
         in_pages, _ = geometry.in_format(group.page_format, group.spec.always_dense_reason)
         per_block = group.block_size * in_pages.bytes_per_token() * len(group.spec.layers)
         per_layer = per_block // len(group.spec.layers)  # an estimate for groups whose geometry is not known yet
@@ -151,199 +171,82 @@ class PoolMemory:
             raise PoolExhaustedError.too_small(self.budget, least)
         known = group.allocator.num_blocks
         if known * per_block > self.unreserved_bytes:
-            # The null block is not counted in the error's need.
-            raise self.exhausted(known - 1, (known - 1) * per_block, apart=per_block)
+            raise PoolExhaustedError(
+                blocks_needed=known - 1,  # besides the null block
+                bytes_needed=(known - 1) * per_block,
+                budget_bytes=self.budget,
+                bytes_reserved=self.budget - self.unreserved_bytes + per_block,
+            )
         self.lock.is_dirty = True
         group.set_geometry(geometry, heads)
 
-    def ensure_free(self, counts: Sequence[int], in_all: Sequence[int] | None = None) -> None:
-        """Grow tensors within the budget until each group has its number of free blocks. None of these is taken for
-        another group. Skips a group whose blocks do not fit: allocating them will raise.
+    # Growing --------------------------------------------------------------------------------------------------
 
-        Args:
-            counts: free blocks that each group must have.
-            in_all: blocks of each group that will be taken in all. A group that must grow grows once, by all it needs,
-                or by its share of what is left if not all of them fit.
-        """
+    def ensure_free(self, counts: Sequence[int]) -> None:
+        """Grow tensors, and evict cached blocks, until each group has its number of free blocks. Skips a group whose
+        blocks do not fit: allocating them will raise."""
         with self.lock:
             self.owners.collect()
-            share = 1.0 if in_all is None else min(1.0, self._ahead_bytes / max(1, self._missing_bytes(in_all)))
-            for index, group in enumerate(self.groups):
-                count, num_free = counts[index], group.allocator.num_free
-                if count <= num_free:
-                    continue
-                most = None if in_all is None else in_all[index]
-                if most is not None and group.geometry is not None:
-                    count = max(count, num_free + int((most - num_free) * share))
+            for index, count in enumerate(counts):
                 with suppress(PoolExhaustedError):
-                    self.grow(group, count, most, counts)
+                    self.grow(index, count)
 
-    def _missing_bytes(self, counts: Sequence[int]) -> int:
-        """Return the bytes to reserve so that each group has ``counts`` blocks free."""
-        return sum(group.bytes_to_free(count) for count, group in zip(counts, self.groups, strict=True))
-
-    def grow(self, group: Group, count: int, most: int | None = None, kept: Sequence[int] | None = None) -> None:
-        """Grow the group so that ``count`` blocks are free, if necessary at the cost of cached blocks and of other
-        groups' free blocks beyond ``kept``. ``most`` limits the number of free blocks afterwards.
+    def grow(self, index: int, count: int) -> None:
+        """Grow a group so that ``count`` blocks are free, or evict cached blocks if it is as large as it may become.
 
         Raises:
-            PoolExhaustedError: they do not fit; nothing was changed.
+            PoolExhaustedError: they do not fit. Nothing was changed, unless caches free less than they said.
         """
+        group = self.groups[index]
         allocator, per_block = group.allocator, group.bytes_per_block
-        target = group.growth(count, self.budget)
-        if most is not None:
-            target = min(target, allocator.num_blocks - allocator.num_free + max(count, most))
+        most = self.capacities()[index]
+        short = allocator.num_blocks + count - allocator.num_free - most
+        if short > 0:
+            if self.owners.reclaimable(index, short) < short:
+                raise self.exhausted({index: count})
+            # More than is missing, so that the next steps find free blocks.
+            self.owners.evict(index, max(short, most // EVICTED_SHARE))
+        missing = count - allocator.num_free
+        if missing <= 0:
+            return
+        target = least = allocator.num_blocks + missing
         if group.geometry is not None:
-            if group.bytes_to_free(count) > self.unreserved_bytes:
-                step = (target - allocator.num_blocks) * per_block
-                self._make_room_for_blocks(group, count, step, kept or [0] * len(self.groups))
-            missing = count - allocator.num_free
-            if missing <= 0:
-                return
-            # Beyond the need, at most half of what is left: another group may need the rest.
-            target = min(target, allocator.num_blocks + max(missing, self._ahead_bytes // per_block // 2))
+            left = self.unreserved_bytes + group.bytes_reserved
+            if least * per_block > left:
+                self.owners.evict_states(least * per_block - left)
+                left = self.unreserved_bytes + group.bytes_reserved
+            ahead = max(least, left // per_block) if self.spare is None else least + self.spare // per_block
+            target = max(least, min(group.next_size(self.budget), most, ahead))
+            if least > most or least * per_block > left:
+                raise self.exhausted({index: count})
         self.lock.is_dirty = True
         group.grow(target)
 
-    def _make_room_for_blocks(self, group: Group, count: int, step: int, kept: Sequence[int]) -> None:
-        """Make room for the blocks that the group lacks: free up bytes to grow by, or evict cached blocks of the group.
-
-        Args:
-            group: the group that grows.
-            count: free blocks it must have.
-            step: bytes it would like to grow by: taken at once if other groups must give them, since each time their
-                tensors are copied.
-            kept: free blocks of each group that must not be taken.
-
-        Raises:
-            PoolExhaustedError: too little can be freed. Nothing was evicted, unless caches free less than they said.
-        """
-        own = self.groups.index(group)
-        others = [index for index in range(len(self.groups)) if index != own]
-
-        def short() -> int:
-            return group.bytes_to_free(count) - self.unreserved_bytes
-
-        def spare() -> int:
-            return sum(self._spare_blocks(index, kept) * self.groups[index].bytes_per_block for index in others)
-
-        def too_few() -> PoolExhaustedError:
-            missing = count - group.allocator.num_free
-            return self.exhausted(missing, missing * group.bytes_per_block)
-
-        enough = max(1, -(-short() // group.bytes_per_block))
-        cached, elsewhere = self.owners.reclaimable(own, enough) * group.bytes_per_block, 0
-        in_states = self.owners.state_nbytes
-        if short() > spare() + cached:
-            elsewhere = sum(self.owners.reclaimable(i) * self.groups[i].bytes_per_block for i in others)
-            if short() > spare() + cached + elsewhere + in_states:
-                raise too_few()
-        if spare() * WORTH_MOVING >= self.budget - self.unreserved_bytes:
-            self._shrink_groups(others, max(short(), min(step - self.unreserved_bytes, spare() // 2)), kept)
-        if short() > 0 and cached:
-            # More than is missing, so that the next steps find free blocks.
-            num_blocks = -(-short() // group.bytes_per_block)
-            self.owners.evict(own, max(num_blocks, group.allocator.num_blocks // EVICTED_SHARE))
-        if short() > 0 and in_states:
-            self.owners.evict_states(short())
-        if short() > 0:
-            wanted = max(short(), min(step - self.unreserved_bytes, (spare() + elsewhere) // 2))
-            for index in others:
-                if elsewhere and wanted > spare():
-                    self.owners.evict(index, -(-(wanted - spare()) // self.groups[index].bytes_per_block))
-            self._shrink_groups(others, wanted, kept)
-        if short() > 0:  # caches freed less than they said
-            raise too_few()
-
-    def make_room_for_state(self, num_bytes: int) -> bool:
-        """Unreserve ``num_bytes`` for a state, at the cost of free blocks, then of cached ones. Call it in the compute
-        thread, between steps. Returns whether there is room."""
+    def evict(self, num_bytes: int) -> None:
+        """Evict prefixes and checkpoints of ``num_bytes`` bytes, or all. Their blocks become free, and the tensors are
+        dropped if nothing else holds any. Call it in the compute thread, between steps."""
         with self.lock:
             self.owners.collect()
-            if num_bytes <= self.unreserved_bytes:
-                return True
-            everything = range(len(self.groups))
-            missing = num_bytes - self.unheld_bytes
-            for index in everything:
-                if missing > 0 and self.groups[index].bytes_per_block:
-                    wanted = -(-missing // self.groups[index].bytes_per_block)
-                    self.owners.evict(index, min(wanted, self.owners.reclaimable(index, wanted)))
-                    missing = num_bytes - self.unheld_bytes
-            short = num_bytes - self.unreserved_bytes
-            if missing <= 0 < short:
-                # More than is missing, since tensors are copied for it.
-                self._shrink_groups(everything, max(short, self.budget // STATES_TAKEN_SHARE), [0] * len(self.groups))
-            return num_bytes <= self.unreserved_bytes
-
-    def exhausted(self, blocks: int, num_bytes: int, apart: int = 0) -> PoolExhaustedError:
-        """Return the error for blocks that do not fit; ``apart``: reserved bytes that are not counted yet."""
-        return PoolExhaustedError(
-            blocks_needed=blocks,
-            bytes_needed=num_bytes,
-            budget_bytes=self.budget,
-            bytes_reserved=self.budget - self.unreserved_bytes + apart,
-        )
-
-    # Shrinking ------------------------------------------------------------------------------------------------
-
-    def _spare_blocks(self, group: int, kept: Sequence[int]) -> int:
-        """Return how many free blocks of a group others may take."""
-        return max(0, self.groups[group].allocator.num_free - kept[group])
-
-    def _shrink_groups(self, groups: Sequence[int], num_bytes: int, kept: Sequence[int]) -> None:
-        """Shrink the tensors of groups by ``num_bytes``, or by all they can spare; those with most to spare first."""
-        for index in sorted(groups, key=lambda i: -self._spare_blocks(i, kept) * self.groups[i].bytes_per_block):
-            group = self.groups[index]
-            if num_bytes <= 0 or not group.bytes_per_block:
-                continue
-            blocks = min(self._spare_blocks(index, kept), -(-num_bytes // group.bytes_per_block))
-            if blocks:
-                self.shrink(index, group.allocator.num_blocks - blocks)
-                num_bytes -= blocks * group.bytes_per_block
-
-    def shrink(self, index: int, num_blocks: int) -> None:
-        """Move the blocks held from id ``num_blocks`` on to free ids below it, and shrink the tensors."""
-        group = self.groups[index]
-        moves = group.allocator.moves(num_blocks)
-        self.lock.is_dirty = True
-        group.move(moves)
-        self.owners.renumber(index, moves)
-        self.shrinks += 1
-        group.renumber(moves, num_blocks)
-
-    def give_back(self, num_bytes: int) -> None:
-        """Return unused memory to the system, ``num_bytes`` if possible: evict from prefix caches if free blocks are
-        not enough. Call it in the compute thread, between steps."""
-        with self.lock:
-            self.owners.collect()
-            missing = num_bytes - (self.unheld_bytes - self.unreserved_bytes)
-            reclaimable = self.reclaimable_bytes
-            if missing > 0 and reclaimable:
-                share = min(1.0, missing / reclaimable)
-                self.owners.evict_states(math.ceil(self.owners.state_nbytes * share))
-                for index in range(len(self.groups)):
-                    self.owners.evict(index, math.ceil(self.owners.reclaimable(index) * share))
-            if self.unheld_bytes > self.unreserved_bytes:
-                self.return_unused()
-
-    def return_unused(self) -> None:
-        """Return memory of free blocks to the system (see :meth:`BlockPool.return_memory`)."""
-        with self.lock:
-            self.owners.collect()
-            if not any(group.allocator.num_live for group in self.groups):
-                self.drop()
-                return
             for index, group in enumerate(self.groups):
-                if group.geometry is not None:
-                    size = group.idle_size(self.budget)
-                    if size < group.allocator.num_blocks:
-                        self.shrink(index, size)
-            mx.clear_cache()
+                if num_bytes > 0 and group.bytes_per_block:
+                    wanted = -(-num_bytes // group.bytes_per_block)
+                    freed = min(wanted, self.owners.reclaimable(index, wanted))
+                    self.owners.evict(index, freed)
+                    num_bytes -= freed * group.bytes_per_block
+            if num_bytes > 0:
+                self.owners.evict_states(num_bytes)
 
-    def drop(self) -> None:
-        """Drop the tensors of all groups; no block may be in use."""
-        for group in self.groups:
-            if group.blocks:
-                group.drop()
-                self.shrinks += 1
-        mx.clear_cache()
+    def exhausted(self, counts: Mapping[int, int]) -> PoolExhaustedError:
+        """Return the error for blocks that groups lack: ``counts`` by group, those that are free included."""
+        missing = {index: max(0, n - self.groups[index].allocator.num_free) for index, n in counts.items()}
+        budget, reserved = self.budget, self.budget - self.unreserved_bytes
+        if len(counts) < len(self.groups):  # what these groups may take
+            most = self.capacities()
+            budget = sum(most[index] * self.groups[index].bytes_per_block for index in counts)
+            reserved = sum(self.groups[index].bytes_reserved for index in counts)
+        return PoolExhaustedError(
+            blocks_needed=sum(missing.values()),
+            bytes_needed=sum(n * self.groups[index].bytes_per_block for index, n in missing.items()),
+            budget_bytes=budget,
+            bytes_reserved=reserved,
+        )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from ..errors import BlockStateError
 from .block_table import BlockTable
 from .group import Group
-from .idle import IdleWatch
 
 
 class BlockHolder(Protocol):
@@ -47,9 +45,34 @@ class BlockHolder(Protocol):
         """Drop states of at least ``num_bytes`` bytes. Returns how many bytes were freed."""
         ...
 
-    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Replace ids of the group's blocks by their new ids; the references stay the same."""
-        return None
+
+class TableLock(Protocol):
+    """A pool's lock for changes of tables. Whoever releases it calls :meth:`BlockOwners.settle` first."""
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def visit(self) -> None:
+        """Take and release the lock, unless a thread holds it."""
+
+
+class AbandonedBlocks:
+    """Blocks of dropped tables, to be released by the next thread that holds the pool's lock. Keeps no pool alive.
+
+    Attributes:
+        queue: groups and block ids.
+    """
+
+    def __init__(self, lock: TableLock) -> None:
+        self.queue: deque[tuple[int, list[int]]] = deque()
+        self._lock = lock
+
+    def put(self, group: int, block_ids: list[int]) -> None:
+        """Release these blocks; called by finalizers, which run at any point of any thread, so it never waits: a thread
+        that holds the lock does it instead."""
+        self.queue.append((group, block_ids))
+        self._lock.visit()
 
 
 class BlockOwners:
@@ -58,17 +81,15 @@ class BlockOwners:
     Changes need the pool's lock, except :meth:`add_table`, :meth:`abandon` and :meth:`collect`.
     """
 
-    def __init__(self, groups: Sequence[Group], lock: AbstractContextManager[bool], idle: IdleWatch) -> None:
+    def __init__(self, groups: Sequence[Group], lock: TableLock) -> None:
         self.owner = object()  # identifies the pool's tables
-        self._idle = idle
         self._groups = groups
         self._lock = lock
         # Block ids of all tables that have not been released, by identity of the list, with group and table. Includes
         # those of tables that some thread is just dropping. Other threads add tables without the lock, so it is copied
         # before it is iterated.
         self._lists: dict[int, tuple[int, list[int], weakref.ref[BlockTable]]] = {}
-        # Finalizers of dropped tables put their blocks here, from any thread.
-        self._abandoned: deque[tuple[int, list[int]]] = deque()
+        self._abandoned = AbandonedBlocks(lock)
         self._caches: list[weakref.ref[BlockHolder]] = []
 
     # Tables ---------------------------------------------------------------------------------------------------
@@ -77,17 +98,13 @@ class BlockOwners:
         """Register a table until it is removed; if it is dropped instead, a finalizer returns its blocks."""
         table.owner = self.owner
         self._lists[id(table.block_ids)] = (table.group, table.block_ids, weakref.ref(table))
-        finalizer = weakref.finalize(table, self._idle.put, self._abandoned, (table.group, table.block_ids))
-        finalizer.atexit = False
+        put: Any = self._abandoned.put
+        weakref.finalize(table, put, table.group, table.block_ids).atexit = False
         return table
 
     def remove_table(self, table: BlockTable) -> None:
         """Unregister a table that was released."""
         self._lists.pop(id(table.block_ids), None)
-
-    def note_release(self) -> None:
-        """Note that a table has given its blocks back."""
-        self._idle.note()
 
     def check(self, table: BlockTable) -> None:
         """Raise BlockStateError unless the table belongs to this pool and is in use."""
@@ -103,19 +120,34 @@ class BlockOwners:
         return [block_ids for own, block_ids, _ in list(self._lists.values()) if own == group]
 
     def abandon(self, group: int, block_ids: list[int]) -> None:
-        """Drop one reference of each block at the next :meth:`collect`; for finalizers, which may run at any point."""
-        self._idle.put(self._abandoned, (group, block_ids))
+        """Drop one reference of each block; for finalizers, which may run at any point."""
+        self._abandoned.put(group, block_ids)
+
+    @property
+    def has_abandoned(self) -> bool:
+        """Whether dropped tables still hold blocks."""
+        return bool(self._abandoned.queue)
 
     def collect(self) -> None:
         """Release abandoned blocks; call it before counting free blocks."""
-        if not self._abandoned:
+        queue = self._abandoned.queue
+        if not queue:
             return
         with self._lock:
-            while self._abandoned:
-                group, block_ids = self._abandoned[0]
+            while queue:
+                group, block_ids = queue[0]
                 self._groups[group].allocator.release(block_ids)
-                self._abandoned.popleft()  # only now: if the release fails, the next call repeats it
+                queue.popleft()  # only now: if the release fails, the next call repeats it
                 self._lists.pop(id(block_ids), None)
+
+    def settle(self) -> None:
+        """Release abandoned blocks. If no block is held any more, drop all tensors. Computes nothing."""
+        self.collect()
+        if any(group.allocator.num_live for group in self._groups):
+            return
+        for group in self._groups:
+            if group.allocator.num_blocks > 1 or group.has_tensors:
+                group.drop()
 
     # Prefix caches --------------------------------------------------------------------------------------------
 
@@ -152,20 +184,3 @@ class BlockOwners:
         for cache in self.caches():
             if num_blocks > 0:
                 num_blocks -= cache.evict(group, num_blocks)
-
-    # All ------------------------------------------------------------------------------------------------------
-
-    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Replace ids of the group's blocks by new ones in everything that holds them. All tables are found before any
-        is changed; one that another thread adds meanwhile is empty."""
-        known = list(self._lists.values())
-        others = [entry for entry in list(self._abandoned) if id(entry[1]) not in self._lists]
-        tables = [table for own, _, ref in known if own == group and (table := ref()) is not None]
-        lists = self.lists(group)
-        lists += [block_ids for own, block_ids in others if own == group]
-        for cache in self.caches():
-            cache.renumber(group, moves)
-        for block_ids in lists:
-            block_ids[:] = [moves.get(block_id, block_id) for block_id in block_ids]
-        for table in tables:
-            table.forget_indices()

@@ -15,14 +15,11 @@ from .choice import host_blocks
 from .geometry import PageFormat
 from .group import Group, LayerGroup, check_layout
 from .held import HeldArrays
-from .idle import IdleWatch
 from .lock import PoolLock
-from .memory import PoolMemory
+from .memory import UNLIMITED, PoolMemory
 from .new_tokens import NewTokens
-from .owners import BlockHolder, BlockOwners
+from .owners import BlockHolder
 from .stats import PagedCacheStats, check_group
-
-UNLIMITED = 1 << 62
 
 
 class BlockPool:
@@ -60,7 +57,7 @@ class BlockPool:
         self.groups = [Group(spec, block_size, choose_blocks, page_format, held) for spec in groups]
         # Guards every change. Holders of blocks use it for their own changes, which avoids deadlocks.
         self.lock = PoolLock(self.groups, held)
-        self._owners = BlockOwners(self.groups, self.lock.even_if_lost, IdleWatch(self))
+        self._owners = self.lock.owners
         self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.lock)
         # Of each model layer: the index of its group, and its own index in the group.
         self.places = {
@@ -69,8 +66,6 @@ class BlockPool:
             for position, layer in enumerate(group.spec.layers)
         }
         self.cow_forks = 0
-        # Whether an idle pool drops its tensors by itself. Over ranks the engines agree on when.
-        self.drops_when_idle = True
         self.traces = 0  # compiled steps traced; a trace slows its step down
         # Counted by the scheduler of the pool's sequences.
         self.preemptions = self.drafted = self.accepted = self.draft_steps = self.draft_depth = self.draft_ms_saved = 0
@@ -108,7 +103,7 @@ class BlockPool:
                 self._owners.collect()
                 block_group = self.groups[group]
                 if count > block_group.allocator.num_free:
-                    self.memory.grow(block_group, count)
+                    self.memory.grow(group, count)
                 blocks = block_group.allocator.allocate(count)
         except Exception:  # if blocks were taken, computing failed when the lock was released
             self.release(group, blocks)
@@ -127,7 +122,7 @@ class BlockPool:
             self.groups[group].allocator.release(block_ids)
 
     def abandon(self, group: int, block_ids: list[int]) -> None:
-        """Drop one reference of each block at the next :meth:`collect`; for finalizers, which may run at any point."""
+        """Drop one reference of each block; for finalizers, which may run at any point."""
         self._owners.abandon(group, block_ids)
 
     def collect(self) -> None:
@@ -142,30 +137,6 @@ class BlockPool:
     def holders(self) -> list[BlockHolder]:
         """Return the prefix caches over this pool that are alive."""
         return self._owners.caches()
-
-    def return_memory(self) -> None:
-        """Return memory of free blocks to the system, except for one growth step of each group; all of it if no block
-        is in use. Call it in the compute thread, between steps, when memory has not been needed for a while: it moves
-        blocks and copies tensors.
-        """
-        self.memory.return_unused()
-
-    def drop_if_idle(self) -> bool:
-        """Drop all tensors if no block is in use; the next sequence makes new ones. For threads that do not compute: it
-        never blocks and computes nothing.
-
-        Returns:
-            False if the pool was locked, so that the caller must try again.
-        """
-        if not self.lock.try_acquire():
-            return False
-        try:
-            self._owners.collect()
-            if self.drops_when_idle and not any(group.allocator.num_live for group in self.groups):
-                self.memory.drop()
-            return True
-        finally:
-            self.lock.__exit__()
 
     # Tables ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +172,6 @@ class BlockPool:
             table.block_ids.clear()
             table.forget_indices()
             self._group(table).touch()
-            self._owners.note_release()
 
     def _group(self, table: BlockTable) -> Group:
         return self.groups[table.group]
@@ -317,8 +287,8 @@ class BlockPool:
         return True
 
     def ensure_free_for(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
-        """Make blocks available for the next tokens of a sequence's tables (those as long as the first), so that no
-        group has to take them from another in the middle of a step."""
+        """Make blocks available for the next tokens of a sequence's tables (those as long as the first), in all groups
+        before any is taken."""
         length = tables[0].length
         level = [table for table in tables if table.length == length]
         self.slide(level)

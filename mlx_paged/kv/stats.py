@@ -36,7 +36,6 @@ class PagedCacheStats:
         evictions: blocks that prefix caches have freed, to make room, by age or by a limit.
         prefix_hit_tokens: tokens that sequences took from a prefix cache instead of computing them.
         preemptions: sequences that gave their blocks back to make room, to be computed again later.
-        shrinks: times a group's tensors were made smaller, for another group or because nothing needed the memory.
         peak_bytes_in_use: bytes of the peak live blocks.
         quantized_tokens: tokens whose keys and values were quantised when they were written. Tokens that came with a
             prefix or from a file are not counted.
@@ -67,7 +66,6 @@ class PagedCacheStats:
     evictions: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
-    shrinks: int = 0
     peak_bytes_in_use: int = 0
     quantized_tokens: int = 0
     quantized_layers: int = 0
@@ -101,7 +99,6 @@ class PagedCacheStats:
             evictions=sum(holder.evictions for holder in holders),
             prefix_hit_tokens=sum(holder.hit_tokens for holder in holders),
             preemptions=pool.preemptions,
-            shrinks=pool.memory.shrinks,
             peak_bytes_in_use=sum(g.bytes_per_block * g.allocator.peak_live for g in groups),
             quantized_tokens=max((blocks.num_quantized for g in groups for blocks in g.blocks), default=0),
             quantized_layers=sum(len(g.spec.layers) for g in groups if g.is_quantized),
@@ -156,6 +153,8 @@ def check_group(group: Group, tables: Sequence[BlockTable], held: Sequence[Seque
             raise BlockStateError(f"{table} must have {entries} block ids, got {len(table.block_ids)}")
         if NULL_BLOCK in table.block_ids[table.logical_start // group.block_size :]:
             raise BlockStateError(f"{table} has released a block that is still visible")
+    if not group.has_tensors and group.allocator.num_blocks == 1:
+        return
     for blocks in group.blocks:
         excess = blocks.num_blocks - group.allocator.num_blocks
         if excess < 0 or (excess and not group.resize_failed):

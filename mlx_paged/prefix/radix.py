@@ -282,7 +282,7 @@ class RadixTree:
             memory, most = self.pool.memory, int(self.pool.memory.budget * CHECKPOINT_SHARE)
             if self.checkpoints.nbytes + nbytes > most:
                 self.evict_states(self.checkpoints.nbytes + nbytes - most)
-            if self.checkpoints.nbytes + nbytes > most or not memory.make_room_for_state(nbytes):
+            if self.checkpoints.nbytes + nbytes > most or nbytes > memory.unreserved_bytes:
                 self.checkpoints.dropped += 1
                 return False
             node = self.insert(run, tables, salt)
@@ -555,13 +555,6 @@ class RadixTree:
     def held(self, group: int) -> list[list[int]]:
         """Return the blocks of the group, once for each reference."""
         return [list(self._held.counts[group].elements())]
-
-    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Replace the ids of blocks that the pool has moved."""
-        with self.pool.lock:
-            for node in self.nodes():
-                node.blocks[group][:] = [moves.get(b, b) for b in node.blocks[group]]
-            self._held.renumber(group, moves)
 
 
 # Inserting -------------------------------------------------------------------------------------------------------

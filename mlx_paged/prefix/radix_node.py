@@ -88,13 +88,6 @@ class HeldBlocks:
         self.hold(group, list(missing.elements()))
         self.drop(group, list(surplus.elements()))
 
-    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Replace the ids of blocks that the pool has moved."""
-        held = self.counts[group]  # changed in place: the finalizer holds it, too
-        counts = {moves.get(b, b): n for b, n in held.items()}
-        held.clear()
-        held.update(counts)
-
 
 def _abandon(pool: weakref.ref[BlockPool], counts: list[Counter[int]]) -> None:
     """Release the references of a tree that was dropped."""

@@ -375,7 +375,7 @@ class Agreement:
     def _blocks(self, plan: ScheduledStep) -> list[int]:
         if self._pool is None:
             return []
-        noted = [each for group in self._pool.groups for each in (group.allocator.num_blocks, group.allocator.num_free)]
+        noted = [group.allocator.num_live for group in self._pool.groups]
         for request in plan.decode:
             for table in request.tables or ():
                 noted += [table.length, *table.block_ids[-1:]]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 0.1
 TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
-RETURN_MEMORY_SECONDS = 5  # without work, after which pools return memory
+TRIM_SECONDS = 5  # without work, after which the heap is trimmed
 CLOSING = "the server is shutting down"
 
 
@@ -471,15 +471,13 @@ class EngineLoop:
             self.fail(work, refusal)
 
     def tidy_while_idle(self, is_wanted: Callable[[], bool]) -> None:
-        """Write prefixes to disk, return unused memory, unload idle models, and check the memory in use."""
+        """Write prefixes to disk, trim the heap, unload idle models, and check the memory in use."""
         cache = self.models.prompt_cache
         self._tidied = self._clock()
         if hasattr(cache, "tidy"):
             cache.tidy(is_wanted)
-        if self._worked_at and self._tidied - self._worked_at >= RETURN_MEMORY_SECONDS:
+        if self._worked_at and self._tidied - self._worked_at >= TRIM_SECONDS:
             self._worked_at = 0.0
-            for pool in self.models.pools:
-                pool.return_memory()
             trim_heap()
         seconds = self.models.idle_unload
         if seconds is not None and self._used_at is not None and self._tidied - self._used_at >= seconds:

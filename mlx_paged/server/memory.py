@@ -130,7 +130,7 @@ class MemoryWatch:
         if batch is not None and self.pressure == Pressure.PREEMPTING:
             batch.preempt_last()
         if pool is not None:
-            pool.memory.give_back(excess)
+            pool.memory.evict(excess)
         unpaged = getattr(prompt_cache, "unpaged", None)
         if unpaged is not None:
             unpaged.trim_to(n_bytes=max(0, int(unpaged.nbytes) - excess))

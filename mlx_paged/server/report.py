@@ -51,7 +51,6 @@ _COUNTERS = {
     "evictions": "Blocks evicted from the prefix cache",
     "prefix_hit_tokens": "Tokens that sequences took from the prefix cache",
     "preemptions": "Times a request was preempted",
-    "shrinks": "Times a layer group's tensors were made smaller",
     "quantized_tokens": "Tokens quantised when they were written",
     "drafted_tokens": "Draft tokens verified (draft model, prediction head or prompt lookup)",
     "accepted_tokens": "Draft tokens that the model accepted",

@@ -45,7 +45,7 @@ class BudgetShare:
             _divide(pool)
         weakref.finalize(self, _end_share, pool, draft_pool).atexit = False
         for each in (pool, draft_pool):
-            each.memory.make_room_for_state(0)  # evicts what is beyond the new budget
+            each.memory.evict(-each.memory.unreserved_bytes)  # what is beyond the new budget
 
 
 def _end_share(pool: BlockPool, draft_pool: BlockPool) -> None:

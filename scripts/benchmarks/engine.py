@@ -249,8 +249,7 @@ def full(rows: int, nodes: int) -> float:
     bench.add(rows, 300)
     bench.start()
     for _ in range(nodes):
-        memory, allocator = bench.pool.memory, bench.pool.groups[0].allocator
-        if memory.unheld_bytes < 2 * bench.pool.groups[0].bytes_per_block and not allocator.num_free:
+        if not bench.pool.memory.room()[0]:
             break
         prefix = bench.pool.new_table(0)
         bench.pool.append_tokens(prefix, BLOCK)

@@ -44,7 +44,7 @@ from tests.support.processes.server_process import ServerProcess
 FLAT = 0.02
 WARM_REQUESTS = 50  # per client, by the end of the first round
 SAMPLE_SECONDS = 2.0
-REST_SECONDS = 10.0  # without work: the server gives memory back after 5
+REST_SECONDS = 10.0  # without work: the server trims its heap after 5
 KINDS = ["whole", "stream", "cancel", "seed", "stop"]
 WORDS = ["the", "river", "bank", "was", "cold", "and", "nobody", "who", "had", "seen", "it", "before", "a", "lamp"]
 

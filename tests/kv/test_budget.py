@@ -70,8 +70,8 @@ def test_holds_is_exact_to_the_token_without_a_window(num_blocks: int) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 17, 90])
 def test_bytes_for_is_enough_and_half_of_it_is_not(windows: tuple[int | None, ...], num_tokens: int) -> None:
     least = PoolBudget(pool_of(windows, 1000), chunk=CHUNK).bytes_for(num_tokens)
-    assert least % BLOCK_BYTES == 0
-    for num_blocks, is_held in ((least // BLOCK_BYTES, True), (least // BLOCK_BYTES - 1, False)):
+    enough = -(-least // BLOCK_BYTES)
+    for num_blocks, is_held in ((enough, True), (enough - 1, False)):
         if num_blocks < 2 * len(windows):  # not even one block of each group beside the null block
             with pytest.raises(PoolExhaustedError, match="which needs at least"):
                 pool_of(windows, num_blocks)
@@ -81,9 +81,7 @@ def test_bytes_for_is_enough_and_half_of_it_is_not(windows: tuple[int | None, ..
         if is_held:
             assert extend_until_full(pool, num_tokens) == num_tokens
     if num_tokens > SIZE:
-        assert (
-            extend_until_full(pool_of(windows, least // BLOCK_BYTES // 2 + len(windows) - 1), num_tokens) < num_tokens
-        )
+        assert extend_until_full(pool_of(windows, enough // 2 + len(windows) - 1), num_tokens) < num_tokens
 
 
 def test_a_budget_for_window_and_chunk_holds_any_length() -> None:
@@ -100,7 +98,7 @@ def test_what_fits_can_be_appended_in_any_order(windows: tuple[int | None, ...],
     """Last blocks are shared or partial. Without a window and shared blocks, appends that do not fit cannot be made
     either. With shared blocks they may: the last writer of a shared block need not copy it."""
     rng = np.random.default_rng(seed)
-    pool = pool_of(windows, sum(17 if window is None else 10 for window in windows))
+    pool = pool_of(windows, {(None,): 17, (9,): 10}.get(windows, 34))
     budget = PoolBudget(pool, chunk=CHUNK)
     sequences = [new_tables(pool) for _ in range(4)]
     fitted = refused = 0

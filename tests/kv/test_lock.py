@@ -49,8 +49,8 @@ def test_lock_is_kept_through_a_section_and_released_at_its_end() -> None:
     with HeldLocks():
         with HeldLocks(), pool.lock:
             pass
-        assert not in_thread(pool.lock.try_acquire)
-    assert in_thread(lambda: pool.lock.try_acquire() and pool.lock.__exit__() is None)
+        assert not in_thread(lambda: pool.lock._acquire(timeout=0))
+    assert in_thread(lambda: pool.lock._acquire(timeout=0) and pool.lock.__exit__() is None)
 
 
 def test_waiting_thread_gets_the_lock_before_it_is_taken_again() -> None:
@@ -82,7 +82,7 @@ def test_reads_of_a_thread_that_has_ended_are_computed() -> None:
         with mx.stream(mx.new_stream(mx.default_device())), pool.lock:
             ((keys, _),) = pool.blocks_of(0).read(pool.tokens_of(0, [table], 1))
             output = keys + 1
-            pool.pending.append(output)
+            pool.blocks_of(0).pending.append(output)
             pool.lock.is_dirty = True
         return output
 

@@ -182,7 +182,7 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
         index = int(rng.integers(len(sequences)))
         sequence, tokens = sequences[index]
         table = sequence.tables[0]
-        action = rng.choice(["append", "token", "fork", "trim", "drop", "detach", "adopt", "carry", "shrink"])
+        action = rng.choice(["append", "token", "fork", "trim", "drop", "detach", "adopt", "carry"])
         if action in ("append", "token") or not tokens:
             n = 1 if action == "token" else int(rng.integers(1, 13))
             k, v = append(pool, table, 1000 * seed + turn, n)
@@ -208,8 +208,6 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             pool.append_tokens(fresh, table.num_visible)
             pool.write_stored(0, [fresh], *rows)
             sequences[index] = (SequenceTables.over(pool, [fresh]), tokens)
-        elif action == "shrink":
-            pool.return_memory()
         del sequence, table
         for other, mine in sequences:
             if not mine:

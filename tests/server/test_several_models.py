@@ -127,7 +127,7 @@ def test_least_recently_used_model_is_unloaded(
     room = [0] if is_short else []
     monkeypatch.setattr(models_of_server, "usable_memory", lambda: room.pop() if room else 1 << 40)
     load(three)
-    assert len(models.pools) == 2
+    assert len(models._loaded) == 2
     assert load(one) is first and load(two) is not second
     assert (f"unloading {two.model}" in caplog.text) is is_short
     assert len(ways) == 8, "the callback is called at each change of model"
@@ -173,13 +173,13 @@ def test_model_that_cannot_be_served_leaves_the_present_one_as_it_was(
     mlx_paged.apply_patches(PagedConfig(kv_cache_memory=80_000 if step == "pool" else 1 << 20))
     models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
     models.load_default()
-    one, present, pools = models.default_key, (models.weights, models.texts), models.pools
+    one, present, pool = models.default_key, (models.weights, models.texts), models.pool
     if step == "texts":
         monkeypatch.setattr(models_of_server, "LoadedTexts", lambda *_: 1 / 0)
     with pytest.raises(RequestRefused, match="the model cannot be loaded") as refused:
         models.load(wide, lambda: None)
     assert refused.value.status == 404 and refused.value.__context__ is None  # which would keep the weights
-    assert (models.weights, models.texts) == present and models.is_present(one) and models.pools == pools
+    assert (models.weights, models.texts) == present and models.is_present(one) and models.pool is pool
     assert models.texts_of(wide) is None and not models.is_present(wide)
     models.load(one, lambda: None)
     assert (models.weights, models.texts) == present

@@ -278,7 +278,7 @@ def test_state_in_use_counts_until_it_is_dropped() -> None:
     slot = node.checkpoint.slot if node.checkpoint is not None else None
     tree.clear()
     del node
-    assert pool.memory.states.nbytes == 100 and pool.memory.unheld_bytes == 3900
+    assert pool.memory.states.nbytes == 100 and pool.memory.unreserved_bytes == 3900
     del slot
     assert pool.memory.states.nbytes == 0
 

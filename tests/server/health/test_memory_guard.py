@@ -75,7 +75,7 @@ def test_memory_pressure_evicts_then_preempts(kind: str) -> None:
     excess = batch.pool.stats().bytes_reserved
     assert batch.step(excess) == Pressure.EVICTING
     stats = batch.pool.stats()
-    assert stats.cached_blocks == 0 and stats.bytes_reserved < excess and batch.running == 4
+    assert stats.cached_blocks == 0 and stats.free_blocks > 20 and batch.running == 4
     assert batch.pool.memory.spare == 0
 
     (late,) = insert(batch.generator, [LATE], batch.outcomes)

@@ -1,9 +1,8 @@
-"""Idle pools return their memory; `glance` reads a pool in use without waiting."""
+"""A pool drops its tensors when nothing is held; `glance` reads a pool in use without waiting."""
 
 import gc
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
@@ -11,28 +10,21 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv import idle
-from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.attention_params import QueryHeads
+from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.server.report import block_map
 from tests.support.cases import slow
+from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 from tests.support.prefixes import add, make_tree
 from tests.support.processes import threads
 
 LONG = 60.0  # seconds, enough for any thread that is not blocked
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds; fail after ``LONG`` seconds."""
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def small_pool() -> BlockPool:
@@ -43,12 +35,6 @@ def small_pool() -> BlockPool:
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "IDLE_SECONDS", 0.02)
-    monkeypatch.setattr(idle, "LOOK_SECONDS", 0.01)
-
-
-@pytest.fixture
 def patched() -> Iterator[None]:
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=64 << 20))
     yield
@@ -56,7 +42,7 @@ def patched() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", ["batch", *slow("single"), "generator dropped"])
-def test_tensors_are_dropped_after_the_last_user_is_gone(soon: None, patched: None, way: str) -> None:
+def test_memory_is_back_when_the_last_user_is_gone(patched: None, way: str) -> None:
     model, prompts = build("llama"), [prompt_of(60, seed).tolist() for seed in range(6)]
 
     def run() -> list[list[int]]:
@@ -66,52 +52,82 @@ def test_tensors_are_dropped_after_the_last_user_is_gone(soon: None, patched: No
         uids = generator.insert(prompts, [6] * len(prompts))
         tokens: dict[int, list[int]] = {uid: [] for uid in uids}
         while responses := generator.next_generated():
+            assert mlx_paged.pool_of(model).stats().bytes_reserved > 0
             for response in responses:
                 tokens[response.uid].append(response.token)
         if way == "batch":
             generator.close()
         return [tokens[uid] for uid in uids]
 
-    first = run()
-    pool = mlx_paged.pool_of(model)
-    wait_until(lambda: pool.stats().bytes_reserved == 0)
-    pool.check_integrity()
-    assert run() == first
-    assert pool.stats().bytes_reserved > 0 or way != "batch"
-    wait_until(lambda: pool.stats().bytes_reserved == 0)
+    gc.disable()
+    try:
+        first = run()
+        pool = mlx_paged.pool_of(model)
+        assert pool.groups[0].bytes_reserved == 0
+        pool.check_integrity()
+        assert run() == first
+        assert pool.groups[0].bytes_reserved == 0
+    finally:
+        gc.enable()
 
 
-def test_return_memory_drops_all_tensors_at_once() -> None:
+def test_the_last_release_drops_the_tensors() -> None:
     pool = small_pool()
-    table = pool.new_table()
-    pool.append_tokens(table, 400)
-    pool.release_table(table)
-    assert pool.stats().bytes_reserved > 0
-    pool.return_memory()
-    assert pool.stats().bytes_reserved == 0 and pool.stats().total_blocks <= 1
-    table = pool.new_table()
-    pool.append_tokens(table, 9)
+    assert pool.stats().bytes_reserved == 0
+    tables = [pool.new_table(), pool.new_table()]
+    for table in tables:
+        pool.append_tokens(table, 400)
+    fork = pool.fork(tables[0])
+    for table in tables:
+        pool.release_table(table)
+        assert pool.stats().bytes_reserved > 0
+    pool.trim(fork, 400)
+    assert pool.stats().bytes_reserved == 0 and pool.stats().total_blocks == 0
+    pool.append_tokens(fork, 9)
     x = mx.random.normal((1, 1, 9, 8))
-    pool.write_prefill(table, 0, x, x)
-    assert mx.array_equal(pool.gather_visible(table, 0)[0], x)
+    pool.write_prefill(fork, 0, x, x)
+    assert mx.array_equal(pool.gather_visible(fork, 0)[0], x)
     pool.check_integrity()
 
 
-def test_drop_if_idle_keeps_tensors_in_use(soon: None) -> None:
-    tree, pool = make_tree([None])
+@pytest.mark.parametrize(
+    "end",
+    [RadixTree.clear, lambda tree: tree.pool.memory.evict(1 << 40), lambda tree: None],
+    ids=["clear", "evict", "drop"],
+)
+def test_a_prefix_keeps_the_tensors_until_it_is_evicted_or_dropped(
+    end: Callable[[RadixTree], None],
+) -> None:
+    tree, pool = make_tree([None, 8])
     add(tree, list(range(9)))
-    reserved = pool.stats().bytes_reserved
-    assert reserved and pool.drop_if_idle() and pool.stats().bytes_reserved == reserved
+    assert pool.stats().bytes_reserved > 0
+    gc.disable()
+    try:
+        end(tree)
+        del tree
+        assert pool.groups[0].bytes_reserved == pool.groups[1].bytes_reserved == 0
+    finally:
+        gc.enable()
     pool.check_integrity()
-    tree.clear()
-    assert pool.drop_if_idle() and pool.stats().bytes_reserved == 0
 
 
-def test_drop_if_idle_returns_false_while_the_lock_is_held() -> None:
+def test_tensors_stay_while_a_section_lasts() -> None:
+    """A step that releases all blocks and takes new ones does not make new tensors."""
+    pool = small_pool()
+    with HeldLocks():
+        pool.append_tokens(table := pool.new_table(), 40)
+        pool.release_table(table)
+        reserved = pool.groups[0].bytes_reserved
+        pool.append_tokens(table := pool.new_table(), 40)
+        assert pool.groups[0].bytes_reserved == reserved > 0
+        pool.release_table(table)
+    assert pool.groups[0].bytes_reserved == 0
+
+
+def test_who_holds_the_lock_drops_for_a_table_that_goes_meanwhile() -> None:
     pool = small_pool()
     table = pool.new_table()
     pool.append_tokens(table, 40)
-    pool.release_table(table)
     entered, leave = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -122,10 +138,25 @@ def test_drop_if_idle_returns_false_while_the_lock_is_held() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     assert entered.wait(LONG)
-    assert not pool.drop_if_idle()
+    del table  # waits for nobody
+    assert pool.groups[0].allocator.num_live == 10
     leave.set()
     thread.join()
-    assert pool.drop_if_idle() and pool.stats().bytes_reserved == 0
+    assert pool.groups[0].allocator.num_live == pool.groups[0].bytes_reserved == 0
+
+
+def test_tensors_are_dropped_on_a_gpu_too() -> None:
+    with fake_kernels():
+        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_blocks=blocks_choice(True))
+        x = mx.random.normal((1, 2, 9, 8))
+        for _ in range(2):
+            table = pool.new_table()
+            pool.append_tokens(table, 9)
+            pool.set_geometry(0, x, x, batch=1, heads=QueryHeads(2))
+            pool.write_prefill(table, 0, x, x)
+            assert pool.groups[0].in_place and mx.array_equal(pool.gather_visible(table, 0)[0], x)
+            del table
+            assert pool.groups[0].bytes_reserved == 0
 
 
 def test_dropped_pool_is_freed_without_the_garbage_collector() -> None:
@@ -134,11 +165,10 @@ def test_dropped_pool_is_freed_without_the_garbage_collector() -> None:
         pool = small_pool()
         table = pool.new_table()
         pool.append_tokens(table, 40)
-        del table
         groups = pool.groups
-        assert sys.getrefcount(groups) > 2
         del pool
-        wait_until(lambda: sys.getrefcount(groups) == 2)  # the idle thread may hold it for a moment
+        assert sys.getrefcount(groups) == 2, "a table does not keep its pool"
+        del table
     finally:
         gc.enable()
 
@@ -169,15 +199,16 @@ def test_failure_in_one_pool_releases_the_locks_of_the_others() -> None:
     assert done.is_set()
 
 
-def shrink_beside_makers(rounds: int, makers: int) -> None:
-    """Shrink a pool again and again while other threads make and drop caches."""
+def drop_beside_makers(rounds: int, makers: int) -> None:
+    """Make, write and drop tables in one thread while others make and drop some; now and then none is left."""
     pool, stop = small_pool(), threading.Event()
 
     def make() -> None:
         kept = []
         while not stop.is_set():
             kept.append(pool.new_table())
-            if len(kept) > 300:
+            pool.append_tokens(kept[-1], 7)
+            if len(kept) > 3:
                 kept.clear()
 
     threads = [threading.Thread(target=make) for _ in range(makers)]
@@ -186,54 +217,30 @@ def shrink_beside_makers(rounds: int, makers: int) -> None:
     try:
         for thread in threads:
             thread.start()
-        for _ in range(rounds):
-            junk, table = pool.new_table(), pool.new_table()
-            pool.append_tokens(junk, 4 * 40)
-            pool.append_tokens(table, 40)  # behind the blocks of junk
-            pool.release_table(junk)
-            pool.return_memory()
-            assert len(set(table.block_ids)) == 10
-            other = pool.new_table()
-            pool.append_tokens(other, 40)
-            assert not set(other.block_ids) & set(table.block_ids)
-            pool.release_table(other)
-            pool.release_table(table)
+        for number in range(rounds):
+            table = pool.new_table()
+            pool.append_tokens(table, 40)
+            x = mx.full((1, 1, 40, 8), float(number))
+            pool.write_prefill(table, 0, x, x)
+            assert mx.array_equal(pool.gather_visible(table, 0)[0], x)
+            del table
     finally:
         stop.set()
         sys.setswitchinterval(interval)
         for thread in threads:
             thread.join()
+    threads.clear()
     pool.check_integrity()
+    assert pool.groups[0].allocator.num_live == pool.groups[0].bytes_reserved == 0
 
 
-def test_a_pool_shrinks_while_other_threads_make_caches() -> None:
-    shrink_beside_makers(20, 2)
+def test_tables_are_dropped_while_other_threads_make_some() -> None:
+    drop_beside_makers(50, 2)
 
 
 @pytest.mark.slow
-def test_a_pool_shrinks_while_other_threads_make_caches_for_long() -> None:
-    shrink_beside_makers(6000, 2)
-
-
-def test_adding_tables_during_renumbering_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may add a table between any two steps of the loop over the tables."""
-    pool = small_pool()
-    junk, table = pool.new_table(), pool.new_table()
-    pool.append_tokens(junk, 4 * 40)
-    pool.append_tokens(table, 40)
-    pool.release_table(junk)
-    others: list[BlockTable] = []
-    forget = BlockTable.forget_indices
-
-    def added_meanwhile(self: BlockTable) -> None:
-        if len(others) < 3:
-            others.append(pool.new_table())
-        forget(self)
-
-    monkeypatch.setattr(BlockTable, "forget_indices", added_meanwhile)
-    pool.return_memory()
-    assert max(table.block_ids) < 40 and others
-    pool.check_integrity()
+def test_tables_are_dropped_while_other_threads_make_some_for_long() -> None:
+    drop_beside_makers(6000, 3)
 
 
 def test_failed_tree_change_keeps_the_dictionary_of_roots() -> None:
