@@ -90,13 +90,6 @@ class TreeMachine(RuleBasedStateMachine):
 
     # Rules --------------------------------------------------------------------------------------------------------
 
-    @rule()
-    def move_blocks_together(self) -> None:
-        self.pool.collect()
-        for index, group in enumerate(self.pool.groups):
-            if group.allocator.num_free:
-                self.pool.memory.shrink(index, group.allocator.num_live + 1)
-
     @rule(
         requests=st.lists(st.tuples(st.booleans(), recipes, st.integers(0, 40), st.booleans()), min_size=1, max_size=6)
     )
