@@ -7,9 +7,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import mlx.core as mx
+
 from ..errors import BlockStateError
 from .block_table import BlockTable
 from .group import Group
+
+
+# Tensors of so many bytes go back to the system when they are dropped; smaller ones stay in MLX's cache, where the next
+# sequence finds them.
+RETURNED_BYTES = 64 << 20
 
 
 class BlockHolder(Protocol):
@@ -145,9 +152,12 @@ class BlockOwners:
         self.collect()
         if any(group.allocator.num_live for group in self._groups):
             return
+        num_bytes = sum(group.bytes_reserved for group in self._groups)
         for group in self._groups:
             if group.allocator.num_blocks > 1 or group.has_tensors:
                 group.drop()
+        if num_bytes >= RETURNED_BYTES:
+            mx.clear_cache()
 
     # Prefix caches --------------------------------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ class UnvisitedLock(contextlib.nullcontext[bool]):
 def some_holders(num_blocks: int = 9) -> tuple[BlockOwners, Group]:
     group = Group(LayerGroup((0,)), 4)
     group.allocator.grow(num_blocks)
-    return BlockOwners([group], UnvisitedLock(), []), group
+    return BlockOwners([group], UnvisitedLock()), group
 
 
 def a_table(holders: BlockOwners, group: Group, num_blocks: int) -> BlockTable:
