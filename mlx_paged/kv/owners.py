@@ -13,7 +13,6 @@ from ..errors import BlockStateError
 from .block_table import BlockTable
 from .group import Group
 
-
 # Tensors of so many bytes go back to the system when they are dropped; smaller ones stay in MLX's cache, where the next
 # sequence finds them.
 RETURNED_BYTES = 64 << 20
