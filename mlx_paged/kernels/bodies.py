@@ -19,10 +19,7 @@ class Family(Enum):
     GATHER = auto()
     COPY = auto()
     PRODUCT = auto()
-    SILU = auto()
-    EMBEDDING = auto()
     DRAW = auto()
-    PENALISE = auto()
 
 
 class Body(NamedTuple):
@@ -204,17 +201,7 @@ BODIES: dict[str, Body] = {
     "copy_blocks": Body(Family.COPY, ("copy_blocks",), (*_POOL, "pairs"), ("fence_out",)),
     **_products("matmul"),
     **_products("quantized"),
-    "silu_product": Body(
-        Family.SILU, _parts("products", "silu_gate silu_product"), ("left", "right"), ("out",), cuda_only=True
-    ),
-    "embedding_rows": Body(Family.EMBEDDING, ("embedding_rows",), ("table", "tokens"), ("out",), cuda_only=True),
     "draw_rows": Body(Family.DRAW, ("draw_rows",), ("x", "params", "keys", "positions"), ("out",)),
-    "penalise_rows": Body(
-        Family.PENALISE,
-        ("penalise_rows",),
-        ("x", "tokens", "places", "words", "counts", "spans", "penalties"),
-        ("out", "words_out", "counts_out", "spans_out"),
-    ),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_paged.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.cuda.launch import CompiledKernel, Source, short_name
-from mlx_paged.kernels import build, check, draw_rows, embedding_rows, penalise_rows, silu_product
+from mlx_paged.kernels import build, check, draw_rows
 from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
@@ -106,11 +106,9 @@ def texts() -> list[tuple[str, Constants]]:
         for body, fused in narrow_matmul.KERNELS
         for bits in (0, 4)
     ]
-    layers = [draw_rows.kernel_key(mx.bfloat16, "cuda"), penalise_rows.kernel_key(mx.bfloat16)]
-    layers += [silu_product.kernel_key(mx.bfloat16, 3), embedding_rows.kernel_key(mx.bfloat16, mx.uint32)]
     quantized = texts_of(QUANTIZED) + texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
     listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
-    listed += [(key.body, key.constants) for key in products + layers]
+    listed += [(key.body, key.constants) for key in [*products, draw_rows.kernel_key(mx.bfloat16, "cuda")]]
     listed += texts_of(LATENT) + texts_of(LATENT_TENSOR)
     assert {body for body, _ in listed} >= set(BODIES) - {*MATRIX_BODIES, SHARED_MATRIX_BODY}  # Metal only
     return listed
@@ -143,7 +141,7 @@ def test_launch_passes_the_declared_parameters(mlx: FakeMLX, body: str, constant
 
 HEADERLESS = [
     texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *texts_of(QUANTIZED), *texts()[-2:],
-    draw_rows.kernel_key(mx.float16, "cuda")[:2], penalise_rows.kernel_key(mx.float16)[:2],
+    draw_rows.kernel_key(mx.float16, "cuda")[:2],
 ]  # fmt: skip
 
 

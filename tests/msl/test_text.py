@@ -8,7 +8,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import bodies, draw_rows, penalise_rows, quantized
+from mlx_paged.kernels import bodies, draw_rows, quantized
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
@@ -229,24 +229,6 @@ def test_checker_catches_in_draw_rows():
     assert draw_problems(mx.bfloat16, 9, ("static_cast<float>(x[start + i]), LEAST", "x[start + i], LEAST"))
     assert draw_problems(mx.float16, 9, ("-static_cast<float>(place)", "-place"))
     assert draw_problems(mx.float32, 9, ("const int64_t start", "const int start"))
-
-
-def penalise_problems(dtype, rows, edit=None):
-    inputs = [(2, rows * 999, name_of(dtype)), (1, rows, "uint32"), (1, rows, "int32"), (2, 999, "uint32")]
-    inputs += [(3, 3996, "int32"), (2, 999, "int32"), (2, 999, "float32")]
-    constants = penalise_rows.kernel_key(dtype).constants
-    return problems("penalise_rows", constants, inputs, ["float32", "uint32", "int32", "int32"], edit)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 9])
-def test_penalise_rows_is_clean(rows, dtype):
-    assert penalise_problems(dtype, rows) == []
-
-
-def test_checker_catches_in_penalise_rows():
-    assert penalise_problems(mx.bfloat16, 9, ("const int64_t start", "const int start"))
-    assert penalise_problems(mx.bfloat16, 9, ("words_out[first + entry] = word", "words[first + entry] = word"))
 
 
 BAD = {

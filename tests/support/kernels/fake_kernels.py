@@ -17,7 +17,7 @@ from mlx_paged import config
 from mlx_paged.attention import dispatch, gather, latent_prompts
 from mlx_paged.attention.gather import causal_mask
 from mlx_paged.engine import compiled_step
-from mlx_paged.kernels import availability, embedding_rows, quantized, silu_product
+from mlx_paged.kernels import availability, quantized
 from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import Variant
@@ -38,7 +38,6 @@ class FakeKernels:
         self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0, "append": 0}
         self.calls["narrow_matmul"] = self.calls["paged_prefill"] = 0
         self.calls["latent_prefill"] = 0
-        self.calls["silu_product"] = self.calls["embedding_rows"] = 0
         self.max_q_len = 0
         self.rewound = 0
         # Per pool: its tensor, and the fences returned so far with the kernel that returned each.
@@ -291,14 +290,6 @@ class FakeKernels:
             pool[mx.array(target)] = pool[mx.array(source)]
         return self._pass("copy_blocks", k_pool, v_pool, fence)
 
-    def silu_product(self, gate: mx.array, up: mx.array) -> mx.array:
-        self.calls["silu_product"] += 1
-        return nn.silu(gate) * up
-
-    def embedding_rows(self, table: mx.array, tokens: mx.array) -> mx.array:
-        self.calls["embedding_rows"] += 1
-        return table[tokens]
-
     def multiply(
         self,
         body: str,
@@ -393,9 +384,5 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(narrow_matmul, "passes_check", lambda body, dtype, *choice: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "is_available", lambda: True),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
-        mock.patch.object(silu_product, "passes_check", lambda dtype, dims: dtype in silu_product.DTYPES),
-        mock.patch.object(silu_product, "_launch", fake.silu_product),
-        mock.patch.object(embedding_rows, "passes_check", lambda dtype, tokens: dtype in embedding_rows.DTYPES),
-        mock.patch.object(embedding_rows, "_launch", fake.embedding_rows),
     ):
         yield fake
