@@ -7,12 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..attention import dispatch, gather, latent_prompts
+from ..attention import dispatch, gather
 from ..attention.dispatch import Dispatch, record
 from ..attention.gather import causal_mask, window_under
-from ..attention.latent_prompts import Expand
 from ..errors import GeometryError, PromptCacheError
-from ..kv.attention_params import AttentionParams, LatentHeads, Window
+from ..kv.attention_params import AttentionParams, Window
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.lock import locked
@@ -176,34 +175,6 @@ class PagedBatchKVCache:
         fences = Fences(written if before is None else before, written, kv.device.fence())
         hand_out(keys, values, LazyKV(rows, self.layer, append, fences))
         return keys, values
-
-    @locked
-    def attend_expanded(
-        self, queries: tuple[mx.array, mx.array], latent: mx.array, rotated: mx.array, heads: LatentHeads, scale: float,
-        expand: Expand,
-    ) -> mx.array:  # fmt: skip
-        """Write the tokens' latents, and attend over the keys and values that latents stand for. Call it only if
-        :func:`..attention.latent_prompts.is_supported` returns True.
-
-        Args:
-            queries: the part that is not rotated and the part that is, ``[T, n_heads, 1, dim]`` each.
-            latent: ``[T, 1, 1, rank]``.
-            rotated: ``[T, 1, 1, rope]``.
-            heads, scale, expand: see :func:`..attention.latent_prompts.attend`.
-
-        Returns:
-            ``[T, n_heads, 1, value_dim]``.
-
-        Raises:
-            GeometryError: shapes do not fit the rows, or dtypes the pool.
-        """
-        rows, layer = self.rows, self.layer
-        if queries[0].shape[0] != len(rows) or queries[0].shape[2] != 1:
-            raise GeometryError(f"queries {queries[0].shape} do not match {len(rows)} row(s) of one token")
-        latent, rotated = self._accepted(latent, rotated)
-        tables, step = rows.begin_layer(layer)
-        self._kv.write_step(tables, step, latent, rotated)
-        return latent_prompts.attend(*queries, rows.pool, layer, tables, step, heads, scale, expand)
 
     def apart(self) -> list[PackedPart]:
         """Return each sequence by itself, for attention that no method here computes. Each must write its tokens."""

@@ -18,7 +18,7 @@ _TYPES = {
     "offsets": "int",
     **dict.fromkeys(("params", "sinks", "stats", "partial", "frequencies"), "float"),
     **dict.fromkeys(
-        ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2", "rotated"), "T"
+        ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
     ),
     **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual"), "T"),
     **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),

@@ -85,9 +85,8 @@ def _shared(names: str, helpers: tuple[str, ...] = ()) -> Body:
     return Body(Family.DECODE, parts, inputs, ("partial", "stats", "fence_out"), helpers, cuda_only=True)
 
 
-def _prefill(names: str, helpers: tuple[str, ...] = (), *, latent: bool = False) -> Body:
-    pools = ("k_pool", "v_pool", "rotated", "fence") if latent else _POOL
-    inputs = ("q", *pools, "tables", "tiles", "params", "sinks")
+def _prefill(names: str, helpers: tuple[str, ...] = ()) -> Body:
+    inputs = ("q", *_POOL, "tables", "tiles", "params", "sinks")
     parts = _parts("tensor_prefill", names)
     return Body(Family.PREFILL, parts, inputs, ("out", "fence_out"), helpers, cuda_only=True)
 
@@ -128,7 +127,7 @@ def _products(kind: str) -> dict[str, Body]:
 
 _STAGE = ("matrices.metal:stage",)
 _JOIN = ("matrices.metal:join",)
-_LATENT = ("latent_decode.cuh:flags", "latent_decode.cuh:boxes", "latent_decode.cuh:warpgroup")
+_LATENT = ("latent_decode.cuh:flags", "latent_decode.cuh:warpgroup")
 BODIES: dict[str, Body] = {
     "paged_decode": _decode("begin paged_newest first_blocks paged_loads scores softmax values end"),
     "quantized_decode": _decode(
@@ -191,7 +190,6 @@ BODIES: dict[str, Body] = {
     ),
     "paged_prefill_tensor": _prefill("tile dense_pages lines dense_loads steps"),
     "quantized_prefill_tensor": _prefill("tile quantized_pages lines quantized_loads steps", _TENSOR_CODES),
-    "latent_prefill_tensor": _prefill("tile latent_pages lines latent_loads steps", latent=True),
     "write_slots": _write("write_slots"),
     "quantized_write": _write("quantized:quantized_write", _CODES),
     "write_rows": _write("quantized:write_rows", strided=False),

@@ -221,10 +221,10 @@ class LaunchShape(NamedTuple):
         return max(2 * self.stages * self.keys * (keys + values), _LEAST_SHARED)
 
     def latent_bytes(self, head_dim: int) -> int:
-        """Return the shared memory, in bytes, of a group of latent_decode_tensor: queries, keys twice, scores and sums,
+        """Return the shared memory, in bytes, of a group of latent_decode_tensor: queries, keys twice, maxima and sums,
         flags."""
         heads = LATENT_TENSOR_HEADS
-        return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 2 * 128 + 11 * 8
+        return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 11 * 8
 
 
 def groups_of(count: int, dialect: str) -> int:

@@ -167,7 +167,6 @@ def _prefill(kernel: _Kernel) -> Scratch:
         **{"q": mx.zeros((1, heads, 1, kernel["D"]), dtype), "tables": mx.zeros((1, MIN_DEVICE_ELEMENTS), mx.int32)},
         **{"tiles": mx.zeros((2, 4), mx.int32), "params": mx.ones((4,))},
         "sinks": kernel.sinks(max(MIN_DEVICE_ELEMENTS, heads)),
-        "rotated": mx.zeros((1, 1, kernel["BS"], kernel.constants.get("DR", 1)), dtype),
     }
     return given, _options((threads, 1, 1), threads, ((1, heads, 1, kernel["DV"]), dtype), _FENCE)
 

@@ -325,7 +325,7 @@ class DeviceBlocks:
         return (rotate(k), rotate(v)) if self.rotates else (k, v)
 
     def read_packed(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
-        """Return all blocks of a step's tables, table by table, in the order of :meth:`Step.gathered_tables`: K
+        """Return all blocks of a step's tables, table by table: K
         ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies). Slots without a token have arbitrary contents."""
         ids, num_slots = step.all_blocks(tables), step.num_slots(tables)
         return self._gathered(kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages))

@@ -12,11 +12,10 @@ import numpy as np
 
 from ..kernels.availability import on_metal
 from ..kernels.build import DeviceRows
-from ..kernels.latent_prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
 from ..kernels.shared_runs import Partitions, SharedCut, SharedRows, items_for, shared_rows
-from .attention_params import LatentHeads, Window
+from .attention_params import Window
 from .block_table import BlockTable
 
 # Key of a decode launch: shape and dtype of the queries, scale, window, softcap; and whether it has no sinks, attends
@@ -124,7 +123,7 @@ class Step:
         counts: new tokens of each table, at least 1.
         num_tokens: T, the sum of the counts.
         is_pack: whether some table has several new tokens.
-        write_launch, decode_launches, prefill_launches, prompt_launches: kernel launches prepared for this step, shared
+        write_launch, decode_launches, prefill_launches: kernel launches prepared for this step, shared
             by all layers; those of attention by the layers' parameters.
         fetch_index: number of blocks, and the index at which all layers read the visible tokens of all rows, padded;
             None until it is needed.
@@ -146,7 +145,6 @@ class Step:
         self.write_launch: WriteLaunch | None = None
         self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
         self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
-        self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
         self.fetch_index: tuple[int, mx.array] | None = None
         self._host_slots: np.ndarray | None = None
         self._num_blocks = num_blocks
@@ -158,7 +156,6 @@ class Step:
         self._items: dict[tuple[SharedCut, Window | None, tuple[int, int] | None], mx.array | None] = {}
         self._single_steps: dict[int, Step] = {}
         self._all_blocks: mx.array | None = None
-        self._gathered_tables: mx.array | None = None
 
     @cached_property
     def spans(self) -> list[slice]:
@@ -289,19 +286,6 @@ class Step:
     def num_slots(tables: Sequence[BlockTable]) -> int:
         """Return the number of slots in all blocks of the tables."""
         return sum(len(table.block_ids) for table in tables) * tables[0].block_size
-
-    def gathered_tables(self, tables: Sequence[BlockTable]) -> mx.array:
-        """Return the places of each table's blocks in :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute
-        position."""
-        if self._gathered_tables is None:
-            found = np.zeros((len(tables), table_width(tables)), np.int32)
-            first = 0
-            for row, table in enumerate(tables):
-                count = len(table.block_ids)
-                found[row, :count] = np.arange(first, first + count)
-                first += count
-            self._gathered_tables = mx.array(found)
-        return self._gathered_tables
 
     def single_step(self, tables: Sequence[BlockTable], index: int) -> Step:
         """Return the step of one table alone, for attention sequence by sequence."""

@@ -13,7 +13,6 @@ import pytest
 from mlx_paged.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.cuda.launch import CompiledKernel, Source, short_name
 from mlx_paged.kernels import build, check, draw_rows
-from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants, build_kernel
@@ -84,12 +83,6 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
 
 
 PREFILL = (BODY, prefill_constants_of(TENSOR._replace(body=BODY), prefill_shape_for(128, 128)))
-PROMPTS = (
-    prompts.BODY,
-    prompts.prompt_constants_of(
-        Variant(prompts.BODY, "cuda", mx.bfloat16, 192, 128, 1, 32), prompts.prompt_shape_for(192, 128)
-    ),
-)
 QUANTIZED_PREFILL = (
     QUANTIZED_BODY,
     prefill_constants_of(
@@ -107,7 +100,7 @@ def texts() -> list[tuple[str, Constants]]:
         for bits in (0, 4)
     ]
     quantized = texts_of(QUANTIZED) + texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
-    listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
+    listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL]
     listed += [(key.body, key.constants) for key in [*products, draw_rows.kernel_key(mx.bfloat16, "cuda")]]
     listed += texts_of(LATENT) + texts_of(LATENT_TENSOR)
     assert {body for body, _ in listed} >= set(BODIES) - {*MATRIX_BODIES, SHARED_MATRIX_BODY}  # Metal only

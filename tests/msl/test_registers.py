@@ -5,7 +5,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels.build import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import (
@@ -133,15 +132,6 @@ def test_prefill_does_not_spill(head_dim: int, gqa: int, options: dict[str, obje
 @pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM])
 def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: bool) -> None:
     found = spilled_by_prefill(head_dim, gqa, block_size=block_size, softcap=extras, sinks=extras)
-    assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
-
-
-@needs_compiler
-@pytest.mark.parametrize(("head_dim", "value_dim"), slow((192, 128), (256, 256), (128, 128)))
-def test_prompts_over_latents_do_not_spill(head_dim: int, value_dim: int) -> None:
-    variant = Variant(prompts.BODY, "cuda", mx.bfloat16, head_dim, value_dim, 1, 32)
-    constants = prompts.prompt_constants_of(variant, prompts.prompt_shape_for(head_dim, value_dim))
-    found = registers.registers_of(prompts.BODY, constants, None, "sm_90")
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 
