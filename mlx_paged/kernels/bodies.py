@@ -58,11 +58,9 @@ _TENSOR_CODES = (
 )
 
 
-def _decode(
-    names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "decode", more: tuple[str, ...] = ()
-) -> Body:
-    """Return a portable decode kernel, or one with Metal's 8 x 8 matrices; ``more`` are further inputs."""
-    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS, *more)
+def _decode(names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "decode") -> Body:
+    """Return a portable decode kernel, or one with Metal's 8 x 8 matrices."""
+    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS)
     return Body(Family.DECODE, _parts(file, names), inputs, ("out", "stats", "fence_out"), helpers)
 
 
@@ -141,13 +139,6 @@ BODIES: dict[str, Body] = {
         " decode_end",
         (*_PARTITIONS, *_JOIN),
         "matrices",
-    ),
-    "shared_matrix_decode": _decode(
-        "decode_dense_pages decode_item decode_begin decode_dense_newest common_begin decode_loop common_step"
-        " dense_keys softmax dense_values common_turn decode_end",
-        (*_PARTITIONS, *_JOIN),
-        "matrices",
-        ("items",),
     ),
     "quantized_matrix_decode": _decode(
         "decode_quantized_pages decode_row decode_begin quantized:page_sizes quantized:newest decode_loop"

@@ -115,7 +115,7 @@ def shared_difference(variant: Variant) -> float:
     for table, tokens in zip(rows.tables, [0, 2080, 2048, 256, 2080, 0, 640, 1280, 256], strict=True):
         table[: tokens // block] = rows.tables[0][: tokens // block]
     q, ends = rows.queries(1), [[n] for n in contexts]
-    shape = shape_for(variant, kernels.gpu_cores())
+    shape = shape_for(variant)
     shared = shared_rows(np.array(rows.tables), [-(-n // block) for n in contexts], block)
     assert shared is not None
     newest: tuple[mx.array, mx.array] | None = None

@@ -123,11 +123,9 @@ LEAST_MATRIX_GQA_OF_PAGES = 7  # for quantised pages, whose dequantised values p
 # the inverse (SINGLE_ROW_BODY_OF). Query heads per thread group on tensor cores: SHARED_HEADS for values up to 128 and
 # up to 256; SHARED_HEADS_OF_CODES, for quantised pages, for heads up to 64, 128 and 256.
 SHARED_BODY, SHARED_CODES_BODY = "shared_decode_tensor", "shared_quantized_decode_tensor"
-SHARED_MATRIX_BODY = "shared_matrix_decode"
 SHARED_BODY_OF = {
     "paged_decode_tensor": SHARED_BODY,
     "quantized_decode_tensor": SHARED_CODES_BODY,
-    "matrix_decode": SHARED_MATRIX_BODY,
 }
 SHARED_BODIES = tuple(SHARED_BODY_OF.values())
 SINGLE_ROW_BODY_OF = {shared: own for own, shared in SHARED_BODY_OF.items()}
@@ -298,10 +296,10 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups)
     if variant.body in LATENT_BODIES:
         return _latent_shape(variant, cores)
-    if variant.body in (*MATRIX_BODIES, SHARED_MATRIX_BODY):
-        keys, rows = matrix_keys(variant), 4 if variant.body == SHARED_MATRIX_BODY else 1
+    if variant.body in MATRIX_BODIES:
+        keys = matrix_keys(variant)
         partition = max(partition_for(cores, variant.groups), 4 * keys)
-        return LaunchShape(8, 4, 1, 1, 1, 4, partition, keys=keys, first=_first_partition(variant), rows=rows)
+        return LaunchShape(8, 4, 1, 1, 1, 4, partition, keys=keys, first=_first_partition(variant))
     if variant.backend == "metal":
         shape = variant.gqa, variant.head_dim, variant.value_dim
         if variant.pages is None:
@@ -343,15 +341,6 @@ def unsupported_matrix(variant: Variant) -> str | None:
     if max(variant.head_dim, variant.value_dim) > most:
         return f"head_dim {variant.head_dim}/{variant.value_dim} is more than {most}"
     return None
-
-
-def unsupported_shared(variant: Variant) -> str | None:
-    """Return why shared_matrix_decode cannot serve a geometry that matrix_decode can, or None if it can. Its simdgroups
-    keep a row's outputs twice."""
-    if variant.gqa > 8:
-        return f"{variant.gqa} query heads per kv head are more than 8"
-    most = MAX_TENSOR_HEAD_DIM // 2
-    return f"value_dim {variant.value_dim} is more than {most}" if variant.value_dim > most else None
 
 
 def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:

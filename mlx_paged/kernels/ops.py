@@ -37,7 +37,6 @@ from .launch_shape import (
     shape_for,
     unsupported,
     unsupported_matrix,
-    unsupported_shared,
 )
 from .quantized import PageShape
 from .shared_runs import FEWEST_ROWS
@@ -165,8 +164,6 @@ def shared_variant_of(variant: Variant) -> Variant | None:
     if variant.body not in SHARED_BODY_OF:
         return None
     shared = variant._replace(body=SHARED_BODY_OF[variant.body])
-    if variant.backend == "metal":
-        return shared if unsupported_shared(shared) is None else None
     shape = shape_for(shared)
     needed = shape.shared_bytes(variant.head_dim, variant.value_dim) + STATIC_SHARED
     return shared if shape.rows >= FEWEST_ROWS and cuda_limits().groups_together(needed) else None

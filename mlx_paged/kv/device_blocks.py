@@ -16,7 +16,6 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH, unsupported
 from ..kernels.prefill import prepare_prefill
 from ..kernels.quantized import PageShape, new_blocks, rotate
 from ..kernels.shared_runs import SharedCut, cut_of
-from ..kernels.shared_trial import is_faster
 from .attention_params import AttentionParams, QueryHeads, Window
 from .block_table import BlockTable
 from .geometry import Geometry
@@ -34,12 +33,6 @@ def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> Sha
     )
     shared = kernels.shared_variant_of(variants[0]) if variants else None
     return None if shared is None else cut_of(shared, num_kv_heads)
-
-
-def is_usable(cut: SharedCut) -> bool:
-    """Return whether the kernel for common blocks passes its self-check and, on Metal, is faster than reading each row
-    by itself."""
-    return checked(cut.variant).ok and (cut.variant.backend == "cuda" or is_faster(cut))
 
 
 def split_queries(q: mx.array) -> mx.array:
@@ -219,7 +212,7 @@ class DeviceBlocks:
         cut, items = self._shared_cut, step.items(tables, self._shared_cut, window, shape)
         if cut is None or items is None or cut in self._usable_cuts:
             return items
-        if is_usable(cut):
+        if checked(cut.variant).ok:
             self._usable_cuts.add(cut)
             return items
         self._shared_cut = None

@@ -16,7 +16,6 @@ from mlx_paged.kernels.launch_shape import (
     MATRIX_BODIES,
     MOST_GROUPS,
     SHARED_BODIES,
-    SHARED_MATRIX_BODY,
 )
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
@@ -26,7 +25,6 @@ SPARSE = {
     **dict.fromkeys(("paged_decode", "quantized_decode", *MATRIX_BODIES, *LATENT_BODIES), ("out",)),
     **dict.fromkeys(FUSED_BODIES, ("partial",)),
     **dict.fromkeys(SHARED_BODIES, ("partial", "stats")),
-    SHARED_MATRIX_BODY: ("out", "stats"),
 }
 WRITES = dict.fromkeys(
     (
@@ -44,7 +42,7 @@ WRITES = dict.fromkeys(
 ) | dict.fromkeys(FUSED_BODIES, ("k_pool", "v_pool", "arrivals"))
 
 
-TENSOR_BODIES = ({*FUSED_BODIES, *SHARED_BODIES, "join_partitions", LATENT_BODIES[1]}) - {SHARED_MATRIX_BODY}
+TENSOR_BODIES = {*FUSED_BODIES, *SHARED_BODIES, "join_partitions", LATENT_BODIES[1]}
 
 
 class Emulated:
