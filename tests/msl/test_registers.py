@@ -11,14 +11,12 @@ from mlx_paged.kernels.launch_shape import (
     HEAD_DIMS,
     MAX_TENSOR_HEAD_DIM,
     MOST_GROUPS,
-    MOST_REGISTERS,
-    PACKED_VEC,
     LaneLayout,
     LaunchShape,
     Variant,
-    best_layout,
     count_partitions,
     groups_of,
+    lane_layout,
     partition_for,
     shape_for,
 )
@@ -165,21 +163,10 @@ def test_quantised_prefill_does_not_spill(head_dim: int, gqa: int, bits: tuple[i
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 
-def test_every_layout_fits_into_the_registers() -> None:
-    for head_dim in HEAD_DIMS:
-        for gqa in range(1, 17):
-            for itemsize in (2, 4):
-                layout = best_layout(gqa, head_dim, head_dim, itemsize)
-                assert layout.registers(gqa, head_dim, head_dim, itemsize) <= MOST_REGISTERS
-            for itemsize in (0.5, 0.75, 1.0):
-                layout = best_layout(gqa, head_dim, head_dim, itemsize, PACKED_VEC)
-                assert layout.registers(gqa, head_dim, head_dim, itemsize) <= MOST_REGISTERS
-
-
 def test_many_heads_share_a_token_among_more_lanes() -> None:
-    assert best_layout(4, 128, 128, 2) == LaneLayout(lanes=16, unroll=2, head_split=1)
-    assert best_layout(8, 128, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=1)
-    assert best_layout(16, 128, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=2)
+    assert lane_layout(4, 128, 2) == LaneLayout(lanes=16, unroll=2, head_split=1)
+    assert lane_layout(8, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=1)
+    assert lane_layout(16, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=2)
 
 
 @pytest.mark.parametrize(("cores", "kv_heads"), [(8, 8), (10, 8), (20, 8), (40, 8), (76, 8), (80, 8), (40, 4), (76, 5)])

@@ -92,21 +92,18 @@ class Emulated:
 
 
 @contextmanager
-def emulated(backend="metal", exact=True, **options):
-    """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated. `exact`: whether they then
-    quantise and dequantise bit for bit as MLX does."""
+def emulated(backend="metal", **options):
+    """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend, kernels.failure_of, page_kernels.exactness
+    real = kernels.build_kernel, kernels.backend, kernels.failure_of
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
     kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda key, build: None
-    # On the CPU MLX quantises differently.
     page_kernels.build_kernel = fake
-    page_kernels.exactness = lambda pages, block_size: page_kernels.Exactness(exact, exact)
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend, kernels.failure_of, page_kernels.exactness = real
+        kernels.build_kernel, kernels.backend, kernels.failure_of = real
         page_kernels.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
         kernels.latent_variants_of.cache_clear()
