@@ -1,4 +1,4 @@
-"""Replacements for embeddings, quantised layers and experts on CUDA (kernels/embedding_rows.py, kernels/products)."""
+"""Replacements for quantised layers and experts on CUDA (kernels/products)."""
 
 from __future__ import annotations
 
@@ -8,39 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.embedding_rows import embedding_rows
 from ..kernels.products import quantized_matmul
 from .patch import replaces
 
 LayerCall = Callable[[nn.Module, mx.array], mx.array]
-
-
-@replaces("mlx.nn.layers.embedding:Embedding.__call__", "b94cc661ed001c79", only_cuda=True)
-def adapt(original: LayerCall) -> LayerCall:
-    """Return the replacement of ``Embedding.__call__``."""
-
-    def __call__(self: nn.Module, x: mx.array) -> mx.array:
-        rows = embedding_rows(self["weight"], x)
-        return original(self, x) if rows is None else rows
-
-    return __call__
-
-
-@replaces("mlx.nn.layers.quantized:QuantizedEmbedding.__call__", "c1fa7f3493126c18", only_cuda=True)
-def adapt_quantized(original: LayerCall) -> LayerCall:
-    """Return the replacement of ``QuantizedEmbedding.__call__``."""
-
-    def __call__(self: nn.Module, x: mx.array) -> mx.array:
-        parts = {name: self[name] for name in ("weight", "scales", "biases") if self.get(name) is not None}
-        rows = {name: embedding_rows(part, x) for name, part in parts.items()}
-        words, scales, biases = rows["weight"], rows["scales"], rows.get("biases")
-        if words is None or scales is None or (biases is None and "biases" in parts):
-            return original(self, x)
-        return mx.dequantize(
-            words, scales=scales, biases=biases, group_size=self.group_size, bits=self.bits, mode=self.mode
-        )
-
-    return __call__
 
 
 @replaces("mlx.nn.layers.quantized:QuantizedLinear.__call__", "5fab14e7eb47285d", only_cuda=True)

@@ -25,7 +25,7 @@ import mlx.core as mx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_paged.cli.doctor.jobs import Shape, all_shapes, popular_shapes
-from mlx_paged.kernels import bodies, draw_rows, penalise_rows, quantized
+from mlx_paged.kernels import bodies, draw_rows, quantized
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
@@ -201,10 +201,9 @@ def launch_others(cores: int | None) -> None:
         for rank, rope, heads in ((512, 64, 16), (256, 64, 8)):
             for variant in kernels.latent_variants_of(dtype, rank, rope, heads, 1, 32):
                 launch_variant(variant, heads, cores)
-        draw, penalise = draw_rows.kernel_key(dtype, "metal"), penalise_rows.kernel_key(dtype)
-        for key, small_input in ((draw, "positions"), (penalise, "tokens")):
-            launch_alone(key, kernel_build.build_kernel)
-            launch_alone(key._replace(small_inputs=(small_input,)), kernel_build.build_kernel)
+        key = draw_rows.kernel_key(dtype, "metal")
+        for small_inputs in ((), ("positions",)):
+            launch_alone(key._replace(small_inputs=small_inputs), kernel_build.build_kernel)
 
 
 def texts_of(shapes: Sequence[Shape], cores: int | None = None) -> list[Text]:

@@ -8,12 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..attention import dispatch, gather, latent_prompts
+from ..attention import dispatch, gather
 from ..attention.dispatch import Dispatch, record
 from ..attention.gather import causal_mask, window_under
-from ..attention.latent_prompts import Expand
 from ..errors import GeometryError, PromptCacheError
-from ..kv.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
+from ..kv.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
@@ -170,34 +169,6 @@ class PagedBatchKVCache(LayerCache):
         keys, values = (Placeholder(batch.misuses, dtype) for _ in "kv")
         hand_out(keys, values, PackedKV(batch, self.layer, is_new=False))
         return keys, values
-
-    @locked
-    def attend_expanded(
-        self, queries: tuple[mx.array, mx.array], latent: mx.array, rotated: mx.array, heads: LatentHeads, scale: float,
-        expand: Expand,
-    ) -> mx.array:  # fmt: skip
-        """Write the tokens' latents, and attend over the keys and values that latents stand for. Call it only if
-        :func:`..attention.latent_prompts.is_supported` returns True.
-
-        Args:
-            queries: the part that is not rotated and the part that is, ``[T, n_heads, 1, dim]`` each.
-            latent: ``[T, 1, 1, rank]``.
-            rotated: ``[T, 1, 1, rope]``.
-            heads, scale, expand: see :func:`..attention.latent_prompts.attend`.
-
-        Returns:
-            ``[T, n_heads, 1, value_dim]``.
-
-        Raises:
-            GeometryError: shapes do not fit the rows, or dtypes the pool.
-        """
-        batch = self.batch
-        if queries[0].shape[0] != len(batch) or queries[0].shape[2] != 1:
-            raise GeometryError(f"queries {queries[0].shape} do not match {len(batch)} row(s) of one token")
-        latent, rotated = self._accepted(latent, rotated)
-        tokens = batch.begin_layer(self.layer)
-        self.group.write(self.position, tokens, latent, rotated)
-        return latent_prompts.attend(*queries, self.group, self.position, tokens, heads, scale, expand)
 
     def apart(self) -> list[PackedPart]:
         """Return each sequence by itself, for attention that no method here computes. Each must write its tokens."""

@@ -7,11 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..attention import dispatch, latent_prompts
+from ..attention import dispatch
 from ..attention.gather import causal_mask, window_under
-from ..attention.latent_prompts import Expand
 from ..errors import BlockStateError, GeometryError, PromptCacheError
-from ..kv.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
+from ..kv.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.block_table import BlockTable
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
@@ -98,21 +97,6 @@ class PagedKVCache(LayerCache):
         if params.mask is not None:
             params = params._replace(window=self.sequence.masks.window_of(params.mask))
         return dispatch.attend(queries, (keys, values), self.group, self.position, tokens, params)
-
-    @locked
-    def attend_expanded(
-        self, queries: tuple[mx.array, mx.array], latent: mx.array, rotated: mx.array, heads: LatentHeads, scale: float,
-        expand: Expand,
-    ) -> mx.array:  # fmt: skip
-        """Write the next tokens' latents, and attend over the keys and values that latents stand for, as a pack of one
-        sequence: all arrays, and the result, have a row for each of the n tokens. See
-        :meth:`.batch_cache.PagedBatchKVCache.attend_expanded` for the rest.
-        """
-        count = latent.shape[0]
-        group = self.pool.set_geometry(self.layer, latent, rotated, batch=count)
-        tokens = self.sequence.begin_layer(self.layer, count)
-        group.write(self.position, tokens, latent, rotated)
-        return latent_prompts.attend(*queries, group, self.position, tokens, heads, scale, expand)
 
     @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

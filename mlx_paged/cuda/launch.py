@@ -15,15 +15,14 @@ import mlx.core as mx
 _TYPES = {
     **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions"), "uint32_t"),
     **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles", "items"), "int"),
-    **dict.fromkeys(("places", "counts", "counts_out", "spans", "spans_out", "offsets"), "int"),
-    "words_out": "uint32_t",
-    **dict.fromkeys(("params", "sinks", "stats", "partial", "penalties", "frequencies"), "float"),
+    "offsets": "int",
+    **dict.fromkeys(("params", "sinks", "stats", "partial", "frequencies"), "float"),
     **dict.fromkeys(
-        ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2", "rotated"), "T"
+        ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
     ),
-    **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual", "left", "right", "table"), "T"),
+    **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual"), "T"),
     **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
-    **dict.fromkeys(("slots", "tokens"), "S"),
+    "slots": "S",
 }
 # Strides of inputs [batch, heads, length, dim] that a text may read with strides; heads and dim are the pool's. Values
 # come from a projection and are [batch, length, heads, dim] in memory; rotation has left keys row-contiguous.

@@ -19,10 +19,7 @@ class Family(Enum):
     GATHER = auto()
     COPY = auto()
     PRODUCT = auto()
-    SILU = auto()
-    EMBEDDING = auto()
     DRAW = auto()
-    PENALISE = auto()
 
 
 class Body(NamedTuple):
@@ -61,11 +58,9 @@ _TENSOR_CODES = (
 )
 
 
-def _decode(
-    names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "decode", more: tuple[str, ...] = ()
-) -> Body:
-    """Return a portable decode kernel, or one with Metal's 8 x 8 matrices; ``more`` are further inputs."""
-    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS, *more)
+def _decode(names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "decode") -> Body:
+    """Return a portable decode kernel, or one with Metal's 8 x 8 matrices."""
+    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS)
     return Body(Family.DECODE, _parts(file, names), inputs, ("out", "stats", "fence_out"), helpers)
 
 
@@ -88,9 +83,8 @@ def _shared(names: str, helpers: tuple[str, ...] = ()) -> Body:
     return Body(Family.DECODE, parts, inputs, ("partial", "stats", "fence_out"), helpers, cuda_only=True)
 
 
-def _prefill(names: str, helpers: tuple[str, ...] = (), *, latent: bool = False) -> Body:
-    pools = ("k_pool", "v_pool", "rotated", "fence") if latent else _POOL
-    inputs = ("q", *pools, "tables", "tiles", "params", "sinks")
+def _prefill(names: str, helpers: tuple[str, ...] = ()) -> Body:
+    inputs = ("q", *_POOL, "tables", "tiles", "params", "sinks")
     parts = _parts("tensor_prefill", names)
     return Body(Family.PREFILL, parts, inputs, ("out", "fence_out"), helpers, cuda_only=True)
 
@@ -131,7 +125,7 @@ def _products(kind: str) -> dict[str, Body]:
 
 _STAGE = ("matrices.metal:stage",)
 _JOIN = ("matrices.metal:join",)
-_LATENT = ("latent_decode.cuh:flags", "latent_decode.cuh:boxes", "latent_decode.cuh:warpgroup")
+_LATENT = ("latent_decode.cuh:flags", "latent_decode.cuh:warpgroup")
 BODIES: dict[str, Body] = {
     "paged_decode": _decode("begin paged_newest first_blocks paged_loads scores softmax values end"),
     "quantized_decode": _decode(
@@ -145,13 +139,6 @@ BODIES: dict[str, Body] = {
         " decode_end",
         (*_PARTITIONS, *_JOIN),
         "matrices",
-    ),
-    "shared_matrix_decode": _decode(
-        "decode_dense_pages decode_item decode_begin decode_dense_newest common_begin decode_loop common_step"
-        " dense_keys softmax dense_values common_turn decode_end",
-        (*_PARTITIONS, *_JOIN),
-        "matrices",
-        ("items",),
     ),
     "quantized_matrix_decode": _decode(
         "decode_quantized_pages decode_row decode_begin quantized:page_sizes quantized:newest decode_loop"
@@ -194,7 +181,6 @@ BODIES: dict[str, Body] = {
     ),
     "paged_prefill_tensor": _prefill("tile dense_pages lines dense_loads steps"),
     "quantized_prefill_tensor": _prefill("tile quantized_pages lines quantized_loads steps", _TENSOR_CODES),
-    "latent_prefill_tensor": _prefill("tile latent_pages lines latent_loads steps", latent=True),
     "write_slots": _write("write_slots"),
     "quantized_write": _write("quantized:quantized_write", _CODES),
     "write_rows": _write("quantized:write_rows", strided=False),
@@ -204,17 +190,7 @@ BODIES: dict[str, Body] = {
     "copy_blocks": Body(Family.COPY, ("copy_blocks",), (*_POOL, "pairs"), ("fence_out",)),
     **_products("matmul"),
     **_products("quantized"),
-    "silu_product": Body(
-        Family.SILU, _parts("products", "silu_gate silu_product"), ("left", "right"), ("out",), cuda_only=True
-    ),
-    "embedding_rows": Body(Family.EMBEDDING, ("embedding_rows",), ("table", "tokens"), ("out",), cuda_only=True),
     "draw_rows": Body(Family.DRAW, ("draw_rows",), ("x", "params", "keys", "positions"), ("out",)),
-    "penalise_rows": Body(
-        Family.PENALISE,
-        ("penalise_rows",),
-        ("x", "tokens", "places", "words", "counts", "spans", "penalties"),
-        ("out", "words_out", "counts_out", "spans_out"),
-    ),
 }
 
 

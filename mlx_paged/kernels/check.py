@@ -16,10 +16,8 @@ from . import ops as kernels
 from . import quantized
 from .bodies import BODIES, Family
 from .build import Constants, compile_ahead, warn_when_compiling
-from .cases import Blocks, attention, squared_errors, worst_rms
+from .cases import Blocks, attention, worst_rms
 from .decode_spec import pool_constants_of, spec_of
-from .latent_prompts import BODY as PROMPTS_BODY
-from .latent_prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
 from .launch_shape import (
     LATENT_BODIES,
     MAX_QUERY_LENGTH,
@@ -63,15 +61,13 @@ _results: dict[Variant, SelfCheck] = {}
 
 def self_check(variant: Variant) -> SelfCheck:
     """Compare one variant of an attention kernel, decode or prefill, over plain, quantised or latent pages, with
-    attention in float32: :func:`decode_difference`, :func:`.prefill.prefill_difference`, :func:`latent_difference`,
-    :func:`prompts_difference`; for common blocks :func:`shared_difference`.
+    attention in float32: :func:`decode_difference`, :func:`.prefill.prefill_difference`, :func:`latent_difference`;
+    for common blocks :func:`shared_difference`.
 
     Fails on a compile error, a non-finite value or an RMS difference of at least 5e-3. Never raises for a failing
     kernel. Switches nothing off.
     """
-    if variant.body == PROMPTS_BODY:
-        difference = prompts_difference
-    elif variant.body in SHARED_BODIES:
+    if variant.body in SHARED_BODIES:
         difference = shared_difference
     elif BODIES[variant.body].family is Family.PREFILL:
         difference = prefill_difference
@@ -119,7 +115,7 @@ def shared_difference(variant: Variant) -> float:
     for table, tokens in zip(rows.tables, [0, 2080, 2048, 256, 2080, 0, 640, 1280, 256], strict=True):
         table[: tokens // block] = rows.tables[0][: tokens // block]
     q, ends = rows.queries(1), [[n] for n in contexts]
-    shape = shape_for(variant, kernels.gpu_cores())
+    shape = shape_for(variant)
     shared = shared_rows(np.array(rows.tables), [-(-n // block) for n in contexts], block)
     assert shared is not None
     newest: tuple[mx.array, mx.array] | None = None
@@ -191,9 +187,6 @@ def summary() -> str:
 
 def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
     """Return (body, constants) of the texts that a variant's check, pool and steps launch on CUDA."""
-    if variant.body == PROMPTS_BODY:
-        shape = prompt_shape_for(variant.head_dim, variant.value_dim)
-        return [(variant.body, prompt_constants_of(variant, shape))]
     texts = _pool_texts_of(variant)
     if BODIES[variant.body].family is Family.PREFILL:
         return [texts[0], (variant.body, prefill_constants_of(variant, prefill_shape_of(variant)))]
@@ -498,43 +491,3 @@ def _attend(q: mx.array, latents: mx.array, rotated: mx.array, scale: float) -> 
     """Return attention of q [n_q_heads, rank + rope] over latents [n, rank] and rotated parts [n, rope]."""
     keys = mx.concatenate([latents, rotated], axis=1)
     return attention(q[None], keys[:, None], latents[:, None], scale)[0]
-
-
-_HEADS = 2
-
-
-def prompts_difference(variant: Variant) -> float:
-    """Return the RMS difference of a latent prefill variant from float32 attention: the worst sequence of a seeded
-    pack. New tokens fill tiles or do not, with and without prefixes; every slot that no token sees is NaN."""
-    block, dtype = variant.block_size, variant.dtype
-    tile = prompt_shape_for(variant.head_dim, variant.value_dim).rows
-    counts, prefixes = [1, tile + 3, 2, tile], [block + 5, 0, 90, 64]
-    lengths = [count + prefix for count, prefix in zip(counts, prefixes, strict=True)]
-    scale = variant.head_dim**-0.5
-    blocks = Blocks.of(lengths, block, 5, 0)
-    tables = mx.array(blocks.tables(), mx.int32)
-    heads = (_HEADS, _HEADS, 1)
-    dims = (variant.head_dim - ROPE, variant.value_dim, ROPE)
-    rows = [
-        mx.random.normal((sum(lengths), n, dim), key=mx.random.key(5 + i)).astype(dtype)
-        for i, (n, dim) in enumerate(zip(heads, dims, strict=True))
-    ]
-    spans = [(0, 0)] * blocks.num_blocks  # rows of the tokens in each block
-    begin = 0
-    for table, length in zip(blocks.ids, lengths, strict=True):
-        for i, block_id in enumerate(table):
-            spans[block_id] = begin + i * block, begin + min(length, i * block + block)
-        begin += length
-    arrays = [mx.concatenate([_block(x, span, block) for span in spans])[None].swapaxes(1, 2) for x in rows]
-    keys, values, rotated = (mx.contiguous(x) for x in arrays)
-    q = mx.random.normal((sum(counts), _HEADS, 1, variant.head_dim), key=mx.random.key(8)).astype(dtype)
-    out = prepare_prompts(tables, counts, lengths, variant=variant, scale=scale)(q, keys, values, rotated)
-    own_keys = mx.concatenate([rows[0], mx.broadcast_to(rows[2], (*rows[0].shape[:2], ROPE))], axis=-1)
-    return worst_rms(squared_errors(out, q, own_keys, rows[1], counts, lengths, scale))
-
-
-def _block(x: mx.array, span: tuple[int, int], block: int) -> mx.array:
-    """Return a block of the rows ``span`` of x; its other rows are NaN."""
-    first, last = span
-    missing = mx.full((block - (last - first), *x.shape[1:]), float("nan"), x.dtype)
-    return mx.concatenate([x[first:last], missing])

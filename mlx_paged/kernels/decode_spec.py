@@ -15,7 +15,6 @@ from .launch_shape import (
     LATENT_BODIES,
     MATRIX_BODIES,
     SHARED_BODIES,
-    SHARED_MATRIX_BODY,
     LaunchShape,
     Variant,
     latent_run,
@@ -136,8 +135,6 @@ def _fused_spec(
 def _shared_spec(spec: DecodeSpec, variant: Variant, launch_shape: LaunchShape, n_items: int) -> DecodeSpec:
     """Return the spec of a kernel for common blocks: one thread group per item and KV head, and the merge after it."""
     decode = {**spec.decode, "grid": (spec.decode["grid"][0], n_items, 1)}
-    if variant.body == SHARED_MATRIX_BODY:
-        return spec._replace(decode_constants=(*spec.decode_constants, ("ROWS", launch_shape.rows)), decode=decode)
     cut = (
         *(("ROWS", launch_shape.rows), ("KEYS", launch_shape.keys), ("STAGES", launch_shape.stages)),
         ("GROUPS", launch_shape.groups),
@@ -167,7 +164,7 @@ def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constant
             ("SHARED", launch_shape.latent_bytes(variant.head_dim)),
             ("GROUPS", launch_shape.groups),
         )
-    if variant.body in (*MATRIX_BODIES, SHARED_MATRIX_BODY):
+    if variant.body in MATRIX_BODIES:
         return (
             *variant.constants,
             ("SG", launch_shape.simdgroups),

@@ -3,88 +3,76 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import log2
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from .quantized import PageShape
 
-# 32-bit registers that a lane's arrays may take, of the 128 that M1 and M2 give a thread at full occupancy. The rest is
-# for addresses and counters: no layout compiled so far spills below this limit (docs/adr/0018).
-MOST_REGISTERS = 108
 VEC = 4  # elements of a load
 PACKED_VEC = 8  # elements of a load of codes
-_SOFTMAX = 12.0  # instructions per score for the softmax, without the maxima over lanes
 
 
 class LaneLayout(NamedTuple):
-    """A division of the work of a threadgroup of paged_decode or quantized_decode.
+    """A division of the work of a threadgroup of paged_decode or quantized_decode on Metal.
 
     Attributes:
         lanes: lanes that hold one token.
         unroll: steps of ``32 / lanes`` tokens in flight.
         head_split: simdgroups that share the query heads.
-        vec: elements of a load; PACKED_VEC for quantised pages, whose elements take at most a byte.
     """
 
     lanes: int
     unroll: int
     head_split: int
-    vec: int = VEC
-
-    def heads(self, gqa: int) -> int:
-        """Return the query heads of a simdgroup."""
-        return -(-gqa // self.head_split)
-
-    def elements(self, dim: int) -> int:
-        """Return the elements that one lane holds of a vector of ``dim``."""
-        return -(-dim // (self.vec * self.lanes)) * self.vec
-
-    def _packets(self, dims: int) -> int:
-        """Return how many loads of ``dims`` elements have their own scale and bias: all of quantised pages, else 0."""
-        return dims // self.vec if self.vec == PACKED_VEC else 0
-
-    def _scores(self, gqa: int) -> int:
-        """Return the scores of a chunk, with the heads rounded up to a power of two, as a reduction halves them."""
-        return self.unroll << (self.heads(gqa) - 1).bit_length()
-
-    def registers(self, gqa: int, head_dim: int, value_dim: int, itemsize: float) -> float:
-        """Return the 32-bit registers of a lane's arrays: queries, accumulators, keys and values in flight, scores; for
-        quantised pages also sums of queries, weighted biases, and the scales and biases in flight."""
-        scores = self._scores(gqa)
-        dims = self.elements(head_dim) + self.elements(value_dim)
-        owned = scores // min(scores, self.lanes)
-        factors = (self.heads(gqa) + 2 * self.unroll) * self._packets(dims)
-        return self.heads(gqa) * dims + self.unroll * dims * itemsize / 4 + scores + 3 * owned + factors
-
-    def instructions(self, gqa: int, head_dim: int, value_dim: int, itemsize: float) -> float:
-        """Return the simdgroup instructions for one token and KV head. A load counts one per byte of each lane: what a
-        core issues meanwhile, if its first-level cache gives 64 bytes a cycle and four simdgroups issue."""
-        heads, scores = self.heads(gqa), self._scores(gqa)
-        dims = self.elements(head_dim) + self.elements(value_dim)
-        owners = min(scores, self.lanes)
-        conversions = 2 if itemsize < 2 else int(itemsize == 2)  # per element
-        products = self.unroll * (heads + conversions) * dims + 2 * self.unroll * heads * self._packets(dims)
-        halving = 4 * (scores - scores // owners) + 2 * log2(self.lanes // owners)
-        softmax = scores // owners * (_SOFTMAX + 2 * log2(self.unroll) + 2 * log2(32 // self.lanes))
-        back = heads * (1 + self.elements(value_dim)) + self.unroll * heads
-        chunk = products + halving + softmax + back + self.unroll * dims * itemsize + _SOFTMAX
-        return self.head_split * chunk * self.lanes / (32 * self.unroll)
 
 
-def best_layout(gqa: int, head_dim: int, value_dim: int, itemsize: float, vec: int = VEC) -> LaneLayout:
-    """Return the layout with the fewest instructions that fits the registers; ``itemsize`` is bytes per element."""
-    layouts = [
-        LaneLayout(lanes, unroll, head_split, vec)
-        for head_split in (1, 2, 4, 8)
-        for lanes in (8, 16, 32)
-        for unroll in (4, 2, 1)
-        if head_split <= gqa
-    ]
-    shape = gqa, head_dim, value_dim, itemsize
-    fitting = [layout for layout in layouts if layout.registers(*shape) <= MOST_REGISTERS]
-    return min(fitting or layouts[-1:], key=lambda layout: layout.instructions(*shape))
+# The fewest instructions that fit 108 of the 128 registers of 32 bits that M1 and M2 give a thread at full occupancy
+# (docs/adr/0018). By widest head; then by query heads per KV head: 1, 2, up to 4, up to 8, up to 16.
+_LANES_OF_16_BITS = {
+    64: ((8, 4, 1), (8, 4, 1), (8, 2, 1), (16, 2, 1), (16, 2, 2)),
+    96: ((8, 4, 1), (8, 4, 1), (8, 4, 2), (8, 4, 4), (8, 4, 8)),
+    128: ((8, 4, 1), (8, 2, 1), (16, 2, 1), (32, 2, 1), (32, 2, 2)),
+    192: ((16, 4, 1), (16, 4, 1), (16, 4, 2), (16, 4, 4), (16, 4, 8)),
+    256: ((16, 4, 1), (16, 2, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4)),
+    512: ((32, 4, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4), (32, 2, 8)),
+}
+_LANES_OF_32_BITS = {
+    64: ((8, 4, 1), (8, 4, 1), (8, 2, 1), (16, 2, 1), (16, 2, 2)),
+    96: ((8, 2, 1), (8, 2, 1), (16, 2, 1), (32, 2, 1), (32, 2, 2)),
+    128: ((8, 2, 1), (16, 4, 1), (16, 2, 1), (32, 2, 1), (32, 2, 2)),
+    192: ((16, 2, 1), (16, 2, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4)),
+    256: ((16, 2, 1), (32, 4, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4)),
+    512: ((32, 2, 1), (32, 1, 1), (32, 1, 2), (32, 1, 4), (32, 1, 8)),
+}
+_LANES_OF_8_BIT_PAGES = {
+    64: ((8, 4, 1), (8, 4, 1), (8, 2, 1), (8, 2, 2), (8, 2, 4)),
+    128: ((8, 4, 1), (16, 4, 1), (16, 2, 1), (16, 2, 2), (16, 2, 4)),
+    256: ((16, 4, 1), (32, 4, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4)),
+    512: ((32, 4, 1), (32, 1, 1), (32, 1, 2), (32, 1, 4), (32, 1, 8)),
+}
+_LANES_OF_4_BIT_PAGES = {
+    64: ((8, 4, 1), (8, 4, 1), (8, 2, 1), (8, 2, 2), (8, 2, 4)),
+    128: ((8, 4, 1), (8, 2, 1), (16, 2, 1), (16, 2, 2), (16, 2, 4)),
+    256: ((16, 4, 1), (16, 2, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4)),
+    512: ((32, 4, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4), (32, 2, 8)),
+}
+
+
+def lane_layout(gqa: int, widest: int, itemsize: float, *, is_packed: bool = False) -> LaneLayout:
+    """Return the layout for ``gqa`` query heads per KV head.
+
+    Args:
+        widest: elements of keys or values, whichever are more.
+        itemsize: bytes per element, in pages of keys and values on average.
+        is_packed: whether pages are quantised.
+    """
+    if is_packed:
+        table = _LANES_OF_8_BIT_PAGES if itemsize == 1 else _LANES_OF_4_BIT_PAGES
+    else:
+        table = _LANES_OF_16_BITS if itemsize == 2 else _LANES_OF_32_BITS
+    row = next(row for most, row in table.items() if widest <= most)
+    return LaneLayout(*row[(gqa > 1) + (gqa > 2) + (gqa > 4) + (gqa > 8)])
 
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
@@ -123,11 +111,9 @@ LEAST_MATRIX_GQA_OF_PAGES = 7  # for quantised pages, whose dequantised values p
 # the inverse (SINGLE_ROW_BODY_OF). Query heads per thread group on tensor cores: SHARED_HEADS for values up to 128 and
 # up to 256; SHARED_HEADS_OF_CODES, for quantised pages, for heads up to 64, 128 and 256.
 SHARED_BODY, SHARED_CODES_BODY = "shared_decode_tensor", "shared_quantized_decode_tensor"
-SHARED_MATRIX_BODY = "shared_matrix_decode"
 SHARED_BODY_OF = {
     "paged_decode_tensor": SHARED_BODY,
     "quantized_decode_tensor": SHARED_CODES_BODY,
-    "matrix_decode": SHARED_MATRIX_BODY,
 }
 SHARED_BODIES = tuple(SHARED_BODY_OF.values())
 SINGLE_ROW_BODY_OF = {shared: own for own, shared in SHARED_BODY_OF.items()}
@@ -221,10 +207,10 @@ class LaunchShape(NamedTuple):
         return max(2 * self.stages * self.keys * (keys + values), _LEAST_SHARED)
 
     def latent_bytes(self, head_dim: int) -> int:
-        """Return the shared memory, in bytes, of a group of latent_decode_tensor: queries, keys twice, scores and sums,
+        """Return the shared memory, in bytes, of a group of latent_decode_tensor: queries, keys twice, maxima and sums,
         flags."""
         heads = LATENT_TENSOR_HEADS
-        return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 2 * 128 + 11 * 8
+        return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 11 * 8
 
 
 def groups_of(count: int, dialect: str) -> int:
@@ -298,17 +284,14 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups)
     if variant.body in LATENT_BODIES:
         return _latent_shape(variant, cores)
-    if variant.body in (*MATRIX_BODIES, SHARED_MATRIX_BODY):
-        keys, rows = matrix_keys(variant), 4 if variant.body == SHARED_MATRIX_BODY else 1
+    if variant.body in MATRIX_BODIES:
+        keys = matrix_keys(variant)
         partition = max(partition_for(cores, variant.groups), 4 * keys)
-        return LaunchShape(8, 4, 1, 1, 1, 4, partition, keys=keys, first=_first_partition(variant), rows=rows)
+        return LaunchShape(8, 4, 1, 1, 1, 4, partition, keys=keys, first=_first_partition(variant))
     if variant.backend == "metal":
-        shape = variant.gqa, variant.head_dim, variant.value_dim
-        if variant.pages is None:
-            layout = best_layout(*shape, variant.dtype.size)
-        else:
-            layout = best_layout(*shape, variant.pages.itemsize, PACKED_VEC)
-        lanes, unroll, head_split, vec = layout
+        pages, vec = variant.pages, VEC if variant.pages is None else PACKED_VEC
+        itemsize = variant.dtype.size if pages is None else pages.itemsize
+        lanes, unroll, head_split = lane_layout(variant.gqa, widest, itemsize, is_packed=pages is not None)
         heads = -(-variant.gqa // head_split)
     else:
         vec, lanes = _cuda_lanes(widest, _widths(variant))
@@ -343,15 +326,6 @@ def unsupported_matrix(variant: Variant) -> str | None:
     if max(variant.head_dim, variant.value_dim) > most:
         return f"head_dim {variant.head_dim}/{variant.value_dim} is more than {most}"
     return None
-
-
-def unsupported_shared(variant: Variant) -> str | None:
-    """Return why shared_matrix_decode cannot serve a geometry that matrix_decode can, or None if it can. Its simdgroups
-    keep a row's outputs twice."""
-    if variant.gqa > 8:
-        return f"{variant.gqa} query heads per kv head are more than 8"
-    most = MAX_TENSOR_HEAD_DIM // 2
-    return f"value_dim {variant.value_dim} is more than {most}" if variant.value_dim > most else None
 
 
 def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:

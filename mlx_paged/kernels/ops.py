@@ -37,7 +37,6 @@ from .launch_shape import (
     shape_for,
     unsupported,
     unsupported_matrix,
-    unsupported_shared,
 )
 from .quantized import PageShape
 from .shared_runs import FEWEST_ROWS
@@ -165,8 +164,6 @@ def shared_variant_of(variant: Variant) -> Variant | None:
     if variant.body not in SHARED_BODY_OF:
         return None
     shared = variant._replace(body=SHARED_BODY_OF[variant.body])
-    if variant.backend == "metal":
-        return shared if unsupported_shared(shared) is None else None
     shape = shape_for(shared)
     needed = shape.shared_bytes(variant.head_dim, variant.value_dim) + STATIC_SHARED
     return shared if shape.rows >= FEWEST_ROWS and cuda_limits().groups_together(needed) else None
@@ -267,7 +264,6 @@ class DecodeLaunch(NamedTuple):
     kernel: Callable[..., list[mx.array]]  # the kernel that decode launches,
     options: dict[str, Any]  # and its keyword arguments
     counters: int = 0  # number of counters that the kernel needs to merge partitions itself
-    write: WriteLaunch | None = None  # writes the newest tokens, if the kernel does not quantise them
     items: mx.array | None = None  # rows that read blocks together, if the kernel is for common blocks
 
     def __call__(
@@ -285,8 +281,6 @@ class DecodeLaunch(NamedTuple):
         ``counters``: those of the pools' layer, to make none for this launch alone."""
         logits = self.params if sinks is None else sinks.astype(mx.float32)
         tables, ends, starts = self.visible
-        if self.write is not None and k_new is not None and v_new is not None:
-            fence = self.write(k_pool, v_pool, fence, k_new, v_new)
         k_new = q if k_new is None else k_new  # a placeholder, never read
         v_new = q if v_new is None else v_new
         inputs = [q, k_pool, v_pool, fence, k_new, v_new, tables, ends, starts, self.params, logits]
@@ -336,9 +330,6 @@ def prepare_decode(
         shared = shared_variant_of(choices[0]) if choices and items is not None else None
         if shared is not None:
             choices = (shared, *choices)
-    write = None
-    if append and pages is not None and not quantized.exactness(pages, block_size).write:
-        write, append = prepare_write(k_pool, v_pool, quantized.newest_slots(visible, block_size), pages), False
     reach = visible[0].shape[1] * block_size
     batch, q_len = visible[1].shape
     reasons = []
@@ -364,7 +355,7 @@ def prepare_decode(
             params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
             options = {**spec.decode, **filled}
             decode = prepared(kernel, options)
-            return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, write, own_items)
+            return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, own_items)
         reasons.append(failure)
         if variant is None:
             switch_off(choice, failure)
@@ -412,13 +403,10 @@ class WriteLaunch(NamedTuple):
 
     launch: Launch
     slots: mx.array
-    pages: PageShape | None = None  # form of the rows that MLX has to quantise before the launch
 
     def __call__(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
         """Return the next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as in :func:`write_slots`. Checks
         nothing."""
-        if self.pages is not None:
-            k, v = self.pages.quantize(k, v)
         return self.launch([k_pool, v_pool, fence, k, v, self.slots])[0]
 
 
@@ -426,8 +414,10 @@ def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: Pa
     """Prepare the launch of :func:`write_slots` over pools of this geometry."""
     heads = k_pool.shape[1]
     if pages is not None:
-        kernel, rows = quantized.write_kernel(pages, k_pool.shape[2], slots.dtype)
-        return WriteLaunch(prepared(kernel, quantized.write_options(slots, heads, len(pages))), slots, rows)
+        kernel = build_kernel(
+            "quantized_write", (*quantized.page_constants(pages, k_pool.shape[2]), ("S", slots.dtype))
+        )
+        return WriteLaunch(prepared(kernel, quantized.write_options(slots, heads, len(pages))), slots)
     kernel = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))
     return WriteLaunch(prepared(kernel, quantized.write_options(slots, heads)), slots)
 

@@ -136,8 +136,8 @@ def shape_of(variant: Variant) -> PrefillShape:
     return prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
 
 
-def prefill_constants_of(variant: Variant, launch_shape: PrefillShape, *, tiles_first: bool = False) -> Constants:
-    """Return the constants of the body. ``tiles_first``: thread groups take all tiles of a head, then the next head."""
+def prefill_constants_of(variant: Variant, launch_shape: PrefillShape) -> Constants:
+    """Return the constants of the body."""
     shared = launch_shape.shared_bytes(variant.head_dim, variant.value_dim)
     return (
         *variant.constants,
@@ -151,7 +151,6 @@ def prefill_constants_of(variant: Variant, launch_shape: PrefillShape, *, tiles_
         ("SHARED", shared),
         # A bound of more groups than shared memory allows together would only cost registers.
         ("GROUPS", max(1, min(launch_shape.groups, cuda_limits().groups_together(shared)))),
-        ("TILES_FIRST", tiles_first),
         *(() if variant.pages is None else variant.pages.constants),
     )
 
@@ -169,7 +168,7 @@ def tiles_of(counts: Sequence[int], lengths: Sequence[int], tokens: int, window:
     return tiles
 
 
-def check_pack(tables: mx.array, counts: Sequence[int], lengths: Sequence[int], block_size: int, scale: float) -> None:
+def _check_pack(tables: mx.array, counts: Sequence[int], lengths: Sequence[int], block_size: int, scale: float) -> None:
     """Raise ValueError if a pack's block tables, new tokens and lengths do not agree, or the scale is not positive."""
     if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0]:
         raise ValueError(f"tables must be int32 [B, n] with B at least 1, got {tables.dtype} {tables.shape}")
@@ -250,7 +249,7 @@ def prepare_prefill(
     """
     dtype, _, block_size, _, value_dim = ops.geometry_of(k_pool, v_pool, pages)
     choices = prefill_variants(k_pool, v_pool, n_q_heads, softcap=softcap is not None, sinks=sinks, pages=pages)
-    check_pack(tables, counts, lengths, block_size, scale)
+    _check_pack(tables, counts, lengths, block_size, scale)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     if stride < 1:

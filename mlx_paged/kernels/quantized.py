@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..device import confirm
 from .build import Constants, build_kernel
 
 
@@ -170,16 +166,7 @@ def new_blocks(
     return mx.full((*shape, pages.k.num_words), word, mx.uint32), mx.full((*shape, pages.v.num_words), word, mx.uint32)
 
 
-Kernel = Callable[..., list[mx.array]]
 _PARTS = 2  # keys and values
-_TOKENS = 40  # tokens of the check
-
-
-class Exactness(NamedTuple):
-    """Whether the kernels give the same bits as MLX on this device."""
-
-    write: bool
-    gather: bool
 
 
 def write_options(slots: mx.array, heads: int, parts: int = 1) -> dict[str, Any]:
@@ -208,14 +195,6 @@ def texts_of(pages: PageShape, block_size: int) -> list[tuple[str, Constants]]:
     values, rows, slots = page_constants(pages, block_size), row_constants(pages, block_size), ("S", mx.int32)
     texts = [("quantized_write", (*values, slots)), ("quantized_gather", values)]
     return [*texts, ("write_rows", (*rows, slots)), ("gather_rows", rows)]
-
-
-def write_kernel(pages: PageShape, block_size: int, slots: mx.Dtype) -> tuple[Kernel, PageShape | None]:
-    """Return the kernel that writes keys and values into pages; and if it takes rows, the forms in which MLX has to
-    quantise them first, else None."""
-    if exactness(pages, block_size).write:
-        return build_kernel("quantized_write", (*page_constants(pages, block_size), ("S", slots))), None
-    return build_kernel("write_rows", (*row_constants(pages, block_size), ("S", slots))), pages
 
 
 def write_rows(
@@ -268,15 +247,6 @@ def gather(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Return the dequantised rows of :func:`gather_rows`: keys ``[1, n_kv_heads, length, dim]``, values; and the next
     fence."""
-    if not exactness(pages, k_pool.shape[2]).gather:
-        k, v, fence = gather_rows(k_pool, v_pool, fence, ids, start, length, pages)
-        return *pages.dequantize(k, v), fence
-    return _gather_values(k_pool, v_pool, fence, ids, start, length, pages)
-
-
-def _gather_values(
-    k_pool: mx.array, v_pool: mx.array, fence: mx.array, ids: mx.array, start: int, length: int, pages: PageShape
-) -> tuple[mx.array, mx.array, mx.array]:
     constants = page_constants(pages, k_pool.shape[2])
     outputs = [(form.dim, pages.dtype) for form in pages]
     items = max(pages.k.dim, pages.v.dim) // 4
@@ -306,71 +276,3 @@ def _gather(
         output_dtypes=[*(dtype for _, dtype in outputs), mx.uint32],
     )
     return k, v, fence
-
-
-def newest_slots(visible: tuple[mx.array, mx.array, mx.array], block_size: int) -> mx.array:
-    """Return, for (block_tables, context_lens ``[B, 1]``, start_positions), the slot of each row's newest token, int32
-    ``[B]``; -1 for rows of padding."""
-    tables, ends, _ = visible
-    newest = mx.maximum(ends - 1, 0)
-    blocks = mx.take_along_axis(tables, newest // block_size, axis=1)
-    return mx.where(ends > 0, blocks * block_size + newest % block_size, -1).reshape(-1)
-
-
-@lru_cache(maxsize=256)
-def exactness(pages: PageShape, block_size: int) -> Exactness:
-    """Return whether the kernels quantise and dequantise as MLX does on this device, to the bit. The first call checks
-    that and warns if they do not; MLX then does it, more slowly."""
-    outcome = Exactness(*(_holds(check, pages, block_size) for check in (_writes_alike, _gathers_alike)))
-    for what, holds in zip(("quantising", "dequantising"), outcome, strict=True):
-        if not holds:
-            warnings.warn(f"mlx_paged: {what} {pages} uses MLX (slower): the kernel failed its check", stacklevel=2)
-    return outcome
-
-
-def _holds(check: Callable[[PageShape, int], bool], pages: PageShape, block_size: int) -> bool:
-    confirm()  # what fails from here on is the kernel's fault
-    try:
-        return check(pages, block_size)
-    except (RuntimeError, ValueError):  # it does not compile
-        return False
-
-
-def _samples(pages: PageShape) -> tuple[mx.array, mx.array]:
-    """Return keys and values ``[1, 1, n, dim]`` of many magnitudes, with groups of one sign, one value and zeros."""
-    arrays = []
-    for seed, form in enumerate(pages):
-        x = mx.random.normal((1, 1, _TOKENS, form.dim), key=mx.random.key(seed))
-        scale = mx.array([2.0 ** (t % 20 - 10) for t in range(_TOKENS)])[:, None]
-        kinds = [x[:, :, :24] * scale[:24], mx.abs(x[:, :, 24:30]), -mx.abs(x[:, :, 30:36]) - 3.0]
-        constant = mx.broadcast_to(x[:, :, 36:38, :1], (1, 1, 2, form.dim))
-        arrays.append(mx.concatenate([*kinds, constant, 0.0 * x[:, :, 38:]], axis=2).astype(form.dtype))
-    return arrays[0], arrays[1]
-
-
-def _empty(pages: PageShape, block_size: int) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
-    """Return empty pools, a fence, a table and slots for the samples."""
-    count = -(-_TOKENS // block_size)
-    k_pool, v_pool = (mx.zeros((count, 1, block_size, form.num_words), mx.uint32) for form in pages)
-    ids = list(range(count))[::-1]
-    slots = [ids[t // block_size] * block_size + t % block_size for t in range(_TOKENS)]
-    return k_pool, v_pool, mx.zeros((1,), mx.uint32), mx.array(ids, mx.int32), mx.array(slots, mx.int32)
-
-
-def _writes_alike(pages: PageShape, block_size: int) -> bool:
-    k_pool, v_pool, fence, ids, slots = _empty(pages, block_size)
-    k, v = _samples(pages)
-    kernel = build_kernel("quantized_write", (*page_constants(pages, block_size), ("S", mx.int32)))
-    (fence,) = kernel(inputs=[k_pool, v_pool, fence, k, v, slots], **write_options(slots, 1, _PARTS))
-    *rows, _ = gather_rows(k_pool, v_pool, fence, ids, 0, _TOKENS, pages)
-    return all(mx.array_equal(a, b).item() for a, b in zip(rows, pages.quantize(k, v), strict=True))
-
-
-def _gathers_alike(pages: PageShape, block_size: int) -> bool:
-    k_pool, v_pool, fence, ids, slots = _empty(pages, block_size)
-    rows = pages.quantize(*_samples(pages))
-    fence = write_rows(k_pool, v_pool, fence, *rows, slots, pages)
-    *got, _ = _gather_values(k_pool, v_pool, fence, ids, 0, _TOKENS, pages)
-    bits = mx.uint32 if pages.dtype.size == 4 else mx.uint16
-    pairs = zip(got, pages.dequantize(*rows), strict=True)
-    return all(mx.array_equal(a.view(bits), b.view(bits)).item() for a, b in pairs)

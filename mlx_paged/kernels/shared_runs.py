@@ -13,41 +13,31 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cuda.device import cuda_limits
-from .build import gpu_cores
 from .launch_shape import LaunchShape, Variant, shape_for
 
 HEADER = 2  # integers at the start of an item: partition, number of rows; the rows' places in the batch follow
 
-# Thresholds from which on the kernel for common blocks was faster in all measured cases (docs/adr/0075). LEAST_SAVED:
-# reads saved per step, in tokens times KV heads, for heads up to 128 and wider ones. LEAST_SAVED_PER_ROW: tokens saved
-# per row, and LEAST_FRACTION: part of all tokens that is read together, each for plain and for quantised pages. The
-# latter gain less, since what rows read again soon is in the L2 cache; thread groups of fewer than FULL_GAIN_ROWS rows
-# do, too.
-LEAST_SAVED, LEAST_SAVED_PER_ROW, LEAST_FRACTION = (3 << 16, 15 << 13), (0, 1024), (0.5, 0.7)
-FULL_GAIN_ROWS, FEWEST_ROWS = 8, 4
-# The threshold on Metal, where each machine measures whether sharing is faster (shared_trial.py).
-LEAST_SAVED_ON_METAL = 1 << 16
+# Rows are read together if they save at least LEAST_SAVED tokens in a step; only rows that share at least LEAST_COMMON
+# count. Near this border the gains on an NVIDIA H100 are 1.0 to 1.2 (docs/adr/0075). Thread groups take at least
+# FEWEST_ROWS rows.
+LEAST_COMMON, LEAST_SAVED, FEWEST_ROWS = 2048, 3 << 13, 4
 
 
 class SharedCut(NamedTuple):
-    """Launch shape and thresholds of the kernel for common blocks, for some layers.
+    """Launch shape of the kernel for common blocks, for some layers, and when it is used.
 
     Attributes:
         variant, shape: of the kernel.
-        num_kv_heads: KV heads of the layers; an item has a thread group for each.
-        least_saved: reads that must be saved in a step, in tokens times KV heads.
         at_once: items with enough thread groups, one per KV head, to give every multiprocessor one.
-        least_saved_per_row: tokens that must be saved per row, on average.
-        least_fraction: part of all tokens that must be read together.
+        least_common: leading tokens that a row must have in common with another to count.
+        least_saved: reads that must be saved in a step, in tokens.
     """
 
     variant: Variant
     shape: LaunchShape
-    num_kv_heads: int
-    least_saved: int
     at_once: int = 1
-    least_saved_per_row: int = LEAST_SAVED_PER_ROW[False]
-    least_fraction: float = LEAST_FRACTION[False]
+    least_common: int = LEAST_COMMON
+    least_saved: int = LEAST_SAVED
 
 
 class SharedRows(NamedTuple):
@@ -125,18 +115,12 @@ def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> S
 
 
 def items_for(rows: SharedRows, seen: Partitions, cut: SharedCut) -> np.ndarray | None:
-    """Return :func:`shared_items` in launch order; None if the thresholds for sharing are not reached."""
-    num_rows = len(rows.order)
-    if int(np.maximum(rows.common - seen.begins[rows.order], 0).sum()) * cut.num_kv_heads < cut.least_saved:
-        return None  # not reached even if all common tokens were read together
-    items = shared_items(rows, seen, cut.shape)
-    common = items[items[:, 1] > 1]
-    sizes, read = seen.sizes[common[:, HEADER]], int((seen.ends - seen.begins)[:num_rows].sum())
-    together = int((sizes * common[:, 1]).sum())
-    least = max(cut.least_saved / cut.num_kv_heads, cut.least_saved_per_row * num_rows)
-    if together < cut.least_fraction * read or together - int(sizes.sum()) < least:
+    """Return :func:`shared_items` in launch order; None if the rows do not share enough."""
+    common = np.maximum(rows.common - seen.begins[rows.order], 0)
+    if common[common >= cut.least_common].sum() < cut.least_saved:
         return None
-    return interleaved(items, cut.at_once)
+    items = shared_items(rows, seen, cut.shape)
+    return interleaved(items, cut.at_once) if (items[:, 1] > 1).any() else None
 
 
 def interleaved(items: np.ndarray, at_once: int) -> np.ndarray:
@@ -157,15 +141,7 @@ def cut_of(variant: Variant, num_kv_heads: int, shape: LaunchShape | None = None
         variant: variant of the kernel.
         shape: launch shape of the kernel; None for the default.
     """
-    shape = shape or shape_for(variant, gpu_cores())
-    if variant.backend == "metal":
-        return SharedCut(variant, shape, num_kv_heads, LEAST_SAVED_ON_METAL)
-    least, is_quantised = LEAST_SAVED[max(variant.head_dim, variant.value_dim) > 128], variant.pages is not None
-    if not is_quantised:
-        least = max(least, least * FULL_GAIN_ROWS // shape.rows)
-    at_once = -(-cuda_limits().multiprocessors // num_kv_heads)
-    limits = LEAST_SAVED_PER_ROW[is_quantised], LEAST_FRACTION[is_quantised]
-    return SharedCut(variant, shape, num_kv_heads, least, at_once, *limits)
+    return SharedCut(variant, shape or shape_for(variant), -(-cuda_limits().multiprocessors // num_kv_heads))
 
 
 def shared_items(rows: SharedRows, seen: Partitions, shape: LaunchShape) -> np.ndarray:

@@ -167,7 +167,6 @@ def _prefill(kernel: _Kernel) -> Scratch:
         **{"q": mx.zeros((1, heads, 1, kernel["D"]), dtype), "tables": mx.zeros((1, MIN_DEVICE_ELEMENTS), mx.int32)},
         **{"tiles": mx.zeros((2, 4), mx.int32), "params": mx.ones((4,))},
         "sinks": kernel.sinks(max(MIN_DEVICE_ELEMENTS, heads)),
-        "rotated": mx.zeros((1, 1, kernel["BS"], kernel.constants.get("DR", 1)), dtype),
     }
     return given, _options((threads, 1, 1), threads, ((1, heads, 1, kernel["DV"]), dtype), _FENCE)
 
@@ -226,34 +225,12 @@ def _product(kernel: _Kernel) -> Scratch:
     return given, _options((len(outputs) * threads, 1, 1), threads, *outputs)
 
 
-def _silu(kernel: _Kernel) -> Scratch:
-    """Return eight values."""
-    x = mx.zeros((*[1] * (kernel["XD"] - 1), 8), kernel["T"])
-    return {"left": x, "right": x}, _options((32, 1, 1), 32, (x.shape, kernel["T"]))
-
-
-def _embedding(kernel: _Kernel) -> Scratch:
-    """Return a lookup of the only row of a table."""
-    given = {"table": mx.zeros((1, 8), kernel["T"]), "tokens": mx.zeros((1,), kernel["S"])}
-    return given, _options((32, 1, 1), 32, ((1, 8), kernel["T"]))
-
-
 def _draw(kernel: _Kernel) -> Scratch:
     """Return rows with eight equal logits."""
     rows, threads = 1 if kernel.is_small("positions") else MIN_DEVICE_ELEMENTS, kernel["SG"] * 32
     given = {"x": mx.zeros((rows, 8), kernel["T"]), "params": mx.zeros((rows, 8))}
     given |= {"keys": mx.zeros((rows, 8), mx.uint32), "positions": mx.zeros((rows,), mx.uint32)}
     return given, _options((rows * threads, 1, 1), threads, ((rows,), kernel["O"]))
-
-
-def _penalise(kernel: _Kernel) -> Scratch:
-    """Return one row with a history of one token, and others without."""
-    rows, threads = 1 if kernel.is_small("tokens") else MIN_DEVICE_ELEMENTS, kernel["SG"] * 32
-    given = {"x": mx.zeros((rows, 8), kernel["T"]), "tokens": mx.zeros((rows,), kernel["S"])}
-    given |= {"places": mx.array([0, *[-1] * (rows - 1)], mx.int32), "words": mx.zeros((1, 8), mx.uint32)}
-    given |= {"counts": mx.zeros((4, 1, 8), mx.int32), "spans": mx.ones((1, 8), mx.int32), "penalties": mx.ones((1, 8))}
-    outputs = [((rows, 8), kernel["O"]), ((1, 8), mx.uint32), ((4, 1, 8), mx.int32), ((1, 8), mx.int32)]
-    return given, _options((rows * threads, 1, 1), threads, *outputs)
 
 
 _SCRATCH: dict[Family, Callable[[_Kernel], Scratch]] = {
@@ -265,8 +242,5 @@ _SCRATCH: dict[Family, Callable[[_Kernel], Scratch]] = {
     Family.GATHER: _gather,
     Family.COPY: _copy,
     Family.PRODUCT: _product,
-    Family.SILU: _silu,
-    Family.EMBEDDING: _embedding,
     Family.DRAW: _draw,
-    Family.PENALISE: _penalise,
 }

@@ -36,20 +36,6 @@ class QueryHeads(NamedTuple):
     latent: bool = False
 
 
-class LatentHeads(NamedTuple):
-    """The heads of attention over keys and values expanded from a layer's latents.
-
-    Attributes:
-        num_heads: number of query heads; keys and values have as many.
-        head_dim: size of queries and keys, the rotated part included.
-        value_dim: size of values.
-    """
-
-    num_heads: int
-    head_dim: int
-    value_dim: int
-
-
 class AttentionParams(NamedTuple):
     """The arguments of attention besides queries, keys and values.
 

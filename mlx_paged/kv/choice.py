@@ -12,12 +12,11 @@ from ..errors import BlocksUnavailableError, KernelUnavailableError, check_devic
 from ..kernels import availability
 from ..kernels import ops as kernels
 from ..kernels.check import checked
-from ..kernels.latent_prompts import prompt_variant_of, unsupported_prompts
 from ..kernels.launch_shape import Variant, unsupported
 from ..kernels.ops import latent_variants_of, unsupported_latent
 from ..kernels.prefill import prefill_variants_of, unsupported_prefill
 from ..kernels.quantized import rotate
-from .attention_params import LatentHeads, QueryHeads
+from .attention_params import QueryHeads
 from .block_table import BlockTable
 from .blocks import BlocksChoice, ChooseBlocks
 from .device_blocks import DeviceBlocks, pages_of
@@ -70,25 +69,6 @@ def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: Query
     return availability.device_unsupported_reason() or _variant_unsupported_reason(
         geometry, block_size, heads, unsupported_prefill, prefill_variants_of
     )
-
-
-def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: LatentHeads) -> str | None:
-    """Return why the kernel over keys and values expanded from latents cannot serve these blocks and heads, or None.
-    The first call self-checks it, with all launches of its steps."""
-    why = availability.device_unsupported_reason()
-    if why is not None or not availability.prepares_plans():
-        return why or "the kernel for prompts over latents requires CUDA"
-    num_kv_heads, _, rope, dtype, page_format = geometry
-    if num_kv_heads != 1 or page_format is not None:
-        return "latent pages must have one KV head and cannot be quantised"
-    refused = unsupported_prompts(dtype, heads.head_dim, heads.value_dim, rope, block_size)
-    if refused:
-        return refused
-    variant = prompt_variant_of(dtype, heads.head_dim, heads.value_dim, rope, block_size)
-    if variant is None:
-        return "this GPU has too little shared memory for the kernel for prompts over latents"
-    result = checked(variant)
-    return None if result.ok else f"the kernel failed its self-check: {result.reason}"
 
 
 def host_blocks(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> BlocksChoice:

@@ -17,7 +17,6 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH, unsupported
 from ..kernels.prefill import prepare_prefill
 from ..kernels.quantized import PageShape, new_blocks, rotate
 from ..kernels.shared_runs import SharedCut, cut_of
-from ..kernels.shared_trial import is_faster
 from .attention_params import AttentionParams, QueryHeads, Window
 from .block_table import BlockTable
 from .geometry import Geometry
@@ -37,12 +36,6 @@ def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> Sha
     )
     shared = kernels.shared_variant_of(variants[0]) if variants else None
     return None if shared is None else cut_of(shared, num_kv_heads)
-
-
-def is_usable(cut: SharedCut) -> bool:
-    """Return whether the kernel for common blocks passes its self-check and, on Metal, is faster than reading each row
-    by itself."""
-    return checked(cut.variant).ok and (cut.variant.backend == "cuda" or is_faster(cut))
 
 
 def split_queries(q: mx.array) -> mx.array:
@@ -216,7 +209,7 @@ class DeviceBlocks:
         cut, items = self._shared_cut, tokens.items(self._shared_cut, window, shape)
         if cut is None or items is None or cut in self._usable_cuts:
             return items
-        if is_usable(cut):
+        if checked(cut.variant).ok:
             self._usable_cuts.add(cut)
             return items
         self._shared_cut = None
@@ -338,7 +331,7 @@ class DeviceBlocks:
         return (rotate(k), rotate(v)) if self.rotates else (k, v)
 
     def read_packed(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
-        """Return all blocks of the tokens' tables, table by table, in the order of :meth:`NewTokens.gathered_tables`: K
+        """Return all blocks of the tokens' tables, table by table: K
         ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies). Slots without a token have arbitrary contents."""
         ids, num_slots = tokens.all_blocks(), tokens.num_slots()
         return self._gathered(kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages))

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..errors import BlockStateError, ConfigError, GeometryError
 from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
-from .attention_params import LatentHeads, QueryHeads, Window
+from .attention_params import QueryHeads, Window
 from .block_table import BlockTable
 from .blocks import Blocks, BlocksChoice, ChooseBlocks
 from .choice import host_blocks
@@ -130,8 +130,6 @@ class Group:
         self.unsupported: dict[QueryHeads, str | None] = {}
         # Likewise for the prefill kernel.
         self.packs_unsupported: dict[QueryHeads, str | None] = {}
-        # Likewise for the kernel over keys and values expanded from latents.
-        self.prompts_unsupported: dict[LatentHeads, str | None] = {}
         self.epoch = 0  # rises with each change of a table or of a reference count
         self._choose_blocks = choose_blocks
         self._held = HeldArrays() if held is None else held

@@ -263,22 +263,6 @@ class NewTokens:
         """Return the number of slots in all blocks of the tables."""
         return sum(len(table.block_ids) for table in self.tables) * self.tables[0].block_size
 
-    def gathered_tables(self) -> mx.array:
-        """Return the places of each table's blocks in :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute
-        position."""
-        made: mx.array | None = self.made.get("gathered tables")
-        if made is None:
-            found = np.zeros((len(self.tables), table_width(self.tables)), np.int32)
-            first = 0
-            for row, table in enumerate(self.tables):
-                count = len(table.block_ids)
-                found[row, :count] = np.arange(first, first + count)
-                first += count
-            made = self.made["gathered tables"] = mx.array(found)
-        return made
-
-    # One table after the other --------------------------------------------------------------------------------
-
     def single(self, index: int) -> NewTokens:
         """Return the tokens of one table alone, for attention sequence by sequence."""
         found: NewTokens | None = self.made.get(("single", index))

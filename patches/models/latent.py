@@ -2,9 +2,8 @@
 
 For each token the cache holds a latent and the rotated part of a key, both of one head. mlx-lm caches the latent as key
 and the rotated part as value, fetches both, and computes attention itself. Where a kernel attends over the blocks, one
-new token per row is computed as in mlx-lm's code for one token (the absorbed form), but without the fetch. New tokens
-of prompts are computed as in its code for several: keys and values of the heads are made from the latents, for all
-sequences of a pack together. Without a kernel mlx-lm's own code runs, for a pack sequence by sequence.
+or a few new tokens per row are computed as in mlx-lm's code for one token (the absorbed form), but without the fetch.
+Otherwise, as for prompts, mlx-lm's own code runs, for a pack sequence by sequence.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import mlx.core as mx
-from mlx_lm.models.mla import QuantizedMultiLinear
 
-from ...attention import dispatch, latent_prompts
+from ...attention import dispatch
 from ...cache.batch import OWN_MASK, NotPackableError
 from ...cache.batch_cache import PagedBatchKVCache
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
-from ...kv.attention_params import AttentionParams, LatentHeads, Window
+from ...kv.attention_params import AttentionParams, Window
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
 from .attention import AttentionCall, stays_paged
@@ -184,13 +182,11 @@ def attend_in_kernel(
         return finish(self, _absorbed(self, _projected(self, x, cache.offset, scales), mask, cache), x)
     if x.shape[1] > 1 and _is_causal(cache, x, mask):
         # Computed as rows of one token each, like a pack of one sequence.
-        rows, count, heads = x.swapaxes(0, 1), x.shape[1], _latent_heads(self)
-        few = count <= MAX_QUERY_LENGTH and dispatch.supports_latents(heads.num_heads, cache.pool, cache.layer)
-        if few or latent_prompts.is_supported(heads, x.dtype, cache.pool, cache.layer):
+        rows, count = x.swapaxes(0, 1), x.shape[1]
+        if count <= MAX_QUERY_LENGTH and dispatch.supports_latents(_heads_of(self), cache.pool, cache.layer):
             positions = cache.offset + mx.arange(count, dtype=mx.int32)
             made = _projected(self, rows, positions, None if scales is None else scales[:, :, None, None])
-            out = _absorbed_few(self, made, mask, cache) if few else _expanded(self, made, cache)
-            return finish(self, out, rows).swapaxes(0, 1)
+            return finish(self, _absorbed_few(self, made, mask, cache), rows).swapaxes(0, 1)
     return None
 
 
@@ -212,8 +208,6 @@ def _packed(
     if few and dispatch.supports_latents(_heads_of(self), pool, layer):
         made = _projected(self, x, cache.offset, scales)
         return finish(self, _absorbed(self, made, None, cache, as_rows=True), x)
-    if latent_prompts.is_supported(_latent_heads(self), x.dtype, pool, layer):
-        return finish(self, _expanded(self, _projected(self, x, cache.offset, scales), cache), x)
     return None
 
 
@@ -248,42 +242,9 @@ def _by_head(layer: Any, x: mx.array) -> mx.array:
     return layer(x.swapaxes(0, 2)).swapaxes(0, 2)
 
 
-def _expanded(self: Any, made: Projected, cache: PagedBatchKVCache | PagedLayerCache) -> mx.array:
-    """Attend over the keys and values made from the latents. Returns ``[T, n_heads, 1, v_head_dim]``."""
-
-    def expand(latents: mx.array, heads: slice) -> tuple[mx.array, mx.array]:
-        return _of_heads(self.embed_q, latents, heads, False), _of_heads(self.unembed_out, latents, heads, True)
-
-    heads = _latent_heads(self)
-    return cache.attend_expanded((made.nope, made.rope), made.latent, made.rotated, heads, self.scale, expand)
-
-
-def _of_heads(layer: Any, x: mx.array, heads: slice, transpose: bool) -> mx.array:
-    """Apply mlx-lm's layer with one matrix per head to x ``[1, 1, n, dim]``, for some of the heads."""
-    weight = layer["weight"][heads]
-    if not isinstance(layer, QuantizedMultiLinear):
-        return x @ (weight.swapaxes(-1, -2) if transpose else weight)
-    biases = layer.get("biases")
-    return mx.quantized_matmul(
-        x,
-        weight,
-        scales=layer["scales"][heads],
-        biases=None if biases is None else biases[heads],
-        transpose=transpose,
-        group_size=layer.group_size,
-        bits=layer.bits,
-        mode=layer.mode,
-    )
-
-
 def _heads_of(self: Any) -> int:
     heads: int = self.num_attention_heads if hasattr(self, "num_attention_heads") else self.num_heads
     return heads
-
-
-def _latent_heads(self: Any) -> LatentHeads:
-    # A matrix of unembed_out is [v_head_dim, rank], packed or not.
-    return LatentHeads(_heads_of(self), self.qk_nope_head_dim + self.qk_rope_head_dim, self.unembed_out.weight.shape[1])
 
 
 def _has_kernel(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache]:

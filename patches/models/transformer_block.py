@@ -13,7 +13,6 @@ from mlx_lm.models.activations import swiglu
 from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.narrow_layers import added, gated, projected
 from ...kernels.products.inference import thread
-from ...kernels.silu_product import silu_product
 from ..patch import replaces
 
 ModuleCall = Callable[..., mx.array]
@@ -26,11 +25,7 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
 
     def activated(self: Any, x: mx.array) -> mx.array:
         fused = gated(self.gate_proj, self.up_proj, x)
-        if fused is not None:
-            return fused
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        product = silu_product(gate, up)
-        return swiglu(gate, up) if product is None else product
+        return swiglu(self.gate_proj(x), self.up_proj(x)) if fused is None else fused
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         section = thread.inference

@@ -12,14 +12,13 @@ import pytest
 
 from mlx_paged.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.cuda.launch import CompiledKernel, Source, short_name
-from mlx_paged.kernels import build, check, draw_rows, embedding_rows, penalise_rows, silu_product
-from mlx_paged.kernels import latent_prompts as prompts
+from mlx_paged.kernels import build, check, draw_rows
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants, build_kernel
 from mlx_paged.kernels.check import self_check, texts_of
 from mlx_paged.kernels.decode_spec import pool_constants_of
-from mlx_paged.kernels.launch_shape import MATRIX_BODIES, SHARED_MATRIX_BODY, Variant
+from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant
 from mlx_paged.kernels.prefill import (
     BODY,
     QUANTIZED_BODY,
@@ -84,12 +83,6 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
 
 
 PREFILL = (BODY, prefill_constants_of(TENSOR._replace(body=BODY), prefill_shape_for(128, 128)))
-PROMPTS = (
-    prompts.BODY,
-    prompts.prompt_constants_of(
-        Variant(prompts.BODY, "cuda", mx.bfloat16, 192, 128, 1, 32), prompts.prompt_shape_for(192, 128)
-    ),
-)
 QUANTIZED_PREFILL = (
     QUANTIZED_BODY,
     prefill_constants_of(
@@ -106,13 +99,11 @@ def texts() -> list[tuple[str, Constants]]:
         for body, fused in narrow_matmul.KERNELS
         for bits in (0, 4)
     ]
-    layers = [draw_rows.kernel_key(mx.bfloat16, "cuda"), penalise_rows.kernel_key(mx.bfloat16)]
-    layers += [silu_product.kernel_key(mx.bfloat16, 3), embedding_rows.kernel_key(mx.bfloat16, mx.uint32)]
     quantized = texts_of(QUANTIZED) + texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
-    listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
-    listed += [(key.body, key.constants) for key in products + layers]
+    listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL]
+    listed += [(key.body, key.constants) for key in [*products, draw_rows.kernel_key(mx.bfloat16, "cuda")]]
     listed += texts_of(LATENT) + texts_of(LATENT_TENSOR)
-    assert {body for body, _ in listed} >= set(BODIES) - {*MATRIX_BODIES, SHARED_MATRIX_BODY}  # Metal only
+    assert {body for body, _ in listed} >= set(BODIES) - set(MATRIX_BODIES)  # Metal only
     return listed
 
 
@@ -143,7 +134,7 @@ def test_launch_passes_the_declared_parameters(mlx: FakeMLX, body: str, constant
 
 HEADERLESS = [
     texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *texts_of(QUANTIZED), *texts()[-2:],
-    draw_rows.kernel_key(mx.float16, "cuda")[:2], penalise_rows.kernel_key(mx.float16)[:2],
+    draw_rows.kernel_key(mx.float16, "cuda")[:2],
 ]  # fmt: skip
 
 

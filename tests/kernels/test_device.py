@@ -7,7 +7,6 @@ import pytest
 
 from mlx_paged.cuda import device
 from mlx_paged.cuda.device import HOPPER, CudaLimits, cuda_limits
-from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, latent_run, run_length, shape_for
@@ -18,7 +17,6 @@ ADA = CudaLimits(128, 101_376, 102_400)  # sm_86, sm_89 and sm_120 have the same
 CACHED = (
     cuda_limits,
     prefill.prefill_variants_of,
-    prompts.prompt_variant_of,
     ops.latent_variants_of,
     spec_of,
 )
@@ -26,7 +24,7 @@ CACHED = (
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for module in (prefill, prompts, ops):
+    for module in (prefill, ops):
         monkeypatch.setattr(module, "backend", lambda: "cuda")
     for function in CACHED:
         function.cache_clear()
@@ -70,7 +68,6 @@ def test_prefill_bounds_follow_shared_memory(on_cuda: pytest.MonkeyPatch) -> Non
 def test_a_gpu_too_small_has_no_prefill_kernel(on_cuda: pytest.MonkeyPatch) -> None:
     use(on_cuda, CudaLimits(4, 48 * 1024, 64 * 1024))
     assert prefill.prefill_variants_of(mx.bfloat16, 128, 128, 32, 8, 32, False, False) == ()
-    assert prompts.prompt_variant_of(mx.bfloat16, 192, 128, 64, 32) is None
 
 
 def test_variable_lowers_shared_memory(on_cuda: pytest.MonkeyPatch) -> None:

@@ -21,18 +21,6 @@ needs_gpu = pytest.mark.skipif(build.backend() is None, reason="MLX sees no GPU"
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", VALUES)
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("bits", BITS)
-def test_quantisation_equals_mlxs_bit_for_bit_on_this_device(
-    bits: tuple[int, int], group_size: int, dtype: mx.Dtype
-) -> None:
-    for dim in (128, 256):
-        assert quantized.exactness(page_shape(dim, bits, group_size, dtype), 16) == (True, True)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("dtype", VALUES)
 @pytest.mark.parametrize("length", [1, 7, 1001])
 def test_written_rows_equal_mlxs(length: int, dtype: mx.Dtype) -> None:
     """Values come in the layouts of projections: contiguous, and with the tokens before the heads."""

@@ -99,7 +99,7 @@ def test_tail_slots_are_the_slots_of_the_last_positions() -> None:
 
 
 VARIANT = Variant(SHARED_BODY, "cuda", mx.bfloat16, 64, 64, 4, 4)
-CUT = SharedCut(VARIANT, shape_for(VARIANT)._replace(partition=64), 1 << 20, 1 << 18)
+CUT = SharedCut(VARIANT, shape_for(VARIANT)._replace(partition=64), least_common=64, least_saved=64)
 
 
 def together(own: NewTokens, shape: tuple[int, int] | None = None) -> list[list[int]] | None:

@@ -198,20 +198,6 @@ def test_rows_of_padding_append_nothing(backend, bits):
     assert out[:2].tobytes() == alone.tobytes() and not out[2:].any() and is_written(fake, full)
 
 
-def test_newest_tokens_are_written_first_where_bits_differ():
-    case = case_of([5, 40, 1], PAGES)
-    append = case.take_out_newest()
-    case.ends[2] = 0  # padding
-    # The emulator writes to a copy; these slots stay unchanged.
-    case.k_pool, case.v_pool = (mx.zeros_like(x) for x in (case.k_pool, case.v_pool))
-    with emulated(exact=False) as fake:
-        case.run(append=append)
-    (write, written), (decode, call), *_ = fake.calls
-    assert (write, decode) == ("write_rows", "quantized_decode") and call["inputs"][9].tolist()[2] == 0.0
-    expected = [case.tables[0, 0] * 16 + 4, case.tables[1, 2] * 16 + 7, -1]
-    assert written["inputs"][5].tolist() == expected
-
-
 @BOTH
 def test_append_refuses_rows_that_do_not_fit(bits):
     case = case_of([5, 6], bits)

@@ -5,21 +5,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import latent_prompts as prompts
 from mlx_paged.kernels.build import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import (
     HEAD_DIMS,
     MAX_TENSOR_HEAD_DIM,
     MOST_GROUPS,
-    MOST_REGISTERS,
-    PACKED_VEC,
     LaneLayout,
     LaunchShape,
     Variant,
-    best_layout,
     count_partitions,
     groups_of,
+    lane_layout,
     partition_for,
     shape_for,
 )
@@ -136,15 +133,6 @@ def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: boo
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 
-@needs_compiler
-@pytest.mark.parametrize(("head_dim", "value_dim"), slow((192, 128), (256, 256), (128, 128)))
-def test_prompts_over_latents_do_not_spill(head_dim: int, value_dim: int) -> None:
-    variant = Variant(prompts.BODY, "cuda", mx.bfloat16, head_dim, value_dim, 1, 32)
-    constants = prompts.prompt_constants_of(variant, prompts.prompt_shape_for(head_dim, value_dim))
-    found = registers.registers_of(prompts.BODY, constants, None, "sm_90")
-    assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
-
-
 def quantized_registers(
     body: str, head_dim: int, gqa: int, bits: tuple[int, int], **options: Any
 ) -> registers.Registers:
@@ -175,21 +163,10 @@ def test_quantised_prefill_does_not_spill(head_dim: int, gqa: int, bits: tuple[i
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 
-def test_every_layout_fits_into_the_registers() -> None:
-    for head_dim in HEAD_DIMS:
-        for gqa in range(1, 17):
-            for itemsize in (2, 4):
-                layout = best_layout(gqa, head_dim, head_dim, itemsize)
-                assert layout.registers(gqa, head_dim, head_dim, itemsize) <= MOST_REGISTERS
-            for itemsize in (0.5, 0.75, 1.0):
-                layout = best_layout(gqa, head_dim, head_dim, itemsize, PACKED_VEC)
-                assert layout.registers(gqa, head_dim, head_dim, itemsize) <= MOST_REGISTERS
-
-
 def test_many_heads_share_a_token_among_more_lanes() -> None:
-    assert best_layout(4, 128, 128, 2) == LaneLayout(lanes=16, unroll=2, head_split=1)
-    assert best_layout(8, 128, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=1)
-    assert best_layout(16, 128, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=2)
+    assert lane_layout(4, 128, 2) == LaneLayout(lanes=16, unroll=2, head_split=1)
+    assert lane_layout(8, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=1)
+    assert lane_layout(16, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=2)
 
 
 @pytest.mark.parametrize(("cores", "kv_heads"), [(8, 8), (10, 8), (20, 8), (40, 8), (76, 8), (80, 8), (40, 4), (76, 5)])

@@ -97,7 +97,7 @@ MATRIX_PLANTED: dict[str, tuple[Variant, str, str]] = {
     "weights of another simdgroup": (MATRICES, "join(top, total, tg_m[s * LINES + head]", "join(top, total, tg_m[head]"),
     "sum of one simdgroup": (MATRICES, "tg_m[s * LINES + head], tg_l[s * LINES", "tg_m[s * LINES + head], tg_l[0 * LINES"),
     "a simdgroup without tokens": (MATRICES, "step += SG) {", "step += 2 * SG) {"),
-    "every query is a row's first": (MATRICES, "* G * q_len + own_row % q_len", "* G * q_len"),
+    "every query is a row's first": (MATRICES, "* G * q_len + query_row % q_len", "* G * q_len"),
     "a single partition's denominator": (MATRICES, ", 0.0f) / denominator", ", 0.0f)"),
     "the newest token is not stored": (MATRICES, "if (fresh >= lo && fresh < hi)", "if (false)"),
     "values of the keys' pages": (CODES, "stage_codes<T, VBITS, DV, GS, BS>(v_pages", "stage_codes<T, VBITS, DV, GS, BS>(k_pages"),

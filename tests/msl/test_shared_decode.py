@@ -8,7 +8,7 @@ import pytest
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import part_of
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.launch_shape import SHARED_BODIES, SHARED_MATRIX_BODY, Variant, shape_for
+from mlx_paged.kernels.launch_shape import SHARED_BODIES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape
 from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
 from tests.support.cases import quick, slow
@@ -19,7 +19,7 @@ from tests.support.msl.harness import Case, emulated
 CUT = {"partition": 128, "span": 4}
 
 
-def case_of(contexts, shared, backend="cuda", **options):
+def case_of(contexts, shared, **options):
     """Return rows of ``contexts`` tokens; for each (row, other, tokens) in ``shared``, the row begins with the other's
     blocks."""
     case = Case(contexts, dtype=options.pop("dtype", mx.float16), **options)
@@ -29,7 +29,6 @@ def case_of(contexts, shared, backend="cuda", **options):
         for own, theirs in zip(case._given[row], case._given[other], strict=True):
             own[:, : blocks * case.block_size] = theirs[:, : blocks * case.block_size]
         case.rows[row] = case._kept(*case._given[row])
-    case.backend = backend
     return case
 
 
@@ -42,9 +41,9 @@ def run(case, edit=(), *, alone=False, orders=(0,), append=None, padding=0, back
     one. ``backwards``: thread groups that read for several rows come last. ``edit``: mutations of its text, or of the
     one that joins partitions."""
     rows = shared_rows(case.tables, counts_of(case), case.block_size)
-    body = SHARED_MATRIX_BODY if case.backend == "metal" else SHARED_BODIES[case.pages is not None]
+    body = SHARED_BODIES[case.pages is not None]
     body = "join_partitions" if any(old in JOIN_TEXT for old, _ in edit) else body
-    with emulated(case.backend, edit={body: edit}, orders=orders) as fake:
+    with emulated("cuda", edit={body: edit}, orders=orders) as fake:
         extras = {"softcap": case.softcap is not None, "sinks": case.sinks is not None, "pages": case.pages}
         variant = kernels.decode_variants(case.k_pool, case.v_pool, case.n_q, **extras)[0]
         shape, items = shape_for(variant)._replace(**CUT), None
@@ -87,28 +86,15 @@ CLASSES = {
         [300, 310, 300, 300], [(i, 0, 256) for i in (1, 2, 3)],
         {"head_dim": 256, "heads": (4, 2), "pages": PageShape.of(256, (8, 4), 64, mx.float16), "sinks": True, "softcap": 5.0},
     ),
-    "Metal": (
-        [600, 590, 333, 600, 610, 40, 583], [(i, 0, 512) for i in (1, 3, 4, 6)] + [(2, 0, 256)],
-        {"backend": "metal", "heads": (14, 2), "sinks": True},
-    ),
-    "Metal, a tree": (
-        [1200, 1100, 200, 1200, 1190],
-        [(4, 0, 1090), (1, 0, 1024), (3, 0, 1024), (2, 0, 128)],
-        {"backend": "metal", "heads": (5, 1), "head_dim": 96, "value_dim": 80, "dtype": mx.bfloat16, "softcap": 5.0},
-    ),
     "windows": (
         [750, 770, 745, 750, 730, 90], [(i, 0, 704) for i in (1, 2, 3)] + [(4, 0, 512)],
         {"heads": (8, 2), "starts": [60, 120, 100, 100, 64, 0], "sinks": True},
-    ),
-    "Metal, windows": (
-        [750, 770, 745, 750, 730, 90], [(i, 0, 704) for i in (1, 2, 3)] + [(4, 0, 512)],
-        {"backend": "metal", "heads": (8, 1), "starts": [60, 120, 100, 100, 64, 0]},
     ),
     "more rows than a group takes": ([200] * 10, [(i, 0, 128) for i in range(1, 10)], {"heads": (8, 1)}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", quick(list(CLASSES), "value_dim", "a tree", "8-bit pages", "Metal", "windows"))
+@pytest.mark.parametrize("name", quick(list(CLASSES), "value_dim", "a tree", "8-bit pages", "windows"))
 def test_rows_have_the_same_bits_as_alone(name):
     contexts, shared, options = CLASSES[name]
     case = case_of(contexts, shared, **options)
@@ -121,9 +107,9 @@ def test_rows_have_the_same_bits_as_alone(name):
     assert items - 2 < sum(lengths)  # something was shared
 
 
-def variant_of(head_dim=64, gqa=4, backend="cuda", **extras):
-    body = SHARED_MATRIX_BODY if backend == "metal" else SHARED_BODIES["pages" in extras]
-    return Variant(body, backend, mx.float16, head_dim, head_dim, gqa, 32, **extras)
+def variant_of(head_dim=64, gqa=4, **extras):
+    body = SHARED_BODIES["pages" in extras]
+    return Variant(body, "cuda", mx.float16, head_dim, head_dim, gqa, 32, **extras)
 
 
 def checked(variant, edit=()):
@@ -138,7 +124,6 @@ def checked(variant, edit=()):
         {"head_dim": 128, "sinks": True},
         {"softcap": True, "gqa": 1},
         {"pages": PageShape.of(64, (8, 4), 64, mx.float16)},
-        {"backend": "metal", "gqa": 8, "sinks": True},
     ),
     ids=str,
 )
@@ -174,14 +159,6 @@ DEFECTS = {
     "heads of other rows left out": ("8-bit pages", "n_rows * G;", "metal::min(n_rows, 2) * G;"),
     "dims of codes in another order": ("4-bit pages", "place / 8 / VD * (VD * 8) + place % 8 * VD + place / 8 % VD", "place"),
     "sink of the first head": ("a tree", "sinks[line % n_heads]", "sinks[0]"),
-    "queries of the first row": ("Metal", "own_row / q_len * n_kv", "query_row / q_len * n_kv"),
-    "one simdgroup's queries for all": ("Metal", "is_common ? sg * LINES * D : 0", "0"),
-    "tokens in another order": ("Metal", "(is_common ? 0 : sg);", "(is_common ? SG - 1 - sg : sg);"),
-    "turns that are the first again": ("Metal", "step = lo / KEYS + turn - SG;", "step = lo / KEYS - SG;"),
-    "outputs not rescaled": ("Metal, a tree", "whole_o[at] * tg_m[sg * LINES + head]", "whole_o[at]"),
-    "scores of the turn before": ("Metal", "      m[r] = NOTHING;\n      l[r]", "      l[r]"),
-    "the last head's sums left out": ("Metal, a tree", "row < G && sg < n_rows", "row + 1 < G && sg < n_rows"),
-    "one row's results alone": ("Metal, a tree", "head < G && sg < n_rows", "head < G && sg < 1"),
 }  # fmt: skip
 
 

@@ -8,12 +8,12 @@ import sys
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import bodies, draw_rows, penalise_rows, quantized
+from mlx_paged.kernels import bodies, draw_rows, quantized
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.decode_spec import decode_constants_of
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, MATRIX_BODIES, SHARED_MATRIX_BODY, shape_for
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, MATRIX_BODIES, shape_for
 from tests.support.cases import crossed, quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import msl_source
@@ -98,45 +98,37 @@ def test_quantized_decode_is_clean(bits, single, rows, dtype):
     (None, 9, mx.float16), ((8, 4), 9, mx.bfloat16))
 )  # fmt: skip
 def test_matrix_decode_is_clean(bits, rows, dtype):
-    assert bits or matrix_problems(dtype, rows, None, False, 7, 96, body=SHARED_MATRIX_BODY) == []
     for single, gqa, head_dim in ((True, 5, 96), (False, 16, 128)):
         assert matrix_problems(dtype, rows, bits, single, gqa, head_dim) == []
 
 
-def matrix_problems(dtype, rows=9, bits=None, single=True, gqa=8, head_dim=64, edit=None, body=None):
-    pages, body = bits and page_shape(head_dim, bits, 32, dtype), body or MATRIX_BODIES[bits is not None]
+def matrix_problems(dtype, rows=9, bits=None, single=True, gqa=8, head_dim=64, edit=None):
+    pages, body = bits and page_shape(head_dim, bits, 32, dtype), MATRIX_BODIES[bits is not None]
     variant = kernels.Variant(body, "metal", dtype, head_dim, head_dim, gqa, 32, True, True, pages)
     out, d = dtype if single else mx.float32, name_of(dtype)
     constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
-    items = []
-    if body == SHARED_MATRIX_BODY:
-        constants, items = (*constants, ("ROWS", 4)), [(2, 64, "int32")]
     inputs = [
         (n, size, "uint32" if bits and i in (1, 2) else kind)
         for i, (n, size, kind) in enumerate(decode_inputs(rows, d))
-    ] + items
+    ]
     return problems(body, constants, inputs, [name_of(out), "float32", "uint32"], edit)
 
 
 def test_checker_catches_in_matrix_decode():
     assert matrix_problems(mx.bfloat16, edit=("const_cast<device T*>(k_pool)", "k_pool"))
     assert matrix_problems(mx.float16, edit=("static_cast<O>(o)", "o"))
-    shared = {"single": False, "body": SHARED_MATRIX_BODY}
-    assert matrix_problems(mx.bfloat16, edit=("threadgroup T* const own_queries", "T* const own_queries"), **shared)
     assert matrix_problems(mx.float16, bits=(8, 4), edit=("threadgroup T* const own_staged", "T* const own_staged"))
 
 
 STORED = re.compile(r"const_cast<device \w+\*>\(([^)]*)\)")
 
 
-@pytest.mark.parametrize(
-    "body", ["paged_decode", "quantized_decode", *MATRIX_BODIES, SHARED_MATRIX_BODY, "latent_decode"]
-)
+@pytest.mark.parametrize("body", ["paged_decode", "quantized_decode", *MATRIX_BODIES, "latent_decode"])
 def test_pointers_that_are_read_back_come_from_one_buffer(body):
     """Apple's compiler assumes that two buffer arguments do not overlap."""
     _, source = bodies.kernel_text(body, "metal")
     assert sorted(set(STORED.findall(source))) == ["k_pool", "v_pool"]
-    if body in ("quantized_decode", *MATRIX_BODIES, SHARED_MATRIX_BODY):  # the newest token is read back from its page
+    if body in ("quantized_decode", *MATRIX_BODIES):  # the newest token is read back from its page
         assert source.count("k_pool") == source.count("v_pool") == 1
 
 
@@ -229,24 +221,6 @@ def test_checker_catches_in_draw_rows():
     assert draw_problems(mx.bfloat16, 9, ("static_cast<float>(x[start + i]), LEAST", "x[start + i], LEAST"))
     assert draw_problems(mx.float16, 9, ("-static_cast<float>(place)", "-place"))
     assert draw_problems(mx.float32, 9, ("const int64_t start", "const int start"))
-
-
-def penalise_problems(dtype, rows, edit=None):
-    inputs = [(2, rows * 999, name_of(dtype)), (1, rows, "uint32"), (1, rows, "int32"), (2, 999, "uint32")]
-    inputs += [(3, 3996, "int32"), (2, 999, "int32"), (2, 999, "float32")]
-    constants = penalise_rows.kernel_key(dtype).constants
-    return problems("penalise_rows", constants, inputs, ["float32", "uint32", "int32", "int32"], edit)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 9])
-def test_penalise_rows_is_clean(rows, dtype):
-    assert penalise_problems(dtype, rows) == []
-
-
-def test_checker_catches_in_penalise_rows():
-    assert penalise_problems(mx.bfloat16, 9, ("const int64_t start", "const int start"))
-    assert penalise_problems(mx.bfloat16, 9, ("words_out[first + entry] = word", "words[first + entry] = word"))
 
 
 BAD = {

@@ -10,9 +10,6 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ...kernels import penalise_rows
-from ...kernels.draw_rows import WIDTH
-from ...kernels.penalise_rows import Histories
 from .params import SamplingParams
 
 ALL = 1 << 30  # context size that stands for the whole history
@@ -31,12 +28,29 @@ class Seen(NamedTuple):
     length: int
 
 
+class Histories(NamedTuple):
+    """Token histories of R rows; entries after a row's length repeat another entry.
+
+    Attributes:
+        tokens: token ids, one entry per token, ``[R, L]`` uint32.
+        counts: occurrences of the entry's token in the row's three windows (of the repetition, presence and frequency
+            penalty), then 1 for the last entry of each token, else 0, ``[4, R, L]`` int32.
+        spans: length of the row, then sizes of its three windows, ``[R, 4]`` int32.
+        penalties: repetition, presence and frequency, ``[R, 3]`` float32.
+    """
+
+    tokens: mx.array
+    counts: mx.array
+    spans: mx.array
+    penalties: mx.array
+
+
 class Penalties:
     """Token histories of some rows, on the device. They are lists of tokens rather than counts over the vocabulary, so
     that a step changes only as many logits as a row has tokens in its history or its longest window.
 
     Every entry stores how often its token occurs in each of the row's three windows, so a token may have several
-    entries; unused entries repeat another one (:class:`.penalise_rows.Histories`).
+    entries; unused entries repeat another one (:class:`Histories`).
     """
 
     def __init__(self) -> None:
@@ -45,7 +59,6 @@ class Penalties:
         self._num_steps = 0  # since the arrays were made
         self._num_left = 0  # steps that they still have room for
         self._has_windows = False
-        self._placed: tuple[tuple[int, ...], int, mx.array] | None = None  # see _places_of
         self._ahead: list[Histories] = []  # histories after each token of the last :meth:`step_ahead`
 
     def __len__(self) -> int:
@@ -105,7 +118,7 @@ class Penalties:
         self._seen = Histories(
             mx.concatenate(histories),
             mx.concatenate(counts, axis=1),
-            mx.array([[row.length, *contexts_of(row.params), *[0] * (WIDTH - 4)] for row in rows], mx.int32),
+            mx.array([[row.length, *contexts_of(row.params)] for row in rows], mx.int32),
             mx.array([_numbers(row.params) for row in rows], mx.float32),
         )
 
@@ -123,13 +136,9 @@ class Penalties:
         if self._num_left == 0:
             self._arrange(list(range(len(self.rows))), ())
         assert self._seen is not None
-        if penalise_rows.is_supported(logits):
-            places = self._places_of(tuple(rows), logits.shape[0])
-            changed, self._seen = penalise_rows.penalise_rows(logits, inputs, places, self._seen)
-        else:
-            indices = None if len(rows) == logits.shape[0] else mx.array(list(rows))
-            self._see(inputs if indices is None else inputs[indices])
-            changed = self._apply(logits.astype(mx.float32), indices)
+        indices = None if len(rows) == logits.shape[0] else mx.array(list(rows))
+        self._see(inputs if indices is None else inputs[indices])
+        changed = self._apply(logits.astype(mx.float32), indices)
         self._num_steps += 1
         self._num_left -= 1
         return changed
@@ -181,14 +190,6 @@ class Penalties:
             states[0].penalties,
         )
 
-    def _places_of(self, rows: tuple[int, ...], count: int) -> mx.array:
-        """Return the place in ``rows`` of each of ``count`` logits, or -1; the last result is cached."""
-        if self._placed is None or self._placed[:2] != (rows, count):
-            places = np.full(count, -1, np.int32)
-            places[list(rows)] = np.arange(len(rows))
-            self._placed = rows, count, mx.array(places)
-        return self._placed[2]
-
     def _see(self, tokens: mx.array) -> None:
         """Add a token ``[R]`` to each row's history."""
         assert self._seen is not None
@@ -223,7 +224,7 @@ class Penalties:
     def _penalised(self, x: mx.array) -> mx.array:
         """Return the logits of the entries' tokens ``[R, L]`` with penalties."""
         assert self._seen is not None
-        repetition, presence, frequency = self._seen.penalties[:, :3].T[:, :, None]
+        repetition, presence, frequency = self._seen.penalties.T[:, :, None]
         repeated, present, count, _ = self._seen.counts  # indexing each with a number would be a gather
         x = mx.where(repeated > 0, mx.where(x > 0, x / repetition, x * repetition), x)
         x = mx.where(present > 0, x - presence, x)
@@ -241,15 +242,14 @@ def _last() -> mx.array:
 @functools.cache
 def _step() -> mx.array:
     """Return what a token adds to a row's spans."""
-    step = mx.array([1, *[0] * (WIDTH - 1)], mx.int32)
+    step = mx.array([1, 0, 0, 0], mx.int32)
     mx.eval(step)
     return step
 
 
 def _numbers(params: SamplingParams) -> list[float]:
     """Return a row's penalties for :class:`Histories`, with neutral values for those that are off."""
-    penalties = params.repetition_penalty or 1.0, params.presence_penalty or 0.0, params.frequency_penalty or 0.0
-    return [*penalties, *[0.0] * (WIDTH - len(penalties))]
+    return [params.repetition_penalty or 1.0, params.presence_penalty or 0.0, params.frequency_penalty or 0.0]
 
 
 def contexts_of(params: SamplingParams) -> tuple[int, int, int]:

@@ -38,137 +38,18 @@ struct Flag {
     } while (!over);
   }
 };
-//// boxes
-// Copies of boxes, rows of 64 values of a table in global memory, by the tensor memory accelerator (TMA). It puts the
-// eighths of a row where swizzled() says. A map of 128 bytes describes a table to it. A kernel makes its own maps: in
-// shared memory, field by field (PTX: tensormap.replace), then copied to global memory.
-// CUDA 12.6 or later: earlier compilers took a map's strides in other units.
-struct alignas(128) BoxMap {
-  unsigned words[32];
-};
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 6))
-#define HAS_BOXES 1
-#define SET_FIELD(field, kind, constraint, value) \
-  asm volatile("tensormap.replace.tile." field ".shared::cta.b1024." kind ", %1;" ::"r"(to), constraint(value) : "memory")
-template <class T>
-struct BoxTable {
-  BoxMap* map;      // in global memory
-  const T* values;  // 16-bit values
-  int columns;
-  int box_rows;     // a multiple of 8
-  // Make the map, by a whole warp. A thread calls see() before its first copy.
-  __device__ void make_map(BoxMap* scratch, int lane) const {
-    const unsigned to = shared_address(scratch);
-    scratch->words[lane] = 0;
-    __syncwarp();
-    if (lane == 0) {
-      SET_FIELD("global_address", "b64 [%0]", "l", values);
-      SET_FIELD("elemtype", "b32 [%0]", "n", 1);  // 16 bits
-      SET_FIELD("rank", "b32 [%0]", "n", 1);      // two axes
-      SET_FIELD("box_dim", "b32 [%0], 0", "n", 64);
-      SET_FIELD("box_dim", "b32 [%0], 1", "r", box_rows);
-      SET_FIELD("global_dim", "b32 [%0], 0", "r", columns);
-      SET_FIELD("global_dim", "b32 [%0], 1", "n", 0x7fffffff);  // no limit of rows: tables of prepared launches grow
-      SET_FIELD("global_stride", "b64 [%0], 0", "l", static_cast<unsigned long long>(columns) * 2);
-      SET_FIELD("element_stride", "b32 [%0], 0", "n", 1);
-      SET_FIELD("element_stride", "b32 [%0], 1", "n", 1);
-      SET_FIELD("interleave_layout", "b32 [%0]", "n", 0);
-      SET_FIELD("swizzle_mode", "b32 [%0]", "n", 3);  // 128 bytes
-      SET_FIELD("fill_mode", "b32 [%0]", "n", 0);
-    }
-    __syncwarp();
-    asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;" ::"l"(map), "r"(to) : "memory");
-  }
-  __device__ void see() const { asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory"); }
-};
-// Copies by one thread. It arrives at `flag`, whose turn does not end before `bytes` bytes have been copied.
-struct BoxCopies {
-  Flag* flag;
-  __device__ BoxCopies(Flag* there, int bytes) : flag(there) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}\n" ::"r"(shared_address(flag)), "r"(bytes) : "memory");
-  }
-  template <class T>
-  __device__ void copy(T* target, const BoxTable<T>& table, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                     shared_address(target)),
-                 "l"(table.map), "r"(column), "r"(row), "r"(shared_address(flag))
-                 : "memory");
-  }
-};
-#endif
 //// warpgroup
-// Products of tiles in shared memory by a warpgroup of four warps: wgmma where the compiler has it (sm_90a), else
-// mma.sync with the same layout of accumulators. A tile has rows of 64 16-bit values. Eighth e of row n is stored in
-// place e ^ (n % 8), wgmma's swizzle of 128 bytes, so that the values of a column lie in different banks. Tiles begin
-// at multiples of 1024 bytes.
+// Products of tiles in shared memory by a warpgroup of four warps. A tile has rows of 64 16-bit values. Eighth e of row n
+// is stored in place e ^ (n % 8), so that the values of a column lie in different banks.
 // Accumulators of 64 rows and N columns: [j][e] of lane 4r + c, warp w is row 16w + r + 8 (e / 2), column 8j + 2c + e %
 // 2.
 
 // Return where the values of an eighth of a row begin.
 __device__ inline int swizzled(int row, int eighth) { return row * 64 + (eighth ^ row % 8) * 8; }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define HAS_WARPGROUPS 1
-// Make what threads have stored and copied visible to products that begin after the next barrier.
-__device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Return wgmma's descriptor of tiles of 64 columns; `leading` is the distance in bytes of the next tile along the other
-// axis, for products across rows.
-__device__ inline unsigned long long tile_at(const void* first, int leading) {
-  const unsigned long long swizzle = 1, stride = 1024 >> 4, address = shared_address(first) >> 4 & 0x3fff;
-  return address | static_cast<unsigned long long>(leading >> 4) << 16 | stride << 32 | swizzle << 62;
-}
-#define SUMS_4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-#define SUMS_16(j) SUMS_4(j), SUMS_4(j + 1), SUMS_4(j + 2), SUMS_4(j + 3)
-#define SUMS_64(j) SUMS_16(j), SUMS_16(j + 4), SUMS_16(j + 8), SUMS_16(j + 12)
-#define NAMES_16_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES_16_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define NAMES_16_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_16_4 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define NAMES_16_5 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_16_6 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define NAMES_16_7 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define NAMES_64_0 NAMES_16_0 ", " NAMES_16_1 ", " NAMES_16_2 ", " NAMES_16_3
-#define NAMES_64_1 NAMES_16_4 ", " NAMES_16_5 ", " NAMES_16_6 ", " NAMES_16_7
-#define WGMMA(columns, type, names, sums, a, b, more, across) \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " more ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type \
-               " {" names "}, " a ", " b ", p, 1, 1, 0, " across ";\n}\n" : sums : "l"(left), "l"(right), "r"(goes_on))
-// d = A B^T for 64 rows of A and N rows of B, or with ACROSS A B for N columns of B, 16 values deep; d += if goes_on.
-template <class T, bool ACROSS, int J>
-__device__ inline void multiply(float (&d)[J][4], unsigned long long left, unsigned long long right, int goes_on) {
-  static_assert(J == 8 || J == 16 || J == 32, "64, 128 or 256 columns");
-#define SUMS_32 SUMS_16(0), SUMS_16(4)
-#define NAMES_32 NAMES_16_0 ", " NAMES_16_1
-  if constexpr (J == 8 && !ACROSS && is_half<T>) WGMMA("64", "f16", NAMES_32, SUMS_32, "%32", "%33", "%34", "0");
-  if constexpr (J == 8 && !ACROSS && !is_half<T>) WGMMA("64", "bf16", NAMES_32, SUMS_32, "%32", "%33", "%34", "0");
-  if constexpr (J == 16 && ACROSS && is_half<T>) WGMMA("128", "f16", NAMES_64_0, SUMS_64(0), "%64", "%65", "%66", "1");
-  if constexpr (J == 16 && ACROSS && !is_half<T>) WGMMA("128", "bf16", NAMES_64_0, SUMS_64(0), "%64", "%65", "%66", "1");
-#define SUMS_128 SUMS_64(0), SUMS_64(16)
-#define NAMES_128 NAMES_64_0 ", " NAMES_64_1
-  if constexpr (J == 32 && ACROSS && is_half<T>) WGMMA("256", "f16", NAMES_128, SUMS_128, "%128", "%129", "%130", "1");
-  if constexpr (J == 32 && ACROSS && !is_half<T>) WGMMA("256", "bf16", NAMES_128, SUMS_128, "%128", "%129", "%130", "1");
-}
-__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Wait for the results of all products that have begun.
-__device__ inline void end_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-#else
-__device__ inline void show_to_products() {}
-__device__ inline void begin_products() {}
-__device__ inline void end_products() {}
-#endif
 // d = A B^T, or d += if GOES_ON: 64 rows of A and 8 J rows of B, each in TILES tiles, a_apart and b_apart values apart.
-// As below, d is valid after end_products().
 template <int TILES, bool GOES_ON, class T, int J>
 __device__ inline void multiply_rows(float (&d)[J][4], const T* a, int a_apart, const T* b, int b_apart, int lane, int warp) {
-#ifdef HAS_WARPGROUPS
-  UNROLL
-  for (int k = 0; k < TILES * 4; k++) {
-    multiply<T, false>(d, tile_at(a + k / 4 * a_apart + k % 4 * 16, 16), tile_at(b + k / 4 * b_apart + k % 4 * 16, 16), GOES_ON || k > 0);
-  }
-#else
   UNROLL
   for (int i = 0; i < J * 4; i++) d[i / 4][i % 4] = GOES_ON ? d[i / 4][i % 4] : 0.0f;
   const int a_row = warp * 16 + lane % 16, b_row = lane / 16 * 8 + lane % 8;
@@ -181,19 +62,13 @@ __device__ inline void multiply_rows(float (&d)[J][4], const T* a, int a_apart, 
       mma<T>(d[j + 1], x.x, x.y, x.z, x.w, y.z, y.w);
     }
   }
-#endif
 }
 
 // d += A B: the first DEPTH columns of a tile A of 64 rows, and DEPTH rows of B in tiles of 64 columns, b_apart apart.
 template <int DEPTH, class T, int J>
 __device__ inline void multiply_columns(float (&d)[J][4], const T* a, const T* b, int b_apart, int lane, int warp) {
-#ifdef HAS_WARPGROUPS
-  UNROLL
-  for (int k = 0; k < DEPTH / 16; k++) {
-    multiply<T, true>(d, tile_at(a + k * 16, 16), tile_at(b + k * 16 * 64, b_apart * 2), 1);
-  }
-#else
   const int row = warp * 16 + lane % 16;
+#pragma unroll 1  // unrolled, it would spill registers
   for (int k = 0; k < DEPTH / 16; k++) {
     const uint4 x = load_matrices(a + swizzled(row, k * 2 + lane / 16));
     UNROLL
@@ -203,7 +78,6 @@ __device__ inline void multiply_columns(float (&d)[J][4], const T* a, const T* b
       mma<T>(d[j + 1], x.x, x.y, x.z, x.w, y.z, y.w);
     }
   }
-#endif
 }
 //// decode
 // CUDA only: latent_decode for 16-bit types on the tensor cores. A thread group handles one row, up to 64 of its query
@@ -224,13 +98,12 @@ constexpr int DP = D - DV;             // values of the rotary part, after the l
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
 
-SHARED_TILES(T, shared, TILES * M * 64 + 2 * STAGE + 2 * M * 4 + 128 + 11 * 4);
+SHARED_TILES(T, shared, TILES * M * 64 + 2 * STAGE + 2 * M * 4 + 11 * 4);
 T* const queries = shared;
 T* const stages = queries + TILES * M * 64;
 float* const tops = reinterpret_cast<float*>(stages + 2 * STAGE);  // exchanged by the warpgroups, per head: maxima
 float* const sums = tops + 2 * M;                                  // and sums of weights
-BoxMap* const scratch = reinterpret_cast<BoxMap*>(sums + 2 * M);   // maps of two tables
-Flag* const full = reinterpret_cast<Flag*>(scratch + 2);   // [tile][half]: copied
+Flag* const full = reinterpret_cast<Flag*>(sums + 2 * M);  // [tile][half]: copied
 Flag* const used = full + 4;                               // [tile][half]: its outputs are computed
 Flag* const weighed = used + 4;                            // [tile]: its weights are stored
 Flag* const both = weighed + 2;                            // first queries are loaded, then sums are stored
@@ -298,47 +171,11 @@ if (lo < hi) {
       const int block = table[metal::min(metal::max(position / BS, lo / BS), (hi - 1) / BS)];
       return position < lo || position >= hi ? DEAD : position == fresh ? NEW : block * BS + position % BS;
     };
-#ifdef HAS_BOXES
-    // Whole tiles are copied as boxes; tiles with dead tokens or the new one token by token. The maps are stored where
-    // the results will be.
-    constexpr int BOX = BS < OWN ? BS : OWN;
-    BoxMap* const maps = reinterpret_cast<BoxMap*>(out + (line0 * n_partitions + partition) * DV);
-    const BoxTable<T> latents = {maps, k_pool, DV, BOX}, rotated_parts = {maps + 1, v_pool, DP, BOX};
-    if (warp == 0) latents.make_map(scratch, lane);
-    if (warp == 1) rotated_parts.make_map(scratch + 1, lane);
-    warpgroup_barrier(2);
-    latents.see();
-    rotated_parts.see();
-#endif
     int next = slot_of(first + tile);
     for (int step = first + tile; step <= last + tile; step += 2) {
       const int turn = (step - first) / 2 % 2;
       const int slot = next;
       next = slot_of(step + 2);
-#ifdef HAS_BOXES
-      const int begins = step * KEYS;
-      if (begins >= lo && begins + KEYS <= hi && (fresh < begins || fresh >= begins + KEYS)) {
-        int box_slots[OWN / BOX];
-        UNROLL
-        for (int i = 0; i < OWN / BOX; i++) box_slots[i] = simd_shuffle(slot, i * BOX);
-        UNROLL
-        for (int half = 0; half < 2; half++) {
-          used[tile * 2 + half].wait(1 - turn);
-          if (lane == 0) {
-            BoxCopies boxes(full + tile * 2 + half, OWN * (half == 0 ? DV / 2 : D - DV / 2) * static_cast<int>(sizeof(T)));
-            UNROLL
-            for (int i = 0; i < OWN / BOX; i++) {
-              T* const target = stage + (warp % 2 * OWN + i * BOX) * 64;
-              UNROLL
-              for (int j = half * HALF; j < (half + 1) * HALF; j++) boxes.copy(target + j * TILE, latents, j * 64, box_slots[i]);
-              UNROLL
-              for (int j = 0; j < DP / 64 && half == 1; j++) boxes.copy(target + (DV / 64 + j) * TILE, rotated_parts, j * 64, box_slots[i]);
-            }
-          }
-        }
-        continue;
-      }
-#endif
       int slots[OWN / 4];
       UNROLL
       for (int i = 0; i < OWN / 4; i++) slots[i] = simd_shuffle(slot, i * 4 + lane / 8);
@@ -359,10 +196,8 @@ if (lo < hi) {
         copies.commit();
       }
       copies.wait_for_all_but<1>();
-      show_to_products();
       full[tile * 2].arrive(lane);
       copies.wait();
-      show_to_products();
       full[tile * 2 + 1].arrive(lane);
     }
   } else {
@@ -376,7 +211,6 @@ if (lo < hi) {
       }
     }
     copies.wait();
-    show_to_products();
     both->arrive(lane);
     both->wait(0);
 
@@ -409,7 +243,6 @@ if (lo < hi) {
         }
       };
       auto weigh = [&](int tile) {
-        begin_products();
         multiply_columns<KEYS>(acc, stages + tile * STAGE + DV / 64 * TILE, stages + tile * STAGE + GROUP * HALF * TILE, TILE, lane, warp);
       };
 
@@ -417,11 +250,9 @@ if (lo < hi) {
         const int turn = (step - first) / 2 % 2;
         float s[KEYS / 8][4];
         full[GROUP * 2].wait(turn);
-        begin_products();
         multiply_rows<HALF, false>(s, queries, M * 64, own, TILE, lane, warp);
         full[GROUP * 2 + 1].wait(turn);
         multiply_rows<TILES - HALF, true>(s, queries + HALF * (M * 64), M * 64, own + HALF * TILE, TILE, lane, warp);
-        end_products();
         const int begins = (step + GROUP) * KEYS;
         if (begins < lo || begins + KEYS > hi) {
           UNROLL
@@ -467,27 +298,23 @@ if (lo < hi) {
         for (int i = 0; i < KEYS / 4; i++) {
           *reinterpret_cast<uint*>(weights + swizzled(own_head + i % 2 * 8, i / 2) + c * 2) = pack_rounded<T>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
         }
-        show_to_products();
         warpgroup_barrier(GROUP);
         weighed[GROUP].arrive(lane);
         if constexpr (GROUP == 1) {
           raise(before);
           weigh(0);
-          end_products();
           used[1].arrive(lane);
         }
         raise(top);
         UNROLL
         for (int i = 0; i < 2; i++) l[i] += sum[i];
         weigh(GROUP);
-        end_products();
         used[GROUP * 2 + GROUP].arrive(lane);
         if constexpr (GROUP == 0) {
           weighed[1].wait(turn);
           const float after[2] = {tops[M + own_head], tops[M + own_head + 8]};
           raise(after);
           weigh(1);
-          end_products();
           used[2].arrive(lane);
         }
       }

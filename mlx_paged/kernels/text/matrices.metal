@@ -39,26 +39,9 @@ threadgroup T staged[SG * KEYS * (D > DV ? D : DV)];
 threadgroup T* const own_staged = staged + simdgroup_index_in_threadgroup * (KEYS * (D > DV ? D : DV));
 //// decode_row
 // A thread group handles a partition of one row.
-constexpr int ROWS = 1;
-constexpr int n_rows = 1;
 const int query_row = static_cast<int>(threadgroup_position_in_grid.y);
-const int own_row = query_row;
 const int partition = static_cast<int>(threadgroup_position_in_grid.z);
 const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
-//// decode_item
-// shared_matrix_decode is matrix_decode for rows with common blocks. A thread group handles one of `items`
-// (shared_runs.py: partition, number of rows, their places in the batch). An item is a partition of one row, as in
-// matrix_decode, or of up to ROWS rows that see the same blocks in it, with one simdgroup per row. Such a simdgroup
-// processes the steps of matrix_decode's first simdgroup, then those of the second, and so on, and joins the results,
-// so a row has the same bits. All simdgroups process a step at the same time, so what one of them reads from the pool
-// serves all.
-const auto own_item = items + static_cast<int>(threadgroup_position_in_grid.y) * (2 + ROWS);
-const int n_rows = own_item[1];
-if (n_rows == 0) return;
-const int query_row = own_item[2];
-const int own_row = n_rows == 1 ? query_row : own_item[2 + metal::min(static_cast<int>(simdgroup_index_in_threadgroup), n_rows - 1)];
-const int partition = own_item[0];
-const int n_partitions = static_cast<int>(params[4]);
 //// decode_begin
 // Metal only: attention as in part begin of decode.metal, with 8 x 8 matrices. The G query heads of a KV head are the
 // rows of RT matrices, so a key or value is read, and dequantised, once for all of them. Grid, results and partial
@@ -70,7 +53,7 @@ constexpr int LINES = 8 * RT;
 constexpr int SHARE = KEYS / 4;  // scores of a row per lane
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
-threadgroup T queries[ROWS * LINES * D];
+threadgroup T queries[LINES * D];
 threadgroup float scores[SG * LINES * KEYS];
 threadgroup T weights[SG * LINES * KEYS];
 threadgroup float diagonals[SG * RT * 64];
@@ -85,7 +68,7 @@ const int lane = static_cast<int>(thread_index_in_simdgroup);
 const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
 const int sequence = query_row / q_len;
 // The first line of this KV head; a line is one (sequence, query head, query position) of q and out.
-const int64_t line0 = static_cast<int64_t>(own_row / q_len * n_kv + kv_head) * G * q_len + own_row % q_len;
+const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + query_row % q_len;
 
 const int begin = metal::max(static_cast<int>(starts[query_row]), 0);
 const int end = static_cast<int>(ends[query_row]);
@@ -127,11 +110,9 @@ const int row = lane / 4;
 const int part = lane % 4;
 const int own = hi - 1, from = lo;  // last and first visible token, of all rows
 const float gain = SOFTCAP ? 1.0f : params[0] * LOG2E;
-const bool is_common = n_rows > 1;
-threadgroup T* const own_queries = queries + (is_common ? sg * LINES * D : 0);
-for (int item = is_common ? lane : sg * 32 + lane; item < LINES * D; item += is_common ? 32 : SG * 32) {
+for (int item = sg * 32 + lane; item < LINES * D; item += SG * 32) {
   const int head = item / D;
-  own_queries[item] = head < G ? q[(line0 + head * q_len) * D + item % D] : static_cast<T>(0.0f);
+  queries[item] = head < G ? q[(line0 + head * q_len) * D + item % D] : static_cast<T>(0.0f);
 }
 for (int i = lane; i < RT * 64; i += 32) {
   diagonal[i] = 0.0f;
@@ -166,7 +147,7 @@ for (int v = 0; v < RT * (DV / 8); v++) {
   acc[v] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 }
 
-for (int step = lo / KEYS + (is_common ? 0 : sg); step <= (hi - 1) / KEYS; step += SG) {
+for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
 //// dense_keys
   // Scores of KEYS tokens for RT times 8 rows.
   const device T* const k_head = k_pages + static_cast<int64_t>(kv_head) * (BS * D);
@@ -187,7 +168,7 @@ for (int step = lo / KEYS + (is_common ? 0 : sg); step <= (hi - 1) / KEYS; step 
     Matrix query[RT];
     UNROLL
     for (int r = 0; r < RT; r++) {
-      simdgroup_load(query[r], own_queries + r * 8 * D + d * 8, D);
+      simdgroup_load(query[r], queries + r * 8 * D + d * 8, D);
     }
     UNROLL
     for (int j = 0; j < KEYS / 8; j++) {
@@ -217,7 +198,7 @@ for (int step = lo / KEYS + (is_common ? 0 : sg); step <= (hi - 1) / KEYS; step 
     Matrix query[RT];
     UNROLL
     for (int r = 0; r < RT; r++) {
-      simdgroup_load(query[r], own_queries + r * 8 * D + d * 8, D);
+      simdgroup_load(query[r], queries + r * 8 * D + d * 8, D);
     }
     UNROLL
     for (int j = 0; j < KEYS / 8; j++) {
@@ -351,73 +332,6 @@ for (int step = lo / KEYS + (is_common ? 0 : sg); step <= (hi - 1) / KEYS; step 
         simdgroup_multiply_accumulate(acc[r * (DV / 8) + v], weight[r], values, acc[r * (DV / 8) + v]);
       }
     }
-  }
-//// common_begin
-// shared_matrix_decode, rows that share a partition: in turn n a simdgroup processes the steps of matrix_decode's
-// simdgroup n. whole_* are its row's maxima, sums and outputs of the turns so far. Outputs are joined KEYS elements at
-// a time, of which a lane has every 32nd.
-constexpr int EACH = LINES * KEYS / 32;
-int turn = 0;
-float whole_m[RT], whole_l[RT], whole_o[DV / KEYS * EACH];
-UNROLL
-for (int r = 0; r < RT; r++) {
-  whole_m[r] = NOTHING;
-  whole_l[r] = 0.0f;
-}
-UNROLL
-for (int i = 0; i < DV / KEYS * EACH; i++) {
-  whole_o[i] = 0.0f;
-}
-//// common_step
-  if (is_common) {
-    threadgroup_barrier(mem_flags::mem_none);
-  }
-//// common_turn
-  if (is_common && step + SG > (hi - 1) / KEYS) {
-    // The last step of a turn; all turns have the same number of steps.
-    UNROLL
-    for (int r = 0; r < RT; r++) {
-      l[r] += simd_shuffle_xor(l[r], 1);
-      l[r] += simd_shuffle_xor(l[r], 2);
-      const JoinWeights by = join(whole_m[r], whole_l[r], m[r] * gain, l[r]);
-      if (part == 0) {
-        tg_m[sg * LINES + r * 8 + row] = by.kept;
-        tg_l[sg * LINES + r * 8 + row] = by.added;
-      }
-      m[r] = NOTHING;
-      l[r] = 0.0f;
-    }
-    UNROLL
-    for (int v = 0; v < DV / 8; v += KEYS / 8) {
-      UNROLL
-      for (int j = 0; j < RT * (KEYS / 8); j++) {
-        const int at = j / (KEYS / 8) * (DV / 8) + v + j % (KEYS / 8);
-        simdgroup_store(acc[at], own_scores + j / (KEYS / 8) * 8 * KEYS + j % (KEYS / 8) * 8, KEYS);
-        acc[at] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-      }
-      simdgroup_barrier(mem_flags::mem_threadgroup);
-      UNROLL
-      for (int i = 0; i < EACH; i++) {
-        const int head = (i * 32 + lane) / KEYS;
-        const int at = v / (KEYS / 8) * EACH + i;
-        whole_o[at] = metal::fma(own_scores[i * 32 + lane], tg_l[sg * LINES + head], whole_o[at] * tg_m[sg * LINES + head]);
-        if (turn == SG - 1 && head < G && sg < n_rows) {
-          out[((line0 + head) * n_partitions + partition) * DV + v * 8 + (i * 32 + lane) % KEYS] = static_cast<O>(whole_o[at]);
-        }
-      }
-      simdgroup_barrier(mem_flags::mem_threadgroup);
-    }
-    if (++turn == SG) {
-      UNROLL
-      for (int r = 0; r < RT; r++) {
-        if (part == 0 && r * 8 + row < G && sg < n_rows) {
-          stats[((line0 + r * 8 + row) * n_partitions + partition) * 2] = whole_m[r];
-          stats[((line0 + r * 8 + row) * n_partitions + partition) * 2 + 1] = whole_l[r];
-        }
-      }
-      return;
-    }
-    step = lo / KEYS + turn - SG;
   }
 //// decode_end
 }

@@ -22,11 +22,9 @@ T* const queries = shared + STAGE * BUFFERS;
 
 const int n_kv = k_pool_shape[1];
 const int unit = threadgroup_position_in_grid.x;
-// Usually the heads of a tile follow each other: those of a token lie next to each other. With TILES_FIRST the tiles of
-// a head follow each other: they read the same keys at the same time.
-const int n_tiles = tiles_shape[0];
-const int kv_head = TILES_FIRST ? unit / n_tiles : unit % n_kv;
-const int* tile = tiles + (TILES_FIRST ? unit % n_tiles : unit / n_kv) * 4;
+// The heads of a tile follow each other: those of a token lie next to each other.
+const int kv_head = unit % n_kv;
+const int* tile = tiles + unit / n_kv * 4;
 const int first_row = tile[1];  // of the tile's first token, in the pack
 const int origin = tile[2];     // position of that token
 const int n_tokens = tile[3];
@@ -101,13 +99,6 @@ auto copies = then([&] {
     dequantize(Number<D>(), Number<KBITS>(), shared);
   }
 });
-//// latent_pages
-// latent_prefill_tensor: the head's keys and values. A head's slots are contiguous. The rotary part of keys, their last
-// DR values, is shared by all heads.
-const int64_t head_slot = static_cast<int64_t>(kv_head) * k_pool_shape[2];
-const T* k_head = k_pool + head_slot * (D - DR);
-const T* v_head = v_pool + head_slot * DV;
-AsyncCopies copies;
 //// lines
 // Prefill kernels for tensor cores: the lines of a tile's rows, and the blocks of a step.
 if (unit + thread_index == 0) {
@@ -178,35 +169,6 @@ auto load_keys = [&](int step, int ids) {
 auto load_values = [&](int step, int ids) {
   is_value = true;
   load(Number<DV>(), Number<VBITS>(), v_head, step, ids);
-};
-//// latent_loads
-// latent_prefill_tensor: loads of a step's keys and values. Dead tokens become zeros: their slots may hold NaN, and NaN
-// times a weight of 0 is NaN.
-auto load = [&](auto width, auto from, auto padded, const T* source, T* target, int step, int ids) {
-  constexpr int DIM = decltype(width)::value;
-  constexpr int CHUNKS = DIM / 8;
-  constexpr bool EVEN = THREADS % CHUNKS == 0;  // then a thread's addresses differ by constants
-  UNROLL
-  for (int i = 0; i < KEYS * CHUNKS; i += THREADS) {
-    const int item = i + thread_index;
-    const int token = EVEN ? i / CHUNKS + thread_index / CHUNKS : item / CHUNKS;
-    const int chunk = EVEN ? thread_index % CHUNKS : item % CHUNKS;
-    const int slot = KEYS < BS ? step * KEYS % BS + token : token % BS;
-    const int id = BLOCKS == 1 ? ids : simd_shuffle(ids, static_cast<ushort>(token / BS % BLOCKS));
-    const bool live = static_cast<uint>(step * KEYS + token - lo) < static_cast<uint>(hi - lo);
-    if (KEYS * CHUNKS % THREADS == 0 || item < KEYS * CHUNKS) {
-      T* const place = target + token * decltype(padded)::value + decltype(from)::value + chunk * 8;
-      copies.copy(place, source + (static_cast<int64_t>(id) * BS + slot) * DIM + chunk * 8, live);
-    }
-  }
-};
-auto load_keys = [&](int step, int ids) {
-  T* const stage = shared + (step - first) % BUFFERS * STAGE;
-  load(Number<D - DR>(), Number<0>(), Number<KW>(), k_head, stage, step, ids);
-  load(Number<DR>(), Number<D - DR>(), Number<KW>(), rotated, stage, step, ids);
-};
-auto load_values = [&](int step, int ids) {
-  load(Number<DV>(), Number<0>(), Number<VW>(), v_head, shared + (step - first) % BUFFERS * STAGE + KEYS * KW, step, ids);
 };
 //// steps
 // Prefill kernels for tensor cores: the loop over steps of keys and values, and the stores of the results.

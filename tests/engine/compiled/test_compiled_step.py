@@ -23,6 +23,7 @@ from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import compiled_steps, rows_of
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import SharedCut
 from mlx_paged.kv import device_blocks
@@ -558,7 +559,7 @@ def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool,
 def test_compiled_step_shares_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """The kernel gets the blocks that rows with a shared prefix read together, and tokens do not change."""
     variant = Variant(SHARED_BODY, "cuda", mx.float32, 64, 64, 2, 16)
-    cut = SharedCut(variant, shape_for(variant)._replace(partition=64, rows=8), 1 << 20, 1 << 18)
+    cut = SharedCut(variant, shape_for(variant)._replace(partition=64, rows=8), least_common=64, least_saved=64)
     given: list[int] = []
     prepare = kernels.prepare_decode
 
@@ -571,14 +572,14 @@ def test_compiled_step_shares_common_blocks(kind: str, monkeypatch: pytest.Monke
     firsts = [3, 4, 5, 6]
     expected = [greedy(model, mx.concatenate([prompt, mx.array([first])]), 12)[0] for first in firsts]
     for used, is_good in ((None, True), (cut, False), (cut, True)):
-        asked: list[SharedCut] = []
+        asked: list[Variant] = []
 
-        def is_usable(cut: SharedCut, asked: list[SharedCut] = asked, is_good: bool = is_good) -> bool:
-            asked.append(cut)
-            return is_good
+        def checked(variant: Variant, asked: list[Variant] = asked, is_good: bool = is_good) -> SelfCheck:
+            asked.append(variant)
+            return SelfCheck(variant, is_good, 0.0, 0.0, "")
 
         monkeypatch.setattr(device_blocks, "shared_cut_of", lambda *_, used=used: used)
-        monkeypatch.setattr(device_blocks, "is_usable", is_usable)
+        monkeypatch.setattr(device_blocks, "checked", checked)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         given.clear()
         greedy(model, prompt, 3)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as page_kernels
-from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks
+from mlx_paged.kernels.quantized import PageShape, new_blocks
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import Words, dequantized, page_shape, pages_of, quantized, rows_of
 from tests.support.msl.emulator import EmuError
@@ -183,67 +182,6 @@ def test_whole_pages_are_copied() -> None:
         expected = np.array(pool)
         expected[[3, 5]] = expected[[1, 4]]
         np.testing.assert_array_equal(np.asarray(fake.written[name]), expected)
-
-
-def test_mlx_quantises_and_rows_are_moved_where_bits_differ() -> None:
-    pages = page_shape(64, (8, 4), 32, mx.float16)
-    k_pool, v_pool = pools(pages)
-    k, v = (values((2, HEADS, 3, 64), mx.float16, seed) for seed in (1, 2))
-    slots = [3, 9, 17, -1, 44, 0]
-    with emulated(exact=False) as fake:
-        kernels.write_slots(k_pool, v_pool, FENCE, k, v, mx.array(slots, mx.int32), pages)
-        written = [mx.array(np.asarray(fake.written[name])) for name in ("k_pool", "v_pool")]
-        # The emulator returns NumPy arrays; MLX dequantises their rows.
-        take, arrays = page_kernels.gather_rows, lambda *args: tuple(mx.array(x) for x in take(*args))
-        with mock.patch.object(page_kernels, "gather_rows", arrays):
-            *got, _ = kernels.gather_blocks(*written, FENCE, mx.arange(BLOCKS, dtype=mx.int32), 0, 48, pages)
-    assert [body for body, _ in fake.calls] == ["write_rows", "gather_rows"]
-    for pool, x, read, form in zip((k_pool, v_pool), (k, v), got, pages, strict=True):
-        expected = put(rows_of(np.array(pool), form), np.array(form.quantize(x)), slots)
-        stored = to_float(form.dequantize(mx.array(expected))).swapaxes(0, 1).reshape(1, HEADS, 48, 64)
-        np.testing.assert_array_equal(to_float(read), stored)
-
-
-class InPlace:
-    """A fake build_kernel on the emulator whose writes really change MLX's arrays."""
-
-    def __init__(self, fake: Any) -> None:
-        self._fake = fake
-
-    def __call__(self, body: str, constants: Any) -> Callable[..., list[mx.array]]:
-        kernel = self._fake(body, constants)
-
-        def launch(*, inputs: list[mx.array], **options: Any) -> list[mx.array]:
-            outputs = [mx.array(np.asarray(x)) for x in kernel(inputs=inputs, **options)]
-            if body in ("quantized_write", "write_rows"):
-                for pool, name in zip(inputs, ("k_pool", "v_pool"), strict=False):
-                    pool[:] = mx.array(np.asarray(self._fake.written[name]))
-            return outputs
-
-        return launch
-
-
-def by_a_gpu(form: QuantizedRows, x: mx.array) -> mx.array:
-    return mx.array(quantized(to_float(x), form))
-
-
-@pytest.mark.parametrize("block_size", [8, *slow(32, 128)])
-def test_check_of_bits_finds_differences_from_mlx(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the emulator: MLX's quantisation on a CPU differs, which is found; that of a GPU agrees."""
-    pages, check = page_shape(64, (8, 4), 32), page_kernels.exactness
-    check.cache_clear()
-    with emulated(orders=(0,)) as fake:
-        monkeypatch.setattr(page_kernels, "build_kernel", InPlace(fake))
-        with pytest.warns(UserWarning, match=r"quantising 8/4 bits/32 uses MLX \(slower\)"):
-            assert check(pages, block_size) == (False, True)
-        check.cache_clear()
-        monkeypatch.setattr(QuantizedRows, "quantize", by_a_gpu)
-        assert check(pages, block_size) == (True, True)
-        check.cache_clear()
-        monkeypatch.setattr(page_kernels, "build_kernel", mock.Mock(side_effect=RuntimeError("it does not compile")))
-        with pytest.warns(UserWarning, match=r"uses MLX \(slower\)"):
-            assert check(pages, block_size) == (False, False)
-    check.cache_clear()
 
 
 def test_bad_arguments_raise() -> None:

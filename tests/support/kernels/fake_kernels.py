@@ -14,13 +14,11 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import config
-from mlx_paged.attention import dispatch, gather, latent_prompts
+from mlx_paged.attention import dispatch, gather
 from mlx_paged.attention.gather import causal_mask
 from mlx_paged.engine import compiled_step
-from mlx_paged.kernels import availability, embedding_rows, quantized, silu_product
-from mlx_paged.kernels import latent_prompts as prompts
+from mlx_paged.kernels import availability, quantized
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import PackedWeight
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
@@ -37,8 +35,6 @@ class FakeKernels:
     def __init__(self) -> None:
         self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0, "append": 0}
         self.calls["narrow_matmul"] = self.calls["paged_prefill"] = 0
-        self.calls["latent_prefill"] = 0
-        self.calls["silu_product"] = self.calls["embedding_rows"] = 0
         self.max_q_len = 0
         self.rewound = 0
         # Per pool: its tensor, and the fences returned so far with the kernel that returned each.
@@ -239,31 +235,6 @@ class FakeKernels:
 
         return launch
 
-    def prepare_prompts(
-        self, tables: mx.array, counts: Sequence[int], lengths: Sequence[int], *, variant: Variant, scale: float
-    ) -> Any:
-        assert tables.dtype == mx.int32 and tables.shape[0] == len(counts) == len(lengths)
-        rows, size = tables.tolist(), variant.block_size
-
-        def launch(q: mx.array, keys: mx.array, values: mx.array, rotated: mx.array) -> mx.array:
-            self.calls["latent_prefill"] += 1
-            heads, slots = keys.shape[1:3]
-            assert q.shape == (sum(counts), heads, 1, variant.head_dim) and values.shape[3] == variant.value_dim
-            assert values.shape[:3] == (1, heads, slots) and rotated.shape[:3] == (1, 1, slots) and slots % size == 0
-            outputs, first = [], 0
-            for row, count, length in zip(rows, counts, lengths, strict=True):
-                own = mx.array([row[t // size] * size + t % size for t in range(length)])
-                k = mx.concatenate([keys, mx.broadcast_to(rotated, (1, heads, *rotated.shape[2:]))], axis=-1)[:, :, own]
-                one = q[first : first + count].swapaxes(0, 2)
-                out = gather.attention(
-                    one, k, values[:, :, own], AttentionParams(scale, causal_mask(count, length - count))
-                )
-                outputs.append(out.swapaxes(0, 2))
-                first += count
-            return mx.concatenate(outputs)
-
-        return launch
-
     def prepare_gather(
         self,
         k_pool: mx.array,
@@ -290,14 +261,6 @@ class FakeKernels:
         for pool in (k_pool, v_pool):
             pool[mx.array(target)] = pool[mx.array(source)]
         return self._pass("copy_blocks", k_pool, v_pool, fence)
-
-    def silu_product(self, gate: mx.array, up: mx.array) -> mx.array:
-        self.calls["silu_product"] += 1
-        return nn.silu(gate) * up
-
-    def embedding_rows(self, table: mx.array, tokens: mx.array) -> mx.array:
-        self.calls["embedding_rows"] += 1
-        return table[tokens]
 
     def multiply(
         self,
@@ -367,10 +330,6 @@ def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | Non
     return None if heads.num_q_heads % geometry.num_kv_heads == 0 else "heads do not divide"
 
 
-def prompt_variant(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, block_size: int) -> Variant:
-    return Variant(prompts.BODY, "cuda", dtype, head_dim, value_dim, 1, block_size)
-
-
 @contextmanager
 def fake_kernels() -> Iterator[FakeKernels]:
     """Replace the kernels by fakes. Pools made in this context by :func:`mlx_paged.kv.choice.blocks_choice`
@@ -388,14 +347,8 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(dispatch, "kernel_unsupported_reason", decline),
         mock.patch.object(dispatch, "prefill_unsupported_reason", decline),
         mock.patch.object(device_blocks, "prepare_prefill", fake.prepare_prefill),
-        mock.patch.multiple(latent_prompts, prepare_prompts=fake.prepare_prompts, prompt_variant_of=prompt_variant),
-        mock.patch.object(latent_prompts, "latent_prefill_unsupported_reason", lambda *_: None),
         mock.patch.object(narrow_matmul, "passes_check", lambda body, dtype, *choice: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "is_available", lambda: True),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
-        mock.patch.object(silu_product, "passes_check", lambda dtype, dims: dtype in silu_product.DTYPES),
-        mock.patch.object(silu_product, "_launch", fake.silu_product),
-        mock.patch.object(embedding_rows, "passes_check", lambda dtype, tokens: dtype in embedding_rows.DTYPES),
-        mock.patch.object(embedding_rows, "_launch", fake.embedding_rows),
     ):
         yield fake

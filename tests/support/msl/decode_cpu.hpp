@@ -98,36 +98,6 @@ inline void warpgroup_barrier(int group, int line = __builtin_LINE()) {
   const void* const at = reinterpret_cast<const void*>(uint64_t(group + 1));
   msl_rt::flag_group(at, 4, line);
 }
-// Part boxes of text/latent_decode.cuh. A copy is done at once, and the thread arrives with its last byte. If a kernel
-// copies fewer bytes than it announced, waiting threads never go on.
-#define HAS_BOXES 1
-struct BoxMap {
-  uint words[32];
-};
-template <class T>
-struct BoxTable {
-  BoxMap* map;
-  const T* values;
-  int columns, box_rows;
-  void make_map(BoxMap*, int) const {}
-  void see() const {}
-};
-inline int swizzled(int row, int eighth);
-struct BoxCopies {
-  Flag* flag;
-  int missing;
-  BoxCopies(Flag* there, int bytes) : flag(there), missing(bytes) {}
-  template <class T>
-  void copy(T* target, const BoxTable<T>& table, int column, int row) {
-    if (column < 0 || column + 64 > table.columns || row < 0) msl_rt::fail("a box outside its table");
-    for (int i = 0; i < table.box_rows * 64; i++) {
-      target[swizzled(i / 64, i / 8 % 8) + i % 8] = table.values[int64_t(row + i / 64) * table.columns + column + i % 64];
-    }
-    missing -= table.box_rows * 64 * int(sizeof(T));
-    if (missing < 0) msl_rt::fail("more is copied than was said");
-    if (missing == 0) msl_rt::flag_arrive(flag);
-  }
-};
 template <class T>
 inline void store_four(T* target, float a, float b, float c, float d) {
   const float all[4] = {a, b, c, d};

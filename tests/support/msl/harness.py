@@ -16,7 +16,6 @@ from mlx_paged.kernels.launch_shape import (
     MATRIX_BODIES,
     MOST_GROUPS,
     SHARED_BODIES,
-    SHARED_MATRIX_BODY,
 )
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
@@ -26,7 +25,6 @@ SPARSE = {
     **dict.fromkeys(("paged_decode", "quantized_decode", *MATRIX_BODIES, *LATENT_BODIES), ("out",)),
     **dict.fromkeys(FUSED_BODIES, ("partial",)),
     **dict.fromkeys(SHARED_BODIES, ("partial", "stats")),
-    SHARED_MATRIX_BODY: ("out", "stats"),
 }
 WRITES = dict.fromkeys(
     (
@@ -44,7 +42,7 @@ WRITES = dict.fromkeys(
 ) | dict.fromkeys(FUSED_BODIES, ("k_pool", "v_pool", "arrivals"))
 
 
-TENSOR_BODIES = ({*FUSED_BODIES, *SHARED_BODIES, "join_partitions", LATENT_BODIES[1]}) - {SHARED_MATRIX_BODY}
+TENSOR_BODIES = {*FUSED_BODIES, *SHARED_BODIES, "join_partitions", LATENT_BODIES[1]}
 
 
 class Emulated:
@@ -94,21 +92,18 @@ class Emulated:
 
 
 @contextmanager
-def emulated(backend="metal", exact=True, **options):
-    """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated. `exact`: whether they then
-    quantise and dequantise bit for bit as MLX does."""
+def emulated(backend="metal", **options):
+    """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend, kernels.failure_of, page_kernels.exactness
+    real = kernels.build_kernel, kernels.backend, kernels.failure_of
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
     kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda key, build: None
-    # On the CPU MLX quantises differently.
     page_kernels.build_kernel = fake
-    page_kernels.exactness = lambda pages, block_size: page_kernels.Exactness(exact, exact)
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend, kernels.failure_of, page_kernels.exactness = real
+        kernels.build_kernel, kernels.backend, kernels.failure_of = real
         page_kernels.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
         kernels.latent_variants_of.cache_clear()

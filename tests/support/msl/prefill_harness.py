@@ -22,8 +22,20 @@ def emulated(
     checked: bool = True,
 ):
     """Run the prefill kernel on the emulator, without trials. ``edit``: mutations."""
-    with emulated_launches(prefill, prefill.prefill_variants_of, edit, orders, checked):
-        yield
+
+    def build(body, constants):
+        kernel, _ = tensor_kernel(body, constants, edit)
+        # The text declares what the launch asks for, plus an array for codes of quantised pages.
+        limit = dict(constants)["SHARED"] + (16 * 1024 if "KBITS" in dict(constants) else 0)
+        return partial(kernel, checked=checked, orders=orders, tg_limit=limit)
+
+    prefill.prefill_variants_of.cache_clear()
+    fakes = {"build_kernel": build, "backend": lambda: "cuda", "failure_of": lambda key, build: None}
+    try:
+        with mock.patch.multiple(prefill, **fakes):
+            yield
+    finally:
+        prefill.prefill_variants_of.cache_clear()
 
 
 WRITE_SLOTS = ops.write_slots
@@ -61,32 +73,6 @@ def emulated_self_check(
             mock.patch.dict(ops._switched_off, clear=True),
         ):
             yield edits.append
-
-
-@contextmanager
-def emulated_launches(
-    module: Any,
-    variants: Any,
-    edit: Sequence[tuple[str, str]],
-    orders: tuple[int, ...],
-    checked: bool,
-):
-    """Emulate the kernel that a module builds and launches, whose cached choice of variants is ``variants``."""
-
-    def build(body, constants):
-        kernel, _ = tensor_kernel(body, constants, edit)
-        # The text declares what the launch asks for, plus an array for codes of quantised pages.
-        limit = dict(constants)["SHARED"] + (16 * 1024 if "KBITS" in dict(constants) else 0)
-        return partial(kernel, checked=checked, orders=orders, tg_limit=limit)
-
-    real = module.build_kernel, module.backend, module.failure_of
-    variants.cache_clear()
-    module.build_kernel, module.backend, module.failure_of = build, lambda: "cuda", lambda key, build: None
-    try:
-        yield
-    finally:
-        module.build_kernel, module.backend, module.failure_of = real
-        variants.cache_clear()
 
 
 class Pack:

@@ -1,18 +1,16 @@
 """Prompts of models with multi-head latent attention in packs, against stock's run of each alone."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
-from mlx_paged.attention import latent_prompts
 from mlx_paged.attention.dispatch import Dispatch
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
@@ -25,13 +23,13 @@ from scripts.support import model_configs
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.models.batch_runs import Outcome, assert_released, generator, run_all
-from tests.support.models.builders import LATENT_SIZES, greedy, prompt_of, rms
 from tests.support.models.builders import build_latent as build
+from tests.support.models.builders import greedy, prompt_of, rms
 from tests.support.models.oracle import oracles
 from tests.support.models.packs import insert, note_packs, packing, prompts_for
 
 NAMES = ["deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_vl", "mistral4"]
-STORAGES = ["functional", "in place", "kernel"]
+STORAGES = ["functional", "kernel"]
 ROWS = Dispatch("kernel", "a few new tokens per sequence")
 LENGTHS = (2, 70, 33, 1, 97, 40)
 VOCAB, TOLERANCE = model_configs.VOCAB, 5e-3
@@ -49,14 +47,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 @pytest.fixture(params=STORAGES)
-def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Use functional blocks; in-place blocks with mlx-lm's code for each sequence; or the stand-in kernels."""
-    if request.param == "functional":
-        yield request.param
-        return
-    with fake_kernels(), monkeypatch.context() as own:  # which ends before the stand-ins do
-        if request.param == "in place":
-            own.setattr(latent_prompts, "latent_prefill_unsupported_reason", lambda *_: "not here")
+def storage(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Use blocks on the host, or the stand-in kernels."""
+    with nullcontext() if request.param == "functional" else fake_kernels():
         yield request.param
 
 
@@ -77,7 +70,7 @@ def assert_alike(outcomes: Any, expected: list[tuple[list[int], np.ndarray]], li
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "storage"), quick(crossed(NAMES, STORAGES), ("deepseek_v3", "functional"),
-    ("mistral4", "in place")), indirect=["storage"]
+    ("mistral4", "kernel")), indirect=["storage"]
 )  # fmt: skip
 def test_requests_in_packs_get_their_solo_tokens(name: str, storage: str, calls: list[list[int]]) -> None:
     model, prompts = build(name), prompts_for(VOCAB, LENGTHS)
@@ -89,9 +82,7 @@ def test_requests_in_packs_get_their_solo_tokens(name: str, storage: str, calls:
     run_all(gen, outcomes)
     assert_alike(outcomes, expected)
     assert max(map(len, calls)) >= 3 and gen._engine.prefill.packs
-    paths = {choice.path for choice in dispatch_counts()}
-    assert (latent_prompts.KERNEL in dispatch_counts()) == (storage == "kernel")
-    assert ("apart" in paths) == (storage != "kernel")
+    assert "apart" in {choice.path for choice in dispatch_counts()}
     assert_released(model)
 
 
@@ -145,54 +136,6 @@ def test_requests_preempted_during_prefill_get_their_solo_tokens(storage: str, c
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("quantized", [False, True])
-def test_keys_and_values_are_made_for_one_head_at_a_time_in_little_memory(
-    quantized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(LATENT_SIZES, "qk_nope_head_dim", 32)
-    model = build("deepseek_v3")
-    if quantized:
-        nn.quantize(
-            model, group_size=32, bits=8, class_predicate=lambda path, _: "embed_q" in path or "unembed" in path
-        )
-    prompts = prompts_for(VOCAB, (90, 40, 77))
-    heads = model.layers[0].self_attn.num_heads
-    with fake_kernels() as fake:
-        mlx_paged.apply_patches(config("kernel"))
-        whole = _run(model, prompts)
-        launches = fake.calls["latent_prefill"]
-        monkeypatch.setattr(latent_prompts, "MOST_BYTES", 1)
-        sizes: list[int] = []
-        expand = latent_prompts.attend
-        monkeypatch.setattr(
-            latent_prompts, "attend", lambda *a: expand(*a[:-1], lambda x, part: _noted(a[-1], x, part, sizes))
-        )
-        assert _alike(_run(model, prompts), whole)
-        assert fake.calls["latent_prefill"] - launches == heads * launches and heads > 1
-        assert set(sizes) == {1}
-
-
-def _noted(expand: Any, latents: mx.array, part: slice, sizes: list[int]) -> tuple[mx.array, mx.array]:
-    keys, values = expand(latents, part)
-    sizes.append(keys.shape[1])
-    return keys, values
-
-
-def _run(model: Any, prompts: list[list[int]]) -> Any:
-    gen = packing(model, 128, prefill_step_size=48)
-    outcomes = insert(gen, prompts, 4)
-    run_all(gen, outcomes)
-    return outcomes
-
-
-def _alike(outcomes: Any, others: Any) -> bool:
-    return all(
-        one.tokens == two.tokens and rms(np.stack(one.logprobs), np.stack(two.logprobs)) < 1e-5
-        for one, two in zip(outcomes.values(), others.values(), strict=True)
-    )
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_few_tokens_after_a_long_prefix_attend_to_unexpanded_latents(calls: list[list[int]]) -> None:
     model = build("glm4_moe_lite")
     first = (prompt_of(96, seed=1) % VOCAB).tolist()
@@ -207,12 +150,12 @@ def test_few_tokens_after_a_long_prefix_attend_to_unexpanded_latents(calls: list
         outcomes = insert(gen, others, 8)
         run_all(gen, outcomes)
         assert_alike(outcomes, expected)
-        assert ROWS in dispatch_counts() and latent_prompts.KERNEL not in dispatch_counts()
+        assert ROWS in dispatch_counts()
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "storage"), quick(crossed(["deepseek_v3", "mistral4"], STORAGES), ("mistral4", "in place")),
+    ("name", "storage"), quick(crossed(["deepseek_v3", "mistral4"], STORAGES), ("mistral4", "kernel")),
     indirect=["storage"]
 )  # fmt: skip
 def test_looked_up_drafts_give_solo_tokens(name: str, storage: str) -> None:
@@ -230,25 +173,6 @@ def test_looked_up_drafts_give_solo_tokens(name: str, storage: str) -> None:
     stats = mlx_paged.pool_of(model).stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert_released(model)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_solo_prompt_uses_the_kernel_only_with_the_caches_own_mask() -> None:
-    with mock.patch.dict(model_configs.COMMON, num_hidden_layers=1):  # so that its layer can be called alone
-        model = build("deepseek_v3")
-    prompt = prompt_of(60, 3) % VOCAB
-    with fake_kernels() as fake:
-        mlx_paged.apply_patches(config("kernel"))
-        attention = model.layers[0].self_attn
-        cache = make_prompt_cache(model)
-        x = mx.random.normal((1, 60, model.args.hidden_size))
-        own = cache[0].make_mask(60, return_array=True)
-        attention(x, own, cache[0])
-        assert fake.calls["latent_prefill"] == 1
-        other = mx.ones((60, 120), mx.bool_)
-        attention(x, other, cache[0])
-        assert fake.calls["latent_prefill"] == 1
-        greedy(model, prompt, 2)
 
 
 # When packs are used ------------------------------------------------------------------------------------------------
