@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -45,13 +45,6 @@ class Blocks(Protocol):
 
     def ready(self) -> list[mx.array]:
         """Return small arrays that are ready when every write so far is; they do not keep the blocks' buffers."""
-
-    def snapshot(self) -> Any:
-        """Return the state for :meth:`restore`. Drop it before anything is computed."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Forget what was written since the snapshot, none of which may have been computed on a device. Does nothing if
-        the number of blocks has changed."""
 
 
 # Makes the blocks of one layer from geometry, block size, number of blocks, and the pool's pending reads.

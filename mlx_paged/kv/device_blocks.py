@@ -357,17 +357,6 @@ class DeviceBlocks:
         """Drop the writes that failed when :meth:`latest` was computed."""
         self.__fence = kernels.new_fence()  # kernels that were not computed have not written
 
-    def snapshot(self) -> Any:
-        """Return the state for :meth:`restore`. Drop it before anything is computed: it keeps buffers alive."""
-        return self.num_blocks, self.__fence, self.num_quantized, self._last_write
-
-    def restore(self, snapshot: Any) -> None:
-        """Forget what was built since the snapshot; none of it may have been computed. Does nothing if the number of
-        blocks has changed."""
-        num_blocks, *state = snapshot
-        if num_blocks == self.num_blocks:
-            self.__fence, self.num_quantized, self._last_write = state
-
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
         """Forget the kernels launched since the fence was ``to``. Their results must not be used, and what they wrote
         must be written again. Returns False, and forgets nothing, unless ``latest`` is the present fence."""

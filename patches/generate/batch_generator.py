@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ...grammar.grammar import GrammarProcessor
 from ...kv.lock import HeldLocks
 from ...prefix.store import SharedPrefixes
-from ...ranks.world import ranks_of
+from ...ranks.world import peers_of
 from ...warn import warn_once
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
@@ -304,8 +304,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Return responses for prompts and for generated tokens; both are empty when nothing is left to do."""
         if self._engine is None:
             return tuple(super().next())  # type: ignore[return-value]
-        agreement = self._engine.agreement
-        with agreement.step() if agreement is not None else nullcontext(), self._computing(), HeldLocks():
+        with self._computing(), HeldLocks():
             return self._engine.next()
 
     def next_generated(self) -> list[Any]:
@@ -349,9 +348,9 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
         stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
         why = why_one_by_one(model, with_leaves(fresh, stock))
     if why is None:
-        return DecodeBatch(model, UPSTREAM, ranks_of(model))
+        return DecodeBatch(model, UPSTREAM, peers_of(model))
     warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")
-    return RowByRowBatch(model, UPSTREAM, ranks_of(model))
+    return RowByRowBatch(model, UPSTREAM, peers_of(model))
 
 
 @replaces("mlx_lm.generate:BatchGenerator", "fb1a2ed5f7ece4b2")
