@@ -13,13 +13,17 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import GrammarError
-from .check import reason
 
 ALL = np.uint32(0xFFFFFFFF)
 # CPU time of a token and its mask, which all rows of a batch wait for. Most take less than 1 ms; the first ones of a
 # grammar, which fill caches of its lexer, may take 10.
 SECONDS_PER_TOKEN = 0.005
 MAX_EXCESS_SECONDS = 0.2
+
+
+def reason(matcher: Any) -> str:
+    """Return why a matcher failed, without the parser state that llguidance appends."""
+    return str(matcher.get_error()).partition("\n<")[0].strip()
 
 
 class ThinkingBudget(NamedTuple):
