@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.peers import Peers
+from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 from ..engine.request import Request
 from ..engine.sampling.token_choice import TokenChoice
 from ..kv.pool import BlockPool
 from .depth import Candidate, Depth, new_depth
-from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 
 # Lengths of the n-grams that are looked up, longest first. A single token predicts next to nothing.
 SIZES = (3, 2)
@@ -230,8 +230,13 @@ def depth_of(pool: BlockPool, peers: Peers) -> Depth:
     return depth
 
 
+def look_up_of(pool: BlockPool, peers: Peers) -> LookUp:
+    """Return a proposer for a batch over the pool."""
+    return LookUp(depth_of(pool, peers))
+
+
 class LookUp:
-    """Proposes tokens that rows may repeat. A :class:`.proposal.Proposer`.
+    """Proposes tokens that rows may repeat. A :class:`mlx_paged.engine.proposer.Proposer`.
 
     Rows are not searched while ``depth`` could not pay for drafts (:meth:`Depth.may_choose`).
 

@@ -15,10 +15,10 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow, Rows
-from ..drafts.proposal import Proposer
 from ..errors import check_device, without_frames
-from ..grammar.grammar import constrain
+from .constraint import constrain
 from .peers import ALONE, Peers
+from .proposer import Proposer
 from .request import Request
 from .sampling.token_choice import Choice, Places, TokenChoice
 from .step_logits import StepLogits, TokenLogits

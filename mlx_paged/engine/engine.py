@@ -16,9 +16,6 @@ from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import FailedRow
 from ..device import confirm
-from ..drafts.look_up import LookUp, depth_of
-from ..drafts.proposal import Proposer
-from ..drafts.steps import NO_DRAFTS_REASON, DraftSteps
 from ..errors import (
     ConfigError,
     DeviceWatch,
@@ -35,6 +32,8 @@ from ..prefix.store import SharedPrefixes
 from ..warn import warn_once
 from . import appends
 from .decode_batch import DecodeBatch, Delivery
+from .draft_steps import NO_DRAFTS_REASON, DraftSteps
+from .peers import Peers
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     LATENCY_MS,
@@ -48,6 +47,7 @@ from .prefill import (
     most_step_tokens,
     packs_by_default,
 )
+from .proposer import Proposer
 from .request import Request, sequence_of
 from .scheduler import Chunk, Growth, Scheduler
 from .sharing import CheckpointSharing, PrefixSharing
@@ -83,7 +83,8 @@ class Engine:
         state_interval: see :class:`CheckpointSharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
             time bounds them (see :class:`PrefillPace`).
-        proposer: proposes drafts; None: rows that ask for prompt look-up get it.
+        proposer: proposes drafts.
+        look_up: makes the proposer of rows that ask for prompt look-up, if there is no other.
 
     Raises:
         ConfigError: there is a proposer, and the model cannot verify drafts.
@@ -105,6 +106,7 @@ class Engine:
         state_interval: int | None = None,
         prefill_latency: int = LATENCY_MS,
         proposer: Proposer | None = None,
+        look_up: Callable[[BlockPool, Peers], Proposer] | None = None,
     ) -> None:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
@@ -145,7 +147,9 @@ class Engine:
         self.drafts: DraftSteps | None = None
         if self.can_pack and self.pool is not None and self.budget is not None:
             has_room = partial(appends.has_room, self.budget)
-            self.drafts = DraftSteps(batch, self.pool, has_room, proposer or LookUp(depth_of(self.pool, batch.peers)))
+            drafting = proposer if proposer is not None or look_up is None else look_up(self.pool, self.peers)
+            if drafting is not None:
+                self.drafts = DraftSteps(batch, self.pool, has_room, drafting)
         elif proposer is not None:
             raise ConfigError(f"{type(batch.model).__module__} cannot verify drafts: {NO_DRAFTS_REASON}")
         # Steps are not bounded by time over ranks, whose clocks differ, nor (but on Metal) where chunks lie on a grid.

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...device import device_errors
+from ...drafts.look_up import look_up_of
 from ...drafts.prediction_head import PredictionHead
 from ...engine.decode_batch import DecodeBatch, RowByRowBatch
 from ...engine.engine import Engine
@@ -98,6 +99,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     state_interval=self._factory.config.state_interval,
                     prefill_latency=self._factory.config.prefill_latency,
                     proposer=proposer,
+                    look_up=look_up_of,
                 )
         elif draft_model is not None:
             raise ConfigError("draft_model requires a paged cache; this model has mlx-lm's own")

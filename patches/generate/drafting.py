@@ -10,7 +10,7 @@ from typing import Any
 from ...drafts.depth import new_depth
 from ...drafts.draft_model import DraftModel, is_paged
 from ...drafts.prediction_head import HiddenStates, PredictionHead
-from ...drafts.steps import NO_DRAFTS_REASON
+from ...engine.draft_steps import NO_DRAFTS_REASON
 from ...engine.prefill import can_pack
 from ...engine.request import sequence_of
 from ...errors import ConfigError
