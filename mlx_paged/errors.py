@@ -172,10 +172,6 @@ class GrammarError(PagedCacheError, ValueError):
     """A grammar cannot be used, or it failed while an answer was generated."""
 
 
-class GrammarAbandoned(GrammarError):
-    """A grammar was not compiled because its request was cancelled."""
-
-
 class PromptsFileError(PagedCacheError, ValueError):
     """A file of prompts, or of their results, cannot be used."""
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import GrammarAbandoned, GrammarError
-from ..grammar.compiler import GrammarCompiler, GrammarSource, IsCancelled, json_in_lark, text_in_lark
+from ..errors import GrammarError
+from ..grammar.compiler import GrammarCompiler, GrammarSource, json_in_lark, text_in_lark
 from ..grammar.grammar import CompiledGrammar, ThinkingBudget
 from ..server.call_formats import HARMONY_TOKENS, CallForm, call_form, local_schema, types_of
 from ..server.constraint import Constraint, Tool, Tools
@@ -318,30 +318,25 @@ class TokenizerGrammars:
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
 
-    def compile(
-        self, constraint: Constraint, *, is_cancelled: IsCancelled = lambda: False, is_checked: bool = False
-    ) -> CompiledGrammar | None:
-        """Return the compiled grammar of an answer; None if any answer is allowed. Blocks while it is tried and built.
-
-        Args:
-            constraint: what the client asks for.
-            is_cancelled, is_checked: see :meth:`GrammarCompiler.compile`.
+    def compile(self, constraint: Constraint) -> CompiledGrammar | None:
+        """Return the compiled grammar of an answer; None if any answer is allowed. Blocks while it is built.
 
         Raises:
             RequestRefused: 400, the constraint cannot be used; the message says why.
-            ConnectionAbortedError: the request was cancelled.
         """
         plan = self._plan(constraint)
         if plan is None:
             return None
         try:
-            for part, param in () if is_checked else plan.parts:
-                with _refusing(param):
-                    self._known_compiler().check(part, is_cancelled=is_cancelled)
             with _refusing(plan.param):
-                return self._known_compiler().compile(
-                    plan.source, trigger=plan.trigger, is_cancelled=is_cancelled, is_checked=is_checked
-                )
+                compiler = self._known_compiler()
+                try:
+                    return compiler.compile(plan.source, trigger=plan.trigger)
+                except GrammarError:
+                    for part, param in plan.parts:  # the one at fault is named
+                        with _refusing(param):
+                            compiler.compile(part)
+                    raise
         except RequestRefused as error:
             if not plan.is_free:
                 raise
@@ -400,8 +395,8 @@ class _GrammarPlan(NamedTuple):
     Attributes:
         source, trigger: see :meth:`GrammarCompiler.compile`.
         param: the request parameter that the grammar comes from.
-        parts: schemas within the source, with their parameters; checked one by one first, so that an error names the
-            one at fault.
+        parts: schemas within the source, with their parameters; compiled one by one if the source cannot be, so
+            that an error names the one at fault.
         is_free: only the calls in the answer are constrained.
     """
 
@@ -424,8 +419,6 @@ def _refusing(param: str) -> Iterator[None]:
     """Turn errors of a grammar into a refusal of the request that names the parameter."""
     try:
         yield
-    except GrammarAbandoned:
-        raise ConnectionAbortedError("the client has gone") from None
     except GrammarError as error:
         raise invalid(f"{param}: {error}", param.partition(".")[0].partition("[")[0]) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -129,10 +129,8 @@ class LoadedTexts:
         render = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
         return refusals_of(lambda messages, **options: str(render(messages, **options)))
 
-    def compile(
-        self, constraint: Constraint, *, is_cancelled: Callable[[], bool] = lambda: False, is_checked: bool = False
-    ) -> Any:
-        return self._grammars.compile(constraint, is_cancelled=is_cancelled, is_checked=is_checked)
+    def compile(self, constraint: Constraint) -> Any:
+        return self._grammars.compile(constraint)
 
     def completed(self, request: ServerRequest) -> None:
         """Check a request's sampling against the vocabulary, and fill in what depends on the tokenizer."""

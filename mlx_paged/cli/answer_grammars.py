@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 from ..grammar.compiler import INSTALL
 from ..server.constraint import Constraint, constraint_of
-from ..server.errors import RequestRefused, invalid
+from ..server.errors import RequestRefused
 from .prompts_file import load_object
 
 if TYPE_CHECKING:
     from ..grammar.grammar import CompiledGrammar
     from ..patches.grammar import TokenizerGrammars
-    from ..ranks.ranks import Ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +31,12 @@ class AnswerGrammars:
 
     Args:
         args: the parsed command line.
-        ranks: the ranks that compute the run, or None; rank 0 checks each grammar for all.
 
     Raises:
         ConfigError: the file of ``--json-schema`` cannot be used, or llguidance is not installed.
     """
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks | None = None) -> None:
-        self._ranks = ranks
+    def __init__(self, args: argparse.Namespace) -> None:
         self._default: Constraint | None = None
         self._grammars: TokenizerGrammars | None = None
         name = args.json_schema
@@ -79,23 +76,7 @@ class AnswerGrammars:
         if constraint is None:
             return None
         assert self._grammars is not None, "call set_tokenizer() first"
-        compiled = self._compile(self._grammars, constraint)
+        compiled = self._grammars.compile(constraint)
         if compiled is not None and ends_in_reasoning(self._tokenizer, list(prompt)):
             return behind_reasoning(compiled, self._tokenizer)
         return compiled
-
-    def _compile(self, grammars: TokenizerGrammars, constraint: Constraint) -> CompiledGrammar | None:
-        ranks = self._ranks
-        if ranks is None:
-            return grammars.compile(constraint)
-        compiled: CompiledGrammar | None = None
-        fault: str | None = None
-        if ranks.rank == 0:
-            try:
-                compiled = grammars.compile(constraint)
-            except RequestRefused as refusal:
-                fault = str(refusal)
-        fault = ranks.broadcast(fault)
-        if fault is not None:
-            raise invalid(fault)
-        return compiled if ranks.rank == 0 else grammars.compile(constraint, is_checked=True)

@@ -94,7 +94,7 @@ def run(
 
     used: list[Any] = []
     batch_run.check_arguments(args)
-    grammars = AnswerGrammars(args, ranks)
+    grammars = AnswerGrammars(args)
     for folder in (args.model, args.draft_model):
         check_model_folder(folder)
     head: HeadFiles | None = None

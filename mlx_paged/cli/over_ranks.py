@@ -16,8 +16,7 @@ import mlx.core as mx
 
 from ..config import argument_type
 from ..errors import ConfigError, RankError
-from ..ranks.peers import EXIT_STATUS
-from ..ranks.ranks import Ranks
+from ..ranks.ranks import EXIT_STATUS, Ranks
 from ..ranks.world import RANK_TIMEOUT, VARIABLE, check_same, connect, parse_timeout, versions
 from ..warn import warn_once
 
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank-timeout",
         type=argument_type(parse_timeout),
         metavar="SECONDS",
-        help="Time in seconds that another rank may be silent before this one ends with an error "
+        help="Time in seconds to wait for the other ranks, and for a machine that does not answer any more "
         f"(default: {RANK_TIMEOUT:.0f}); also {VARIABLE}",
     )
     if "--pipeline" not in parser._option_string_actions:

@@ -13,6 +13,7 @@ from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
+from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 from ..engine.request import Request, sequence_of
 from ..engine.sampling.token_choice import TokenChoice
 from ..errors import ConfigError, PoolExhaustedError, check_device
@@ -20,7 +21,6 @@ from ..kv.pool import BlockPool
 from ..prefix.store import SharedPrefixes
 from ..warn import warn_once
 from .depth import TRIAL_CONTEXT, Acceptance, Candidate, Depth
-from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 
 # Most tokens of a row that its first draft step computes besides its next one: those since its last draft. Of more (a
 # prompt, or tokens of plain steps) chunks are computed before, and timed separately.
@@ -66,7 +66,7 @@ class DraftRow:
 
 
 class DraftModel:
-    """Proposes a draft model's most likely tokens. A :class:`.proposal.Proposer`.
+    """Proposes a draft model's most likely tokens. A :class:`mlx_paged.engine.proposer.Proposer`.
 
     All rows take their draft steps together: the first computes, as a pack, the tokens that rows got since the last
     one; each later one computes a token of each row. Drafts are the most likely tokens whatever the row's sampler is.

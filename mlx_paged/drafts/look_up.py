@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..engine.peers import Peers
+from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 from ..engine.request import Request
 from ..engine.sampling.token_choice import TokenChoice
 from ..kv.pool import BlockPool
-from ..ranks.ranks import Ranks
 from .depth import Candidate, Depth, new_depth
-from .proposal import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 
 # Lengths of the n-grams that are looked up, longest first. A single token predicts next to nothing.
 SIZES = (3, 2)
@@ -218,20 +218,25 @@ WATCH_EVERY = 4  # in large batches, tokens of a row without a match between sea
 _depths: weakref.WeakKeyDictionary[BlockPool, Depth] = weakref.WeakKeyDictionary()
 
 
-def depth_of(pool: BlockPool, ranks: Ranks | None) -> Depth:
+def depth_of(pool: BlockPool, peers: Peers) -> Depth:
     """Return the :class:`Depth` of all batches over the pool, in which drafts cost the same. Ranks use the clock of
     rank 0, because all have to decide alike."""
     depth = _depths.get(pool)
     if depth is None:
         depth = _depths[pool] = new_depth()
-        if ranks is not None:
+        if not peers.is_alone:
             own: Callable[[], float] = depth.clock
-            depth.clock = lambda: ranks.broadcast(own())
+            depth.clock = lambda: peers.broadcast(own())
     return depth
 
 
+def look_up_of(pool: BlockPool, peers: Peers) -> LookUp:
+    """Return a proposer for a batch over the pool."""
+    return LookUp(depth_of(pool, peers))
+
+
 class LookUp:
-    """Proposes tokens that rows may repeat. A :class:`.proposal.Proposer`.
+    """Proposes tokens that rows may repeat. A :class:`mlx_paged.engine.proposer.Proposer`.
 
     Rows are not searched while ``depth`` could not pay for drafts (:meth:`Depth.may_choose`).
 

@@ -12,11 +12,11 @@ import mlx.core as mx
 
 from ..cache.batch_cache import PagedBatchKVCache, first_paged
 from ..cache.sequence import SequenceTables
+from ..engine.proposer import NextTokens, Proposal, num_known
 from ..engine.request import Request
 from ..prefix.store import SharedPrefixes
 from .depth import TRIAL_CONTEXT, Depth
 from .draft_model import MOST_BEHIND, DraftModel, Span
-from .proposal import NextTokens, Proposal, num_known
 
 MOST_POSITIONS = 1024  # most positions kept of a sequence, and of a call; older calls are dropped
 
@@ -114,7 +114,7 @@ class HiddenStates:
 
 class PredictionHead(DraftModel):
     """Proposes tokens of a prediction head: a layer that takes a token and the model's last hidden state of the token
-    before it. A :class:`.proposal.Proposer`.
+    before it. A :class:`mlx_paged.engine.proposer.Proposer`.
 
     The head's keys and values are paged like those of a draft model. For the row's tokens they come from the model's
     hidden states; for drafts from the head's own output, and are dropped when the draft is verified. In a prefix that

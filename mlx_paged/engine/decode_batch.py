@@ -15,11 +15,10 @@ from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
-from ..drafts.proposal import Proposer
 from ..errors import check_device, without_frames
-from ..grammar.grammar import constrain
-from ..ranks.ranks import Ranks
-from ..ranks.world import has_same_logits
+from .constraint import constrain
+from .peers import ALONE, Peers
+from .proposer import Proposer
 from .request import Request
 from .sampling.token_choice import Choice, Places, TokenChoice
 from .step_logits import StepLogits, TokenLogits
@@ -65,16 +64,15 @@ class DecodeBatch:
     Args:
         model: called with tokens and ``cache``, a list.
         upstream: what the engine uses of mlx-lm.
-        ranks: ranks that the model is sharded over; None: it is not sharded.
+        peers: processes that the model is sharded over.
     """
 
     takes_rows = True  # one model call computes all rows
 
-    def __init__(self, model: Any, upstream: Upstream, ranks: Ranks | None = None) -> None:
+    def __init__(self, model: Any, upstream: Upstream, peers: Peers = ALONE) -> None:
         self.model = model
-        self.ranks = ranks
-        self.call = model if ranks is None else ranks.with_shared_failures(model)
-        self._has_same_logits = ranks is not None and has_same_logits(model) and ranks.are_of_one_kind
+        self.peers = peers
+        self.call = peers.guarded(model)
         self.upstream = upstream
         self.rows: list[Request] = []
         self.members: set[Request] = set()
@@ -346,8 +344,7 @@ class DecodeBatch:
         if self._has_grammars:
             logits, tokens, unanswerable = self._constrain(rows, logits, inputs)
         choice = self.choice.choose(logits, inputs, places)
-        if self.ranks is not None and not (self._has_same_logits and self.choice.only_compares):
-            choice = choice._replace(tokens=self.ranks.agreed(choice.tokens))
+        choice = choice._replace(tokens=self.peers.agreed(choice.tokens, only_compares=self.choice.only_compares))
         # States and offsets are evaluated, too: unread ones would grow their graphs by a few nodes each step.
         states = [cache.state for cache in self._states()]
         mx.async_eval(choice.tokens, choice.contexts, states)
@@ -435,7 +432,7 @@ class DecodeBatch:
             return logits, [], {}
         mx.async_eval(logits)  # computed while the host reads the inputs, which the step before chose
         tokens = _as_ints(inputs)
-        logits, unanswerable = constrain(logits, rows, tokens, is_timed=self.ranks is None)
+        logits, unanswerable = constrain(logits, rows, tokens, is_timed=self.peers.is_alone)
         return logits, tokens, unanswerable
 
 

@@ -16,9 +16,6 @@ from ..cache.batch import FailedRow
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..device import confirm
-from ..drafts.look_up import LookUp, depth_of
-from ..drafts.proposal import Proposer
-from ..drafts.steps import NO_DRAFTS_REASON, DraftSteps
 from ..errors import (
     ConfigError,
     DeviceWatch,
@@ -32,10 +29,11 @@ from ..kernels.availability import on_metal
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix.store import SharedPrefixes
-from ..ranks.ranks import Agreement
 from ..warn import warn_once
 from . import appends
 from .decode_batch import DecodeBatch, Delivery
+from .draft_steps import NO_DRAFTS_REASON, DraftSteps
+from .peers import Peers
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     LATENCY_MS,
@@ -49,6 +47,7 @@ from .prefill import (
     most_step_tokens,
     packs_by_default,
 )
+from .proposer import Proposer
 from .request import Request, sequence_of
 from .scheduler import Chunk, Growth, Scheduler
 from .sharing import CheckpointSharing, PrefixSharing
@@ -83,7 +82,8 @@ class Engine:
         state_interval: see :class:`CheckpointSharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
             time bounds them (see :class:`PrefillPace`).
-        proposer: proposes drafts; None: rows that ask for prompt look-up get it.
+        proposer: proposes drafts.
+        look_up: makes the proposer of rows that ask for prompt look-up, if there is no other.
 
     Raises:
         ConfigError: there is a proposer, and the model cannot verify drafts.
@@ -105,6 +105,7 @@ class Engine:
         state_interval: int | None = None,
         prefill_latency: int = LATENCY_MS,
         proposer: Proposer | None = None,
+        look_up: Callable[[BlockPool, Peers], Proposer] | None = None,
     ) -> None:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
@@ -116,7 +117,7 @@ class Engine:
         fresh = factory()
         sequence = sequence_of(fresh)
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
-        self.agreement = None if batch.ranks is None else Agreement(batch.ranks, self.pool)
+        self.peers = batch.peers
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in leaves(fresh))
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
         self.can_pack = can_pack(
@@ -144,13 +145,15 @@ class Engine:
         self.drafts: DraftSteps | None = None
         if self.can_pack and self.pool is not None and self.budget is not None:
             has_room = partial(appends.has_room, self.budget)
-            self.drafts = DraftSteps(batch, self.pool, has_room, proposer or LookUp(depth_of(self.pool, batch.ranks)))
+            drafting = proposer if proposer is not None or look_up is None else look_up(self.pool, self.peers)
+            if drafting is not None:
+                self.drafts = DraftSteps(batch, self.pool, has_room, drafting)
         elif proposer is not None:
             raise ConfigError(f"{type(batch.model).__module__} cannot verify drafts: {NO_DRAFTS_REASON}")
         # Steps are not bounded by time over ranks, whose clocks differ, nor (but on Metal) where chunks lie on a grid.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None
-        if self.agreement is None and (bounded or self._is_on_metal or (self.packs and on_metal())):
+        if self.peers.is_alone and (bounded or self._is_on_metal or (self.packs and on_metal())):
             cap = self.scheduler.cap
             self._pace = PrefillPace(batch.model, prefill_latency, 0 if cap is None else cap.least)
             self.scheduler.yields = True
@@ -172,14 +175,14 @@ class Engine:
         token_budget, has_chunks = grid, self.packs or self._is_on_metal
         if has_chunks:  # an explicit step size bounds every step
             token_budget = chunk if chunk < UPSTREAM_STEP_TOKENS else most_step_tokens()
-            if self._is_on_metal and self.agreement is not None:  # no bound by time: the clocks of ranks differ
+            if self._is_on_metal and not self.peers.is_alone:  # no bound by time: the clocks of ranks differ
                 token_budget = chunk = min(chunk, IN_PLACE_STEP_TOKENS)
         chosen_by_none = self.packs and most_prefilling >= UPSTREAM_PREFILLING
         return Scheduler(
             weakref.proxy(self),  # weak: a dropped engine is freed at once, with what its requests hold
             token_budget=token_budget,
             chunk=chunk if has_chunks else None,
-            cap=chunk_cap(self.pool) if has_chunks and self.agreement is None else None,  # the GPUs of ranks may differ
+            cap=chunk_cap(self.pool) if has_chunks and self.peers.is_alone else None,  # the GPUs of ranks may differ
             grid=grid if self.in_place or self.packs or self.keeps_tokens else None,
             max_running=most_running,
             # A step of packs is bounded by its tokens only, unless a smaller number of prompts was chosen.
@@ -210,8 +213,8 @@ class Engine:
 
     def _step(self) -> tuple[list[Any], list[TokenResponse]]:
         self.num_steps += 1
-        if self.agreement is not None:
-            self.agreement.begin_step()
+        self.peers.begin_step()
+        if not self.peers.is_alone:
             while self._drop_finished():  # callers may hold responses for different times on each rank
                 pass
         if self._pace is not None:
@@ -238,8 +241,7 @@ class Engine:
         if plan.chunks:
             prompts += self._prefill(plan.chunks)
             self._fail_noted()
-        if self.agreement is not None:
-            self.agreement.note_step(plan, generated, self.failures)
+        self.peers.note_step(plan, generated, self.failures, self.pool)
         return prompts, generated
 
     def _begin_rows(self, joining: Sequence[Request]) -> list[Any]:
@@ -548,16 +550,14 @@ class Engine:
         """Queue a request."""
         if request.options.prompt_lookup and self.drafts is None:
             warn_once(f"prompt_lookup has no effect in {type(self.batch.model).__module__}: {NO_DRAFTS_REASON}")
-        if self.agreement is not None:
-            self.agreement.note_insertion(request)
+        self.peers.note_insertion(request)
         self.requests[request.uid] = request
         self.scheduler.add(request)
 
     def remove(self, uids: Sequence[int], *, finished: bool = False) -> None:
         """Cancel requests: release what they hold, and drop failures not reported yet. With ``finished`` all that they
         computed goes to the prefix cache, as after a stop token; else whole blocks."""
-        if self.agreement is not None:
-            self.agreement.note_removal(uids, finished)
+        self.peers.note_removal(uids, finished)
         named = set(uids)
         self.failures = deque(failure for failure in self.failures if failure.uid not in named)
         gone = [self.requests[uid] for uid in dict.fromkeys(uids) if uid in self.requests]

@@ -12,8 +12,8 @@ import mlx.core as mx
 from ..cache.batch_cache import first_paged
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
-from ..grammar.grammar import CompiledGrammar
 from ..kv.block_table import BlockTable
+from .constraint import Constraining
 from .sampling.params import SamplingParams
 from .step_logits import Sampler, TokenLogits
 
@@ -37,7 +37,7 @@ class RequestOptions(NamedTuple):
 
     salt: Hashable = None
     seed: int | None = None
-    grammar: CompiledGrammar | None = None
+    grammar: Constraining | None = None
     prompt_lookup: int | None = None
     sampling: SamplingParams | None = None
     priority: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -53,13 +53,6 @@ class Blocks(Protocol):
 
     def forget_failed_work(self) -> None:
         """Forget what could not be computed, after an exception of the device or of a thread's stream."""
-
-    def snapshot(self) -> Any:
-        """Return the state for :meth:`restore`. Drop it before anything is computed."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Forget what was written since the snapshot, none of which may have been computed on a device. Does nothing if
-        the number of blocks has changed."""
 
 
 # Makes the blocks of one layer from geometry, block size and number of blocks.

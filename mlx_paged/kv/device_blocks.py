@@ -279,15 +279,15 @@ class DeviceBlocks:
     def traced(layers: Sequence[DeviceBlocks], tensors: Sequence[Sequence[mx.array]]) -> Iterator[None]:
         """Within a ``with`` block in a function that :meth:`run` calls, let the layers work on its tensors. Read the
         fences before the block ends: the layers then are as they were."""
-        before = [(own.__keys, own.__values, own.__fence, own.snapshot()) for own in layers]
+        before = [(own.__keys, own.__values, own.__fence, own.num_quantized, own._last_write) for own in layers]
         try:
             for own, (keys, values, fence) in zip(layers, tensors, strict=True):
                 own.__keys, own.__values, own.__fence = keys, values, fence
             yield
         finally:
-            for own, (keys, values, fence, snapshot) in zip(layers, before, strict=True):
-                own.__keys, own.__values, own.__fence = keys, values, fence
-                own.restore(snapshot)
+            for own, (keys, values, *counted) in zip(layers, before, strict=True):
+                own.__keys, own.__values = keys, values
+                own.__fence, own.num_quantized, own._last_write = counted
 
     def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions, lazily; see :meth:`Blocks.gather`."""
@@ -369,17 +369,6 @@ class DeviceBlocks:
     def forget_failed_work(self) -> None:
         """Drop the writes that failed when :meth:`latest` was computed."""
         self.__fence = kernels.new_fence()  # kernels that were not computed have not written
-
-    def snapshot(self) -> Any:
-        """Return the state for :meth:`restore`. Drop it before anything is computed: it keeps buffers alive."""
-        return self.num_blocks, self.__fence, self.num_quantized, self._last_write
-
-    def restore(self, snapshot: Any) -> None:
-        """Forget what was built since the snapshot; none of it may have been computed. Does nothing if the number of
-        blocks has changed."""
-        num_blocks, *state = snapshot
-        if num_blocks == self.num_blocks:
-            self.__fence, self.num_quantized, self._last_write = state
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
         """Forget the kernels launched since the fence was ``to``. Their results must not be used, and what they wrote

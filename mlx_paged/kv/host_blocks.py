@@ -186,15 +186,6 @@ class HostBlocks:
         k, v = self._forms[0].dequantize(k), self._forms[1].dequantize(v)
         return (rotate(k), rotate(v)) if self.geometry.rotates else (k, v)
 
-    def snapshot(self) -> Any:
-        """Return the state for :meth:`restore`."""
-        return self.num_quantized
-
-    def restore(self, snapshot: Any) -> None:
-        """Forget what was written and read since the snapshot: the positions are to be written again."""
-        self.num_quantized = snapshot
-        self.pending.clear()
-
     def ready(self) -> list[mx.array]:
         """Return :attr:`pending`; see :meth:`Blocks.ready`."""
         return self.pending

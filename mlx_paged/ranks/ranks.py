@@ -1,87 +1,38 @@
-"""Ranks: messages between the processes that compute one model together. Agreement: the decisions they compare."""
+"""Ranks: messages between the processes that compute one model together. ShardedModel: what its engine asks of them."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import importlib.metadata
+import os
 import sys
 import threading
 import zlib
 from array import array
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import mlx.core as mx
 
-from ..cache.composites import leaves
-from ..errors import ConfigError, KernelUnavailableError, RankError, RequestFailedError
+from ..engine.peers import Peers
+from ..errors import ConfigError, KernelUnavailableError, PagedCacheError, RankError, RequestFailedError
 from ..kernels.build import backend
 from ..kv.attention_params import QueryHeads
-from ..kv.block_table import BlockTable
 from ..kv.blocks import BlocksChoice, ChooseBlocks
 from ..kv.choice import blocks_choice
 from ..kv.geometry import Geometry
 from ..kv.pool import BlockPool
-from .peers import DATA, FAULT, GRACE_SECONDS, LEAVE, Peer, Watch, meet
+from .connection import DATA, FAULT, Connection, meet
 
 if TYPE_CHECKING:
     from ..engine.request import Request
     from ..engine.scheduler import ScheduledStep
     from ..engine.upstream import TokenResponse
 
-
-def undo_point(pool: BlockPool) -> Callable[[], None]:
-    """Return a function that undoes writes built after this call; none of it may have been computed on a device. The
-    caller restores tables and lengths, so that what is on the host already is written again."""
-    states = [(blocks, blocks.snapshot()) for group in pool.groups for blocks in group.blocks]
-
-    def undo() -> None:
-        with pool.lock:
-            for blocks, snapshot in states:
-                blocks.restore(snapshot)
-
-    return undo
-
-
-ENTRIES_REPORTED = 4  # latest entries in a report; several, as another rank may be a step ahead
-
-
-class StepRecord:
-    """A running checksum of integers.
-
-    Attributes:
-        count: entries so far.
-        checksum: of all of them.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.checksum = 0
-        self._last: deque[tuple[int, str, dict[str, list[int]]]] = deque(maxlen=ENTRIES_REPORTED)
-
-    def note(self, what: str, values: Mapping[str, Iterable[int]], remark: str = "") -> None:
-        """Add an entry: its kind, integers by name, and a remark, which is in reports but not compared."""
-        listed = {name: list(each) for name, each in values.items()}
-        self.count += 1
-        flat = [each for name in listed for each in (len(listed[name]), *listed[name])]
-        self.checksum = zlib.crc32(array("q", flat).tobytes(), zlib.crc32(what.encode(), self.checksum))
-        self._last.append((self.count, f"{what}{remark and f' ({remark})'}", listed))
-
-    def describe(self) -> str:
-        """Return the last entries."""
-        return " | ".join(
-            f"{count}. {what}: " + ", ".join(f"{name} {_short(each)}" for name, each in listed.items())
-            for count, what, listed in self._last
-        )
-
-
-def _short(values: list[int]) -> str:
-    most = 24
-    return str(values) if len(values) <= most else f"{values[:most]} and {len(values) - most} more"
-
+EXIT_STATUS = 70  # of a process that ends because of another rank
+GRACE_SECONDS = 2.0  # before the process ends, for answers to clients
 
 T = TypeVar("T")
 
@@ -94,19 +45,19 @@ class Ranks:
     :meth:`exchange` make them the same. Messages have their own connections and do not go through reductions, so that
     one from rank 0 arrives while the step before is still being computed.
 
-    Each message carries a checksum of all earlier decisions (:attr:`record`). If a rank's checksum differs from rank
-    0's, every process ends with a report of both, as it does when a rank dies, stops or hangs (:class:`Watch`).
+    Each message carries a checksum of all decisions so far (:meth:`note`). If a rank's differs, or its connection ends,
+    every process ends.
 
     Args:
         group: MLX's group, of more than one rank. All its ranks create this object at the same time.
-        timeout: seconds without a sign of life from a rank until the others end.
+        timeout: seconds to wait for the other ranks now, and for a machine that does not answer any more later.
 
     Raises:
         RankError: the ranks could not connect.
 
     Attributes:
         rank, size: this rank, and the number of ranks.
-        record: this rank's decisions.
+        checksum: of all decisions so far.
         now: rank 0's clock as last sent to the others, in seconds; for what must be due on all ranks at once.
     """
 
@@ -114,22 +65,19 @@ class Ranks:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self.record = StepRecord()
+        self.checksum = 0
         self.now = 0.0
-        self._compared = 0  # entries of the record that a message has covered
-        self._sequence = 0
-        self._peers: list[Peer] = meet(group, timeout)
-        self._watch = Watch(self.rank, self.size, self._peers, timeout)
-        self._watch.explain = self._explain
-        self._watch.start()
+        self._is_compared = True
+        self._on_fault: Callable[[str], None] | None = None
+        self._ending = threading.Lock()
+        self._is_ending = threading.Event()
+        self._is_closed = False
+        self._others = meet(group, timeout)
+        for other in self._others:
+            other.start(self._ended)
         atexit.register(self.close)
 
     # Agreeing -------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether a message has carried the checksum of all decisions so far."""
-        return self._compared == self.record.count
 
     def broadcast(self, value: T | None = None) -> T:
         """Return rank 0's value on every rank. Rank 0 does not wait for the others.
@@ -138,14 +86,13 @@ class Ranks:
             value: JSON-serialisable; ignored on the other ranks.
 
         Raises:
-            RankError: rank 0 has ended.
+            RankError: another rank has ended.
         """
-        head = self._head("broadcast")
-        if self.rank == 0:
-            for peer in self._peers:
-                peer.send(DATA, [*head, value])
-            return value  # type: ignore[return-value]
-        return self._received(head, self._peers[0])  # type: ignore[no-any-return]
+        self._begin("broadcast")
+        if self.rank > 0:
+            return self._received(self._others[0])  # type: ignore[no-any-return]
+        self._send(value)
+        return value  # type: ignore[return-value]
 
     def exchange(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank. Waits for all of them.
@@ -153,20 +100,42 @@ class Ranks:
         Raises:
             RankError: a rank has ended.
         """
-        head = self._head("exchange")
-        if self.size == 2:  # both send at once, which saves a round trip
-            self._peers[0].send(DATA, [*head, value])
-            theirs = self._received(head, self._peers[0])
-            return [value, theirs] if self.rank == 0 else [theirs, value]
-        if self.rank == 0:
-            values = [value]
-            for peer in self._peers:
-                values.append(self._received(head, peer))
-            for peer in self._peers:
-                peer.send(DATA, [*head, values])
-            return values
-        self._peers[0].send(DATA, [*head, value])
-        return self._received(head, self._peers[0])  # type: ignore[no-any-return]
+        self._begin("exchange")
+        if self.rank > 0:
+            self._send(value)
+            return self._received(self._others[0])  # type: ignore[no-any-return]
+        values = [value, *map(self._received, self._others)]
+        self._send(values)
+        return values
+
+    def note(self, what: str, *values: Iterable[int]) -> None:
+        """Add a decision to the checksum: its kind, and lists of integers."""
+        self._is_compared = False
+        self.checksum = zlib.crc32(what.encode(), self.checksum)
+        for each in values:
+            listed = array("q", each)
+            self.checksum = zlib.crc32(array("q", [len(listed)]).tobytes() + listed.tobytes(), self.checksum)
+
+    def compare(self) -> None:
+        """Compare all decisions so far with rank 0's, unless a message has done so already."""
+        if not self._is_compared:
+            self.broadcast()
+        for other in self._others:
+            other.check()
+
+    def _begin(self, what: str) -> None:
+        self.note(what)
+        self._is_compared = True
+
+    def _send(self, value: Any) -> None:
+        for other in self._others:
+            other.send(DATA, [self.checksum, value])
+
+    def _received(self, other: Connection) -> Any:
+        checksum, value = other.receive()
+        if checksum != self.checksum:
+            self.fail(RankError(f"the decisions of rank {other.rank} and rank {self.rank} differ"))
+        return value
 
     @functools.cached_property
     def are_of_one_kind(self) -> bool:
@@ -182,71 +151,44 @@ class Ranks:
         mine = tokens if self.rank == 0 else tokens * 0
         return mx.distributed.all_sum(mine, group=self.group)
 
-    def with_shared_failures(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of the model whose calls fail on all ranks if they fail on one.
-
-        Over a GPU's blocks MLX is lazy: when a call returns, nothing has been computed yet, so no rank waits in a
-        reduction for the one that failed, and the writes to blocks built so far can be undone. Errors raised during
-        computation, on a CPU those in the middle of a call, cannot be shared; see :class:`Watch`.
-        """
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result, error = None, None
-            undo = _undo_of(kwargs.get("cache"))
-            try:
-                result = model(*args, **kwargs)
-            except Exception as raised:
-                error = raised
-            failures = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
-            failed = next((rank for rank, failure in enumerate(failures) if failure is not None), None)
-            if failed is None:
-                return result
-            result = None
-            undo()
-            try:
-                raise RankError(f"rank {failed}: {failures[failed]}") if error is None else error
-            finally:
-                error = None  # its traceback holds this frame, and so the call's arguments
-
-        return call
-
-    # Steps and faults -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Mark a section in which the ranks compute together; staying in it alone is a fault. Sections nest."""
-        if self._watch.is_busy:
-            yield
-            return
-        self._watch.step += 1
-        self._watch.begin()
-        try:
-            yield
-        except Exception as error:
-            self.await_fault(error)
-            raise
-        finally:
-            self._watch.end()
-
-    def await_fault(self, *errors: BaseException) -> None:
-        """Give the watch time to notice a rank whose end may have caused an error; if so, it ends this process.
-
-        MLX's network and the watch use separate connections: a step may fail before the watch knows which rank is gone,
-        and clients should be told. Returns if no rank is gone.
-        """
-        causes = (error.__cause__ if isinstance(error, RequestFailedError) else error for error in errors)
-        if any(isinstance(cause, RuntimeError) for cause in causes):  # MLX's, or a RankError
-            self._watch.await_fault()
+    # Ending ---------------------------------------------------------------------------------------------------------
 
     def on_fault(self, callback: Callable[[str], None]) -> None:
-        """Register a callback for the end of this process because of another: it gets its own thread, and 2 s."""
-        self._watch.fault_callbacks.append(callback)
+        """Register a callback for the end of this process because of a rank: it gets its own thread, and 2 s."""
+        self._on_fault = callback
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks because of an error in this one."""
-        self.await_fault(error)
-        self._watch.end_process(f"rank {self.rank} has failed: {type(error).__name__}: {error}")
-        raise AssertionError  # not reached
+        # The end of another rank may be the cause: its connection tells so at once, and by name.
+        if isinstance(error, RuntimeError):
+            self._is_ending.wait(GRACE_SECONDS / 2)
+        text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+        left = [f"; rank {other.rank} has ended" for other in self._others if other.has_left]
+        self._ended(f"rank {self.rank} has failed: {text}{''.join(left)}")
+        raise error  # not reached, unless the connections are closed
+
+    def _ended(self, why: str) -> None:
+        """End this process, and tell clients and the other ranks why. Any thread may call it; it does not return."""
+        if self._is_closed:
+            return
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # another thread already ends the process
+        self._is_ending.set()
+        last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
+        last.start()
+        last.join(GRACE_SECONDS)
+        with suppress(Exception):
+            sys.stderr.flush()
+        os._exit(EXIT_STATUS)
+
+    def _last_words(self, why: str) -> None:
+        with suppress(Exception):
+            print(f"mlx_paged: rank {self.rank} of {self.size} ends: {why}", file=sys.stderr, flush=True)
+        for other in self._others:
+            with suppress(RankError):
+                other.send(FAULT, why)
+        if self._on_fault is not None:
+            self._on_fault(why)
 
     def close(self) -> None:
         """Tell the other ranks that this one ends, and close the connections. May be called again."""
@@ -254,140 +196,77 @@ class Ranks:
         raised = getattr(sys, "last_value", None)
         if raised is not None and not hasattr(sys, "ps1") and not isinstance(raised, KeyboardInterrupt):
             self.fail(raised)  # the interpreter exits with this error, and the other ranks must not wait
-        self._watch.close()
-        for peer in self._peers:
-            with suppress(RankError):
-                peer.send(LEAVE, None)
-        for peer in self._peers:
-            peer.close()
-
-    @property
-    def num_sent(self) -> tuple[int, int]:
-        """Messages sent so far, and their bytes."""
-        return sum(peer.num_sent for peer in self._peers), sum(peer.bytes_sent for peer in self._peers)
-
-    # Parts ----------------------------------------------------------------------------------------------------------
-
-    def _head(self, what: str) -> list[Any]:
-        self._sequence += 1
-        self._compared = self.record.count
-        return [self._sequence, what, self.record.checksum]
-
-    def _wait_for(self, peer: Peer) -> Any:
-        busy = self._watch.is_busy
-        self._watch.end()
-        try:
-            return peer.receive()
-        finally:
-            if busy:
-                self._watch.begin()
-
-    def _received(self, head: list[Any], peer: Peer) -> Any:
-        *theirs, value = self._wait_for(peer)
-        # Rank 0 does not compare checksums: the other ranks do, and report theirs.
-        alike = 2 if self.rank == 0 else 3
-        if theirs[:alike] != head[:alike]:
-            self._diverged_from(peer, theirs, head)
-        return value
-
-    def _diverged_from(self, peer: Peer, theirs: list[Any], head: list[Any]) -> NoReturn:
-        """End all ranks: this one's decisions differ from those of ``peer``."""
-        mine = [self._sequence, self.record.count, self.record.describe()]
-        if self.rank == 0:
-            called = f"rank {peer.rank} called {theirs[1]} at message {theirs[0]} where rank 0 called {head[1]}"
-            self._watch.end_process(f"{called} {_in_words(mine)}")
-        report = {"diverged": self.rank, "decided": mine}
-        with suppress(RankError):
-            peer.send(FAULT, report)
-            threading.Event().wait(2 * GRACE_SECONDS)  # rank 0 answers with its own, which ends this process
-        self._watch.end_process(self._explain(report))
-        raise AssertionError
-
-    def _explain(self, report: Any) -> str:
-        if not isinstance(report, dict):
-            return str(report)
-        theirs = _in_words(report["decided"])
-        text = f"the ranks' decisions differ. Rank {report['diverged']} {theirs}."
-        if self.rank == 0:
-            text += f" Rank 0 {_in_words([self._sequence, self.record.count, self.record.describe()])}."
-        return text
+        self._is_closed = True
+        for other in self._others:
+            other.close()
 
 
-def _undo_of(caches: Sequence[Any] | None) -> Callable[[], None]:
-    pool = next((cache.pool for cache in leaves(caches or []) if hasattr(cache, "pool")), None)
-    return (lambda: None) if pool is None else undo_point(pool)
-
-
-def _in_words(decided: list[Any]) -> str:
-    sequence, count, last = decided
-    return f"at message {sequence}, after {count} decision(s): {last}"
-
-
-class Agreement:
-    """Adds each decision of an engine to the ranks' record, which is compared before every step.
+class ShardedModel(Peers):
+    """The ranks of a model, for its engine.
 
     Args:
-        ranks: the ranks that the engine's model is sharded over.
-        pool: its requests' pool; None: no layer is paged.
+        ranks: the processes that compute the model.
+        has_same_logits: all of them have the same bits of logits if they are of one kind.
     """
 
-    def __init__(self, ranks: Ranks, pool: BlockPool | None) -> None:
-        self.ranks = ranks
-        self._pool = pool
+    is_alone = False
 
-    def step(self) -> AbstractContextManager[None]:
-        """See :meth:`Ranks.step`."""
-        return self.ranks.step()
+    def __init__(self, ranks: Ranks, has_same_logits: bool) -> None:
+        self.ranks = ranks
+        self._chooses_alike = has_same_logits and ranks.are_of_one_kind
+
+    def guarded(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """See :meth:`.Peers.guarded`: the other ranks would wait in the model's reductions."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return model(*args, **kwargs)
+            except Exception as error:
+                self.ranks.fail(error)
+
+        return call
+
+    def agreed(self, tokens: mx.array, *, only_compares: bool) -> mx.array:
+        """See :meth:`.Peers.agreed`."""
+        return tokens if only_compares and self._chooses_alike else self.ranks.agreed(tokens)
+
+    def broadcast(self, value: T) -> T:
+        """See :meth:`Ranks.broadcast`."""
+        return self.ranks.broadcast(value)
 
     def begin_step(self) -> None:
-        """Compare all decisions so far, unless a message has done so already."""
-        if not self.ranks.is_compared:
-            self.ranks.broadcast()
+        """Compare all decisions so far. Raises RankError: another rank has ended."""
+        self.ranks.compare()
 
     def note_insertion(self, request: Request) -> None:
-        """Record that a request was inserted."""
-        self.ranks.record.note(
-            "insert", {"request": [request.uid, request.kept, request.max_tokens], "tokens": request.source}
-        )
+        """Note that a request was inserted."""
+        self.ranks.note("insert", [request.uid, request.kept, request.max_tokens], request.source)
 
     def note_removal(self, uids: Sequence[int], finished: bool) -> None:
-        """Record that requests were removed, or finished."""
-        self.ranks.record.note("finish" if finished else "remove", {"requests": uids})
+        """Note that requests were removed, or finished."""
+        self.ranks.note("finish" if finished else "remove", uids)
 
     def note_step(
-        self, plan: ScheduledStep, generated: Sequence[TokenResponse], failures: Collection[RequestFailedError]
+        self,
+        plan: ScheduledStep,
+        generated: Sequence[TokenResponse],
+        failures: Collection[RequestFailedError],
+        pool: BlockPool | None,
     ) -> None:
-        """Record a step that is done, with the blocks and lengths of the tables it wrote."""
-        self.ranks.await_fault(*failures)
-        chunks = [(chunk.request.uid, chunk.num_tokens) for chunk in plan.chunks]
-        self.ranks.record.note(
+        """Note what a step has done. An error of MLX in it ends all ranks."""
+        for failure in failures:
+            cause = failure.__cause__
+            if isinstance(cause, RuntimeError) and not isinstance(cause, PagedCacheError):
+                self.ranks.fail(cause)
+        allocators = [] if pool is None else [group.allocator for group in pool.groups]
+        self.ranks.note(
             "step",
-            {
-                "decode": [request.uid for request in plan.decode],
-                "chunks": [each for chunk in chunks for each in chunk],
-                "tokens": [each for response in generated for each in (response.uid, response.token)],
-                "failed": [failure.uid for failure in failures],
-                "blocks": self._blocks(plan),
-            },
-            "; ".join(map(str, failures)),
+            [request.uid for request in plan.decode],
+            [each for chunk in plan.chunks for each in (chunk.request.uid, chunk.num_tokens)],
+            [each for response in generated for each in (response.uid, response.token)],
+            [failure.uid for failure in failures],
+            [allocator.num_live for allocator in allocators],
         )
-
-    def _blocks(self, plan: ScheduledStep) -> list[int]:
-        if self._pool is None:
-            return []
-        noted = [group.allocator.num_live for group in self._pool.groups]
-        for request in plan.decode:
-            for table in request.tables or ():
-                noted += [table.length, *table.block_ids[-1:]]
-        for chunk in plan.chunks:
-            for table in chunk.request.tables or ():
-                noted += [table.length, *_blocks_of_last(table, chunk.num_tokens)]
-        return noted
-
-
-def _blocks_of_last(table: BlockTable, num_tokens: int) -> Sequence[int]:
-    """Return the ids of a table's blocks from the first of its last ``num_tokens`` tokens on."""
-    return table.block_ids[max(0, table.length - num_tokens) // table.block_size :]
 
 
 def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
@@ -400,11 +279,11 @@ def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
     Raises:
         ConfigError: the options differ.
     """
-    configured = ranks.exchange(f"{options} on {backend() or 'the CPU'}")
-    for rank, theirs in enumerate(configured):
-        if theirs != configured[0]:
+    found = ranks.exchange(f"{options} on {backend() or 'the CPU'}")
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
             raise ConfigError(
-                f"ranks must have the same configuration: rank 0 has {configured[0]}, rank {rank} has {theirs}"
+                f"ranks must have the same configuration: rank 0 has {found[0]}, rank {rank} has {theirs}"
             )
     return min(ranks.exchange(num_bytes))
 
@@ -415,25 +294,21 @@ def agreed_blocks(ranks: Ranks, choose: ChooseBlocks) -> ChooseBlocks:
     Args:
         choose: this rank's own choice.
     """
-    without_kernel = blocks_choice(False)
 
     def choose_alike(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> BlocksChoice:
         mine: BlocksChoice | None = None
-        error: KernelUnavailableError | None = None
+        failure = ""
         try:
             mine = choose(geometry, block_size, heads)
-        except KernelUnavailableError as raised:
-            error = raised
-        has_kernel = mine is not None and mine.has_kernel
-        found = ranks.exchange([has_kernel, str(error or ""), "" if mine is None else mine.reason])
-        if error is not None:
-            raise error
-        for rank, (theirs_has_kernel, why_error, reason) in enumerate(found):
-            if why_error:
-                raise KernelUnavailableError(f"rank {rank}: {why_error}")
-            if has_kernel and not theirs_has_kernel:
-                return without_kernel(geometry, block_size, heads)._replace(reason=f"rank {rank}: {reason}")
+        except KernelUnavailableError as error:
+            failure = str(error)
+        for rank, theirs in enumerate(ranks.exchange(failure)):
+            if theirs:
+                raise KernelUnavailableError(f"rank {rank}: {theirs}")
         assert mine is not None
+        for rank, why_not in enumerate(ranks.exchange(None if mine.has_kernel else mine.reason)):
+            if mine.has_kernel and why_not is not None:
+                return blocks_choice(False)(geometry, block_size, heads)._replace(reason=f"rank {rank}: {why_not}")
         return mine
 
     return choose_alike

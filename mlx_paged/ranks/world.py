@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
-import struct
 import threading
-from collections.abc import Iterator, Mapping
-from itertools import takewhile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers import distributed
 
+from ..engine.peers import ALONE, Peers
 from ..errors import ConfigError
-from .ranks import Ranks
+from .ranks import Ranks, ShardedModel
 
 RANK_TIMEOUT = 30.0
 VARIABLE = "MLX_PAGED_RANK_TIMEOUT"
@@ -84,6 +82,12 @@ def has_same_logits(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(getattr(module, "is_gathered", False) for module in model.modules())
 
 
+def peers_of(model: Any) -> Peers:
+    """Return the ranks that a model is sharded over, for its engine. A collective call if there are any."""
+    ranks = ranks_of(model)
+    return ALONE if ranks is None else ShardedModel(ranks, has_same_logits(model))
+
+
 def check_heads(model: nn.Module, ranks: Ranks) -> None:
     """Raise ConfigError if the key and value heads are not divisible by the ranks; mlx-lm would shard them anyway."""
     for module in model.modules():
@@ -106,10 +110,10 @@ def _first_of(module: nn.Module, *names: str) -> int | None:
     return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
 
 
-PACKAGE = Path(__file__).parents[2]
-SAMPLE_BYTES = 4096  # read at the start, in the middle and at the end of each tensor
 # Suffixes of the files that mlx-lm reads from a model's folder.
 SUFFIXES = (".json", ".jinja", ".jsonl", ".model", ".py", ".safetensors", ".tiktoken", ".txt")
+SAMPLE_BYTES = 1 << 16  # read at the start, in the middle and at the end of a file
+MOST_SHOWN = 60  # characters of a value that differs
 
 
 def check_same(ranks: Ranks, what: str, mine: Mapping[str, Any], *, are_optional: bool = False) -> None:
@@ -124,67 +128,32 @@ def check_same(ranks: Ranks, what: str, mine: Mapping[str, Any], *, are_optional
     Raises:
         ConfigError: values differ; raised on all ranks alike, naming what differs.
     """
-    found = ranks.exchange(dict(mine))
-    for rank, theirs in enumerate(found[1:], 1):
-        first = found[0]
+    first, *others = ranks.exchange(dict(mine))
+    for rank, theirs in enumerate(others, 1):
         names = set(first) & set(theirs) if are_optional else set(first) | set(theirs)
-        differing = sorted(name for name in names if first.get(name) != theirs.get(name))
-        if differing:
-            listed = "; ".join(f"{name}: {_excerpts(first, theirs, name)}" for name in differing[:4])
-            more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
-            raise ConfigError(f"{what} of rank 0 and rank {rank} differ: {listed}{more}")
-
-
-def _excerpts(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str:
-    """Return both values of a name, or 60 characters of each around their first difference."""
-    one, other = (str(values[name]) if name in values else "missing" for values in (first, second))
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    start = max(0, sum(1 for _ in alike) - 30)
-    return f"{one[start : start + 60]} and {other[start : start + 60]}"
+        for name in sorted(names):
+            if first.get(name) != theirs.get(name):
+                shown = " and ".join(str(values.get(name, "missing"))[-MOST_SHOWN:] for values in (first, theirs))
+                raise ConfigError(f"{what} of rank 0 and rank {rank} differ: {name}: {shown}")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of MLX, mlx-lm and this package, and a digest of this package's source."""
-    source = hashlib.sha256()
-    roots = PACKAGE, PACKAGE / "patches"  # a link in a checkout, which rglob does not follow
-    files = {each for root in roots for each in root.rglob("*") if each.suffix in (".py", ".metal", ".cuh")}
-    for path in sorted(files):
-        source.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
-    known = {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "mlx-paged")}
-    return {**known, "source of mlx-paged": source.hexdigest()[:16]}
+    """Return the versions of MLX, mlx-lm and this package."""
+    return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "mlx-paged")}
 
 
 def model_files(folder: Path) -> dict[str, str]:
-    """Return a digest of each file of a model's folder that mlx-lm reads.
-
-    Weights are sampled: their size, their header and :data:`SAMPLE_BYTES` at three places of each tensor. Other files
-    are read whole.
-    """
+    """Return a digest of each file of a model's folder that mlx-lm reads: of its size, and of samples of its bytes."""
     files = sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES and each.is_file())
     return {path.name: _digest(path) for path in files}
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        if path.suffix != ".safetensors":
-            digest.update(file.read())
-            return digest.hexdigest()[:16]
         size = os.fstat(file.fileno()).st_size
-        header = file.read(struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0] if size > 8 else 0)
-        digest.update(str(size).encode() + header)
-        for start, count in _samples(header):
-            file.seek(8 + len(header) + start)
-            digest.update(file.read(count))
+        digest = hashlib.sha256(str(size).encode())
+        last = max(0, size - SAMPLE_BYTES)
+        for start in (0, last // 2, last):
+            file.seek(start)
+            digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
-
-
-def _samples(header: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the offset behind the header, and the number of bytes, of each sample."""
-    tensors = json.loads(header or b"{}")
-    for name in sorted(tensors):
-        if name != "__metadata__":
-            begin, end = tensors[name]["data_offsets"]
-            last = max(begin, end - SAMPLE_BYTES)
-            for start in sorted({begin, (begin + last) // 2, last}):
-                yield start, min(SAMPLE_BYTES, end - start)

@@ -101,7 +101,7 @@ class App:
                         found = await service.engine.texts_for(asked.model)
                         size = max(size, sum(map(size_of, request.inputs)))
                         await run(lambda: service.prompts.complete(request, found), size=size)
-                    await service.prompts.compile(request, found, lambda: not client.stream.is_wanted)
+                    await service.prompts.compile(request, found)
                     streams = bool(getattr(asked.body, "stream", False))
                     answers = Answers(request, found, asked.form, streams=streams)
                     work = service.engine.submit(Work(client.stream, request, found.key))

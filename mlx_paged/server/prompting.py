@@ -45,19 +45,15 @@ class PromptMaker:
         finally:
             self.num_waiting -= 1
 
-    async def compile(self, request: ServerRequest, texts: ModelTexts, is_gone: Callable[[], bool]) -> None:
+    async def compile(self, request: ServerRequest, texts: ModelTexts) -> None:
         """Compile the request's constraint, if it has one.
-
-        Args:
-            is_gone: returns whether the client has disconnected; called while the grammar is tried.
 
         Raises:
             RequestRefused: 400, the grammar is invalid.
         """
         if (constraint := request.constraint) is None:
             return
-        work = lambda: texts.compile(constraint, is_cancelled=is_gone)  # noqa: E731
-        request.grammar = await asyncio.get_running_loop().run_in_executor(self._compiling, work)
+        request.grammar = await asyncio.get_running_loop().run_in_executor(self._compiling, texts.compile, constraint)
         if request.grammar is None:
             request.constraint = None  # so that other ranks do not compile it either
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...device import device_errors
+from ...drafts.look_up import look_up_of
 from ...drafts.prediction_head import PredictionHead
 from ...engine.decode_batch import DecodeBatch, RowByRowBatch
 from ...engine.engine import Engine
@@ -21,7 +22,7 @@ from ...errors import ConfigError
 from ...grammar.grammar import GrammarProcessor
 from ...kv.lock import HeldLocks
 from ...prefix.store import SharedPrefixes
-from ...ranks.world import ranks_of
+from ...ranks.world import peers_of
 from ...warn import warn_once
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
@@ -98,6 +99,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     state_interval=self._factory.config.state_interval,
                     prefill_latency=self._factory.config.prefill_latency,
                     proposer=proposer,
+                    look_up=look_up_of,
                 )
         elif draft_model is not None:
             raise ConfigError("draft_model requires a paged cache; this model has mlx-lm's own")
@@ -304,8 +306,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Return responses for prompts and for generated tokens; both are empty when nothing is left to do."""
         if self._engine is None:
             return tuple(super().next())  # type: ignore[return-value]
-        agreement = self._engine.agreement
-        with agreement.step() if agreement is not None else nullcontext(), self._computing(), HeldLocks():
+        with self._computing(), HeldLocks():
             return self._engine.next()
 
     def next_generated(self) -> list[Any]:
@@ -349,9 +350,9 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
         stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
         why = why_one_by_one(model, with_leaves(fresh, stock))
     if why is None:
-        return DecodeBatch(model, UPSTREAM, ranks_of(model))
+        return DecodeBatch(model, UPSTREAM, peers_of(model))
     warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")
-    return RowByRowBatch(model, UPSTREAM, ranks_of(model))
+    return RowByRowBatch(model, UPSTREAM, peers_of(model))
 
 
 @replaces("mlx_lm.generate:BatchGenerator", "fb1a2ed5f7ece4b2")

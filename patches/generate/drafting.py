@@ -10,14 +10,14 @@ from typing import Any
 from ...drafts.depth import new_depth
 from ...drafts.draft_model import DraftModel, is_paged
 from ...drafts.prediction_head import HiddenStates, PredictionHead
-from ...drafts.steps import NO_DRAFTS_REASON
+from ...engine.draft_steps import NO_DRAFTS_REASON
 from ...engine.prefill import can_pack
 from ...engine.request import sequence_of
 from ...errors import ConfigError
 from ...kv.pool import BlockPool
 from ...prefix.radix import RadixTree
 from ...prefix.store import SharedPrefixes
-from ...ranks.world import ranks_of
+from ...ranks.world import group_of
 from ..cache.layout import reads_blocks_only
 from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import CacheFactory, factory_of
@@ -106,7 +106,7 @@ def check_same_tokens(tokenizer: Any, draft_tokenizer: Any) -> None:
 
 def why_not_drafted(model: Any, draft_model: Any) -> str | None:
     """Return why batches of a model cannot use this draft model or prediction head, or None if they can."""
-    if ranks_of(model) is not None:
+    if group_of(model) is not None:
         return "draft models and prediction heads are not supported over several ranks"
     if draft_model is model:
         return "a model cannot be its own draft model"

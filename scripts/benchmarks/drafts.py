@@ -39,7 +39,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
 import mlx_paged
 from mlx_paged.drafts.depth import Acceptance, Candidate, Depth, new_depth
-from mlx_paged.drafts.proposal import NextTokens, Proposal, most_drafts, num_known
+from mlx_paged.engine.proposer import NextTokens, Proposal, most_drafts, num_known
 from mlx_paged.engine.request import Request, RequestOptions
 
 from .models import (
@@ -116,7 +116,7 @@ class EveryStep(Depth):
 
 
 class Made:
-    """Proposes the rows' own next tokens, some of them wrong. A :class:`mlx_paged.drafts.proposal.Proposer`.
+    """Proposes the rows' own next tokens, some of them wrong. A :class:`mlx_paged.engine.proposer.Proposer`.
 
     Args:
         answers: answers by prompt, longer than those to generate.

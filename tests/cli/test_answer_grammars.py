@@ -86,5 +86,5 @@ def test_invalid_schema_is_refused_with_its_fault(folder: Path, tmp_path: Path) 
     file.write_text('{"properties": {"x": {"type": "objekt"}}}')
     done = commands.run("mlx_paged", "generate", "--model", str(folder), "--prompt", "x", "--json-schema", str(file))
     assert done.returncode != 0
-    assert "#/properties/x: Invalid type" in done.stderr and "--json-schema" in done.stderr
+    assert "Invalid type" in done.stderr and "--json-schema" in done.stderr
     assert "Traceback" not in done.stderr

@@ -7,12 +7,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.engine import decode_batch
 from mlx_paged.engine.decode_batch import DecodeBatch, _elements
 from mlx_paged.engine.request import Request
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.ranks.ranks import Ranks
+from mlx_paged.ranks.ranks import Ranks, ShardedModel
 from tests.support.models.toy_engine import (
     BLOCK_SIZE,
     UPSTREAM,
@@ -295,9 +294,6 @@ class TwoRanks(Ranks):
     def exchange(self, value: Any) -> list[Any]:
         return [value, value if self._are_alike else "another machine"]
 
-    def with_shared_failures(self, model: Any) -> Any:
-        return model
-
     def agreed(self, tokens: mx.array) -> mx.array:
         self.num_agreed += 1
         return tokens
@@ -318,13 +314,12 @@ def drawing(logprobs: mx.array) -> mx.array:
     ],
 )
 def test_ranks_agree_on_tokens_unless_all_compute_the_same_bits(
-    same_logits: bool, one_kind: bool, sampler: Any, needed: bool, monkeypatch: pytest.MonkeyPatch
+    same_logits: bool, one_kind: bool, sampler: Any, needed: bool
 ) -> None:
     known = {greedy: {}, drawing: {"temperature": 0.7}}
-    monkeypatch.setattr(decode_batch, "has_same_logits", lambda model: same_logits)
     ranks = TwoRanks(are_alike=one_kind)
     batch = Batch(make_pool())
-    batch.batch = DecodeBatch(batch.model, UPSTREAM._replace(known_sampler=known.get), ranks)
+    batch.batch = DecodeBatch(batch.model, UPSTREAM._replace(known_sampler=known.get), ShardedModel(ranks, same_logits))
     batch.join(batch.row(1, prompt_of(5)), batch.row(2, prompt_of(9), sampler=sampler))
     batch.step(3)
     assert ranks.num_agreed == (3 if needed else 0)

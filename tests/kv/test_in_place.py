@@ -261,6 +261,6 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     names = {name for name in vars(DeviceBlocks) if not name.startswith("_")}
     assert names == {
         "after_writes", "copy", "decode", "drop", "fence", "fetch", "forget_failed_work", "gather", "in_place", "items",
-        "num_blocks", "prefill", "prepare_decode", "read_packed", "ready", "resize", "restore", "rewind", "run",
-        "snapshot", "traced", "write",
+        "num_blocks", "prefill", "prepare_decode", "read_packed", "ready", "resize", "rewind", "run",
+        "traced", "write",
     }  # fmt: skip

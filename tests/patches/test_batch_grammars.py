@@ -23,7 +23,6 @@ from mlx_paged.config import PagedConfig
 from mlx_paged.engine.decode_batch import RowByRowBatch
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
-from mlx_paged.grammar import check
 from mlx_paged.grammar import grammar as grammar_module
 from mlx_paged.grammar.compiler import GrammarCompiler, GrammarSource
 from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part
@@ -632,19 +631,11 @@ def test_unsupported_constraints_are_refused() -> None:
 ENDLESS = {"type": "object", "properties": {"x": {"type": "integer", "multipleOf": 16777216}}}
 
 
-def test_tool_whose_schema_compiles_too_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "TRIAL_SECONDS", 0.5)
+def test_tool_whose_schema_is_refused_is_named() -> None:
     slow = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
-    with pytest.raises(RequestRefused, match=r"tools\[1\]\.function\.parameters: it takes more than") as caught:
+    with pytest.raises(RequestRefused, match=r"tools\[1\]\.function\.parameters: multipleOf takes") as caught:
         compiled({"tools": [WEATHER, slow], "tool_choice": "required"})
     assert caught.value.param == "tools" and caught.value.status == 400
-
-
-def test_compiling_for_a_closed_connection_raises_connection_aborted() -> None:
-    constraint = constraint_of({"structured_outputs": {"json": ENDLESS}}, chat=True)
-    assert constraint is not None
-    with pytest.raises(ConnectionAbortedError):
-        TokenizerGrammars(byte_tokenizer()).compile(constraint, is_cancelled=lambda: True)
 
 
 def test_strict_is_ignored_for_a_model_without_tool_calls() -> None:

@@ -133,8 +133,8 @@ def schema_body(schema: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[Any, str, str]] = [
-    (schema_body({"properties": {"a": {"items": {"pattern": "("}}}}), "response_format", "#/properties/a/items: regex"),
-    (schema_body({"type": "objekt"}), "response_format", "#: Invalid type"),
+    (schema_body({"properties": {"a": {"items": {"pattern": "("}}}}), "response_format", "regex"),
+    (schema_body({"type": "objekt"}), "response_format", "Invalid type"),
     (
         schema_body({"properties": {f"k{i}": {"type": "string"} for i in range(40_000)}}),
         "response_format",
@@ -206,20 +206,6 @@ def test_hostile_grammar_does_not_affect_other_requests(
     assert server.get("/health").status == 200
 
 
-@pytest.mark.slow  # 3 s of CPU; tests/engine/test_grammars.py covers the compiler in every run
-def test_others_are_answered_while_a_grammar_is_tried(server: ServerProcess, client: openai.OpenAI) -> None:
-    """The trial has 3 s of CPU time before it is refused; these answers, one of a new grammar, take much less."""
-    with ThreadPoolExecutor(1) as pool:
-        hostile = pool.submit(
-            server.post, CHAT, QUESTION | {"structured_outputs": {"json": ENDLESS | {"title": "new"}}}
-        )
-        ask(client, "Who?", max_tokens=2)
-        answer = ask(client, "Which?", extra_body={"structured_outputs": {"choice": ["some", "new"]}})
-        assert answer.choices[0].message.content in ("some", "new") and not hostile.done()
-    refused = hostile.result()
-    assert refused.status == 400 and "takes more than 3 s to compile" in refused.json["error"]["message"], refused.body
-
-
 def test_ambiguous_grammar_fails_only_its_request(server: ServerProcess, client: openai.OpenAI) -> None:
     grammar = {"structured_outputs": {"grammar": 'start: a\na: a a a | a a | "x" | "y" | a "z"'}}
     no_end = {"max_tokens": 2000, "logit_bias": {"0": -100, "2": -100}}
@@ -230,9 +216,12 @@ def test_ambiguous_grammar_fails_only_its_request(server: ServerProcess, client:
     assert answer.status == 400 and "too much work: " in answer.json["error"]["message"], answer.body
 
 
-def test_disconnects_during_grammar_trials_do_not_block_others(server: ServerProcess, client: openai.OpenAI) -> None:
+def test_disconnects_while_grammars_are_compiled_do_not_block_others(
+    server: ServerProcess, client: openai.OpenAI
+) -> None:
     for number in range(6):
-        body = QUESTION | {"structured_outputs": {"json": ENDLESS | {"title": str(number)}}}
+        slow = {"type": "integer", "multipleOf": 9973, "title": str(number)}
+        body = QUESTION | {"structured_outputs": {"json": slow}}
         server.send_and_leave_open(CHAT, body).close()
     answer = ask(client, "Which?", extra_body={"structured_outputs": {"choice": ["one", "two"]}})
     assert answer.choices[0].message.content in ("one", "two")

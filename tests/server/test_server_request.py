@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import select
-import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from queue import SimpleQueue
@@ -20,7 +19,6 @@ from mlx_paged.patches import server as adapter
 from mlx_paged.patches.server import LoadedModels
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.engine_loop import EngineLoop, Work
-from mlx_paged.server.ranked_loop import UncompiledWork
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests import chat
 from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
@@ -110,22 +108,6 @@ def test_cache_control_marks_set_how_much_of_a_prompt_is_kept(body: dict[str, An
 def test_description_does_not_grow_with_the_number_of_answers() -> None:
     one, many = (len(json.dumps(request(n=n).described())) for n in (1, 128))
     assert many < one + 100
-
-
-def test_other_ranks_compile_grammars_without_blocking_steps() -> None:
-    """A slow grammar blocks neither steps nor requests without a grammar."""
-    may_end = threading.Event()
-    ranks: Any = SimpleNamespace(rank=1, exchange=lambda mine: [mine, mine])
-    texts = SimpleNamespace(compile=lambda constraint, is_checked: may_end.wait(60))
-    slow, free = (Work(None, each, is_shared=True) for each in (request(), ServerRequest([[1]])))
-    waiting = UncompiledWork(ranks)
-    assert waiting.add([slow, free], texts) == [free] and waiting.ready() == []
-    may_end.set()
-    ready: list[Any] = []
-    while not ready:
-        ready = waiting.ready()
-    assert ready == [(slow, None)] and not waiting and slow.request is not None and slow.request.grammar is True
-    assert waiting.close() == []
 
 
 # Prompts' own scores ----------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine.constraint import ALL, constrain
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError
 from mlx_paged.grammar.compiler import GrammarCompiler, GrammarSource
-from mlx_paged.grammar.grammar import ALL, CompiledGrammar, constrain
+from mlx_paged.grammar.grammar import CompiledGrammar
 from tests.support.cases import slow
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.drafting import DRAFTS, in_every_step, model_of, noisy, prompts_of

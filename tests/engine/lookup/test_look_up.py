@@ -10,8 +10,7 @@ import pytest
 import mlx_paged
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.drafts import look_up
-from mlx_paged.drafts.steps import DraftSteps
-from mlx_paged.engine import engine
+from mlx_paged.engine.draft_steps import DraftSteps
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.radix import RadixTree
@@ -333,7 +332,7 @@ def test_interleaved_batches_do_not_time_each_others_steps(
     begun: list[bool] = []
     depth = EveryStep()
     original = depth.begin
-    monkeypatch.setattr(engine, "depth_of", lambda pool, ranks: depth)
+    monkeypatch.setattr(look_up, "depth_of", lambda pool, ranks: depth)
     monkeypatch.setattr(
         depth, "begin", lambda num_rows, *, is_like_last: begun.append(is_like_last) or original(1, is_like_last=False)
     )

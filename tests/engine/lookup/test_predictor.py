@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_paged.drafts import look_up
 from mlx_paged.drafts.look_up import LEAST_CHANCE, MOST_COMPARED, SIZES, NgramIndex, Predictor
-from mlx_paged.drafts.proposal import NextTokens
+from mlx_paged.engine.proposer import NextTokens
 from mlx_paged.engine.request import RequestOptions
 from tests.support.models.drafting import EveryStep
 from tests.support.requests import request_of

@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 import mlx_paged
+from mlx_paged.drafts import look_up
 from mlx_paged.drafts.depth import Depth
-from mlx_paged.engine import engine
 from mlx_paged.patches.generate import drafting
 from scripts.support import model_configs
 from tests.support.models import builders
@@ -36,7 +36,7 @@ def in_every_step() -> Iterator[None]:
     """Let generators that are made in this context draft in every step."""
     with (
         mock.patch.object(drafting, "new_depth", EveryStep),
-        mock.patch.object(engine, "depth_of", lambda pool, ranks: EveryStep()),
+        mock.patch.object(look_up, "depth_of", lambda pool, ranks: EveryStep()),
     ):
         yield
 

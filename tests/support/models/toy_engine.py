@@ -9,6 +9,7 @@ import numpy as np
 
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.drafts.look_up import look_up_of
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Request, RequestOptions
@@ -164,6 +165,7 @@ class ToyEngine:
             counters,
             prefixes=prefixes,
             factory=lambda: caches_of(pool),
+            look_up=look_up_of,
             **sizes,
         )
         self.responses: dict[int, list[ToyResponse]] = {}

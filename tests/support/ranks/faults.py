@@ -1,7 +1,6 @@
 """Faults of one rank while all compute."""
 
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,11 @@ def _diverge(world: World, gen: Any) -> None:
     gen.remove([min(gen._engine.requests)])
 
 
-def _hang(world: World, gen: Any) -> None:
-    kind = type(world.model)
+def _fail_call(world: World, gen: Any) -> None:
+    def failing(self: Any, *args: Any, **options: Any) -> mx.array:
+        raise ValueError("injected: the model")
 
-    def hanging(self: Any, *args: Any, **options: Any) -> mx.array:
-        time.sleep(600)
-        raise AssertionError
-
-    kind.__call__ = hanging
+    type(world.model).__call__ = failing
 
 
 def _raise(world: World, gen: Any) -> None:
@@ -65,7 +61,7 @@ def _raise_late(world: World, gen: Any) -> None:
 
 FAULTS = {
     "diverge": _diverge,
-    "hang": _hang,
+    "fail_call": _fail_call,
     "raise": _raise,
     "raise_late": _raise_late,
     "leave": _leave,

@@ -19,7 +19,6 @@ from mlx_paged.patches import registry
 from mlx_paged.patches.sharded import shard_head
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
-from mlx_paged.ranks import peers
 from tests.support.models.drafting import in_every_step
 
 VOCAB, BLOCK, LAYERS, KV_HEADS, HEAD_DIM = 128, 8, 2, 4, 16
@@ -207,51 +206,6 @@ def timed_look_up() -> dict[str, Any]:
     return world.outcome(gen, has_drafted=world.pool.stats().drafted_tokens > 0)
 
 
-def failing_call() -> dict[str, Any]:
-    """Raise for some rows on the last rank only, and for another one on all ranks: each fails on all ranks."""
-    world = World()
-    last = world.group.rank() == world.group.size() - 1
-    kind = type(world.model)
-    plain = kind.__call__
-
-    def raising(self: Any, inputs: mx.array, *args: Any, **options: Any) -> mx.array:
-        first = inputs.tolist()[0][0] if inputs.shape[1] > 1 else None
-        result = plain(self, inputs, *args, **options)
-        if first == 101 and last:
-            raise ValueError("on one rank")  # with its writes built
-        if first == 102:
-            raise ValueError("on all ranks")
-        return result
-
-    gen = world.generator(completion_batch_size=4, prefill_step_size=16)
-    with mock.patch.object(peers, "GRACE_SECONDS", 0.2), mock.patch.object(kind, "__call__", raising):
-        gen.insert([*([first, *prompt(8, first)] for first in (101, 102)), prompt(9, 3), prompt(5, 4)], [6] * 4)
-        world.run(gen)
-    return world.outcome(gen)
-
-
-def failing_decode() -> dict[str, Any]:
-    """Raise once in a decode step, on the last rank only: all ranks compute its rows again, in halves."""
-    world = World()
-    last = world.group.rank() == world.group.size() - 1
-    kind = type(world.model)
-    plain = kind.__call__
-    calls = [0]
-
-    def raising(self: Any, inputs: mx.array, *args: Any, **options: Any) -> mx.array:
-        result = plain(self, inputs, *args, **options)
-        calls[0] += inputs.shape == (2, 1)
-        if last and inputs.shape == (2, 1) and calls[0] == 6:
-            raise ValueError("on one rank")  # with its writes built
-        return result
-
-    gen = world.generator(completion_batch_size=4)
-    with mock.patch.object(kind, "__call__", raising):
-        gen.insert([prompt(9, 3), prompt(5, 4)], [10] * 2)
-        world.run(gen)
-    return world.outcome(gen, calls=calls[0])
-
-
 def schedule(count: int = 100, seed: int = 0) -> dict[str, Any]:
     """Do random operations in a small pool with a prefix tree; check its integrity on every rank on the way."""
     world = World(num_blocks=16)
@@ -285,7 +239,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         ragged, packs, shared_prefixes, preemption, windows, quantized, cancels, sampling, unseeded, look_up,
-        timed_look_up, failing_call, failing_decode, schedule,
+        timed_look_up, schedule,
     )
 }  # fmt: skip
 

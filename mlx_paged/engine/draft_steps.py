@@ -14,14 +14,14 @@ from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import PackedStates
 from ..cache.paged_kv_cache import PagedKVCache
-from ..engine.decode_batch import DecodeBatch, Delivery
-from ..engine.request import Request
-from ..engine.sampling.token_choice import Places
-from ..engine.scheduler import Growth
 from ..errors import PoolExhaustedError, check_device
 from ..kv.pool import BlockPool
 from ..warn import warn_once
-from .proposal import NextTokens, Proposal, Proposer
+from .decode_batch import DecodeBatch, Delivery
+from .proposer import NextTokens, Proposal, Proposer
+from .request import Request
+from .sampling.token_choice import Places
+from .scheduler import Growth
 
 NO_DRAFTS_REASON = (
     "no layer is paged, a layer's cache is neither paged nor a state (as with max_kv_size), the model's attention may "

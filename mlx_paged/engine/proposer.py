@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from ..engine.request import Request
-from ..engine.sampling.token_choice import TokenChoice
+from .request import Request
+from .sampling.token_choice import TokenChoice
 
 MOST_TOKENS = 256  # most tokens of a step with drafts: with more, matrix products take longer
 
