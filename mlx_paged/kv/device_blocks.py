@@ -285,9 +285,9 @@ class DeviceBlocks:
                 own.__keys, own.__values, own.__fence = keys, values, fence
             yield
         finally:
-            for own, (keys, values, *counted) in zip(layers, before, strict=True):
-                own.__keys, own.__values = keys, values
-                own.__fence, own.num_quantized, own._last_write = counted
+            for own, (keys, values, fence, num_quantized, last_write) in zip(layers, before, strict=True):
+                own.__keys, own.__values, own.__fence = keys, values, fence
+                own.num_quantized, own._last_write = num_quantized, last_write
 
     def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions, lazily; see :meth:`Blocks.gather`."""
