@@ -151,6 +151,13 @@ ATTRIBUTES: list[Callable[[Any], None]] = [
 ]  # fmt: skip
 
 
+def hold_tensors(model: Any) -> Any:
+    """Return a cache that keeps the pool's tensors: what the fake kernel stored in an uncompiled step stays there."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(prompt_of(2)[None], cache=cache))
+    return cache
+
+
 def logits_around(model: Any, change: Callable[[Any], None], *, steps: int = 3) -> tuple[np.ndarray, np.ndarray]:
     """Return logits of the last step before a change in the middle of a generation, and of the step after it."""
     cache = make_prompt_cache(model)
@@ -175,6 +182,7 @@ def test_a_change_between_two_steps_is_seen_by_the_next(change: Callable[[Any], 
     effect = np.abs(expected[1] - unchanged[1]).max()
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     model = adapted()
+    held = hold_tensors(model)
     for _ in range(3):  # the very first step is not compiled
         again = logits_around(model, lambda model: None, steps=1)
     step = model_calls.step_of(mlx_paged.pool_of(model), None)
@@ -191,7 +199,7 @@ def test_a_change_between_two_steps_is_seen_by_the_next(change: Callable[[Any], 
     np.testing.assert_allclose(got[0], expected[0], atol=2e-3)
     np.testing.assert_allclose(got[1], expected[1], atol=2e-3)
     logits_around(model, lambda model: None)
-    assert step._functions and step.failure is None  # the changed model has been traced
+    assert step._functions and step.failure is None and held  # the changed model has been traced
 
 
 @pytest.mark.usefixtures("traced")
@@ -233,10 +241,11 @@ def test_a_model_may_assign_its_arrays_in_a_step() -> None:
     model.layers[0].mlp.down_proj.__class__ = Clipped
     unchanged = [logits_around(model, lambda model: None, steps=1) for _ in range(3)]
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    held = hold_tensors(model)
     for expected in unchanged:
         np.testing.assert_allclose(logits_around(model, lambda model: None, steps=1), expected, atol=2e-3)
     step = model_calls.step_of(mlx_paged.pool_of(model), None)
-    assert step.failure is None and step._functions
+    assert step.failure is None and step._functions and held
     mx.eval(model.parameters())  # nothing of the trace is left in the model
 
 
