@@ -65,7 +65,7 @@ class DeviceWatch:
 
     def check(self) -> None:
         """Raise DeviceError if the device has failed."""
-        if self.is_lost:
+        if DeviceError.count != self._count:
             raise DeviceError("its keys and values were lost when the device failed: make a new generator or cache")
 
 

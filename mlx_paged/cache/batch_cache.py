@@ -300,7 +300,9 @@ class PackedKV(LazyKV):
 def known_mask(batch: Batch, params: AttentionParams) -> AttentionParams:
     """Return the parameters with the mask replaced by the window that it stands for. Raises NotPackableError for a mask
     that the model made itself."""
-    if params.mask is None or isinstance(params.mask, str):  # causality hides nothing from a row's newest token
+    if params.mask is None:
+        return params
+    if batch.is_traced and isinstance(params.mask, str):  # causality hides nothing from a row's newest token
         return params._replace(mask=None)
     window = batch.window_of(params.mask)
     if window is None:

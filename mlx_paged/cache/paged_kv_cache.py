@@ -119,6 +119,8 @@ class PagedKVCache(LayerCache):
         """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, by position (a copy), also for another
         layer that attends over them; recognised as those of :meth:`update_and_fetch` are."""
         self.pool.check(self.table, self.layer)
+        if not self.group.blocks or not self.table.num_visible:
+            raise BlockStateError("nothing has been written to this table")
         return self._hand_out([self.table], None, None, None)
 
     @locked

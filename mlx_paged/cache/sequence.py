@@ -61,7 +61,8 @@ class SequenceTables:
         """Continue these tables, one per group. Every layer is at their end."""
         self.tables = list(tables)
         self._behind: dict[int, int] = {}  # tokens by which layers are behind the end of their table
-        self._tokens: list[NewTokens | None] = [None] * len(self.tables)  # the latest of each group
+        # By group, the latest token alone and the latest several: a sequence with drafts alternates between them.
+        self._tokens: dict[tuple[int, bool], NewTokens] = {}
 
     @classmethod
     def over(cls, pool: BlockPool, tables: Sequence[BlockTable]) -> SequenceTables:
@@ -141,9 +142,10 @@ class SequenceTables:
         return self._tokens_of(group, num_tokens)
 
     def _tokens_of(self, group: int, num_tokens: int) -> NewTokens:
-        tokens, own = self._tokens[group], self.pool.groups[group]
+        key, own = (group, num_tokens > 1), self.pool.groups[group]
+        tokens = self._tokens.get(key)
         if tokens is None or tokens.counts[0] != num_tokens:
-            tokens = self._tokens[group] = NewTokens([self.tables[group]], (num_tokens,))
+            tokens = self._tokens[key] = NewTokens([self.tables[group]], (num_tokens,))
         if tokens.epoch != own.epoch:
             self.pool.begin(own, tokens)
         return tokens
@@ -235,7 +237,8 @@ class SequenceTables:
             table = self.pool.new_table(group, start=start)
             if length > start:
                 self.pool.append_tokens(table, length - start)
-            self.tables[group], self._tokens[group] = table, None
+            self.tables[group] = table
+            self._tokens.clear()
             self._behind.update(dict.fromkeys(self.pool.groups[group].spec.layers, length))
         elif (table.length, table.logical_start) != (length, start):
             raise BlockStateError(

@@ -275,7 +275,8 @@ class Scheduler:
         self._preempted.clear()
         self._awaited = {_group(each) for each in self.running if not each.num_generated} if self.yields else set()
         # Not needed if none waits: requests preempted meanwhile do not start in this step.
-        is_counted = self.waiting or self._awaited
+        num_waiting = len(self.waiting)
+        is_counted = num_waiting or self._awaited
         self._num_running = Counter(each.options.client for each in self.running) if is_counted else Counter()
         while True:
             decode = [(request, 1) for request in self.running if request.length >= request.prefill_end]
@@ -285,7 +286,8 @@ class Scheduler:
                 self._fail(self.running[0], 1, failed)
         held = self._held(decode, ()) if self._num_held else []
         # A failed request's memory is released after the plan, and available to the next plan.
-        chunks = [] if failed or held else self._plan_chunks(decode, failed)
+        has_prompts = num_waiting or len(decode) < len(self.running)
+        chunks = self._plan_chunks(decode, failed) if has_prompts and not failed and not held else []
         if not self._num_held:
             held = self._held(decode, chunks)
         self._num_held = self._num_held + 1 if held else 0

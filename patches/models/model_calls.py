@@ -16,7 +16,7 @@ import mlx.core as mx
 from ...by_model import ByModel
 from ...cache.batch_cache import PagedBatchKVCache, first_paged
 from ...engine.compiled_step import CompiledStep, compiled_steps
-from ...kernels.products.inference import Inference
+from ...kernels.products.inference import Inference, thread
 from ...kv.pool import BlockPool
 from ...warn import warn_once
 
@@ -62,8 +62,14 @@ def lock_of(model: Any) -> threading.RLock:
     return lock
 
 
-def locking(call: ModelCall) -> ModelCall:
-    """Wrap a model class's ``__call__`` so that each call holds the model's lock, and over a pool the pool's."""
+def locking(call: ModelCall, compiled: ModelCall | None = None) -> ModelCall:
+    """Wrap a model class's ``__call__`` so that each call holds the model's lock, and over a pool the pool's.
+
+    Args:
+        call: the class's own.
+        compiled: what is called over blocks on a device; None: the same.
+    """
+    on_device = call if compiled is None else compiled
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,11 +79,12 @@ def locking(call: ModelCall) -> ModelCall:
             with lock_of(self):
                 return call(self, *args, **kwargs)
         pool = first.pool
+        if pool.is_on_host:  # nothing is traced, and no kernel applies
+            with pool.lock, nullcontext() if thread.inference is None else Inference(allowed=False):
+                return call(self, *args, **kwargs)
         # Our kernels are allowed before the first write, too: MLX would take seconds to compile its own for a prompt.
-        on_host = pool.is_on_host
-        # Over blocks on the host nothing is traced.
-        with pool.lock, nullcontext() if on_host else lock_of(self), Inference(allowed=not on_host):
-            return call(self, *args, **kwargs)
+        with pool.lock, lock_of(self), Inference():
+            return on_device(self, *args, **kwargs)
 
     return __call__
 
@@ -108,7 +115,7 @@ def guard(model: Any) -> None:
         inherited = kind.__call__
         if hasattr(inherited, "guarded"):
             return
-        __call__ = locking(adapt(inherited) if is_upstreams(inherited) else inherited)
+        __call__ = locking(inherited, adapt(inherited) if is_upstreams(inherited) else inherited)
         __call__.guarded = original  # type: ignore[attr-defined]
         setattr(kind, "__call__", __call__)  # noqa: B010
         _guarded.add(kind)

@@ -301,7 +301,7 @@ def _hidden(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     return hidden
 
 
-_compiled_call: Callable[..., mx.array] = locking(adapt(_with_hidden))
+_compiled_call: Callable[..., mx.array] = locking(_with_hidden, adapt(_with_hidden))
 _plain_call: Callable[..., mx.array] = locking(_hidden)
 
 
