@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..cache.batch_cache import PagedBatchKVCache, first_paged
 from ..cache.rows import SequenceTables
 from ..engine.request import Request
-from ..prefix.store import SharedPrefixes
+from ..prefix.prefix_cache import SharedPrefixes
 from .depth import TRIAL_CONTEXT, Depth
 from .draft_model import MOST_BEHIND, DraftModel, Span
 from .proposal import NextTokens, Proposal, num_known

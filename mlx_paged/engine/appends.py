@@ -9,15 +9,13 @@ from ..errors import check_device
 from ..kv.budget import Append, PoolBudget
 from .request import Request
 from .scheduler import Growth, ScheduledStep
-from .sharing import CheckpointSharing, PrefixSharing
+from .sharing import Sharing
 
 # Most generated tokens of a request that the pool grows for at once (docs/adr/0001).
 GENERATED_AHEAD = 512
 
-Sharing = PrefixSharing | CheckpointSharing | None
 
-
-def append_of(request: Request, num_tokens: int, sharing: Sharing = None, block_size: int = 1) -> Append:
+def append_of(request: Request, num_tokens: int, sharing: Sharing | None = None, block_size: int = 1) -> Append:
     """Return the append of the request's next tokens. A cache that it came with is forked, not written to.
 
     Args:
@@ -35,7 +33,7 @@ def append_of(request: Request, num_tokens: int, sharing: Sharing = None, block_
     return Append(request.tables, num_tokens - cached, is_forked, sharing.held_alone(request), cached)
 
 
-def fits(budget: PoolBudget, growth: Growth, sharing: Sharing, evict: Callable[[], bool]) -> bool:
+def fits(budget: PoolBudget, growth: Growth, sharing: Sharing | None, evict: Callable[[], bool]) -> bool:
     """Return whether all these requests can grow together.
 
     Args:
@@ -65,7 +63,7 @@ def has_room(budget: PoolBudget, growth: Growth) -> bool:
 
 
 def grow_for(
-    budget: PoolBudget, plan: ScheduledStep, requests: Iterable[Request], most_running: int, sharing: Sharing
+    budget: PoolBudget, plan: ScheduledStep, requests: Iterable[Request], most_running: int, sharing: Sharing | None
 ) -> None:
     """Grow the pool if a step needs it: at once for all that the known requests are expected to append.
 
@@ -90,7 +88,7 @@ def grow_for(
         check_device(error)
 
 
-def _expected(budget: PoolBudget, requests: Sequence[Request], sharing: Sharing) -> list[Append]:
+def _expected(budget: PoolBudget, requests: Sequence[Request], sharing: Sharing | None) -> list[Append]:
     """Return the appends expected of requests that can run together: their prompts without the cached part, and at
     most :data:`GENERATED_AHEAD` generated tokens each, since few answers reach ``max_tokens``."""
     expected = []

@@ -31,7 +31,7 @@ from ..errors import (
 from ..kernels.availability import on_metal
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
-from ..prefix.store import SharedPrefixes
+from ..prefix.prefix_cache import SharedPrefixes
 from ..ranks.ranks import Agreement
 from ..warn import warn_once
 from . import appends
@@ -51,7 +51,7 @@ from .prefill import (
 )
 from .request import Request, sequence_of
 from .scheduler import Chunk, Growth, Scheduler
-from .sharing import CheckpointSharing, PrefixSharing
+from .sharing import Sharing
 from .step_logits import TokenLogits
 from .upstream import TokenResponse
 
@@ -81,7 +81,7 @@ class Engine:
         packs: compute chunks of several prompts as packs if the model :func:`.prefill.can_pack`; None: see
             :func:`.prefill.packs_by_default`.
         reads_blocks_only: see :func:`.prefill.can_pack`.
-        state_interval: see :class:`CheckpointSharing`.
+        state_interval: see :class:`.sharing.Sharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
             time bounds them (see :class:`PrefillPace`).
         proposer: proposes drafts; None: rows that ask for prompt look-up get it.
@@ -127,16 +127,13 @@ class Engine:
         )
         packs = packs_by_default(self.pool) if packs is None else packs
         self.packs = packs and self.can_pack
-        self.sharing: PrefixSharing | CheckpointSharing | None = None
+        self.sharing: Sharing | None = None
         self.budget: PoolBudget | None = None
         # Caches that keep a prompt's first tokens (max_kv_size): what a token sees depends on where chunks begin.
         self.keeps_tokens = any(getattr(cache, "keep", 0) for cache in leaves(fresh))
         if prefixes is not None and not self.keeps_tokens:
             prefixes.pool.lock.device.check()
-            if self.all_paged and self.pool is not None:
-                self.sharing = PrefixSharing(prefixes, self.pool)
-            else:
-                self.sharing = CheckpointSharing(prefixes, self.requests, state_interval)
+            self.sharing = Sharing(prefixes, self.requests, has_states=not self.all_paged, interval=state_interval)
         if self.pool is not None:
             chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
             self.budget = PoolBudget(self.pool, chunk=chunk)

@@ -8,8 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.errors import RequestTooLargeError
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.models.toy_engine import BLOCK_SIZE, ToyEngine, answer, caches_of, greedy, make_pool, prompt_of
 from tests.support.without_collector import without_collector
 
@@ -209,7 +208,7 @@ def test_cache_of_a_finished_request_is_dropped_for_others() -> None:
 
 def test_computed_prefix_is_not_computed_again() -> None:
     pool = make_pool()
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     engine = ToyEngine(pool, prefixes=SharedPrefixes(tree))
     prompt = prompt_of(22)
     first = engine.add(prompt, max_tokens=6)
@@ -221,7 +220,7 @@ def test_computed_prefix_is_not_computed_again() -> None:
     assert_answered(engine, first, prompt, 6)
     assert_answered(engine, second, later, 6)
     num_cached = engine.responses[second][0].num_cached
-    assert num_cached >= len(prompt) + 6 - 1  # the last token may not have been computed
+    assert num_cached == (len(prompt) + 6) // BLOCK_SIZE * BLOCK_SIZE
     assert engine.engine.computed_prompt_tokens - computed == len(later) - num_cached
     tree.check_integrity()
 
@@ -268,9 +267,9 @@ def test_removed_request_holds_no_blocks_and_sends_no_response(num_steps: int) -
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_prefix_of_a_removed_request_is_reused(finished: bool) -> None:
-    """All of it if the request finished, whole blocks if it was cancelled."""
+    """Whole blocks, whether the request finished or was cancelled."""
     pool = make_pool()
-    engine = ToyEngine(pool, prefixes=SharedPrefixes(RadixTree(pool)))
+    engine = ToyEngine(pool, prefixes=SharedPrefixes(PrefixCache(pool)))
     prompt = prompt_of(18)
     uid = engine.add(prompt, max_tokens=30)
     while len(engine.tokens(uid)) < 5:
@@ -280,7 +279,7 @@ def test_prefix_of_a_removed_request_is_reused(finished: bool) -> None:
     second = engine.add(later, max_tokens=2)
     engine.run()
     found = engine.responses[second][0].num_cached
-    assert found >= (len(prompt) + 5 if finished else (len(prompt) + 5) // BLOCK_SIZE * BLOCK_SIZE)
+    assert found >= (len(prompt) + 5) // BLOCK_SIZE * BLOCK_SIZE
     assert engine.tokens(second) == answer(later, 2)
 
 
@@ -395,7 +394,7 @@ def test_dropped_engine_is_freed_at_once_with_all_its_blocks() -> None:
 def test_prefix_to_be_adopted_does_not_count_as_evictable() -> None:
     """Otherwise a request is admitted over and over, and preempted in the same step."""
     pool = make_pool(num_blocks=40)
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     prefix = prompt_of(20 * BLOCK_SIZE, seed=3)
     engine = ToyEngine(pool, prefixes=SharedPrefixes(tree))
     first = engine.add(prefix, max_tokens=1)

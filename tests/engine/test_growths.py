@@ -4,8 +4,7 @@ import pytest
 
 from mlx_paged.engine.appends import GENERATED_AHEAD
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.models.toy_engine import BLOCK_BYTES, BLOCK_SIZE, ToyEngine, make_pool, prompt_of
 
 
@@ -86,7 +85,7 @@ def test_requests_beyond_the_budget_wait_and_take_none_of_it() -> None:
 
 def test_a_prefix_that_a_burst_shares_is_counted_once() -> None:
     pool = make_pool()
-    engine = ToyEngine(pool, prefixes=SharedPrefixes(RadixTree(pool)), completion_batch_size=16)
+    engine = ToyEngine(pool, prefixes=SharedPrefixes(PrefixCache(pool)), completion_batch_size=16)
     sizes = count_growths(pool)
     shared = prompt_of(200)
     for i in range(16):
@@ -98,7 +97,7 @@ def test_a_prefix_that_a_burst_shares_is_counted_once() -> None:
 
 def test_a_cached_prefix_is_not_counted() -> None:
     pool = make_pool()
-    engine = ToyEngine(pool, prefixes=SharedPrefixes(RadixTree(pool)))
+    engine = ToyEngine(pool, prefixes=SharedPrefixes(PrefixCache(pool)))
     shared = prompt_of(200)
     engine.add(shared, max_tokens=2)
     engine.run()

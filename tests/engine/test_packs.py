@@ -29,8 +29,7 @@ from mlx_paged.kv import device_blocks
 from mlx_paged.kv.attention_params import QueryHeads
 from mlx_paged.kv.geometry import Geometry
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from scripts.support import model_configs
 from tests.fuzz.cases import PACKING_HYBRIDS
 from tests.support.cases import crossed, quick, slow
@@ -168,7 +167,7 @@ def test_requests_continue_from_prefixes_of_others(kind: str, calls: list[list[i
     others = [first[:n] + prompt_of(20 + n, seed=n).tolist() for n in (48, 17, 60, 3)]
     expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in (first, *others)]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    tree = RadixTree(mlx_paged.pool_of(model))
+    tree = PrefixCache(mlx_paged.pool_of(model))
     gen = packing(model, prefixes=SharedPrefixes(tree))
     outcomes = insert(gen, [first], 8)
     run_all(gen, outcomes)
@@ -452,7 +451,7 @@ def test_requests_get_their_tokens_with_random_lengths_and_budgets(data: st.Data
     draw: Callable[..., Any] = data.draw
     blocks = draw(st.sampled_from([None, 14, 20, 40]))
     pool = make_pool(num_blocks=blocks)
-    tree = RadixTree(pool) if draw(st.booleans()) else None
+    tree = PrefixCache(pool) if draw(st.booleans()) else None
     engine = ToyEngine(
         pool,
         packs=True,

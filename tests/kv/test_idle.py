@@ -16,7 +16,7 @@ from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.server.report import block_map
 from tests.support.cases import slow
 from tests.support.models.batch_runs import mlx_lm_generate
@@ -236,19 +236,9 @@ def test_adding_tables_during_renumbering_is_safe(monkeypatch: pytest.MonkeyPatc
     pool.check_integrity()
 
 
-def test_failed_tree_change_keeps_the_dictionary_of_roots() -> None:
-    tree, _ = make_tree([None])
-    add(tree, list(range(9)))
-    roots = tree._roots
-    with pytest.raises(ZeroDivisionError), tree._changing():
-        raise ZeroDivisionError
-    assert tree._roots is roots, "the finalizer frees the nodes through this dictionary"
-    assert isinstance(tree, RadixTree)
-
-
 def test_stats_and_block_map_do_not_wait_for_the_lock() -> None:
     pool = BlockPool([LayerGroup((0,))], block_size=4)
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     table = pool.new_table()
     pool.append_tokens(table, 9)
     has_turn, may_end = threading.Event(), threading.Event()

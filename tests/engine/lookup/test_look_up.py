@@ -14,8 +14,7 @@ from mlx_paged.drafts.steps import DraftSteps
 from mlx_paged.engine import engine
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick
 from tests.support.models.drafting import EveryStep
 from tests.support.models.oracle import Oracle, oracles
@@ -121,7 +120,7 @@ def test_a_stop_token_among_accepted_ones_ends_the_answer_there(
     expected = answer(PROMPTS[3], 20)
     count = iter(range(100))
     pool = make_pool()
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     toy = Engine(pool, prefixes=SharedPrefixes(tree))
     toy.ask(PROMPTS[3], 20, stops_at=lambda token: next(count) == place)
     other = toy.ask(PROMPTS[4], 20)
@@ -132,9 +131,9 @@ def test_a_stop_token_among_accepted_ones_ends_the_answer_there(
     (cache,) = last.request.caches
     assert cache.offset == cache.table.length == len(last.all_tokens) == last.request.length
     assert toy.tokens(other) == answer(PROMPTS[4], 20)
-    # The cached prefix ends where the answer ends.
-    held = SharedPrefixes(tree).held([*PROMPTS[3], *expected], None)
-    assert held == len(PROMPTS[3]) + place + 1
+    # The cached prefix ends with the last whole block of the answer.
+    held = SharedPrefixes(tree).match([*PROMPTS[3], *expected]).length
+    assert held == (len(PROMPTS[3]) + place + 1) // pool.block_size * pool.block_size
     uid = toy.ask([*PROMPTS[3], *expected[: place + 1], 5, 6], 6)
     toy.run()
     assert toy.tokens(uid) == answer([*PROMPTS[3], *expected[: place + 1], 5, 6], 6)

@@ -20,8 +20,7 @@ from mlx_paged.engine import sharing as snapshots
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import quick
 from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, packing_generator
 from tests.support.models.builders import build, greedy, prompt_of
@@ -127,7 +126,7 @@ class Scene:
             mlx_lm_generate.make_prompt_cache(model)
             self.pool = mlx_paged.pool_of(model)
         caches = mlx_lm_generate.make_prompt_cache(model)
-        self.tree = RadixTree(prefix_pool_of(model)) if prefixes else None
+        self.tree = PrefixCache(prefix_pool_of(model)) if prefixes else None
         store = None if self.tree is None else SharedPrefixes(self.tree)
         options = {"prefixes": store, "prefill_step_size": 16, "completion_batch_size": 3}
         self.gen = packing_generator(model, 48, **options) if packs else PagedBatchGenerator(model, **options)

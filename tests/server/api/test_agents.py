@@ -117,7 +117,7 @@ def test_changing_first_line_is_dropped_from_chats_too(server: ServerProcess) ->
         usage = ask(server, {"messages": history, "max_tokens": 2}, "/v1/chat/completions").json["usage"]
         found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
     (total, _), (again, cached) = found
-    assert total == again and cached >= total - 1
+    assert total == again and cached >= (total - 1) // 32 * 32 > 0
 
 
 def test_unreadable_parts_of_a_tool_result_are_mentioned_in_the_prompt(server: ServerProcess) -> None:
