@@ -39,6 +39,7 @@ from .decode_batch import DecodeBatch, Delivery
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     LATENCY_MS,
+    UNCUT_TOKENS,
     UPSTREAM_PREFILLING,
     UPSTREAM_STEP_TOKENS,
     Prefill,
@@ -150,8 +151,7 @@ class Engine:
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None
         if self.agreement is None and (bounded or self._is_on_metal or (self.packs and on_metal())):
-            cap = self.scheduler.cap
-            self._pace = PrefillPace(batch.model, prefill_latency, 0 if cap is None else cap.least)
+            self._pace = PrefillPace(prefill_latency, self.scheduler.most_tokens)
             self.scheduler.yields = True
             # On a CPU a row costs as much beside others as alone. A draft model would recompute rows that were held.
             self.scheduler.holds_rows = not on_metal() and proposer is None
@@ -227,8 +227,7 @@ class Engine:
             while self._drop_finished():  # callers may hold responses for different times on each rank
                 pass
         if self._pace is not None:
-            most, limit = self._pace.most_tokens(len(self.scheduler) == 1), self.scheduler.most_tokens
-            self.scheduler.token_budget = limit if most is None else min(limit, most)
+            self.scheduler.token_budget = min(self.scheduler.most_tokens, max(self._pace.tokens, self._uncut_tokens()))
         plan = self.scheduler.plan()
         alive = plan
         if plan.failed or self._noted:
@@ -263,6 +262,16 @@ class Engine:
         if self.agreement is not None:
             self.agreement.note_step(plan, generated, self.failures)
         return prompts, generated
+
+    def _uncut_tokens(self) -> int:
+        """Return the prompt tokens of a step in which nothing decodes and nobody else waits: all requests are one
+        client's, and their prompts can be computed together. Otherwise 0."""
+        if self.batch.rows or len(self.requests) > self.scheduler.max_prefilling:
+            return 0
+        if len({request.options.client for request in self.requests.values()}) > 1:
+            return 0
+        cap = self.scheduler.cap
+        return len(self.requests) * max(UNCUT_TOKENS, 0 if cap is None else cap.least)
 
     def _is_alive(self, request: Request) -> bool:
         return request.uid in self.requests

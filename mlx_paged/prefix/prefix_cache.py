@@ -27,7 +27,7 @@ KEPT_SHARE = 1 / 2
 
 
 class Tier(Protocol):
-    """Where a cache's entries go when they are evicted."""
+    """Takes the entries that a cache evicts, and gives them back."""
 
     def save(self, cache: PrefixCache, entry: Entry) -> None:
         """Save what an entry holds, before it or a part of it is evicted."""

@@ -87,7 +87,7 @@ def test_long_prompt_gets_most_of_the_tokens_beside_a_flood() -> None:
     pace = engine.engine._pace
     assert pace is not None
     pace.note = lambda *_: None  # type: ignore[method-assign]  # no step is timed
-    pace.latency = pace.seconds_per_token = 1.0
+    pace.tokens = 32
     flood = {engine.add(prompt := prompt_of(2, seed), max_tokens=20, client="a"): prompt for seed in range(40)}
     while engine.engine.scheduler.has_prompts:
         engine.step()

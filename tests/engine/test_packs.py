@@ -367,7 +367,8 @@ def test_prefill_latency_limits_steps_on_metal(monkeypatch: pytest.MonkeyPatch) 
         assert engine.in_place and engine._pace is not None and engine._pace.latency == 0.1
         assert (engine.scheduler.grid, engine.scheduler.chunk) == (128, 2048)
         assert engine.scheduler.cap == ChunkCap(MOST_PAIRS, 128)
-        engine._pace.seconds_per_token = 0.1 / 256
+        engine._pace.tokens = 256
+        monkeypatch.setattr(engine, "_uncut_tokens", lambda: 0)
         taken: list[tuple[int, float]] = []
         monkeypatch.setattr(engine._pace, "note", lambda *took: taken.append(took))
         outcomes = insert(gen, [[1 + i % 50 for i in range(700)], [2 + i % 40 for i in range(300)]], 4)
