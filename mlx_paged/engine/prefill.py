@@ -144,7 +144,7 @@ class Prefill:
         self.wait()
         begin = time.perf_counter()
         done: set[Request] = set()
-        for call in packs_of(chunks) if self.packs else [[chunk] for chunk in chunks]:
+        for call in [list(chunks)] if self.packs and chunks else [[chunk] for chunk in chunks]:
             try:
                 call = list(self._call(call, on_failure))
             except Exception as error:
@@ -193,12 +193,13 @@ class Prefill:
         if not self.packs or len(call) > 1:
             return self.packs
         request, num_tokens = call[0]
-        return not request.prefills_alone and not on_metal() and request.length + num_tokens <= MOST_ALONE
+        return not on_metal() and request.length + num_tokens <= MOST_ALONE
 
     def _call(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> Sequence[Chunk]:
         """Compute the chunks of one model call. Returns those that found room in the pool."""
         packed = self._packed(call, on_failure) if self._is_pack(call) else None
         if packed is None:
+            call = [chunk for chunk in call if chunk.request.caches is not None]  # a pack found no room for the others
             for request, num_tokens in call:
                 self.call(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
         if not self.in_place:  # states, which have no fence
@@ -208,16 +209,14 @@ class Prefill:
     def _packed(
         self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
     ) -> Sequence[Chunk] | None:
-        """Compute the chunks as a pack. Returns those that found room in the pool. If the model turns out not to take
-        packs, returns None for a single chunk, and raises NotPackableError for several."""
+        """Compute the chunks as a pack. Returns those that found room in the pool; None if the model turns out not to
+        take packs."""
         try:
             return compute_pack(self.call, chunks, on_failure)
         except NotPackableError as error:
             self.packs = False
             _not_packed.put(self.model, str(error))
             warn_once(f"prompts are prefilled one at a time for models of {type(self.model).__module__}: {error}")
-            if len(chunks) > 1:
-                raise
             return None
 
 
@@ -226,13 +225,6 @@ def _fences(requests: Sequence[Request]) -> list[mx.array]:
     Requests of one pool share them."""
     pools = {id(request.sequence.pool): request.sequence.pool for request in requests if request.sequence is not None}
     return [array for pool in pools.values() for array in pool.ready()]
-
-
-def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Group chunks into model calls: one for all, but one each for requests whose pack has failed."""
-    pack = [chunk for chunk in chunks if not chunk.request.prefills_alone]
-    alone = [[chunk] for chunk in chunks if chunk.request.prefills_alone]
-    return [pack, *alone] if pack else alone
 
 
 def can_pack(

@@ -83,21 +83,6 @@ class Sharing:
         be evicted until the request takes them."""
         return () if request.given is not None else self.prefixes.cache.num_alone(self._match(request))
 
-    def will_find(self, requests: Sequence[Request]) -> list[int]:
-        """Return how many tokens each request (oldest first) will find computed once those before it have run: in the
-        prefix cache, or in common with the oldest one that begins with the same block."""
-        oldest: dict[_Start, Request] = {}
-        found = []
-        for request in requests:
-            if request.given is not None:
-                found.append(0)
-                continue
-            other = oldest.setdefault(self._start(request), request)
-            is_first = other is request or self.has_states
-            common = 0 if is_first else min(_common(request, other), len(request.source) - 1)
-            found.append(max(common, self._match(request).length))
-        return found
-
     def must_wait(self, request: Request) -> bool:
         """Return whether a running request will compute at least one block more of this one's tokens than are
         available."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..errors import PoolExhaustedError
@@ -99,27 +99,6 @@ class PoolBudget:
 
     def _slide(self, growth: Sequence[Append]) -> bool:
         return self.pool.slide(table for each in growth if each.tables and not each.forked for table in each.tables)
-
-    def grow_for(self, soon: Growth, in_all: Callable[[], Growth]) -> None:
-        """Grow the pool if the appends of ``soon`` need it: once for all of ``in_all``, as far as these fit, and no
-        further. ``in_all`` is called only if the pool must grow; its appends include those of ``soon``."""
-        listed = [Append(*each) for each in soon]
-        self._slide(listed)
-        needed = self._blocks_of_all(listed)
-        if any(count > group.allocator.num_free for count, group in zip(needed, self.pool.groups, strict=True)):
-            everything = self._blocks_of_all([Append(*each) for each in in_all()])
-            self.pool.memory.ensure_free(needed, [max(pair) for pair in zip(needed, everything, strict=True)])
-
-    def bytes_to_append(self, append: Append) -> int:
-        """Return the bytes of the blocks that an append takes."""
-        return sum(
-            blocks * g.bytes_per_block
-            for blocks, g in zip(self._blocks_of_all([append]), self.pool.groups, strict=True)
-        )
-
-    def _blocks_of_all(self, growth: Sequence[Append]) -> list[int]:
-        """Return how many blocks of each group all these appends take."""
-        return [self._blocks_of(index, growth) for index in range(len(self.pool.groups))]
 
     def _blocks_of(self, index: int, growth: Iterable[Append]) -> int:
         """Return how many blocks of a group all these appends take."""

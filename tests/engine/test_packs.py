@@ -19,9 +19,9 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill
-from mlx_paged.engine.prefill import MOST_PAIRS, can_pack, chunk_cap, packs_of
+from mlx_paged.engine.prefill import MOST_PAIRS, can_pack, chunk_cap
 from mlx_paged.engine.request import Request
-from mlx_paged.engine.scheduler import Chunk, ChunkCap, Scheduler
+from mlx_paged.engine.scheduler import ChunkCap, Scheduler
 from mlx_paged.kernels import fused_attention
 from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kernels.fused_attention import has_nax, least_fused_queries
@@ -137,27 +137,6 @@ def test_models_without_an_adapter_pack_too(name: str, calls: list[list[int]]) -
 @pytest.mark.parametrize("name", quick(PACKING_HYBRIDS, "qwen3_next"))
 def test_models_with_states_pack_too(name: str, calls: list[list[int]]) -> None:
     run_in_packs(name, calls)
-
-
-def test_failed_call_of_a_pack_leaves_states_unchanged(calls: list[list[int]]) -> None:
-    model = model_configs.build("qwen3_next")
-    prompts = prompts_for(model_configs.VOCAB)
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in prompts]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = packing(model)
-    outcomes = insert(gen, prompts, 8)
-    head, fails = model.lm_head, [False, True]  # then each runs alone
-
-    def failing(x: mx.array) -> mx.array:
-        if x.shape[0] > 16 and fails and fails.pop(0):  # no decode step has as many rows
-            raise RuntimeError("once")
-        return head(x)
-
-    model.lm_head = failing
-    run_all(gen, outcomes)
-    assert not fails
-    assert_alike(outcomes, expected)
-    assert_released(model)
 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("llama-sliding")])
@@ -405,16 +384,6 @@ def test_prefill_step_size_limits_steps(step: int, grid: int, budget: int, chunk
 def test_steps_without_packs_have_no_grid_and_no_chunk_limit() -> None:
     scheduler = ToyEngine(make_pool(), prefill_step_size=2048).engine.scheduler
     assert (scheduler.token_budget, scheduler.chunk, scheduler.grid) == (2048, None, None)
-
-
-def test_chunks_that_failed_in_a_pack_run_alone() -> None:
-    pool = make_pool()
-    engine = ToyEngine(pool)
-    requests = [engine.engine.requests[engine.add(toy_prompt(5 + n))] for n in range(4)]
-    requests[1].prefills_alone = True
-    chunks = [Chunk(request, 3) for request in requests]
-    assert packs_of(chunks) == [[chunks[0], chunks[2], chunks[3]], [chunks[1]]]
-    assert packs_of(chunks[1:2]) == [[chunks[1]]] and packs_of([]) == []
 
 
 def test_can_pack_depends_on_the_kinds_of_caches() -> None:

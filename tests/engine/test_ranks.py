@@ -205,9 +205,9 @@ def _fail_requests(ranks: Ranks) -> None:
     failures = [
         RequestFailedError.without_frames(uid, error) for uid, error in enumerate((ValueError(LOST), OSError()))
     ]
-    Agreement(ranks, None).note_step(ScheduledStep([], [], [], []), [], failures)  # at once: no rank is lost
+    Agreement(ranks, None).note_step(ScheduledStep([], [], []), [], failures)  # at once: no rank is lost
     failures.append(RequestFailedError.without_frames(2, RuntimeError(LOST)))
-    Agreement(ranks, None).note_step(ScheduledStep([], [], [], []), [], failures)
+    Agreement(ranks, None).note_step(ScheduledStep([], [], []), [], failures)
     raise failures[-1]
 
 

@@ -361,6 +361,3 @@ def test_pool_budget_agrees_with_the_memory_budget() -> None:
     assert budget.fits([Append(None, 12), Append(None, 8)]) and not budget.fits([Append(None, 12), Append(None, 9)])
     error = budget.exhausted(None, 21)
     assert isinstance(error, PoolExhaustedError) and error.blocks_needed == 6
-    table = pool.new_table()
-    budget.grow_for([([table], 4)], lambda: [([table], 9)])
-    assert 1 <= pool.groups[0].allocator.num_free <= 3, "grows by at most the blocks of all appends"

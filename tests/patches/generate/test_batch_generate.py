@@ -1,6 +1,5 @@
 """Batches under the patches: each row equals stock mlx-lm's solo run; caches that are given and returned."""
 
-import contextlib
 import gc
 import random
 from typing import Any
@@ -20,7 +19,6 @@ from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick
-from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import (
     Outcome,
     Spec,
@@ -248,32 +246,6 @@ def test_patch_replaces_and_restores_batch_generator_wherever_imported() -> None
     assert mlx_lm.server.BatchGenerator is replaced
     mlx_paged.remove_patches()
     assert mlx_lm_generate.BatchGenerator is original is mlx_lm.server.BatchGenerator
-
-
-@pytest.mark.parametrize(
-    ("kind", "in_place"), quick(crossed(["llama", "llama-sliding", "gemma3"], [False, True]), ("gemma3", False))
-)  # fmt: skip
-def test_pool_grows_at_most_to_what_its_requests_can_need(kind: str, in_place: bool) -> None:
-    lengths, num_tokens = (200, 5, 60, 90, 40), 20
-    with fake_kernels() if in_place else contextlib.nullcontext():
-        mlx_paged.apply_patches(PagedConfig(block_size=8))
-        model = build(kind, head_dim=64)
-        gen = generator(model, completion_batch_size=4)
-        uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [num_tokens] * len(lengths))
-        run_all(gen, {uid: Outcome() for uid in uids})
-        pool = mlx_paged.pool_of(model)
-        assert all(group.in_place == in_place for group in pool.groups)
-        most = sum(-(-(n + num_tokens) // 8) for n in lengths)
-        assert all(group.allocator.num_blocks - 1 <= most for group in pool.groups)
-        total = pool.stats().total_blocks
-        # A request with an unlimited answer: the pool grows by more than is needed at once, as usual.
-        nearly_all = max(group.allocator.num_blocks for group in pool.groups) * 8 - 16
-        uids = gen.insert([prompt_of(nearly_all).tolist()], [1 << 40])
-        while pool.stats().total_blocks == total:
-            gen.next()
-        assert pool.stats().total_blocks > total + 1
-        gen.remove(uids)
-        pool.check_integrity()
 
 
 def test_graph_does_not_grow_with_the_number_of_steps(tmp_path) -> None:
