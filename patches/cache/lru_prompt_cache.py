@@ -138,7 +138,9 @@ class PagedPromptCache:
             if self.disk is None or self._saved.get(cache.pool) == cache.version:
                 continue
             version = cache.version
-            for entry in list(cache.entries.values()):
+            for entry in list(
+                reversed(cache.entries.values())
+            ):  # those before others first: without them, others are useless
                 if should_stop():
                     return
                 self.disk.save(cache, entry, wait=True)

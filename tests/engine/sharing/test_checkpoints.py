@@ -154,7 +154,7 @@ def test_checkpoint_is_kept_where_prompts_diverge(kind: str) -> None:
     chats = Chats(model_of(kind), interval=0)
     system = prompt_of(77, seed=1).tolist()
     found = [chats.ask([*system, 7 + n, *prompt_of(10, seed=n).tolist()])[0] for n in range(4)]
-    assert found == [0, 0, 77, 77]
+    assert found == [0, 0, 72, 72]  # the last whole block before it
 
 
 @pytest.mark.parametrize("kind", quick(RECURRENT, "falcon_h1", "mamba"))
