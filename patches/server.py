@@ -32,9 +32,10 @@ from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..machine import memory_beside, usable_memory
 from ..model_folder import check_model_folder, check_weight_files, explain_load_errors, weight_bytes
+from ..prefix.disk import DiskTier
 from ..prefix.identity import identity_of, noting_configs
-from ..prefix.spill import SpillStore
-from ..prefix.store import SharedPrefixes
+from ..prefix.prefix_cache import SharedPrefixes
+from ..prefix.shelf import Shelf
 from ..ranks.ranks import Ranks
 from ..server.engine_loop import gather_logprobs
 from ..server.errors import not_found
@@ -165,14 +166,14 @@ def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks |
     """Return the prompt cache that the options ask for; all models share it."""
     if not config.prefix_cache:
         return LRUPromptCache(max_size=0)  # keeps nothing
-    spill, folder = None, config.prefix_cache_dir
+    disk, folder = None, config.prefix_cache_dir
     if folder is not None and ranks is None:
-        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_size)
+        disk = DiskTier(Shelf(folder, max_bytes=config.prefix_cache_dir_size))
     elif folder is not None and ranks is not None:
         folder /= f"rank-{ranks.rank}-of-{ranks.size}"
-        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_size, exchange=ranks.exchange)
+        disk = DiskTier(Shelf(folder, max_bytes=config.prefix_cache_dir_size), ranks.exchange)
     clock = time.monotonic if ranks is None else lambda: ranks.now
-    return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, clock=clock, spill=spill)
+    return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, clock=clock, disk=disk)
 
 
 class LoadedModels:
@@ -194,7 +195,7 @@ class LoadedModels:
         self._all_texts: dict[ModelKey, LoadedTexts] = {}  # also of unloaded models of the command line
         self._slice_tokens = MIN_SLICE  # tokens in the next slice of a scored prompt
         self.prompt_cache = make_prompt_cache(config, cli_args.prompt_cache_size, ranks)
-        if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.spill is not None:
+        if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.disk is not None:
             self.prompt_cache.identify = self._identify
 
     @property
@@ -345,7 +346,7 @@ class LoadedModels:
             if own is not None and draft_pool is not None:
                 _shares.put(weights.draft_model, BudgetShare(own, draft_pool))
         if isinstance(self.prompt_cache, PagedPromptCache) and (pool := known_pool(weights.model)) is not None:
-            self.prompt_cache.tree_of(pool)  # with a tree requests need more; `capacity` counts that
+            self.prompt_cache.cache_of(pool)  # with it requests need more; `capacity` counts that
         most = capacity(pool_of(weights.model), self.cli_args.prefill_step_size)
         return caches, LoadedTexts(weights, self.cli_args.chat_template_args, most)
 
@@ -509,7 +510,7 @@ class ServedBatch(PagedBatchGenerator):
             drafts = {"draft_model": weights.draft_model, "num_draft_tokens": args.num_draft_tokens}
             draft_pool = known_pool(weights.draft_model)
             if isinstance(cache, PagedPromptCache) and draft_pool is not None:
-                drafts["draft_prefixes"] = SharedPrefixes(cache.tree_of(draft_pool), (weights.key, 1))
+                drafts["draft_prefixes"] = cache.shared_prefixes(weights.key, draft_pool, 1)
         super().__init__(
             weights.model,
             prefixes=prefixes,

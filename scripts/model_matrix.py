@@ -52,7 +52,7 @@ class Row(NamedTuple):
         look_up: whether prompt look-up can draft tokens.
         single, batched, packed: RMS difference of the log-probabilities from stock's single run: alone, in a batch, and
             in a batch with packed prompts; None if tokens differ.
-        sharing: whether requests share prefixes: to the token ("yes"), at checkpoints, or not.
+        sharing: whether requests share prefixes: in whole blocks ("yes"), at checkpoints, or not.
         reasons: what is not paged and why.
     """
 

@@ -18,7 +18,7 @@ from ..engine.request import Request, sequence_of
 from ..engine.sampling.token_choice import TokenChoice
 from ..errors import ConfigError, PoolExhaustedError, check_device
 from ..kv.pool import BlockPool
-from ..prefix.store import SharedPrefixes
+from ..prefix.prefix_cache import SharedPrefixes
 from ..warn import warn_once
 from .depth import TRIAL_CONTEXT, Acceptance, Candidate, Depth
 
@@ -123,9 +123,9 @@ class DraftModel:
         for row in rows:
             if self._most(row) and row.knows_history and choice.takes_drafts(row):
                 self.rows[row] = own = DraftRow(self._factory(), Acceptance(expected=self.depth.acceptance.chance))
-                length, tables = self.prefixes.adopt(*self._shared(row))
-                if length:
-                    own.end = self.first_position + length
+                found, tables = self.prefixes.adopt(*self._shared(row))
+                if found.length:
+                    own.end = self.first_position + found.length
                     own.sequence.take_over(tables)
 
     def remove(self, rows: Collection[Request]) -> None:
@@ -139,7 +139,7 @@ class DraftModel:
             tokens = tokens[: max(0, own.end - self.first_position)]
             try:
                 if tokens and own.sequence.length == len(tokens):  # nothing was skipped
-                    self.prefixes.donate(tokens, own.sequence.tables, salt)
+                    self.prefixes.insert(tokens, own.sequence.tables, salt)
             except Exception as error:  # no request depends on the prefix of drafts
                 self._warn(error)
             own.release()

@@ -14,7 +14,7 @@ from ..cache.batch_cache import PagedBatchKVCache, first_paged
 from ..cache.sequence import SequenceTables
 from ..engine.proposer import NextTokens, Proposal, num_known
 from ..engine.request import Request
-from ..prefix.store import SharedPrefixes
+from ..prefix.prefix_cache import SharedPrefixes
 from .depth import TRIAL_CONTEXT, Depth
 from .draft_model import MOST_BEHIND, DraftModel, Span
 

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from ..kv.budget import Append, PoolBudget
 from .request import Request
 from .scheduler import Growth
-from .sharing import CheckpointSharing, PrefixSharing
-
-Sharing = PrefixSharing | CheckpointSharing | None
+from .sharing import Sharing
 
 
-def append_of(request: Request, num_tokens: int, sharing: Sharing = None, block_size: int = 1) -> Append:
+def append_of(request: Request, num_tokens: int, sharing: Sharing | None = None, block_size: int = 1) -> Append:
     """Return the append of the request's next tokens. A cache that it came with is forked, not written to.
 
     Args:
@@ -30,7 +28,7 @@ def append_of(request: Request, num_tokens: int, sharing: Sharing = None, block_
     return Append(request.tables, num_tokens - cached, is_forked, sharing.held_alone(request), cached)
 
 
-def fits(budget: PoolBudget, growth: Growth, sharing: Sharing, evict: Callable[[], bool]) -> bool:
+def fits(budget: PoolBudget, growth: Growth, sharing: Sharing | None, evict: Callable[[], bool]) -> bool:
     """Return whether all these requests can grow together.
 
     Args:
@@ -39,11 +37,9 @@ def fits(budget: PoolBudget, growth: Growth, sharing: Sharing, evict: Callable[[
         sharing: see :func:`append_of`.
         evict: frees something unused; returns False if nothing is left.
     """
-    num_blocks = len(growth)
-    if {num_tokens for _, num_tokens in growth} == {1} and (
-        budget.fits_blocks(num_blocks) or budget.has_blocks(num_blocks)
-    ):
-        return True  # fast path: every decode step asks, and free blocks are mostly plentiful
+    most = sum(budget.most_blocks(num_tokens) for _, num_tokens in growth) + 1
+    if budget.fits_blocks(most) or budget.has_blocks(most):
+        return True  # asked in every step; blocks are mostly plentiful, and no table is looked at
     # Listed before `evict` frees finished caches: prefix blocks that one of them shared would then count as taken over,
     # plus a copy of the last one, for which a request that just fits the budget has no room.
     listed = [append_of(request, num_tokens, sharing, budget.pool.block_size) for request, num_tokens in growth]

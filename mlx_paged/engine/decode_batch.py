@@ -13,7 +13,6 @@ import mlx.core as mx
 from ..cache.batch import Batch, FailedRow
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
-from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import check_device, without_frames
 from .constraint import constrain
@@ -183,24 +182,6 @@ class DecodeBatch:
             if not (cache is None or _is_paged(cache)):
                 cache.filter(indices)
 
-    def leave(self, rows: Sequence[Request]) -> None:
-        """Remove rows that will join again with their own caches, and keep the undelivered token of each."""
-        leaving = self.members.intersection(rows)
-        if leaving:
-            for index, (row, token) in enumerate(zip(self.rows, _as_ints(self._inputs), strict=True)):
-                if row in leaving:
-                    self._remember(row, index, token)
-            self.remove(rows)
-
-    def disband(self) -> list[Request]:
-        """Remove all rows and return them, to be recomputed as after :meth:`suspend`. Touches no cache: for a batch
-        whose caches are in an unknown state."""
-        rows = self.rows
-        for index, (row, token) in enumerate(zip(rows, _as_ints(self._inputs) if rows else (), strict=True)):
-            self._remember(row, index, token)
-        self._clear()
-        return rows
-
     def _clear(self) -> None:
         rows, self.rows, self._inputs, self._caches = self.rows, [], None, []
         self.members.clear()
@@ -351,71 +332,17 @@ class DecodeBatch:
         return choice._replace(broken=unanswerable | choice.broken, inputs=tokens)
 
     def _forward(self) -> mx.array | None:
-        """Return logits ``[B, vocab]`` of the rows whose call succeeded, if any. The others move to ``failed``."""
-        assert self._inputs is not None
+        """Return logits ``[B, vocab]`` of the rows. If the call raises, all of them fail: returns None."""
         parts = self._current()
-        states = parts.of_arrays  # which can be sliced and restored
-        before = [list(cache.cache) for cache in states]
         try:
-            logits: mx.array = self.call(self._inputs[:, None], cache=parts.composed)[:, -1, :]
+            logits: mx.array = self.call(self.inputs[:, None], cache=parts.composed)[:, -1, :]
         except Exception as error:
-            check_device(error)
-            if self._tables is None or not all(_is_paged(cache) or cache in states for cache in self._caches):
-                # Caches of other kinds may hold the token already, so no row can be recomputed.
-                self.fail_all(error)
-                return None
-            self._tables.undo_reserve()
-            for cache, arrays in zip(states, before, strict=True):
-                cache.cache = arrays
-            found = self._forward_parts(list(range(len(self.rows))), error)
-        else:
-            for cache in states:
-                if cache.left_padding is not None:
-                    cache.finalize()  # nothing is padded; the graph of the counter would grow by a node each step
-            return logits
-        broken = [(self.rows[index], part) for index, part in found.items() if isinstance(part, Exception)]
-        self.failed += broken
-        self.remove([row for row, _ in broken], keep_caches=False)
-        self._drop_tables()
-        done = [part for part in found.values() if not isinstance(part, Exception)]
-        return mx.concatenate(done) if done else None
-
-    def _forward_parts(self, indices: list[int], error: Exception) -> dict[int, mx.array | Exception]:
-        """Return logits or error of each row. Rows that failed together are tried in halves until one fails alone."""
-        if len(indices) == 1:
-            return {indices[0]: error}
-        assert self._inputs is not None
-        found: dict[int, mx.array | Exception] = {}
-        middle = len(indices) // 2
-        for half in (indices[:middle], indices[middle:]):
-            own = [self._states_of(cache, half) for cache in self._caches]
-            caches, tables = batch_of([self.rows[index] for index in half], own)
-            assert tables is not None
-            failed = tables.reserve()
-            if failed is not None:
-                found.update(dict.fromkeys(half, failed.error))
-                continue
-            try:
-                composed = with_leaves(self.rows[0].caches or [], caches)
-                logits = self.call(self._inputs[mx.array(half)][:, None], cache=composed)[:, -1, :]
-            except Exception as again:
-                check_device(again)
-                tables.undo_reserve()
-                found.update(self._forward_parts(half, again))
-            else:
-                found.update({index: logits[i : i + 1] for i, index in enumerate(half)})
-                for cache, part in zip(self._caches, caches, strict=True):
-                    if isinstance(cache, self.upstream.state_cache):
-                        pairs = zip(cache.cache, part.cache, strict=True)
-                        cache.cache = [_with_rows(x, new, half, len(self.rows)) for x, new in pairs]
-                        cache.left_padding = None
-        return found
-
-    def _states_of(self, cache: Any, indices: Sequence[int]) -> Any:
-        """Return a state cache with only some rows; any other cache unchanged."""
-        if not isinstance(cache, self.upstream.state_cache):
-            return cache
-        return with_arrays(cache, [None if x is None else x[mx.array(list(indices))] for x in cache.cache])
+            self.fail_all(error)
+            return None
+        for cache in parts.of_arrays:
+            if cache.left_padding is not None:
+                cache.finalize()  # nothing is padded; the graph of the counter would grow by a node each step
+        return logits
 
     def fail_all(self, error: Exception) -> None:
         """Fail and remove all rows: a step failed as a whole, so no row's state is known. Raises an error of the
@@ -434,14 +361,6 @@ class DecodeBatch:
         tokens = _as_ints(inputs)
         logits, unanswerable = constrain(logits, rows, tokens, is_timed=self.peers.is_alone)
         return logits, tokens, unanswerable
-
-
-def _with_rows(x: mx.array | None, new: mx.array, indices: Sequence[int], num_rows: int) -> mx.array:
-    """Return x ``[num_rows, ...]`` with ``new`` as some consecutive rows; x is None if no row has a value yet."""
-    first, last = indices[0], indices[-1]
-    if x is None:
-        x = mx.zeros((num_rows, *new.shape[1:]), new.dtype)
-    return mx.concatenate([x[:first], new, x[last + 1 :]])
 
 
 def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:

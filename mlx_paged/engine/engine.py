@@ -28,7 +28,7 @@ from ..errors import (
 from ..kernels.availability import on_metal
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
-from ..prefix.store import SharedPrefixes
+from ..prefix.prefix_cache import SharedPrefixes
 from ..warn import warn_once
 from . import appends
 from .decode_batch import DecodeBatch, Delivery
@@ -37,6 +37,7 @@ from .peers import Peers
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     LATENCY_MS,
+    UNCUT_TOKENS,
     UPSTREAM_PREFILLING,
     UPSTREAM_STEP_TOKENS,
     Prefill,
@@ -50,7 +51,7 @@ from .prefill import (
 from .proposer import Proposer
 from .request import Request, sequence_of
 from .scheduler import Chunk, Growth, Scheduler
-from .sharing import CheckpointSharing, PrefixSharing
+from .sharing import Sharing
 from .step_logits import TokenLogits
 from .upstream import TokenResponse
 
@@ -64,9 +65,9 @@ class Engine:
     """Runs requests step by step: the scheduler decides, prefill and the decode batch compute. It also implements the
     scheduler's :class:`.scheduler.Memory`: it admits, preempts, cancels and fails requests.
 
-    An error that concerns one request fails only that request: it is noted where it happens (``_note``), and the
-    request fails once everything else is in a consistent state (``_fail_noted``). If the decode batch itself fails, its
-    other requests are recomputed.
+    An error of one request's own doing (its grammar, its sampler, no memory for it) fails only that request. It is
+    noted where it happens (``_note``), and the request fails between two parts of a step (``_fail_noted``).
+    A model call that raises fails the requests in it. Nothing is repeated.
 
     Args:
         batch: an empty batch of the model. Its prompt caches are paged, or hold states that mlx-lm can batch, or both.
@@ -79,7 +80,7 @@ class Engine:
         packs: compute chunks of several prompts as packs if the model :func:`.prefill.can_pack`; None: see
             :func:`.prefill.packs_by_default`.
         reads_blocks_only: see :func:`.prefill.can_pack`.
-        state_interval: see :class:`CheckpointSharing`.
+        state_interval: see :class:`.sharing.Sharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
             time bounds them (see :class:`PrefillPace`).
         proposer: proposes drafts.
@@ -125,17 +126,14 @@ class Engine:
         )
         packs = packs_by_default(self.pool) if packs is None else packs
         self.packs = packs and self.can_pack
-        self.sharing: PrefixSharing | CheckpointSharing | None = None
+        self.sharing: Sharing | None = None
         self.budget: PoolBudget | None = None
         # Caches that keep a prompt's first tokens (max_kv_size): what a token sees depends on where chunks begin.
         self.keeps_tokens = any(getattr(cache, "keep", 0) for cache in leaves(fresh))
         if prefixes is not None and not self.keeps_tokens:
             prefixes.pool.lock.device.check()
-            if self.all_paged and self.pool is not None:
-                self.sharing = PrefixSharing(prefixes, self.pool)
-            else:
-                self.sharing = CheckpointSharing(prefixes, self.requests, state_interval)
-                prefixes.pool.memory.keeps_states = bool(prefixes.pool.groups)
+            self.sharing = Sharing(prefixes, self.requests, has_states=not self.all_paged, interval=state_interval)
+            prefixes.pool.memory.keeps_states = not self.all_paged and bool(prefixes.pool.groups)
         if self.pool is not None:
             chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
             self.budget = PoolBudget(self.pool, chunk=chunk)
@@ -154,11 +152,7 @@ class Engine:
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None
         if self.peers.is_alone and (bounded or self._is_on_metal or (self.packs and on_metal())):
-            cap = self.scheduler.cap
-            self._pace = PrefillPace(batch.model, prefill_latency, 0 if cap is None else cap.least)
-            self.scheduler.yields = True
-            # On a CPU a row costs as much beside others as alone. A draft model would recompute rows that were held.
-            self.scheduler.holds_rows = not on_metal() and proposer is None
+            self._pace = PrefillPace(prefill_latency, self.scheduler.most_tokens)
         self._prefill_steps = 0
         info = mx.device_info()
         self._most_cached_bytes = int(info.get("memory_size") or info.get("total_memory") or 0) // BUFFER_CACHE_SHARE
@@ -218,21 +212,17 @@ class Engine:
             while self._drop_finished():  # callers may hold responses for different times on each rank
                 pass
         if self._pace is not None:
-            most, limit = self._pace.most_tokens(len(self.scheduler) == 1), self.scheduler.most_tokens
-            self.scheduler.token_budget = limit if most is None else min(limit, most)
+            self.scheduler.token_budget = min(self.scheduler.most_tokens, max(self._pace.tokens, self._uncut_tokens()))
         plan = self.scheduler.plan()
         alive = plan
         if plan.failed or self._noted:
-            for request, error in plan.failed:
-                self._end_failed(request, error)
+            for request, num_tokens in plan.failed:
+                self._end_failed(request, self._exhausted(request, num_tokens))
             self._fail_noted()
             alive = plan._replace(
                 decode=[request for request in plan.decode if self._is_alive(request)],
-                held=[request for request in plan.held if self._is_alive(request)],
                 chunks=[chunk for chunk in plan.chunks if self._is_alive(chunk.request)],
             )
-        if alive.held:
-            self._leave(alive.held)
         joining = [r for r in alive.decode if r not in self.batch.members and r.caches is not None]
         prompts = self._begin_rows(joining) if joining or self._noted else []
         generated = self._decode(alive.chunks) if self.batch.rows else []
@@ -257,6 +247,16 @@ class Engine:
                     self.batch.upstream.prompt_response(request.uid, (request.prompt_length,) * 2, True, True)
                 )
         return prompts
+
+    def _uncut_tokens(self) -> int:
+        """Return the prompt tokens of a step in which nothing decodes and nobody else waits: all requests are one
+        client's, and their prompts can be computed together. Otherwise 0."""
+        if self.batch.rows or len(self.requests) > self.scheduler.max_prefilling:
+            return 0
+        if len({request.options.client for request in self.requests.values()}) > 1:
+            return 0
+        cap = self.scheduler.cap
+        return len(self.requests) * max(UNCUT_TOKENS, 0 if cap is None else cap.least)
 
     def _is_alive(self, request: Request) -> bool:
         return request.uid in self.requests
@@ -337,9 +337,8 @@ class Engine:
         assert self.drafts is not None
         try:
             self.drafts.finish(unwanted)
-        except Exception as error:  # the states of all rows are unknown
-            self.batch.fail_all(error)
-            self._note_failed()
+        except Exception as error:
+            self._fail_batch(error)
 
     def _cut(self, request: Request, num_tokens: int) -> None:
         """Drop the last tokens of a request that has left the batch from its cache."""
@@ -374,7 +373,7 @@ class Engine:
         except Exception as error:
             self._note(request, error)
             return
-        self.scheduler.remove(request)
+        self.scheduler.remove([request])
         del self.requests[request.uid]
         response.attach(request)
         self._finished[request.uid] = response
@@ -418,15 +417,14 @@ class Engine:
         return responses
 
     def _call_failed(self, call: Sequence[Chunk], error: Exception) -> None:
+        """Fail the requests of a call that raised. Those for which blocks are lacking wait for others: these may have
+        taken a block that the plan had counted on."""
         check_device(error)
-        # Others may have taken a block that the plan had counted on; then the request waits for them.
-        must_wait = isinstance(error, PoolExhaustedError) and len(self.scheduler.running) > 1
-        if len(call) == 1 and not must_wait:
-            self._fail(call[0].request, error)
-            return
-        for request, _ in call:  # computed again alone, the request at fault shows
-            request.prefills_alone = True
-            self.scheduler.preempt(request)
+        for request, _ in call:
+            if isinstance(error, PoolExhaustedError) and len(self.scheduler.running) > 1:
+                self.scheduler.preempt(request)
+            else:
+                self._fail(request, error)
 
     def _report(self, request: Request) -> Any | None:
         """Return the progress of a prompt; None while what was reported before is recomputed."""
@@ -440,10 +438,6 @@ class Engine:
 
     # scheduler.Memory: nothing here raises while a step is planned --------------------------------------------
 
-    def holds(self, num_tokens: int) -> bool:
-        """Return whether the budget can hold a request of ``num_tokens`` tokens with nothing else in the pool."""
-        return self.budget is None or self.budget.holds(num_tokens)
-
     def fits(self, growth: Growth) -> bool:
         """Return whether the growth fits, after dropping caches of finished requests if necessary."""
         try:
@@ -451,18 +445,6 @@ class Engine:
         except Exception as error:  # charged to the last request, which fails before anything is appended
             self._note(growth[-1][0], error)
             return True
-
-    def most_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks of each group that an append of ``num_tokens`` tokens can take."""
-        return 0 if self.budget is None else self.budget.most_blocks(num_tokens)
-
-    def has_blocks(self, num_blocks: int) -> bool:
-        """Return whether ``num_blocks`` blocks of each group are free or can be freed."""
-        try:
-            return self.budget is None or self.budget.has_blocks(num_blocks)
-        except Exception as error:  # :meth:`fits`, called next, charges it to a request
-            check_device(error)
-            return False
 
     def _drop_finished(self) -> bool:
         """Release the oldest finished request's cache that nobody has read. Returns whether there was one."""
@@ -472,13 +454,17 @@ class Engine:
                 return True
         return False
 
-    def admit(self, request: Request) -> None:
-        """Give the request its caches. Errors are noted, not raised."""
+    def admit(self, request: Request) -> bool:
+        """Give the request its caches, unless a running request is computing its prefix. Errors are noted, not
+        raised."""
         if request not in self._noted:
             try:
+                if self.sharing is not None and self.sharing.must_wait(request):
+                    return False
                 self._admit(request)
             except Exception as error:
                 self._note(request, error)
+        return True
 
     def _admit(self, request: Request) -> None:
         if request.given is not None:
@@ -490,14 +476,6 @@ class Engine:
         if request.num_cached is None:
             request.num_cached = request.length
         request.num_reported = max(request.num_reported, request.length)
-
-    def must_wait(self, request: Request) -> bool:
-        """Return whether a running request is computing this one's prefix."""
-        try:
-            return self.sharing is not None and self.sharing.must_wait(request)
-        except Exception as error:
-            self._note(request, error)
-            return False
 
     def release(self, request: Request) -> None:
         """Release the blocks of a preempted request; whole blocks stay in the prefix cache."""
@@ -512,12 +490,12 @@ class Engine:
         except Exception as error:
             self._note(request, error)
             if request in self.batch.members:
-                self._disband()
+                self._fail_batch(error)
         self._release(request)
         if self.pool is not None and has_computed:
             self.pool.preemptions += 1
 
-    def exhausted(self, request: Request, num_tokens: int) -> Exception:
+    def _exhausted(self, request: Request, num_tokens: int) -> Exception:
         """Return the error of a request that does not fit."""
         assert self.budget is not None
         try:
@@ -541,7 +519,8 @@ class Engine:
         """Raise RequestTooLargeError if the request could not even begin to decode, DeviceError if all is lost."""
         self.device.check()
         if request.given is None or self.budget is None:
-            self.scheduler.check(request.prefill_end + 1)
+            if self.budget is not None and not self.budget.holds(request.prefill_end + 2):
+                raise RequestTooLargeError(request.prefill_end + 1)
         # The cache that it came with stays as it is, and counts as well.
         elif not self.budget.holds(request.prefill_end + 2 - request.kept, request.tables):
             raise RequestTooLargeError(request.prefill_end + 1)
@@ -561,7 +540,7 @@ class Engine:
         named = set(uids)
         self.failures = deque(failure for failure in self.failures if failure.uid not in named)
         gone = [self.requests[uid] for uid in dict.fromkeys(uids) if uid in self.requests]
-        self.scheduler.remove_all(gone)
+        self.scheduler.remove(gone)
         for request in gone:
             if request.caches is not None:  # it runs
                 if not self.device.is_lost:
@@ -604,7 +583,7 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Fail a request; the others must be in a consistent state."""
-        self.scheduler.remove(request)
+        self.scheduler.remove([request])
         self._end_failed(request, error)
 
     def _end_failed(self, request: Request, error: Exception) -> None:
@@ -624,57 +603,22 @@ class Engine:
             self._note(request, error)
 
     def _join(self, requests: Sequence[Request]) -> None:
-        """Add requests to the decode batch; those for which that fails are noted."""
+        """Add requests to the decode batch."""
         try:
             self.batch.add(requests)
         except Exception as error:
-            check_device(error)
-            self._disband()
-            if len(requests) == 1:
-                self._note(requests[0], error)
-                return
-            for request in requests:  # joining alone, the request at fault shows
-                self._join([request])
-
-    def _leave(self, requests: Sequence[Request]) -> None:
-        """Remove rows from the decode batch with their caches, to join it again."""
-        try:
-            self.batch.leave(requests)
-        except Exception as error:  # recomputed, the request at fault shows
-            check_device(error)
-            self._disband()
+            self._fail_batch(error, requests)
 
     def _remove_from_batch(self, requests: Sequence[Request], *, keep_caches: bool = True) -> None:
-        """Remove requests from the decode batch. One for which that fails is noted: it has left the batch, but its
-        caches cannot be used."""
+        """Remove requests from the decode batch."""
         try:
             self.batch.remove(requests, keep_caches=keep_caches)
         except Exception as error:
-            check_device(error)
-            if len(requests) == 1:
-                self._note(requests[0], error)
-                self._disband()
-                return
-            for request in requests:
-                if request in self.batch.members:
-                    self._remove_from_batch([request], keep_caches=keep_caches)
-                else:  # removed with the whole batch when another one failed
-                    self._note(request, error)
+            self._fail_batch(error, requests)
 
-    def _disband(self) -> None:
-        """Preempt all rows of the decode batch, whose state is unknown; they are computed again."""
-        try:
-            requests = self.batch.disband()
-        except Exception as error:  # even the undelivered tokens cannot be read
-            self.batch.fail_all(error)
-            self._note_failed()
-            return
-        for request in requests:
-            if request in self.scheduler.running:
-                self.scheduler.preempt(request)
-
-    def _note_failed(self) -> None:
-        """Note the errors of rows that the batch has collected."""
+    def _fail_batch(self, error: Exception, requests: Sequence[Request] = ()) -> None:
+        """Note the failure of these requests and of all rows of the decode batch, whose state is unknown."""
+        self.batch.fail_all(error)
         failed, self.batch.failed = self.batch.failed, []
-        for request, error in failed:
+        for request in {*requests, *(request for request, _ in failed)}:
             self._note(request, error)

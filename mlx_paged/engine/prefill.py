@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..by_model import ByModel
 from ..cache.batch import Batch, NotPackableError
@@ -25,51 +24,35 @@ from .request import Request
 from .scheduler import Chunk, ChunkCap
 
 LATENCY_MS = 500  # default time for the prompts of a step beside requests that decode or wait
-ALONE_SECONDS = 5.0  # time for a step of the only request, which cannot be cancelled meanwhile
-LEAST_TOKENS = 32  # fewer take hardly less time, since each step reads all weights
-GRID = 32  # tokens; multiples of it give few shapes, which recur
-# Operations per second assumed until a step is measured: of some CPU cores, in float32 and with quantised weights.
-ASSUMED_SPEED, ASSUMED_QUANTIZED_SPEED = 1e11, 3e9
-ASSUMED_METAL_SPEED = 5e12  # an Apple GPU, with any weights
-WEIGHTS_PER_WORD = 8  # quantised weights of 4 bits
+# Prompt tokens of a step beside others: at first, and at least. Fewer take hardly less time, since each step reads all
+# weights.
+CPU_TOKENS, METAL_TOKENS = (128, 32), (512, 128)
+UNCUT_TOKENS = 512  # a prompt is not cut below this while nothing decodes and nobody else waits
 
 
 class PrefillPace:
-    """Learns how long prompt tokens take, and limits a step's prompts by time on a CPU and on Metal (docs/adr/0063).
+    """The prompt tokens of a step beside requests that decode or wait, on a CPU and on Metal (docs/adr/0104).
 
-    There a chunk of 2,048 tokens can take seconds or minutes. Chunks that take less than the limit are not changed.
+    A chunk of 2,048 tokens can take seconds or minutes there.
+
+    Half as many after a step that took longer than the latency, twice as many after one that took less than half of it.
 
     Args:
-        model: its parameters give the first estimate.
-        latency_ms: limit for the prompts of a step beside requests that decode or wait.
-        least_alone: least tokens of a step of the only request, however long they take.
+        latency_ms: time that a step's prompts should take.
+        most: most tokens.
     """
 
-    def __init__(self, model: Any, latency_ms: int = LATENCY_MS, least_alone: int = 0) -> None:
+    def __init__(self, latency_ms: int = LATENCY_MS, most: int = 2048) -> None:
         self.latency = latency_ms / 1000
-        self.least_alone = max(least_alone, LEAST_TOKENS)
-        parameters: Any = getattr(model, "parameters", dict)()
-        arrays = [array for _, array in tree_flatten(parameters) if isinstance(array, mx.array)]
-        quantized = sum(array.size for array in arrays if array.dtype == mx.uint32) * WEIGHTS_PER_WORD
-        others = sum(array.nbytes for array in arrays if array.dtype != mx.uint32) / 4
-        speeds = (ASSUMED_METAL_SPEED,) * 2 if on_metal() else (ASSUMED_SPEED, ASSUMED_QUANTIZED_SPEED)
-        self.seconds_per_token = 2 * others / speeds[0] + 2 * quantized / speeds[1]
+        self.tokens, self.least = METAL_TOKENS if on_metal() else CPU_TOKENS
+        self.tokens, self.most = min(self.tokens, most), most
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Learn from the number of tokens of a step's chunks, and the seconds they took."""
-        if num_tokens >= LEAST_TOKENS:  # fewer take more time per token
-            self.seconds_per_token += (seconds / num_tokens - self.seconds_per_token) / 2
-
-    def most_tokens(self, is_alone: bool) -> int | None:
-        """Return the most prompt tokens of the next step, in multiples of :data:`GRID`; None: no limit.
-
-        Args:
-            is_alone: there is only one request, running or waiting.
-        """
-        if not self.seconds_per_token:
-            return None
-        seconds, least = (ALONE_SECONDS, self.least_alone) if is_alone else (self.latency, LEAST_TOKENS)
-        return max(least, int(seconds / self.seconds_per_token) // GRID * GRID)
+        """Follow the time that a step's prompt tokens took."""
+        if seconds > self.latency and num_tokens <= self.tokens:
+            self.tokens = max(self.least, self.tokens // 2)
+        elif 2 * seconds < self.latency and num_tokens >= self.tokens:
+            self.tokens = min(self.most, self.tokens * 2)
 
 
 # Prompt tokens per step on a GPU without packs: longer chunks take more memory and delay decoding (docs/adr/0006).
@@ -161,7 +144,7 @@ class Prefill:
         self.wait()
         begin = time.perf_counter()
         done: set[Request] = set()
-        for call in packs_of(chunks) if self.packs else [[chunk] for chunk in chunks]:
+        for call in [list(chunks)] if self.packs and chunks else [[chunk] for chunk in chunks]:
             try:
                 call = list(self._call(call, on_failure))
             except Exception as error:
@@ -210,12 +193,13 @@ class Prefill:
         if not self.packs or len(call) > 1:
             return self.packs
         request, num_tokens = call[0]
-        return not request.prefills_alone and not on_metal() and request.length + num_tokens <= MOST_ALONE
+        return not on_metal() and request.length + num_tokens <= MOST_ALONE
 
     def _call(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> Sequence[Chunk]:
         """Compute the chunks of one model call. Returns those that found room in the pool."""
         packed = self._packed(call, on_failure) if self._is_pack(call) else None
         if packed is None:
+            call = [chunk for chunk in call if chunk.request.caches is not None]  # a pack found no room for the others
             for request, num_tokens in call:
                 self.call(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
         if not self.in_place:  # states, which have no fence
@@ -225,16 +209,14 @@ class Prefill:
     def _packed(
         self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
     ) -> Sequence[Chunk] | None:
-        """Compute the chunks as a pack. Returns those that found room in the pool. If the model turns out not to take
-        packs, returns None for a single chunk, and raises NotPackableError for several."""
+        """Compute the chunks as a pack. Returns those that found room in the pool; None if the model turns out not to
+        take packs."""
         try:
             return compute_pack(self.call, chunks, on_failure)
         except NotPackableError as error:
             self.packs = False
             _not_packed.put(self.model, str(error))
             warn_once(f"prompts are prefilled one at a time for models of {type(self.model).__module__}: {error}")
-            if len(chunks) > 1:
-                raise
             return None
 
 
@@ -243,13 +225,6 @@ def _fences(requests: Sequence[Request]) -> list[mx.array]:
     Requests of one pool share them."""
     pools = {id(request.sequence.pool): request.sequence.pool for request in requests if request.sequence is not None}
     return [array for pool in pools.values() for array in pool.ready()]
-
-
-def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Group chunks into model calls: one for all, but one each for requests whose pack has failed."""
-    pack = [chunk for chunk in chunks if not chunk.request.prefills_alone]
-    alone = [[chunk] for chunk in chunks if chunk.request.prefills_alone]
-    return [pack, *alone] if pack else alone
 
 
 def can_pack(

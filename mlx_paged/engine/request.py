@@ -78,7 +78,6 @@ class Request:
         logits: the logits of the next token; None until one is sampled.
         context: token buffer for its processors; None before it is in a batch, or without processors.
         grammar: state of its grammar after the delivered tokens; None: unconstrained.
-        prefills_alone: its prompt is computed in its own model calls, because one shared with others failed.
         common: length of the common prefix with other requests, by uid, if both go on after it.
     """
 
@@ -126,7 +125,6 @@ class Request:
         self.logits: TokenLogits | None = None
         self.context: Any = None
         self.grammar = None if options.grammar is None else options.grammar.start()
-        self.prefills_alone = False
         self.common: dict[int, int] = {}
         self._known: tuple[list[Any] | None, SequenceTables | None] = (None, None)  # caches, and the tables behind them
 

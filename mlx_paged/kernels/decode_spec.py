@@ -201,7 +201,8 @@ def pool_constants_of(
     Raises:
         ValueError: they do not support this geometry.
     """
-    if dtype not in (*DTYPES, mx.uint32) or head_dim % 4 or value_dim % 4:  # uint32: words of quantised pages
+    is_packed = dtype == mx.uint32  # words of quantised pages
+    if not is_packed and (dtype not in DTYPES or head_dim % 4 or value_dim % 4):
         raise ValueError(f"no kernel writes and gathers {dtype} of head size {head_dim}/{value_dim}")
     return (("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size), *_page_constants(pages))
 

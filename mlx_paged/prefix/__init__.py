@@ -1,1 +1,1 @@
-"""Prefixes that requests share: the radix tree, its use by a batch, files on disk, and the identity of models."""
+"""Prefixes that requests share: blocks by keys, files on disk, and the identity of models."""

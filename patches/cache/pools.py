@@ -188,7 +188,9 @@ def prefix_pool_of(model: Any) -> BlockPool:
         config = PagedConfig() if factory is None else factory(model).config
         kept = _state_pools.get(model)
         if kept is None or kept[0] != config or kept[1].is_lost:
-            kept = _state_pools.put(model, (config, BlockPool((), memory_budget=_budget(model, config))))
+            kept = _state_pools.put(
+                model, (config, BlockPool((), block_size=config.block_size, memory_budget=_budget(model, config)))
+            )
         return kept[1]
 
 

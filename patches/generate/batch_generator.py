@@ -21,7 +21,7 @@ from ...engine.request import Request, RequestOptions, sequence_of
 from ...errors import ConfigError
 from ...grammar.grammar import GrammarProcessor
 from ...kv.lock import HeldLocks
-from ...prefix.store import SharedPrefixes
+from ...prefix.prefix_cache import SharedPrefixes
 from ...ranks.world import peers_of
 from ...warn import warn_once
 from ..cache.layer_cache import PagedLayerCache

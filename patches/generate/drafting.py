@@ -15,8 +15,7 @@ from ...engine.prefill import can_pack
 from ...engine.request import sequence_of
 from ...errors import ConfigError
 from ...kv.pool import BlockPool
-from ...prefix.radix import RadixTree
-from ...prefix.store import SharedPrefixes
+from ...prefix.prefix_cache import PrefixCache, SharedPrefixes
 from ...ranks.world import group_of
 from ..cache.layout import reads_blocks_only
 from ..cache.pools import probe_geometry
@@ -145,7 +144,7 @@ def drafting(
     assert factory.pool is not None
     depth = new_depth()
     proposer: DraftModel
-    prefixes = prefixes or SharedPrefixes(RadixTree(factory.pool))
+    prefixes = prefixes or SharedPrefixes(PrefixCache(factory.pool))
     if isinstance(draft_model, MTPHead):
         proposer = PredictionHead(draft_model, factory, num_draft_tokens, depth, prefixes, HiddenStates())
     else:

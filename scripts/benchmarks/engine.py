@@ -39,8 +39,7 @@ from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 
 from .report import Panel, add_out_argument, list_of, positive, table, write_results
 
@@ -159,7 +158,7 @@ class Bench:
         key = mx.zeros((1, 1, 1, DIM), mx.float16)
         for index in range(len(windows)):
             self.pool.set_geometry(index * each, key, key, batch=1)
-        self.tree = RadixTree(self.pool) if caches_prefixes else None
+        self.prefixes = PrefixCache(self.pool) if caches_prefixes else None
         self._layers, self._uid, self._random = layers, 0, random.Random(0)
         upstream = Upstream(
             response=_Response,
@@ -178,7 +177,7 @@ class Bench:
             prefill_step_size=2048,
             completion_batch_size=running,
             prefill_batch_size=8,
-            prefixes=None if self.tree is None else SharedPrefixes(self.tree),
+            prefixes=None if self.prefixes is None else SharedPrefixes(self.prefixes),
             factory=self.fresh,
         )
 
@@ -245,7 +244,7 @@ def full(rows: int, nodes: int) -> float:
     """Measure steps with a full pool, in which each new block evicts a cached one; with no nodes, blocks are free."""
     per_row = 11 if nodes else 16
     bench = Bench(4, blocks=nodes + rows * per_row + rows + 2, caches_prefixes=True)
-    assert bench.tree is not None
+    assert bench.prefixes is not None
     bench.add(rows, 300)
     bench.start()
     for _ in range(nodes):
@@ -253,7 +252,7 @@ def full(rows: int, nodes: int) -> float:
             break
         prefix = bench.pool.new_table(0)
         bench.pool.append_tokens(prefix, BLOCK)
-        bench.tree.insert(bench.prompt(BLOCK), [prefix])
+        bench.prefixes.insert(bench.prompt(BLOCK), [prefix])
         bench.pool.release_table(prefix)
     return bench.steps(2 * BLOCK)
 
@@ -319,7 +318,7 @@ def on_host(rows: int) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=list_of(positive), default=[1, 32, 128, 256])
-    parser.add_argument("--nodes", type=list_of(int), default=[10_000], help="of the prefix tree")
+    parser.add_argument("--nodes", type=list_of(int), default=[10_000], help="blocks in the prefix cache")
     parser.add_argument("--waiting", type=positive, default=10_000, help="requests")
     add_out_argument(parser)
 

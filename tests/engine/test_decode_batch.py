@@ -136,15 +136,6 @@ def test_suspended_row_keeps_its_undelivered_token(batch: Batch) -> None:
     assert batch.tokens[0] == answer(PROMPTS[1], 8) and batch.tokens[1] == answer(PROMPTS[2], 8)
 
 
-def test_disband_empties_the_batch_and_loses_no_token(batch: Batch) -> None:
-    rows = [batch.row(uid, prompt) for uid, prompt in enumerate(PROMPTS)]
-    batch.join(*rows)
-    batch.step(3)
-    assert batch.batch.disband() == rows
-    assert not batch.batch.rows and not batch.batch.members
-    assert [row.undelivered for row in rows] == [answer(prompt, 3)[2] for prompt in PROMPTS]
-
-
 # Sampling ---------------------------------------------------------------------------------------------------------
 
 
@@ -247,19 +238,20 @@ def test_a_sampler_for_one_row_serves_several_requests(batch: Batch, rows: int) 
         assert batch.tokens[uid] == answer(PROMPTS[uid], 3)
 
 
-def test_failed_call_is_retried_in_halves_until_the_row_is_found(batch: Batch) -> None:
-    prompts = [[1, 2], [3, 4], [5, 23], [6, 7], [8, 9]]
-    rows = [batch.row(uid, prompt) for uid, prompt in enumerate(prompts)]
+def test_call_that_raises_fails_its_rows(batch: Batch) -> None:
+    rows = [batch.row(uid, prompt) for uid, prompt in enumerate([[1, 2], [3, 23], [5, 6]])]
     batch.join(*rows)
     batch.model.poison, batch.model.call_sizes = 23, []
     batch.step()
-    assert [(row, str(error)) for row, error in batch.batch.failed] == [(rows[2], "a poisoned token")]
-    assert batch.model.call_sizes == [5, 2, 3, 1, 2]
-    assert batch.batch.rows == [rows[0], rows[1], rows[3], rows[4]]
+    assert [(row, str(error)) for row, error in batch.batch.failed] == [(row, "a poisoned token") for row in rows]
+    assert batch.model.call_sizes == [3] and not batch.batch.rows and not batch.batch.members
     batch.model.poison = None
-    batch.step(4)
-    for uid in (0, 1, 3, 4):
-        assert batch.tokens[uid] == answer(prompts[uid], 4)
+    for row in rows:
+        row.release()
+    later = batch.row(9, PROMPTS[1])
+    batch.join(later)
+    batch.step(5)
+    assert batch.tokens[9] == answer(PROMPTS[1], 4)
     batch.pool.check_integrity()
 
 

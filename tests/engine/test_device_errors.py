@@ -20,9 +20,10 @@ from mlx_paged.errors import DeviceError, RequestFailedError, check_device
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import pool_of
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.spill import SpillStore
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.disk import DiskTier
+from mlx_paged.prefix.entry import SavedName
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
+from mlx_paged.prefix.shelf import Shelf
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import generator, mlx_lm_generate
 from tests.support.models.builders import build, greedy, prompt_of
@@ -101,10 +102,10 @@ def prompts() -> list[list[int]]:
     return [prompt_of(length, seed=length).tolist() for length in LENGTHS]
 
 
-def new_generator(model: Any) -> tuple[Any, RadixTree]:
-    """Return a generator with a prefix tree."""
+def new_generator(model: Any) -> tuple[Any, PrefixCache]:
+    """Return a generator with a prefix cache."""
     pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     return generator(model, prefixes=SharedPrefixes(tree), prefill_step_size=CHUNK), tree
 
 
@@ -118,7 +119,7 @@ def run(gen: Any) -> list[list[int]]:
     return list(found.values())
 
 
-def check_after(model: Any, gen: Any, tree: RadixTree, pool: BlockPool, expected: list[list[int]]) -> None:
+def check_after(model: Any, gen: Any, tree: PrefixCache, pool: BlockPool, expected: list[list[int]]) -> None:
     """Check that nothing that the failed generator has computed is served, and that a new one is right."""
     with pytest.raises(DeviceError, match="were lost"):
         gen.next()
@@ -186,7 +187,7 @@ def test_removed_request_leaves_only_what_is_known_to_be_computed(in_place: Any,
     assert request.length == whole and request.confirmed < whole  # the last block is still being computed
     tokens = [*request.cached_tokens(), 0]
     gen.remove([uid])
-    assert tree.match(tokens).length == request.confirmed // BLOCK * BLOCK < whole
+    assert SharedPrefixes(tree).match(tokens).length == request.confirmed // BLOCK * BLOCK < whole
     gen.close()
 
 
@@ -232,7 +233,7 @@ def test_prompt_cache_of_a_script_goes_on_without_what_was_lost(in_place: Any) -
     with pytest.raises(DeviceError, match="were lost"):
         store.insert_cache("model", tokens, lost)
     store.insert_cache("model", tokens, computed())
-    assert store.fetch_nearest_cache("model", tokens)[1] == tokens[-1:]
+    assert len(store.fetch_nearest_cache("model", tokens)[1]) <= BLOCK
     store.tidy()
     store.close()
 
@@ -243,36 +244,47 @@ def test_nothing_is_written_to_disk_before_the_device_has_confirmed_it(
 ) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
 
-    def node_of(model: Any) -> tuple[BlockPool, Any]:
-        gen, tree = new_generator(model)
+    def filled(model: Any) -> tuple[Any, PrefixCache]:
+        pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+        tree = PrefixCache(pool)
+        gen = generator(model, prefixes=SharedPrefixes(tree, SavedName("weights", 0)), prefill_step_size=CHUNK)
         run(gen)
         gen.close()
-        return tree.pool, tree.match(prompts()[0]).node
+        return pool, tree  # the cache does not keep the pool alive
 
-    pool, node = node_of(in_place)
-    device, store = Device(), SpillStore(tmp_path / "whole")
+    def save_all(tree: PrefixCache, shelf: Shelf) -> None:
+        for entry in list(tree.entries.values()):
+            DiskTier(shelf).save(tree, entry, wait=True)
+
+    pool, tree = filled(in_place)
+    device, shelf = Device(), Shelf(tmp_path / "whole")
     with device.failing():
-        assert store.save(pool, node, "weights") > 1
+        save_all(tree, shelf)
+    shelf.flush()
+    assert len(shelf) > 1 and not pool.is_lost
     for number in range(1, device.counts[place] + 1):
-        store = SpillStore(tmp_path / f"{place}-{number}")
-        pool, node = node_of(in_place)
+        shelf = Shelf(tmp_path / f"{place}-{number}")
+        pool, tree = filled(in_place)
         with Device(place, number).failing(), pytest.raises(DeviceError):
-            store.save(pool, node, "weights")
+            save_all(tree, shelf)
             pytest.fail("nothing was raised")
-        written = store.flush()  # only blocks confirmed before the error
-        assert place == "synchronize" or written == 0
+        shelf.flush()
+        assert len(shelf) < number  # only blocks confirmed before the error
         with pytest.raises(DeviceError, match="were lost"):
-            store.save(pool, node, "weights")
+            save_all(tree, Shelf(tmp_path / "other"))
 
 
 def test_error_of_the_device_while_a_file_is_written_is_raised(in_place: Any, tmp_path: Path) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     gen, tree = new_generator(in_place)
     run(gen)
-    store = SpillStore(tmp_path)
-    with mock.patch.object(store.folder, "write", side_effect=RuntimeError(TEXTS[0])), pytest.raises(DeviceError):
-        store.save(tree.pool, tree.match(prompts()[0]).node, "weights")
-    assert not list(tmp_path.glob("*.safetensors"))
+    shelf = Shelf(tmp_path)
+    with mock.patch.object(shelf, "_write_file", side_effect=RuntimeError(TEXTS[0])), pytest.raises(DeviceError):
+        for entry in tree.entries.values():
+            entry.stays_in_memory = False
+            DiskTier(shelf).save(tree, entry, wait=True)
+            shelf.flush()
+    assert not list(tmp_path.iterdir())
     gen.close()
 
 
@@ -309,18 +321,17 @@ def test_other_errors_are_not_the_devices(text: str) -> None:
 # Functions that call check_device with the error they are given, or end the process.
 CHECKING = {
     "check_device", "device_failed", "without_frames", "_note", "_end_failed", "_fail", "fail", "fail_all", "_warn",
-    "on_failure", "_die",
+    "on_failure", "_die", "_fail_batch",
 }  # fmt: skip
 # Functions that may catch what they like, and why.
 FREE = {
-    "prefix.spill:put",  # starting a thread
-    "prefix.spill:_put",
-    "prefix.spill:write",  # in it: collect_written checks the error that it keeps
+    "prefix.shelf:put",  # starting a thread
+    "prefix.shelf:_write",  # in it: the next call checks the error that it keeps
     "kv.lock:glance",  # reads numbers
     "kv.lock:__exit__",  # raises the first error once all locks are released
 }
 PARTS = ("kv.", "cache.", "attention.", "prefix.", "engine.", "server.engine_")
-HOST_ONLY = ("engine.grammar", "engine.ranks", "prefix.spill_folder")
+HOST_ONLY = ("engine.grammar", "engine.ranks")
 WIDE = {"Exception", "BaseException", "RuntimeError"}
 
 
@@ -344,4 +355,4 @@ def test_no_handler_of_the_engine_swallows_an_error_of_the_device() -> None:
         if part.startswith(PARTS) and not part.startswith(HOST_ONLY):
             for function in functions_of(path):
                 found |= {f"{part}:{function.name}" for node in ast.walk(function) if swallows(node)}
-    assert found - FREE == set() and "prefix.spill:write" in found
+    assert found - FREE == set() and "prefix.shelf:_write" in found

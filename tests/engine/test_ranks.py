@@ -159,7 +159,7 @@ def test_failed_step_names_the_rank_that_is_gone(pair: Any) -> None:
     """MLX's reduction fails before the end of the connection is noticed."""
     ranks, theirs, ended = pair
     failure = RequestFailedError.without_frames(2, RuntimeError("[ring] connection to a peer was lost"))
-    plan = ScheduledStep([], [], [], [])
+    plan = ScheduledStep([], [], [])
     sharded = ShardedModel(ranks, False)
     sharded.note_step(plan, [], [RequestFailedError.without_frames(1, ValueError("its own"))], None)
     threading.Thread(target=sharded.note_step, args=(plan, [], [failure], None), daemon=True).start()

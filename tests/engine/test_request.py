@@ -1,6 +1,5 @@
 """Requests: their chunks, the pace of prefill, and the logits of a step."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +9,7 @@ import pytest
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill
-from mlx_paged.engine.prefill import ALONE_SECONDS, GRID, LATENCY_MS, LEAST_TOKENS, PrefillPace
+from mlx_paged.engine.prefill import PrefillPace
 from mlx_paged.engine.request import Request, sequence_of
 from mlx_paged.engine.step_logits import StepLogits, TokenLogits
 from mlx_paged.kv.pool import BlockPool
@@ -122,40 +121,23 @@ def test_the_tables_are_those_of_the_first_paged_layer() -> None:
     assert make_request(0, [1, 2], [State()], sampler=greedy).tables is None
 
 
-def model_of(num_weights: int) -> Any:
-    return SimpleNamespace(parameters=lambda: {"w": mx.zeros((num_weights,))})
-
-
-def test_first_pace_estimate_follows_the_size_of_the_model() -> None:
-    assert PrefillPace(SimpleNamespace()).most_tokens(False) is None
-    small, large = PrefillPace(model_of(1000)), PrefillPace(model_of(100_000_000))
-    assert (small.most_tokens(False) or 0) > 1 << 20
-    assert large.most_tokens(False) == int(LATENCY_MS / 1000 * prefill.ASSUMED_SPEED / 2e8) // GRID * GRID
-    quantized = SimpleNamespace(parameters=lambda: {"w": mx.zeros((100_000_000 // 8,), mx.uint32)})
-    assert PrefillPace(quantized).most_tokens(False) == LEAST_TOKENS  # quantised weights are much slower on a CPU
-
-
-def test_pace_learns_from_steps_and_gives_a_lone_request_more_time() -> None:
-    learner = PrefillPace(model_of(1_000_000))
-    for _ in range(20):
-        learner.note(1024, 32.0)
-    assert learner.most_tokens(True) == int(ALONE_SECONDS * 32) // GRID * GRID
-    assert learner.most_tokens(False) == LEAST_TOKENS  # not 16
-    learner.note(3, 100.0)  # too few tokens to learn from
-    assert learner.most_tokens(True) == int(ALONE_SECONDS * 32) // GRID * GRID
-
-
-def test_pace_keeps_the_latency_beside_others_but_fused_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = PrefillPace(model_of(1_000_000), 100, least_alone=1024)
-    for _ in range(20):
-        slow.note(1024, 10.24)
-    assert (slow.most_tokens(True), slow.most_tokens(False)) == (1024, LEAST_TOKENS)
-    for _ in range(20):
-        slow.note(1024, 0.512)
-    assert (slow.most_tokens(True), slow.most_tokens(False)) == (9984, 192)
+def test_pace_halves_and_doubles_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = PrefillPace(100)
+    assert pace.tokens == 128
+    pace.note(128, 0.2)
+    assert pace.tokens == 64
+    pace.note(64, 0.07)  # within the latency
+    pace.note(512, 30.0)  # alone: says nothing of the latency
+    pace.note(3, 0.001)  # a prompt's end
+    assert pace.tokens == 64
+    for _ in range(9):
+        pace.note(pace.tokens, 9.0)
+    assert pace.tokens == 32
+    for _ in range(9):
+        pace.note(pace.tokens, 0.01)
+    assert pace.tokens == 2048
     monkeypatch.setattr(prefill, "on_metal", lambda: True)
-    quantized = SimpleNamespace(parameters=lambda: {"w": mx.zeros((1_000_000,), mx.uint32)})
-    assert PrefillPace(quantized).seconds_per_token == 2 * 8e6 / prefill.ASSUMED_METAL_SPEED
+    assert (PrefillPace().tokens, PrefillPace().least, PrefillPace(most=300).tokens) == (512, 128, 300)
 
 
 class Clock:
@@ -180,26 +162,36 @@ def lengths_of_chunks(engine: ToyEngine, uid: int) -> list[int]:
 
 
 def test_a_slow_prompt_lets_others_decode_between_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "LEAST_TOKENS", 8)
-    monkeypatch.setattr(prefill, "GRID", 4)
-    monkeypatch.setattr(prefill, "ALONE_SECONDS", 40.0)
+    monkeypatch.setattr(prefill, "CPU_TOKENS", (16, 8))
+    monkeypatch.setattr(engine_module, "UNCUT_TOKENS", 40)
     engine = ToyEngine(make_pool(), prefill_step_size=200)
     assert engine.engine._pace is not None
-    engine.engine._pace.seconds_per_token, engine.engine._pace.latency = 1.0, 10.0
-    engine.engine._pace.least_alone = 8
+    engine.engine._pace.latency = 10.0
     Clock(engine, monkeypatch)
     first = engine.add(prompt_of(150), max_tokens=60)
     while not engine.responses[first]:
         engine.step()
-    assert max(lengths_of_chunks(engine, first)) == 40, "alone it has more time"
+    assert max(lengths_of_chunks(engine, first)) == 40, "alone it is not cut below that"
     second = engine.add(prompt_of(151, seed=1), max_tokens=4)
     before = len(engine.responses[first])
     while not engine.responses[second]:
         engine.step()
-    assert len(engine.responses[first]) - before >= 151 // 8
-    assert max(lengths_of_chunks(engine, second)) == 8
+    assert len(engine.responses[first]) - before >= 151 // 8 - 1
+    assert max(lengths_of_chunks(engine, second)[1:]) == 8
     engine.run()
     assert engine.tokens(first) == answer(prompt_of(150), 60) and engine.tokens(second) == answer(prompt_of(151, 1), 4)
+
+
+def test_short_prompts_of_one_client_deliver_their_first_tokens_together() -> None:
+    engine = ToyEngine(make_pool(), prefill_step_size=2048)
+    assert engine.engine._pace is not None
+    engine.engine._pace.tokens = 32  # a slow CPU
+    for seed in range(4):
+        engine.add(prompt_of(30 + 9 * seed, seed), max_tokens=3)
+    while not any(engine.responses.values()):
+        engine.step()
+    assert [len(engine.responses[uid]) for uid in range(4)] == [1] * 4
+    engine.run()
 
 
 def logits_of(dtype: mx.Dtype) -> mx.array:

@@ -25,8 +25,9 @@ from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
 from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.disk import DiskTier
+from mlx_paged.prefix.prefix_cache import PrefixCache
+from mlx_paged.prefix.shelf import Shelf
 from tests.fuzz.cases import Case, Request, model_of
 from tests.support.kernels.fake_kernels import fake_kernels
 
@@ -109,7 +110,9 @@ def _live(case: Case, expected: list[Expected], caches: list[list[Any] | None], 
         del generator
         if case.restarts and store is not None:
             store.tidy()
-            store.spill = None  # killed: nothing is written any more
+            store.disk = None  # killed: nothing is written any more
+            for cache in store._caches.values():
+                cache.tier = None
         check_nothing_left(pool, store)
     return preemptions
 
@@ -195,7 +198,7 @@ def patched(case: Case, folder: str) -> Iterator[tuple[BlockPool | None, Any, Pa
             yield pool, None, None
             return
         if case.prefixes == "disk":
-            store = PagedPromptCache(None, spill=SpillStore(folder), identify=lambda key: f"model {key}")
+            store = PagedPromptCache(None, disk=DiskTier(Shelf(folder)), identify=lambda key: f"model {key}")
         else:
             store = PagedPromptCache(None)
         stack.callback(store.close)
@@ -212,7 +215,7 @@ def _least_budget(case: Case) -> int | None:
     if pool is None or case.max_kv_size is not None:
         return None
     probe_geometry(model, caches)
-    tree = None if case.prefixes == "none" else RadixTree(pool)  # with it, a sequence takes a block more per group
+    tree = None if case.prefixes == "none" else PrefixCache(pool)  # with it, a sequence takes a block more per group
     assert pool.holders() == ([] if tree is None else [tree])
     longest = max(len(request.prompt) + request.num_tokens + 1 for request in case.requests)
     least = PoolBudget(pool, chunk=case.step_size).bytes_for(longest)
@@ -286,7 +289,7 @@ class Driver:
         assert self.store is not None
         if self.rng.random() < 0.3:
             self.store.trim_to(n_sequences=self.rng.randint(0, 2))
-        elif self.store.spill is not None:
+        elif self.store.disk is not None:
             self.store.tidy()
 
     def _step(self) -> bool:

@@ -91,7 +91,7 @@ class Case:
         seed: everything else is drawn from it.
         budget_slack: blocks of memory beyond what the longest request alone takes; None: ample.
         in_place: the pool is in place, over fake kernels.
-        prefixes: "none", "memory", or "disk" for a prefix cache that spills.
+        prefixes: "none", "memory", or "disk" for a prefix cache with a folder.
         lookup: most tokens that are looked up in a step.
         tell: called with each request's prompt and answer before it runs.
         interval: tokens between checkpoints of states.

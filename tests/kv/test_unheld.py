@@ -15,7 +15,7 @@ from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.server.report import block_map
 from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
@@ -92,11 +92,11 @@ def test_the_last_release_drops_the_tensors() -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [RadixTree.clear, lambda tree: tree.pool.memory.evict(1 << 40), lambda tree: None],
+    [PrefixCache.clear, lambda tree: tree.pool.memory.evict(1 << 40), lambda tree: None],
     ids=["clear", "evict", "drop"],
 )
 def test_a_prefix_keeps_the_tensors_until_it_is_evicted_or_dropped(
-    end: Callable[[RadixTree], None],
+    end: Callable[[PrefixCache], None],
 ) -> None:
     tree, pool = make_tree([None, 8])
     add(tree, list(range(9)))
@@ -243,19 +243,9 @@ def test_tables_are_dropped_while_other_threads_make_some_for_long() -> None:
     drop_beside_makers(6000, 3)
 
 
-def test_failed_tree_change_keeps_the_dictionary_of_roots() -> None:
-    tree, _ = make_tree([None])
-    add(tree, list(range(9)))
-    roots = tree._roots
-    with pytest.raises(ZeroDivisionError), tree._changing():
-        raise ZeroDivisionError
-    assert tree._roots is roots, "the finalizer frees the nodes through this dictionary"
-    assert isinstance(tree, RadixTree)
-
-
 def test_stats_and_block_map_do_not_wait_for_the_lock() -> None:
     pool = BlockPool([LayerGroup((0,))], block_size=4)
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     table = pool.new_table()
     pool.append_tokens(table, 9)
     has_turn, may_end = threading.Event(), threading.Event()

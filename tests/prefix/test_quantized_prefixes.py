@@ -14,15 +14,18 @@ from mlx_paged import PagedConfig
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.spill import SpillStore
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.patches.cache.pools import probe_geometry
+from mlx_paged.prefix.disk import DiskTier
+from mlx_paged.prefix.entry import SavedName
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
+from mlx_paged.prefix.shelf import Shelf
 from tests.support.cases import crossed, quick, slow
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import build, prompt_of
 from tests.support.prefixes import adopt_longest
 
 SIZE = 8
+SALT = (SavedName("weights", 0), None)
 PREFIX, REST = prompt_of(64, seed=1), prompt_of(9, seed=2)
 BITS = [8, 4, (8, 4)]
 
@@ -57,16 +60,19 @@ def test_prefix_has_the_same_rows_from_every_source(kind: str, bits: Any, rotate
     mx.eval(model(PREFIX[None], cache=cold))
     sequence, pool = cold[0].sequence, cold[0].pool
     tokens = PREFIX.tolist()
-    parked, tree = copy.deepcopy(sequence), RadixTree(pool)
-    node = tree.insert(tokens, sequence.tables)
+    parked, tree, shelf = copy.deepcopy(sequence), PrefixCache(pool), Shelf(tmp_path / "prefixes")
+    tree.insert(tokens, sequence.tables, SALT)
+    for entry in tree.entries.values():
+        DiskTier(shelf).save(tree, entry)
     assert all(group.geometry.format.rotate == rotate for group in pool.groups)
-    assert SpillStore(tmp_path / "prefixes").save(pool, node, "weights") == 8
+    shelf.flush()
+    assert len(shelf) == 8 * len(pool.groups) or kind == "gemma3"
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cold)
     expected = logits_of(model, cold)
     before = pool.stats().quantized_tokens
     assert before == 64 + 10
 
-    hits = [parked, adopt_longest(tree, [*tokens, 1])]
+    hits = [parked, adopt_longest(tree, [*tokens, 1], SALT)]
     assert pool.stats().quantized_tokens == before  # a hit quantises nothing
     for hit in hits:
         assert mx.array_equal(logits_of(model, caches_over(hit, cold)), expected)
@@ -76,11 +82,13 @@ def test_prefix_has_the_same_rows_from_every_source(kind: str, bits: Any, rotate
     mlx_paged.remove_patches()
     configure(bits, kv_rotate=rotate)
     fresh = make_prompt_cache(model)
+    probe_geometry(model, fresh)
     other = fresh[0].pool
     assert other is not pool
-    again = RadixTree(other)
-    assert SpillStore(tmp_path / "prefixes").restore(again, [*tokens, 1], None, "weights") == 64
-    restored = adopt_longest(again, [*tokens, 1])
+    again = PrefixCache(other)
+    again.tier = DiskTier(Shelf(tmp_path / "prefixes"))
+    restored = adopt_longest(again, [*tokens, 1], SALT)
+    assert restored is not None and restored.length == 64
     assert other.stats().quantized_tokens == 0
     assert mx.array_equal(logits_of(model, caches_over(restored, fresh)), expected)
     if kind == "llama" and bits != (8, 4) and not rotate:  # what mlx-lm has a quantised cache for
@@ -96,11 +104,14 @@ def test_pages_of_another_format_are_never_served(tmp_path: Path) -> None:
         configure(bits, kv_rotate=rotate)
         cache = make_prompt_cache(model)
         pool = cache[0].pool
-        tree, store = RadixTree(pool), SpillStore(tmp_path)
-        assert store.restore(tree, [*tokens, 1], None, "weights") == 0
+        tree, tier = PrefixCache(pool), DiskTier(Shelf(tmp_path))
+        assert tier.restore(tree, [*tokens, 1], SALT, False) == 0
         model(PREFIX[None], cache=cache)
-        assert store.save(pool, tree.insert(tokens, cache[0].sequence.tables), "weights") == 8
-        assert store.restore(RadixTree(pool), [*tokens, 1], None, "weights") == 64
+        tree.tier = tier
+        tree.insert(tokens, cache[0].sequence.tables, SALT)
+        tree.clear()
+        tier.shelf.flush()
+        assert tier.restore(PrefixCache(pool), [*tokens, 1], SALT, False) == 64
         mlx_paged.remove_patches()
 
 
@@ -112,8 +123,12 @@ def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
     prompt = prompt_of(256)
     model(prompt[None], cache=cache)
     pool = cache[0].pool
-    store = SpillStore(tmp_path)
-    assert store.save(pool, RadixTree(pool).insert(prompt.tolist(), cache[0].sequence.tables), "weights") == 2
+    store, prefixes = Shelf(tmp_path), PrefixCache(pool)
+    prefixes.insert(prompt.tolist(), cache[0].sequence.tables, SALT)
+    prefixes.tier = DiskTier(store)
+    prefixes.clear()
+    store.flush()
+    assert len(store) == 2
     pages = 2 * pool.groups[0].bytes_per_block
     assert pages <= store.nbytes <= 1.05 * pages
 
@@ -135,10 +150,10 @@ def test_requests_with_a_shared_prefix_quantise_only_new_tokens(kind: str) -> No
         return [outcome.tokens for outcome in outcomes.values()]
 
     pool = mlx_paged.pool_of(model)
-    cold = [run([prompt], SharedPrefixes(RadixTree(pool)))[0] for prompt in prompts]
+    cold = [run([prompt], SharedPrefixes(PrefixCache(pool)))[0] for prompt in prompts]
     pool = mlx_paged.pool_of(model)
     before = pool.stats().quantized_tokens
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     assert run(prompts, SharedPrefixes(tree)) == cold
     stats = pool.stats()
     found = stats.prefix_hit_tokens

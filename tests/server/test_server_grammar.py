@@ -62,7 +62,7 @@ def test_streams_equal_whole_answers_and_prefixes_are_cached(client: openai.Open
     chunks = list(ask(client, "How far is it?", stream=True, **options))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= whole.usage.prompt_tokens - 1
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= (whole.usage.prompt_tokens - 1) // 32 * 32
 
 
 def test_sampled_answers_match_the_schema_and_seeds_repeat_them(client: openai.OpenAI) -> None:

@@ -35,7 +35,7 @@ def test_requests_share_quantised_prefixes_also_after_a_crash(folder: Path, tmp_
         answers = list(pool.map(lambda prompt: ask(server, prompt), tails))
     assert all(found > 90 for _, found in answers)
     after = server.stats()["pool"]
-    assert after["quantized_tokens"] - before["quantized_tokens"] < 4 * 40  # the story is not quantised again
+    assert after["quantized_tokens"] - before["quantized_tokens"] < 4 * (40 + 32)  # the story is not quantised again
     assert after["quantized_layers"] == 2 and after["dense_layers"] == 0
     assert "mlx_paged_pool_quantized_layers 2.0" in server.get("/metrics").body.decode()
 

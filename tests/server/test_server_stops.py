@@ -207,7 +207,7 @@ def test_stopped_request_ends_at_once_and_its_prefix_stays_cached(
     by_itself = chat("a", max_tokens=40)
     stopped = chat("b", max_tokens=4000, stop="7" * 40)
     assert stopped == by_itself
-    assert by_itself == 0 if flags else by_itself >= 40
+    assert by_itself == 0 if flags else by_itself >= 32
     assert kind == "mamba" or server.is_idle  # that model has no blocks
     if is_own:
         assert server.stop() == 0 and "Traceback" not in server.log, server.log

@@ -55,7 +55,7 @@ def test_models_take_turns_and_keep_their_prefixes(server: ServerProcess) -> Non
         answer = server.chat(PROMPT, model=name)
         usage = answer["usage"]
         assert answer["choices"] == said[name]
-        assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= (usage["prompt_tokens"] - 1) // 32 * 32
     assert server.log.count("is ready") <= 2 + server.log.count("are unloaded")
     assert server.stats()["pool"]["budget_bytes"] == 4_000_000
 

@@ -1,6 +1,6 @@
 """Sequences whose keys show which tokens they were computed from: every position holds a hash of its prefix.
 
-Radix trees of such sequences.
+Prefix caches of such sequences.
 """
 
 from collections.abc import Hashable, Sequence
@@ -14,7 +14,7 @@ from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import UNLIMITED, BlockPool
-from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.prefix_cache import PrefixCache
 
 BYTES_PER_TOKEN = 3 * 4
 
@@ -70,9 +70,8 @@ def release(pool: BlockPool, tables: Sequence[BlockTable]) -> None:
         pool.release_table(table)
 
 
-def add(tree: RadixTree, tokens: Sequence[int], salt: Any = None, chunks: Sequence[int] = (), **options: Any) -> Any:
-    """Serve a request for ``tokens`` and leave all of it in the tree, nothing else. Return the node in which it
-    ends."""
+def add(tree: PrefixCache, tokens: Sequence[int], salt: Any = None, chunks: Sequence[int] = (), **options: Any) -> Any:
+    """Serve a request for ``tokens`` and leave its whole blocks in the cache, nothing else."""
     _, tables = tree.adopt([*tokens, -1], salt)
     for end in (*chunks, len(tokens)):
         compute(tree.pool, tables, tokens[:end], salt)
@@ -83,12 +82,12 @@ def add(tree: RadixTree, tokens: Sequence[int], salt: Any = None, chunks: Sequen
     return result
 
 
-def found(tree: RadixTree, tokens: Sequence[int], salt: Any = None) -> int:
-    """Return how many tokens the tree serves of ``tokens`` and one more, and check their contents."""
-    length, tables = tree.adopt([*tokens, -1], salt)
+def found(tree: PrefixCache, tokens: Sequence[int], salt: Any = None) -> int:
+    """Return how many tokens the cache serves of ``tokens`` and one more, and check their contents."""
+    match, tables = tree.adopt([*tokens, -1], salt)
     check_contents(tree.pool, tables, tokens, salt)
     release(tree.pool, tables)
-    return length
+    return match.length
 
 
 def hold(pool: BlockPool, tokens: Sequence[int]) -> list[BlockTable]:
@@ -97,13 +96,13 @@ def hold(pool: BlockPool, tokens: Sequence[int]) -> list[BlockTable]:
     return tables
 
 
-def make_tree(windows: Sequence[int | Window | None], **options: Any) -> tuple[RadixTree, BlockPool]:
-    """Return a tree and its pool, which the tree does not keep alive."""
+def make_tree(windows: Sequence[int | Window | None], **options: Any) -> tuple[PrefixCache, BlockPool]:
+    """Return a prefix cache and its pool, which the cache does not keep alive."""
     pool = make_pool(windows)
-    return RadixTree(pool, **options), pool
+    return PrefixCache(pool, **options), pool
 
 
-def adopt_longest(tree: RadixTree, tokens: Sequence[int], salt: Hashable = None) -> SequenceTables | None:
-    """Return a new sequence on the longest prefix that the tree can serve, or None if it has none."""
-    length, tables = tree.adopt(tokens, salt)
-    return SequenceTables.over(tree.pool, tables) if length else None
+def adopt_longest(tree: PrefixCache, tokens: Sequence[int], salt: Hashable = None) -> SequenceTables | None:
+    """Return a new sequence on the longest prefix that the cache can serve, or None if it has none."""
+    match, tables = tree.adopt(tokens, salt)
+    return SequenceTables.over(tree.pool, tables) if match.length else None

@@ -17,8 +17,7 @@ from mlx_paged.drafts.draft_model import DraftModel
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.generate import drafting
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick, slow
 from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, run_all
 from tests.support.models.builders import build, greedy
@@ -252,7 +251,7 @@ def test_pool_gives_back_what_a_draft_model_needs() -> None:
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 40, 8)))
     pool = mlx_paged.pool_of(model)
-    prefixes = SharedPrefixes(RadixTree(pool))
+    prefixes = SharedPrefixes(PrefixCache(pool))
     gen = generator(model, prefixes=prefixes)
     outcomes = {uid: Outcome() for uid in gen.insert(prompts_of("llama", (120, 130)), [2, 2])}
     run_all(gen, outcomes)
@@ -291,7 +290,7 @@ def test_draft_model_reuses_its_cached_prefix(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Depth, "note_prompt", count)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    prefixes = SharedPrefixes(RadixTree(mlx_paged.pool_of(model)))
+    prefixes = SharedPrefixes(PrefixCache(mlx_paged.pool_of(model)))
     with in_every_step():
         gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS, prefixes=prefixes)
     outcomes = {uid: Outcome() for uid in gen.insert([first], [10])}

@@ -1,4 +1,4 @@
-"""Models with states share prefixes at checkpoints in the radix tree, and answer as stock mlx-lm does."""
+"""Models with states share prefixes at checkpoints in the prefix cache, and answer as stock mlx-lm does."""
 
 import random
 import signal
@@ -13,15 +13,15 @@ import pytest
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import sharing
-from mlx_paged.engine.sharing import LEAST_INTERVAL, LEAST_SHARED, MOST_INTERVAL, interval_of
+from mlx_paged.engine.sharing import LEAST_INTERVAL, MOST_INTERVAL, interval_of
+from mlx_paged.kv.memory import STATES_SHARE
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.radix_node import CHECKPOINT_SHARE
-from mlx_paged.prefix.spill import SpillStore
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.disk import DiskTier
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
+from mlx_paged.prefix.shelf import Shelf
 from scripts.support import model_configs
 from tests.support.cases import quick
 from tests.support.models.batch_runs import model_of
@@ -53,11 +53,11 @@ class Chats:
         self.pool = prefix_pool_of(model)
         self.store: PagedPromptCache | None = None
         if folder is None:
-            self.tree = RadixTree(self.pool)
+            self.tree = PrefixCache(self.pool)
             prefixes = SharedPrefixes(self.tree)
         else:
-            self.store = PagedPromptCache(None, spill=SpillStore(folder), identify=lambda key: "weights")
-            self.tree, prefixes = self.store.tree_of(self.pool), self.store.shared_prefixes("key", self.pool)
+            self.store = PagedPromptCache(None, disk=DiskTier(Shelf(folder)), identify=lambda key: "weights")
+            self.tree, prefixes = self.store.cache_of(self.pool), self.store.shared_prefixes("key", self.pool)
         self.gen = PagedBatchGenerator(model, prefixes=prefixes, **options)
 
     def ask(self, *prompts: list[int], new: int = 4) -> list[int]:
@@ -138,7 +138,7 @@ def test_twelve_turns_over_8k_tokens_compute_what_is_new_and_an_interval(monkeyp
     assert answer == greedy_stock(chats, tokens, 4)
 
 
-@pytest.mark.parametrize(("shared", "is_compared"), ((0, False), (LEAST_SHARED - 1, False), (LEAST_SHARED, True)))
+@pytest.mark.parametrize(("shared", "is_compared"), ((0, False), (7, False), (8, True)))
 def test_only_prompts_with_a_common_start_are_compared(
     shared: int, is_compared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +155,7 @@ def test_checkpoint_is_kept_where_prompts_diverge(kind: str) -> None:
     chats = Chats(model_of(kind), interval=0)
     system = prompt_of(77, seed=1).tolist()
     found = [chats.ask([*system, 7 + n, *prompt_of(10, seed=n).tolist()])[0] for n in range(4)]
-    assert found == [0, 0, 77, 77]
+    assert found == [0, 0, 72, 72]  # the last whole block before it
 
 
 @pytest.mark.parametrize("kind", quick(RECURRENT, "falcon_h1", "mamba"))
@@ -171,19 +171,19 @@ def test_state_serves_only_prompts_that_begin_with_its_tokens(kind: str) -> None
 def test_checkpoints_keep_to_their_share_and_useful_ones_stay(kind: str) -> None:
     probe = Chats(model_of(kind))
     probe.ask(prompt_of(70, seed=1).tolist())
-    each = probe.tree.checkpoints.nbytes // len(probe.tree.checkpoints)
+    each = probe.tree.state_nbytes // probe.tree.num_states
     mlx_paged.remove_patches()
     per_token = probe.pool.stats().bytes_per_token
-    memory = max(int(each * 8 / CHECKPOINT_SHARE), 600 * per_token)
+    memory = max(int(each * 8 / STATES_SHARE), 600 * per_token)
     chats = Chats(model_of(kind), memory=memory)
     system = prompt_of(128, seed=1).tolist()
     for number in range(12):
         chats.ask([*system, 9 + number, *prompt_of(30, seed=number).tolist()], prompt_of(90, seed=90 + number).tolist())
-        assert chats.tree.checkpoints.nbytes <= CHECKPOINT_SHARE * memory
+        assert chats.tree.state_nbytes <= STATES_SHARE * memory
         stats = chats.pool.stats()
-        assert stats.checkpoint_bytes == chats.tree.checkpoints.nbytes <= stats.state_bytes
+        assert stats.checkpoint_bytes == chats.tree.state_nbytes <= stats.state_bytes
         assert stats.bytes_reserved + stats.state_bytes <= memory
-    assert chats.tree.checkpoints.dropped > 0
+    assert chats.tree.dropped_states > 0
     assert chats.ask([*system, 300])[0] >= 96
 
 
@@ -226,58 +226,62 @@ def test_very_first_prompt_has_checkpoints_by_default() -> None:
     assert chats.ask([*prompt[:edit], (prompt[edit] + 1) % 20, *prompt[edit + 1 :]]) == [2 * LEAST_INTERVAL]
 
 
-# The tree alone, without blocks: prefixes are tokens and states only ------------------------------
+# The cache alone, without blocks: prefixes are tokens and states only ---------------------------------------------
 
 
-def tree_of(budget: int = 4000) -> tuple[BlockPool, RadixTree]:
-    pool = BlockPool((), memory_budget=budget)
-    return pool, RadixTree(pool)
+def cache_of(budget: int = 4000) -> tuple[BlockPool, PrefixCache]:
+    pool = BlockPool((), block_size=4, memory_budget=budget)
+    return pool, PrefixCache(pool)
 
 
-def put(tree: RadixTree, tokens: str, nbytes: int = 100) -> bool:
-    return tree.insert_checkpoint([ord(c) for c in tokens], (), lambda: (nbytes, [tokens]))
+def put(cache: PrefixCache, tokens: str, nbytes: int = 100) -> bool:
+    return cache.insert([ord(c) for c in tokens], (), states=lambda: (nbytes, [tokens]))
 
 
-def get(tree: RadixTree, tokens: str) -> Any:
-    length, _, caches = tree.adopt_checkpoint([ord(c) for c in tokens])
-    return None if caches is None else (length, caches[0])
+def get(cache: PrefixCache, tokens: str) -> Any:
+    match, _ = cache.adopt([ord(c) for c in tokens], to_state=True)
+    if not match.length:
+        return None
+    slot = match.path[-1].slot
+    return match.length, slot.caches[0] if slot is not None else None
 
 
 def test_a_match_ends_at_the_deepest_checkpoint_of_the_shared_prefix() -> None:
-    pool, tree = tree_of()
-    assert put(tree, "abcdefgh") and put(tree, "abcd") and put(tree, "abcxyz")
-    assert get(tree, "abcdefghi") == (8, "abcdefgh")
-    assert get(tree, "abcdefg") == (4, "abcd")
-    assert get(tree, "abcdefgh") == (4, "abcd")  # one token is left to compute
-    assert get(tree, "abcxyz!") == (6, "abcxyz")
-    assert get(tree, "abc!") is None and get(tree, "zabcd") is None
-    assert tree.known_length([ord(c) for c in "abcxq"]) == 4
-    tree.check_integrity()
+    pool, cache = cache_of()
+    assert put(cache, "abcdefgh") and put(cache, "abcd") and put(cache, "abcdxyz") and put(cache, "abcdx")
+    assert get(cache, "abcdefghi") == (8, "abcdefgh")
+    assert get(cache, "abcdefg") == (4, "abcd")
+    assert get(cache, "abcdefgh") == (4, "abcd")  # one token is left to compute
+    assert get(cache, "abcdxyz!") == (7, "abcdxyz")
+    assert get(cache, "abcdxy!") == (5, "abcdx")
+    assert get(cache, "abc!") is None and get(cache, "zabcd") is None
+    assert cache.known_length([ord(c) for c in "abcdefghq"]) == 8
+    assert cache.known_length([ord(c) for c in "abcdxyzq!"]) == 4  # whole blocks
+    cache.check_integrity()
     pool.check_integrity()
 
 
-def test_checkpoint_of_least_value_is_evicted_first() -> None:
-    pool, tree = tree_of(budget=1600)  # four of 100 bytes
+def test_least_recently_used_checkpoint_is_evicted_first() -> None:
+    pool, cache = cache_of(budget=1600)  # four of 100 bytes
     for tokens in ("a" * 50, "b" * 5, "c" * 20, "d" * 30):
-        assert put(tree, tokens)
-    assert get(tree, "b" * 6) and get(tree, "b" * 6)  # 5 tokens, three times
-    put(tree, "e" * 40)
-    assert [bool(get(tree, c * 60)) for c in "abcde"] == [True, False, True, True, True]
-    assert not put(tree, "f" * 40, nbytes=401)
-    tree.check_integrity()
+        assert put(cache, tokens)
+    assert get(cache, "a" * 60)
+    put(cache, "e" * 40)
+    assert [bool(get(cache, c * 60)) for c in "abcde"] == [True, False, True, True, True]
+    assert not put(cache, "f" * 40, nbytes=401)
+    cache.check_integrity()
     pool.check_integrity()
-    assert pool.memory.states.nbytes == tree.nbytes
-    tree.clear()
-    assert pool.memory.states.nbytes == tree.nbytes == len(tree.checkpoints) == 0
+    assert pool.memory.states.nbytes == cache.nbytes
+    cache.clear()
+    assert pool.memory.states.nbytes == cache.nbytes == cache.num_states == len(cache.entries) == 0
 
 
 def test_state_in_use_counts_until_it_is_dropped() -> None:
-    pool, tree = tree_of()
-    put(tree, "abc")
-    (node,) = tree.checkpoints.nodes
-    slot = node.checkpoint.slot if node.checkpoint is not None else None
-    tree.clear()
-    del node
+    pool, cache = cache_of()
+    put(cache, "abc")
+    (entry,) = cache.entries.values()
+    slot = entry.slot
+    cache.clear()
     assert pool.memory.states.nbytes == 100 and pool.memory.unreserved_bytes == 3900
     del slot
     assert pool.memory.states.nbytes == 0
@@ -293,10 +297,10 @@ def test_checkpoints_come_back_from_disk_after_a_kill(kind: str, tmp_path: Path)
     first = vocabulary_prompt(130, seed=1)
     chats = Chats(model, folder=tmp_path)
     chats.ask(first)
-    assert chats.store is not None and chats.store.spill is not None
+    assert chats.store is not None and chats.store.disk is not None
     chats.store.tidy()
-    assert not chats.store.spill.dropped
-    chats.store.spill = None  # nothing is written any more
+    assert not chats.store.disk.shelf.dropped
+    chats.store.disk = chats.tree.tier = None  # nothing is written any more
     mlx_paged.patches.cache.pools.forget_pools()
     again = Chats(model, folder=tmp_path)
     assert again.ask([*first[:100], *vocabulary_prompt(9, seed=2)]) == [96]
@@ -344,14 +348,13 @@ def test_damaged_file_of_states_loses_only_that_checkpoint(tmp_path: Path) -> No
     chats.ask(first)
     assert chats.store is not None
     chats.store.tidy()
-    chats.store.spill = None
+    chats.store.disk = chats.tree.tier = None
+    (deepest,) = [entry for entry in chats.tree.entries.values() if entry.end == 128 and entry.slot is not None]
     mlx_paged.patches.cache.pools.forget_pools()
     again = Chats(model, folder=tmp_path)
-    assert again.store is not None and again.store.spill is not None
-    states = [block for block in again.store.spill._order.values() if block.is_states]
-    for block in states:
-        if block.tokens[-1] == first[127]:  # the deepest before the prompt's end
-            block.path.write_bytes(block.path.read_bytes()[:-8] + b"damaged!")
+    assert again.store is not None and again.store.disk is not None
+    file = tmp_path / f"{deepest.key.hex()}.states"
+    file.write_bytes(file.read_bytes()[:-8] + b"damaged!")
     with pytest.warns(UserWarning, match="deleted the unusable file"):
         assert again.ask([*first[:128], 1, 2]) == [96]
 
@@ -363,7 +366,7 @@ def test_evicted_checkpoints_are_written_to_disk(tmp_path: Path) -> None:
     chats.ask(first)
     with chats.pool.lock:
         chats.tree.evict_states(1 << 40)
-    assert not len(chats.tree.checkpoints) and chats.pool.stats().checkpoint_bytes == 0
+    assert not chats.tree.num_states and chats.pool.stats().checkpoint_bytes == 0
     assert chats.ask([*first, 3]) == [99]
     chats.tree.clear()
     assert chats.pool.stats().live_blocks == 0

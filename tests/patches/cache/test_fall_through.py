@@ -12,8 +12,7 @@ import mlx_paged
 from mlx_paged import GeometryError, PagedConfig, PoolExhaustedError
 from mlx_paged.patches.cache.layout import layout_of, why_one_by_one
 from mlx_paged.patches.cache.pools import prefix_pool_of
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from scripts.support import model_configs
 from tests.fuzz.cases import HYBRIDS
 from tests.support.cases import slow
@@ -44,10 +43,10 @@ def test_states_are_served_without_a_warning(name: str) -> None:
     expected = [greedy(model, mx.array(prompt), 3)[0] for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=8, state_interval=32))
 
-    def run() -> tuple[list[list[int]], RadixTree]:
+    def run() -> tuple[list[list[int]], PrefixCache]:
         alone = [greedy(model, mx.array(prompt), 3)[0] for prompt in prompts]
         assert alone == expected
-        tree = RadixTree(prefix_pool_of(model))
+        tree = PrefixCache(prefix_pool_of(model))
         gen = generator(model, prefixes=SharedPrefixes(tree))
         return answers(gen, prompts, [3, 3]), tree
 

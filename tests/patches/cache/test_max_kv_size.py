@@ -14,8 +14,7 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import NotPagedWarning, PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import greedy, prompt_of, rms
@@ -93,7 +92,7 @@ def test_bounded_requests_share_no_prefixes() -> None:
     tokens, _ = solo("qwen3", 61, 45)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     upstream.make_prompt_cache(model)
-    prefixes = SharedPrefixes(RadixTree(mlx_paged.pool_of(model)))  # of the unbounded pool
+    prefixes = SharedPrefixes(PrefixCache(mlx_paged.pool_of(model)))  # of the unbounded pool
     gen = generator(model, max_kv_size=SIZE, prefill_step_size=STEP, prefixes=prefixes)
     assert not gen.shares_prefixes
     uids = gen.insert([prompt_of(61, seed=61).tolist()] * 2, [45] * 2)

@@ -16,12 +16,12 @@ import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, PoolExhaustedError, PromptCacheError
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.patches.cache.pools import prefix_pool_of
+from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.prefix.disk import DiskTier
 from mlx_paged.prefix.identity import model_identity
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.spill import SpillStore
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
+from mlx_paged.prefix.shelf import Shelf
 from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import assert_released, model_of
 from tests.support.models.builders import KINDS, WINDOW, assert_same, build, greedy, prompt_of, rms, tolerance_of
@@ -235,6 +235,13 @@ def serve(
     return out, len(rest)
 
 
+def probed(model: Any) -> Any:
+    """Return a prompt cache whose pool knows its geometry, as the server makes it."""
+    caches = upstream.make_prompt_cache(model)
+    probe_geometry(model, caches)
+    return caches
+
+
 @pytest.mark.parametrize("model", quick(KINDS, "llama"), indirect=True)
 def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
     """The second turn crosses the window. Answers equal those of turns computed from scratch."""
@@ -244,7 +251,7 @@ def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
         user = prompt_of(13 + turn, seed=turn).tolist()
         prompt = history + user
         history, computed = serve(model, store, prompt, 6)
-        assert computed == len(user), turn
+        assert computed == len(prompt) - (len(prompt) - len(user)) // BLOCK * BLOCK, turn
         if turn in (0, 1, 2, 5, 9):  # a wrong answer would be in all later prompts
             cold = upstream.make_prompt_cache(model)
             row, tokens = forward(model, prompt, cold), []
@@ -255,15 +262,15 @@ def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
         pool = mlx_paged.pool_of(model)
         assert pool is not None
         pool.check_integrity()
-        store.tree_of(pool).check_integrity()
+        store.cache_of(pool).check_integrity()
         assert len(store) == 1
     assert len(history) > 4 * WINDOW and pool is not None
     del cold
     gc.collect()
     stats = pool.stats()
     assert stats.live_blocks == stats.cached_blocks
-    global_blocks = store.tree_of(pool).held(0) if pool.groups[0].spec.window is None else store.tree_of(pool).held(1)
-    assert len({b for ids in global_blocks for b in ids}) == -(-len(history) // BLOCK)  # nothing is held twice
+    global_blocks = store.cache_of(pool).held(0) if pool.groups[0].spec.window is None else store.cache_of(pool).held(1)
+    assert len({b for ids in global_blocks for b in ids}) == len(history) // BLOCK  # nothing is held twice
     assert stats.prefix_hit_tokens > 0
 
 
@@ -279,13 +286,13 @@ def test_stock_misses_past_the_window_and_may_leave_no_token_to_compute(model: A
     assert stock.fetch_nearest_cache(KEY, tokens)[1] == []
 
 
-def test_common_prefixes_are_found_to_the_token_and_stored_once(model: Any) -> None:
+def test_common_prefixes_are_found_and_stored_once(model: Any) -> None:
     store, stock = PagedPromptCache(), LRUPromptCache()
     system = prompt_of(5 * BLOCK + 3, seed=1).tolist()
     prompts = [system + prompt_of(9, seed=10 + n).tolist() for n in range(6)]
     for number, prompt in enumerate(prompts):
         _, computed = serve(model, store, prompt, 2)
-        assert computed == (len(prompt) if number == 0 else 9)
+        assert computed == (len(prompt) if number == 0 else 3 + 9)
     pool = mlx_paged.pool_of(model)
     assert pool is not None
     mlx_paged.remove_patches()
@@ -293,38 +300,29 @@ def test_common_prefixes_are_found_to_the_token_and_stored_once(model: Any) -> N
         serve(model, stock, prompt, 2)
     assert len(store) == len(stock) == 6
     gc.collect()
-    # Five whole blocks, the shared tail, and for each prompt its copy of the tail and one block more.
-    assert pool.stats().live_blocks == 5 + 6 * 2 and store.nbytes == pool.stats().bytes_in_use < stock.nbytes / 2
-    assert store.stats_by_type()["assistant"] == {"n_sequences": 6, "n_bytes": store.nbytes}
+    # Five whole blocks, and for each prompt one of its own: the last one is not whole.
+    assert pool.stats().live_blocks == 5 + 6 and store.nbytes == pool.stats().bytes_in_use < stock.nbytes / 2
     store.close()
     assert (len(store), store.nbytes, pool.stats().live_blocks) == (0, 0, 0)
 
 
-def test_trimmable_caches_are_found_wherever_stock_finds_them(model: Any) -> None:
-    """Random prompts over two tokens: the replacement finds all that mlx-lm finds, but leaves a token to compute."""
+def test_trimmable_caches_are_found_within_a_block_of_stocks(model: Any) -> None:
+    """Random prompts over two tokens: whole blocks of what mlx-lm finds, and a token is left to compute."""
     store, stock = PagedPromptCache(max_size=None), LRUPromptCache(max_size=1000)
     rng = np.random.default_rng(0)
     for _ in range(40):
-        tokens = rng.integers(1, 3, rng.integers(1, 12)).tolist()
+        tokens = rng.integers(1, 3, rng.integers(1, 12 + 2 * BLOCK)).tolist()
         found, rest = store.fetch_nearest_cache(KEY, tokens)
-        stock_found, stock_rest = stock.fetch_nearest_cache(KEY, tokens)
-        assert len(rest) <= max(1, len(stock_rest)) and rest == tokens[len(tokens) - len(rest) :] and rest
-        assert (found is None) == (len(rest) == len(tokens))
-        if stock_found is not None and 0 < len(stock_rest) < len(tokens):
-            assert found is not None and found[0].offset == len(tokens) - len(rest)
+        stock_rest = stock.fetch_nearest_cache(KEY, tokens)[1]
+        known = len(tokens) - len(stock_rest)
+        assert len(tokens) - len(rest) == min(known, len(tokens) - 1) // BLOCK * BLOCK
+        assert rest == tokens[len(tokens) - len(rest) :] and (found is None) == (len(rest) == len(tokens))
+        assert found is None or found[0].offset == len(tokens) - len(rest)
         caches = upstream.make_prompt_cache(model)
         forward(model, tokens, caches)
         store.insert_cache(KEY, tokens, caches)
         stock.insert_cache(KEY, tokens, copy.deepcopy(caches))
     assert len(store) <= len(stock)
-
-
-def test_one_token_prefix_is_found(model: Any) -> None:
-    store = PagedPromptCache()
-    serve(model, store, [5], 0)
-    assert store.fetch_nearest_cache(KEY, [5])[0] is None
-    caches, rest = store.fetch_nearest_cache(KEY, [5, 6])
-    assert caches is not None and caches[0].offset == 1 and rest == [6]
 
 
 def test_prefixes_of_other_keys_are_not_found(model: Any) -> None:
@@ -337,14 +335,14 @@ def test_prefixes_of_other_keys_are_not_found(model: Any) -> None:
 
 def test_changing_a_fetched_cache_leaves_the_stored_one_unchanged(model: Any) -> None:
     store = PagedPromptCache()
-    tokens = prompt_of(20).tolist()
+    tokens = prompt_of(2 * BLOCK).tolist()
     serve(model, store, tokens, 0)
     first, second = (store.fetch_nearest_cache(KEY, [*tokens, 1])[0] for _ in range(2))
     expected = forward(model, [1], second)
     forward(model, [7, 8, 9], first)
     np.testing.assert_array_equal(forward(model, [1], store.fetch_nearest_cache(KEY, [*tokens, 1])[0]), expected)
     assert upstream.can_trim_prompt_cache(first) and upstream.trim_prompt_cache(first, 5) == 5
-    assert first[0].offset == 18 and store.fetch_nearest_cache(KEY, [*tokens, 1])[1] == [1]
+    assert first[0].offset == 2 * BLOCK - 2 and store.fetch_nearest_cache(KEY, [*tokens, 1])[1] == [1]
 
 
 def test_least_recently_used_entries_are_evicted_beyond_the_limits(model: Any) -> None:
@@ -364,27 +362,7 @@ def test_least_recently_used_entries_are_evicted_beyond_the_limits(model: Any) -
     assert len(store) == store.nbytes == 0
     small = PagedPromptCache(max_bytes=1)
     serve(model, small, prompts[0], 0)
-    assert len(small) == 1  # a single entry over the limit stays until the next one is inserted
-    serve(model, small, prompts[1], 0)
-    assert small.fetch_nearest_cache(KEY, [*prompts[0], 1])[0] is None
-
-
-def test_types_are_evicted_in_the_order_of_stock(model: Any) -> None:
-    store, stock = PagedPromptCache(), LRUPromptCache()
-    kinds = ["system", "assistant", "user", "assistant", "assistant", "user", "system"]
-    for number, kind in enumerate(kinds):
-        caches = upstream.make_prompt_cache(model)
-        tokens = [number, *prompt_of(9, seed=number).tolist()]
-        forward(model, tokens, caches)
-        for each in (store, stock):
-            each.insert_cache(KEY, tokens, caches, cache_type=kind)
-    for left in range(len(kinds) - 1, -1, -1):
-        assert {k: v["n_sequences"] for k, v in store.stats_by_type().items()} == {
-            k: v["n_sequences"] for k, v in stock.stats_by_type().items()
-        }
-        store.trim_to(n_sequences=left)
-        stock.trim_to(n_sequences=left)
-    assert len(store) == len(stock) == 0
+    assert len(small) == 0
 
 
 def test_unpaged_caches_are_kept_by_a_stock_store(model: Any) -> None:
@@ -407,21 +385,21 @@ def test_unpaged_caches_are_kept_by_a_stock_store(model: Any) -> None:
 
 def test_caches_of_a_draft_model_are_stored_with_the_models(model: Any) -> None:
     draft, store = build("gemma3", seed=1), PagedPromptCache()
-    tokens = prompt_of(30).tolist()
+    tokens = prompt_of(4 * BLOCK).tolist()
     target_caches, draft_caches = (upstream.make_prompt_cache(m) for m in (model, draft))
     forward(model, tokens, target_caches)
-    forward(draft, tokens[:28], draft_caches)  # behind by a few, as after a rejected draft
+    forward(draft, tokens[: 3 * BLOCK + 2], draft_caches)  # behind by a few, as after a rejected draft
     store.insert_cache(KEY, tokens, target_caches + draft_caches)
     assert len(store) == 1
     caches, rest = store.fetch_nearest_cache(KEY, [*tokens, 1])
     assert len(caches) == len(target_caches) + len(draft_caches)
-    assert {c.offset for c in caches} == {28} and rest == [*tokens[28:], 1]
+    assert {c.offset for c in caches} == {3 * BLOCK} and rest == [*tokens[3 * BLOCK :], 1]
     assert caches[0].pool is mlx_paged.pool_of(model) and caches[-1].pool is mlx_paged.pool_of(draft)
 
 
 def test_a_batch_shares_prefixes_with_the_prompt_cache(model: Any) -> None:
     store, pool = PagedPromptCache(max_size=None), upstream.make_prompt_cache(model)[0].pool
-    system = prompt_of(5 * BLOCK + 3, seed=1).tolist()
+    system = prompt_of(5 * BLOCK, seed=1).tolist()
     prompts = [system + prompt_of(7, seed=n).tolist() for n in range(3)]
 
     def answers(prefixes: SharedPrefixes | None) -> list[list[int]]:
@@ -440,10 +418,10 @@ def test_a_batch_shares_prefixes_with_the_prompt_cache(model: Any) -> None:
     assert answers(store.shared_prefixes(KEY, pool)) == expected
     assert pool.stats().prefix_hit_tokens == len(prompts) * len(system)
     assert answers(store.shared_prefixes(KEY, pool)) == expected
-    assert pool.stats().prefix_hit_tokens == len(prompts) * len(system) + sum(len(prompt) - 1 for prompt in prompts)
+    assert pool.stats().prefix_hit_tokens == 2 * len(prompts) * len(system)
     caches, rest = store.fetch_nearest_cache(KEY, [*prompts[0], *expected[0], 1])
-    assert caches is not None and len(rest) <= 2  # the last token sampled may not have been computed
-    store.tree_of(pool).check_integrity()
+    assert caches is not None and len(rest) <= BLOCK
+    store.cache_of(pool).check_integrity()
     pool.check_integrity()
 
 
@@ -463,7 +441,7 @@ def test_prefixes_are_restored_from_disk_after_a_restart(model: Any, tmp_path: P
     prompt = prompt_of(2 * WINDOW + 5).tolist()
 
     def new_store(model: Any) -> PagedPromptCache:
-        return PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: model_identity(model))
+        return PagedPromptCache(disk=DiskTier(Shelf(tmp_path)), identify=lambda key: model_identity(model))
 
     store = new_store(model)
     tokens, _ = serve(model, store, prompt, 3)
@@ -473,7 +451,7 @@ def test_prefixes_are_restored_from_disk_after_a_restart(model: Any, tmp_path: P
     gc.collect()
 
     store = new_store(model)
-    store.learn_layout(KEY, upstream.make_prompt_cache(model))
+    store.learn_layout(KEY, probed(model))
     caches, rest = store.fetch_nearest_cache(KEY, [*tokens, 1, 2, 3])
     assert rest == [1, 2, 3]
     np.testing.assert_array_equal(forward(model, [1, 2, 3], caches), expected)
@@ -487,14 +465,14 @@ def test_prefixes_are_restored_from_disk_after_a_restart(model: Any, tmp_path: P
 )
 def test_prefixes_of_another_configuration_are_not_restored(changes: dict[str, Any], tmp_path: Path) -> None:
     """The weights are equal, but config.json was edited, so the keys differ."""
-    prompt = prompt_of(100).tolist()
+    prompt = prompt_of(12 * BLOCK).tolist()
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
 
     def served(model: Any) -> list[int]:
         """Return the tokens of the prompt left to compute, as in a new process."""
         mlx_paged.patches.cache.pools.forget_pools()
-        store = PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: model_identity(model))
-        store.learn_layout(KEY, upstream.make_prompt_cache(model))
+        store = PagedPromptCache(disk=DiskTier(Shelf(tmp_path)), identify=lambda key: model_identity(model))
+        store.learn_layout(KEY, probed(model))
         rest = store.fetch_nearest_cache(KEY, [*prompt, 1])[1]
         serve(model, store, prompt, 0)
         store.close()
@@ -515,14 +493,14 @@ def test_pool_keeps_the_identity_of_its_own_model(tmp_path: Path) -> None:
         asked.append(1)
         return model_identity(loaded[-1])
 
-    store = PagedPromptCache(spill=SpillStore(tmp_path), identify=identify)
+    store = PagedPromptCache(disk=DiskTier(Shelf(tmp_path)), identify=identify)
     new = loaded.pop()
     old, prompt = loaded[0], prompt_of(40).tolist()
     serve(old, store, prompt, 0)
     serve(old, store, prompt_of(20, seed=1).tolist(), 0)
     assert len(asked) == 1  # once per load
     loaded.append(new)
-    store.learn_layout(KEY, upstream.make_prompt_cache(new))
+    store.learn_layout(KEY, probed(new))
     assert len(asked) == 2
     store.close()  # blocks of the old model go to disk under its identity
     assert store.fetch_nearest_cache(KEY, [*prompt, 1]) == (None, [*prompt, 1])
@@ -552,7 +530,7 @@ def test_burst_shares_prefixes_only_within_a_salt(kind: str) -> None:
     expected = [greedy(model_of(kind), mx.array(prompt), 5)[0] for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     model = model_of(kind)
-    prefixes = SharedPrefixes(RadixTree(prefix_pool_of(model)))
+    prefixes = SharedPrefixes(PrefixCache(prefix_pool_of(model)))
     gen = PagedBatchGenerator(model, prefixes=prefixes, prefill_step_size=64)
     answers, cached = run(gen, prompts, SALTS)
     assert answers == expected
@@ -566,7 +544,7 @@ def test_burst_shares_prefixes_only_within_a_salt(kind: str) -> None:
 def test_prompt_cache_separates_salts(paged: bool) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     model, store = build("llama"), PagedPromptCache()
-    tokens = prompt_of(30).tolist()
+    tokens = prompt_of(4 * BLOCK).tolist()
     caches = upstream.make_prompt_cache(model) if paged else [upstream.KVCache() for _ in model.layers]
     mx.eval(model(mx.array(tokens)[None], cache=caches))
     with store.salted("a"):
@@ -576,18 +554,17 @@ def test_prompt_cache_separates_salts(paged: bool) -> None:
             assert store.fetch_nearest_cache(KEY, [*tokens, 1])[0] is None
     assert store.fetch_nearest_cache(KEY, [*tokens, 1])[0] is None
     assert len(store) == 1 and store.nbytes > 0
-    assert sum(kind["n_sequences"] for kind in store.stats_by_type().values()) == 1
     store.trim_to(n_sequences=0)
     assert len(store) == 0
 
 
 def test_salts_are_separate_on_disk(tmp_path: Path) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-    model, tokens = build("llama"), prompt_of(4 * BLOCK + 3).tolist()
+    model, tokens = build("llama"), prompt_of(4 * BLOCK).tolist()
 
     def new_store() -> PagedPromptCache:
-        store = PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: "weights")
-        store.learn_layout(KEY, upstream.make_prompt_cache(model))
+        store = PagedPromptCache(disk=DiskTier(Shelf(tmp_path)), identify=lambda key: "weights")
+        store.learn_layout(KEY, probed(model))
         return store
 
     store = new_store()
@@ -603,7 +580,7 @@ def test_salts_are_separate_on_disk(tmp_path: Path) -> None:
     store = new_store()
     pool = upstream.make_prompt_cache(model)[0].pool
     shared = store.shared_prefixes(KEY, pool)
-    assert [shared.adopt([*tokens, 1], salt)[0] for salt in (None, "b", "a")] == [0, 0, len(tokens)]
+    assert [shared.adopt([*tokens, 1], salt)[0].length for salt in (None, "b", "a")] == [0, 0, len(tokens)]
     with store.salted("b"):
         assert store.fetch_nearest_cache(KEY, [*tokens, 1])[0] is None
     with store.salted("a"):

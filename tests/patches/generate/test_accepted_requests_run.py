@@ -18,7 +18,8 @@ from mlx_paged.patches import registry
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.disk import DiskTier
+from mlx_paged.prefix.shelf import Shelf
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of
@@ -44,7 +45,7 @@ def solo(kind: str, length: int, seed: int) -> list[int]:
 class Run:
     """A generator over a pool whose budget is ``layer_blocks`` blocks of one layer."""
 
-    def __init__(self, kind: str, layer_blocks: int, *, cached: bool, spill: SpillStore | None = None, rows: int = 6):
+    def __init__(self, kind: str, layer_blocks: int, *, cached: bool, disk: DiskTier | None = None, rows: int = 6):
         registry.remove_patches()  # drops the pool, too
         layer_block = SIZE * 2 * 2 * 32 * 4
         mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kv_cache_memory=layer_blocks * layer_block))
@@ -53,7 +54,7 @@ class Run:
         pool = mlx_paged.pool_of(self.model)
         assert pool is not None
         self.pool: BlockPool = pool
-        self.prompts = PagedPromptCache(None, spill=spill, identify=lambda key: "weights" if spill else None)
+        self.prompts = PagedPromptCache(None, disk=disk, identify=lambda key: "weights" if disk else None)
         self.prompts.learn_layout("key", caches)
         prefixes = self.prompts.shared_prefixes("key", pool) if cached else None
         self.gen = PagedBatchGenerator(
@@ -86,7 +87,7 @@ class Run:
             assert self.got[uid] == expected
         self.pool.check_integrity()
         if self.cached:
-            self.prompts.tree_of(self.pool).check_integrity()
+            self.prompts.cache_of(self.pool).check_integrity()
 
 
 @pytest.mark.parametrize("cached", [False, *slow(True)])
@@ -157,7 +158,7 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
     pairs = [(length, number) for number in range(2) for length in LENGTHS]  # prompts with one number share a prefix
     solos = {pair: solo(kind, *pair) for pair in pairs}
     cached = rng.random() < 0.7
-    spill = SpillStore(tmp_path / str(seed)) if cached and rng.random() < 0.3 else None
+    disk = DiskTier(Shelf(tmp_path / str(seed))) if cached and rng.random() < 0.3 else None
     with fake_kernels() if in_place else contextlib.nullcontext():
         probe = PoolBudget(Run(kind, 1 << 20, cached=cached).pool, chunk=CHUNK)
         layer_block = SIZE * 2 * 2 * 32 * 4
@@ -167,7 +168,7 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
             least += 1
             probe.pool.memory.budget = least * layer_block
         del probe
-        run = Run(kind, least + rng.choice([0, 1, 3, 10, 40, 200]), cached=cached, spill=spill, rows=rng.randint(1, 8))
+        run = Run(kind, least + rng.choice([0, 1, 3, 10, 40, 200]), cached=cached, disk=disk, rows=rng.randint(1, 8))
         for _ in range(rng.randint(3, 5)):
             burst = rng.sample(pairs, rng.randint(1, 8))
             for length, number in burst:

@@ -1,4 +1,4 @@
-"""Faults injected into the calls of one phase of a request fail that request only."""
+"""Faults injected into the calls of one phase of a request fail that request, or those in the same call."""
 
 import functools
 import gc
@@ -20,8 +20,7 @@ from mlx_paged.engine import sharing as snapshots
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import quick
 from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, packing_generator
 from tests.support.models.builders import build, greedy, prompt_of
@@ -127,7 +126,7 @@ class Scene:
             mlx_lm_generate.make_prompt_cache(model)
             self.pool = mlx_paged.pool_of(model)
         caches = mlx_lm_generate.make_prompt_cache(model)
-        self.tree = RadixTree(prefix_pool_of(model)) if prefixes else None
+        self.tree = PrefixCache(prefix_pool_of(model)) if prefixes else None
         store = None if self.tree is None else SharedPrefixes(self.tree)
         options = {"prefixes": store, "prefill_step_size": 16, "completion_batch_size": 3}
         self.gen = packing_generator(model, 48, **options) if packs else PagedBatchGenerator(model, **options)
@@ -187,7 +186,7 @@ class Scene:
 
 # Phases of a request, with the engine's methods of each.
 PARTS = {
-    "admission": ["admit", "must_wait", "fits"],
+    "admission": ["admit", "fits"],
     "making room": ["release"],
     "joining": ["_join", "_reserve"],
     "finishing": ["_deliver", "_remove_from_batch", "_finish"],
@@ -232,7 +231,8 @@ def with_fault(scene_name: str, part: str, at: int) -> None:
     faults = watched(scene, part, at)
     failures = scene.run()
     assert faults.where, "the calls of two runs differ"
-    assert len(failures) <= 1, [str(failure) for failure in failures]
+    is_own = part in ("admission", "inserting a chunk")  # in other parts all rows of a batch or call may be concerned
+    assert len(failures) <= 1 or not is_own, [str(failure) for failure in failures]
     assert all(isinstance(failure.__cause__, Injected) for failure in failures), (faults.where, failures[0].__cause__)
     assert failures or part != "admission" or faults.is_after_the_end, f"{faults.where} was swallowed"
     del failures
@@ -256,7 +256,7 @@ def calls_of(scene_name: str, part: str) -> list[int]:
     "scene, part", quick(CASES, ("windows, prefixes, caches given", "admission"),
     ("hybrid, checkpoints", "finishing"), ("packs", "computing prompts"))
 )  # fmt: skip
-def test_sampled_faults_fail_only_their_request(scene: str, part: str) -> None:
+def test_sampled_faults_leave_a_usable_engine(scene: str, part: str) -> None:
     calls = calls_of(scene, part)
     turn = CASES.index((scene, part)) % 3
     for index in [turn] if part == "admission" else SAMPLES[turn]:
@@ -266,6 +266,6 @@ def test_sampled_faults_fail_only_their_request(scene: str, part: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # hundreds of runs
 @pytest.mark.parametrize("scene, part", CASES)
-def test_faults_by_every_chain_of_callers_fail_only_their_request(scene: str, part: str) -> None:
+def test_faults_by_every_chain_of_callers_leave_a_usable_engine(scene: str, part: str) -> None:
     for at in calls_of(scene, part):
         with_fault(scene, part, at)

@@ -16,8 +16,7 @@ from mlx_paged import PagedConfig, TrimError
 from mlx_paged.patches.cache.layout import why_one_by_one
 from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.models import model_calls
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick, slow
 from tests.support.models import llama4
 from tests.support.models.batch_runs import (
@@ -128,7 +127,7 @@ def test_prefixes_are_found_to_the_token_or_to_their_chunks_start(chunk: int, ke
     model = model_of(chunk)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     pool = mlx_paged.pool_of(model)
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     gen = generator(model, prefill_step_size=512, prefixes=SharedPrefixes(tree))
     first = prompt_of(5)
     (outcome,) = run(gen, [first], [3 * chunk])

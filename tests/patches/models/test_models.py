@@ -10,8 +10,7 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from scripts import model_matrix
 from scripts.model_matrix import Row, examine, line_of, lines_of_page
 from scripts.support import model_configs
@@ -124,7 +123,7 @@ def test_prefixes_are_shared(name: str) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     upstream.make_prompt_cache(model)
     pool = mlx_paged.pool_of(model)
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     got = []
     for tokens in (first, second):
         gen = generator(model, max_tokens=12, prefixes=SharedPrefixes(tree))

@@ -160,7 +160,7 @@ def test_n_answers_compute_their_prompt_once(server: ServerProcess, client: open
     answer = client.chat.completions.create(**options, n=4, seed=3)
     num_prompt = answer.usage.prompt_tokens
     assert num_prompt > 300 and answer.usage.completion_tokens == 20
-    assert server.stats()["server"]["computed_prompt_tokens"] - before <= num_prompt + 4
+    assert server.stats()["server"]["computed_prompt_tokens"] - before <= num_prompt + 3 * 32
     assert answer.usage.prompt_tokens_details.cached_tokens < 9  # the beginning that all chats share
     said = [choice.message.content for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and len(set(said)) == 4

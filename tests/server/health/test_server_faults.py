@@ -62,7 +62,7 @@ def test_error_of_the_device_is_answered_and_ends_the_process(place: str, folder
         assert "the device failed: [METAL] Command buffer execution" in answer.json["error"]["message"]
     assert faulty.process.wait(60) == 70
     assert "SubmissionsIgnored" in faulty.log and "exiting with status 70" in faulty.log
-    assert not list((tmp_path / "prefixes").glob("*.safetensors"))
+    assert not list((tmp_path / "prefixes").glob("*.kv*"))
 
 
 def test_error_of_the_device_at_a_write_to_disk_ends_the_process(folder: Path, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_error_of_the_device_at_a_write_to_disk_ends_the_process(folder: Path, t
     faulty.ask(SHORT)  # prefixes are written when the server is idle again
     assert faulty.process.wait(60) == 70
     assert "SubmissionsIgnored" in faulty.log and "exiting with status 70" in faulty.log
-    assert not list((tmp_path / "prefixes").glob("*.safetensors"))
+    assert not list((tmp_path / "prefixes").glob("*.kv*"))
 
 
 @pytest.mark.parametrize("fault", ["loops", pytest.param("blocks", marks=pytest.mark.slow)])

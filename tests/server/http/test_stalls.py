@@ -19,7 +19,7 @@ from pydantic import AfterValidator
 from mlx_paged.server import app
 from mlx_paged.server.answer_stream import Begun, Generated
 from mlx_paged.server.call_formats import TextMarks
-from mlx_paged.server.engine_loop import RETURN_MEMORY_SECONDS, Work
+from mlx_paged.server.engine_loop import TRIM_SECONDS, Work
 from mlx_paged.server.engine_thread import EngineThread
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
@@ -202,7 +202,7 @@ def test_memory_is_flat_over_3000_mixed_requests(demo_model_folder: Path, tmp_pa
             asked = pool.map(lambda number: server.post(*usual(number), timeout=120), range(first, first + 1000))
             assert {answer.status for answer in (*sent, *asked)} <= {200, 400, 404, 413}
         server.wait_until(lambda: server.is_idle)
-        time.sleep(2 * RETURN_MEMORY_SECONDS)
+        time.sleep(2 * TRIM_SECONDS)
         resident.append(resident_bytes(server))
     assert growth(resident[1:]) <= 0.02, resident
     assert server.stop() == 0, server.log[-3000:]

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import BlockPool, LayerGroup
-from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.server.report import CACHE_PAGE_HEADERS, block_map, cache_page
 from tests.support.processes.browser import CHROMIUM, Browser
 from tests.support.processes.page_document import NEEDS_NODE, page_of
@@ -109,7 +109,7 @@ def test_page_shows_running_and_waiting_requests(tmp_path: Path) -> None:
 
 def test_block_map_gives_every_block_one_state() -> None:
     pool = BlockPool([LayerGroup((0,))], block_size=4)
-    tree = RadixTree(pool)
+    tree = PrefixCache(pool)
     first, second, third = (pool.new_table() for _ in range(3))
     for table in (first, second, third):
         pool.append_tokens(table, 8)

@@ -18,7 +18,7 @@ from mlx_paged.errors import RequestFailedError
 from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import SharedPrefixes
 
 VOCAB = 24
 BLOCK_SIZE = 4

@@ -17,8 +17,7 @@ from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches import registry
 from mlx_paged.patches.sharded import shard_head
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.models.drafting import in_every_step
 
 VOCAB, BLOCK, LAYERS, KV_HEADS, HEAD_DIM = 128, 8, 2, 4, 16
@@ -56,7 +55,7 @@ class World:
 
     def generator(self, *, packs: bool = False, shares: bool = False, **options: Any) -> Any:
         kind = generate.BatchGenerator
-        prefixes = SharedPrefixes(RadixTree(self.pool)) if shares else None
+        prefixes = SharedPrefixes(PrefixCache(self.pool)) if shares else None
         gen = (
             type("Packing", (kind,), {"packs": True})(self.model, prefixes=prefixes, **options)
             if packs
@@ -207,7 +206,7 @@ def timed_look_up() -> dict[str, Any]:
 
 
 def schedule(count: int = 100, seed: int = 0) -> dict[str, Any]:
-    """Do random operations in a small pool with a prefix tree; check its integrity on every rank on the way."""
+    """Do random operations in a small pool with a prefix cache; check its integrity on every rank on the way."""
     world = World(num_blocks=16)
     gen = world.generator(shares=True, completion_batch_size=5, prefill_step_size=16)
     chosen = random.Random(seed)

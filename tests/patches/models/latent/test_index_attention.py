@@ -21,9 +21,9 @@ from mlx_paged.engine.compiled_step import compiled_steps
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.models.index_attention import CHOSEN
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.spill import SpillStore
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.disk import DiskTier
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
+from mlx_paged.prefix.shelf import Shelf
 from scripts.support import model_configs
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
@@ -169,18 +169,18 @@ def test_caches_of_several_rows_after_the_patches_are_removed() -> None:
 
 
 @pytest.mark.parametrize("shared", quick([1, 8, TOPK + 1, 37], TOPK + 1))
-def test_prefixes_are_shared_to_the_token(shared: int) -> None:
+def test_prefixes_are_shared_in_whole_blocks(shared: int) -> None:
     model, first = model_configs.build("deepseek_v32"), tokens_of(40)
     prompts = [first, first[:shared] + tokens_of(20, seed=5)]
     expected = expected_of(model, prompts, 12)
     mlx_paged.apply_patches(page_config())
-    tree = RadixTree(mlx_paged.pool_of(model))
+    tree = PrefixCache(mlx_paged.pool_of(model))
     for prompt, wanted in zip(prompts, expected, strict=True):
         gen = generator(model, prefixes=SharedPrefixes(tree))
         outcomes = insert(gen, [prompt], 12)
         run_all(gen, outcomes)
         assert_alike(outcomes, [wanted])
-    assert tree.pool.stats().prefix_hit_tokens == shared
+    assert tree.pool.stats().prefix_hit_tokens == shared // tree.block_size * tree.block_size
     tree.check_integrity()
 
 
@@ -189,14 +189,14 @@ def test_prefixes_are_restored_from_disk_with_their_index_keys(tmp_path: Path) -
     expected = expected_of(model, [prompt], 12)
     for restored in (False, True):
         mlx_paged.apply_patches(page_config())
-        store = PagedPromptCache(None, spill=SpillStore(str(tmp_path)), identify=lambda key: "weights")
+        store = PagedPromptCache(None, disk=DiskTier(Shelf(str(tmp_path))), identify=lambda key: "weights")
         store.learn_layout("key", make_prompt_cache(model))
         pool = mlx_paged.pool_of(model)
         gen = generator(model, prefixes=store.shared_prefixes("key", pool))
         outcomes = insert(gen, [prompt], 12)
         run_all(gen, outcomes)
         assert_alike(outcomes, expected)
-        assert pool.stats().prefix_hit_tokens == (59 if restored else 0)
+        assert pool.stats().prefix_hit_tokens == (59 // pool.block_size * pool.block_size if restored else 0)
         gen.close()
         store.close()
         assert_released(model)

@@ -17,8 +17,7 @@ from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache import layout
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from scripts.support import model_configs
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
@@ -107,14 +106,14 @@ def test_packed_requests_continue_cached_prefixes(storage: str, calls: list[list
     others = [first[:n] + (prompt_of(20 + n, seed=n) % VOCAB).tolist() for n in (80, 17, 92, 3)]
     expected = expected_of(model, [first, *others])
     mlx_paged.apply_patches(config(storage))
-    tree = RadixTree(mlx_paged.pool_of(model))
+    tree = PrefixCache(mlx_paged.pool_of(model))
     gen = packing(model, 128, prefill_step_size=48, prefixes=SharedPrefixes(tree))
     outcomes = insert(gen, [first], 8)
     run_all(gen, outcomes)
     more = insert(gen, others, 8)
     run_all(gen, more)
     assert_alike({**outcomes, **more}, expected)
-    assert tree.pool.stats().prefix_hit_tokens >= 172
+    assert tree.pool.stats().prefix_hit_tokens >= 172 - 3 * tree.block_size
     assert any(len(call) >= 3 for call in calls)
     tree.pool.check_integrity()
 
@@ -143,7 +142,7 @@ def test_few_tokens_after_a_long_prefix_attend_to_unexpanded_latents(calls: list
     expected = expected_of(model, others)
     with fake_kernels():
         mlx_paged.apply_patches(config("kernel"))
-        tree = RadixTree(mlx_paged.pool_of(model))
+        tree = PrefixCache(mlx_paged.pool_of(model))
         gen = packing(model, 128, prefill_step_size=96, prefixes=SharedPrefixes(tree))
         run_all(gen, insert(gen, [first], 2))
         reset_dispatch_counts()

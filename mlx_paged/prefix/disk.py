@@ -1,0 +1,247 @@
+"""DiskTier: prefixes that a cache evicts go to a shelf, and come back when they are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..device import confirm, device_errors
+from ..errors import PoolExhaustedError, check_device
+from ..kv.allocator import NULL_BLOCK
+from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
+from .entry import Entry, is_saved, next_key, serves, table_over
+from .prefix_cache import PrefixCache
+from .shelf import Shelf
+from .states import SavedStates
+
+STATES = "states"
+
+
+class _Found(NamedTuple):
+    """A prefix on disk.
+
+    Attributes:
+        end: number of its tokens; 0 if there is none.
+        links: key and tokens of each of its blocks.
+    """
+
+    end: int
+    links: list[tuple[bytes, tuple[int, ...]]]
+
+
+class DiskTier:
+    """Saves entries of prefix caches on a shelf, and restores them.
+
+    Args:
+        shelf: where they are.
+        exchange: takes a number of this rank and returns those of all ranks that compute the model. Each rank has a
+            folder with its own part of the keys and values; a prefix is restored as far as every rank has it.
+    """
+
+    def __init__(self, shelf: Shelf, exchange: Callable[[int], Sequence[int]] = lambda number: [number]) -> None:
+        self.shelf, self.exchange = shelf, exchange
+
+    # Saving ---------------------------------------------------------------------------------------------------
+
+    @device_errors()
+    def save(self, cache: PrefixCache, entry: Entry, *, wait: bool = False) -> None:
+        """Queue what the entry holds and the shelf does not for writing. Blocks are copied to host memory. Warns, and
+        does not raise, if that fails.
+
+        Args:
+            wait: wait until the queue has room; otherwise what it has no room for is dropped.
+        """
+        if entry.stays_in_memory:
+            return
+        pool, shelf = cache.pool, self.shelf
+        for group, block in enumerate(entry.blocks):
+            if block != NULL_BLOCK:
+                nbytes = pool.groups[group].bytes_per_block
+                read = _reader(pool, group, entry)
+                shelf.save(entry.key, f"kv{group}", entry.tokens, nbytes, read, wait=wait)
+        if entry.slot is not None and not shelf.has(entry.key, STATES):
+            caches = entry.slot.caches
+            try:
+                saved = caches if isinstance(caches, SavedStates) else SavedStates.of(caches or ())
+            except ValueError as error:
+                shelf.warn(f"states are not written to {shelf.path}: {error}")
+                return
+            states = saved.arrays, saved.text
+            shelf.save(entry.key, STATES, entry.tokens, saved.nbytes, lambda: states, wait=wait)
+
+    # Coming back ----------------------------------------------------------------------------------------------
+
+    @device_errors()
+    def restore(self, cache: PrefixCache, tokens: Sequence[int], salt: Hashable, to_state: bool) -> int:
+        """Load the longest prefix of ``tokens`` on disk into the cache, if it is longer than what is there. A prefix
+        that the pool cannot hold stays on disk.
+
+        Args:
+            tokens, salt, to_state: see :meth:`PrefixCache.match`.
+
+        Returns:
+            Number of tokens that the cache can serve more than before.
+        """
+        if not is_saved(salt) or any(group.geometry is None for group in cache.pool.groups):
+            return 0
+        match = cache.match(tokens, salt, to_state=to_state)
+        limit = len(tokens) - 1
+        while True:
+            found = self._find(cache, tokens, salt, match.length, limit, to_state)
+            ends = self.exchange(found.end)
+            if not min(ends):
+                return 0
+            if min(ends) < max(ends):
+                limit = min(ends)
+                continue
+            loaded = self._load(cache, found, match.length, to_state)
+            if min(self.exchange(int(loaded is not None))):
+                break
+            limit = found.end - 1  # bad files have been deleted: look again
+        assert loaded is not None
+        tables: list[BlockTable] = []
+        try:
+            self._write_back(cache, found, match.blocks, match.length // cache.block_size, loaded, tables)
+            states = loaded.pop(STATES) if to_state else None
+            kept = None if states is None else (lambda: (states.nbytes, states))
+            done = cache.insert(tokens[: found.end], tables, salt, states=kept)
+            return found.end - match.length if done else 0
+        except PoolExhaustedError:
+            return 0
+        except Exception as error:
+            check_device(error)
+            self.shelf.warn(f"prefix files in {self.shelf.path} do not match the model: {error}")
+            return 0
+        finally:
+            for table in tables:
+                cache.pool.release_table(table)
+
+    def _find(
+        self, cache: PrefixCache, tokens: Sequence[int], salt: Hashable, length: int, limit: int, to_state: bool
+    ) -> _Found:
+        """Return the longest prefix of ``tokens[:limit]`` that can be served with the shelf's blocks after ``length``
+        tokens of the cache."""
+        size, windows = cache.block_size, cache.windows
+        full = [f"kv{group}" for group, window in enumerate(windows) if window is None]
+        keys = [cache.root(salt)]
+        links: list[tuple[bytes, tuple[int, ...]]] = []
+
+        def is_held(index: int, group: int) -> bool:
+            if index < length // size:
+                return True  # in the cache, as far as the windows of a longer prefix need it
+            return self.shelf.has(chain[index][0], f"kv{group}")
+
+        for low in range(0, limit - size + 1, size):
+            part = tuple(tokens[low : low + size])
+            key = next_key(keys[-1], part)
+            if low + size > length and not all(self.shelf.has(key, name) for name in full):
+                break
+            keys.append(key)
+            links.append((key, part))
+        for number in range(len(links), -1, -1):
+            low = number * size
+            tails = range(min(size - 1, limit - low), 0, -1) if to_state else ()
+            for end in (*(low + count for count in tails), low):
+                if end <= length:
+                    continue
+                chain = links[:number]
+                if end > low:
+                    part = tuple(tokens[low:end])
+                    chain.append((next_key(keys[number], part), part))
+                is_end = not to_state or self.shelf.has(chain[-1][0], STATES)
+                if is_end and serves(windows, size, end, is_held):
+                    return _Found(end, chain)
+            if low + size <= length:
+                break
+        return _Found(0, [])
+
+    def _load(self, cache: PrefixCache, found: _Found, length: int, to_state: bool) -> dict[str, Any] | None:
+        """Return the arrays of each layer, in parts, by ``k<layer>`` and ``v<layer>``, and the states; None if a file
+        was bad."""
+        size, pool = cache.block_size, cache.pool
+        loaded: dict[str, Any] = {}
+        for index in range(length // size, len(found.links)):
+            key, tokens = found.links[index]
+            for group, first in enumerate(_first_blocks(cache, found.end)):
+                if index < first:
+                    continue
+                read = self.shelf.load(key, f"kv{group}", tokens, _expected(pool, group, len(tokens)))
+                if read is None:
+                    return None
+                for name, array in read[0].items():
+                    loaded.setdefault(name, []).append(array)
+        if to_state:
+            read = self.shelf.load(found.links[-1][0], STATES, found.links[-1][1], {})
+            if read is None:
+                return None
+            loaded[STATES] = SavedStates(read[1], read[0])
+        return loaded
+
+    def _write_back(
+        self,
+        cache: PrefixCache,
+        found: _Found,
+        blocks: Sequence[Sequence[int]],
+        num_held: int,
+        loaded: dict[str, Any],
+        tables: list[BlockTable],
+    ) -> None:
+        """Add to ``tables`` ones that continue the cache's first ``num_held`` blocks with the loaded arrays. The caller
+        must release them, also after an error."""
+        pool, base = cache.pool, num_held * cache.block_size
+        for group, first in enumerate(_first_blocks(cache, found.end)):
+            start = max(base, first * cache.block_size)
+            if start > base:
+                tables.append(pool.new_table(group, start=start))
+            else:
+                tables.append(table_over(pool, group, blocks[group][:num_held], base))
+            if start >= found.end:
+                continue  # the next token sees only itself
+            pool.append_tokens(tables[group], found.end - start)
+            for layer in pool.groups[group].spec.layers:
+                k, v = (mx.concatenate(loaded[f"{name}{layer}"], axis=2) for name in "kv")
+                pool.write_stored(layer, [tables[group]], k, v)
+                mx.eval(pool.ready(layer))
+
+
+def _first_blocks(cache: PrefixCache, end: int) -> list[int]:
+    """Return, per group, the first block that the token after ``end`` tokens needs."""
+    size = cache.block_size
+    seen = [0 if window is None else window.first_seen(end) for window in cache.windows]
+    return [-(-first // size) if first == end else first // size for first in seen]
+
+
+def _expected(pool: BlockPool, group: int, num_tokens: int) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
+    """Return shape and dtype of the arrays of a block in every layer of a group."""
+    geometry = pool.groups[group].geometry
+    assert geometry is not None
+    heads, k_dim, v_dim, dtype, _ = geometry.stored
+    return {
+        f"{name}{layer}": ((1, heads, num_tokens, dim), dtype)
+        for layer in pool.groups[group].spec.layers
+        for name, dim in (("k", k_dim), ("v", v_dim))
+    }
+
+
+def _reader(pool: BlockPool, group: int, entry: Entry) -> Callable[[], tuple[dict[str, mx.array], str]]:
+    """Return a function that returns an entry's keys and values in every layer of a group, as pages hold them."""
+
+    def read() -> tuple[dict[str, mx.array], str]:
+        low = entry.end - len(entry.tokens)
+        table = table_over(pool, group, [NULL_BLOCK] * (low // pool.block_size) + [entry.blocks[group]], entry.end)
+        try:
+            table.logical_start = low
+            arrays: dict[str, mx.array] = {}
+            for layer in pool.groups[group].spec.layers:
+                pair = zip("kv", pool.read_stored(table, layer), strict=True)
+                arrays.update({f"{name}{layer}": mx.contiguous(x) for name, x in pair})
+            mx.eval(list(arrays.values()))
+        finally:
+            pool.release_table(table)
+        confirm()  # before anything is written: the device may report later that the blocks were not computed
+        return arrays, ""
+
+    return read

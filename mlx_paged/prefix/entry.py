@@ -1,0 +1,154 @@
+"""Entry: a block of a prefix, its key, and whether a run of entries can be served."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+from ..kv.allocator import NULL_BLOCK
+from ..kv.attention_params import Window
+from ..kv.block_table import BlockTable
+from ..kv.memory import StateSlot
+from ..kv.pool import BlockPool
+
+
+class SavedName(NamedTuple):
+    """First part of the salt of prefixes that may go to disk.
+
+    Attributes:
+        identity: the model's identity there, see :func:`.identity.model_identity`.
+        number: which of its caches.
+    """
+
+    identity: str
+    number: int
+
+
+def is_saved(salt: Hashable) -> bool:
+    """Return whether prefixes with this salt may go to disk: its meaning never changes."""
+    return isinstance(salt, tuple) and bool(salt) and isinstance(salt[0], SavedName)
+
+
+class Entry:
+    """One block of a prefix.
+
+    Attributes:
+        before: key of all that comes before the entry.
+        key: hash of all tokens up to the entry's end, and of what else its keys and values depend on.
+        parent: the entry before it; None for a prefix's first block.
+        tokens: tokens of the block. A tail has fewer than a block: it ends at a checkpoint, and has no children.
+        end: number of tokens of the prefix that ends here.
+        blocks: per group, the block that holds the tokens' keys and values; the null block if it is not held, because
+            it was behind the group's window.
+        num_children: entries whose parent this is.
+        used_at: time of the last use.
+        slot: slot of a checkpoint, the states of layers without blocks at the entry's end, or None.
+        stays_in_memory: never written to disk: a token stands for an image, or the salt has no meaning there.
+    """
+
+    __slots__ = (
+        "before",
+        "blocks",
+        "end",
+        "key",
+        "num_children",
+        "parent",
+        "slot",
+        "stays_in_memory",
+        "tokens",
+        "used_at",
+    )
+
+    def __init__(
+        self,
+        before: bytes,
+        key: bytes,
+        parent: Entry | None,
+        tokens: tuple[int, ...],
+        num_groups: int,
+        *,
+        stays_in_memory: bool,
+    ) -> None:
+        self.before, self.key, self.parent, self.tokens = before, key, parent, tokens
+        self.end: int = len(tokens) + (0 if parent is None else parent.end)
+        self.blocks = [NULL_BLOCK] * num_groups
+        self.num_children = 0
+        self.used_at = 0.0
+        self.slot: StateSlot | None = None
+        # An image's id is a negative hash of its URL: the URL may show another image after a restart.
+        of_parent = parent is not None and parent.stays_in_memory
+        self.stays_in_memory: bool = stays_in_memory or min(tokens) < 0 or of_parent
+
+    def path(self) -> list[Entry]:
+        """Return the entries of the prefix that ends here, this one last."""
+        found: list[Entry] = []
+        entry: Entry | None = self
+        while entry is not None:
+            found.append(entry)
+            entry = entry.parent
+        return found[::-1]
+
+
+class Match(NamedTuple):
+    """A prefix that every group can serve.
+
+    Attributes:
+        length: number of its tokens.
+        path: its entries.
+        blocks: per group, its blocks by position; the null block before the group's window.
+    """
+
+    length: int
+    path: list[Entry]
+    blocks: tuple[list[int], ...]
+
+
+def next_key(key: bytes, tokens: tuple[int, ...]) -> bytes:
+    """Return the key of the block with these tokens after the one with ``key``."""
+    try:
+        raw = array("q", tokens).tobytes()
+    except OverflowError:  # ids of images
+        raw = repr(tokens).encode()
+    return hashlib.sha256(key + raw).digest()[:16]
+
+
+def serves(windows: Sequence[Window | None], block_size: int, length: int, is_held: Callable[[int, int], bool]) -> bool:
+    """Return whether a prefix of ``length`` tokens can be served: the next token's window is held in every group.
+
+    Args:
+        windows: of the groups.
+        block_size: tokens per block.
+        length: tokens of the prefix.
+        is_held: whether the block of an index is held in a group.
+    """
+    num_blocks = -(-length // block_size)
+    for group, window in enumerate(windows):
+        needed = 0 if window is None else window.first_seen(length)
+        if window is None and num_blocks and not is_held(num_blocks - 1, group):
+            return False  # all blocks before the last one are held if it is
+        blocks = range(needed // block_size, num_blocks) if window is not None and needed < length else ()
+        if not all(is_held(index, group) for index in blocks):
+            return False
+    return True
+
+
+def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: int) -> BlockTable:
+    """Return a table over shared blocks, with its own reference on each, as a prefill of ``length`` tokens would have
+    left it.
+
+    Args:
+        pool: the blocks' pool.
+        group: index of their group.
+        block_ids: by position; null before the group's window.
+        length: number of tokens that they hold.
+    """
+    with pool.lock:
+        table = pool.new_table(group)
+        pool.retain(group, block_ids)
+        table.block_ids.extend(block_ids)
+        table.length = length
+        table.logical_start = pool.groups[group].spec.first_kept(length)
+        table.forget_indices()
+        return table

@@ -1,0 +1,568 @@
+"""PrefixCache: whole blocks of one pool, found by the tokens before them; the least recently used leaf goes first."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+from ..errors import BlockStateError
+from ..kv.allocator import NULL_BLOCK
+from ..kv.block_table import BlockTable
+from ..kv.memory import STATES_SHARE, StateSlot
+from ..kv.pool import BlockPool
+from .entry import Entry, Match, is_saved, next_key, serves, table_over
+
+# Largest share of a pool's budget for prefixes that requests ask to keep, so that others always have room.
+KEPT_SHARE = 1 / 2
+
+
+class Tier(Protocol):
+    """Takes the entries that a cache evicts, and gives them back."""
+
+    def save(self, cache: PrefixCache, entry: Entry) -> None:
+        """Save what an entry holds, before it or a part of it is evicted."""
+
+    def restore(self, cache: PrefixCache, tokens: Sequence[int], salt: Hashable, to_state: bool) -> int:
+        """Insert the longest prefix of ``tokens`` that was saved, before it is looked up."""
+
+
+class PrefixCache:
+    """Prefixes of the sequences of one pool, shared by reference.
+
+    A block's key is a hash of its tokens and of the key before it, so equal beginnings are stored once. The tokens are
+    compared on a hit. Blocks outlive the sequences that computed them; the pool evicts from here before an allocation
+    fails. Every method is atomic under the pool's lock.
+
+    In a group with a window, a prefix can be served if the window before its end is held.
+
+    Args:
+        pool: held by a weak reference: a cache must not keep a model's memory alive.
+        ttl: evict prefixes idle for longer than this, in seconds.
+        clock: the time, in seconds.
+
+    Attributes:
+        entries: by key, least recently used first, and each after its children.
+        evictions, hit_tokens: see :class:`.owners.BlockHolder`.
+        dropped_states: checkpoints dropped because there was no room.
+        version: rises with each change of what is held.
+        tier: where evicted entries go; None: they are gone.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, ttl: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pool = weakref.ref(pool)
+        self.block_size = pool.block_size
+        self.windows = [group.spec.sees for group in pool.groups]
+        self.ttl, self.clock = ttl, clock
+        self.entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self.evictions = self.hit_tokens = self.dropped_states = self.version = 0
+        self.tier: Tier | None = None
+        self._counts: list[Counter[int]] = [Counter() for _ in pool.groups]  # references by block
+        self._kept: dict[Entry, None] = {}  # evicted after the others
+        self._states: OrderedDict[Entry, None] = OrderedDict()  # entries with a checkpoint, least recently used first
+        self._tails: dict[bytes, list[Entry]] = {}  # tails by the key before them
+        # Per group with a window, entries with children from which no sequence has continued: only a sequence that
+        # diverges there needs their blocks.
+        self._behind: list[OrderedDict[Entry, None]] = [OrderedDict() for _ in pool.groups]
+        specs = [(group.spec.layers, group.spec.sees) for group in pool.groups]
+        self._layout = f"{pool.block_size} {pool.page_format} {specs}"
+        pool.add_holder(self)
+        weakref.finalize(self, _abandon, self._pool, self._counts).atexit = False
+
+    @property
+    def pool(self) -> BlockPool:
+        """The cache's pool. Raises BlockStateError if it is gone."""
+        pool = self._pool()
+        if pool is None:
+            raise BlockStateError("the prefix cache's pool no longer exists")
+        return pool
+
+    # Looking up -----------------------------------------------------------------------------------------------
+
+    def root(self, salt: Hashable) -> bytes:
+        """Return the key before a prefix's first block. ``salt`` is all that keys and values depend on besides the
+        tokens, such as the model, and whoever may share them; it is told from others by its ``repr``."""
+        return hashlib.sha256(f"{self._layout} {salt!r}".encode("utf-8", "surrogatepass")).digest()[:16]
+
+    def match(self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False) -> Match:
+        """Return the longest prefix of ``tokens`` that every group can serve, never all of them: the last token is left
+        to compute. Takes no reference; see :meth:`adopt`.
+
+        Args:
+            tokens: tokens to look up.
+            salt: see :meth:`root`.
+            to_state: the longest that ends at a checkpoint.
+        """
+        with self.pool.lock:
+            self.expire()
+            for path in self._candidates(tokens, salt, to_state):
+                length = path[-1].end
+                if serves(self.windows, self.block_size, length, partial(_is_held, path)):
+                    return Match(length, path, self._blocks_of(path, length))
+            return Match(0, [], tuple([] for _ in self.windows))
+
+    def _candidates(self, tokens: Sequence[int], salt: Hashable, to_state: bool) -> Iterator[list[Entry]]:
+        """Yield the prefixes of ``tokens[:-1]`` that are here, longest first; with ``to_state`` those that end at a
+        checkpoint."""
+        path, keys = self._walk(tokens, self.root(salt))
+        for number in range(len(path), -1, -1):
+            low = number * self.block_size
+            if to_state:
+                tails = [t for t in self._tails.get(keys[number], ()) if t.end < len(tokens)]
+                fits = [tail for tail in tails if tuple(tokens[low : tail.end]) == tail.tokens]
+                yield from ([*path[:number], tail] for tail in sorted(fits, key=lambda tail: -tail.end))
+            if number and (not to_state or path[number - 1].slot is not None):
+                yield path[:number]
+
+    def _walk(self, tokens: Sequence[int], key: bytes) -> tuple[list[Entry], list[bytes]]:
+        """Return the entries along ``tokens[:-1]``, whole blocks only, and the keys before each of them and at the
+        end."""
+        path: list[Entry] = []
+        keys = [key]
+        for low in range(0, len(tokens) - self.block_size, self.block_size):
+            part = tuple(tokens[low : low + self.block_size])
+            key = next_key(key, part)
+            entry = self.entries.get(key)
+            if entry is None or entry.tokens != part:
+                break
+            path.append(entry)
+            keys.append(key)
+        return path, keys
+
+    def _blocks_of(self, path: Sequence[Entry], length: int) -> tuple[list[int], ...]:
+        found = []
+        for group, window in enumerate(self.windows):
+            needed = 0 if window is None else window.first_seen(length)
+            behind = min(len(path), needed // self.block_size)
+            ids = [NULL_BLOCK] * behind + [entry.blocks[group] for entry in path[behind:]]
+            found.append(ids[:behind] if needed == length else ids)  # the next token begins a block of its own
+        return tuple(found)
+
+    def adopt(
+        self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False
+    ) -> tuple[Match, list[BlockTable]]:
+        """Return the longest prefix (:meth:`match`), and tables over its blocks, one per group, which the caller owns
+        and must release. No bytes are copied; a write to a shared, partially filled block copies it first."""
+        if self.tier is not None:
+            self.tier.restore(self, tokens, salt, to_state)
+        with self.pool.lock:
+            match = self.match(tokens, salt, to_state=to_state)
+            self.hit_tokens += match.length
+            tables = [table_over(self.pool, group, ids, match.length) for group, ids in enumerate(match.blocks)]
+            self._touch(match.path)
+            for window, behind in zip(self.windows, self._behind, strict=True):
+                seen = 0 if window is None else window.first_seen(match.length) // self.block_size
+                for entry in match.path[seen:] if behind else ():
+                    behind.pop(entry, None)
+            if to_state and match.path:
+                self._states.move_to_end(match.path[-1])
+            return match, tables
+
+    def num_alone(self, match: Match) -> list[int]:
+        """Return, per group, how many blocks of a match only this cache holds."""
+        return [self._num_alone(group, set(ids)) for group, ids in enumerate(match.blocks)]
+
+    def known_length(self, tokens: Sequence[int], salt: Hashable = None) -> int:
+        """Return how many leading tokens are here in whole blocks, whether they can be served or not."""
+        with self.pool.lock:
+            return len(self._walk(tokens, self.root(salt))[0]) * self.block_size
+
+    # Inserting ------------------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        tokens: Sequence[int],
+        tables: Sequence[BlockTable],
+        salt: Hashable = None,
+        *,
+        states: Callable[[], tuple[int, Any]] | None = None,
+        keep: int = 0,
+    ) -> bool:
+        """Take references on the whole blocks of ``tokens``, and with ``states`` on the block of the last ones.
+
+        The caller keeps the tables and may go on writing: a partially filled block is shared then, and copied first.
+
+        Args:
+            tokens: from position 0 on.
+            tables: one per group, which hold the tokens.
+            salt: see :meth:`root`.
+            states: returns the bytes and the caches of a checkpoint at the tokens' end, which are never written to;
+                called if there is none yet.
+            keep: number of leading tokens that are evicted after others. They take up to :data:`KEPT_SHARE` of the
+                pool's budget; beyond it, those kept first become ordinary ones.
+
+        Returns:
+            False if there is no room for the states: checkpoints take up to :data:`STATES_SHARE` of the budget.
+            Then nothing is inserted.
+
+        Raises:
+            ValueError: the tables do not hold the tokens. Nothing was changed.
+        """
+        if [table.group for table in tables] != list(range(len(self.windows))):
+            raise ValueError("tables must be one per group of the pool, in order")
+        for table in tables:
+            if table.released or table.length < len(tokens):
+                raise ValueError(f"{table} does not hold {len(tokens)} tokens")
+        if not tokens:
+            return True
+        with self.pool.lock:
+            self.expire()
+            slot = None
+            if states is not None and not self._has_state(tokens, salt):
+                slot = self._new_slot(*states())
+                if slot is None:
+                    self.dropped_states += 1
+                    return False
+            path: list[Entry] = []
+            try:
+                self._add(path, tokens if states is not None else self._whole(tokens), tables, salt)
+            finally:
+                self._touch(path)
+            if states is not None and path and path[-1].end == len(tokens):
+                path[-1].slot = slot or path[-1].slot
+                self._states[path[-1]] = None
+            if keep:
+                self._keep([entry for entry in path if entry.end <= keep])
+            return True
+
+    def _whole(self, tokens: Sequence[int]) -> Sequence[int]:
+        return tokens[: len(tokens) - len(tokens) % self.block_size]
+
+    def _has_state(self, tokens: Sequence[int], salt: Hashable) -> bool:
+        longest = next(self._candidates([*tokens, -1], salt, to_state=True), None)
+        return longest is not None and longest[-1].end == len(tokens)
+
+    def _new_slot(self, nbytes: int, caches: Any) -> StateSlot | None:
+        """Return a slot for states, or None if there is no room for them."""
+        memory, most = self.pool.memory, int(self.pool.memory.budget * STATES_SHARE)
+        if self.state_nbytes + nbytes > most:
+            self.evict_states(self.state_nbytes + nbytes - most)
+        if self.state_nbytes + nbytes > most or nbytes > memory.unreserved_bytes:
+            return None
+        return memory.states.take(nbytes, caches)
+
+    def _add(self, path: list[Entry], tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable) -> None:
+        """Add the entries of ``tokens`` that are missing, and append all of them to ``path``."""
+        parent: Entry | None = None
+        key = self.root(salt)
+        for low in range(0, len(tokens), self.block_size):
+            before, part = key, tuple(tokens[low : low + self.block_size])
+            key = next_key(before, part)
+            entry = self.entries.get(key)
+            if entry is not None and entry.tokens != part:
+                return  # another prefix has the same hash
+            if entry is None:
+                entry = Entry(before, key, parent, part, len(tables), stays_in_memory=not is_saved(salt))
+                self._hold(entry, tables, low // self.block_size)
+                self.entries[key] = entry
+                if len(part) < self.block_size:
+                    self._tails.setdefault(before, []).append(entry)
+                if parent is not None:
+                    parent.num_children += 1
+                    self._note_behind(parent)
+            else:  # blocks that a window's group has lost come back
+                self._hold(entry, tables, low // self.block_size)
+            path.append(entry)
+            parent = entry
+
+    def _hold(self, entry: Entry, tables: Sequence[BlockTable], index: int) -> None:
+        """Take references on the blocks at ``index`` of the tables that the entry does not hold yet."""
+        for group, table in enumerate(tables):
+            block = table.block_ids[index] if index < len(table.block_ids) else NULL_BLOCK
+            if entry.blocks[group] == NULL_BLOCK != block:
+                self.pool.retain(group, [block])
+                self._counts[group][block] += 1
+                entry.blocks[group] = block
+                self.version += 1
+
+    def _note_behind(self, parent: Entry) -> None:
+        """Note a block that only sequences which diverge here need, once an entry has its first child."""
+        if parent.num_children == 1:
+            for window, behind in zip(self.windows, self._behind, strict=True):
+                if window is not None:
+                    behind[parent] = None
+
+    def _keep(self, entries: Sequence[Entry]) -> None:
+        for entry in reversed(entries):  # deepest first: useless without their ancestors
+            self._kept.pop(entry, None)
+            self._kept[entry] = None
+        excess = sum(map(self._nbytes_of, self._kept)) - self.pool.memory.budget * KEPT_SHARE
+        while excess > 0 and self._kept:
+            entry = next(iter(self._kept))
+            del self._kept[entry]
+            excess -= self._nbytes_of(entry)
+
+    def _nbytes_of(self, entry: Entry) -> int:
+        held = zip(entry.blocks, self.pool.groups, strict=True)
+        states = 0 if entry.slot is None else entry.slot.nbytes
+        return states + sum(group.bytes_per_block for block, group in held if block != NULL_BLOCK)
+
+    def _touch(self, path: Sequence[Entry]) -> None:
+        """Mark a path as used. Its entries come to lie behind their children."""
+        now = self.clock()
+        for entry in reversed(path):
+            entry.used_at = now
+            self.entries.move_to_end(entry.key)
+
+    # Evicting -------------------------------------------------------------------------------------------------
+
+    def reclaimable(self, group: int, enough: int | None = None) -> int:
+        """Return how many blocks of the group only this cache holds; counting stops at ``enough``."""
+        with self.pool.lock:
+            held, refcount = self._counts[group], self.pool.groups[group].allocator.refcount
+            # Called in many steps while the pool is full, so it runs no Python code per block.
+            alone = filter(None, map(operator.eq, map(refcount, held), held.values()))
+            return sum(islice(alone, enough))
+
+    def _num_alone(self, group: int, blocks: Iterable[int]) -> int:
+        held, refcount = self._counts[group], self.pool.groups[group].allocator.refcount
+        return sum(b != NULL_BLOCK and refcount(b) == held[b] for b in blocks)
+
+    def evict(self, group: int, num_blocks: int) -> int:
+        """Free blocks of a group: in a group with a window first those that only a diverging sequence would need; then
+        of the least recently used leaves. Entries that a sequence uses go last, only to reach those before them.
+
+        Returns:
+            Number of blocks that became free: at least ``num_blocks``, or fewer if there are no more.
+        """
+        with self.pool.lock:
+            freed = self._evict_behind(group, num_blocks)
+            freed += self._evict_leaves(group, num_blocks - freed, self._is_kept_or_used)
+            freed += self._evict_leaves(group, num_blocks - freed, self._is_used)
+            left = self.reclaimable(group, max(0, num_blocks - freed))
+            return freed + self._evict_leaves(group, left, lambda entry: False)
+
+    def _evict_behind(self, group: int, num_blocks: int) -> int:
+        """Free blocks of a group with a window that only a diverging sequence would need."""
+        freed, behind = 0, self._behind[group]
+        for _ in range(len(behind)):
+            if freed >= num_blocks:
+                break
+            entry = next(iter(behind))
+            if entry.blocks[group] != NULL_BLOCK and not self._num_alone(group, [entry.blocks[group]]):
+                behind.move_to_end(entry)  # a sequence uses it
+                continue
+            self._save(entry)
+            freed += self._drop(entry, group)
+            del behind[entry]
+        return freed
+
+    def _evict_leaves(self, group: int, num_blocks: int, spares: Callable[[Entry], bool]) -> int:
+        """Free blocks of the least recently used entries without children, but not of those to spare, which count as
+        used now."""
+        freed, spared = 0, set[Entry]()
+        while freed < num_blocks and self.entries:
+            entry = next(iter(self.entries.values()))
+            if entry in spared:
+                break
+            if spares(entry):
+                path = entry.path()
+                self._touch(path)
+                spared.update(path)
+            else:
+                freed += self._remove(entry)[group]
+        return freed
+
+    def _save(self, entry: Entry) -> None:
+        if self.tier is not None:
+            self.tier.save(self, entry)
+
+    def _is_used(self, entry: Entry) -> bool:
+        return any(b != NULL_BLOCK and not self._num_alone(g, [b]) for g, b in enumerate(entry.blocks))
+
+    def _is_kept_or_used(self, entry: Entry) -> bool:
+        return entry in self._kept or self._is_used(entry)
+
+    def _remove(self, entry: Entry) -> list[int]:
+        """Evict an entry without children. Returns how many blocks of each group became free."""
+        self._save(entry)
+        freed = [self._drop(entry, group) for group in range(len(entry.blocks))]
+        self._drop_state(entry)
+        del self.entries[entry.key]
+        self._kept.pop(entry, None)
+        for behind in self._behind:
+            behind.pop(entry, None)
+        if entry.parent is not None:
+            entry.parent.num_children -= 1
+        if len(entry.tokens) < self.block_size:
+            self._tails[entry.before].remove(entry)
+            if not self._tails[entry.before]:
+                del self._tails[entry.before]
+        self.version += 1
+        return freed
+
+    def _drop(self, entry: Entry, group: int) -> int:
+        """Drop an entry's reference on a block. Returns how many blocks became free, 0 or 1, counted as evictions."""
+        block = entry.blocks[group]
+        if block == NULL_BLOCK:
+            return 0
+        freed = int(self.pool.groups[group].allocator.refcount(block) == 1)
+        self.pool.release(group, [block])
+        entry.blocks[group] = NULL_BLOCK
+        self._counts[group][block] -= 1
+        if not self._counts[group][block]:
+            del self._counts[group][block]
+        self.evictions += freed
+        self.version += 1
+        return freed
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the checkpoints."""
+        return sum(entry.slot.nbytes for entry in list(self._states) if entry.slot is not None)
+
+    @property
+    def num_states(self) -> int:
+        """Number of checkpoints."""
+        return len(self._states)
+
+    def evict_states(self, num_bytes: int) -> int:
+        """Drop the least recently used checkpoints, kept ones last, and entries that are useless without them. Returns
+        checkpoints' bytes."""
+        with self.pool.lock:
+            freed = 0
+            for entry in sorted(self._states, key=self._kept.__contains__):
+                if freed >= num_bytes:
+                    break
+                self._save(entry)
+                freed += self._drop_state(entry)
+                self.dropped_states += 1
+                last: Entry | None = entry
+                while last is not None and not last.num_children and last.slot is None:
+                    parent = last.parent
+                    self._remove(last)
+                    last = parent
+            return freed
+
+    def _drop_state(self, entry: Entry) -> int:
+        slot, entry.slot = entry.slot, None
+        self._states.pop(entry, None)
+        self.version += slot is not None
+        return 0 if slot is None else slot.nbytes
+
+    def evict_oldest(self) -> None:
+        """Evict the least recently used prefix, as far as no other begins with it."""
+        with self.pool.lock:
+            entry: Entry | None = next(iter(self.entries.values()), None)
+            while entry is not None and not entry.num_children:
+                parent = entry.parent
+                self._remove(entry)
+                entry = parent
+
+    def clear(self) -> None:
+        """Evict everything."""
+        with self.pool.lock:
+            while self.entries:
+                self.evict_oldest()
+
+    def expire(self) -> None:
+        """Evict prefixes that were not used for ``ttl`` seconds. Costs nothing while none is due."""
+        if self.ttl is None:
+            return
+        with self.pool.lock:
+            due = self.clock() - self.ttl
+            while self.entries and (entry := next(iter(self.entries.values()))).used_at <= due:
+                self._remove(entry)
+
+    # Accounts -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of prefixes that no other prefix begins with."""
+        return sum(not entry.num_children for entry in self.entries.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks held, each counted once, and of the checkpoints."""
+        held = zip(self._counts, self.pool.groups, strict=True)
+        return self.state_nbytes + sum(len(count) * group.bytes_per_block for count, group in held)
+
+    def held(self, group: int) -> list[list[int]]:
+        """Return the blocks of the group, once for each reference."""
+        return [list(self._counts[group].elements())]
+
+    def check_integrity(self) -> None:
+        """Raise BlockStateError unless entries, their order, blocks and references agree. See also the pool's."""
+        with self.pool.lock:
+            counts: list[Counter[int]] = [Counter() for _ in self.windows]
+            children: Counter[Entry] = Counter()
+            seen: set[Entry] = set()
+            for key, entry in self.entries.items():
+                for count, block in zip(counts, entry.blocks, strict=True):
+                    count.update([block] if block != NULL_BLOCK else [])
+                if entry.parent is not None:
+                    children[entry.parent] += 1
+                if key != entry.key or entry.parent in seen:
+                    raise BlockStateError(f"the entry {entry.tokens} is under another key, or after its parent")
+                seen.add(entry)
+            if counts != self._counts:
+                raise BlockStateError("the entries' blocks do not match the references that the cache holds")
+            if any(entry.num_children != children[entry] for entry in seen) or not seen >= children.keys():
+                raise BlockStateError("the numbers of children do not match the entries")
+            if {entry for entry in seen if entry.slot is not None} != set(self._states):
+                raise BlockStateError("the checkpoints do not match the entries")
+            tails = {entry for each in self._tails.values() for entry in each}
+            if tails != {entry for entry in seen if len(entry.tokens) < self.block_size} or not seen >= set(self._kept):
+                raise BlockStateError("tails or kept entries do not match the entries")
+
+
+def _is_held(path: Sequence[Entry], index: int, group: int) -> bool:
+    return path[index].blocks[group] != NULL_BLOCK
+
+
+def _abandon(pool: weakref.ref[BlockPool], counts: list[Counter[int]]) -> None:
+    """Release the references of a cache that was dropped."""
+    if (alive := pool()) is not None:
+        for group, blocks in enumerate(counts):
+            alive.abandon(group, list(blocks.elements()))
+
+
+class SharedPrefixes:
+    """A prefix cache as one model's batch sees it.
+
+    Args:
+        cache: cache over the batch's pool.
+        name: what all its salts have in common: the model, and which of its caches.
+    """
+
+    def __init__(self, cache: PrefixCache, name: Hashable = None) -> None:
+        self.cache, self.name = cache, name
+
+    @property
+    def pool(self) -> BlockPool:
+        """Pool of the prefixes; it has no blocks if no layer is paged."""
+        return self.cache.pool
+
+    def match(self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False) -> Match:
+        """See :meth:`PrefixCache.match`."""
+        return self.cache.match(tokens, (self.name, salt), to_state=to_state)
+
+    def adopt(
+        self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False
+    ) -> tuple[Match, list[BlockTable]]:
+        """See :meth:`PrefixCache.adopt`."""
+        return self.cache.adopt(tokens, (self.name, salt), to_state=to_state)
+
+    def restore(self, tokens: Sequence[int], salt: Hashable = None) -> None:
+        """Bring a longer prefix of ``tokens`` back from disk, if there is one."""
+        if self.cache.tier is not None:
+            self.cache.tier.restore(self.cache, tokens, (self.name, salt), False)
+
+    def known_length(self, tokens: Sequence[int], salt: Hashable = None) -> int:
+        """See :meth:`PrefixCache.known_length`."""
+        return self.cache.known_length(tokens, (self.name, salt))
+
+    def insert(
+        self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None, **options: Any
+    ) -> bool:
+        """Insert the tokens that all tables hold; see :meth:`PrefixCache.insert`."""
+        length = min([len(tokens), *(table.length for table in tables)])
+        return self.cache.insert(tokens[:length], tables, (self.name, salt), **options)

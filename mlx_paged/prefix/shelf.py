@@ -1,0 +1,401 @@
+"""Shelf: files of prefixes by their keys, readable by their owner only, each verified by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+import threading
+import time
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import check_device
+
+LINGER_SECONDS = 0.1  # starting a thread for each block of a prefix would cost more than copying the block
+
+
+class WriteQueue:
+    """Runs jobs in order in a thread, which ends soon after the last job. Python waits for it at exit.
+
+    Args:
+        most_bytes: most bytes of waiting jobs; a single job may have more.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.nbytes = 0  # of unfinished jobs
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
+        self._num_open = 0
+        self._is_running = False
+
+    def room(self, nbytes: int) -> int:
+        """Return how many jobs of ``nbytes`` bytes fit now."""
+        return max(int(not self.nbytes), (self.most_bytes - self.nbytes) // max(1, nbytes))
+
+    def put(self, nbytes: int, job: Callable[[], None], *, wait: bool) -> bool:
+        """Put a job, which must not raise. Returns whether it was put.
+
+        Args:
+            nbytes: memory that the job holds.
+            job: called in the queue's thread.
+            wait: wait until there is room; otherwise a full queue returns False.
+        """
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self.room(nbytes))
+            elif not self.room(nbytes):
+                return False
+            self._jobs.append((nbytes, job))
+            self.nbytes += nbytes
+            self._num_open += 1
+            self._changed.notify_all()
+            if self._is_running:
+                return True
+            self._is_running = True
+        try:
+            threading.Thread(target=self._run, name="mlx_paged prefix writer").start()
+        except RuntimeError:  # no more threads, or the interpreter ends
+            self._run()
+        return True
+
+    def wait(self) -> None:
+        """Wait until every job is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_open)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._jobs, LINGER_SECONDS):
+                    self._is_running = False
+                    return
+                nbytes, job = self._jobs.popleft()
+            try:
+                job()
+            finally:
+                del job
+                with self._changed:
+                    self.nbytes -= nbytes
+                    self._num_open -= 1
+                    self._changed.notify_all()
+
+
+MAGIC = b"mlx_paged prefix 3\n"
+DIGEST_BYTES = 32
+STALE_SECONDS = 3600
+NAME = re.compile(r"[0-9a-f]{32}\.(kv[0-9]+|states)")
+OLD_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")  # of earlier versions, whose files cannot be used
+TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.(safetensors|tmp)")
+
+Expected = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype of each array that a file must hold
+
+
+class ShelfWarning(UserWarning):
+    """A prefix could not be written to disk, or a file there was not used; results are the same."""
+
+
+class Shelf:
+    """A folder of prefixes. A file is named by a key and by what it holds of it: ``kv<group>`` or ``states``.
+
+    A thread writes the files, each under a temporary name that is then replaced. A hash in it covers its name and
+    contents, so a file that is truncated, altered or renamed is not used but deleted, with one warning. Nothing is
+    synced to disk: a file torn by a power cut is not served.
+
+    Folder and files are private (0700, 0600) from their creation, whatever the umask. An existing folder that others
+    can read is made private if it holds nothing but such files; this user's files that others can read are made
+    private, too. Files of other users, links and everything else are ignored.
+
+    Args:
+        path: the folder, created if missing.
+        max_bytes: most bytes of all files; beyond it the least recently used files are deleted.
+        queued_bytes: most host memory of what waits to be written; what is saved beyond it is dropped.
+
+    Attributes:
+        nbytes: bytes of all files.
+        dropped: number of blocks and checkpoints that were not written because too many were waiting.
+
+    Raises:
+        OSError: the folder cannot be created or read.
+    """
+
+    def __init__(self, path: Path | str, *, max_bytes: int = 1 << 63, queued_bytes: int = 256 << 20) -> None:
+        self.path = Path(path)
+        self.max_bytes = max_bytes
+        self.nbytes = self.dropped = 0
+        self._queue = WriteQueue(queued_bytes)
+        self._serial = count()
+        self._warned = False
+        self._problem: Exception | None = None  # of the writing thread, to be warned of by the next call
+        self._lock = threading.Lock()
+        # The index has a key, a letter or number for what is held, and a size, since a folder may have a million files.
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._waiting: dict[bytes, memoryview] = {}  # to be written
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(mode=0o700)
+            self.path.chmod(0o700)  # the umask may have taken permissions from the owner
+        except FileExistsError:
+            self._make_private()
+        self._list()
+        self._enforce_limit()
+
+    def _make_private(self) -> None:
+        mode = self.path.stat()
+        if not mode.st_mode & 0o077:
+            return
+        is_ours = mode.st_uid == os.geteuid() and not mode.st_mode & stat.S_ISVTX
+        known = (NAME, OLD_NAME, TEMPORARY)
+        if is_ours and all(any(each.fullmatch(name) for each in known) for name in os.listdir(self.path)):
+            self.path.chmod(stat.S_IMODE(mode.st_mode) & ~0o077)
+            text = f"{self.path} was accessible to other users; now only its owner can access it"
+        else:
+            text = f"{self.path} is accessible to other users; the files written there are not"
+        warnings.warn(f"mlx_paged: {text}", ShelfWarning, stacklevel=4)
+
+    def _list(self) -> None:
+        """Index the files in the folder. Files of earlier versions, and temporary ones that are an hour old, which no
+        process is writing any more, are deleted."""
+        found: list[tuple[int, bytes, int]] = []
+        with os.scandir(self.path) as listed:
+            for entry in listed:
+                is_named, is_old = NAME.fullmatch(entry.name), OLD_NAME.fullmatch(entry.name)
+                if not (is_named or is_old or TEMPORARY.fullmatch(entry.name)):
+                    continue
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                        self.warn(f"{entry.path} was ignored: not a file of this user")
+                    elif is_named:
+                        if status.st_mode & 0o077:
+                            os.close(self._open(entry.name))
+                        found.append((status.st_mtime_ns, _index_of(entry.name), status.st_size))
+                    elif is_old or time.time() - status.st_mtime > STALE_SECONDS:
+                        os.unlink(entry.path)
+                except FileNotFoundError:
+                    continue  # another process has just deleted or renamed it
+                except OSError as error:
+                    self.warn(f"{entry.path} was ignored: {error}")
+        found.sort()
+        self._sizes.update((index, size) for _, index, size in found)
+        self.nbytes = sum(self._sizes.values())
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def has(self, key: bytes, part: str) -> bool:
+        """Return whether this part of a key is on disk, or waits to be written."""
+        index = key + part.encode()
+        return index in self._sizes or index in self._waiting
+
+    # Saving ---------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        key: bytes,
+        part: str,
+        tokens: Sequence[int],
+        nbytes: int,
+        arrays: Callable[[], tuple[dict[str, mx.array], str]],
+        *,
+        wait: bool,
+    ) -> bool:
+        """Queue a part of a key for writing, unless it is there. Warns once if files cannot be written.
+
+        Args:
+            key: key of a prefix.
+            part: what is saved of it.
+            tokens: tokens of its last block.
+            nbytes: about as many bytes as the arrays have.
+            arrays: returns arrays by name, and a text; called only if they will be written.
+            wait: wait until the queue has room; otherwise what it has no room for is dropped.
+
+        Returns:
+            Whether it was queued.
+        """
+        self._warn_of_problem()
+        if self.has(key, part):
+            return False
+        if not wait and not self._queue.room(nbytes):
+            self.dropped += 1
+            return False
+        index = key + part.encode()
+        data = _packed(_name_of(index), tokens, *arrays())
+        with self._lock:
+            self._waiting[index] = data
+        if self._queue.put(len(data), lambda: self._write(index, data), wait=wait):
+            return True
+        with self._lock:
+            del self._waiting[index]
+        self.dropped += 1
+        return False
+
+    def _write(self, index: bytes, data: memoryview) -> None:
+        """Write a file; in the queue's thread, which uses no MLX."""
+        try:
+            self._write_file(_name_of(index), data)
+        except Exception as error:
+            self._problem = error
+            with self._lock:
+                del self._waiting[index]
+            return
+        with self._lock:
+            del self._waiting[index]
+            self.nbytes += len(data) - self._sizes.pop(index, 0)
+            self._sizes[index] = len(data)
+        self._enforce_limit()
+
+    def _write_file(self, name: str, data: memoryview) -> None:
+        temporary = self.path / f".{os.getpid()}-{next(self._serial)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            temporary.unlink(missing_ok=True)  # left by an earlier process with this id
+            descriptor = os.open(temporary, flags, 0o600)
+            with open(descriptor, "wb") as file:
+                os.fchmod(descriptor, 0o600)
+                _fill(file, data)
+            temporary.replace(self.path / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def flush(self) -> None:
+        """Wait until all that was saved is written."""
+        self._queue.wait()
+        self._warn_of_problem()
+
+    def _enforce_limit(self) -> None:
+        while self.nbytes > self.max_bytes:
+            with self._lock:
+                index = next(iter(self._sizes), None)
+            if index is None:
+                return
+            self._delete(index)
+
+    # Loading --------------------------------------------------------------------------------------------------
+
+    def load(
+        self, key: bytes, part: str, tokens: Sequence[int], expected: Expected
+    ) -> tuple[dict[str, Any], str] | None:
+        """Return arrays and text of a part of a key. If the file is gone, or is not what was written, return None; it
+        is not there any more then.
+
+        Args:
+            key: key of a prefix.
+            part: what to load of it.
+            tokens: tokens of its last block.
+            expected: arrays that the file must hold.
+        """
+        index = key + part.encode()
+        waiting = self._waiting.get(index)
+        try:
+            found = _unpacked(_name_of(index), tokens, self._read(index) if waiting is None else waiting, expected)
+        except FileNotFoundError:  # deleted by another process
+            self._forget(index)
+            return None
+        except Exception as error:
+            check_device(error)
+            self._delete(index)
+            self.warn(f"deleted the unusable file {self.path / _name_of(index)}: {type(error).__name__}: {error}")
+            return None
+        with self._lock:
+            if index in self._sizes:
+                self._sizes.move_to_end(index)
+        with suppress(OSError):  # the order of use, also after a restart
+            os.utime(self.path / _name_of(index))
+        return found
+
+    def _read(self, index: bytes) -> bytes:
+        with open(self._open(_name_of(index)), "rb") as file:
+            return file.read(self._sizes.get(index, 0) + 1)
+
+    def _open(self, name: str) -> int:
+        """Return a descriptor of a file of this user, which is made private. Follows no link, and does not wait for the
+        writer of a pipe."""
+        descriptor = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise OSError("not a file of this user")
+            if status.st_mode & 0o077:
+                os.fchmod(descriptor, 0o600)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _forget(self, index: bytes) -> None:
+        with self._lock:
+            self.nbytes -= self._sizes.pop(index, 0)
+
+    def _delete(self, index: bytes) -> None:
+        self._forget(index)
+        try:
+            (self.path / _name_of(index)).unlink(missing_ok=True)
+        except OSError as error:
+            self._problem = error
+
+    def _warn_of_problem(self) -> None:
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            check_device(problem)
+            self.warn(f"a prefix was not written to {self.path}: {problem}")
+
+    def warn(self, text: str) -> None:
+        """Warn, at most once."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"mlx_paged: {text}", ShelfWarning, stacklevel=4)
+
+
+def _name_of(index: bytes) -> str:
+    return f"{index[:16].hex()}.{index[16:].decode()}"
+
+
+def _index_of(name: str) -> bytes:
+    key, _, part = name.partition(".")
+    return bytes.fromhex(key) + part.encode()
+
+
+def _packed(name: str, tokens: Sequence[int], arrays: dict[str, mx.array], text: str) -> memoryview:
+    """Return the bytes of a file: a copy of the arrays in host memory."""
+    file = io.BytesIO()
+    mx.save_safetensors(file, arrays, {"tokens": json.dumps(list(tokens)), "text": text})
+    payload = file.getbuffer()
+    return memoryview(b"".join([MAGIC, _digest(name, payload), payload]))
+
+
+def _unpacked(
+    name: str, tokens: Sequence[int], data: bytes | memoryview, expected: Expected
+) -> tuple[dict[str, Any], str]:
+    """Return a file's arrays and text. Raises any type of error if it is not what :func:`_packed` returned."""
+    payload = memoryview(data)[len(MAGIC) + DIGEST_BYTES :]
+    if data[: len(data) - len(payload)] != MAGIC + _digest(name, payload):
+        raise ValueError("its contents do not match their digest")
+    loaded: Any = mx.load(io.BytesIO(payload), format="safetensors", return_metadata=True)
+    arrays, metadata = loaded
+    if json.loads(metadata["tokens"]) != list(tokens):
+        raise ValueError("it holds other tokens")
+    for each, (shape, dtype) in expected.items():
+        if each not in arrays or arrays[each].shape != shape or arrays[each].dtype != dtype:
+            raise ValueError(f"{each} is missing, or not {dtype} {shape}")
+    mx.eval(list(arrays.values()))
+    return arrays, metadata["text"]
+
+
+def _digest(name: str, payload: memoryview) -> bytes:
+    return hashlib.sha256(name.encode() + payload).digest()
+
+
+def _fill(file: Any, data: memoryview) -> None:
+    file.write(data)

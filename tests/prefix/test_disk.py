@@ -1,0 +1,620 @@
+"""Prefixes on disk come back bit for bit, or not at all; a bad file affects only itself; files are private."""
+
+import errno
+import gc
+import os
+import stat
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_paged.kv.attention_params import QueryHeads
+from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.device_blocks import DeviceBlocks
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.prefix import shelf as shelf_module
+from mlx_paged.prefix.disk import DiskTier
+from mlx_paged.prefix.entry import SavedName
+from mlx_paged.prefix.prefix_cache import PrefixCache
+from mlx_paged.prefix.shelf import Shelf, ShelfWarning
+from tests.support.cases import crossed, quick
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
+
+WINDOWS = [(None,), (None, 6), (5, None, 1)]
+SALT = (SavedName("weights", 0), None)
+
+
+def new_cache(tier: DiskTier, windows: Any = (None,), **options: Any) -> tuple[PrefixCache, BlockPool]:
+    """Return a cache over a new pool that knows its geometry, as after a probe of the model."""
+    pool = make_pool(windows, **options)
+    for layer in range(len(windows)):
+        pool.set_geometry(layer, mx.zeros((1, 1, 1, 2)), mx.zeros((1, 1, 1, 1)), batch=1)
+    cache = PrefixCache(pool)
+    cache.tier = tier
+    return cache, pool
+
+
+def add(cache: PrefixCache, tokens: Sequence[int], chunk: int = 100, salt: Any = SALT) -> None:
+    _, tables = cache.adopt(tokens, salt)
+    for end in [*range(chunk, len(tokens), chunk), len(tokens)]:
+        if end > tables[0].length:
+            compute(cache.pool, tables, tokens[:end])
+            cache.insert(tokens[:end], tables, salt)
+    release(cache.pool, tables)
+
+
+def saved(folder: Path, prefixes: Sequence[Sequence[int]], windows: Any = (None,), chunk: int = 100, **options: Any):
+    """Return a shelf with these prefixes, each computed in chunks, inserted and evicted."""
+    shelf = Shelf(folder, **options)
+    cache, pool = new_cache(DiskTier(shelf), windows)
+    for tokens in prefixes:
+        add(cache, tokens, chunk)
+    cache.clear()
+    shelf.flush()
+    assert len(cache.entries) == pool.stats().live_blocks == 0
+    pool.check_integrity()
+    return shelf
+
+
+def restored(folder: Path, tokens: Sequence[int], windows: Any = (None,), name: str = "weights", **options: Any) -> int:
+    """Return the number of tokens that a new pool serves, as after a restart; checks their contents."""
+    tier = DiskTier(Shelf(folder))
+    cache, pool = new_cache(tier, windows, **options)
+    salt = (SavedName(name, 0), None)
+    gained = tier.restore(cache, tokens, salt, False)
+    assert cache.hit_tokens == 0
+    match, tables = cache.adopt(tokens, salt)
+    assert gained == match.length
+    check_contents(pool, tables, tokens)
+    compute(pool, tables, tokens)
+    check_contents(pool, tables, tokens)
+    cache.check_integrity()
+    pool.check_integrity()
+    return match.length
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files in the order of writing."""
+    return sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize(("windows", "length"), crossed(WINDOWS, [3, 4, 8, 22]))
+def test_round_trip(windows: tuple[int | None, ...], length: int, tmp_path: Path) -> None:
+    tokens = tuple(range(length))
+    shelf = saved(tmp_path, [tokens], windows)
+    assert len(shelf) == len(list(tmp_path.iterdir())) >= length // 4
+    assert shelf.nbytes == sum(f.stat().st_size for f in tmp_path.iterdir())
+    assert restored(tmp_path, (*tokens, 99), windows) == length // 4 * 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored(tmp_path, (*tokens, 98, 97), windows) == length // 4 * 4
+
+
+def test_part_of_a_saved_prefix_is_served(tmp_path: Path) -> None:
+    saved(tmp_path, [range(22)])
+    assert restored(tmp_path, [*range(14), 99, 98]) == 12
+    assert restored(tmp_path, range(20)) == 16  # one token is left to compute
+    assert restored(tmp_path, [99, *range(22)]) == 0
+    assert restored(tmp_path, [0]) == 0
+
+
+def test_what_has_no_meaning_after_a_restart_stays_in_memory(tmp_path: Path) -> None:
+    """mlx-lm's tokens for an image are a negative hash of its address, where another image may be after a restart."""
+    assert len(saved(tmp_path, [[1, 2, 3, -4, 5, 6, 7, 8]])) == 0
+    cache, _pool = new_cache(DiskTier(Shelf(tmp_path)))
+    add(cache, range(20), salt=("a model without an identity", None))
+    cache.clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_common_prefixes_are_written_once(tmp_path: Path) -> None:
+    prefixes = [(*range(8), 100 + n, *range(7)) for n in range(4)]
+    assert len(saved(tmp_path, prefixes)) == 2 + 4 * 2
+    for tokens in prefixes:
+        assert restored(tmp_path, (*tokens, 99)) == 16
+    assert len(saved(tmp_path, [(*prefixes[0], *range(50, 60))])) == 2 + 4 * 2 + 2
+
+
+recipes = st.tuples(st.integers(0, 9), st.integers(0, 40), st.lists(st.integers(0, 1), min_size=1, max_size=9))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(recipes, max_size=8), st.sampled_from(WINDOWS), st.integers(1, 9))
+def test_random_prefixes(
+    tmp_path_factory: pytest.TempPathFactory,
+    recipes: list[tuple[int, int, list[int]]],
+    windows: tuple[int | None, ...],
+    chunk: int,
+) -> None:
+    prefixes: list[tuple[int, ...]] = [(0, 1, 1, 0, 1)]
+    for number, cut, suffix in recipes:
+        prefixes.append((*prefixes[number % len(prefixes)][:cut], *suffix))
+    folder = tmp_path_factory.mktemp("shelf")
+    saved(folder, prefixes, windows, 4 * chunk)
+    for tokens in prefixes:
+        found = restored(folder, (*tokens, 2), windows)
+        assert found == len(tokens) // 4 * 4 or windows != (None,)
+
+
+def test_only_what_memory_lacks_is_read(tmp_path: Path) -> None:
+    tokens = tuple(range(28))
+    for windows in WINDOWS:
+        folder = tmp_path / str(windows)
+        saved(folder, [tokens], windows, chunk=4)
+        for kept in range(1, 28, 3):
+            tier = DiskTier(Shelf(folder))
+            cache, pool = new_cache(tier, windows)
+            cache.tier = None
+            add(cache, tokens[:kept], chunk=4)
+            held = cache.match((*tokens, 99), SALT).length
+            assert tier.restore(cache, (*tokens, 99), SALT, False) == 28 - held
+            match, tables = cache.adopt((*tokens, 99), SALT)
+            assert match.length == 28
+            check_contents(pool, tables, tokens)
+            assert tier.restore(cache, (*tokens, 99), SALT, False) == 0
+            cache.check_integrity()
+            pool.check_integrity()
+
+
+def test_other_weights_and_other_block_sizes_find_nothing(tmp_path: Path) -> None:
+    saved(tmp_path, [range(20)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored(tmp_path, range(20), name="other weights") == 0
+        assert restored(tmp_path, range(20), block_size=8) == 0
+
+
+DAMAGES = ["truncate", "empty", "flip", "append", "foreign", "rename", "no header", "vanish"]
+
+
+@pytest.mark.parametrize(("damage", "number"), crossed(DAMAGES, [0, 2, 4]))
+def test_damaged_files_are_ignored_with_one_warning(damage: str, number: int, tmp_path: Path) -> None:
+    saved(tmp_path, [range(20)])
+    cache, _pool = new_cache(DiskTier(Shelf(tmp_path)))
+    cache.tier = None
+    add(cache, range(20))
+    path = next(tmp_path / f"{e.key.hex()}.kv0" for e in cache.entries.values() if e.end == 4 * number + 4)
+    data = path.read_bytes()
+    tier = DiskTier(Shelf(tmp_path)) if damage == "vanish" else None
+    if damage == "truncate":
+        path.write_bytes(data[:-7])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "append":
+        path.write_bytes(data + b"x")
+    elif damage == "foreign":
+        mx.save_safetensors(str(tmp_path / "x.safetensors"), {"weight": mx.zeros((2, 2))}, {"format": "pt"})
+        (tmp_path / "x.safetensors").rename(path)
+    elif damage == "rename":
+        other = next(each for each in tmp_path.iterdir() if each != path)
+        path.write_bytes(other.read_bytes())
+    elif damage == "no header":
+        path.write_bytes(b"\xff" * 4096)
+    elif damage == "vanish":
+        path.unlink()
+    for position in range(0, len(data), 37) if damage == "flip" else (0,):
+        if damage == "flip":
+            altered = bytearray(data)
+            altered[position] ^= 1 << position % 8
+            path.write_bytes(altered)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if tier is not None:
+                again, pool = new_cache(tier)
+                assert tier.restore(again, (*range(20), 99), SALT, False) == number * 4 == pool.stats().live_blocks * 4
+            else:
+                assert restored(tmp_path, (*range(20), 99)) == number * 4
+        assert len([each for each in caught if each.category is ShelfWarning]) == (damage != "vanish")
+        assert not path.exists()
+
+
+def test_file_of_a_killed_writer_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the process ends while it writes a file, the file is whole or ignored."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise Killed
+
+    def half_written(file: Any, data: memoryview) -> None:
+        file.write(data[: len(data) // 2])
+        raise Killed
+
+    for where, name, action in [(shelf_module, "_fill", half_written), (Path, "replace", killed)]:
+        folder = tmp_path / name
+        saved(folder, [range(8)])
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, action)
+            patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # no clean-up either
+            with pytest.raises(Killed):
+                Shelf(folder)._write_file("0" * 32 + ".kv0", memoryview(bytes(100)))
+        assert any(path.name.startswith(".") for path in folder.iterdir())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert restored(folder, range(30)) == 8
+        # Stale temporary files are deleted at a later start.
+        monkeypatch.setattr(shelf_module, "STALE_SECONDS", -1)
+        Shelf(folder)
+        monkeypatch.undo()
+        assert not any(path.name.startswith(".") for path in folder.iterdir())
+
+
+def test_full_disk_loses_the_prefix_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.warns(ShelfWarning, match="No space left") as caught:
+        patch.setattr(shelf_module, "_fill", full)
+        shelf = saved(tmp_path, [range(20), range(50, 70)])
+    assert len(caught) == 1 and len(shelf) == 0 and not list(tmp_path.iterdir())
+
+
+def test_evicted_blocks_are_written_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither eviction nor restoring waits for the disk."""
+    go_on, threads, fill = threading.Event(), set(), shelf_module._fill
+
+    def slowly(file: Any, data: memoryview) -> None:
+        threads.add(threading.current_thread())
+        assert go_on.wait(60)
+        fill(file, data)
+
+    monkeypatch.setattr(shelf_module, "_fill", slowly)
+    tier = DiskTier(Shelf(tmp_path))
+    cache, pool = new_cache(tier)
+    add(cache, range(20))
+    cache.clear()
+    assert pool.stats().live_blocks == len(tier.shelf) == tier.shelf.nbytes == 0
+    assert tier.restore(cache, (*range(20), 99), SALT, False) == 20  # from what waits to be written
+    check_contents(pool, cache.adopt((*range(20), 99), SALT)[1], range(20))
+    go_on.set()
+    tier.shelf.flush()
+    assert len(tier.shelf) == 5 and threads and threading.current_thread() not in threads
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()  # it ends with its work
+    assert restored(tmp_path, (*range(20), 99)) == 20
+
+
+def test_what_a_slow_disk_has_no_room_for_is_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, fill = threading.Event(), shelf_module._fill
+
+    def slowly(file: Any, data: memoryview) -> None:
+        assert go_on.wait(60)
+        fill(file, data)
+
+    monkeypatch.setattr(shelf_module, "_fill", slowly)
+    shelf = Shelf(tmp_path, queued_bytes=1500)
+    cache, _pool = new_cache(DiskTier(shelf))
+    for n in range(10):
+        add(cache, range(100 * n, 100 * n + 8))
+    cache.clear()
+    queued = 20 - shelf.dropped
+    assert 0 < queued < 10
+    go_on.set()
+    shelf.flush()
+    assert len(shelf) == queued and shelf.dropped == 20 - queued
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_size_limit_deletes_the_least_recently_used_files(restarts: bool, tmp_path: Path) -> None:
+    shelf = saved(tmp_path, [range(100 * n, 100 * n + 4) for n in range(4)])
+    each = shelf.nbytes // 4
+    cache, _pool = new_cache(DiskTier(shelf))
+    assert cache.adopt([0, 1, 2, 3, 9], SALT)[0].length == 4
+    if restarts:
+        shelf = Shelf(tmp_path)
+        cache.tier = DiskTier(shelf)
+    shelf.max_bytes = 3 * each + each // 2
+    add(cache, [900, 901, 902, 903])
+    cache.clear()
+    shelf.flush()
+    assert shelf.nbytes <= shelf.max_bytes and len(shelf) == 3
+    assert [restored(tmp_path, [n, n + 1, n + 2, n + 3, 9]) for n in (0, 100, 200, 300, 900)] == [4, 0, 0, 4, 4]
+    assert len(Shelf(tmp_path, max_bytes=each)) <= 1 and len(list(tmp_path.iterdir())) <= 1
+
+
+def test_prefix_too_large_for_the_pool_stays_on_disk(tmp_path: Path) -> None:
+    saved(tmp_path, [range(40)])
+    tier = DiskTier(Shelf(tmp_path))
+    cache, pool = new_cache(tier, num_blocks=6)
+    assert tier.restore(cache, range(41), SALT, False) == 0
+    gc.collect(0)
+    cache.check_integrity()
+    pool.check_integrity()
+    assert pool.stats().live_blocks == 0 and restored(tmp_path, range(41)) == 40
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_keeps_its_bits(dtype: mx.Dtype, tmp_path: Path) -> None:
+    k, v = (mx.random.normal((1, 2, 8, size)).astype(dtype) for size in (4, 3))
+    tier = DiskTier(Shelf(tmp_path))
+    for is_first in (True, False):
+        pool = make_pool()
+        pool.set_geometry(0, k[:, :, :1], v[:, :, :1], batch=1)
+        cache = PrefixCache(pool)
+        cache.tier = tier
+        if is_first:
+            tables = new_tables(pool)
+            pool.append_tokens(tables[0], 8)
+            pool.write_prefill(tables[0], 0, k, v)
+            cache.insert(range(8), tables, SALT)
+            cache.clear()
+            tier.shelf.flush()
+    match, tables = cache.adopt(range(9), SALT)
+    assert match.length == 8
+    for got, expected in zip(pool.gather_visible(tables[0], 0), (k, v), strict=True):
+        assert got.dtype == dtype and mx.array_equal(got, expected)
+
+
+def test_restore_that_the_pool_refuses_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, [range(8)], WINDOWS[1])
+    tier = DiskTier(Shelf(tmp_path))
+    cache, pool = new_cache(tier, WINDOWS[1])
+    real = BlockPool.write_stored
+
+    def refuse(self: BlockPool, layer: int, tables: Any, *arrays: mx.array) -> None:
+        if layer:
+            raise RuntimeError("no")
+        real(self, layer, tables, *arrays)
+
+    with monkeypatch.context() as patch, pytest.warns(ShelfWarning, match="do not match the model"):
+        patch.setattr(BlockPool, "write_stored", refuse)
+        assert tier.restore(cache, range(9), SALT, False) == 0
+    assert len(cache.entries) == pool.stats().live_blocks == 0
+    pool.check_integrity()
+
+
+def test_in_place_pools_save_restore_and_share_prefixes(tmp_path: Path) -> None:
+    """Reads and writes go through the pool's own methods, so the form of its storage does not matter."""
+    with fake_kernels():
+
+        def new_pool() -> BlockPool:
+            groups = [LayerGroup((0, 2)), LayerGroup((1,), 20, "window")]
+            pool = BlockPool(groups, block_size=8, choose_blocks=blocks_choice(True))
+            for layer in (0, 1):
+                pool.set_geometry(layer, mx.zeros((1, 2, 1, 64)), mx.zeros((1, 2, 1, 80)), batch=1, heads=QueryHeads(4))
+            assert isinstance(pool.layer(0).blocks, DeviceBlocks)
+            return pool
+
+        def contents(pool: BlockPool, tables: list[Any]) -> list[mx.array]:
+            """Return the last 19 tokens of each layer, which the next token sees in the window."""
+            arrays = [x for layer in range(3) for x in pool.gather_visible(tables[layer % 2], layer)]
+            return [mx.contiguous(x[:, :, -19:]) + 0 for x in arrays]
+
+        tier, pool = DiskTier(Shelf(tmp_path)), new_pool()
+        tables = new_tables(pool)
+        for group in (0, 1):
+            pool.append_tokens(tables[group], 40)
+            for layer in pool.groups[group].spec.layers:
+                pool.write_prefill(tables[group], layer, *(mx.random.normal((1, 2, 40, n)) for n in (64, 80)))
+        cache = PrefixCache(pool)
+        cache.tier = tier
+        cache.insert(range(40), tables, SALT)
+        expected = contents(pool, tables)
+        mx.eval(expected)
+        cache.clear()
+        tier.shelf.flush()
+
+        pool = new_pool()
+        cache = PrefixCache(pool)
+        cache.tier = tier
+        match, tables = cache.adopt(range(41), SALT)
+        assert match.length == 40
+        for got, want in zip(contents(pool, tables), expected, strict=True):
+            assert mx.array_equal(got, want)
+        cache.check_integrity()
+        pool.check_integrity()
+
+
+# The folder ----------------------------------------------------------------------------------------------------------
+
+
+def modes(folder: Path) -> set[int]:
+    return {stat.S_IMODE(path.lstat().st_mode) for path in [*folder.iterdir(), folder]}
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o277])
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+def test_folder_and_files_are_private_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[int]] = []
+    real = shelf_module._fill
+
+    def save(file: Any, data: memoryview) -> None:
+        seen.append(modes(folder))  # before anything is in the file
+        real(file, data)
+        seen.append(modes(folder))
+
+    monkeypatch.setattr(shelf_module, "_fill", save)
+    folder = tmp_path / "made" / "here"
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made").chmod(0o755)
+    assert len(saved(folder, [range(20)])) == 5
+    assert len(seen) == 10 and set().union(*seen) == {0o700, 0o600}
+    assert restored(folder, (*range(20), 99)) == 20
+
+
+def test_folder_open_to_others_is_made_private(tmp_path: Path) -> None:
+    folder = tmp_path / "shelf"
+    saved(folder, [range(20)])
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    folder.chmod(0o755)
+    with pytest.warns(ShelfWarning, match="was accessible to other users; now only its owner can access it"):
+        shelf = Shelf(folder)
+    assert len(shelf) == 5 and modes(folder) == {0o700, 0o600}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Shelf(folder)
+
+
+@pytest.mark.parametrize("kind", ["with other files", "sticky"])
+def test_shared_folder_keeps_its_permissions(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777 if kind == "sticky" else 0o755)
+    if kind != "sticky":
+        (folder / "notes.txt").write_text("of somebody's")
+        (folder / "notes.txt").chmod(0o644)
+    before = folder.stat().st_mode
+    with pytest.warns(ShelfWarning, match="is accessible to other users; the files written there are not"):
+        saved(folder, [range(9)])
+    assert folder.stat().st_mode == before
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.kv*")} == {0o600}
+    if kind != "sticky":
+        assert stat.S_IMODE((folder / "notes.txt").stat().st_mode) == 0o644
+
+
+def test_files_of_other_users_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, [range(9)])
+    monkeypatch.setattr(shelf_module.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.warns(ShelfWarning, match="not a file of this user"):
+        assert len(Shelf(tmp_path)) == 0
+
+
+KINDS = ["dangling link", "link to a good file", "link to itself", "folder", "pipe", "not utf-8", "temporary folder"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_foreign_entries_are_ignored(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, [range(20)])
+    path = tmp_path / ("0" * 32 + ".kv0")
+    if kind == "dangling link":
+        path.symlink_to("/nowhere/at/all")
+    elif kind == "link to a good file":
+        path.symlink_to(next(tmp_path.iterdir()))
+    elif kind == "link to itself":
+        path.symlink_to(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "temporary folder":
+        (tmp_path / ".1-1.tmp").mkdir()
+    elif kind == "not utf-8":
+        (tmp_path / os.fsdecode(b"\xff\xfe.kv0")).write_bytes(b"")
+    monkeypatch.setattr(shelf_module, "STALE_SECONDS", -1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert restored(tmp_path, (*range(20), 99)) == 20
+    assert len([each for each in caught if each.category is ShelfWarning]) == (kind != "not utf-8")
+
+
+def test_files_of_earlier_versions_are_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "shelf"
+    saved(folder, [range(20)])
+    old = folder / ("0" * 32 + "-" + "1" * 32 + ".safetensors")
+    old.write_bytes(b"x" * 1000)
+    (folder / "of-a-user.safetensors").write_bytes(b"x")
+    assert len(Shelf(folder)) == 5 and not old.exists()
+    assert (folder / "of-a-user.safetensors").exists()
+
+
+def test_shelf_starts_while_another_process_writes_and_deletes(tmp_path: Path) -> None:
+    saved(tmp_path, [range(20)])
+    stop = threading.Event()
+
+    def neighbour() -> None:
+        number = 0
+        while not stop.is_set():
+            path = tmp_path / f".{os.getpid() + 1}-{number}.tmp"
+            path.write_bytes(b"x")
+            path.rename(tmp_path / f"{number % 50:032x}.kv0")
+            (tmp_path / f"{(number + 25) % 50:032x}.kv0").unlink(missing_ok=True)
+            number += 1
+
+    thread = threading.Thread(target=neighbour)
+    thread.start()
+    try:
+        assert all(len(Shelf(tmp_path)) >= 5 for _ in range(50))
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_index_of_a_file_takes_little_memory(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    for number in range(1000):
+        shelf._sizes[number.to_bytes(16, "big") + b"kv0"] = 100_000 + number
+    sizes = sys.getsizeof(shelf._sizes) + sum(sys.getsizeof(k) + sys.getsizeof(v) for k, v in shelf._sizes.items())
+    assert sizes < 300 * 1000
+
+
+def test_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        Shelf(tmp_path / "file")
+    with pytest.raises(OSError):
+        Shelf(tmp_path / "file" / "below")
+
+
+# Ranks ---------------------------------------------------------------------------------------------------------------
+
+TOKENS = (*range(28), 99)
+
+
+def restored_by_ranks(folder: Path, windows: Any, exchange: Callable[[int], Sequence[int]]) -> int:
+    """Return the number of tokens that the cache serves after a restore over ranks; checks their contents."""
+    cache, pool = new_cache(DiskTier(Shelf(folder), exchange), windows)
+    match, tables = cache.adopt(TOKENS, SALT)
+    check_contents(pool, tables, TOKENS)
+    cache.check_integrity()
+    return match.length
+
+
+@pytest.mark.parametrize(
+    ("windows", "most"), quick(crossed(WINDOWS, [0, 4, 8, 20, 28]), ((None,), 0), ((None, 6), 8), ((5, None, 1), 20))
+)
+def test_ranks_restore_only_what_all_of_them_have(windows: Any, most: int, tmp_path: Path) -> None:
+    saved(tmp_path, [TOKENS[:28]], windows, chunk=4)
+    asked = []
+
+    def exchange(mine: int) -> list[int]:
+        asked.append(mine)
+        return [mine, min(mine, most)]
+
+    found = restored_by_ranks(tmp_path, windows, exchange)
+    assert found == most and asked[0] == 28
+    if found:  # all ranks ended with the same length, and then with good files
+        assert asked[-2:] == [found, 1]
+
+
+def test_bad_file_on_another_rank_shortens_the_prefix(tmp_path: Path) -> None:
+    saved(tmp_path, [TOKENS[:28]])
+    theirs = iter([28, 0, 20, 20, 1])  # length; a bad file; length, twice, until all agree; good files
+    assert restored_by_ranks(tmp_path, (None,), lambda mine: [mine, next(theirs, mine)]) == 20
+
+
+def test_bad_file_on_this_rank_shortens_the_prefix(tmp_path: Path) -> None:
+    saved(tmp_path, [TOKENS[:28]])
+    cache, _pool = new_cache(DiskTier(Shelf(tmp_path)))
+    cache.adopt(TOKENS, SALT)
+    victim = next(tmp_path / f"{e.key.hex()}.kv0" for e in cache.entries.values() if e.end == 28)
+    victim.write_bytes(victim.read_bytes()[:-1] + b"x")
+    asked: list[int] = []
+
+    def exchange(mine: int) -> list[int]:
+        asked.append(mine)
+        return [mine, mine]
+
+    with pytest.warns(UserWarning, match="deleted the unusable file"):
+        assert restored_by_ranks(tmp_path, (None,), exchange) == 24
+    assert asked == [28, 0, 24, 1]

@@ -1,0 +1,236 @@
+"""Prefixes in whole blocks: what is found, stored, evicted, and in what order."""
+
+import gc
+import weakref
+
+import pytest
+
+from mlx_paged.errors import BlockStateError, PoolExhaustedError
+from mlx_paged.kv.attention_params import Window
+from mlx_paged.prefix import prefix_cache
+from mlx_paged.prefix.prefix_cache import KEPT_SHARE, PrefixCache
+from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree, new_tables, release
+
+
+def test_whole_blocks_are_found_and_the_last_token_is_left_to_compute() -> None:
+    cache, _pool = make_tree((None,))
+    add(cache, range(10))
+    assert [found(cache, range(n)) for n in (3, 4, 5, 8, 10, 12)] == [0, 4, 4, 8, 8, 8]
+    assert cache.match(range(8)).length == 4
+    assert cache.match([*range(6), 99, 98]).length == 4
+    assert cache.match([99, *range(8)]).length == 0 and cache.match([]).length == 0
+
+
+def test_equal_beginnings_are_stored_once() -> None:
+    cache, pool = make_tree((None,))
+    for n in range(3):
+        add(cache, [*range(8), 100 + n, *range(7)])
+    assert len(cache.entries) == pool.stats().live_blocks == 2 + 3 * 2 and cache.num_leaves == 3
+    add(cache, range(8))
+    assert len(cache.entries) == 8 and cache.nbytes == pool.stats().bytes_in_use
+
+
+def test_salts_do_not_share_prefixes() -> None:
+    cache, _pool = make_tree((None,))
+    add(cache, range(9), "a")
+    assert [found(cache, range(9), salt) for salt in ("a", "b", None, 1)] == [8, 0, 0, 0]
+
+
+def test_tokens_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks whose keys collide are not taken for each other."""
+    monkeypatch.setattr(prefix_cache, "next_key", lambda key, tokens: key[:8] + bytes(8))
+    cache, _pool = make_tree((None,))
+    add(cache, range(4))
+    assert cache.match([5, 6, 7, 8, 9]).length == 0
+    add(cache, [5, 6, 7, 8])
+    assert len(cache.entries) == 1 and cache.match([0, 1, 2, 3, 9]).length == 4
+
+
+@pytest.mark.parametrize("problem", ["too short", "released", "groups"])
+def test_tables_that_do_not_hold_the_tokens_are_refused(problem: str) -> None:
+    cache, pool = make_tree((None, None))
+    tables = hold(pool, range(8))
+    if problem == "released":
+        release(pool, tables)
+    with pytest.raises(ValueError, match=r"hold|one per group"):
+        cache.insert(range(9 if problem == "too short" else 8), tables[: 1 if problem == "groups" else 2])
+    assert not cache.entries
+
+
+# Windows -------------------------------------------------------------------------------------------------------------
+
+
+def test_prefix_is_served_if_the_window_before_its_end_is_held() -> None:
+    cache, _pool = make_tree((None, 6))
+    add(cache, range(20), chunks=(4, 8, 12, 16))  # inserted at the end only: blocks behind the window are gone
+    assert found(cache, range(20)) == 20
+    assert [found(cache, [*range(n), 99]) for n in (8, 12, 16)] == [0, 0, 16]
+    add(cache, range(12), chunks=(4, 8))
+    assert [found(cache, [*range(n), 99]) for n in (8, 12, 20)] == [8, 12, 20]
+
+
+def test_chunk_that_ends_with_the_prefix_needs_no_earlier_blocks() -> None:
+    cache, _pool = make_tree((Window(8, 8), None))
+    add(cache, range(16), chunks=(8,))
+    assert found(cache, range(16)) == 16
+
+
+def test_blocks_inside_a_window_group_go_first_and_come_back() -> None:
+    cache, pool = make_tree((None, 6))
+    for end in (12, 24):
+        tables = hold(pool, range(end))
+        cache.insert(range(end), tables)
+        release(pool, tables)
+    in_windows, num_entries = cache.reclaimable(1), len(cache.entries)
+    assert cache.evict(1, 1) == 1 and len(cache.entries) == num_entries
+    cache.check_integrity()
+    pool.check_integrity()
+    assert cache.reclaimable(1) == in_windows - 1 and found(cache, range(24)) == 24
+
+
+# Who holds what ------------------------------------------------------------------------------------------------------
+
+
+def test_dropped_cache_releases_its_blocks_without_the_collector() -> None:
+    gc.disable()
+    try:
+        cache, pool = make_tree((None, 5))
+        for n in range(4):
+            add(cache, [n, *range(20)])
+        assert pool.stats().live_blocks > 0
+        reference = weakref.ref(cache)
+        del cache
+        assert reference() is None
+        pool.collect()
+        assert pool.stats().live_blocks == 0
+    finally:
+        gc.enable()
+
+
+def test_cache_does_not_keep_its_pool_alive() -> None:
+    cache, pool = make_tree((None,))
+    reference = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert reference() is None
+    with pytest.raises(BlockStateError, match="no longer exists"):
+        cache.match([1, 2])
+
+
+@pytest.mark.parametrize("damage", ["blocks", "children", "order", "key"])
+def test_integrity_check_finds_damage(damage: str) -> None:
+    cache, _pool = make_tree((None,))
+    add(cache, range(12))
+    leaf, *_, first = cache.entries.values()
+    if damage == "blocks":
+        leaf.blocks[0] += 1
+    elif damage == "children":
+        leaf.num_children += 1
+    elif damage == "order":
+        cache.entries.move_to_end(leaf.key)
+    elif damage == "key":
+        cache.entries[b"other"] = cache.entries.pop(first.key)
+    with pytest.raises(BlockStateError):
+        cache.check_integrity()
+
+
+# Eviction ------------------------------------------------------------------------------------------------------------
+
+
+def test_least_recently_used_leaf_is_evicted_first() -> None:
+    cache, _pool = make_tree((None,))
+    prompts = [[n, *range(11)] for n in range(4)]
+    for tokens in prompts:
+        add(cache, tokens)
+    found(cache, prompts[0])
+    assert cache.evict(0, 4) == 4
+    assert [found(cache, tokens) for tokens in prompts] == [12, 0, 8, 12]
+    cache.check_integrity()
+
+
+def test_blocks_that_sequences_hold_do_not_count_and_go_last() -> None:
+    cache, pool = make_tree((None,))
+    add(cache, range(12))
+    add(cache, [50, *range(11)])
+    _, tables = cache.adopt([*range(12), 99])
+    assert cache.reclaimable(0) == 3 and cache.evict(0, 2) == 2
+    assert cache.evict(0, 10) == 1 and cache.match([*range(12), 99]).length == 12
+    release(pool, tables)
+    assert cache.evict(0, 10) == 3 and not cache.entries
+
+
+def test_entry_in_use_is_evicted_to_reach_those_before_it() -> None:
+    """A sequence has a block of its own for tokens that another one inserted first."""
+    cache, pool = make_tree((None,))
+    tables = hold(pool, range(8))
+    other = hold(pool, range(4))
+    cache.insert(range(4), other)
+    release(pool, other)
+    cache.insert(range(8), tables)
+    assert cache.reclaimable(0) == 1
+    assert cache.evict(0, 1) == 1 and not cache.entries
+    check_contents(pool, tables, range(8))
+    release(pool, tables)
+
+
+def test_kept_prefix_is_evicted_after_newer_ones() -> None:
+    cache, _pool = make_tree((None,))
+    add(cache, range(12), keep=8)
+    for n in range(3):
+        add(cache, [n + 50, *range(7)])
+    assert cache.evict(0, 7) == 7
+    assert found(cache, range(12)) == 8
+    assert cache.evict(0, 2) == 2 and not cache.entries
+
+
+def test_kept_prefixes_are_limited_to_a_share_of_the_budget() -> None:
+    pool = make_pool(num_blocks=20)
+    cache = PrefixCache(pool)
+    for n in range(8):
+        add(cache, [n + 50, *range(7)], keep=8)
+    assert 0 < len(cache._kept) <= 20 * KEPT_SHARE
+    cache.check_integrity()
+
+
+def test_pool_evicts_prefixes_before_it_raises() -> None:
+    pool = make_pool(num_blocks=9)
+    cache = PrefixCache(pool)
+    add(cache, range(32))
+    tables = new_tables(pool)
+    compute(pool, tables, range(100, 120))
+    assert pool.stats().evictions == 5 and found(cache, range(32)) == 12
+    with pytest.raises(PoolExhaustedError):
+        compute(pool, tables, range(100, 140))
+    release(pool, tables)
+    pool.check_integrity()
+
+
+def test_time_to_live() -> None:
+    now = [0.0]
+    pool = make_pool()
+    cache = PrefixCache(pool, ttl=10, clock=lambda: now[0])
+    add(cache, range(8))
+    add(cache, [50, *range(7)])
+    now[0] = 6
+    assert found(cache, range(8)) == 8
+    now[0] = 11
+    cache.expire()
+    assert (found(cache, range(8)), len(cache.entries)) == (8, 2)
+    now[0] = 30
+    assert found(cache, range(8)) == 0 and pool.stats().live_blocks == 0
+
+
+def test_full_pool_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries in use are passed once, not in each eviction."""
+    cache, pool = make_tree((None,))
+    for n in range(100):
+        add(cache, [n + 50, *range(3)])
+    tables = [cache.adopt([n + 50, *range(4)])[1] for n in range(50)]
+    looks: list[int] = []
+    real = PrefixCache._is_used
+    monkeypatch.setattr(PrefixCache, "_is_used", lambda self, entry: bool(looks.append(1)) or real(self, entry))
+    for _ in range(20):
+        assert cache.evict(0, 1) == 1
+    assert len(looks) <= 50 + 2 * 20
+    for each in tables:
+        release(pool, each)
