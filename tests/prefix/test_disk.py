@@ -386,7 +386,7 @@ def test_in_place_pools_save_restore_and_share_prefixes(tmp_path: Path) -> None:
             pool = BlockPool(groups, block_size=8, choose_blocks=blocks_choice(True))
             for layer in (0, 1):
                 pool.set_geometry(layer, mx.zeros((1, 2, 1, 64)), mx.zeros((1, 2, 1, 80)), batch=1, heads=QueryHeads(4))
-            assert isinstance(pool.layer(0).blocks, DeviceBlocks)
+            assert isinstance(pool.blocks_of(0), DeviceBlocks)
             return pool
 
         def contents(pool: BlockPool, tables: list[Any]) -> list[mx.array]:

