@@ -207,7 +207,7 @@ class Depth:
         times, plain = self._times_of(step.num_rows), self._plain.setdefault(step.num_rows, _Average())
         is_measured = is_measured and (plain.value > 0 or not step.drafts)
         if first is not None:
-            if is_measured and not step.drafts:
+            if is_measured and not step.drafts and plain.value > 0:
                 times.note(first, waited + seconds - plain.value, plain.value)
             self._note_gain(first, plain.value)
         if not step.drafts:

@@ -266,12 +266,16 @@ class Group:
             raise GeometryError(f"group '{self.spec.name}' holds {self.geometry}, got keys and values of {geometry}")
         return geometry
 
-    def next_size(self, budget: int) -> int:
-        """Return the number of blocks to grow to if no more are needed; the budget may allow fewer."""
+    def next_size(self, least: int, budget: int) -> int:
+        """Return the number of blocks to grow to if ``least`` are needed; the budget may allow fewer. A GPU's sizes have
+        three significant bits: sequences of about one length, one after the other, get the same one, for which steps
+        are compiled already."""
         total = self.allocator.num_blocks
         if self.in_place:
             step = min(budget // IN_PLACE_BUDGET_SHARE, IN_PLACE_MOST_BYTES) // self.bytes_per_block
-            return max(FIRST_BLOCKS, total + max(min(3 * total, step), int(total * (GROWTH_ABOVE - 1))))
+            size = max(FIRST_BLOCKS, least, total + max(min(3 * total, step), int(total * (GROWTH_ABOVE - 1))))
+            grain = 1 << max(0, size.bit_length() - 3)
+            return -(-size // grain) * grain
         if self.bytes_per_block * total < DOUBLE_UP_TO_BYTES:
             return max(2 * total, FIRST_BLOCKS)
         return int(total * GROWTH_ABOVE)

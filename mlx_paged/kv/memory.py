@@ -216,7 +216,7 @@ class PoolMemory:
                 self.owners.evict_states(least * per_block - left)
                 left = self.unreserved_bytes + group.bytes_reserved
             ahead = max(least, left // per_block) if self.spare is None else least + self.spare // per_block
-            target = max(least, min(group.next_size(self.budget), most, ahead))
+            target = max(least, min(group.next_size(least, self.budget), most, ahead))
             if least > most or least * per_block > left:
                 raise self.exhausted({index: count})
         self.lock.is_dirty = True

@@ -14,6 +14,7 @@ from ...engine.draft_steps import NO_DRAFTS_REASON
 from ...engine.prefill import can_pack
 from ...engine.request import sequence_of
 from ...errors import ConfigError
+from ...kv.memory import UNLIMITED
 from ...kv.pool import BlockPool
 from ...prefix.prefix_cache import PrefixCache, SharedPrefixes
 from ...ranks.world import group_of
@@ -44,7 +45,8 @@ class BudgetShare:
             _divide(pool)
         weakref.finalize(self, _end_share, pool, draft_pool).atexit = False
         for each in (pool, draft_pool):
-            each.memory.evict(-each.memory.unreserved_bytes)  # what is beyond the new budget
+            if each.memory.unreserved_bytes < 0:
+                each.memory.evict(UNLIMITED)  # tensors go whole, once no prefix holds a block
 
 
 def _end_share(pool: BlockPool, draft_pool: BlockPool) -> None:
