@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..attention import dispatch
 from ..kv.attention_params import AttentionParams
+from ..kv.host_blocks import HostBlocks
 from ..kv.lock import locked
 from ..kv.pool import BlockPool
 from .batch import Batch
@@ -114,7 +115,9 @@ class LazyKV:
     def _forget(self, pool: BlockPool, keys: mx.array, values: mx.array, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` a device's write before it. Return whether a device has."""
         if self._read is not None:
-            pool.pending[:] = [array for array in pool.pending if array is not self._read]
+            blocks = pool.blocks_of(self.layer)
+            assert isinstance(blocks, HostBlocks)
+            blocks.pending[:] = [array for array in blocks.pending if array is not self._read]
             self._read = None
             pool.lock.held_arrays.add(keys, values)
         if self._fences is None:

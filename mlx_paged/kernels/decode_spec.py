@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..cuda.device import cuda_limits
 from .build import Constants
 from .launch_shape import (
+    DTYPES,
     FUSED_BODIES,
     LATENT_BODIES,
     MATRIX_BODIES,
@@ -19,7 +20,6 @@ from .launch_shape import (
     Variant,
     latent_run,
     run_length,
-    unsupported,
 )
 from .quantized import PageShape
 from .trial import MIN_DEVICE_ELEMENTS, KernelKey, small_inputs_of
@@ -199,10 +199,13 @@ def _page_constants(pages: PageShape | None) -> Constants:
 def pool_constants_of(
     dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int, pages: PageShape | None = None
 ) -> Constants:
-    """Return the constants of kernels over a pool. Raises ValueError if the kernels do not support its geometry."""
-    why = unsupported(dtype, head_dim, value_dim, 1, block_size) if dtype != mx.uint32 else None  # quantised pages
-    if why:
-        raise ValueError(why)
+    """Return the constants of the kernels that write, gather and copy blocks: of any head size, in packets of 4.
+
+    Raises:
+        ValueError: they do not support this geometry.
+    """
+    if dtype not in (*DTYPES, mx.uint32) or head_dim % 4 or value_dim % 4:  # uint32: words of quantised pages
+        raise ValueError(f"no kernel writes and gathers {dtype} of head size {head_dim}/{value_dim}")
     return (("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size), *_page_constants(pages))
 
 

@@ -42,7 +42,11 @@ class Blocks(Protocol):
         tensor. If it fails, blocks that exist before and after keep their contents."""
 
     def ready(self) -> list[mx.array]:
-        """Return small arrays that are ready when every write so far is; they do not keep the blocks' buffers."""
+        """Return small arrays that are ready when every write so far is, and every read that a host's blocks still
+        have to compute; they do not keep the blocks' buffers."""
+
+    def forget_failed_work(self) -> None:
+        """Forget what could not be computed, after an exception of the device or of a thread's stream."""
 
     def snapshot(self) -> Any:
         """Return the state for :meth:`restore`. Drop it before anything is computed."""
@@ -52,8 +56,8 @@ class Blocks(Protocol):
         the number of blocks has changed."""
 
 
-# Makes the blocks of one layer from geometry, block size, number of blocks, and the pool's pending reads.
-BlocksForm = Callable[[Geometry, int, int, list[mx.array]], Blocks]
+# Makes the blocks of one layer from geometry, block size and number of blocks.
+BlocksForm = Callable[[Geometry, int, int], Blocks]
 
 
 class BlocksChoice(NamedTuple):

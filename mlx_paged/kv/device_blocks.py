@@ -92,9 +92,7 @@ class DeviceBlocks:
 
     in_place = True
 
-    def __init__(
-        self, geometry: Geometry, block_size: int, num_blocks: int, pending: list[mx.array] | None = None
-    ) -> None:
+    def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         self.geometry = geometry
         self.block_size = block_size
         self.pages = pages_of(geometry)
@@ -365,7 +363,7 @@ class DeviceBlocks:
         """Return the fence; see :meth:`Blocks.ready`."""
         return [self.__fence]
 
-    def forget_failed_writes(self) -> None:
+    def forget_failed_work(self) -> None:
         """Drop the writes that failed when :meth:`latest` was computed."""
         self.__fence = kernels.new_fence()  # kernels that were not computed have not written
 

@@ -112,7 +112,6 @@ class Group:
         block_size: int,
         choose_blocks: ChooseBlocks = host_blocks,
         page_format: PageFormat | None = None,
-        pending: list[mx.array] | None = None,
         held: HeldArrays | None = None,
     ) -> None:
         self.spec, self.sees = spec, spec.sees
@@ -124,7 +123,6 @@ class Group:
         self.choice: BlocksChoice | None = None
         self.in_place = False  # whether kernels write and read the blocks, on a GPU
         self.blocks_reason = "nothing written yet"
-        self.pending = [] if pending is None else pending  # lazy reads of the pool's blocks on the host
         self.page_format = page_format  # the format asked for
         self.dense_reason: str | None = None  # why pages are not quantised although a format was asked for
         self.resize_failed = False  # if the latest did, some layers' tensors may have more blocks than there are ids
@@ -312,12 +310,11 @@ class Group:
             )
 
     def _new_blocks(self, choice: BlocksChoice, geometry: Geometry, num_blocks: int) -> list[Blocks]:
-        return [choice.form(geometry, self.block_size, num_blocks, self.pending) for _ in self.spec.layers]
+        return [choice.form(geometry, self.block_size, num_blocks) for _ in self.spec.layers]
 
     def drop(self) -> None:
         """Drop every layer's tensors; no block may be in use. Geometry and kind of blocks are kept."""
         self.blocks = []
-        self.pending.clear()  # whoever holds such a read computes it from the old tensors, which nobody writes any more
         self.allocator.renumber({}, 1)
         self.touch()
 
@@ -395,7 +392,7 @@ class Group:
         self, position: int, tables: Sequence[BlockTable], made: dict[Any, Any] | None = None
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Return lazy copies of what tables hold in a layer's blocks on the host, padded on the left to the longest as
-        by :func:`.new_tokens.padded_slots`, and an array in the pool's pending reads that stands for both.
+        by :func:`.new_tokens.padded_slots`, and an array in the blocks' pending reads that stands for both.
 
         Args:
             position: index of the layer in the group.
@@ -412,13 +409,12 @@ class Group:
         keys, values = blocks.fetch(index)
         # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
         keys, values, read = mx.depends([keys, values, mx.zeros(())], [])
-        self.pending.append(read)
+        blocks.pending.append(read)
         return keys, values, read
 
     def ready(self) -> list[mx.array]:
-        """Return small arrays that are ready when all writes so far are; none on the host, where writes are done when
-        they return."""
-        return [array for blocks in self.blocks for array in blocks.ready()] if self.in_place else []
+        """Return small arrays that are ready when all writes so far are; see :meth:`Blocks.ready`."""
+        return [array for blocks in self.blocks for array in blocks.ready()]
 
     def pace(self, layer_position: int, num_tokens: int) -> None:
         """Start computing up to a layer's write of a prompt chunk, and wait for the layer LAYERS_AHEAD before it. On

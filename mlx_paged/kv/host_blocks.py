@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kernels.quantized import rotate
 from .block_table import BlockTable
 from .geometry import Geometry
@@ -19,27 +20,34 @@ class HostBlocks:
     block. It is the layout of mlx-lm's own cache, so attention reads blocks with consecutive ids, as a sequence alone
     in the pool has, through a view (docs/adr/0092).
 
-    A write goes through NumPy views of the arrays: nothing is copied, and it is done when the method returns. So an
-    MLX view of the blocks is memory, not a value: it changes with the next write. Whatever leaves the cache is a copy,
-    and what was built over the blocks and is not computed yet is in ``pending``, which the next write computes first
-    (docs/adr/0092). With a page format the arrays hold quantised rows, made when a token is written.
+    The next few tokens of one sequence whose blocks are consecutive are written lazily, as mlx-lm's cache writes them:
+    MLX reuses the array's memory unless something else refers to it. Everything else is written through NumPy views:
+    nothing is copied, and it is done when the method returns. So an MLX view of the blocks is memory, not a value: it
+    changes with the next write. Whatever leaves the cache is a copy, and what was built over the blocks and is not
+    computed yet is in ``pending``, which a write computes first (docs/adr/0092). With a page format the arrays hold
+    quantised rows, made when a token is written.
 
     Args:
         geometry: of the layer's keys and values.
         block_size, num_blocks: size and number of the blocks.
-        pending: lazy arrays that read blocks of the pool; shared by all layers.
+
+    Attributes:
+        pending: lazy arrays that read the blocks.
     """
 
     in_place = False
 
-    def __init__(self, geometry: Geometry, block_size: int, num_blocks: int, pending: list[mx.array]) -> None:
+    def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         self.geometry, self.block_size = geometry, block_size
-        self.pending = pending
+        self.pending: list[mx.array] = []
         self.num_quantized = 0
         self._stored, self._forms = geometry.stored, geometry.rows
         self._is_bfloat16 = self._stored.dtype == mx.bfloat16
         self._keys, self._values = (self._zeros(num_blocks, dim) for dim in self._dims)
-        self._views = _view(self._keys), _view(self._values)
+        self._known_views: tuple[np.ndarray, np.ndarray] | None = (
+            None  # MLX copies an array that has a view to write it
+        )
+        self._written: list[mx.array] = []  # ready when the latest lazy write is
 
     @property
     def _dims(self) -> tuple[int, int]:
@@ -52,7 +60,14 @@ class HostBlocks:
     @property
     def num_blocks(self) -> int:
         """Blocks that both tensors hold."""
-        return min(view.shape[1] for view in self._views) // self.block_size
+        return min(self._keys.shape[2], self._values.shape[2]) // self.block_size
+
+    @property
+    def _views(self) -> tuple[np.ndarray, np.ndarray]:
+        """The memory of both tensors, once all lazy writes are computed."""
+        if self._known_views is None:
+            self._known_views = _view(self._keys), _view(self._values)
+        return self._known_views
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +83,16 @@ class HostBlocks:
                 k, v = rotate(k), rotate(v)
             k, v = self._forms[0].quantize(k), self._forms[1].quantize(v)
             self.num_quantized += tokens.num_tokens
+        # A prompt's keys and values would be alive in all layers until the end of its call.
+        is_short = len(tokens.tables) == 1 and len(k) == 1 and k.shape[2] <= MAX_QUERY_LENGTH
+        place = (tokens.made.get("places") or tokens.places())[0] if is_short else None
+        if place is not None and place[1] - place[0] >= k.shape[2]:
+            mx.eval(self.pending)  # done long ago, but for a model of a layer or two: MLX would copy what is still read
+            self.pending.clear()
+            self._known_views, self._written = None, []
+            first, end = place[1] - k.shape[2], place[1]
+            self._keys[:, :, first:end], self._values[:, :, first:end] = k, v
+            return
         if self._is_bfloat16:
             k, v = _as_words(k), _as_words(v)
         mx.eval(self.pending, k, v)
@@ -89,13 +114,13 @@ class HostBlocks:
 
     def resize(self, num_blocks: int) -> None:
         """Change the number of blocks; see :meth:`Blocks.resize`. Reads that were built keep the former arrays."""
-        for name, old, dim in zip(("_keys", "_values"), self._views, self._dims, strict=True):
+        self._known_views = None
+        for name, dim in zip(("_keys", "_values"), self._dims, strict=True):
+            old, new = _view(getattr(self, name)), self._zeros(num_blocks, dim)
             kept = min(old.shape[1], num_blocks * self.block_size)
-            new = self._zeros(num_blocks, dim)
             _view(new)[:, :kept] = old[:, :kept]
             setattr(self, name, new)
             del old
-            self._views = _view(self._keys), _view(self._values)
 
     # Reading --------------------------------------------------------------------------------------------------
 
@@ -158,12 +183,19 @@ class HostBlocks:
         return self.num_quantized
 
     def restore(self, snapshot: Any) -> None:
-        """Forget what was written since the snapshot: the positions are to be written again."""
+        """Forget what was written and read since the snapshot: the positions are to be written again."""
         self.num_quantized = snapshot
+        self.pending.clear()
 
     def ready(self) -> list[mx.array]:
-        """Return nothing: a write is done when it returns."""
-        return []
+        """Return what is ready when lazy writes and reads are; see :meth:`Blocks.ready`."""
+        if self._known_views is None and not self._written:  # once a write: while it is computed it keeps the buffers
+            self._written = mx.depends([mx.zeros(())], [self._keys, self._values])
+        return self._written + self.pending
+
+    def forget_failed_work(self) -> None:
+        """Forget the reads: they could not be computed."""
+        self.pending.clear()
 
 
 def _as_words(x: mx.array) -> mx.array:

@@ -14,7 +14,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import mlx.core as mx
 
 from ..errors import DeviceWatch, check_device
-from .device_blocks import DeviceBlocks
 from .group import Group
 from .held import HeldArrays
 
@@ -55,7 +54,6 @@ class PoolLock:
 
     Args:
         groups: the groups whose tensors are worked on.
-        pending: lazy reads of the pool's blocks on the host.
         held_arrays: arrays that a caller may hold although attention has not used them.
 
     Attributes:
@@ -67,13 +65,13 @@ class PoolLock:
         even_if_lost: the lock for changes of tables, which can be released all the same.
     """
 
-    def __init__(self, groups: Sequence[Group], pending: list[mx.array], held_arrays: HeldArrays) -> None:
+    def __init__(self, groups: Sequence[Group], held_arrays: HeldArrays) -> None:
         self.number = next(_numbers)
         self.owner = 0
         self.is_dirty = False
         self.held_arrays = held_arrays
         self.device = DeviceWatch()
-        self._groups, self._pending = groups, pending
+        self._groups = groups
         self.even_if_lost = _EvenIfLost(self)
         self._lock, self._gate = threading.RLock(), threading.RLock()
         self._also: list[PoolLock] = []
@@ -132,7 +130,7 @@ class PoolLock:
                 lock.__exit__()
 
     def _compute(self, *, wait: bool) -> None:
-        arrays = [array for group in self._groups for array in group.ready()] + self._pending
+        arrays = [array for group in self._groups for array in group.ready()]
         try:
             mx.async_eval(arrays)  # does nothing if they are already being computed
             self.held_arrays.compute()
@@ -141,15 +139,11 @@ class PoolLock:
         except Exception as error:
             for group in self._groups:
                 for blocks in group.blocks:
-                    if isinstance(blocks, DeviceBlocks):
-                        blocks.forget_failed_writes()
-            self._pending.clear()
+                    blocks.forget_failed_work()
             if self.device.is_lost:
                 return  # the device has failed before, which was raised then
             check_device(error)
             raise
-        if wait:
-            self._pending.clear()
 
     def hold_also(self, lock: PoolLock) -> None:
         """Hold another pool's lock, too, until this one, which the thread holds, is released."""

@@ -56,12 +56,10 @@ class BlockPool:
         check_layout(groups, block_size)
         self.block_size = block_size
         self.page_format = page_format
-        # Lazy arrays that read blocks on the host; the next write computes them first.
-        self.pending: list[mx.array] = []
         held = HeldArrays()
-        self.groups = [Group(spec, block_size, choose_blocks, page_format, self.pending, held) for spec in groups]
+        self.groups = [Group(spec, block_size, choose_blocks, page_format, held) for spec in groups]
         # Guards every change. Holders of blocks use it for their own changes, which avoids deadlocks.
-        self.lock = PoolLock(self.groups, self.pending, held)
+        self.lock = PoolLock(self.groups, held)
         self._owners = BlockOwners(self.groups, self.lock.even_if_lost, IdleWatch(self))
         self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.lock)
         # Of each model layer: the index of its group, and its own index in the group.

@@ -42,7 +42,6 @@ def undo_point(pool: BlockPool) -> Callable[[], None]:
         with pool.lock:
             for blocks, snapshot in states:
                 blocks.restore(snapshot)
-            pool.pending.clear()  # these reads will not be computed
 
     return undo
 

@@ -73,10 +73,10 @@ def test_a_group_does_not_keep_its_pool() -> None:
 def test_failed_first_allocation_leaves_the_layer_unchanged() -> None:
     is_full = True
 
-    def form(geometry: Geometry, block_size: int, num_blocks: int, pending: list[mx.array]) -> HostBlocks:
+    def form(geometry: Geometry, block_size: int, num_blocks: int) -> HostBlocks:
         if is_full:
             raise RuntimeError("out of memory")
-        return HostBlocks(geometry, block_size, num_blocks, pending)
+        return HostBlocks(geometry, block_size, num_blocks)
 
     pool = BlockPool([LayerGroup((0,))], block_size=4, choose_blocks=lambda *_: BlocksChoice(form, "chosen"))
     table, (k, v) = pool.new_table(), kv(0, 5)

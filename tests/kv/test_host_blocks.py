@@ -14,7 +14,7 @@ SIZE, HEADS, KD, VD = 4, 3, 8, 16
 
 
 def blocks_of(num_blocks: int, dtype: mx.Dtype = mx.float32, heads: int = HEADS) -> HostBlocks:
-    return HostBlocks(Geometry(heads, KD, VD, dtype), SIZE, num_blocks, [])
+    return HostBlocks(Geometry(heads, KD, VD, dtype), SIZE, num_blocks)
 
 
 def table_of(ids: list[int], length: int, start: int = 0) -> BlockTable:
@@ -149,4 +149,4 @@ def test_what_was_read_before_a_write_keeps_its_values(then: str, ids: list[int]
 def test_tensors_have_the_size_that_the_geometry_says() -> None:
     for page_format in (None, PageFormat(8, 4, 32), PageFormat(4, 4, 64)):
         geometry = Geometry(2, 128, 256, mx.bfloat16, page_format)
-        assert HostBlocks(geometry, 4, 6, []).nbytes == 6 * 4 * geometry.bytes_per_token()
+        assert HostBlocks(geometry, 4, 6).nbytes == 6 * 4 * geometry.bytes_per_token()

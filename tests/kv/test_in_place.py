@@ -110,7 +110,7 @@ OPERATION = st.tuples(st.sampled_from("naaasssftd"), st.integers(0, 7), st.integ
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(OPERATION, max_size=25))
-def test_random_schedule_reads_the_same_as_functional_storage(operations: list[tuple[str, int, int]]) -> None:
+def test_random_schedule_reads_the_same_as_blocks_on_the_host(operations: list[tuple[str, int, int]]) -> None:
     with fake_kernels():
         run_schedule(operations)
 
@@ -144,7 +144,8 @@ def run_schedule(operations: list[tuple[str, int, int]]) -> None:
         else:
             twin.drop(index)
     assert all(group.in_place for group in twin.pools[0].groups)
-    assert not any(group.in_place for group in twin.pools[1].groups)
+    if mx.default_device() == mx.Device(mx.cpu):
+        assert not any(group.in_place for group in twin.pools[1].groups)
     twin.check()
 
 
@@ -259,7 +260,7 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     assert sum("_resized(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)) == 1
     names = {name for name in vars(DeviceBlocks) if not name.startswith("_")}
     assert names == {
-        "after_writes", "copy", "decode", "fence", "fetch", "forget_failed_writes", "gather", "in_place", "items",
+        "after_writes", "copy", "decode", "fence", "fetch", "forget_failed_work", "gather", "in_place", "items",
         "num_blocks", "prefill", "prepare_decode", "read_packed", "ready", "resize", "restore", "rewind", "run",
         "snapshot", "traced", "write",
     }  # fmt: skip

@@ -82,7 +82,7 @@ def test_reads_of_a_thread_that_has_ended_are_computed() -> None:
         with mx.stream(mx.new_stream(mx.default_device())), pool.lock:
             ((keys, _),) = pool.blocks_of(0).read(pool.tokens_of(0, [table], 1))
             output = keys + 1
-            pool.pending.append(output)
+            pool.blocks_of(0).pending.append(output)
             pool.lock.is_dirty = True
         return output
 

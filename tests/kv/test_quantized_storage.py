@@ -92,7 +92,7 @@ def test_bytes_per_token_equals_the_size_of_the_tensors() -> None:
     for page_format in FORMATS:
         for dtype in DTYPES:
             geometry = Geometry(2, 128, 256, dtype, page_format)
-            storage = HostBlocks(geometry, 4, 6, [])
+            storage = HostBlocks(geometry, 4, 6)
             assert storage.nbytes == 6 * 4 * geometry.bytes_per_token()
     dense = Geometry(8, 128, 128, mx.bfloat16)
     sizes = [dense._replace(format=PageFormat.of(bits)).bytes_per_token() for bits in (8, 4, (8, 4))]

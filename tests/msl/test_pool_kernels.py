@@ -100,6 +100,27 @@ def test_copy_blocks(dtype):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("dims", [(24, 24), (32, 20)])
+def test_head_sizes_that_no_attention_kernel_takes(dims):
+    """MLX's attention serves them, over gathered blocks."""
+    k_pool, v_pool = pools(dims=dims)
+    k, v = rows((3, 2), dims, mx.float32)
+    with emulated() as fake:
+        kernels.write_slots(k_pool, v_pool, FENCE, k, v, mx.array([5, 17, 40], mx.int32))
+        for pool, x, got in zip((k_pool, v_pool), (k, v), written(fake), strict=True):
+            expected = to_float(pool).copy()
+            for row, slot in zip(to_float(x), (5, 17, 40), strict=True):
+                expected[slot // 8, :, slot % 8] = row
+            np.testing.assert_array_equal(got, expected)
+        gathered = kernels.gather_blocks(k_pool, v_pool, FENCE, [4, 1], 3, 12)
+        for pool, got in zip((k_pool, v_pool), gathered, strict=False):
+            dense = to_float(pool)[[4, 1]].swapaxes(0, 1).reshape(2, 16, -1)
+            np.testing.assert_array_equal(to_float(got)[0], dense[:, 3:15])
+        kernels.copy_blocks(k_pool, v_pool, FENCE, [1], [3])
+        for pool, got in zip((k_pool, v_pool), written(fake), strict=True):
+            np.testing.assert_array_equal(got[3], to_float(pool)[1])
+
+
 def test_bad_arguments_raise():
     k_pool, v_pool = pools()
     k, v = rows((3, 2), (64, 80), mx.float32)
@@ -115,6 +136,8 @@ def test_bad_arguments_raise():
             kernels.gather_blocks(k_pool, v_pool, FENCE, [1, 2], 10, 7)
         with pytest.raises(ValueError, match="equally long"):
             kernels.copy_blocks(k_pool, v_pool, FENCE, [1], [2, 3])
+        with pytest.raises(ValueError, match="head size 6/64"):
+            kernels.copy_blocks(*pools(dims=(6, 64)), FENCE, [1], [2])
 
 
 WRITE, GATHER, COPY = "write_slots", "gather_blocks", "copy_blocks"
