@@ -100,7 +100,7 @@ class HostBlocks:
         slots = tokens.made.get("host slots")
         if slots is None:
             slots = tokens.host_slots()
-        for view, x in zip(self._views, (k, v), strict=True):
+        for view, x in zip(self._known_views or self._views, (k, v), strict=True):
             new = np.array(x, copy=False)
             view[:, slots] = new[0] if len(new) == 1 else new.swapaxes(0, 1).reshape(new.shape[1], -1, new.shape[3])
 
