@@ -100,10 +100,11 @@ def gather_attention(q: mx.array, group: Group, position: int, tokens: NewTokens
     """
     # A prompt's result in the last layer is never used, so it must not be among the reads that a write computes.
     blocks = group.blocks[position]
+    pending: list[mx.array] | None = None
     if isinstance(blocks, HostBlocks) and q.shape[2] <= MAX_QUERY_LENGTH:
-        is_view, pairs = True, blocks.read(tokens)
+        pairs, pending = blocks.read(tokens), blocks.pending
     else:
-        is_view, pairs = False, [blocks.gather(table) for table in tokens.tables]
+        pairs = [blocks.gather(table) for table in tokens.tables]
     rows = [q] if len(pairs) == 1 else mx.split(q, len(pairs))
     scale, mask, _, softcap, sinks, latent = params
     outputs = []
@@ -113,6 +114,6 @@ def gather_attention(q: mx.array, group: Group, position: int, tokens: NewTokens
         else:
             outputs.append(attention(row, k, v, params))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    if is_view:
-        blocks.pending.append(output)
+    if pending is not None:
+        pending.append(output)
     return output

@@ -267,9 +267,9 @@ class Group:
         return geometry
 
     def next_size(self, least: int, budget: int) -> int:
-        """Return the number of blocks to grow to if ``least`` are needed; the budget may allow fewer. A GPU's sizes have
-        three significant bits: sequences of about one length, one after the other, get the same one, for which steps
-        are compiled already."""
+        """Return the number of blocks to grow to if ``least`` are needed; the budget may allow fewer. A GPU's sizes
+        have three significant bits: sequences of about one length, one after the other, get the same one, for which
+        steps are compiled already."""
         total = self.allocator.num_blocks
         if self.in_place:
             step = min(budget // IN_PLACE_BUDGET_SHARE, IN_PLACE_MOST_BYTES) // self.bytes_per_block

@@ -86,7 +86,7 @@ class HostBlocks:
             self.num_quantized += tokens.num_tokens
         # A prompt's keys and values would be alive in all layers until the end of its call.
         is_short = len(tokens.tables) == 1 and len(k) == 1 and k.shape[2] <= MAX_QUERY_LENGTH
-        place = tokens.tables[0].place() if is_short else None
+        place = (tokens.made.get("places") or tokens.places())[0] if is_short else None
         if place is not None and place[1] - place[0] >= k.shape[2]:
             mx.eval(self.pending)  # done long ago, but for a model of a layer or two: MLX would copy what is still read
             self.pending.clear()
