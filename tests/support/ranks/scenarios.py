@@ -230,7 +230,7 @@ def failing_call() -> dict[str, Any]:
 
 
 def failing_decode() -> dict[str, Any]:
-    """Raise once in a decode step, on the last rank only: all ranks compute its rows again, in halves."""
+    """Raise once in a decode step, on the last rank only: its rows fail on all ranks."""
     world = World()
     last = world.group.rank() == world.group.size() - 1
     kind = type(world.model)
