@@ -113,6 +113,8 @@ class DiskTier:
             return 0
         except Exception as error:
             check_device(error)
+            for key, _ in found.links:  # the files are intact, but do not fit this pool
+                self.shelf.forget(key, [STATES, *(f"kv{group}" for group in range(len(cache.windows)))])
             self.shelf.warn(f"prefix files in {self.shelf.path} do not match the model: {error}")
             return 0
         finally:

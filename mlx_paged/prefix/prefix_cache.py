@@ -50,6 +50,7 @@ class PrefixCache:
     Attributes:
         entries: by key, least recently used first, and each after its children.
         evictions, hit_tokens: see :class:`.owners.BlockHolder`.
+        state_nbytes: bytes of the checkpoints.
         dropped_states: checkpoints dropped because there was no room.
         version: rises with each change of what is held.
         tier: where evicted entries go; None: they are gone.
@@ -63,7 +64,7 @@ class PrefixCache:
         self.windows = [group.spec.sees for group in pool.groups]
         self.ttl, self.clock = ttl, clock
         self.entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self.evictions = self.hit_tokens = self.dropped_states = self.version = 0
+        self.evictions = self.hit_tokens = self.state_nbytes = self.dropped_states = self.version = 0
         self.tier: Tier | None = None
         self._counts: list[Counter[int]] = [Counter() for _ in pool.groups]  # references by block
         self._kept: dict[Entry, None] = {}  # evicted after the others
@@ -226,9 +227,10 @@ class PrefixCache:
                 self._add(path, tokens if states is not None else self._whole(tokens), tables, salt)
             finally:
                 self._touch(path)
-            if states is not None and path and path[-1].end == len(tokens):
-                path[-1].slot = slot or path[-1].slot
+            if slot is not None and path and path[-1].end == len(tokens):
+                path[-1].slot = slot
                 self._states[path[-1]] = None
+                self.state_nbytes += slot.nbytes
             if keep:
                 self._keep([entry for entry in path if entry.end <= keep])
             return True
@@ -415,11 +417,6 @@ class PrefixCache:
         return freed
 
     @property
-    def state_nbytes(self) -> int:
-        """Bytes of the checkpoints."""
-        return sum(entry.slot.nbytes for entry in list(self._states) if entry.slot is not None)
-
-    @property
     def num_states(self) -> int:
         """Number of checkpoints."""
         return len(self._states)
@@ -445,8 +442,11 @@ class PrefixCache:
     def _drop_state(self, entry: Entry) -> int:
         slot, entry.slot = entry.slot, None
         self._states.pop(entry, None)
-        self.version += slot is not None
-        return 0 if slot is None else slot.nbytes
+        if slot is None:
+            return 0
+        self.state_nbytes -= slot.nbytes
+        self.version += 1
+        return slot.nbytes
 
     def evict_oldest(self) -> None:
         """Evict the least recently used prefix, as far as no other begins with it."""
@@ -460,8 +460,8 @@ class PrefixCache:
     def clear(self) -> None:
         """Evict everything."""
         with self.pool.lock:
-            while self.entries:
-                self.evict_oldest()
+            for entry in list(self.entries.values()):
+                self._remove(entry)
 
     def expire(self) -> None:
         """Evict prefixes that were not used for ``ttl`` seconds. Costs nothing while none is due."""
@@ -507,7 +507,8 @@ class PrefixCache:
                 raise BlockStateError("the entries' blocks do not match the references that the cache holds")
             if any(entry.num_children != children[entry] for entry in seen) or not seen >= children.keys():
                 raise BlockStateError("the numbers of children do not match the entries")
-            if {entry for entry in seen if entry.slot is not None} != set(self._states):
+            slots = [entry.slot.nbytes for entry in self._states if entry.slot is not None]
+            if {entry for entry in seen if entry.slot} != set(self._states) or sum(slots) != self.state_nbytes:
                 raise BlockStateError("the checkpoints do not match the entries")
             tails = {entry for each in self._tails.values() for entry in each}
             if tails != {entry for entry in seen if len(entry.tokens) < self.block_size} or not seen >= set(self._kept):

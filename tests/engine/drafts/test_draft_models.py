@@ -433,10 +433,10 @@ def test_failure_to_cache_draft_prefixes_only_warns(monkeypatch: pytest.MonkeyPa
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
 
-    def donate(*_: Any) -> None:
+    def insert(*_: Any) -> None:
         raise ValueError("no room")
 
-    monkeypatch.setattr(SharedPrefixes, "insert", donate)
+    monkeypatch.setattr(SharedPrefixes, "insert", insert)
     with pytest.warns(mlx_paged.NotPagedWarning, match="failed; .*: ValueError: no room"):
         outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3)
     assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens, _ in expected]
