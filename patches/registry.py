@@ -29,6 +29,7 @@ ADAPTERS = (
     "models.index_attention",
     "models.transformer_block",
     "nn",
+    "samplers",
     "cache.prompt_cache",
     "generate.batch_generator",
     "generate.steps",
@@ -317,7 +318,7 @@ def known_fingerprints() -> dict[str, str]:
     except (ImportError, AttributeError) as error:
         raise PatchError(f"mlx_lm.server lacks a name that its adapter needs: {error}") from None
     known |= {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}
-    samplers = importlib.import_module(".generate.upstream", __package__)
+    samplers = importlib.import_module(".samplers", __package__)
     return known | {f"mlx_lm.sample_utils.{name}": value for name, value in samplers.KNOWN.items()}
 
 

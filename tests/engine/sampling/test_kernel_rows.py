@@ -9,7 +9,7 @@ import pytest
 
 from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.kernels import draw_rows, penalise_rows
+from mlx_paged.kernels import draw_rows
 from tests.support import sampling_model
 from tests.support.cases import quick
 from tests.support.kernels.emulated_draws import use_emulator
@@ -31,7 +31,6 @@ OTHERS = [SamplingParams(), SamplingParams(1.0, xtc_probability=1.0), SamplingPa
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_emulator(monkeypatch)
     monkeypatch.setattr(draw_rows, "is_supported", lambda x: True)
-    monkeypatch.setattr(penalise_rows, "is_supported", lambda x: True)
     yield
 
 
