@@ -12,7 +12,6 @@ from .cli.terminal import orderly_end, version_text
 from .config import STOCK_BITS, PagedConfig
 from .errors import ConfigError
 from .model_folder import warn_if_unbounded
-from .startup import raise_at_interrupt
 
 OWN = {
     "generate": "generate text for a prompt, or for each prompt of a file, in batches",
@@ -110,7 +109,6 @@ def _run_upstream(arguments: list[str]) -> None:
     patches.apply_patches(PagedConfig.from_env().with_arguments(ours))
     raise_cpu_cache_limit()
     sys.argv = [sys.argv[0], *theirs]
-    raise_at_interrupt()
     try:
         if command in ("chat", "cache_prompt"):
             module = importlib.import_module(f"mlx_lm.{command}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,20 +14,8 @@ from .errors import ConfigError, KernelUnavailableError
 from .kernels.availability import device_unsupported_reason
 from .kernels.quantized import GROUP_SIZES
 from .kv.geometry import DEFAULT_GROUP_SIZE, PageFormat
-from .kv.group import MAX_BLOCK_SIZE
-from .warn import warn_once
 
 PREFIX = "MLX_PAGED_"
-# Variables that are not options of PagedConfig: the server's API keys, the demo model's cache folder, settings of
-# ranks, and a limit on shared memory for testing kernels.
-OTHER_VARIABLES = (
-    "MLX_PAGED_API_KEY",
-    "MLX_PAGED_CACHE",
-    "MLX_PAGED_RANK_TIMEOUT",
-    "MLX_PAGED_SHARED_MEMORY",
-)
-# Smallest block of the options; a pool that is made in code may also have blocks of 4 tokens.
-MIN_OPTION_BLOCK_SIZE = 8
 MAX_PROMPT_LOOKUP = 64
 LEAST_STATE_INTERVAL = 32  # tokens; a state takes the memory of many
 QUANTIZED_KV_START = 5000  # mlx-lm's default
@@ -45,17 +32,54 @@ QUANTIZED_KV_START_HELP = (
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def parse_block_size(text: str | int) -> int:
-    """Return the tokens per block: a power of two from 8 to 128. Raises ConfigError for anything else."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise ConfigError(f"block size must be a whole number, not {text!r}") from None
-    if not (MIN_OPTION_BLOCK_SIZE <= value <= MAX_BLOCK_SIZE and value & (value - 1) == 0):
+Value = TypeVar("Value")
+
+
+def choice(what: str, choices: Mapping[str, Value]) -> Callable[[Any], Value]:
+    """Return a parser of one of some texts, in any case, or of one of the values that they stand for. It raises
+    ConfigError for anything else."""
+
+    def parse(given: Any) -> Value:
+        if isinstance(given, str) and given.strip().lower() in choices:
+            return choices[given.strip().lower()]
+        for value in choices.values():
+            if type(given) is type(value) and given == value:
+                return value
+        *names, last = choices
+        raise ConfigError(f"{what} must be {', '.join(names)} or {last}, not {given!r}")
+
+    return parse
+
+
+def number(what: str, least: int, most: int | None = None, *, others: Mapping[str, int | None] | None = None) -> Any:
+    """Return a parser of a whole number in a range, or of one of some other texts or the values that they stand for.
+    It raises ConfigError for anything else."""
+    known = others or {}
+
+    def parse(given: Any) -> int | None:
+        text = str(given).strip().lower()
+        if text in known:
+            return known[text]
+        if given is None and None in known.values():
+            return None
+        is_whole = isinstance(given, int | str) and not isinstance(given, bool) and text.isdecimal()
+        if is_whole and int(text) >= least and (most is None or int(text) <= most):
+            return int(text)
+        wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ConfigError(
-            f"block size must be a power of two from {MIN_OPTION_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, not {value}"
+            f"{what} must be {''.join(f'{name}, or ' for name in known)}a whole number {wanted}, not {given!r}"
         )
-    return value
+
+    return parse
+
+
+parse_block_size = choice("block size", {str(1 << power): 1 << power for power in range(3, 8)})
+parse_kernel = choice("kernel", {"auto": None, "on": True, "off": False})
+parse_kv_group_size = choice("kv_group_size", {str(size): size for size in GROUP_SIZES})
+parse_kv_rotate = choice("kv_rotate", {"on": True, "off": False, "1": True, "0": False})
+parse_prompt_lookup = number("prompt_lookup", 0, MAX_PROMPT_LOOKUP)
+parse_prefill_latency = number("prefill_latency", 1)
+parse_state_interval = number("state_interval", LEAST_STATE_INTERVAL, others={"auto": None, "0": 0})
 
 
 def parse_memory(text: str | int | None) -> int | None:
@@ -82,16 +106,6 @@ def parse_memory(text: str | int | None) -> int | None:
     return value
 
 
-def parse_kernel(text: str | bool | None) -> bool | None:
-    """Return None for ``auto``, True for ``on``, False for ``off``. Raises ConfigError for anything else."""
-    if text is None or isinstance(text, bool):
-        return text
-    choices = {"auto": None, "on": True, "off": False}
-    if text.strip().lower() not in choices:
-        raise ConfigError(f"kernel must be auto, on or off, not {text!r}")
-    return choices[text.strip().lower()]
-
-
 def parse_kv_bits(value: str | int | Sequence[int] | None) -> int | tuple[int, int] | None:
     """Return the bits of keys and values in pages: 8, 4, or (8, 4) for ``8,4``; None for ``none``, which does not
     quantise. Raises ConfigError for anything else."""
@@ -104,49 +118,6 @@ def parse_kv_bits(value: str | int | Sequence[int] | None) -> int | tuple[int, i
     except (ValueError, TypeError, IndexError):
         raise ConfigError(f"kv_bits must be 8, 4 or 8,4 (keys, values), not {value!r}") from None
     return pages.k_bits if pages.k_bits == pages.v_bits else (pages.k_bits, pages.v_bits)
-
-
-def parse_kv_group_size(value: str | int) -> int:
-    """Return the number of values that share a scale and a bias: 32, 64 or 128. Raises ConfigError for others."""
-    if str(value).strip() not in map(str, GROUP_SIZES):
-        raise ConfigError(f"kv_group_size must be one of {GROUP_SIZES}, not {value!r}")
-    return int(value)
-
-
-def parse_kv_rotate(value: str | bool) -> bool:
-    """Return True for ``on`` or 1, False for ``off`` or 0. Raises ConfigError for anything else."""
-    choices = {"on": True, "1": True, "off": False, "0": False}
-    if isinstance(value, bool):
-        return value
-    if value.strip().lower() not in choices:
-        raise ConfigError(f"kv_rotate must be on or off, got {value!r}")
-    return choices[value.strip().lower()]
-
-
-def parse_prompt_lookup(value: str | int) -> int:
-    """Return the most tokens proposed per step, from 0 to 64. Raises ConfigError for anything else."""
-    text = str(value).strip()
-    if isinstance(value, bool) or not text.isdecimal() or int(text) > MAX_PROMPT_LOOKUP:
-        raise ConfigError(f"prompt_lookup must be a whole number from 0 to {MAX_PROMPT_LOOKUP}, not {value!r}")
-    return int(text)
-
-
-def parse_prefill_latency(value: str | int) -> int:
-    """Return the milliseconds, at least 1. Raises ConfigError for anything else."""
-    text = str(value).strip()
-    if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"prefill_latency must be at least 1 ms, not {value!r}")
-    return int(text)
-
-
-def parse_state_interval(value: str | int | None) -> int | None:
-    """Return the tokens between checkpoints: at least 32, or 0 for none; None for ``auto``. Raises ConfigError."""
-    text = str(value).strip().lower()
-    if value is None or text == "auto":
-        return None
-    if isinstance(value, bool) or not text.isdecimal() or 0 < int(text) < LEAST_STATE_INTERVAL:
-        raise ConfigError(f"state_interval must be auto, 0, or at least {LEAST_STATE_INTERVAL} tokens, not {value!r}")
-    return int(text)
 
 
 def _kv_bits_argument(text: str) -> int | tuple[int, int] | None:
@@ -330,7 +301,6 @@ class PagedConfig:
     def from_env(cls, env: Mapping[str, str] | None = None) -> PagedConfig:
         """Return the options set by their ``MLX_PAGED_*`` variables; an empty variable counts as not set."""
         env = os.environ if env is None else env
-        warn_of_misspelt(env)
         given = {option.name: option.variable for option in cls.options() if env.get(option.variable)}
         values: dict[str, Any] = {name: env[variable] for name, variable in given.items()}
         try:
@@ -426,19 +396,6 @@ class KVBits:
         if self.format is None:
             return replace(config, kv_bits=None)
         return replace(config, kv_bits=self.bits, kv_group_size=self.group_size)
-
-
-def known_variables() -> list[str]:
-    """Return the names of all environment variables that this package or its scripts read."""
-    return [*(option.variable for option in PagedConfig.options()), *OTHER_VARIABLES]
-
-
-def warn_of_misspelt(env: Mapping[str, str]) -> None:
-    """Warn once of each variable that begins with ``MLX_PAGED_`` and that nothing reads."""
-    known = known_variables()
-    for name in sorted(name for name in env if name.startswith(PREFIX) and name not in known):
-        (close,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
-        warn_once(f"unknown environment variable {name}; did you mean {close}?", UserWarning)
 
 
 def argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:

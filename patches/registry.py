@@ -1,11 +1,10 @@
 """apply_patches() and remove_patches(): replace upstream symbols if their fingerprints are known, and restore them.
 
-``python -m mlx_paged.patches.registry --fingerprint`` shows how the installed mlx-lm differs from the known one.
+``scripts/fingerprints.py`` shows how the installed mlx-lm differs from the known one.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 import threading
@@ -29,6 +28,7 @@ ADAPTERS = (
     "models.index_attention",
     "models.transformer_block",
     "nn",
+    "samplers",
     "cache.prompt_cache",
     "generate.batch_generator",
     "generate.steps",
@@ -77,7 +77,7 @@ def _load_adapters() -> dict[str, str]:
     return unusable
 
 
-def _patches() -> list[Patch]:
+def all_patches() -> list[Patch]:
     """Return all patches, for any device."""
     _load_adapters()
     return PATCHES
@@ -85,7 +85,7 @@ def _patches() -> list[Patch]:
 
 def _patches_here() -> list[Patch]:
     """Return the patches for this machine."""
-    return [patch for patch in _patches() if not patch.only_cuda or backend() == "cuda"]
+    return [patch for patch in all_patches() if not patch.only_cuda or backend() == "cuda"]
 
 
 def is_applied() -> bool:
@@ -178,7 +178,7 @@ def _apply_to_loaded_models() -> None:
 
 def check_known(target: str) -> None:
     """Raise PatchError unless this upstream symbol is the one that its adapter was written for."""
-    patch = next(patch for patch in _patches() if patch.target == target)
+    patch = next(patch for patch in all_patches() if patch.target == target)
     reason = None if any(old.target == target for old in _originals) else _inspect(patch)[0]
     if reason is not None:
         raise PatchError(f"{target}: {reason} (mlx-lm {metadata.version('mlx-lm')} is installed)")
@@ -269,98 +269,3 @@ def _replace(values: Mapping[Patch, tuple[Any, Any]]) -> None:
         for name, old, new in imported:
             if namespace.get(name) is old:
                 namespace[name] = new
-
-
-# What a new mlx-lm needs ---------------------------------------------------------------------------------------------
-
-
-def installed_fingerprint(target: str) -> str:
-    """Return the fingerprint of an installed upstream symbol. The patches must not be applied.
-
-    Args:
-        target: such as ``mlx_lm.models.llama.Attention.__call__``.
-
-    Raises:
-        PatchError: there is no such symbol, or its source cannot be read.
-    """
-    *path, last = target.split(".")
-    inner = [last]
-    while path:
-        try:
-            symbol: Any = importlib.import_module(".".join(path))
-        except ModuleNotFoundError as error:
-            if not f"{'.'.join(path)}.".startswith(f"{error.name}."):  # a dependency of the module
-                raise PatchError(f"{target} cannot be imported: {error}") from None
-            inner.insert(0, path.pop())
-            continue
-        try:
-            for name in inner:
-                symbol = getattr(symbol, name)
-            return fingerprint(symbol)
-        except AttributeError as error:
-            raise PatchError(f"{target} does not exist: {error}") from None
-        except (OSError, TypeError):
-            raise PatchError(f"the source of {target} cannot be read") from None
-    raise PatchError(f"{target} does not exist: there is no module {target.split('.')[0]!r}")
-
-
-def known_fingerprints() -> dict[str, str]:
-    """Return the fingerprints that upstream symbols must have, by name: all that are replaced or recognised, and those
-    of the server.
-
-    Raises:
-        PatchError: the server's adapter cannot be imported with this version of mlx-lm.
-    """
-    known = {patch.target: patch.fingerprint for patch in _patches()}
-    try:
-        server = importlib.import_module(".server", __package__)
-    except (ImportError, AttributeError) as error:
-        raise PatchError(f"mlx_lm.server lacks a name that its adapter needs: {error}") from None
-    known |= {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}
-    samplers = importlib.import_module(".generate.upstream", __package__)
-    return known | {f"mlx_lm.sample_utils.{name}": value for name, value in samplers.KNOWN.items()}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print fingerprints of the installed mlx-lm, one line per symbol: name, fingerprint, and whether it is the known
-    one. Exits with 1 if a symbol that is replaced is missing or differs from the known one.
-
-    Raises:
-        SystemExit: with that status, or with a message if the requested symbol does not exist.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m mlx_paged.patches.registry", description="Print fingerprints of the installed mlx-lm."
-    )
-    parser.add_argument(
-        "--fingerprint",
-        metavar="NAME",
-        nargs="?",
-        required=True,
-        help="Upstream symbol, such as mlx_lm.models.llama.Attention.__call__; default: all that are replaced",
-    )
-    name = parser.parse_args(argv).fingerprint
-    try:
-        known = known_fingerprints()
-    except PatchError as error:
-        known = {patch.target: patch.fingerprint for patch in _patches()}
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-    differs = False
-    for target in known if name is None else [name]:
-        try:
-            present = installed_fingerprint(target)
-        except PatchError as error:
-            if name is not None:
-                sys.exit(f"{parser.prog}: {error}")
-            present = "missing"
-        if target not in known:
-            verdict = "not replaced by this package"
-        elif present == known[target]:
-            verdict = "known"
-        else:
-            verdict, differs = f"not the known one, {known[target]}", True
-        print(f"{target}  {present}  {verdict}")
-    sys.exit(int(differs))
-
-
-if __name__ == "__main__":
-    main()

@@ -45,10 +45,10 @@ from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from .cache.pools import count_weights, known_pool, pool_of, prefix_pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .generate.drafting import BudgetShare, check_same_tokens, known_factory, why_not_drafted
-from .generate.upstream import processors_of, sampler_of
 from .grammar import behind_reasoning, with_thinking_budget
 from .models.mtp import MTPHead, find_head, folder_of, load_head
 from .patch import fingerprint
+from .samplers import processors_of, sampler_of
 from .server_texts import LoadedTexts
 from .sharded import sharded_load
 

@@ -343,7 +343,7 @@ class BatchRun:
             self._insert(prompt)
 
     def _insert(self, prompt: Prompt) -> None:
-        from ..patches.generate.upstream import processors_of, sampler_of
+        from ..patches.samplers import processors_of, sampler_of
 
         if prompt.error is not None:
             self.results.add(prompt, error=prompt.error)

@@ -26,7 +26,6 @@ from ..model_folder import (
 from ..patches.patch import replaced
 from ..ranks.ranks import Ranks
 from ..server.errors import RequestRefused
-from ..startup import raise_at_interrupt
 from ..warn import warn_once
 from . import answer_grammars, batch_run, over_ranks
 from .answer_grammars import AnswerGrammars
@@ -72,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if argv is not None:
             sys.argv = [sys.argv[0], *argv]
         args = setup_arg_parser().parse_args()
-        raise_at_interrupt()
         try:
             with over_ranks.over_ranks(args) as ranks:
                 run(upstream, args, setup_arg_parser, ranks)

@@ -23,7 +23,6 @@ from ..ranks.ranks import Ranks
 from ..ranks.world import check_same
 from ..server.errors import is_launchd_job, start_status
 from ..server.options import ServerConfig
-from ..startup import raise_at_interrupt
 from ..warn import warn_once
 from . import over_ranks
 from .generate import raise_cpu_cache_limit
@@ -155,7 +154,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve until a signal ends it; ``argv`` defaults to the process's arguments."""
     with orderly_end("mlx_paged.server", start_status):
         args = parse(argv)
-        raise_at_interrupt()
         logging.basicConfig(level=getattr(logging, args.log_level), format=LOG_FORMAT)
         config = ServerConfig.from_arguments(args)
         ranks = over_ranks.join(args)

@@ -30,9 +30,9 @@ from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import check_given, factory_of
 from ..models.mtp import HiddenCall
 from ..patch import replaces
-from . import upstream
+from ..samplers import are_patched, processors_of, sampler_of
 from .drafting import NUM_DRAFT_TOKENS, drafting
-from .upstream import UPSTREAM, Response, processors_of, request_progress, sampler_of
+from .upstream import UPSTREAM, Response, request_progress
 
 
 class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
@@ -255,7 +255,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     @property
     def seeds_rows(self) -> bool:
         """Return whether requests can have seeds of their own (``RequestOptions.seed``)."""
-        return self._engine is not None and upstream.is_known()
+        return self._engine is not None and are_patched()
 
     @property
     def reuses_only_at_boundaries(self) -> bool:

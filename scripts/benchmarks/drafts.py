@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import greedy_sampler, make_sampler
+from mlx_lm import sample_utils
 
 import mlx_paged
 from mlx_paged.drafts.depth import Acceptance, Candidate, Depth, new_depth
@@ -79,12 +79,13 @@ class Work(NamedTuple):
     Attributes:
         name: ``copy`` or ``prose``.
         prompts: returns the prompts of a batch of this size.
-        sampler: sampler of all rows.
+        temperature, top_k: of the sampler of all rows.
     """
 
     name: str
     prompts: Callable[[int], list[list[int]]]
-    sampler: Callable[[mx.array], mx.array]
+    temperature: float = 0.0
+    top_k: int = 0
 
 
 class Side(NamedTuple):
@@ -220,7 +221,7 @@ def random_work(model: Any, prompt: int) -> list[Work]:
     def prose(batch: int) -> list[list[int]]:
         return rng.integers(0, WORDS, (batch, prompt)).tolist()  # type: ignore[no-any-return]
 
-    return [Work("copy", copies, greedy_sampler), Work("prose", prose, make_sampler(temp=1.0, top_k=LIKELY))]
+    return [Work("copy", copies), Work("prose", prose, 1.0, LIKELY)]
 
 
 def text_work(tokenizer: Any) -> list[Work]:
@@ -236,7 +237,7 @@ def text_work(tokenizer: Any) -> list[Work]:
 
         return prompts
 
-    return [Work("copy", chats(COPY), greedy_sampler), Work("prose", chats(PROSE), make_sampler(temp=0.8))]
+    return [Work("copy", chats(COPY)), Work("prose", chats(PROSE), 0.8)]
 
 
 def first_layers(model: Any, num_layers: int) -> Any:
@@ -290,7 +291,7 @@ def rate_of(
     uids = generator.insert_segments(
         [[prompt] for prompt in prompts],
         [num_tokens] * size,
-        samplers=[work.sampler] * size,
+        samplers=[sample_utils.make_sampler(work.temperature, top_k=work.top_k)] * size,
         options=[RequestOptions(prompt_lookup=side.lookup, seed=n) for n in range(size)],
     )
     answers: dict[int, list[int]] = {uid: [] for uid in uids}

@@ -28,7 +28,7 @@ from mlx_paged.cli.generate import extend_parser, main
 from mlx_paged.cli.prompts_file import Counts, Prompt, Results, read_prompts
 from mlx_paged.cli.terminal import BatchProgress
 from mlx_paged.errors import ConfigError, PromptsFileError
-from mlx_paged.patches.generate.upstream import processors_of, sampler_of
+from mlx_paged.patches.samplers import processors_of, sampler_of
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests import fields
 from mlx_paged.server.requests.chat import ChatBody

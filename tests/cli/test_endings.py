@@ -13,7 +13,7 @@ import pytest
 
 from mlx_paged.__main__ import UPSTREAM
 from mlx_paged.cli.terminal import restrict, whole_number
-from tests.cli.test_command_line import PROMPT, command, generate
+from tests.cli.test_command_line import PROMPT, command
 from tests.support.processes import commands
 
 ROOT = Path(__file__).parents[2]
@@ -92,26 +92,6 @@ def test_closed_stdout_exits_with_141_and_no_message(folder: Path, arguments: st
         assert (status, errors.read()) == (141, "")
 
 
-@pytest.mark.parametrize("package", ["mlx", "mlx_lm"])
-@pytest.mark.parametrize("name", ["mlx_paged", "mlx_paged.generate", "mlx_paged.server"])
-def test_interrupt_during_import_exits_with_130_and_no_message(tmp_path: Path, package: str, name: str) -> None:
-    (tmp_path / package).mkdir()
-    # A signal between print and one long sleep would wait for its end.
-    waits = "import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(0.01)\n"
-    (tmp_path / package / "__init__.py").write_text(waits)
-    process = subprocess.Popen(
-        [sys.executable, "-m", name, *(["chat"] if name == "mlx_paged" else [])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None and process.stdout.readline() == b"importing\n"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, b"")
-
-
 def test_users_program_keeps_its_interrupt_handler() -> None:
     program = "import mlx_paged, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     run = subprocess.run(
@@ -123,18 +103,3 @@ def test_users_program_keeps_its_interrupt_handler() -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of shells ignore SIGINT
     )
     assert run.stdout == "True\n", run.stderr
-
-
-def test_misspelt_variable_is_reported_with_the_nearest_name(folder: Path) -> None:
-    run = generate(folder, "--prompt", PROMPT, MLX_PAGED_KERNAL="off", MLX_PAGED_API_KEY="k")
-    assert run.returncode == 0
-    (line,) = [line for line in run.stderr.splitlines() if "MLX_PAGED" in line]
-    assert line.endswith("unknown environment variable MLX_PAGED_KERNAL; did you mean MLX_PAGED_KERNEL?")
-
-
-def test_every_variable_in_the_sources_is_known() -> None:
-    from mlx_paged.config import OTHER_VARIABLES, known_variables
-
-    files = [file for top in ("mlx_paged", "patches", "scripts") for file in (ROOT / top).rglob("*.py")]
-    found = {name for file in files for name in re.findall(r'"(MLX_PAGED_[A-Z_]+[A-Z])"', file.read_text())}
-    assert set(OTHER_VARIABLES) <= found <= set(known_variables())

@@ -13,7 +13,7 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models import cache as upstream_cache
-from mlx_lm.sample_utils import make_sampler
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -33,7 +33,13 @@ from tests.support.kernels.fake_kernels import fake_kernels
 
 mlx_lm_generate = importlib.import_module("mlx_lm.generate")
 AMPLE = 1 << 26
-DRAWING = make_sampler(temp=0.9, top_p=0.95)
+
+
+def drawing() -> Any:
+    """Return a sampler that draws; the patches must be applied."""
+    return make_sampler(temp=0.9, top_p=0.95)
+
+
 TOLERANCE = 1e-3
 # Which of two tokens this close is chosen depends on the order of rounding.
 TIE = 1e-5
@@ -131,7 +137,7 @@ def expect(case: Case, rng: random.Random) -> list[Expected]:
             model_of(case.family),
             max_tokens=request.num_tokens,
             sampler=request.sampler if request.seed is None else lambda _, drawn=drawn: mx.array([next(drawn, 0)]),
-            logits_processors=request.processors,
+            logits_processors=make_logits_processors(**request.changes),
             prefill_step_size=case.step_size,
             **options,
         ):
@@ -152,7 +158,7 @@ def _drawn(case: Case, request: Request) -> list[int]:
         generator.insert_segments(
             [[request.prompt]],
             [request.num_tokens],
-            samplers=[DRAWING],
+            samplers=[drawing()],
             options=[RequestOptions(seed=request.seed)],
         )
         tokens = []
@@ -270,8 +276,8 @@ class Driver:
         (uid,) = self.generator.insert_segments(
             [segments],
             [request.num_tokens],
-            samplers=[request.sampler if request.seed is None else DRAWING],
-            logits_processors=[request.processors],
+            samplers=[request.sampler if request.seed is None else drawing()],
+            logits_processors=[make_logits_processors(**request.changes)],
             **options,
             options=[RequestOptions(prompt_lookup=self.case.lookup or None, seed=request.seed)],
         )

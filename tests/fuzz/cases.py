@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
+from mlx_lm.sample_utils import greedy_sampler
 
 from scripts.support import model_configs
 from tests.support.models import builders
@@ -53,7 +53,8 @@ class Request:
         prompt: token ids.
         num_tokens: number of tokens to generate.
         follows: request whose prompt, and in most cases answer, this prompt begins with.
-        sampler, processors: as the caller gives them.
+        sampler: as the caller gives it.
+        changes: arguments of mlx-lm's ``make_logits_processors``.
         cut: where the prompt is cut into two segments, or None.
         given: kind of the cache that comes with the request, and the number of first tokens in it. None: no cache.
         arrives: the call of ``next()`` before which it is inserted.
@@ -66,7 +67,7 @@ class Request:
     num_tokens: int
     follows: Request | None = None
     sampler: Sampler = greedy_sampler
-    processors: list[Any] = field(default_factory=list)
+    changes: dict[str, Any] = field(default_factory=dict)
     cut: int | None = None
     given: tuple[str, int] | None = None
     arrives: int = 0
@@ -168,7 +169,7 @@ def draw_varied(seed: int, families: tuple[str, ...] = HYBRIDS) -> Case:
             edited[rng.randrange(len(edited))] = rng.randrange(vocabulary(case.family))
             request.replace_prompt([*edited, 1, 2])
         if rng.random() < 0.3:
-            request.seed, request.processors = rng.randrange(1 << 30), []
+            request.seed, request.changes = rng.randrange(1 << 30), {}
     if rng.random() < 0.1:  # a single request
         del case.requests[1:]
     return case
@@ -191,7 +192,7 @@ def _requests(rng: random.Random, family: str, *, is_bounded: bool) -> list[Requ
             prompt = follows.prompt + tokens(rng.randint(1, 20))
         request = Request(prompt, rng.choice((1, 2, rng.randint(1, 40))), follows, sampler=rng.choice(samplers))
         if rng.random() < 0.5:
-            request.processors = _processors(rng, vocab)
+            request.changes = _changes(rng, vocab)
         if not is_bounded and len(prompt) > 3 and rng.random() < 0.3:
             request.cut = rng.randint(1, len(prompt) - 1)
         if not is_bounded and len(prompt) > 2 and rng.random() < 0.2:
@@ -211,7 +212,7 @@ def _biased(rng: random.Random, vocab: int) -> Sampler:
     return lambda logprobs: mx.argmax(logprobs + bias, axis=-1)
 
 
-def _processors(rng: random.Random, vocab: int) -> list[Any]:
+def _changes(rng: random.Random, vocab: int) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if rng.random() < 0.5:
         options["repetition_penalty"] = rng.choice((1.1, 1.5, 0.7))
@@ -222,4 +223,4 @@ def _processors(rng: random.Random, vocab: int) -> list[Any]:
             options[f"{name}_context_size"] = rng.choice((1, 20, 300))
     if rng.random() < 0.3:
         options["logit_bias"] = {rng.randrange(vocab): rng.uniform(-5, 5) for _ in range(3)}
-    return list(make_logits_processors(**options))
+    return options

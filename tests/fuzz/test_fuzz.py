@@ -48,7 +48,7 @@ def draw_repeating(seed: int) -> Case:
             part = request.prompt[: rng.randint(1, 30)]
             request.replace_prompt([*part * rng.randint(1, 4), *part[: rng.randint(1, len(part))]])
         if rng.random() < 0.7:
-            request.processors = []
+            request.changes = {}
     return case
 
 

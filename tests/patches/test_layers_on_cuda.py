@@ -17,6 +17,7 @@ from mlx_paged.engine import compiled_step
 from mlx_paged.kernels.products import narrow_matmul, quantized_matmul
 from mlx_paged.kernels.products.inference import Inference
 from mlx_paged.patches import registry
+from scripts import fingerprints
 from tests.support.cases import slow
 from tests.support.kernels.gather_mm import gather_mm_of_16_bits
 from tests.support.models.batch_runs import generator
@@ -127,8 +128,8 @@ def test_layer_with_an_unknown_source_is_not_replaced(
 
 
 def test_fingerprints_match_the_installed_versions() -> None:
-    known = registry.known_fingerprints()
-    assert {target: registry.installed_fingerprint(target) for target in TARGETS} == {t: known[t] for t in TARGETS}
+    known = fingerprints.known_fingerprints()
+    assert {target: fingerprints.installed_fingerprint(target) for target in TARGETS} == {t: known[t] for t in TARGETS}
 
 
 # What layers compute -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig, PatchError
 from mlx_paged.patches import registry
 from mlx_paged.patches.models.attention import paged_call, project_llama
+from scripts import fingerprints
 from tests.support.models.builders import build, greedy, prompt_of
 
 MODULES = ("generate", "chat", "cache_prompt", "evaluate", "models.cache")
@@ -209,7 +210,7 @@ class Attention(nn.Module):
 
 
 def test_has_adapter_is_true_only_for_patches_that_adapt_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {patch.target for patch in registry._patches() if patch.adapts_attention} == {
+    assert {patch.target for patch in registry.all_patches() if patch.adapts_attention} == {
         f"mlx_lm.models.{model}.Attention.__call__" for model in ("llama", "llama4", "qwen3", "gemma2", "gemma3_text")
     }
 
@@ -218,7 +219,7 @@ def test_has_adapter_is_true_only_for_patches_that_adapt_attention(monkeypatch: 
         return registry.Patch(__name__, f"{kind.__name__}.__call__", known, paged_call(project_llama), adapts_attention)
 
     patches = [patch(SelfAttention, adapts_attention=True), patch(Attention, adapts_attention=False)]
-    monkeypatch.setattr(registry, "_patches", lambda: patches)
+    monkeypatch.setattr(registry, "all_patches", lambda: patches)
     mlx_paged.apply_patches()
     assert registry._has_adapter({"self_attn": SelfAttention()})
     layer = nn.Module()
@@ -231,10 +232,10 @@ def test_has_adapter_is_true_only_for_patches_that_adapt_attention(monkeypatch: 
 
 def test_fingerprints_of_all_replaced_symbols_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        registry.main(["--fingerprint"])
+        fingerprints.main([])
     assert ended.value.code == 0
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
-    assert {name: value for name, value, _ in lines} == registry.known_fingerprints()
+    assert {name: value for name, value, _ in lines} == fingerprints.known_fingerprints()
     assert {verdict for *_, verdict in lines} == {"known"}
     assert "mlx_lm.server.ResponseGenerator._tokenize" in {name for name, *_ in lines}
 
@@ -247,42 +248,18 @@ def test_changed_or_missing_symbol_is_listed_with_the_known_fingerprint(
     monkeypatch.setattr(qwen3.Attention, "__call__", SelfAttention.__call__)
     monkeypatch.delattr(cache, "save_prompt_cache")
     with pytest.raises(SystemExit) as ended:
-        registry.main(["--fingerprint"])
+        fingerprints.main([])
     assert ended.value.code == 1
     told = [line for line in capsys.readouterr().out.splitlines() if not line.endswith("  known")]
-    present, known = registry.fingerprint(SelfAttention.__call__), registry.known_fingerprints()
+    present, known = registry.fingerprint(SelfAttention.__call__), fingerprints.known_fingerprints()
     changed, missing = "mlx_lm.models.qwen3.Attention.__call__", "mlx_lm.models.cache.save_prompt_cache"
     assert told[0] == f"{changed}  {present}  not the known one, {known[changed]}"
     assert told[1:] == [f"{missing}  missing  not the known one, {known[missing]}"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mlx_lm.models.llama.Attention.call",
-        "mlx_lm.models.lama.Attention",
-        "nothing_of_this_name.at.all",
-        "nothing_of_this_name",
-        "mlx.core.array.sum",
-        "mlx_lm..models",
-        "",
-    ],
-)
-def test_fingerprint_of_a_nonexistent_name_raises_patch_error(name: str) -> None:
-    with pytest.raises(PatchError):
-        registry.installed_fingerprint(name)
-    with pytest.raises(SystemExit, match="registry: "):
-        registry.main(["--fingerprint", name])
-
-
-@pytest.mark.slow
-def test_registry_command_prints_fingerprints(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "mlx_paged.patches.registry", "--fingerprint"]
-    name = "mlx_lm.models.llama.Attention.__call__"
-    found = subprocess.run([*command, name], capture_output=True, text=True, timeout=120)
-    assert found.stdout == f"{name}  {registry.known_fingerprints()[name]}  known\n"
-    assert (found.returncode, found.stderr) == (0, "")
+@pytest.mark.parametrize("name", ["mlx_lm.models.lama.Attention", "nothing_of_this_name.at.all", "mlx.core.array.sum"])
+def test_nonexistent_name_has_no_fingerprint(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        registry.main(["--fingerprint", "mlx_lm.models.qwen2.Attention"])
-    assert not ended.value.code
-    assert capsys.readouterr().out.endswith("  not replaced by this package\n")
+        fingerprints.main([name])
+    assert ended.value.code == 1
+    assert capsys.readouterr().out == f"{name}  missing  not replaced by this package\n"

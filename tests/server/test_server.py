@@ -343,7 +343,7 @@ def test_server_that_cannot_start_exits_with_the_reason(server: ServerProcess, f
         (["--port", str(server.port)], 1, "cannot start"),
         (["--model", "/nowhere"], 78, "model folder /nowhere does not exist"),
         (["--no-prefix-cache", "--prefix-cache-ttl", "1"], 78, "cannot be combined with"),
-        (["--kv-block-size", "7"], 2, "power of two"),
+        (["--kv-block-size", "7"], 2, "block size must be 8, 16"),
     ):
         done = commands.run("mlx_paged", "server", "--model", folder, *flags, timeout=60)
         assert done.returncode == status and words in done.stderr and "Traceback" not in done.stderr, done.stderr

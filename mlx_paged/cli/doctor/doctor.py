@@ -23,7 +23,6 @@ from ...kernels.build import backend, compiled_by, gpu_cores
 from ...kernels.fused_attention import NAX_RELEASE, wheel_release
 from ...kv.geometry import Geometry, PageFormat
 from ...machine import usable_memory
-from ...startup import raise_at_interrupt
 from ..terminal import add_version, orderly_end
 from .jobs import jobs, num_workers, rows_of_workers
 from .report import HEADER, Report, Row
@@ -172,7 +171,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "write everything as JSON that is safe to post (the home folder is replaced by ~)",
     )
     add_version(parser)
-    raise_at_interrupt()
     with orderly_end("mlx_paged doctor"):
         args = parser.parse_args(argv)
         config = PagedConfig.from_env().with_arguments(args)

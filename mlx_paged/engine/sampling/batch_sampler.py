@@ -329,7 +329,6 @@ class BatchSampler:
         self._positions: list[int] = []  # of the rows' next tokens, minus the steps so far
         self._num_steps = 0
         self._penalties = Penalties()
-        self._penalised: list[int] = []  # indices of rows, in the order of the penalties
         self._is_prepared = True
         self._draws = False  # whether any row draws at random
         # Positions of the last step: its rows, its number, and the array.
@@ -343,18 +342,14 @@ class BatchSampler:
 
     def add(self, rows: Sequence[SampledRow]) -> None:
         """Append rows."""
-        first = len(self.rows)
-        self._penalties.add([(row.params, row.tokens) for row in rows if row.params.has_penalties])
-        self._penalised += [first + i for i, row in enumerate(rows) if row.params.has_penalties]
+        self._penalties.add([(row.params, row.tokens) for row in rows])
         self.rows = [*self.rows, *(row.params for row in rows)]
         self._positions += [row.position - self._num_steps for row in rows]
         self._is_prepared = False
 
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all rows but these, ascending."""
-        place = {index: i for i, index in enumerate(indices)}
-        self._penalties.keep([i for i, index in enumerate(self._penalised) if index in place])
-        self._penalised = [place[index] for index in self._penalised if index in place]
+        self._penalties.keep(indices)
         self.rows = [self.rows[index] for index in indices]
         self._positions = [self._positions[index] for index in indices]
         self._is_prepared = False
@@ -381,7 +376,7 @@ class BatchSampler:
         """Whether all tokens are chosen by comparing logits: greedily, without penalties or biases."""
         if not self._is_prepared:
             self._prepare()
-        return not (self._draws or self._penalised or self._biased)
+        return not (self._draws or self._penalties.are_on or self._biased)
 
     # Steps ----------------------------------------------------------------------------------------------------
 
@@ -391,8 +386,8 @@ class BatchSampler:
         Args:
             logits: of the step.
             inputs: the step's input tokens, ``[T]``; they join the history.
-            rows: the row of each of the logits, ascending, if rows may have none or several: those that follow drafts,
-                which the row may not keep (see :meth:`note_accepted`). None: one per row.
+            rows: the row of each of the logits, ascending, if rows have several: those that follow drafts, which
+                the row may not keep (see :meth:`note_accepted`). None: one per row.
         """
         if not self._is_prepared:
             self._prepare()
@@ -405,18 +400,16 @@ class BatchSampler:
                 own = mx.array([order[rows[place]] for place in at])
                 tokens, values = tokens[own], values[own]
             logits = logits.astype(mx.float32).at[mx.array(at)[:, None], tokens].add(values)
-        if self._penalised and rows is None:
-            logits = self._penalties.step(logits, inputs, self._penalised)
-        elif self._penalised:
-            assert rows is not None
-            own_places = [[place for place, row in enumerate(rows) if row == each] for each in self._penalised]
-            logits = self._penalties.step_ahead(logits, inputs, own_places)
-        return logits
+        if not self._penalties.are_on:
+            return logits
+        if rows is None:
+            return self._penalties.step(logits, inputs)
+        return self._penalties.step_ahead(logits, inputs, rows)
 
     def note_accepted(self, counts: Sequence[int]) -> None:
         """Note how many tokens of the last step each row has kept beyond the first, ``[B]``; drop the others."""
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
-        self._penalties.note_accepted([counts[row] for row in self._penalised])
+        self._penalties.note_accepted(counts)
         self._counted = None
 
     def _positions_of(self, of: tuple[int, ...], ahead: Sequence[int] | None) -> mx.array:

@@ -336,13 +336,13 @@ def test_seeded_samples_are_the_same_with_drafts(sampler: str, penalised: bool) 
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4} if penalised else {}
     model, draft = model_of("llama"), noisy("llama", 0.03)
     prompts = prompts_of("llama", LENGTHS)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
     processors = make_logits_processors({7: 2.0, 9: -3.0} if penalties else None, **penalties)
     rest: dict[str, Any] = {
         "samplers": [make_sampler(**options)] * 3,
         "logits_processors": [processors, [], processors],
         "options": [RequestOptions(seed=seed) for seed in (5, 6, 7)],
     }
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = generator(model)
     plain = {u: Outcome() for u in gen.insert_segments([[p] for p in prompts], [TOKENS] * 3, **rest)}
     run_all(gen, plain)
@@ -357,16 +357,17 @@ def test_seeded_samples_are_the_same_with_drafts(sampler: str, penalised: bool) 
 def test_greedy_rows_with_penalties_are_the_same_with_drafts() -> None:
     model, draft = model_of("llama"), noisy("llama", 0.02)
     prompts = prompts_of("llama", LENGTHS)
-    processors = [
-        make_logits_processors({3: 1.0}, repetition_penalty=1.5, repetition_context_size=8),
-        make_logits_processors(None, presence_penalty=0.7, frequency_penalty=0.2, frequency_context_size=5),
-        make_logits_processors({3: 4.0, 8: 4.0}),
+    given: list[dict[str, Any]] = [
+        {"logit_bias": {3: 1.0}, "repetition_penalty": 1.5, "repetition_context_size": 8},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.2, "frequency_context_size": 5},
+        {"logit_bias": {3: 4.0, 8: 4.0}},
     ]
     expected = [
-        greedy(model, mx.array(p, mx.uint32), TOKENS, logits_processors=each)[0]
-        for p, each in zip(prompts, processors, strict=True)
+        greedy(model, mx.array(p, mx.uint32), TOKENS, logits_processors=make_logits_processors(**each))[0]
+        for p, each in zip(prompts, given, strict=True)
     ]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
+    processors = [make_logits_processors(**each) for each in given]
     outcomes, _ = drafted(model, draft, prompts, [TOKENS] * 3, logits_processors=processors)
     assert [outcome.tokens for outcome in outcomes] == expected
     stats = mlx_paged.pool_of(model).stats()

@@ -286,7 +286,7 @@ def test_samples_have_the_same_distribution_with_look_up(
         gen = generator(model, completion_batch_size=100)
     outcomes: dict[int, Outcome] = {}
     for _ in range(DRAWN // 100):
-        batch = insert(gen, [prompt] * 100, POSITIONS, samplers=[sampler] * 100)
+        batch = insert(gen, [prompt] * 100, POSITIONS, samplers=[make_sampler(**options)] * 100)
         run_all(gen, batch)
         outcomes.update(batch)
     found = Counter(tuple(outcome.tokens) for outcome in outcomes.values())

@@ -120,11 +120,29 @@ def test_penalties_equal_mlx_lms_processors_in_float32(size: int) -> None:
     assert mx.array_equal(found, expected)
 
 
-def test_an_empty_history_penalises_nothing() -> None:
-    sampler = BatchSampler()
-    sampler.add([SampledRow(SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0), [], 0)])
-    logits = mx.ones((1, VOCAB))
-    assert mx.array_equal(sampler._penalties._apply(logits, None), logits)
+@pytest.mark.parametrize("context", [3, None])
+def test_drafts_are_penalised_like_tokens_one_by_one(context: int | None) -> None:
+    rng = np.random.default_rng(2)
+    params = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3, repetition_context_size=context)
+    given = [(params, [1, 2, 3]), (SamplingParams(), []), (SamplingParams(presence_penalty=0.5), [4])]
+    counts = [3, 1, 2]
+    ahead, single = Rows(), Rows()
+    ahead.add(given)
+    single.add(given)
+    owners = [row for row, count in enumerate(counts) for _ in range(count)]
+    for accepted in ([0, 0, 0], [2, 0, 1], [1, 0, 1], [1, 0, 0]) * 40:
+        inputs = rng.integers(0, VOCAB, len(owners)).tolist()
+        logits = rng.normal(size=(len(owners), VOCAB)).astype(np.float32)
+        found = np.array(ahead.sampler.penalised(mx.array(logits), mx.array(inputs, mx.uint32), owners))
+        for place, row in enumerate(owners):
+            first = owners.index(row)
+            history = [*single.rows[row][1], *inputs[first : place + 1]]
+            expected = sampling_model.penalised(logits[place], single.rows[row][0], history)
+            np.testing.assert_allclose(found[place], expected, rtol=1e-5, atol=1e-5)
+        ahead.sampler.note_accepted(accepted)
+        for row, count in enumerate(accepted):
+            first = owners.index(row)
+            single.rows[row][1].extend(inputs[first : first + count + 1])
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling import token_choice
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.errors import ConfigError, RequestFailedError
-from mlx_paged.patches.generate.upstream import KNOWN, known_processors, known_sampler
 from mlx_paged.patches.registry import fingerprint
+from mlx_paged.patches.samplers import KNOWN, known_processors, known_sampler
+from tests.support.cases import slow
 from tests.support.models.batch_runs import generator, model_of
 from tests.support.models.builders import prompt_of
 
@@ -55,18 +56,16 @@ def answers(
 # What is recognised -----------------------------------------------------------------------------------------------
 
 
-def test_parameters_of_mlx_lms_samplers_are_recovered() -> None:
+def test_samplers_carry_their_parameters() -> None:
     assert known_sampler(make_sampler(0.0)) == {} == known_sampler(sample_utils.greedy_sampler)
-    everything = make_sampler(0.7, 0.9, 0.05, 2, 40, 0.5, 0.2, [3])
-    assert known_sampler(everything) == {
-        **{"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "min_tokens_to_keep": 2, "top_k": 40},
-        **{"xtc_probability": 0.5, "xtc_threshold": 0.2, "xtc_special_tokens": [3]},
-    }
-    assert known_sampler(make_sampler(1.5, top_p=1.0)) == {"temperature": 1.5}
+    given = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "min_tokens_to_keep": 2, "top_k": 40}
+    given |= {"xtc_probability": 0.5, "xtc_threshold": 0.2, "xtc_special_tokens": [3]}
+    assert known_sampler(make_sampler(0.7, 0.9, 0.05, 2, 40, 0.5, 0.2, [3])) == given
+    assert SamplingParams(**(known_sampler(make_sampler(1.5, top_p=1.0)) or {})).temperature == 1.5
     penalties = {"repetition_penalty": 1.1, "repetition_context_size": 7, "frequency_penalty": 0.5}
     found = known_processors(make_logits_processors({5: 1.5}, **penalties))
     assert found == {**penalties, "frequency_context_size": 20, "logit_bias": {5: 1.5}}
-    assert known_processors([]) == {}
+    assert known_processors([]) == {} == known_processors(make_logits_processors(None, 0.0))
 
 
 def test_other_samplers_and_processors_are_not_recognised() -> None:
@@ -103,16 +102,20 @@ def test_parameters_that_mlx_lm_refuses_fail_only_their_row() -> None:
 
 # Seeds ------------------------------------------------------------------------------------------------------------
 
-SETTINGS = [
-    (make_sampler(1.0), []),
-    (make_sampler(0.8, top_p=0.9), make_logits_processors(repetition_penalty=1.3)),
-    (make_sampler(1.2, top_k=30, min_p=0.01), make_logits_processors({3: 2.0}, frequency_penalty=0.3)),
-    (make_sampler(1.0, xtc_probability=0.5, xtc_threshold=0.01), []),
-]
+
+def settings() -> list[tuple[Any, list[Any]]]:
+    """Return samplers and processors; those that mlx-lm makes before the patches do not carry their parameters."""
+    return [
+        (make_sampler(1.0), []),
+        (make_sampler(0.8, top_p=0.9), make_logits_processors(repetition_penalty=1.3)),
+        (make_sampler(1.2, top_k=30, min_p=0.01), make_logits_processors({3: 2.0}, frequency_penalty=0.3)),
+        (make_sampler(1.0, xtc_probability=0.5, xtc_threshold=0.01), []),
+    ]
 
 
 def seeded(count: int) -> dict[str, Any]:
-    chosen = [SETTINGS[index % 4] for index in range(count)]
+    known = settings()
+    chosen = [known[index % 4] for index in range(count)]
     return {
         "samplers": [sampler for sampler, _ in chosen],
         "logits_processors": [processors for _, processors in chosen],
@@ -144,6 +147,24 @@ def test_seed_gives_the_same_tokens_after_preemption() -> None:
     gen = generator(model)
     assert answers(gen, prompts, make_room, **options) == expected
     assert gen.preemptions >= 3
+
+
+@pytest.mark.parametrize("kind", [*slow("llama"), "qwen3_next"])
+def test_seed_gives_the_same_tokens_after_waiting_for_another_client(kind: str) -> None:
+    """Rows leave the batch while another client's first token is computed, and join again with the token that they had
+    sampled and the states of layers without blocks."""
+    model, prompts, options = model_of(kind), prompts_of(4), seeded(4)
+    expected = answers(generator(model), prompts, **options)
+    left: list[int] = []
+
+    def ask(gen: Any, step: int) -> None:
+        if step % 3 == 1 and step < NEW - 3:
+            gen.insert([prompts[0]], [1], options=[RequestOptions(client="another")])
+        left.append(len(gen._engine.scheduler.running) - len(gen._engine.batch.rows))
+
+    gen = generator(model)
+    assert answers(gen, prompts, ask, **options) == expected
+    assert max(left) == 4, "all rows have waited"
 
 
 def test_rows_without_a_seed_draw_from_the_global_state() -> None:
@@ -202,7 +223,7 @@ class Watch:
 
 @pytest.mark.parametrize("setting", [*range(4), "greedy"])
 def test_step_evaluates_once_fetches_once_and_never_normalises(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, processors = (make_sampler(0.0), []) if setting == "greedy" else SETTINGS[setting]
+    sampler, processors = (make_sampler(0.0), []) if setting == "greedy" else settings()[setting]
     gen = generator(model_of("llama"))
     gen.insert(prompts_of(3), [40] * 3, samplers=[sampler] * 3, logits_processors=[processors] * 3)
     for _ in range(4):

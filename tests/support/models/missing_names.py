@@ -36,7 +36,7 @@ def upstream_names() -> list[str]:
                 found.add(f"{modules[node.value.id]}:{node.attr}")
     from mlx_paged.patches import registry
 
-    for patch in registry._patches():
+    for patch in registry.all_patches():
         found |= {f"{patch.module}:", f"{patch.module}:{patch.name.split('.')[0]}"}
     return sorted(found)
 
@@ -108,14 +108,14 @@ def tried(name: str, model: Any, prompt: Any) -> dict[str, Any]:
         stock = outcome(model, prompt)
         from mlx_paged.patches import registry
 
-        before = {patch.target: found(patch) for patch in registry._patches()}
+        before = {patch.target: found(patch) for patch in registry.all_patches()}
         try:
             mlx_paged.apply_patches(strict=True)
             strict = "applied"
             mlx_paged.remove_patches()
         except mlx_paged.PatchError:
             strict = "refused"
-        untouched = all(found(patch) is before[patch.target] for patch in registry._patches())
+        untouched = all(found(patch) is before[patch.target] for patch in registry.all_patches())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             report = mlx_paged.apply_patches()
@@ -125,7 +125,9 @@ def tried(name: str, model: Any, prompt: Any) -> dict[str, Any]:
             "skipped": report.skipped,
             "warnings": [str(warning.message) for warning in caught],
             "kept": all(
-                found(patch) is before[patch.target] for patch in registry._patches() if patch.target in report.skipped
+                found(patch) is before[patch.target]
+                for patch in registry.all_patches()
+                if patch.target in report.skipped
             ),
             "stock": stock,
             "patched": outcome(model, prompt),
