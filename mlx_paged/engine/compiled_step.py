@@ -20,7 +20,8 @@ from ..cache.rows import Rows, SequenceTables
 from ..errors import check_device
 from ..kernels.build import backend
 from ..kernels.decode_spec import Counters
-from ..kernels.products.inference import Inference
+from ..kernels.inference import Inference
+from ..kernels.nvidia import narrow_layers
 from ..kv.attention_params import AttentionParams, Window
 from ..kv.block_table import BlockTable
 from ..kv.blocks import Blocks
@@ -30,7 +31,6 @@ from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import rounded_up, table_width
 from .model_state import ModelState
-from .narrow_layers import narrow_layers
 
 
 class GroupArrays(NamedTuple):

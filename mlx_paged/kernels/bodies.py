@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Family(Enum):
-    """Kernels grouped by the form of their launch (see trial.py)."""
+    """Kernels grouped by the form of their launch."""
 
     DECODE = auto()
     FUSED_DECODE = auto()  # merges its partial results itself
@@ -196,10 +196,11 @@ BODIES: dict[str, Body] = {
 
 @lru_cache(maxsize=64)
 def text_parts(file: str) -> dict[str, str]:
-    """Return the parts of a file in text/ by name. A part begins after a line ``//// name``; lines before the first
-    such line, often the whole file, are the part named ""."""
+    """Return the parts of a file in kernels/text/ or cuda/text/ by name. A part begins after a line ``//// name``;
+    lines before the first such line, often the whole file, are the part named ""."""
     parts, name = {"": ""}, ""
-    for line in (resources.files(__package__) / "text" / file).read_text().splitlines(keepends=True):
+    folder = resources.files("mlx_paged") / ("cuda" if file.endswith(".cuh") else "kernels") / "text"
+    for line in (folder / file).read_text().splitlines(keepends=True):
         if line.startswith("//// "):
             name = line.removeprefix("//// ").strip()
             parts[name] = ""

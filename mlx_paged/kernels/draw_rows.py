@@ -14,9 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from .availability import device_unsupported_reason
-from .build import backend, build_kernel
+from .build import KernelText, backend, build_kernel
 from .check import check_and_warn
-from .trial import KernelKey
 
 WIDTH = 8  # numbers per row in each array: on Metal, an array of fewer elements makes another text
 
@@ -146,10 +145,10 @@ def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array
     return out
 
 
-def kernel_key(dtype: mx.Dtype, dialect: str) -> KernelKey:
+def kernel_key(dtype: mx.Dtype, dialect: str) -> KernelText:
     """Return the key of the kernel for logits of a dtype."""
     bounds = (("GROUPS", 1),) if dialect == "cuda" else ()
-    return KernelKey(
+    return KernelText(
         BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), ("AHEAD", _AHEAD[dialect]), *bounds)
     )
 
@@ -185,7 +184,7 @@ _VOCAB = 3001  # tokens; several per lane of a CUDA group
 
 def _difference(dtype: mx.Dtype) -> float:
     """Return the fraction of rows whose token differs from the reference's. Launches few rows, then more: on Metal
-    these are two texts (kernels/trial.py)."""
+    these are two texts."""
     groups, wrong, num_rows = _GROUPS[backend() or ""], 0, 0
     rng = np.random.default_rng(29)
     for count in (2, 45):

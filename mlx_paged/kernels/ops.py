@@ -10,14 +10,12 @@ Pools of quantised pages (``pages`` gives their form) are uint32 and have kernel
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cuda.device import cuda_limits
 from . import quantized
 from .build import Constants, Launch, NoKernelError, backend, build_kernel, gpu_cores, prepared
 from .decode_spec import Counters, params_of, pool_constants_of, spec_of
@@ -38,9 +36,9 @@ from .launch_shape import (
     unsupported,
     unsupported_matrix,
 )
+from .limits import cuda_limits
 from .quantized import PageShape
 from .shared_runs import FEWEST_ROWS
-from .trial import MIN_DEVICE_ELEMENTS, failure_of
 
 MAX_LATENT_HEADS = 256
 _MOST_TOGETHER = 16  # most query heads per thread group of the portable body over latents
@@ -199,7 +197,6 @@ def paged_decode(
     variant: Variant | None = None,
     launch_shape: LaunchShape | None = None,
     pages: PageShape | None = None,
-    init_value: float | None = None,
     items: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attend for a few query positions per sequence over scattered blocks.
@@ -217,7 +214,7 @@ def paged_decode(
     items: which rows read blocks together (:mod:`.shared_runs`), for q_len 1.
 
     A row's bits do not depend on the other rows. `variant` and `launch_shape` override the choice, for checks and
-    timings. `init_value` (Metal) is what outputs hold before the launches, for checks.
+    timings.
     Raises ValueError for an unsupported shape, NoKernelError without a GPU or with every variant switched off.
     """
     batch, n_q_heads, q_len, head_dim = q.shape
@@ -243,7 +240,6 @@ def paged_decode(
         variant=variant,
         launch_shape=launch_shape,
         pages=pages,
-        init_value=init_value,
         items=items,
     )
     if append is None:
@@ -315,11 +311,8 @@ def prepare_decode(
     """Prepare the launches of :func:`paged_decode` over pools of this geometry. ``visible`` is (block_tables,
     context_lens, start_positions). ``latent``: pools hold latents and rotated parts; queries are as long as both.
 
-    A text's first use in this process begins with a trial. If that fails, its variant is switched off with a warning
-    and the next one is used; nothing that writes to the pool has been launched by then.
-
     Raises:
-        NoKernelError: no GPU, every variant is off, or the trial of a given ``variant`` fails.
+        NoKernelError: no GPU, or every variant is off.
     """
     dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
     choices: tuple[Variant, ...] = (variant,) if variant is not None else ()
@@ -342,24 +335,16 @@ def prepare_decode(
         own_items = items if choice.body in SHARED_BODIES else None
         n_items = 0 if own_items is None else len(own_items)
         n_partitions = count_partitions(seen, own)
-        spec = spec_of(
-            choice, own, batch, n_q_heads, q_len, n_partitions, visible[0].size < MIN_DEVICE_ELEMENTS, n_items
-        )
-        failure = next((why for why in (failure_of(key, build_kernel) for key in spec.keys) if why), None)
-        if failure is None:
-            kernel, merge = build_kernel(choice.body, spec.decode_constants), None
-            filled = {} if init_value is None else {"init_value": init_value}
-            if spec.merge:
-                merge = prepared(build_kernel(spec.merge_body, spec.merge_constants), {**spec.merge, **filled})
-            run_shift = spec.run.bit_length() - 1
-            params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
-            options = {**spec.decode, **filled}
-            decode = prepared(kernel, options)
-            return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, own_items)
-        reasons.append(failure)
-        if variant is None:
-            switch_off(choice, failure)
-            warnings.warn(f"mlx_paged: {choice} is off: {failure}", stacklevel=2)
+        spec = spec_of(choice, own, batch, n_q_heads, q_len, n_partitions, n_items)
+        kernel, merge = build_kernel(choice.body, spec.decode_constants), None
+        filled = {} if init_value is None else {"init_value": init_value}
+        if spec.merge:
+            merge = prepared(build_kernel(spec.merge_body, spec.merge_constants), {**spec.merge, **filled})
+        run_shift = spec.run.bit_length() - 1
+        params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
+        options = {**spec.decode, **filled}
+        decode = prepared(kernel, options)
+        return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, own_items)
     raise NoKernelError("; ".join(reasons) or "no decode kernel is available for this geometry")
 
 

@@ -11,8 +11,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.compiled_step import StepLayer
-from ...engine.narrow_layers import fused_projections, is_narrow, projected
-from ...kernels.products.narrow_matmul import Rotation
+from ...kernels.nvidia import Rotation, fused_projections, is_narrow, projected
 from ...kv.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces

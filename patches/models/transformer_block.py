@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ...engine.compiled_step import StepLayer
-from ...engine.narrow_layers import added, gated, projected
-from ...kernels.products.inference import is_inference
+from ...kernels.inference import is_inference
+from ...kernels.nvidia import added, gated, projected
 from ..patch import replaces
 
 ModuleCall = Callable[..., mx.array]

@@ -15,11 +15,12 @@ from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cuda import narrow_layers as narrow_layers_module
+from mlx_paged.cuda import narrow_matmul
+from mlx_paged.cuda.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine import narrow_layers as narrow_layers_module
-from mlx_paged.engine.narrow_layers import added, gated, is_narrow, narrow_layers, projected
-from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
+from mlx_paged.kernels import nvidia
+from mlx_paged.kernels.nvidia import added, gated, is_narrow, narrow_layers, projected
 from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
@@ -34,7 +35,7 @@ def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
     """Record body and rows of each product that went to the kernel or its fake."""
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     taken: list[tuple[str, int]] = []
-    launch = narrow_matmul._launch
+    launch = narrow_matmul.launch
 
     def count(body: str, x: mx.array, *args: Any) -> list[mx.array]:
         taken.append((body, x.shape[0]))
@@ -43,12 +44,12 @@ def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
     check = narrow_matmul.self_check
 
     def uncounted(*kernel: Any) -> narrow_matmul.TileCheck:
-        with mock.patch.object(narrow_matmul, "_launch", launch):
+        with mock.patch.object(narrow_matmul, "launch", launch):
             return check(*kernel)
 
     # Not by monkeypatch, which may outlive the fake kernels.
     with (
-        mock.patch.object(narrow_matmul, "_launch", count),
+        mock.patch.object(narrow_matmul, "launch", count),
         mock.patch.object(narrow_matmul, "self_check", uncounted),
         mock.patch.object(compiled_step, "PATIENCE", 0),
     ):
@@ -232,6 +233,7 @@ def test_layer_classes_are_restored_after_a_trace(monkeypatch: pytest.MonkeyPatc
     model = build("qwen3", num_hidden_layers=3)
     with narrow_layers(model, 4):
         assert not any(is_narrow(module) for module in model.modules()), "there is no CUDA"
+    monkeypatch.setattr(nvidia, "has_cuda", lambda: True)
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     classes = [type(module) for module in model.modules()]
     with narrow_layers(model, 4):

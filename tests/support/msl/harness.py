@@ -95,15 +95,15 @@ class Emulated:
 def emulated(backend="metal", **options):
     """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend, kernels.failure_of
+    real = kernels.build_kernel, kernels.backend
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
-    kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda key, build: None
+    kernels.build_kernel, kernels.backend = fake, lambda: backend
     page_kernels.build_kernel = fake
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend, kernels.failure_of = real
+        kernels.build_kernel, kernels.backend = real
         page_kernels.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
         kernels.latent_variants_of.cache_clear()
