@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..kernels.bodies import BODIES, part_of
+from ..kernels.bodies import BODIES, text_of
 from ..kernels.build import TYPE_NAMES, Constants, condensed, kernel_source, warn_when_compiling
 from .cubins import cubins
 from .launch import CompiledKernel, Source, source_of
@@ -15,7 +15,7 @@ from .launch import CompiledKernel, Source, source_of
 def cuda_source(body: str, constants: Constants) -> Source | None:
     """Return the source for NVRTC, or None if :func:`source_of` does not support the kernel."""
     header, source = (condensed(text) for text in kernel_source(body, "cuda", constants))
-    record, types = BODIES[body], part_of("types.cuh")
+    record, types = BODIES[body], text_of("types.cuh")
     return source_of(body, types + header, source, record.inputs, record.outputs, dict(constants), TYPE_NAMES["cuda"])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.bodies import part_of
+from mlx_paged.kernels.bodies import kernel_text
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import SHARED_BODIES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape
@@ -42,7 +42,8 @@ def run(case, edit=(), *, alone=False, orders=(0,), append=None, padding=0, back
     one that joins partitions."""
     rows = shared_rows(case.tables, counts_of(case), case.block_size)
     body = SHARED_BODIES[case.pages is not None]
-    body = "join_partitions" if any(old in JOIN_TEXT for old, _ in edit) else body
+    _, source = kernel_text(body, "cuda")
+    body = "join_partitions" if any(old not in source for old, _ in edit) else body
     with emulated("cuda", edit={body: edit}, orders=orders) as fake:
         extras = {"softcap": case.softcap is not None, "sinks": case.sinks is not None, "pages": case.pages}
         variant = kernels.decode_variants(case.k_pool, case.v_pool, case.n_q, **extras)[0]
@@ -58,7 +59,6 @@ def run(case, edit=(), *, alone=False, orders=(0,), append=None, padding=0, back
     return out, [np.asarray(fake.written[name]) for name in ("k_pool", "v_pool")], 0 if items is None else len(items)
 
 
-JOIN_TEXT = part_of("tensor_decode.cuh:join_line") + part_of("tensor_decode.cuh:join_end")
 CLASSES = {
     "all of one prefix": ([550, 560, 583], [(1, 0, 512), (2, 0, 512)], {}),
     "a tree": (
