@@ -6,9 +6,10 @@ import pytest
 
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.kernels import draw_rows as module
-from mlx_paged.kernels.draw_rows import BODY, DTYPES, DrawnRow, draw_rows, kernel_key, reference_draw, threefry
+from mlx_paged.kernels.draw_rows import BODY, DTYPES, DrawnRow, draw_rows, kernel_key
 from tests.support import sampling_model
 from tests.support.cases import quick, slow
+from tests.support.kernels.drawn import reference_draw, threefry
 from tests.support.kernels.emulated_draws import use_emulator
 from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl import registers
