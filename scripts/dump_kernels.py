@@ -31,6 +31,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
+from scripts.support.paged_decode import paged_decode
 from tests.support.kernels.scratch import MIN_DEVICE_ELEMENTS, KernelKey, launch_alone, small_inputs_of
 from tests.support.msl.msl_source import mlx_source
 
@@ -142,7 +143,7 @@ def launch_all(shape: Shape, cores: int | None = None) -> None:
         q = mx.zeros((rows, n_q, 1, shape.head_dim), dtype)
         new = mx.zeros((rows, n_kv, 1, shape.head_dim), dtype)
         for width in TABLE_WIDTHS:
-            _, fence = kernels.paged_decode(
+            _, fence = paged_decode(
                 q,
                 *pools,
                 fence,

@@ -23,7 +23,6 @@ from .launch_shape import (
     LATENT_BODIES,
     LATENT_TENSOR_HEADS,
     MATRIX_BODIES,
-    MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
     SHARED_BODIES,
     SHARED_BODY_OF,
@@ -180,76 +179,6 @@ def why_off(variant: Variant) -> str | None:
     return _switched_off.get(variant)
 
 
-def paged_decode(
-    q: mx.array,
-    k_pool: mx.array,
-    v_pool: mx.array,
-    fence: mx.array,
-    block_tables: mx.array,
-    context_lens: mx.array,
-    start_positions: mx.array,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
-    max_visible: int | None = None,
-    append: tuple[mx.array, mx.array] | None = None,
-    variant: Variant | None = None,
-    launch_shape: LaunchShape | None = None,
-    pages: PageShape | None = None,
-    items: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
-    """Attend for a few query positions per sequence over scattered blocks.
-
-    q [B, n_q_heads, q_len, head_dim], q_len 1..8, dtype of the pool; block_tables int32 [B, max_blocks], block ids by
-    absolute position; context_lens and start_positions int32 [B, q_len]: a query sees start <= position < context_len,
-    and entries of the table outside that range are never followed. sinks: one logit per query head, [n_q_heads].
-    max_visible: no query sees more tokens than this (a window), which saves empty partitions; the result is the same.
-    append: keys and values [B, n_kv_heads, 1, head_dim] of the tokens at context_lens - 1 (q_len 1), which are not in
-    the pool yet: the launch writes them to their slots and attends to them, as if write_slots had run before.
-    Returns (out [B, n_q_heads, q_len, value_dim], fence). A query that sees nothing gets zeros.
-
-    pages: form of a pool of quantised pages; appended tokens are quantised, and attended to as their page holds them.
-
-    items: which rows read blocks together (:mod:`.shared_runs`), for q_len 1.
-
-    A row's bits do not depend on the other rows. `variant` and `launch_shape` override the choice, for checks and
-    timings.
-    Raises ValueError for an unsupported shape, NoKernelError without a GPU or with every variant switched off.
-    """
-    batch, n_q_heads, q_len, head_dim = q.shape
-    dtype, n_kv_heads, _, pool_dim, value_dim = geometry_of(k_pool, v_pool, pages)
-    if not 1 <= q_len <= MAX_QUERY_LENGTH:
-        raise ValueError(f"q_len {q_len} is not in 1..{MAX_QUERY_LENGTH}")
-    if head_dim != pool_dim or q.dtype != dtype:
-        raise ValueError(f"queries {q.dtype} x {head_dim} do not fit a pool of {dtype} x {pool_dim}")
-    if context_lens.shape != (batch, q_len) or start_positions.shape != (batch, q_len):
-        raise ValueError("context_lens and start_positions must be [B, q_len]")
-    if not block_tables.dtype == context_lens.dtype == start_positions.dtype == mx.int32:
-        raise ValueError("block_tables, context_lens and start_positions must be int32")
-    launch = prepare_decode(
-        k_pool,
-        v_pool,
-        (block_tables, context_lens, start_positions),
-        n_q_heads=n_q_heads,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks is not None,
-        max_visible=max_visible,
-        append=append is not None,
-        variant=variant,
-        launch_shape=launch_shape,
-        pages=pages,
-        items=items,
-    )
-    if append is None:
-        return launch(q, k_pool, v_pool, fence, sinks)
-    for x, dim in zip(append, (head_dim, value_dim), strict=True):
-        if x.shape != (batch, n_kv_heads, 1, dim) or x.dtype != dtype or q_len != 1:
-            raise ValueError(f"cannot append rows {x.dtype} x {x.shape} for queries {q.shape}")
-    return launch(q, k_pool, v_pool, fence, sinks, *append)
-
-
 class DecodeLaunch(NamedTuple):
     """The launches of one decode step, prepared once and called for each layer."""
 
@@ -273,8 +202,19 @@ class DecodeLaunch(NamedTuple):
         v_new: mx.array | None = None,
         counters: Counters | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """Return (out, fence) as :func:`paged_decode` does, for arrays of the prepared shapes. Checks nothing.
-        ``counters``: those of the pools' layer, to make none for this launch alone."""
+        """Attend for a few query positions per sequence over scattered blocks. Checks nothing.
+
+        Args:
+            q: ``[B, n_q_heads, q_len, head_dim]``, q_len 1 to 8, in the pool's dtype.
+            k_pool, v_pool, fence: the pools, and their latest fence.
+            sinks: one logit per query head, ``[n_q_heads]``.
+            k_new, v_new: ``[B, n_kv_heads, 1, head_dim]``, the tokens to append, if the launch was prepared for them.
+            counters: those of the pools' layer, to make none for this launch alone.
+
+        Returns:
+            ``[B, n_q_heads, q_len, value_dim]``, zeros for a query that sees nothing; and the next fence. A row's bits
+            do not depend on the other rows.
+        """
         logits = self.params if sinks is None else sinks.astype(mx.float32)
         tables, ends, starts = self.visible
         k_new = q if k_new is None else k_new  # a placeholder, never read
@@ -308,8 +248,20 @@ def prepare_decode(
     init_value: float | None = None,
     items: mx.array | None = None,
 ) -> DecodeLaunch:
-    """Prepare the launches of :func:`paged_decode` over pools of this geometry. ``visible`` is (block_tables,
-    context_lens, start_positions). ``latent``: pools hold latents and rotated parts; queries are as long as both.
+    """Prepare the launches of a decode step over pools of this geometry.
+
+    Args:
+        visible: block tables int32 ``[B, max_blocks]``, ids by absolute position; ends and starts int32 ``[B, q_len]``.
+            A query sees start <= position < end, and entries of the table outside that range are never followed.
+        sinks: whether the launches are given sinks.
+        max_visible: no query sees more tokens than this (a window), which saves empty partitions.
+        append: the launches are given the tokens at ``ends - 1`` (q_len 1), which are not in the pool yet: they write
+            them to their slots, quantised if the pages are, and attend to them.
+        variant, launch_shape: override the choice, for checks and timings.
+        pages: form of a pool of quantised pages.
+        latent: pools hold latents and rotated parts; queries are as long as both.
+        init_value: what outputs hold before the launches (Metal), for checks.
+        items: which rows read blocks together (:mod:`.shared_runs`), for q_len 1.
 
     Raises:
         NoKernelError: no GPU, or every variant is off.

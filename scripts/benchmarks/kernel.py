@@ -34,6 +34,7 @@ from mlx_paged.kernels.launch_shape import LaunchShape
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kernels.shared_runs import Partitions, cut_of, interleaved, items_for, shared_items, shared_rows
+from scripts.support.paged_decode import paged_decode
 
 from .report import Panel, add_out_argument, write_results
 
@@ -190,9 +191,7 @@ class Cell:
             q, fence = self.q, first
             for i in range(n):
                 k, v = pools[i % sets]
-                q, fence = kernels.paged_decode(
-                    q, k, v, fence, self.tables, ends, starts, scale=self.scale, pages=pages
-                )
+                q, fence = paged_decode(q, k, v, fence, self.tables, ends, starts, scale=self.scale, pages=pages)
             return q
 
         return chain

@@ -14,6 +14,7 @@ from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
 from mlx_paged.kernels.ops import latent_variants_of
 from mlx_paged.kv.step import DeviceTables
+from scripts.support.paged_decode import paged_decode
 
 HAS_GPU = kernel_build.backend() is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="MLX sees no GPU")
@@ -28,7 +29,7 @@ def test_without_a_gpu_nothing_is_built():
     k, v = pools(3)
     assert kernels.decode_variants(k, v, 4) == ()
     with pytest.raises(kernels.NoKernelError):
-        kernels.paged_decode(
+        paged_decode(
             mx.zeros((1, 4, 1, 64), mx.bfloat16), k, v, kernels.new_fence(), mx.array([[1]], mx.int32),
             mx.array([[3]], mx.int32), mx.array([[0]], mx.int32), scale=1.0,
         )  # fmt: skip
@@ -194,7 +195,7 @@ def test_bits_do_not_depend_on_batchmates(dim):
         width = max(blocks[b] for b in rows)
         table = mx.array([tables[b] + [0] * (width - blocks[b]) for b in rows], mx.int32)
         ends = mx.array([[contexts[b]] for b in rows], mx.int32)
-        out, _ = kernels.paged_decode(
+        out, _ = paged_decode(
             q[mx.array(rows)], k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1, variant=variant,
             launch_shape=shape_for(variant)._replace(run=run),
         )  # fmt: skip
@@ -221,7 +222,7 @@ def test_rows_of_padding_append_nothing(dtype):
     table = mx.array([[3, 5], [4, 2], [0, 0], [0, 0]], mx.int32)
     ends = mx.array([[20], [7], [0], [0]], mx.int32)
     for variant in kernels.decode_variants(k, v, 4):
-        out, _ = kernels.paged_decode(
+        out, _ = paged_decode(
             q, k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.125, append=new, variant=variant
         )
         mx.eval(out)
@@ -256,7 +257,7 @@ def test_random_schedules_equal_sequential_runs():
                 q = mx.random.normal((2, 4, 1, 64)).astype(mx.bfloat16)
                 table = mx.array([rng.sample(range(1, 9), 4) for _ in "ab"], mx.int32)
                 ends = mx.array([[rng.randint(1, 64)] for _ in "ab"], mx.int32)
-                out, fence = kernels.paged_decode(q, k, v, fence, table, ends, mx.zeros_like(ends), scale=0.125)
+                out, fence = paged_decode(q, k, v, fence, table, ends, mx.zeros_like(ends), scale=0.125)
                 outs.append(out)
             else:
                 got_k, got_v, fence = kernels.gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30)
@@ -290,7 +291,7 @@ def test_a_large_pool_is_never_copied():
         for i, (k, v) in enumerate(stacks):
             row = x[:, :8]
             fences[i] = kernels.write_slots(k, v, fences[i], row, row, slot)
-            x, fences[i] = kernels.paged_decode(x, k, v, fences[i], table, ends, mx.zeros_like(ends), scale=0.125)
+            x, fences[i] = paged_decode(x, k, v, fences[i], table, ends, mx.zeros_like(ends), scale=0.125)
         mx.async_eval(x, *fences)
     mx.eval(x)
     assert mx.get_peak_memory() - before < 100 << 20

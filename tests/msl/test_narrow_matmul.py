@@ -26,7 +26,7 @@ from mlx_paged.cuda.narrow_matmul import (
     Rotation,
 )
 from tests.support.cases import crossed, quick, slow
-from tests.support.kernels.scratch import launch_alone
+from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_kernel, to_float
@@ -324,11 +324,13 @@ def test_planted_mutations_are_found(emulated, name):
 
 
 @pytest.mark.parametrize("body", [PLAIN, *(pytest.param(b, marks=SLOW) for b in narrow_matmul.BODIES if b != PLAIN)])
-def test_trial_reads_nothing_out_of_bounds(emulated, body):
+def test_a_product_of_few_values_reads_nothing_out_of_bounds(emulated, body):
     for bits in (4, 8):
         for num_dims in (1, 2, 4):
             key = narrow_matmul.kernel_key(body, mx.bfloat16, TILES[0], num_dims, bits)
-            outs = launch_alone(key, lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=()))
+            outs = launch_alone(
+                KernelKey(*key), lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=())
+            )
             assert all(not to_float(out).any() for out in outs)
 
 
@@ -341,8 +343,9 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
         return lambda **call: [mx.array(to_float(out)).astype(mx.bfloat16) for out in kernel(**call, orders=(0,))]
 
     monkeypatch.setattr(narrow_matmul, "build_kernel", arrays_of)
-    result = narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4)
-    assert result.ok, result.reason
+    for num_dims in (1, 3):
+        result = narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4, num_dims=num_dims)
+        assert result.ok, result.reason
     emulated("depth == groups * 64 ? 6 : 7", "7")
     assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
 

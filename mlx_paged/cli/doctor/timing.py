@@ -41,23 +41,22 @@ def launch_seconds(variant: Variant) -> float:
     sinks = mx.zeros((q.shape[1],)) if variant.sinks else None
     mx.eval(k_pool, v_pool, q, tables, ends, starts)
 
+    launch = kernels.prepare_decode(
+        k_pool,
+        v_pool,
+        (tables, ends, starts),
+        n_q_heads=q.shape[1],
+        scale=variant.head_dim**-0.5,
+        softcap=10.0 if variant.softcap else None,
+        sinks=variant.sinks,
+        variant=variant,
+        pages=variant.pages,
+    )
+
     def launches() -> list[mx.array]:
         fence, results = kernels.new_fence(), []
         for _ in range(LAUNCHES):
-            out, fence = kernels.paged_decode(
-                q,
-                k_pool,
-                v_pool,
-                fence,
-                tables,
-                ends,
-                starts,
-                scale=variant.head_dim**-0.5,
-                softcap=10.0 if variant.softcap else None,
-                sinks=sinks,
-                variant=variant,
-                pages=variant.pages,
-            )
+            out, fence = launch(q, k_pool, v_pool, fence, sinks)
             results.append(out)
         return [*results, fence]
 

@@ -17,6 +17,7 @@ from mlx_paged.kernels.launch_shape import (
     MOST_GROUPS,
     SHARED_BODIES,
 )
+from scripts.support.paged_decode import paged_decode
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 
@@ -291,7 +292,7 @@ class Case:
     def run(self, fence=None, **options):
         """Return (out as float32 NumPy, fence) of paged_decode, with the portable body unless a variant is given."""
         options.setdefault("variant", self.variant())
-        out, fence = kernels.paged_decode(
+        out, fence = paged_decode(
             self.q,
             self.k_pool,
             self.v_pool,
