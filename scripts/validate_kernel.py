@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 from support.decode_run import LATENTS, HeadRun, LatentRun, Run, SharedRun
-from support.paged_decode import paged_decode
+from support.paged_decode import decode_variants, paged_decode
 
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
@@ -97,7 +97,7 @@ def check_limits(tokens: int = 1 << 20) -> int:
         for length in (tokens, tokens - 1, tokens // 2 + 5):
             expected = attend_in_chunks(q[0], k[:, :length], v[:, :length], scale)
             size = mx.sqrt(mx.square(expected).mean()).item()
-            for variant in kernels.decode_variants(*pools, n_kv * gqa):
+            for variant in decode_variants(*pools, n_kv * gqa):
                 ends = mx.array([[length]], mx.int32)
                 out, fence = paged_decode(
                     q, *pools, fence, ids[None], ends, mx.zeros_like(ends), scale=scale, variant=variant

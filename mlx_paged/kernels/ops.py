@@ -108,23 +108,6 @@ def geometry_of(
     return k_pool.dtype, n_kv_heads, block_size, head_dim, v_pool.shape[3]
 
 
-def decode_variants(
-    k_pool: mx.array,
-    v_pool: mx.array,
-    n_q_heads: int,
-    *,
-    softcap: bool = False,
-    sinks: bool = False,
-    pages: PageShape | None = None,
-) -> tuple[Variant, ...]:
-    """Return the variants that can attend over this pool, fastest first; empty without a GPU.
-
-    Raises ValueError if no kernel supports the geometry.
-    """
-    dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
-    return variants_of(dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks, pages)
-
-
 @lru_cache(maxsize=256)
 def variants_of(
     dtype: mx.Dtype,
@@ -137,7 +120,11 @@ def variants_of(
     sinks: bool,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """Return the variants for a geometry, fastest first; see :func:`decode_variants`."""
+    """Return the variants that can attend over a pool of this geometry, fastest first; empty without a GPU.
+
+    Raises:
+        ValueError: no kernel supports the geometry.
+    """
     gqa, rest = divmod(n_q_heads, n_kv_heads)
     why = unsupported(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:

@@ -1,10 +1,27 @@
-"""One decode launch with checks of its arguments, for tests and scripts."""
+"""Decode over a pool's tensors, for tests and scripts: its variants, and one launch with checks of its arguments."""
 
 import mlx.core as mx
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import MAX_QUERY_LENGTH, LaunchShape, Variant
 from mlx_paged.kernels.quantized import PageShape
+
+
+def decode_variants(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    n_q_heads: int,
+    *,
+    softcap: bool = False,
+    sinks: bool = False,
+    pages: PageShape | None = None,
+) -> tuple[Variant, ...]:
+    """Return the variants that can attend over this pool, fastest first; empty without a GPU.
+
+    Raises ValueError if no kernel supports the geometry.
+    """
+    dtype, n_kv_heads, block_size, head_dim, value_dim = kernels.geometry_of(k_pool, v_pool, pages)
+    return kernels.variants_of(dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks, pages)
 
 
 def paged_decode(

@@ -14,7 +14,7 @@ from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
 from mlx_paged.kernels.ops import latent_variants_of
 from mlx_paged.kv.step import DeviceTables
-from scripts.support.paged_decode import paged_decode
+from scripts.support.paged_decode import decode_variants, paged_decode
 
 HAS_GPU = kernel_build.backend() is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="MLX sees no GPU")
@@ -27,7 +27,7 @@ def pools(n_blocks, n_kv=2, block=16, dim=64, dtype=mx.bfloat16):
 @pytest.mark.skipif(HAS_GPU, reason="a GPU is here")
 def test_without_a_gpu_nothing_is_built():
     k, v = pools(3)
-    assert kernels.decode_variants(k, v, 4) == ()
+    assert decode_variants(k, v, 4) == ()
     with pytest.raises(kernels.NoKernelError):
         paged_decode(
             mx.zeros((1, 4, 1, 64), mx.bfloat16), k, v, kernels.new_fence(), mx.array([[1]], mx.int32),
@@ -45,7 +45,7 @@ def test_without_a_gpu_nothing_is_built():
 )  # fmt: skip
 def test_unsupported_geometry_raises(shape, n_q_heads, why):
     with pytest.raises(ValueError, match=why):
-        kernels.decode_variants(mx.zeros(shape), mx.zeros(shape), n_q_heads)
+        decode_variants(mx.zeros(shape), mx.zeros(shape), n_q_heads)
 
 
 def test_partitions_cover_every_row():
@@ -175,7 +175,7 @@ def test_starts_are_shared_with_other_threads(monkeypatch):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_self_check_passes(dtype, extras, block):
     k, v = pools(2, block=block, dtype=dtype, dim=128)
-    for variant in kernels.decode_variants(k, v, 8, softcap=extras, sinks=extras):
+    for variant in decode_variants(k, v, 8, softcap=extras, sinks=extras):
         result = self_check(variant)
         assert result.ok, result
 
@@ -201,7 +201,7 @@ def test_bits_do_not_depend_on_batchmates(dim):
         )  # fmt: skip
         return np.array(out.view(mx.uint16))
 
-    for variant in kernels.decode_variants(k, v, 8):
+    for variant in decode_variants(k, v, 8):
         together = attend(list(range(len(contexts))), variant)
         for b in range(len(contexts)):
             np.testing.assert_array_equal(attend([b], variant)[0], together[b])
@@ -221,7 +221,7 @@ def test_rows_of_padding_append_nothing(dtype):
     new = [mx.random.normal((4, 2, 1, 64)).astype(dtype) for _ in "kv"]
     table = mx.array([[3, 5], [4, 2], [0, 0], [0, 0]], mx.int32)
     ends = mx.array([[20], [7], [0], [0]], mx.int32)
-    for variant in kernels.decode_variants(k, v, 4):
+    for variant in decode_variants(k, v, 4):
         out, _ = paged_decode(
             q, k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.125, append=new, variant=variant
         )

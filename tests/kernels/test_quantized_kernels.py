@@ -10,7 +10,7 @@ from mlx_paged.kernels import build, quantized
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks, rotate
-from scripts.support.paged_decode import paged_decode
+from scripts.support.paged_decode import decode_variants, paged_decode
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.pools import DTYPES, noise
 
@@ -52,7 +52,7 @@ def test_written_rows_equal_mlxs(length: int, dtype: mx.Dtype) -> None:
 def test_self_check_passes(bits: tuple[int, int], dtype: mx.Dtype, extras: bool, block: int) -> None:
     pages = page_shape(128, bits, 64, dtype)
     pools = new_blocks(2, 2, block, (128, 128), dtype, pages)
-    for variant in kernels.decode_variants(*pools, 8, softcap=extras, sinks=extras, pages=pages):
+    for variant in decode_variants(*pools, 8, softcap=extras, sinks=extras, pages=pages):
         result = self_check(variant)
         assert result.ok, result
 
@@ -88,7 +88,7 @@ def test_bits_do_not_depend_on_batchmates(dim: int, bits: tuple[int, int]) -> No
         )  # fmt: skip
         return np.array(out.view(mx.uint16))
 
-    for variant in kernels.decode_variants(*pools, 8, pages=pages):
+    for variant in decode_variants(*pools, 8, pages=pages):
         together = attend(list(range(len(contexts))), variant)
         for b in range(len(contexts)):
             np.testing.assert_array_equal(attend([b], variant)[0], together[b])

@@ -11,6 +11,7 @@ from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import SHARED_BODIES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape
 from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
+from scripts.support.paged_decode import decode_variants
 from tests.support.cases import quick, slow
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated
@@ -46,7 +47,7 @@ def run(case, edit=(), *, alone=False, orders=(0,), append=None, padding=0, back
     body = "join_partitions" if any(old not in source for old, _ in edit) else body
     with emulated("cuda", edit={body: edit}, orders=orders) as fake:
         extras = {"softcap": case.softcap is not None, "sinks": case.sinks is not None, "pages": case.pages}
-        variant = kernels.decode_variants(case.k_pool, case.v_pool, case.n_q, **extras)[0]
+        variant = decode_variants(case.k_pool, case.v_pool, case.n_q, **extras)[0]
         shape, items = shape_for(variant)._replace(**CUT), None
         if not alone:
             variant = kernels.shared_variant_of(variant)
@@ -189,7 +190,7 @@ def test_rows_of_padding_are_zero():
     case = case_of([140, 140], [(1, 0, 128)])
     rows = shared_rows(case.tables, counts_of(case), case.block_size)
     with emulated("cuda", orders=(0,)):
-        plain = kernels.decode_variants(case.k_pool, case.v_pool, case.n_q)[0]
+        plain = decode_variants(case.k_pool, case.v_pool, case.n_q)[0]
         variant = kernels.shared_variant_of(plain)
         shape = shape_for(variant)._replace(**CUT)
         case.q = mx.concatenate([case.q, case.q])

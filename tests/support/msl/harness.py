@@ -17,7 +17,7 @@ from mlx_paged.kernels.launch_shape import (
     MOST_GROUPS,
     SHARED_BODIES,
 )
-from scripts.support.paged_decode import paged_decode
+from scripts.support.paged_decode import decode_variants, paged_decode
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 
@@ -286,7 +286,7 @@ class Case:
     def variant(self):
         """Return the variant of the portable body, with the partitions of 8 KV heads or more."""
         extras = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
-        portable = kernels.decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
+        portable = decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
         return portable._replace(groups=MOST_GROUPS)
 
     def run(self, fence=None, **options):
