@@ -1,4 +1,4 @@
-"""Replacements for quantised layers and experts on CUDA (kernels/products)."""
+"""Replacements for quantised layers and experts on CUDA (cuda/quantized_matmul.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.products import quantized_matmul
+from ..kernels.nvidia import part
 from .patch import replaces
 
 LayerCall = Callable[[nn.Module, mx.array], mx.array]
@@ -19,7 +19,7 @@ def adapt_linear(original: LayerCall) -> LayerCall:
     """Return the replacement of ``QuantizedLinear.__call__``."""
 
     def __call__(self: nn.Module, x: mx.array) -> mx.array:
-        product = quantized_matmul.product(self, x)
+        product = part("quantized_matmul").product(self, x)
         if product is None:
             return original(self, x)
         return product + self["bias"] if "bias" in self else product
@@ -32,7 +32,7 @@ def adapt_as_linear(original: LayerCall) -> LayerCall:
     """Return the replacement of ``QuantizedEmbedding.as_linear``."""
 
     def as_linear(self: nn.Module, x: mx.array) -> mx.array:
-        product = quantized_matmul.product(self, x)
+        product = part("quantized_matmul").product(self, x)
         return original(self, x) if product is None else product
 
     return as_linear
@@ -43,7 +43,7 @@ def adapt_experts(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Return the replacement of ``QuantizedSwitchLinear.__call__``."""
 
     def __call__(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        product = quantized_matmul.sorted_experts_product(self, x, indices) if sorted_indices else None
+        product = part("quantized_matmul").sorted_experts_product(self, x, indices) if sorted_indices else None
         if product is None:
             return original(self, x, indices, sorted_indices)
         return product + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else product

@@ -31,7 +31,8 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
-from mlx_paged.kernels.trial import MIN_DEVICE_ELEMENTS, KernelKey, launch_alone
+from scripts.support.paged_decode import paged_decode
+from tests.support.kernels.scratch import MIN_DEVICE_ELEMENTS, KernelKey, launch_alone, small_inputs_of
 from tests.support.msl.msl_source import mlx_source
 
 PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text before every kernel
@@ -142,7 +143,7 @@ def launch_all(shape: Shape, cores: int | None = None) -> None:
         q = mx.zeros((rows, n_q, 1, shape.head_dim), dtype)
         new = mx.zeros((rows, n_kv, 1, shape.head_dim), dtype)
         for width in TABLE_WIDTHS:
-            _, fence = kernels.paged_decode(
+            _, fence = paged_decode(
                 q,
                 *pools,
                 fence,
@@ -189,10 +190,12 @@ def launch_variant(variant: Variant, num_heads: int, cores: int | None) -> None:
     """Launch every kernel of a decode variant's steps: few rows and many, one partition and several."""
     for rows in ROWS.values():
         for partitions in (1, 2):
-            for small_tables in (True, False) if rows < MIN_DEVICE_ELEMENTS and partitions == 1 else (False,):
-                spec = spec_of(variant, shape_for(variant, cores), rows, num_heads, 1, partitions, small_tables)
-                for key in spec.keys:
-                    launch_alone(key, kernel_build.build_kernel)
+            spec = spec_of(variant, shape_for(variant, cores), rows, num_heads, 1, partitions)
+            for text in spec.texts(variant):
+                for tables in ((), ("tables",)) if rows < MIN_DEVICE_ELEMENTS and partitions == 1 else ((),):
+                    sizes = {"stats": rows * num_heads * partitions * 2, "ends": rows, "sinks": num_heads}
+                    small = (*tables, *small_inputs_of(variant, sizes))
+                    launch_alone(KernelKey(*text, small), kernel_build.build_kernel)
 
 
 def launch_others(cores: int | None) -> None:
@@ -201,9 +204,9 @@ def launch_others(cores: int | None) -> None:
         for rank, rope, heads in ((512, 64, 16), (256, 64, 8)):
             for variant in kernels.latent_variants_of(dtype, rank, rope, heads, 1, 32):
                 launch_variant(variant, heads, cores)
-        key = draw_rows.kernel_key(dtype, "metal")
         for small_inputs in ((), ("positions",)):
-            launch_alone(key._replace(small_inputs=small_inputs), kernel_build.build_kernel)
+            key = KernelKey(*draw_rows.kernel_key(dtype, "metal"), small_inputs)
+            launch_alone(key, kernel_build.build_kernel)
 
 
 def texts_of(shapes: Sequence[Shape], cores: int | None = None) -> list[Text]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 from support.decode_run import LATENTS, HeadRun, LatentRun, Run, SharedRun
+from support.paged_decode import decode_variants, paged_decode
 
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
@@ -96,9 +97,9 @@ def check_limits(tokens: int = 1 << 20) -> int:
         for length in (tokens, tokens - 1, tokens // 2 + 5):
             expected = attend_in_chunks(q[0], k[:, :length], v[:, :length], scale)
             size = mx.sqrt(mx.square(expected).mean()).item()
-            for variant in kernels.decode_variants(*pools, n_kv * gqa):
+            for variant in decode_variants(*pools, n_kv * gqa):
                 ends = mx.array([[length]], mx.int32)
-                out, fence = kernels.paged_decode(
+                out, fence = paged_decode(
                     q, *pools, fence, ids[None], ends, mx.zeros_like(ends), scale=scale, variant=variant
                 )
                 rms = mx.sqrt(mx.square(out[0].astype(mx.float32) - expected).mean()).item()

@@ -1,1 +1,1 @@
-"""CUDA kernels that this package compiles instead of MLX, and keeps on disk (docs/adr/0025)."""
+"""Everything that only NVIDIA GPUs use: kernel texts, their compiler and machine code, products of few rows."""

@@ -20,13 +20,13 @@ from ..cache.placeholders import PlaceholderBatch, PlaceholderTokens
 from ..cache.sequence import SequenceTables
 from ..errors import GeometryError, check_device
 from ..kernels.build import backend
-from ..kernels.products.inference import Inference
+from ..kernels.inference import Inference
+from ..kernels.nvidia import narrow_layers
 from ..kv.block_table import BlockTable
 from ..kv.device_blocks import DeviceBlocks
 from ..kv.new_tokens import rounded_up, table_width
 from ..kv.pool import BlockPool
 from .model_state import ModelState
-from .narrow_layers import narrow_layers
 
 
 def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:

@@ -1,7 +1,13 @@
-"""BODIES: one record per kernel, with its inputs, its outputs and the parts that its source is made of."""
+"""BODIES: one record per kernel, with its file, its inputs and its outputs; and the texts made from these files.
+
+A file is a kernel as a reader sees it, from top to bottom. Where the kernels of a family differ, it has ``#if`` with
+the names of their variants. :func:`kernel_text` resolves these, and ``#include`` of another file, so that MLX, which
+processes the whole text at each launch, gets no more than the compiler needs.
+"""
 
 from __future__ import annotations
 
+import re
 from enum import Enum, auto
 from functools import lru_cache
 from importlib import resources
@@ -9,7 +15,7 @@ from typing import NamedTuple
 
 
 class Family(Enum):
-    """Kernels grouped by the form of their launch (see trial.py)."""
+    """Kernels grouped by the form of their launch."""
 
     DECODE = auto()
     FUSED_DECODE = auto()  # merges its partial results itself
@@ -27,205 +33,170 @@ class Body(NamedTuple):
 
     Attributes:
         family: how it is launched.
-        parts: the parts of its source in order, each ``file:part``; the file is in text/, without its suffix.
-        inputs, outputs: names, in order.
-        helpers: parts with functions that it needs besides the prelude; "quantized.*" is the file of either dialect.
-        cuda_only: runs on NVIDIA GPUs only.
+        file: its text, in kernels/text/ (.metal, for both GPUs unless it uses Metal's matrices) or cuda/text/ (.cuh).
+        inputs, outputs: names, in order; their types are those of cuda/launch.py.
+        variants: names that are true in the file's ``#if``.
+        helpers: files with functions that it needs besides the prelude; "codes" is the file of either dialect.
         strided: inputs may be strided.
     """
 
     family: Family
-    parts: tuple[str, ...]
+    file: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    variants: tuple[str, ...] = ()
     helpers: tuple[str, ...] = ()
-    cuda_only: bool = False
     strided: bool = False
 
+    @property
+    def cuda_only(self) -> bool:
+        """Whether it runs on NVIDIA GPUs only."""
+        return self.file.endswith(".cuh")
 
-def _parts(file: str, names: str) -> tuple[str, ...]:
-    """Return ``file:part`` for each of the names, separated by spaces; a name with a colon keeps its own file."""
-    return tuple(name if ":" in name else f"{file}:{name}" for name in names.split())
 
+# Names of variants: pages not quantised and quantised; latents; a row's own blocks, blocks common to rows, and the
+# merge of both; for products what is stored, and whether results are rotated.
+VARIANTS = ("PAGED", "QUANTIZED", "LATENT", "OWN", "COMMON", "JOIN", "PLAIN", "BIAS", "ADD", "GATE", "GROUP", "TURN")
 
 _POOL = ("k_pool", "v_pool", "fence")
 _BOUNDS = ("tables", "ends", "starts", "params", "sinks")
-_CODES = ("quantized.*:codes", "quantized.metal:groups")
-_PARTITIONS = ("decode.metal:partitions",)
-_TENSOR_CODES = (
-    *("quantized.cuh:tensor_loads", "quantized.metal:groups"),
-    *("quantized.cuh:tensor_codes", "quantized.cuh:tensor_quantize"),
-)
+_DECODE = ("q", *_POOL, "k_new", "v_new", *_BOUNDS)
+_PROMPT = ("q", *_POOL, "tables", "tiles", "params", "sinks")
+_PARTIAL = ("partial", "stats", "ends", "starts", "sinks")
+_RESULTS = ("out", "stats", "fence_out")
+_CODES = ("codes", "groups.metal")
+_TENSOR_CODES = ("tensor_loads.cuh", "groups.metal", "tensor_codes.cuh", "tensor_quantize.cuh")
+_MATRICES = ("partitions.metal", "join.metal")
 
 
-def _decode(names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "decode") -> Body:
-    """Return a portable decode kernel, or one with Metal's 8 x 8 matrices."""
-    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS)
-    return Body(Family.DECODE, _parts(file, names), inputs, ("out", "stats", "fence_out"), helpers)
+def _tensor_decode(family: Family, more: str, outputs: tuple[str, ...], *variants: str) -> Body:
+    helpers = _TENSOR_CODES if "QUANTIZED" in variants else ()
+    return Body(family, "tensor_decode.cuh", (*_DECODE, more), outputs, variants, helpers)
 
 
-def _fused(names: str, helpers: tuple[str, ...] = ()) -> Body:
-    """Return a decode kernel for tensor cores that merges its partial results itself."""
-    return Body(
-        Family.FUSED_DECODE,
-        _parts("tensor_decode", names),
-        ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "arrivals"),
-        ("out", "partial", "fence_out"),
-        helpers,
-        cuda_only=True,
-    )
+def _write(file: str, helpers: tuple[str, ...] = (), *, strided: bool = True) -> Body:
+    return Body(Family.WRITE, file, (*_POOL, "k", "v", "slots"), ("fence_out",), (), helpers, strided)
 
 
-def _shared(names: str, helpers: tuple[str, ...] = ()) -> Body:
-    """Return a decode kernel for tensor cores and rows with common blocks."""
-    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "items")
-    parts = _parts("tensor_decode", names)
-    return Body(Family.DECODE, parts, inputs, ("partial", "stats", "fence_out"), helpers, cuda_only=True)
-
-
-def _prefill(names: str, helpers: tuple[str, ...] = ()) -> Body:
-    inputs = ("q", *_POOL, "tables", "tiles", "params", "sinks")
-    parts = _parts("tensor_prefill", names)
-    return Body(Family.PREFILL, parts, inputs, ("out", "fence_out"), helpers, cuda_only=True)
-
-
-def _write(text: str, helpers: tuple[str, ...] = (), *, strided: bool = True) -> Body:
-    return Body(Family.WRITE, (text,), (*_POOL, "k", "v", "slots"), ("fence_out",), helpers, strided=strided)
-
-
-def _gather(text: str, helpers: tuple[str, ...] = ()) -> Body:
-    return Body(Family.GATHER, (text,), (*_POOL, "blocks", "span"), ("k_out", "v_out", "fence_out"), helpers)
+def _gather(file: str, helpers: tuple[str, ...] = ()) -> Body:
+    return Body(Family.GATHER, file, (*_POOL, "blocks", "span"), ("k_out", "v_out", "fence_out"), (), helpers)
 
 
 def _products(kind: str) -> dict[str, Body]:
     """Return the kernels that multiply a few rows by matrices. ``kind`` is "matmul", or "quantized" for weights in
     affine quantisation."""
+    names, form = (("w",), ()) if kind == "matmul" else (("words", "scales", "biases"), ("QUANTIZED",))
+    one, two, three = (tuple(name + n for n in ("", "1", "2")[:count] for name in names) for count in (1, 2, 3))
 
-    def weights(number: str) -> tuple[str, ...]:
-        return (f"w{number}",) if kind == "matmul" else tuple(name + number for name in ("words", "scales", "biases"))
+    def body(inputs: tuple[str, ...], *variants: str, outputs: tuple[str, ...] = ("out",)) -> Body:
+        return Body(Family.PRODUCT, "products.cuh", ("x", *inputs), outputs, (*variants, *form))
 
-    def body(
-        begin: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ("out",), columns: str = "columns"
-    ) -> Body:
-        text = _parts("products", f"{begin} {columns} rows {kind}_tile sums")
-        return Body(Family.PRODUCT, text, ("x", *inputs), outputs, cuda_only=True)
-
-    bodies, name = {}, f"narrow_{kind}"
-    for extra, given in (("", ()), ("_bias", ("bias",)), ("_add", ("residual",))):
-        bodies[name + extra] = body(f"{kind}_single store{extra}", (*weights(""), *given))
-    pair = f"silu_gate {kind}_{'pair' if kind == 'quantized' else 'single'} store_gate"
-    three = (*weights(""), *weights("1"), *weights("2"))
-    bodies[f"{name}_gate"] = body(pair, (*weights(""), *weights("1")))
     results = ("out", "out1", "out2")
-    bodies[f"{name}_group"] = body(f"{kind}_group", three, results)
-    turned = (*three, "offsets", "frequencies")
-    bodies[f"{name}_group_turn"] = body(f"{kind}_group", turned, results, "columns_rotated")
-    return bodies
+    return {
+        f"narrow_{kind}": body(one, "PLAIN"),
+        f"narrow_{kind}_bias": body((*one, "bias"), "BIAS"),
+        f"narrow_{kind}_add": body((*one, "residual"), "ADD"),
+        f"narrow_{kind}_gate": body(two, "GATE"),
+        f"narrow_{kind}_group": body(three, "GROUP", outputs=results),
+        f"narrow_{kind}_group_turn": body((*three, "offsets", "frequencies"), "GROUP", "TURN", outputs=results),
+    }
 
 
-_STAGE = ("matrices.metal:stage",)
-_JOIN = ("matrices.metal:join",)
-_LATENT = ("latent_decode.cuh:flags", "latent_decode.cuh:warpgroup")
+_FUSED_RESULTS = ("out", "partial", "fence_out")
+_COMMON_RESULTS = ("partial", "stats", "fence_out")
 BODIES: dict[str, Body] = {
-    "paged_decode": _decode("begin paged_newest first_blocks paged_loads scores softmax values end"),
-    "quantized_decode": _decode(
-        "begin quantized:page_words quantized:page_sizes query_sums quantized:newest first_blocks quantized_loads"
-        " quantized_scores softmax quantized_values end",
-        (*_CODES, *_PARTITIONS),
+    "paged_decode": Body(Family.DECODE, "decode.metal", _DECODE, _RESULTS, ("PAGED",), ("partitions.metal",)),
+    "quantized_decode": Body(
+        Family.DECODE, "decode.metal", _DECODE, _RESULTS, ("QUANTIZED",), (*_CODES, "partitions.metal")
     ),
-    "latent_decode": _decode("begin latent_newest first_blocks latent_loads scores softmax values end"),
-    "matrix_decode": _decode(
-        "decode_dense_pages decode_row decode_begin decode_dense_newest decode_loop dense_keys softmax dense_values"
-        " decode_end",
-        (*_PARTITIONS, *_JOIN),
-        "matrices",
+    "latent_decode": Body(Family.DECODE, "decode.metal", _DECODE, _RESULTS, ("LATENT",), ("partitions.metal",)),
+    "matrix_decode": Body(Family.DECODE, "matrix_decode.metal", _DECODE, _RESULTS, ("PAGED",), _MATRICES),
+    "quantized_matrix_decode": Body(
+        Family.DECODE,
+        "matrix_decode.metal",
+        _DECODE,
+        _RESULTS,
+        ("QUANTIZED",),
+        (*_CODES, "partitions.metal", "stage.metal", "join.metal"),
     ),
-    "quantized_matrix_decode": _decode(
-        "decode_quantized_pages decode_row decode_begin quantized:page_sizes quantized:newest decode_loop"
-        " quantized_keys softmax quantized_values decode_end",
-        (*_CODES, *_PARTITIONS, *_STAGE, *_JOIN),
-        "matrices",
+    "paged_decode_tensor": _tensor_decode(Family.FUSED_DECODE, "arrivals", _FUSED_RESULTS, "OWN", "PAGED"),
+    "quantized_decode_tensor": _tensor_decode(Family.FUSED_DECODE, "arrivals", _FUSED_RESULTS, "OWN", "QUANTIZED"),
+    "shared_decode_tensor": _tensor_decode(Family.DECODE, "items", _COMMON_RESULTS, "COMMON", "PAGED"),
+    "shared_quantized_decode_tensor": _tensor_decode(Family.DECODE, "items", _COMMON_RESULTS, "COMMON", "QUANTIZED"),
+    "join_partitions": Body(Family.MERGE, "tensor_decode.cuh", _PARTIAL, ("out",), ("JOIN",)),
+    "latent_decode_tensor": Body(
+        Family.DECODE, "latent_decode.cuh", _DECODE, _RESULTS, helpers=("flags.cuh", "warpgroup.cuh")
     ),
-    "paged_decode_tensor": _fused(
-        "own_heads dense_rows partition own_row sees bounds dense_dims finish own_end dense_tile sums dense_store join"
-        " join_runs own_join nothing_seen"
+    "merge_partitions": Body(Family.MERGE, "merge_partitions.metal", _PARTIAL, ("out",), helpers=("partitions.metal",)),
+    "paged_prefill_tensor": Body(Family.PREFILL, "tensor_prefill.cuh", _PROMPT, ("out", "fence_out"), ("PAGED",)),
+    "quantized_prefill_tensor": Body(
+        Family.PREFILL, "tensor_prefill.cuh", _PROMPT, ("out", "fence_out"), ("QUANTIZED",), _TENSOR_CODES
     ),
-    "quantized_decode_tensor": _fused(
-        "own_heads quantized_rows partition own_row sees bounds quantized_dims finish own_end quantized_tile sums"
-        " quantized_store join join_runs own_join nothing_seen",
-        _TENSOR_CODES,
-    ),
-    "shared_decode_tensor": _shared(
-        "common_heads dense_rows partition common_row sees bounds dense_dims common_end common_tile dense_tile sums"
-        " dense_store join"
-    ),
-    "shared_quantized_decode_tensor": _shared(
-        "common_columns quantized_rows partition common_row sees bounds quantized_dims common_end quantized_tile sums"
-        " quantized_store join",
-        _TENSOR_CODES,
-    ),
-    "join_partitions": Body(
-        Family.MERGE,
-        _parts("tensor_decode", "join_line sees join_runs join_end"),
-        ("partial", "stats", "ends", "starts", "sinks"),
-        ("out",),
-        cuda_only=True,
-    ),
-    "latent_decode_tensor": _decode("decode", _LATENT, "latent_decode")._replace(cuda_only=True),
-    "merge_partitions": Body(
-        Family.MERGE,
-        ("merge_partitions",),
-        ("partial", "stats", "ends", "starts", "sinks"),
-        ("out",),
-        _PARTITIONS,
-    ),
-    "paged_prefill_tensor": _prefill("tile dense_pages lines dense_loads steps"),
-    "quantized_prefill_tensor": _prefill("tile quantized_pages lines quantized_loads steps", _TENSOR_CODES),
-    "write_slots": _write("write_slots"),
-    "quantized_write": _write("quantized:quantized_write", _CODES),
-    "write_rows": _write("quantized:write_rows", strided=False),
-    "gather_blocks": _gather("gather_blocks"),
-    "quantized_gather": _gather("quantized:quantized_gather", _CODES),
-    "gather_rows": _gather("quantized:gather_rows"),
-    "copy_blocks": Body(Family.COPY, ("copy_blocks",), (*_POOL, "pairs"), ("fence_out",)),
+    "write_slots": _write("write_slots.metal"),
+    "quantized_write": _write("quantized_write.metal", _CODES),
+    "write_rows": _write("write_rows.metal", strided=False),
+    "gather_blocks": _gather("gather_blocks.metal"),
+    "quantized_gather": _gather("quantized_gather.metal", _CODES),
+    "gather_rows": _gather("gather_rows.metal"),
+    "copy_blocks": Body(Family.COPY, "copy_blocks.metal", (*_POOL, "pairs"), ("fence_out",)),
     **_products("matmul"),
     **_products("quantized"),
-    "draw_rows": Body(Family.DRAW, ("draw_rows",), ("x", "params", "keys", "positions"), ("out",)),
+    "draw_rows": Body(Family.DRAW, "draw_rows.metal", ("x", "params", "keys", "positions"), ("out",)),
 }
 
 
 @lru_cache(maxsize=64)
-def text_parts(file: str) -> dict[str, str]:
-    """Return the parts of a file in text/ by name. A part begins after a line ``//// name``; lines before the first
-    such line, often the whole file, are the part named ""."""
-    parts, name = {"": ""}, ""
-    for line in (resources.files(__package__) / "text" / file).read_text().splitlines(keepends=True):
-        if line.startswith("//// "):
-            name = line.removeprefix("//// ").strip()
-            parts[name] = ""
-        else:
-            parts[name] += line
-    return parts
+def text_of(file: str) -> str:
+    """Return a file of kernels/text/, or of cuda/text/ if its name ends in .cuh."""
+    folder = resources.files("mlx_paged") / ("cuda" if file.endswith(".cuh") else "kernels") / "text"
+    return (folder / file).read_text()
 
 
-def part_of(name: str) -> str:
-    """Return the source of ``file:part``, or of a file without parts."""
-    file, _, part = name.partition(":")
-    return text_parts(file)[part]
+def resolved(text: str, variants: tuple[str, ...]) -> str:
+    """Return a text without the lines that belong to other variants, and with its included files. Conditions that name
+    no variant are the compiler's and stay."""
+    lines: list[str] = []
+    # Conditions that enclose the line: whether it belongs to this kernel, and whether a branch before it did; None for
+    # the compiler's.
+    open_ones: list[tuple[bool, bool] | None] = []
+    for line in text.splitlines(keepends=True):
+        word, _, rest = line.strip().partition(" ")
+        if word in ("#if", "#ifdef", "#ifndef"):
+            own = word == "#if" and bool(set(re.findall(r"\w+", rest)) & set(VARIANTS))
+            open_ones.append((_holds(rest, variants),) * 2 if own else None)
+            if own:
+                continue
+        elif word in ("#elif", "#else", "#endif") and open_ones[-1] is not None:
+            known = open_ones.pop()
+            if known is not None and word != "#endif":
+                holds = not known[1] and (word == "#else" or _holds(rest, variants))
+                open_ones.append((holds, known[1] or holds))
+            continue
+        elif word == "#endif":
+            open_ones.pop()
+        if all(each is None or each[0] for each in open_ones):
+            included = re.fullmatch(r'#include "([\w.]+)"', line.strip())
+            lines.append(resolved(text_of(included[1]), variants) if included else line)
+    return "".join(lines)
+
+
+def _holds(condition: str, variants: tuple[str, ...]) -> bool:
+    """Return whether a condition of names, ``!``, ``&&`` and ``||`` is true."""
+    return any(
+        all((name.strip().lstrip("!") in variants) != name.strip().startswith("!") for name in each.split("&&"))
+        for each in condition.split("||")
+    )
 
 
 @lru_cache(maxsize=64)
 def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """Return (header, source) of a kernel in one dialect, "metal" or "cuda"."""
     record, suffix = BODIES[body], "metal" if dialect == "metal" else "cuh"
-    own = "cuh" if record.cuda_only else "metal"
-    source = "".join(
-        part_of(f"{file}.{own}:{part}") for file, _, part in (name.partition(":") for name in record.parts)
-    )
-    helpers = "".join(part_of(name.replace("*", suffix)) for name in record.helpers)
+    helpers = "".join(text_of(name if "." in name else f"{name}.{suffix}") for name in record.helpers)
     if helpers and (record.cuda_only or dialect == "cuda"):
         helpers = CUDA_HEADER.format(helpers)
-    return (part_of("tensor.cuh") if record.cuda_only else "") + part_of(f"prelude.{suffix}") + helpers, source
+    header = (text_of("tensor.cuh") if record.cuda_only else "") + text_of(f"prelude.{suffix}") + helpers
+    return header, resolved(text_of(record.file), record.variants)
 
 
 # Wraps helpers in a CUDA header. The prelude defines `device` as empty, but __device__ expands to that word.

@@ -12,21 +12,28 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ..cuda.cubins import cubins
-from ..cuda.launch import CompiledKernel, Source, source_of
 from ..warn import warn_when_slow
-from .bodies import BODIES, kernel_text, part_of
+from .bodies import BODIES, kernel_text
+from .nvidia import part
 
 # Compile-time constants of a kernel: (name, bool | int | dtype).
 Constants = tuple[tuple[str, Any], ...]
 Launch = Callable[[list[mx.array]], list[mx.array]]
 
-_TYPE_NAMES = {
+
+class KernelText(NamedTuple):
+    """What determines a kernel's text: the arguments of :func:`build_kernel`."""
+
+    body: str
+    constants: Constants
+
+
+TYPE_NAMES = {
     "metal": {
         mx.float32: "float",
         mx.float16: "half",
@@ -79,7 +86,7 @@ def cores_listed(listed: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _condense(text: str) -> str:
+def condensed(text: str) -> str:
     """Return a text without comments, indentation and empty lines."""
     lines = (re.sub(r"//.*", "", line).strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line) + "\n"
@@ -94,7 +101,7 @@ def kernel_source(body: str, dialect: str, constants: Constants) -> tuple[str, s
     lines = []
     for name, value in constants:
         if isinstance(value, mx.Dtype):
-            lines.append(f"typedef {_TYPE_NAMES[dialect][value]} {name};")
+            lines.append(f"typedef {TYPE_NAMES[dialect][value]} {name};")
         else:
             kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
             lines.append(f"constexpr {kind} {name} = {text};")
@@ -107,10 +114,11 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
     dialect = backend()
     if dialect is None:
         raise NoKernelError("the paged kernels need a GPU that MLX can use")
-    if dialect == "cuda" and (compiled := _compiled_kernel(body, constants)) is not None:
-        return compiled
+    if dialect == "cuda" and (compiled := part("compiled").compiled_kernel(body, constants)) is not None:
+        kernel: Callable[..., list[mx.array]] = compiled
+        return kernel
     # MLX processes the whole text at every call, so it gets no more than the compiler needs.
-    header, source = (_condense(text) for text in kernel_source(body, dialect, constants))
+    header, source = (condensed(text) for text in kernel_source(body, dialect, constants))
     record = BODIES[body]
     # MLX caches compiled kernels by name alone, some versions on disk too, so the name contains a hash of the text.
     name = f"{body}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
@@ -199,49 +207,25 @@ class DeviceRows:
 def prepared(kernel: Callable[..., list[mx.array]], options: dict[str, Any]) -> Launch:
     """Bind keyword arguments to a kernel of :func:`build_kernel`. Inputs must have the same shapes at each call, so
     that the host computes what depends on the shapes only once."""
-    if isinstance(kernel, CompiledKernel):
-        return kernel.prepared(**options)
+    prepare: Callable[..., Launch] | None = getattr(kernel, "prepared", None)  # of kernels that cuda/ has compiled
+    if prepare is not None:
+        return prepare(**options)
     return lambda inputs: kernel(inputs=inputs, **options)
-
-
-@lru_cache(maxsize=1024)
-def _cuda_source(body: str, constants: Constants) -> Source | None:
-    """Return the source for NVRTC, or None if :func:`source_of` does not support the kernel."""
-    header, source = (_condense(text) for text in kernel_source(body, "cuda", constants))
-    record, types = BODIES[body], part_of("types.cuh")
-    return source_of(body, types + header, source, record.inputs, record.outputs, dict(constants), _TYPE_NAMES["cuda"])
-
-
-def _compiled_kernel(body: str, constants: Constants) -> CompiledKernel | None:
-    """Return a kernel compiled by this package, or None if MLX has to compile it. MLX would parse all of its headers
-    for each text in each process, about 2 s (docs/adr/0025)."""
-    known, source = cubins(), _cuda_source(body, constants)
-    if known is None or source is None:
-        return None
-    with warn_when_compiling():
-        return known.kernel(source, _TYPE_NAMES["cuda"])
 
 
 def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
     """Start to compile kernels, (body, constants) each, in parallel threads, before they are built. Does nothing if MLX
     compiles them."""
-    known = cubins() if backend() == "cuda" else None
-    if known is not None:
-        for source in (_cuda_source(*kernel) for kernel in kernels):
-            if source is not None:
-                known.start(source)
+    if backend() == "cuda":
+        part("compiled").compile_ahead(kernels)
 
 
 def warn_when_compiling() -> AbstractContextManager[None]:
     """Return a context manager for code that may compile kernels: reports it once, on a terminal, if it takes long."""
-    known = cubins() if backend() == "cuda" else None
-    is_kept = known is not None and known.folder is not None
+    is_kept = backend() == "cuda" and part("compiled").is_kept()
     return warn_when_slow("compiling kernels, once per machine" if is_kept else "compiling kernels")
 
 
 def compiled_by() -> str:
     """Return which compiler builds the kernels on this machine, for reports."""
-    known = cubins() if backend() == "cuda" else None
-    if known is None:
-        return "MLX"
-    return f"NVRTC {known.version}, {'once per machine' if known.folder is not None else 'in each process'}"
+    return str(part("compiled").compiler_name()) if backend() == "cuda" else "MLX"

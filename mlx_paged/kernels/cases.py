@@ -88,37 +88,6 @@ def attention(
     return mx.concatenate(heads, axis=2).reshape(count, n_q, -1)
 
 
-def squared_errors(
-    out: mx.array,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    counts: Sequence[int],
-    lengths: Sequence[int],
-    scale: float,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
-    window: int | None = None,
-) -> list[mx.array]:
-    """Return, per sequence of a pack, the mean squared difference from attention in float32.
-
-    Args:
-        out: a kernel's result for q, ``[T, n_q_heads, 1, value_dim]``.
-        q: queries of the new tokens, ``[T, n_q_heads, 1, D]``.
-        k, v: keys and values of all tokens, sequence after sequence, ``[sum(lengths), n_kv_heads, D]``.
-        counts: new tokens of each sequence.
-        lengths: tokens of each sequence, the new ones included.
-    """
-    errors = []
-    row = first = 0
-    for count, length in zip(counts, lengths, strict=True):
-        own_k, own_v = (x[first : first + length] for x in (k, v))
-        expected = attention(q[row : row + count].squeeze(2), own_k, own_v, scale, softcap, sinks, window)
-        errors.append(mx.square(out[row : row + count].squeeze(2).astype(mx.float32) - expected).mean())
-        row, first = row + count, first + length
-    return errors
-
-
 def worst_rms(errors: list[mx.array]) -> float:
     """Return the largest root of mean squared differences. Raises RuntimeError if one is not finite."""
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()

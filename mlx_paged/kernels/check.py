@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -27,11 +26,10 @@ from .launch_shape import (
     Variant,
     shape_for,
 )
-from .prefill import prefill_constants_of, prefill_difference
+from .prefill import prefill_constants_of, prepare_prefill
 from .prefill import shape_of as prefill_shape_of
 from .quantized import PageShape, new_blocks
 from .shared_runs import Partitions, shared_items, shared_rows
-from .trial import MIN_DEVICE_ELEMENTS
 
 MAX_RMS = 5e-3
 _QUERY_HEADS = 8  # at least, as in real models
@@ -40,8 +38,8 @@ _TABLE_WIDTH = 16  # a table's width is a multiple of it
 _FREE_BLOCKS = 5  # targets of copies
 _WINDOW = 100  # tokens; so few that one token too many shows in the result
 _SHARED_WINDOW = 1500  # tokens: begins inside a partition
+_PROMPT_WINDOW = 45
 _MORE = 44  # tokens by which a longer window exceeds what one partition may hold on Metal
-
 
 Bounds = list[list[int]]  # [row][query]
 
@@ -61,44 +59,66 @@ _results: dict[Variant, SelfCheck] = {}
 
 def self_check(variant: Variant) -> SelfCheck:
     """Compare one variant of an attention kernel, decode or prefill, over plain, quantised or latent pages, with
-    attention in float32: :func:`decode_difference`, :func:`.prefill.prefill_difference`, :func:`latent_difference`;
-    for common blocks :func:`shared_difference`.
+    attention in float32: :func:`decode_difference`, :func:`prefill_difference`; for common blocks
+    :func:`shared_difference`.
 
     Fails on a compile error, a non-finite value or an RMS difference of at least 5e-3. Never raises for a failing
     kernel. Switches nothing off.
     """
     if variant.body in SHARED_BODIES:
         difference = shared_difference
-    elif BODIES[variant.body].family is Family.PREFILL:
-        difference = prefill_difference
     else:
-        difference = latent_difference if variant.body in LATENT_BODIES else decode_difference
+        is_prefill = BODIES[variant.body].family is Family.PREFILL
+        difference = prefill_difference if is_prefill else decode_difference
     return SelfCheck(variant, *outcome_of(lambda: difference(variant)))
 
 
 def decode_difference(variant: Variant) -> float:
-    """Return the RMS difference of a decode variant from float32 attention: the worst query of three seeded cases, up
-    to the first case that fails. Also runs all texts of slot writes, gathers and block copies, which every pool needs.
+    """Return the RMS difference of a decode variant from float32 attention: the worst query of two ragged cases. Also
+    runs all texts of slot writes, gathers and block copies, which every pool needs.
 
     Contexts have 1, block - 1, block, block + 1 tokens and several blocks, in permuted blocks; every unused slot is
     NaN, and on Metal every output before the launch. The newest tokens are in the pool, then passed to the call, then
-    passed with rows of padding. Windows begin at each offset within 64 tokens, with 1 to 8 queries; one launch has a
-    single partition. The length of partitions is the one for this GPU's number of cores.
+    passed with rows of padding. Several queries see windows in one partition and in several; one launch has a single
+    partition. The length of partitions is the one for this GPU's number of cores.
 
     The results of every text that a step of this variant may launch are compared. On Metal, MLX puts inputs of fewer
-    than 8 elements in another address space, which makes another text, so the cases have 2, 8 and 9 rows.
+    than 8 elements in another address space, which makes another text, so the cases have 2 and 9 rows.
     """
     block = variant.block_size
-    mixed = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2100, 7, 2 * block]
-    # With 8 queries each, windows that begin at 0, 1, 2, ... 63.
-    longest = shape_for(variant).first + _MORE if variant.backend == "metal" else _WINDOW
-    windows = [longest + MAX_QUERY_LENGTH * (row + 1) - 1 for row in range(8)]
-    worst = 0.0
-    for seed, case in enumerate(([300, 5], mixed, windows), 1):
-        worst = max(worst, _difference(variant, case, seed))
-        if worst >= MAX_RMS:  # failed
-            break
-    return worst
+    # Windows of the long row begin in the second half of 64 tokens, where a smallest partition of 32 would see nothing.
+    many = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2140, 7, 2 * block]
+    worst = _difference(variant, [300, 5], 2)
+    return max(worst, _difference(variant, many, MAX_QUERY_LENGTH)) if worst < MAX_RMS else worst
+
+
+def _difference(variant: Variant, contexts: list[int], q_len: int) -> float:
+    """Return the RMS for one case. Raises RuntimeError if the pool holds other bytes than were written."""
+    rows, own = _Rows(variant, contexts, q_len), shape_for(variant, kernels.gpu_cores())
+    q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
+    out = rows.decode(q, ends, starts)
+    rows.compare_appends(q, ends, starts, out)
+    rows.read_back()
+    errors = rows.errors_of(out, q, ends, starts)
+    # As many tokens as one partition holds, with the launch for windows that always fit one.
+    most = max(own.partition, own.first)
+    starts = [[-(-max(n - most, 0) // own.alignment) * own.alignment] for n in contexts]
+    out = rows.decode(q, ends, starts, max_visible=most - own.alignment + 1)
+    errors += rows.errors_of(out, q, ends, starts)
+    # Windows that begin inside a partition.
+    q, ends = rows.queries(q_len), [[max(n - q_len + 1 + i, 0) for i in range(q_len)] for n in contexts]
+    for window in _windows_of(own):
+        starts = [[max(end - window, 0) for end in row] for row in ends]
+        errors += rows.errors_of(rows.decode(q, ends, starts, max_visible=window), q, ends, starts)
+    rows.copy_blocks()
+    return worst_rms(errors)
+
+
+def _windows_of(own: LaunchShape) -> list[int]:
+    """Return the windows to check: on CUDA one; on Metal a short one, in one partition, and a longer one."""
+    if not own.first:
+        return [_WINDOW]
+    return [min(_WINDOW, own.first - own.alignment + 1), own.first + _MORE]
 
 
 def shared_difference(variant: Variant) -> float:
@@ -129,6 +149,34 @@ def shared_difference(variant: Variant) -> float:
         if not mx.array_equal(out.astype(mx.float32), expected.astype(mx.float32)).item():
             raise RuntimeError("results of rows with common blocks differ from those of single rows")
     return 0.0
+
+
+def prefill_difference(variant: Variant) -> float:
+    """Return the RMS difference of a prefill variant from float32 attention: the worst sequence of a seeded pack,
+    without a window and then with one, in two launches of one text.
+
+    New tokens fill tiles or do not, with and without prefixes, in permuted blocks. Every slot that no token sees is
+    NaN.
+    """
+    tile = prefill_shape_of(variant).rows // variant.gqa  # tokens
+    counts, prefixes = [1, tile + 3, 2, tile], [variant.block_size + 5, 0, 90, 64]
+    lengths = [count + prefix for count, prefix in zip(counts, prefixes, strict=True)]
+    rows = _Rows(variant, lengths, 3)
+    rows.read_back()
+    q = mx.concatenate([rows.queries(n)[:1].swapaxes(0, 2) for n in counts])
+    errors: list[mx.array] = []
+    for window in (None, _PROMPT_WINDOW):
+        if window is not None:  # slots behind the window are NaN from here on
+            ends = [prefix - window + 1 for prefix in prefixes]
+            rows.forget([[t < end for t in range(n)] for n, end in zip(lengths, ends, strict=True)])
+        out, row = rows.prefill(q, counts, window), 0
+        for count, length, (k, v) in zip(counts, lengths, rows.kept, strict=True):
+            got, asked = (x[row : row + count].squeeze(2) for x in (out, q))
+            assert k.shape[1] == length
+            expected = rows.attend(asked, k, v, window)
+            errors.append(mx.square(got.astype(mx.float32) - expected).mean())
+            row += count
+    return worst_rms(errors)
 
 
 def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str]:
@@ -165,8 +213,7 @@ def check_and_warn(body: str, dtype: mx.Dtype, difference: Callable[[], float]) 
 
 def checked(variant: Variant) -> SelfCheck:
     """Return the result of :func:`self_check`, which runs once per variant and process. A failure warns and switches
-    the variant off. A variant that passed counts as failed once it is switched off later, because a text that only a
-    later step needed does not compile."""
+    the variant off."""
     if variant not in _results:
         compile_ahead(texts_of(variant))
         with warn_when_compiling():
@@ -174,13 +221,12 @@ def checked(variant: Variant) -> SelfCheck:
         if not result.ok:
             kernels.switch_off(variant, result.reason)
             warnings.warn(f"mlx_paged: {variant} failed its self-check and is off: {result.reason}", stacklevel=2)
-    result, off = _results[variant], kernels.why_off(variant)
-    return result if off is None or not result.ok else result._replace(ok=False, reason=off)
+    return _results[variant]
 
 
 def summary() -> str:
     """Return how many kernels have been checked in this process, in how many seconds, and which are off and why."""
-    off = [f"{variant} is off: {why}" for variant in _results if (why := kernels.why_off(variant)) is not None]
+    off = [f"{variant} is off: {result.reason}" for variant, result in _results.items() if not result.ok]
     seconds = sum(result.seconds for result in _results.values())
     return "; ".join([f"{len(_results)} attention kernels checked in {seconds:.1f} s", *(off or ["all right"])])
 
@@ -191,12 +237,10 @@ def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
     if BODIES[variant.body].family is Family.PREFILL:
         return [texts[0], (variant.body, prefill_constants_of(variant, prefill_shape_of(variant)))]
     for partitions in (2, 1):
-        spec = spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions)
-        texts += [(key.body, key.constants) for key in spec.keys]
+        texts += spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions).texts(variant)
     shared = kernels.shared_variant_of(variant)
     if shared is not None:
-        spec = spec_of(shared, shape_for(shared), 1, variant.gqa, 1, 1)
-        texts += [(key.body, key.constants) for key in spec.keys]
+        texts += spec_of(shared, shape_for(shared), 1, variant.gqa, 1, 1).texts(shared)
     return list(dict.fromkeys(texts))
 
 
@@ -212,66 +256,40 @@ def _pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
     return [("write_slots", (*pool, ("S", mx.int32))), ("gather_blocks", pool), ("copy_blocks", pool)]
 
 
-def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
-    """Return the RMS for one case. Raises RuntimeError if the pool holds other bytes than were written."""
-    rows, own = _Rows(variant, contexts, seed), shape_for(variant, kernels.gpu_cores())
-    q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
-    out = rows.decode(q, ends, starts)
-    rows.compare_appends(q, ends, starts, out)
-    rows.read_back()
-    errors = rows.errors_of(out, q, ends, starts)
-    for q_len in (1, 2, 3, 4, 5, 6, 7) if 2 * len(contexts) < MIN_DEVICE_ELEMENTS else (1, MAX_QUERY_LENGTH):
-        # Windows that begin inside a partition.
-        q, ends = rows.queries(q_len), [[max(n - q_len + 1 + i, 0) for i in range(q_len)] for n in contexts]
-        for window in _windows_of(own, contexts, q_len):
-            starts = [[max(end - window, 0) for end in row] for row in ends]
-            errors += rows.errors_of(rows.decode(q, ends, starts, max_visible=window), q, ends, starts)
-    # As many tokens as one partition holds, with the launch for windows that always fit one.
-    most = max(own.partition, own.first)
-    q, ends = rows.queries(1), [[n] for n in contexts]
-    starts = [[-(-max(n - most, 0) // own.alignment) * own.alignment] for n in contexts]
-    out = rows.decode(q, ends, starts, max_visible=most - own.alignment + 1)
-    errors += rows.errors_of(out, q, ends, starts)
-    rows.copy_blocks()
-    return worst_rms(errors)
-
-
-def _windows_of(own: LaunchShape, contexts: list[int], q_len: int) -> list[int]:
-    """Return the windows to check: on CUDA one; on Metal a short one, in one partition, and a longer one, in several.
-    Few rows check the short one with 2 queries only, many rows the longer one with 8 queries and long contexts only."""
-    if not own.first:
-        return [_WINDOW]
-    longer, is_small = own.first + _MORE, 2 * len(contexts) < MIN_DEVICE_ELEMENTS
-    short = [min(_WINDOW, own.first - own.alignment + 1)] if not is_small or q_len == 2 else []
-    return [*short, longer] if is_small or (q_len == MAX_QUERY_LENGTH and min(contexts) > longer) else short
-
-
 class _Rows:
-    """Rows of random tokens in permuted blocks of a pool whose other slots are NaN.
+    """Rows of random tokens in permuted blocks of a pool whose other slots are NaN. Over latents, the pool of keys
+    holds latents and that of values the rotated parts.
 
     Attributes:
         tables: block ids of each row, as wide as those of real steps.
-        fence: the pool's latest fence.
+        kept: what the pool holds of each row, ``[n_kv_heads, n, dim]`` each, after :meth:`read_back`.
     """
 
     def __init__(self, variant: Variant, contexts: list[int], seed: int) -> None:
         block, dtype = variant.block_size, variant.dtype
         self._variant, self._contexts = variant, contexts
-        self._n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
-        self._n_q_heads = self._n_kv_heads * variant.gqa
+        self._is_latent = variant.body in LATENT_BODIES
+        self._on_tensor_cores = variant.body == LATENT_BODIES[1]
+        self._dims = variant.head_dim, variant.value_dim
+        if self._is_latent:
+            self._dims = variant.value_dim, variant.head_dim - variant.value_dim
+            # On tensor cores, query heads do not fill the last thread group.
+            self._n_kv_heads, self._n_q_heads = 1, 2 * variant.gqa - self._on_tensor_cores * (variant.gqa // 3)
+        else:
+            self._n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
+            self._n_q_heads = self._n_kv_heads * variant.gqa
         self._blocks = blocks = Blocks.of(contexts, block, seed)
         self.tables, self._slots = blocks.tables(_TABLE_WIDTH), blocks.slots
         self._keys = [mx.random.key(5 * seed + i) for i in range(5)]
         k, v = (
             mx.random.normal((len(self._slots), self._n_kv_heads, dim), key=key).astype(dtype)
-            for dim, key in zip((variant.head_dim, variant.value_dim), self._keys[1:3], strict=True)
+            for dim, key in zip(self._dims, self._keys[1:3], strict=True)
         )
         self._given = k, v
-        self._kept: list[tuple[mx.array, mx.array]] = []  # what the pool holds of each row, [n_kv_heads, n, dim]
-        dims = variant.head_dim, variant.value_dim
+        self.kept: list[tuple[mx.array, mx.array]] = []
         count = blocks.num_blocks + 1 + _FREE_BLOCKS
-        self._pools = new_blocks(count, self._n_kv_heads, block, dims, dtype, variant.pages, float("nan"))
-        self.fence = kernels.new_fence()
+        self._pools = new_blocks(count, self._n_kv_heads, block, self._dims, dtype, variant.pages, float("nan"))
+        self._fence = kernels.new_fence()
         # The newest tokens are written separately: few rows are another text.
         self._newest = [sum(contexts[: b + 1]) - 1 for b in range(len(contexts))]
         newest = set(self._newest)
@@ -279,13 +297,21 @@ class _Rows:
         self._write_newest(*(mx.concatenate([x[i : i + 1] for i in self._newest]) for x in self._given))
         self._sinks = mx.random.normal((self._n_q_heads,), key=self._keys[4]) if variant.sinks else None
         self._softcap = 10.0 if variant.softcap else None
+        self._scale = variant.head_dim**-0.5
 
     def _write(self, k: mx.array, v: mx.array, slots: list[int]) -> None:
         ids = mx.array(slots, mx.int32)
-        self.fence = kernels.write_slots(*self._pools, self.fence, k, v, ids, self._variant.pages)
+        self._fence = kernels.write_slots(*self._pools, self._fence, k, v, ids, self._variant.pages)
 
     def _write_newest(self, k: mx.array, v: mx.array) -> None:
         self._write(k, v, [self._slots[i] for i in self._newest])
+
+    def forget(self, dead: list[list[bool]]) -> None:
+        """Write NaN to the slots of the tokens that are marked, by row."""
+        marks = [mark for row in dead for mark in row]
+        slots = [slot if mark else -1 for slot, mark in zip(self._slots, marks, strict=True)]
+        k, v = (mx.full(x.shape, float("nan"), x.dtype) for x in self._given)
+        self._write(k, v, slots)
 
     def queries(self, q_len: int) -> mx.array:
         """Return queries of every row, ``[B, n_q_heads, q_len, head_dim]``."""
@@ -293,24 +319,52 @@ class _Rows:
         return mx.random.normal(shape, key=self._keys[3]).astype(self._variant.dtype)
 
     def decode(
-        self, q: mx.array, ends: Bounds, starts: Bounds, tables: Bounds | None = None, **options: Any
+        self,
+        q: mx.array,
+        ends: Bounds,
+        starts: Bounds,
+        tables: Bounds | None = None,
+        append: tuple[mx.array, mx.array] | None = None,
+        **options: Any,
     ) -> mx.array:
         """Return the variant's result for queries that see positions from starts to ends - 1."""
         variant = self._variant
-        # Memory that a kernel fails to write often holds harmless numbers, which would hide the failure.
-        init_value = float("nan") if variant.backend == "metal" else None
-        out, self.fence = kernels.paged_decode(
-            q,
-            *self._pools,
-            self.fence,
-            *(mx.array(x, mx.int32) for x in (tables or self.tables, ends, starts)),
-            scale=variant.head_dim**-0.5,
-            softcap=self._softcap,
-            sinks=self._sinks,
-            pages=variant.pages,
-            init_value=init_value,
-            **{"variant": variant, **options},
+        tables_array, ends_array, starts_array = (
+            mx.array(x, mx.int32) for x in (self.tables if tables is None else tables, ends, starts)
         )
+        launch = kernels.prepare_decode(
+            *self._pools,
+            (tables_array, ends_array, starts_array),
+            n_q_heads=self._n_q_heads,
+            scale=self._scale,
+            softcap=self._softcap,
+            sinks=variant.sinks,
+            append=append is not None,
+            pages=variant.pages,
+            latent=self._is_latent,
+            # Memory that a kernel fails to write often holds harmless numbers, which would hide the failure.
+            init_value=float("nan") if variant.backend == "metal" else None,
+            **{"variant": variant, "max_visible": None, **options},
+        )
+        out, self._fence = launch(q, *self._pools, self._fence, self._sinks, *(append or ()))
+        return out
+
+    def prefill(self, q: mx.array, counts: list[int], window: int | None) -> mx.array:
+        """Return the prefill variant's result ``[T, n_q_heads, 1, dim]`` for the last ``counts`` tokens of each row."""
+        launch = prepare_prefill(
+            *self._pools,
+            mx.array(self.tables, mx.int32),
+            counts,
+            self._contexts,
+            n_q_heads=self._n_q_heads,
+            scale=self._scale,
+            softcap=self._softcap,
+            sinks=self._variant.sinks,
+            window=window,
+            variant=self._variant,
+            pages=self._variant.pages,
+        )
+        out, self._fence = launch(q, *self._pools, self._fence, self._sinks)
         return out
 
     def take_newest(self) -> tuple[mx.array, mx.array]:
@@ -324,10 +378,18 @@ class _Rows:
         """Compare ``expected`` with calls that are passed the newest tokens, whose slots hold NaN; also with rows of
         padding, which end at position 0 as in compiled steps. Raises RuntimeError if a result differs."""
         k, v = self.take_newest()
-        again = self.decode(q, ends, starts, append=(k, v))
+        batch, again = len(expected), self.decode(q, ends, starts, append=(k, v))
         q, k, v = (_extended(x, float("nan")) for x in (q, k, v))
         tables, ends, starts = ([*x, *[[0] * len(x[0])] * 2] for x in (self.tables, ends, starts))
-        _compare_appends(expected, again, self.decode(q, ends, starts, tables, append=(k, v)))
+        padded = self.decode(q, ends, starts, tables, append=(k, v))
+        # On tensor cores a row's partitions over latents depend on the other rows.
+        is_exact = not self._on_tensor_cores
+        if not _alike(expected, again, is_exact):
+            raise RuntimeError("the result differs when the newest tokens come with the call")
+        if not _alike(padded[:batch], again, is_exact):
+            raise RuntimeError("the result differs with rows of padding")
+        if padded[batch:].any().item():
+            raise RuntimeError("rows of padding are not zero")
 
     def read_back(self) -> None:
         """Compare the pool with what was written. Raises RuntimeError if it differs."""
@@ -338,10 +400,10 @@ class _Rows:
             if pages is not None:
                 k, v = self._quantized(k, v, blocks, self._slots[first : first + n], pages)
             first += n
-            got_k, got_v, self.fence = kernels.gather_blocks(*self._pools, self.fence, blocks, 0, n, pages)
+            got_k, got_v, self._fence = kernels.gather_blocks(*self._pools, self._fence, blocks, 0, n, pages)
             if not (mx.array_equal(got_k.squeeze(0), k).item() and mx.array_equal(got_v.squeeze(0), v).item()):
                 raise RuntimeError("slots read back differ from what was written")
-            self._kept.append((k, v))
+            self.kept.append((k, v))
 
     def _quantized(
         self, k: mx.array, v: mx.array, blocks: list[int], slots: list[int], pages: PageShape
@@ -349,22 +411,27 @@ class _Rows:
         """Return k, v ``[n_kv_heads, n, dim]`` as quantised pages hold them, dequantised. Raises RuntimeError if the
         rows differ from MLX's. Writes the same rows once more, to run the kernel that writes rows unchanged."""
         rows, ids = pages.quantize(k[None], v[None]), mx.array(blocks, mx.int32)
-        *got, self.fence = quantized.gather_rows(*self._pools, self.fence, ids, 0, k.shape[1], pages)
+        *got, self._fence = quantized.gather_rows(*self._pools, self._fence, ids, 0, k.shape[1], pages)
         if not all(mx.array_equal(a, b).item() for a, b in zip(got, rows, strict=True)):
             raise RuntimeError("quantised rows differ from MLX's")
-        self.fence = quantized.write_rows(*self._pools, self.fence, *rows, mx.array(slots, mx.int32), pages)
+        self._fence = quantized.write_rows(*self._pools, self._fence, *rows, mx.array(slots, mx.int32), pages)
         kept_k, kept_v = pages.dequantize(*rows)
         return kept_k.squeeze(0), kept_v.squeeze(0)
 
+    def attend(self, q: mx.array, k: mx.array, v: mx.array, window: int | None = None) -> mx.array:
+        """Return float32 attention of queries ``[n, n_q_heads, D]`` of the last tokens over ``k``, ``v`` as in
+        :attr:`kept`."""
+        k, v = (mx.concatenate([k, v], axis=-1), k) if self._is_latent else (k, v)
+        return attention(q, k.swapaxes(0, 1), v.swapaxes(0, 1), self._scale, self._softcap, self._sinks, window)
+
     def errors_of(self, out: mx.array, q: mx.array, ends: Bounds, starts: Bounds) -> list[mx.array]:
         """Return the mean squared difference of each query's result from attention in float32."""
-        scale, errors = self._variant.head_dim**-0.5, []
-        for b, (k, v) in enumerate(self._kept):
+        errors = []
+        for b, (k, v) in enumerate(self.kept):
             for i, (start, end) in enumerate(zip(starts[b], ends[b], strict=True)):
                 got = out[b, :, i][None].astype(mx.float32)
                 if start < end:
-                    own_k, own_v = (x[:, start:end].swapaxes(0, 1) for x in (k, v))
-                    got = got - attention(q[b, :, i][None], own_k, own_v, scale, self._softcap, self._sinks)
+                    got = got - self.attend(q[b, :, i][None], k[:, start:end], v[:, start:end])
                 errors.append(mx.square(got).mean())
         return errors
 
@@ -373,30 +440,14 @@ class _Rows:
         free, pages = self._blocks.num_blocks + 1, self._variant.pages
         for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
             length = len(sources) * self._variant.block_size
-            *before, self.fence = kernels.gather_blocks(*self._pools, self.fence, sources, 0, length, pages)
-            self.fence = kernels.copy_blocks(*self._pools, self.fence, sources, targets)
-            *after, self.fence = kernels.gather_blocks(*self._pools, self.fence, targets, 0, length, pages)
+            *before, self._fence = kernels.gather_blocks(*self._pools, self._fence, sources, 0, length, pages)
+            self._fence = kernels.copy_blocks(*self._pools, self._fence, sources, targets)
+            *after, self._fence = kernels.gather_blocks(*self._pools, self._fence, targets, 0, length, pages)
             if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
                 raise RuntimeError("copies of blocks differ from their sources")
 
 
-def _compare_appends(expected: mx.array, appended: mx.array, padded: mx.array, *, is_exact: bool = True) -> None:
-    """Raise RuntimeError unless results of calls that were passed the newest tokens are equal to ``expected``.
-
-    Args:
-        appended, padded: the results, without and with rows of padding at the end.
-        is_exact: whether rows of padding must not change the bits of other rows.
-    """
-    batch = len(appended)
-    if not _alike(expected, appended):
-        raise RuntimeError("the result differs when the newest tokens come with the call")
-    if not _alike(padded[:batch], appended, is_exact):
-        raise RuntimeError("the result differs with rows of padding")
-    if padded[batch:].any().item():
-        raise RuntimeError("rows of padding are not zero")
-
-
-def _alike(x: mx.array, y: mx.array, is_exact: bool = True) -> bool:
+def _alike(x: mx.array, y: mx.array, is_exact: bool) -> bool:
     """Return whether results are equal, or nearly equal unless ``is_exact``."""
     x, y = x.astype(mx.float32), y.astype(mx.float32)
     return bool((mx.array_equal(x, y) if is_exact else mx.allclose(x, y, rtol=2e-2, atol=2e-2)).item())
@@ -405,89 +456,3 @@ def _alike(x: mx.array, y: mx.array, is_exact: bool = True) -> bool:
 def _extended(x: mx.array, value: float) -> mx.array:
     """Return x with two more rows of a value."""
     return mx.concatenate([x, mx.full((2, *x.shape[1:]), value, x.dtype)])
-
-
-# Latents ------------------------------------------------------------------------------------------------------------
-
-
-def latent_difference(variant: Variant) -> float:
-    """Return the RMS difference of a decode variant over latents from float32 attention: the worst row of two seeded
-    cases (2 rows and 9). The newest tokens are in the pool, then passed to the call, then passed with rows of padding.
-
-    Contexts have 1, block - 1, block, block + 1 tokens and several blocks, in permuted blocks; every unused slot is
-    NaN, and on Metal every output before the launch. On tensor cores, query heads do not fill the last thread group.
-    Also runs 2 to 8 queries. Raises RuntimeError if the pool holds other bytes than were written.
-    """
-    block = variant.block_size
-    many = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2100, 7, 2 * block]
-    return max(_latent_difference(variant, each) for each in ([300, 5], many))
-
-
-def _latent_difference(variant: Variant, contexts: list[int]) -> float:
-    """Return the RMS for one case."""
-    block, dtype, rank = variant.block_size, variant.dtype, variant.value_dim
-    rope, batch = variant.head_dim - rank, len(contexts)
-    on_tensor_cores = variant.body == LATENT_BODIES[1]
-    heads = 2 * variant.gqa - (variant.gqa // 3 if on_tensor_cores else 0)
-    keys = [mx.random.key(7 * batch + i) for i in range(3)]
-    blocks = Blocks.of(contexts, block, batch)
-    tables, slots = blocks.tables(_TABLE_WIDTH), blocks.slots
-    k, v = (
-        mx.random.normal((len(slots), 1, 1, n), key=key).astype(dtype)
-        for n, key in zip((rank, rope), keys, strict=False)
-    )
-    q = mx.random.normal((batch, heads, 1, rank + rope), key=keys[2]).astype(dtype)
-    scale = (rank + rope) ** -0.5
-    k_pool, v_pool = new_blocks(blocks.num_blocks + 1, 1, block, (rank, rope), dtype, None, float("nan"))
-    fence = kernels.write_slots(k_pool, v_pool, kernels.new_fence(), k, v, mx.array(slots, mx.int32))
-    visible = mx.array(tables, mx.int32), mx.array(contexts, mx.int32)[:, None], mx.zeros((batch, 1), mx.int32)
-    # Memory that a kernel fails to write often holds harmless numbers, which would hide the failure.
-    init_value = float("nan") if variant.backend == "metal" else None
-    given: dict[str, Any] = {
-        "n_q_heads": heads,
-        "scale": scale,
-        "variant": variant,
-        "latent": True,
-        "init_value": init_value,
-    }
-    prepare: Any = partial(kernels.prepare_decode, k_pool, v_pool, **given)
-    out, fence = prepare(visible)(q, k_pool, v_pool, fence)
-    newest = [sum(contexts[: b + 1]) - 1 for b in range(batch)]
-    no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v))
-    fence = kernels.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32))
-    new = [mx.concatenate([x[i : i + 1] for i in newest]) for x in (k, v)]
-    again, fence = prepare(visible, append=True)(q, k_pool, v_pool, fence, None, *new)
-    tables_padded, ends_padded, starts_padded = (_extended(x, 0) for x in visible)
-    padded, fence = prepare((tables_padded, ends_padded, starts_padded), append=True)(
-        _extended(q, float("nan")), k_pool, v_pool, fence, None, *(_extended(x, float("nan")) for x in new)
-    )
-    # On tensor cores a row's partitions depend on the other rows.
-    _compare_appends(out, again, padded, is_exact=not on_tensor_cores)
-    first, errors, kept = 0, [], []
-    for b, n in enumerate(contexts):
-        own_k, own_v = (x[first : first + n].reshape(n, -1) for x in (k, v))
-        first += n
-        got_k, got_v, fence = kernels.gather_blocks(k_pool, v_pool, fence, blocks.ids[b], 0, n)
-        if not (mx.array_equal(got_k[0, 0], own_k).item() and mx.array_equal(got_v[0, 0], own_v).item()):
-            raise RuntimeError("slots read back differ from what was written")
-        kept.append((own_k, own_v))
-        expected = _attend(q[b, :, 0], own_k, own_v, scale)
-        errors.append(mx.square(out[b, :, 0].astype(mx.float32) - expected).mean())
-    for q_len in (2, 3, 4, 5, 6, 7) if 2 * batch < MIN_DEVICE_ELEMENTS else (MAX_QUERY_LENGTH,):
-        q = mx.random.normal((batch, heads, q_len, rank + rope), key=keys[2]).astype(dtype)
-        ends = [[max(n - q_len + 1 + i, 0) for i in range(q_len)] for n in contexts]
-        seen = visible[0], mx.array(ends, mx.int32), mx.zeros((batch, q_len), mx.int32)
-        out, fence = prepare(seen)(q, k_pool, v_pool, fence)
-        for b, (own_k, own_v) in enumerate(kept):
-            for i, end in enumerate(ends[b]):
-                got = out[b, :, i].astype(mx.float32)
-                if end > 0:
-                    got = got - _attend(q[b, :, i], own_k[:end], own_v[:end], scale)
-                errors.append(mx.square(got).mean())
-    return worst_rms(errors)
-
-
-def _attend(q: mx.array, latents: mx.array, rotated: mx.array, scale: float) -> mx.array:
-    """Return attention of q [n_q_heads, rank + rope] over latents [n, rank] and rotated parts [n, rope]."""
-    keys = mx.concatenate([latents, rotated], axis=1)
-    return attention(q[None], keys[:, None], latents[:, None], scale)[0]

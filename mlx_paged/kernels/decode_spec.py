@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cuda.device import cuda_limits
 from .build import Constants
 from .launch_shape import (
     DTYPES,
@@ -20,8 +19,8 @@ from .launch_shape import (
     latent_run,
     run_length,
 )
+from .limits import cuda_limits
 from .quantized import PageShape
-from .trial import MIN_DEVICE_ELEMENTS, KernelKey, small_inputs_of
 
 _ALL_TOKENS = 1 << 30  # more than a row has
 
@@ -32,7 +31,6 @@ class DecodeSpec(NamedTuple):
     Attributes:
         counters: number of counters that the kernel needs to merge partitions itself.
         run: partitions per thread group; for latent_decode_tensor, tokens.
-        keys: keys of the kernels launched, for their trials.
     """
 
     decode_constants: Constants
@@ -42,7 +40,11 @@ class DecodeSpec(NamedTuple):
     merge_body: str = "merge_partitions"
     counters: int = 0
     run: int = 1
-    keys: tuple[KernelKey, ...] = ()
+
+    def texts(self, variant: Variant) -> list[tuple[str, Constants]]:
+        """Return (body, constants) of the kernels launched."""
+        texts = [(variant.body, self.decode_constants)]
+        return [*texts, (self.merge_body, self.merge_constants)] if self.merge else texts
 
 
 @lru_cache(maxsize=1024)
@@ -53,12 +55,10 @@ def spec_of(
     n_q_heads: int,
     q_len: int,
     n_partitions: int,
-    small_tables: bool = False,
     n_items: int = 0,
 ) -> DecodeSpec:
-    """Return the spec of a call. ``small_tables``: the block tables have fewer than 8 elements. ``n_items``: number of
-    thread groups per KV head, for a kernel for common blocks."""
-    rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
+    """Return the spec of a call. ``n_items``: number of thread groups per KV head, for a kernel for common blocks."""
+    rows = batch * q_len
     cores = cuda_limits().multiprocessors
     if variant.body in FUSED_BODIES:
         counters = rows * (n_q_heads // variant.gqa)
@@ -75,12 +75,7 @@ def spec_of(
         spec = _decode_spec(variant, own, batch, n_q_heads, q_len, n_partitions)._replace(run=size)
     else:
         spec = _decode_spec(variant, launch_shape, batch, n_q_heads, q_len, n_partitions)
-    small = small_inputs_of(variant.backend, tables=1 if small_tables else MIN_DEVICE_ELEMENTS, ends=rows, sinks=sinks)
-    keys = [KernelKey(variant.body, spec.decode_constants, small)]
-    if spec.merge:
-        small = small_inputs_of(variant.backend, stats=rows * n_q_heads * n_partitions * 2, ends=rows, sinks=sinks)
-        keys.append(KernelKey(spec.merge_body, spec.merge_constants, small))
-    return spec._replace(keys=tuple(keys))
+    return spec
 
 
 def _decode_spec(

@@ -14,9 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from .availability import device_unsupported_reason
-from .build import backend, build_kernel
+from .build import KernelText, backend, build_kernel
 from .check import check_and_warn
-from .trial import KernelKey
 
 WIDTH = 8  # numbers per row in each array: on Metal, an array of fewer elements makes another text
 
@@ -53,65 +52,6 @@ class DrawnRow(NamedTuple):
         return [self.key >> 32 & 0xFFFFFFFF, self.key & 0xFFFFFFFF, *[0] * (WIDTH - 2)]
 
 
-_TURNS = (13, 15, 26, 6, 17, 29, 16, 24)
-_ALL = 0xFFFFFFFF
-
-
-def threefry(key: int, position: int, count: int) -> tuple[int, int]:
-    """Return two 32-bit random numbers: Threefry-2x32 with 20 rounds, a 64-bit key and a counter of two words."""
-    high, low = key >> 32 & _ALL, key & _ALL
-    schedule = (high, low, 0x1BD11BDA ^ high ^ low)
-    left, right = (position + high) & _ALL, (count + low) & _ALL
-    for i in range(20):
-        left = (left + right) & _ALL
-        turn = _TURNS[i % 8]
-        right = ((right << turn | right >> (32 - turn)) & _ALL) ^ left
-        if i % 4 == 3:
-            left = (left + schedule[(i // 4 + 1) % 3]) & _ALL
-            right = (right + schedule[(i // 4 + 2) % 3] + i // 4 + 1) & _ALL
-    return left, right
-
-
-def reference_draw(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> int:
-    """Return the token that a kernel with ``num_groups`` simdgroups draws from logits ``[vocab]``."""
-    if row.temperature == 0:
-        return int(np.argmax(x))
-    order = np.argsort(-x, kind="stable")
-    rank = np.empty(len(x), np.int64)
-    rank[order] = np.arange(len(x))
-    masses = np.exp(x - x.max())
-    weights = np.exp((x - x.max()) / row.temperature)
-    part = -(-len(x) // (num_groups * 32)) * 32
-    before = np.ones(len(x), bool)
-    for attempt in range(1024):
-        numbers = [n for half in range(2) for n in threefry(row.key, position, 2 * attempt + half)]
-        padded = np.zeros(num_groups * -(-part // 1024) * 1024)
-        blocks = padded.reshape(num_groups, -1)
-        for group in range(num_groups):
-            own = (weights * before)[group * part : (group + 1) * part]
-            blocks[group, : len(own)] = own
-        cells = blocks.reshape(num_groups, -1, 32, 32)  # group, number, line, column
-        group = _place(cells.sum((1, 2, 3)), numbers[0])
-        column = _place(cells[group].sum((0, 1)), numbers[1])
-        line = _place(cells[group, :, :, column].sum(0), numbers[2])
-        number = _place(cells[group, :, line, column], numbers[3])
-        token = group * part + column + 32 * (line + 32 * number)
-        in_top_p = row.top_p >= 1 or masses[x > x[token]].sum() < row.top_p * masses.sum()
-        log_min_p = math.log(row.min_p) if row.min_p else -math.inf
-        in_min_p = x[token] >= x.max() + log_min_p or rank[token] < row.min_kept
-        if in_top_p and in_min_p and (row.top_k is None or rank[token] < row.top_k):
-            return token
-        before = rank < rank[token]
-    raise RuntimeError("1024 draws gave no token that the filters keep")
-
-
-def _place(weights: np.ndarray, number: int) -> int:
-    """Return the index of the weight that a 32-bit random number selects, by its upper 24 bits."""
-    ends = np.cumsum(weights)
-    hits = np.flatnonzero((weights > 0) & (ends > (number >> 8) / (1 << 24) * ends[-1]))
-    return int(hits[0]) if len(hits) else int(np.flatnonzero(weights)[-1])
-
-
 BODY = "draw_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 # Simdgroups per row. The drawn tokens depend on it.
@@ -146,10 +86,10 @@ def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array
     return out
 
 
-def kernel_key(dtype: mx.Dtype, dialect: str) -> KernelKey:
+def kernel_key(dtype: mx.Dtype, dialect: str) -> KernelText:
     """Return the key of the kernel for logits of a dtype."""
     bounds = (("GROUPS", 1),) if dialect == "cuda" else ()
-    return KernelKey(
+    return KernelText(
         BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), ("AHEAD", _AHEAD[dialect]), *bounds)
     )
 
@@ -168,7 +108,8 @@ def passes_check(dtype: mx.Dtype) -> bool:
     return check_and_warn(BODY, dtype, lambda: _difference(dtype))
 
 
-# Rows of the self-check.
+# Rows of the self-check, and the tokens that each number of simdgroups draws for them: those of the NumPy model of the
+# kernel in tests/support/kernels/drawn.py.
 _ROWS = (
     DrawnRow(0.0),
     DrawnRow(1.0),
@@ -180,28 +121,34 @@ _ROWS = (
     DrawnRow(1.3, top_p=0.95, min_p=0.01, top_k=2),
     DrawnRow(30.0, top_k=5),
 )
+_EXPECTED = {
+    32: (5, 375, 2203, 5, 1313, 8, 771, 6, 6),
+    16: (5, 375, 2203, 5, 1313, 7, 51, 6, 31),
+}
 _VOCAB = 3001  # tokens; several per lane of a CUDA group
 
 
+def checked_rows() -> tuple[list[DrawnRow], np.ndarray, np.ndarray]:
+    """Return the rows of the self-check with their keys, their logits ``[R, vocab]`` float32, and their positions."""
+    rows = [row._replace(key=0x9E3779B97F4A7C15 * (i + 1) % (1 << 64)) for i, row in enumerate(_ROWS)]
+    mixed = np.arange(len(rows) * _VOCAB, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
+    # Multiples of 1/8 are exact in every dtype, and many logits are equal.
+    x = ((mixed >> np.uint64(16)) % np.uint64(113)).astype(np.float32).reshape(len(rows), _VOCAB) / 8 - 7
+    x[:, 5:9], x[:, 1500:1700] = 7.25, -np.inf
+    return rows, x, (mixed[: len(rows)] + np.uint64(7)).astype(np.uint32)
+
+
 def _difference(dtype: mx.Dtype) -> float:
-    """Return the fraction of rows whose token differs from the reference's. Launches few rows, then more: on Metal
-    these are two texts (kernels/trial.py)."""
-    groups, wrong, num_rows = _GROUPS[backend() or ""], 0, 0
-    rng = np.random.default_rng(29)
-    for count in (2, 45):
-        rows = [_ROWS[i % len(_ROWS)]._replace(key=int(rng.integers(1 << 63))) for i in range(count)]
-        # Multiples of 1/8 are exact in every dtype, and many logits are equal.
-        x = np.round(rng.normal(size=(count, _VOCAB)) * 16).clip(-56, 56) / 8
-        x[:, 5:9], x[:, 1500:1700] = 7.25, -np.inf
-        positions = rng.integers(1 << 32, size=count, dtype=np.uint32)
+    """Return the fraction of rows whose token is wrong. Launches few rows, then more: on Metal these are two texts."""
+    rows, x, positions = checked_rows()
+    expected, wrong, num_rows = _EXPECTED[_GROUPS[backend() or ""]], 0, 0
+    for count in (2, len(rows)):
         got = draw_rows(
-            mx.array(x.astype(np.float32)).astype(dtype),
-            mx.array([row.params() for row in rows]),
-            mx.array(np.array([row.key_words() for row in rows], np.uint32)),
-            mx.array(positions),
+            mx.array(x[:count]).astype(dtype),
+            mx.array([row.params() for row in rows[:count]]),
+            mx.array(np.array([row.key_words() for row in rows[:count]], np.uint32)),
+            mx.array(positions[:count]),
         )
-        tokens = np.array(got).tolist()
-        for row, logits, position, token in zip(rows, x, positions.tolist(), tokens, strict=True):
-            wrong += token != reference_draw(logits, row, position, groups)
+        wrong += int((np.array(got) != np.array(expected[:count])).sum())
         num_rows += count
     return wrong / num_rows

@@ -10,14 +10,12 @@ Pools of quantised pages (``pages`` gives their form) are uint32 and have kernel
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cuda.device import cuda_limits
 from . import quantized
 from .build import Constants, Launch, NoKernelError, backend, build_kernel, gpu_cores, prepared
 from .decode_spec import Counters, params_of, pool_constants_of, spec_of
@@ -25,7 +23,6 @@ from .launch_shape import (
     LATENT_BODIES,
     LATENT_TENSOR_HEADS,
     MATRIX_BODIES,
-    MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
     SHARED_BODIES,
     SHARED_BODY_OF,
@@ -38,9 +35,9 @@ from .launch_shape import (
     unsupported,
     unsupported_matrix,
 )
+from .limits import cuda_limits
 from .quantized import PageShape
 from .shared_runs import FEWEST_ROWS
-from .trial import MIN_DEVICE_ELEMENTS, failure_of
 
 MAX_LATENT_HEADS = 256
 _MOST_TOGETHER = 16  # most query heads per thread group of the portable body over latents
@@ -111,23 +108,6 @@ def geometry_of(
     return k_pool.dtype, n_kv_heads, block_size, head_dim, v_pool.shape[3]
 
 
-def decode_variants(
-    k_pool: mx.array,
-    v_pool: mx.array,
-    n_q_heads: int,
-    *,
-    softcap: bool = False,
-    sinks: bool = False,
-    pages: PageShape | None = None,
-) -> tuple[Variant, ...]:
-    """Return the variants that can attend over this pool, fastest first; empty without a GPU.
-
-    Raises ValueError if no kernel supports the geometry.
-    """
-    dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
-    return variants_of(dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks, pages)
-
-
 @lru_cache(maxsize=256)
 def variants_of(
     dtype: mx.Dtype,
@@ -140,7 +120,11 @@ def variants_of(
     sinks: bool,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """Return the variants for a geometry, fastest first; see :func:`decode_variants`."""
+    """Return the variants that can attend over a pool of this geometry, fastest first; empty without a GPU.
+
+    Raises:
+        ValueError: no kernel supports the geometry.
+    """
     gqa, rest = divmod(n_q_heads, n_kv_heads)
     why = unsupported(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
@@ -182,78 +166,6 @@ def why_off(variant: Variant) -> str | None:
     return _switched_off.get(variant)
 
 
-def paged_decode(
-    q: mx.array,
-    k_pool: mx.array,
-    v_pool: mx.array,
-    fence: mx.array,
-    block_tables: mx.array,
-    context_lens: mx.array,
-    start_positions: mx.array,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
-    max_visible: int | None = None,
-    append: tuple[mx.array, mx.array] | None = None,
-    variant: Variant | None = None,
-    launch_shape: LaunchShape | None = None,
-    pages: PageShape | None = None,
-    init_value: float | None = None,
-    items: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
-    """Attend for a few query positions per sequence over scattered blocks.
-
-    q [B, n_q_heads, q_len, head_dim], q_len 1..8, dtype of the pool; block_tables int32 [B, max_blocks], block ids by
-    absolute position; context_lens and start_positions int32 [B, q_len]: a query sees start <= position < context_len,
-    and entries of the table outside that range are never followed. sinks: one logit per query head, [n_q_heads].
-    max_visible: no query sees more tokens than this (a window), which saves empty partitions; the result is the same.
-    append: keys and values [B, n_kv_heads, 1, head_dim] of the tokens at context_lens - 1 (q_len 1), which are not in
-    the pool yet: the launch writes them to their slots and attends to them, as if write_slots had run before.
-    Returns (out [B, n_q_heads, q_len, value_dim], fence). A query that sees nothing gets zeros.
-
-    pages: form of a pool of quantised pages; appended tokens are quantised, and attended to as their page holds them.
-
-    items: which rows read blocks together (:mod:`.shared_runs`), for q_len 1.
-
-    A row's bits do not depend on the other rows. `variant` and `launch_shape` override the choice, for checks and
-    timings. `init_value` (Metal) is what outputs hold before the launches, for checks.
-    Raises ValueError for an unsupported shape, NoKernelError without a GPU or with every variant switched off.
-    """
-    batch, n_q_heads, q_len, head_dim = q.shape
-    dtype, n_kv_heads, _, pool_dim, value_dim = geometry_of(k_pool, v_pool, pages)
-    if not 1 <= q_len <= MAX_QUERY_LENGTH:
-        raise ValueError(f"q_len {q_len} is not in 1..{MAX_QUERY_LENGTH}")
-    if head_dim != pool_dim or q.dtype != dtype:
-        raise ValueError(f"queries {q.dtype} x {head_dim} do not fit a pool of {dtype} x {pool_dim}")
-    if context_lens.shape != (batch, q_len) or start_positions.shape != (batch, q_len):
-        raise ValueError("context_lens and start_positions must be [B, q_len]")
-    if not block_tables.dtype == context_lens.dtype == start_positions.dtype == mx.int32:
-        raise ValueError("block_tables, context_lens and start_positions must be int32")
-    launch = prepare_decode(
-        k_pool,
-        v_pool,
-        (block_tables, context_lens, start_positions),
-        n_q_heads=n_q_heads,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks is not None,
-        max_visible=max_visible,
-        append=append is not None,
-        variant=variant,
-        launch_shape=launch_shape,
-        pages=pages,
-        init_value=init_value,
-        items=items,
-    )
-    if append is None:
-        return launch(q, k_pool, v_pool, fence, sinks)
-    for x, dim in zip(append, (head_dim, value_dim), strict=True):
-        if x.shape != (batch, n_kv_heads, 1, dim) or x.dtype != dtype or q_len != 1:
-            raise ValueError(f"cannot append rows {x.dtype} x {x.shape} for queries {q.shape}")
-    return launch(q, k_pool, v_pool, fence, sinks, *append)
-
-
 class DecodeLaunch(NamedTuple):
     """The launches of one decode step, prepared once and called for each layer."""
 
@@ -277,8 +189,19 @@ class DecodeLaunch(NamedTuple):
         v_new: mx.array | None = None,
         counters: Counters | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """Return (out, fence) as :func:`paged_decode` does, for arrays of the prepared shapes. Checks nothing.
-        ``counters``: those of the pools' layer, to make none for this launch alone."""
+        """Attend for a few query positions per sequence over scattered blocks. Checks nothing.
+
+        Args:
+            q: ``[B, n_q_heads, q_len, head_dim]``, q_len 1 to 8, in the pool's dtype.
+            k_pool, v_pool, fence: the pools, and their latest fence.
+            sinks: one logit per query head, ``[n_q_heads]``.
+            k_new, v_new: ``[B, n_kv_heads, 1, head_dim]``, the tokens to append, if the launch was prepared for them.
+            counters: those of the pools' layer, to make none for this launch alone.
+
+        Returns:
+            ``[B, n_q_heads, q_len, value_dim]``, zeros for a query that sees nothing; and the next fence. A row's bits
+            do not depend on the other rows.
+        """
         logits = self.params if sinks is None else sinks.astype(mx.float32)
         tables, ends, starts = self.visible
         k_new = q if k_new is None else k_new  # a placeholder, never read
@@ -312,14 +235,23 @@ def prepare_decode(
     init_value: float | None = None,
     items: mx.array | None = None,
 ) -> DecodeLaunch:
-    """Prepare the launches of :func:`paged_decode` over pools of this geometry. ``visible`` is (block_tables,
-    context_lens, start_positions). ``latent``: pools hold latents and rotated parts; queries are as long as both.
+    """Prepare the launches of a decode step over pools of this geometry.
 
-    A text's first use in this process begins with a trial. If that fails, its variant is switched off with a warning
-    and the next one is used; nothing that writes to the pool has been launched by then.
+    Args:
+        visible: block tables int32 ``[B, max_blocks]``, ids by absolute position; ends and starts int32 ``[B, q_len]``.
+            A query sees start <= position < end, and entries of the table outside that range are never followed.
+        sinks: whether the launches are given sinks.
+        max_visible: no query sees more tokens than this (a window), which saves empty partitions.
+        append: the launches are given the tokens at ``ends - 1`` (q_len 1), which are not in the pool yet: they write
+            them to their slots, quantised if the pages are, and attend to them.
+        variant, launch_shape: override the choice, for checks and timings.
+        pages: form of a pool of quantised pages.
+        latent: pools hold latents and rotated parts; queries are as long as both.
+        init_value: what outputs hold before the launches (Metal), for checks.
+        items: which rows read blocks together (:mod:`.shared_runs`), for q_len 1.
 
     Raises:
-        NoKernelError: no GPU, every variant is off, or the trial of a given ``variant`` fails.
+        NoKernelError: no GPU, or every variant is off.
     """
     dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
     choices: tuple[Variant, ...] = (variant,) if variant is not None else ()
@@ -342,24 +274,16 @@ def prepare_decode(
         own_items = items if choice.body in SHARED_BODIES else None
         n_items = 0 if own_items is None else len(own_items)
         n_partitions = count_partitions(seen, own)
-        spec = spec_of(
-            choice, own, batch, n_q_heads, q_len, n_partitions, visible[0].size < MIN_DEVICE_ELEMENTS, n_items
-        )
-        failure = next((why for why in (failure_of(key, build_kernel) for key in spec.keys) if why), None)
-        if failure is None:
-            kernel, merge = build_kernel(choice.body, spec.decode_constants), None
-            filled = {} if init_value is None else {"init_value": init_value}
-            if spec.merge:
-                merge = prepared(build_kernel(spec.merge_body, spec.merge_constants), {**spec.merge, **filled})
-            run_shift = spec.run.bit_length() - 1
-            params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
-            options = {**spec.decode, **filled}
-            decode = prepared(kernel, options)
-            return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, own_items)
-        reasons.append(failure)
-        if variant is None:
-            switch_off(choice, failure)
-            warnings.warn(f"mlx_paged: {choice} is off: {failure}", stacklevel=2)
+        spec = spec_of(choice, own, batch, n_q_heads, q_len, n_partitions, n_items)
+        kernel, merge = build_kernel(choice.body, spec.decode_constants), None
+        filled = {} if init_value is None else {"init_value": init_value}
+        if spec.merge:
+            merge = prepared(build_kernel(spec.merge_body, spec.merge_constants), {**spec.merge, **filled})
+        run_shift = spec.run.bit_length() - 1
+        params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
+        options = {**spec.decode, **filled}
+        decode = prepared(kernel, options)
+        return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, own_items)
     raise NoKernelError("; ".join(reasons) or "no decode kernel is available for this geometry")
 
 

@@ -7,20 +7,17 @@ tensor cores; on Metal, prompts take MLX's attention (docs/adr/0084).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cuda.device import cuda_limits
 from . import ops
 from .build import Constants, NoKernelError, backend, build_kernel
-from .cases import Blocks, squared_errors, worst_rms
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
-from .quantized import PageShape, new_blocks
-from .trial import LAUNCHES, KernelKey, failure_of, seconds_of
+from .limits import cuda_limits
+from .quantized import PageShape
 
 BODY = "paged_prefill_tensor"
 QUANTIZED_BODY = "quantized_prefill_tensor"
@@ -244,8 +241,7 @@ def prepare_prefill(
 
     Raises:
         ValueError: shapes are not supported, or do not agree.
-        NoKernelError: no GPU, or the variant is off. A text's first use in this process begins with a trial; if
-            that fails, the variant is switched off with a warning.
+        NoKernelError: no GPU, or the variant is off.
     """
     dtype, _, block_size, _, value_dim = ops.geometry_of(k_pool, v_pool, pages)
     choices = prefill_variants(k_pool, v_pool, n_q_heads, softcap=softcap is not None, sinks=sinks, pages=pages)
@@ -262,10 +258,6 @@ def prepare_prefill(
             raise NoKernelError(reason)
     own = launch_shape or shape_of(variant)
     constants = prefill_constants_of(variant, own)
-    if (failure := failure_of(KernelKey(variant.body, constants), build_kernel)) is not None:
-        ops.switch_off(variant, failure)
-        warnings.warn(f"mlx_paged: {variant} is off: {failure}", stacklevel=2)
-        raise NoKernelError(failure)
     tiles = tiles_of(counts, lengths, own.rows // variant.gqa, window)
     seen = _NO_WINDOW if window is None or window >= max(lengths) else window
     threads = 32 * own.simdgroups
@@ -277,100 +269,3 @@ def prepare_prefill(
     }
     params = mx.array([scale, softcap or 1.0, seen, stride if seen == window else 1], mx.float32)
     return PrefillLaunch(build_kernel(variant.body, constants), options, tables, mx.array(tiles, mx.int32), params)
-
-
-_KV_HEADS = 2
-_WINDOW = 45
-_FREE_BLOCKS = 1
-
-
-def prefill_difference(variant: Variant) -> float:
-    """Return the RMS difference of a variant from float32 attention: the worst sequence of a seeded pack, without a
-    window and then with one, in two launches of one text.
-
-    New tokens fill tiles or do not, with and without prefixes, in permuted blocks. Every slot that no token sees is
-    NaN.
-    """
-    block, dtype, pages = variant.block_size, variant.dtype, variant.pages
-    launch_shape = shape_of(variant)
-    tile = launch_shape.rows // variant.gqa  # tokens
-    counts, prefixes = [1, tile + 3, 2, tile], [block + 5, 0, 90, 64]
-    lengths = [count + prefix for count, prefix in zip(counts, prefixes, strict=True)]
-    n_q_heads = _KV_HEADS * variant.gqa
-    keys = [mx.random.key(3 + i) for i in range(4)]
-    blocks = Blocks.of(lengths, block, 3, _FREE_BLOCKS)
-    tables, slots = mx.array(blocks.tables(), mx.int32), blocks.slots
-    k, v = (
-        mx.random.normal((len(slots), _KV_HEADS, dim), key=key).astype(dtype)
-        for dim, key in zip((variant.head_dim, variant.value_dim), keys, strict=False)
-    )
-    q = mx.random.normal((sum(counts), n_q_heads, 1, variant.head_dim), key=keys[2]).astype(dtype)
-    sinks = mx.random.normal((n_q_heads,), key=keys[3]) if variant.sinks else None
-    scale, softcap = variant.head_dim**-0.5, 10.0 if variant.softcap else None
-    dims = variant.head_dim, variant.value_dim
-    k_pool, v_pool = new_blocks(blocks.num_blocks + _FREE_BLOCKS, _KV_HEADS, block, dims, dtype, pages, float("nan"))
-    fence = ops.write_slots(k_pool, v_pool, ops.new_fence(), k, v, mx.array(slots, mx.int32), pages)
-    if pages is not None:  # keys and values as the pages hold them
-        k, v = pages.dequantize(*pages.quantize(k, v))
-    errors = []
-    for window in (None, _WINDOW):
-        if window is not None:
-            # Slots behind the window are NaN from here on.
-            dead: list[int] = []
-            for length, prefix in zip(lengths, prefixes, strict=True):
-                own = slots[len(dead) : len(dead) + length]
-                dead += [slot if t < prefix - window + 1 else -1 for t, slot in enumerate(own)]
-            no_k, no_v = (mx.full(x.shape, float("nan"), dtype) for x in (k, v))
-            fence = ops.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array(dead, mx.int32), pages)
-        launch = prepare_prefill(
-            k_pool,
-            v_pool,
-            tables,
-            counts,
-            lengths,
-            n_q_heads=n_q_heads,
-            scale=scale,
-            softcap=softcap,
-            sinks=variant.sinks,
-            window=window,
-            variant=variant,
-            launch_shape=launch_shape,
-            pages=pages,
-        )
-        out, fence = launch(q, k_pool, v_pool, fence, sinks)
-        errors += squared_errors(out, q, k, v, counts, lengths, scale, softcap, sinks, window)
-    return worst_rms(errors)
-
-
-def prefill_seconds(variant: Variant) -> float:
-    """Return the seconds of one launch for 4 sequences of 512 new tokens and 2 KV heads, compilation excluded."""
-    batch, length, block, dtype = 4, 512, variant.block_size, variant.dtype
-    per_row = length // block
-    dims = variant.head_dim, variant.value_dim
-    k_pool, v_pool = new_blocks(batch * per_row + 1, _KV_HEADS, block, dims, dtype, variant.pages)
-    q = mx.zeros((batch * length, _KV_HEADS * variant.gqa, 1, variant.head_dim), dtype)
-    sinks = mx.zeros((q.shape[1],)) if variant.sinks else None
-    tables = mx.arange(1, 1 + batch * per_row, dtype=mx.int32).reshape(batch, per_row)
-    mx.eval(k_pool, v_pool, q, tables)
-    launch = prepare_prefill(
-        k_pool,
-        v_pool,
-        tables,
-        [length] * batch,
-        [length] * batch,
-        n_q_heads=q.shape[1],
-        scale=variant.head_dim**-0.5,
-        softcap=10.0 if variant.softcap else None,
-        sinks=variant.sinks,
-        variant=variant,
-        pages=variant.pages,
-    )
-
-    def launches() -> list[mx.array]:
-        fence, results = ops.new_fence(), []
-        for _ in range(LAUNCHES):
-            out, fence = launch(q, k_pool, v_pool, fence, sinks)
-            results.append(out)
-        return [*results, fence]
-
-    return seconds_of(launches) / LAUNCHES

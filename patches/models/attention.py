@@ -10,8 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
-from ...engine.narrow_layers import NARROW, fused_projections, projected
-from ...kernels.products.narrow_matmul import Rotation
+from ...kernels.nvidia import Rotation, fused_projections, has_cuda, is_narrow, projected
 from ...kv.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
@@ -135,7 +134,7 @@ def project_llama(self: Any, x: mx.array) -> list[mx.array]:
 def _rotate_llama(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
     """Return :func:`project_llama`'s result, rotated; for one token in one kernel launch if there is such a kernel."""
     layers, heads = (self.q_proj, self.k_proj, self.v_proj), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-    if x.shape[1] == 1 and isinstance(layers[0], NARROW):
+    if has_cuda() and x.shape[1] == 1 and is_narrow(layers[0]):
         positions = offset if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
         rotation = rotation_of(self.rope, positions, self.q_proj.weight.shape[0] // self.n_heads)
         fused = None if rotation is None else fused_projections(layers, x, heads, rotation)

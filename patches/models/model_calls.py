@@ -16,7 +16,7 @@ import mlx.core as mx
 from ...by_model import ByModel
 from ...cache.batch_cache import PagedBatchKVCache, first_paged
 from ...engine.compiled_step import CompiledStep, compiled_steps
-from ...kernels.products.inference import Inference, thread
+from ...kernels.inference import Inference, thread
 from ...kv.pool import BlockPool
 from ...warn import warn_once
 

@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ...cache.batch_cache import PagedBatchKVCache
-from ...engine.narrow_layers import added, gated, projected
-from ...kernels.products.inference import thread
+from ...kernels.inference import thread
+from ...kernels.nvidia import added, gated, projected
 from ..patch import replaces
 
 ModuleCall = Callable[..., mx.array]

@@ -26,6 +26,7 @@ from mlx_paged import config
 from mlx_paged.attention import dispatch
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.cuda.compiled import cuda_source
 from mlx_paged.cuda.launch import CompiledKernel
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
@@ -73,16 +74,15 @@ def stand_ins() -> Iterator[None]:
     def build_kernel(body: str, constants: Any) -> Any:
         kernel = known.get((body, constants))
         if kernel is None:
-            source = kernel_build._cuda_source(body, constants)
+            source = cuda_source(body, constants)
             assert source is not None
-            kernel = known[body, constants] = CompiledKernel(source, b"", kernel_build._TYPE_NAMES["cuda"])
+            kernel = known[body, constants] = CompiledKernel(source, b"", kernel_build.TYPE_NAMES["cuda"])
         return kernel
 
     with ExitStack() as stack:
         for owner, name, value in (
             (ops, "build_kernel", build_kernel),
             (ops, "backend", lambda: "cuda"),
-            (ops, "failure_of", lambda key, build: None),
             (availability, "device_unsupported_reason", lambda: None),
             (config, "device_unsupported_reason", lambda: None),
             (choice, "kernel_unsupported_reason", lambda *_: None),

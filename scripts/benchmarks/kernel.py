@@ -34,6 +34,7 @@ from mlx_paged.kernels.launch_shape import LaunchShape
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kernels.shared_runs import Partitions, cut_of, interleaved, items_for, shared_items, shared_rows
+from scripts.support.paged_decode import decode_variants, paged_decode
 
 from .report import Panel, add_out_argument, write_results
 
@@ -190,9 +191,7 @@ class Cell:
             q, fence = self.q, first
             for i in range(n):
                 k, v = pools[i % sets]
-                q, fence = kernels.paged_decode(
-                    q, k, v, fence, self.tables, ends, starts, scale=self.scale, pages=pages
-                )
+                q, fence = paged_decode(q, k, v, fence, self.tables, ends, starts, scale=self.scale, pages=pages)
             return q
 
         return chain
@@ -285,7 +284,7 @@ def measure_shared(
     q, first = noise(batch, n_q, 1, head_dim), kernels.new_fence()
     mx.eval(pools, tables, ends, starts, q, first)
     given: dict[str, Any] = {"n_q_heads": n_q, "scale": head_dim**-0.5, "pages": pages}
-    (plain, *_) = kernels.decode_variants(*pools[0], n_q, pages=pages)
+    (plain, *_) = decode_variants(*pools[0], n_q, pages=pages)
     variant, shared = kernels.shared_variant_of(plain), shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
     launches, chosen = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}, None
     if variant is not None and shared is not None:

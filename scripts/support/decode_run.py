@@ -16,6 +16,8 @@ from mlx_paged.kernels.launch_shape import SINGLE_ROW_BODY_OF, Variant, shape_fo
 from mlx_paged.kernels.quantized import new_blocks
 from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
 
+from .paged_decode import paged_decode
+
 
 def _attend(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
     """Return attention of q ``[n_q_heads, 1, D]`` over k, v ``[n_kv_heads, n, D]`` in float32."""
@@ -113,7 +115,7 @@ class HeadRun(Run):
 
     def attend(self, q: mx.array, ends: mx.array, starts: mx.array, **options: Any) -> mx.array:
         """Return the kernel's output."""
-        out, self.fence = kernels.paged_decode(
+        out, self.fence = paged_decode(
             q, *self.pools, self.fence, self.device_tables, ends, starts, sinks=self.sinks, max_visible=self.window,
             variant=self.variant, pages=self.variant.pages, **options,
         )  # fmt: skip
@@ -144,7 +146,7 @@ class SharedRun(HeadRun):
         alone = super().attend(q, ends, starts, **options)
         shape = shape_for(self.own, gpu_cores())
         items = shared_items(self.shared, Partitions.of(np.array(self.lengths), shape), shape)
-        out, self.fence = kernels.paged_decode(
+        out, self.fence = paged_decode(
             q, *self.pools, self.fence, self.device_tables, ends, starts, sinks=self.sinks, variant=self.own,
             items=mx.array(items), pages=self.variant.pages, **options,
         )  # fmt: skip

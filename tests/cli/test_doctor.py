@@ -18,13 +18,12 @@ import pytest
 
 from mlx_paged import Dispatch, PagedConfig
 from mlx_paged.cli.doctor import checks as doctor_checks
-from mlx_paged.cli.doctor import doctor
+from mlx_paged.cli.doctor import doctor, product_jobs, timing
 from mlx_paged.cli.doctor import jobs as doctor_jobs
 from mlx_paged.cli.doctor.checks import DEMO_FOLDER, demo_folder, difference, ordering_stress
 from mlx_paged.cli.doctor.jobs import (
     POOL_KERNELS,
     POPULAR,
-    ProductJob,
     Shape,
     ShapeJob,
     jobs,
@@ -35,13 +34,13 @@ from mlx_paged.cli.doctor.jobs import (
 )
 from mlx_paged.cli.doctor.report import Outcome, Report, Row, run_program
 from mlx_paged.cli.terminal import Bar
+from mlx_paged.cuda import narrow_matmul
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.launch_shape import DTYPES, HEAD_DIMS, Variant
 from mlx_paged.kernels.prefill import prefill_variants_of
-from mlx_paged.kernels.products import narrow_matmul
 from scripts import demo_model
 from tests.support.processes import commands
 
@@ -246,11 +245,11 @@ def test_products_of_few_rows_are_checked_on_cuda(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(doctor_jobs, "backend", lambda: "cuda")
     monkeypatch.setattr(narrow_matmul, "self_check", check)
-    monkeypatch.setattr(narrow_matmul, "launch_seconds", lambda *kernel: 1e-5)
-    usual = [job for job in doctor.jobs(32, everything=False) if isinstance(job, ProductJob)]
+    monkeypatch.setattr(product_jobs, "product_seconds", lambda *kernel: 1e-5)
+    usual = [job for job in doctor.jobs(32, everything=False) if isinstance(job, product_jobs.ProductJob)]
     num_kernels = len(narrow_matmul.TILES) * len(narrow_matmul.KERNELS)
     assert len(usual) == 3 * num_kernels and {job.dtype for job in usual} == {mx.bfloat16}
-    listed = [job for job in doctor.jobs(32, everything=True) if isinstance(job, ProductJob)]
+    listed = [job for job in doctor.jobs(32, everything=True) if isinstance(job, product_jobs.ProductJob)]
     rows = [checked.timed() for job in listed for checked in job.run(PagedConfig())]
     assert len(rows) == 3 * 2 * num_kernels
     failed = [row for row in rows if "FAILED: RMS is 0.5" in row.use]
@@ -511,9 +510,14 @@ def test_other_launch_error_is_reported_without_a_limit(metal: dict[str, str]) -
 def test_kernel_that_does_not_compile_is_reported_and_others_run(
     metal: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad = "paged_decode: RuntimeError: it does not compile"
-    monkeypatch.setattr(kernels, "failure_of", lambda key, build: bad if dict(key.constants).get("D") == 80 else None)
-    with mock.patch.dict(kernels._switched_off, clear=True), pytest.warns(UserWarning, match="does not compile"):
+    bad = "it does not compile"
+    wide = [shape for shape in popular_shapes(32) if shape.head_dim == 80]
+    off = {
+        variant: bad
+        for shape in wide
+        for variant in kernels.variants_of(shape.dtype, 80, 80, 2 * shape.gqa, 2, 32, shape.softcap, shape.sinks)
+    }
+    with mock.patch.dict(kernels._switched_off, off):
         doctor_checks.print_threads(32)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [value for value in found if value["allowed"] is None] == [
@@ -556,13 +560,13 @@ def test_speed_and_ordering_checks_use_the_configuration(monkeypatch: pytest.Mon
 
 
 def test_dense_attention_is_timed_except_with_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_jobs, "_TOKENS", 64)
-    monkeypatch.setattr(doctor_jobs, "LAUNCHES", 2)
+    monkeypatch.setattr(timing, "_TOKENS", 64)
+    monkeypatch.setattr(timing, "LAUNCHES", 2)
     shape = ("paged_decode", "metal", mx.float32, 64, 64, 4, 32)
     for sinks in (False, True):
-        seconds = doctor_jobs.dense_seconds(Variant(*shape, False, sinks))
+        seconds = timing.dense_seconds(Variant(*shape, False, sinks))
         assert seconds is not None and seconds > 0
-    assert doctor_jobs.dense_seconds(Variant(*shape, True, False)) is None
+    assert timing.dense_seconds(Variant(*shape, True, False)) is None
 
 
 STEPS = 200

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_paged.cuda import compiled, narrow_matmul
 from mlx_paged.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.cuda.launch import CompiledKernel, Source, short_name
 from mlx_paged.kernels import build, check, draw_rows
@@ -25,10 +26,9 @@ from mlx_paged.kernels.prefill import (
     prefill_constants_of,
     prefill_shape_for,
 )
-from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.trial import KernelKey, launch_alone
 from tests.support.cases import quick
 from tests.support.kernels.quantized_pages import page_shape
+from tests.support.kernels.scratch import KernelKey, launch_alone
 
 TENSOR = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 64, 64, 4, 32)
 PLAIN = Variant("paged_decode", "cuda", mx.float32, 64, 80, 3, 16, True, True)
@@ -74,7 +74,7 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
     """Simulate CUDA, with a compiler that accepts every text."""
     fake, cubins = FakeMLX(), Cubins(FakeCompiler(), "sm_90", None)
     monkeypatch.setattr(build, "backend", lambda: "cuda")
-    monkeypatch.setattr(build, "cubins", lambda: cubins)
+    monkeypatch.setattr(compiled, "cubins", lambda: cubins)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", fake.precompiled, raising=False)
     monkeypatch.setattr(mx.fast, "cuda_kernel", fake.cuda_kernel, raising=False)
     build_kernel.cache_clear()
@@ -116,7 +116,7 @@ def parameters(source: Source) -> list[str]:
 def test_launch_passes_the_declared_parameters(mlx: FakeMLX, body: str, constants: Constants) -> None:
     launch_alone(KernelKey(body, constants), build_kernel)
     (call,) = mlx.calls
-    source = build._cuda_source(body, constants)
+    source = compiled.cuda_source(body, constants)
     assert source is not None and call["name"] == source.name and call["compiled_source"] == short_name(b"code")
     (load,) = mlx.loads
     assert load["name"] == source.name and load["compiled_source"] == b"code"
@@ -145,7 +145,7 @@ def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Co
         pytest.skip("needs CUDA's compiler")
     if constants is None:
         constants = narrow_matmul.kernel_key(body, mx.float16, narrow_matmul.SMALL, 4).constants
-    source = build._cuda_source(body, constants)
+    source = compiled.cuda_source(body, constants)
     assert source is not None and "#include" not in source.text
     # NVRTC needs no header; nvcc predefines only some of these names.
     (tmp_path / "kernel.cu").write_text(f"#include <cstdint>\n{source.text}")
@@ -179,17 +179,17 @@ def test_a_text_for_other_dtypes_is_not_launched(mlx: FakeMLX) -> None:
 @pytest.mark.parametrize("trouble", ["no compiler", "does not compile", "not known here"])
 def test_mlx_compiles_texts_that_nvrtc_cannot(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     compiler = FakeCompiler()
-    monkeypatch.setattr(build, "cubins", lambda: Cubins(compiler, "sm_90", None))
+    monkeypatch.setattr(compiled, "cubins", lambda: Cubins(compiler, "sm_90", None))
     if trouble == "no compiler":
-        monkeypatch.setattr(build, "cubins", lambda: None)
+        monkeypatch.setattr(compiled, "cubins", lambda: None)
     elif trouble == "does not compile":
         monkeypatch.setattr(compiler, "compile", lambda *_: 1 / 0)
     else:
         unknown = BODIES["copy_blocks"]._replace(inputs=("k_pool", "v_pool", "fence", "new"))
         monkeypatch.setitem(BODIES, "copy_blocks", unknown)
-        build._cuda_source.cache_clear()
+        compiled.cuda_source.cache_clear()
     kernel = build_kernel("copy_blocks", POOL)
-    build._cuda_source.cache_clear()
+    compiled.cuda_source.cache_clear()
     assert not isinstance(kernel, CompiledKernel)
     kernel(inputs=[])
     assert mlx.calls[0]["by"] == "MLX" and "k_pool_shape" in mlx.calls[0]["source"]
@@ -198,7 +198,7 @@ def test_mlx_compiles_texts_that_nvrtc_cannot(mlx: FakeMLX, monkeypatch: pytest.
 def test_all_texts_of_a_variant_start_compiling_before_the_check(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = FakeCompiler()
     cubins = Cubins(compiler, "sm_90", None)
-    monkeypatch.setattr(build, "cubins", lambda: cubins)
+    monkeypatch.setattr(compiled, "cubins", lambda: cubins)
     begun: list[int] = []
     passes = check.SelfCheck(TENSOR, True, 0.0, 0.0, "")
     monkeypatch.setattr(check, "self_check", lambda variant: begun.append(len(cubins._futures)) or passes)
@@ -212,9 +212,9 @@ def test_all_texts_of_a_variant_start_compiling_before_the_check(mlx: FakeMLX, m
 def test_compiled_by_names_the_compiler(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert build.compiled_by() == "NVRTC 13.0, in each process"
     kept = Cubins(FakeCompiler(), "sm_90", CubinFolder(tmp_path / "kernels"))
-    monkeypatch.setattr(build, "cubins", lambda: kept)
+    monkeypatch.setattr(compiled, "cubins", lambda: kept)
     assert build.compiled_by() == "NVRTC 13.0, once per machine"
-    monkeypatch.setattr(build, "cubins", lambda: None)
+    monkeypatch.setattr(compiled, "cubins", lambda: None)
     assert build.compiled_by() == "MLX"
 
 
@@ -235,7 +235,7 @@ def test_nvrtc_code_writes_the_same_as_mlxs_code(monkeypatch: pytest.MonkeyPatch
     written = []
     for own in (True, False):
         if not own:
-            monkeypatch.setattr(build, "cubins", lambda: None)
+            monkeypatch.setattr(compiled, "cubins", lambda: None)
             build_kernel.cache_clear()
         pools = [mx.zeros((5, 3, 32, 64), mx.bfloat16) for _ in "kv"]
         fence = kernels.write_slots(*pools, kernels.new_fence(), k, v, slots)

@@ -14,8 +14,9 @@ from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import draw_rows as module
-from mlx_paged.kernels.draw_rows import DTYPES, DrawnRow, draw_rows, is_supported, passes_check, reference_draw
+from mlx_paged.kernels.draw_rows import DTYPES, DrawnRow, draw_rows, is_supported, passes_check
 from tests.support import sampling_model
+from tests.support.kernels.drawn import reference_draw
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,16 @@ def test_kernel_is_used_for_supported_dtypes_and_sizes(gpu: list[mx.Dtype], monk
     assert not is_supported(mx.zeros((2, 50), mx.int32)) and not is_supported(mx.zeros((2, (1 << 19) + 1)))
     monkeypatch.setattr(module, "device_unsupported_reason", lambda: "MLX has no GPU here")
     assert not is_supported(mx.zeros((2, 50)))
+
+
+@pytest.mark.parametrize("num_groups", [16, 32])
+def test_expected_tokens_are_those_of_the_model(num_groups: int) -> None:
+    rows, x, positions = module.checked_rows()
+    found = [
+        reference_draw(logits.astype(np.float64), row, position, num_groups)
+        for logits, row, position in zip(x, rows, positions.tolist(), strict=True)
+    ]
+    assert tuple(found) == module._EXPECTED[num_groups] and len(set(found)) > 5
 
 
 @pytest.mark.skipif(kernel_build.backend() is not None, reason="a GPU is here")

@@ -9,25 +9,14 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import availability, quantized
 from mlx_paged.kernels import check as kernel_check
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import trial as kernel_trial
-from mlx_paged.kernels.build import NoKernelError
-from mlx_paged.kernels.check import SelfCheck, self_check
+from mlx_paged.kernels import quantized
+from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import Variant
-from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.quantized import PageShape, new_blocks
-from mlx_paged.kernels.trial import KernelKey, failure_of, small_inputs_of
-from mlx_paged.kv.attention_params import QueryHeads
-from mlx_paged.kv.choice import blocks_choice
-from mlx_paged.kv.device_blocks import DeviceBlocks
-from mlx_paged.kv.geometry import Geometry
-from mlx_paged.kv.host_blocks import HostBlocks
 from tests.support.cases import crossed, quick, slow
-from tests.support.kernels.broken_texts import Launched
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
-from tests.support.kernels.pool_texts import pool_texts
 from tests.support.kernels.quantized_pages import page_shape
 
 VARIANT = Variant("paged_decode", "metal", mx.float32, 64, 64, 2, 16)
@@ -43,7 +32,7 @@ def plant() -> Iterator[Callable[[Callable[[Launch], Launch]], None]]:
         prepare = fake.prepare_decode
 
         def prepare_decode(
-            *args: Any, variant: Variant, launch_shape: object, max_visible: int | None, **options: Any
+            *args: Any, variant: Variant, init_value: object, max_visible: int | None, **options: Any
         ) -> Launch:
             launch = prepare(*args, **options)  # the check chooses max_visible by the partitions, not by what rows see
             for wrap in around:
@@ -130,9 +119,8 @@ def test_fences_are_followed(monkeypatch: pytest.MonkeyPatch, plant: object) -> 
     follow = FakeKernels._pass
     monkeypatch.setattr(FakeKernels, "_pass", lambda self, *args: passed.append(args[0]) or follow(self, *args))
     assert self_check(VARIANT).ok
-    # Each case has 3 launches with the newest tokens and 1 of a single partition; then come windows, by the number of
-    # rows.
-    assert passed.count("paged_decode") == (4 + 8) + (4 + 2) + (4 + 3) and passed.count("write_slots") == 3 * 3
+    # Each of two cases has 3 launches with the newest tokens, 1 of a single partition, and 2 of windows.
+    assert passed.count("paged_decode") == 2 * (3 + 1 + 2) and passed.count("write_slots") == 2 * 3
 
 
 class Texts:
@@ -216,125 +204,26 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
 TRIED = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 4, 32)
 
 
-def nothing(key: KernelKey) -> bool:
-    return False
-
-
-@pytest.fixture
-def launched() -> Iterator[Callable[..., Launched]]:
-    """Launch the kernels' texts by fakes, of which some raise."""
-    kernels.variants_of.cache_clear()
-    narrow_matmul.passes_check.cache_clear()
-    with (
-        mock.patch.object(kernels, "build_kernel"),
-        mock.patch.object(narrow_matmul, "build_kernel"),
-        mock.patch.object(kernels, "backend"),
-        mock.patch.dict(kernels._switched_off, clear=True),
-        mock.patch.dict(kernel_trial._outcomes, clear=True),
-        mock.patch.dict(kernel_check._results, clear=True),
-    ):
-
-        def begin(is_broken: Callable[[KernelKey], bool] = nothing, dialect: str = "metal") -> Launched:
-            stand_in = Launched(is_broken)
-            kernels.build_kernel = narrow_matmul.build_kernel = stand_in
-            kernels.backend = lambda: dialect
-            return stand_in
-
-        yield begin
-    kernels.variants_of.cache_clear()
-    narrow_matmul.passes_check.cache_clear()
-
-
-def prepare(rows: int, dtype: mx.Dtype = mx.float32, width: int = 16, **options: Any) -> kernels.DecodeLaunch:
-    k_pool = v_pool = mx.zeros((3, 4, 16, 64), dtype)
-    visible = mx.zeros((rows, width), mx.int32), mx.zeros((rows, 1), mx.int32), mx.zeros((rows, 1), mx.int32)
-    return kernels.prepare_decode(k_pool, v_pool, visible, n_q_heads=8, scale=1.0, **options)
-
-
-def test_a_text_is_tried_once(launched: Callable[..., Launched]) -> None:
-    texts = launched().texts
-    for rows in (1, 2, 7):
-        for width in (16, 32, 64):
-            prepare(rows, width=width)
-    assert [key.body for key in texts] == ["paged_decode", "paged_decode", "merge_partitions"]
-    assert [dict(key.constants)["SINGLE"] for key in texts[:2]] == [True, False]  # 256 tokens are one partition
-    prepare(8, width=32)
-    prepare(300, width=32)
-    assert [key.body for key in texts[3:]] == ["paged_decode", "merge_partitions"]
-    prepare(8)
-    assert [dict(key.constants)["SINGLE"] for key in texts[5:]] == [True]
-    prepare(2, width=64, max_visible=32)
-    assert len(texts) == 6
-    assert len(set(texts)) == len(texts)
-
-
-def test_number_of_rows_needs_no_other_text_on_cuda(launched: Callable[..., Launched]) -> None:
-    texts = launched(dialect="cuda").texts
-    for rows in (1, 2, 8, 9):
-        prepare(rows)
-        prepare(rows, mx.bfloat16)
-    assert [key.body for key in texts] == ["paged_decode", "merge_partitions", "paged_decode_tensor"]
-    assert small_inputs_of("cuda", ends=1) == () and small_inputs_of("metal", ends=7, sinks=8) == ("ends",)
-
-
-def test_broken_variant_is_replaced_by_the_next_for_good(launched: Callable[..., Launched]) -> None:
-    texts = launched(lambda key: key.body == "paged_decode_tensor", "cuda").texts
-    with pytest.warns(UserWarning, match=r"paged_decode_tensor\[.*\] is off: .*it does not compile"):
-        launch = prepare(2, mx.float16)
-    assert launch.merge is not None and not launch.counters
-    prepare(3, mx.float16)  # a second warning would be an error
-    assert [key.body for key in texts] == ["paged_decode_tensor", "paged_decode", "merge_partitions"]
-
-
-def test_without_a_working_variant_new_pools_are_functional(
-    launched: Callable[..., Launched],
-) -> None:
-    launched(lambda key: "ends" not in key.small_inputs and key.body == "paged_decode")
-    geometry, heads = Geometry(4, 64, 64, mx.float32), QueryHeads(8)
-    with (
-        mock.patch.object(availability, "device_unsupported_reason", lambda: None),
-        mock.patch.object(kernel_check, "self_check", lambda variant: SelfCheck(variant, True, 0.0, 0.1, "")),
-    ):
-        choose = blocks_choice(None)
-        assert choose(geometry, 16, heads).form is DeviceBlocks
-        prepare(1)
-        with pytest.warns(UserWarning, match="is off"), pytest.raises(NoKernelError, match="does not compile"):
-            prepare(9)
-        with pytest.raises(NoKernelError, match="does not compile"):
-            prepare(1)
-        choice = choose(geometry, 16, heads)
-    assert choice.form is HostBlocks and "it does not compile" in choice.reason
-
-
-def test_a_trial_is_evaluated(launched: Callable[..., Launched]) -> None:
-    """MLX does not compile the text before."""
-    build = launched()
-    (key,) = (key for key in pool_texts(TRIED) if key.body == "copy_blocks")
-    with mock.patch.object(mx, "eval", side_effect=RuntimeError("no such symbol")) as evaluated:
-        assert "RuntimeError: no such symbol" in (failure_of(key, build) or "")
-    evaluated.assert_called_once()
-
-
 @pytest.mark.parametrize("block", [8, 32, 128])
-def test_self_check_runs_every_text_that_a_pool_needs(launched: Callable[..., Launched], block: int) -> None:
+def test_self_check_runs_every_text_that_a_pool_needs(block: int) -> None:
     """Writes, gathers and copies, of few blocks or tokens and of many."""
-    texts = launched().texts
+    texts, real = Texts(), Texts()
     equal = mock.patch.object(mx, "array_equal", lambda *_, **__: mx.array(True))
-    with equal, mock.patch.object(kernel_check, "MAX_RMS", float("inf")):
+    with built_by(texts), equal, mock.patch.object(kernel_check, "MAX_RMS", float("inf")):
         self_check(TRIED._replace(block_size=block))
-    checked = {key for key in texts if "decode" not in key.body and key.body != "merge_partitions"}
-    texts.clear()
+    checked = {text for text in texts.seen if "decode" not in str(text[0]) and text[0] != "merge_partitions"}
     pools = [mx.zeros((20, 2, block, 64), mx.bfloat16) for _ in "kv"]
     fence = kernels.new_fence()
     for count in (1, 2, 3, 4, 7, 8, 9):
         ids, rows = list(range(1, count + 1)), [mx.zeros((1, 2, count, 64), mx.bfloat16) for _ in "kv"]
-        kernels.write_slots(*pools, fence, *rows, mx.array(ids, mx.int32))
-        kernels.gather_blocks(*pools, fence, ids, 0, 1)
-        kernels.copy_blocks(*pools, fence, ids, [10 + i for i in ids])
-    assert set(texts) == checked and len(checked) == 6
+        with built_by(real):
+            kernels.write_slots(*pools, fence, *rows, mx.array(ids, mx.int32))
+            kernels.gather_blocks(*pools, fence, ids, 0, 1)
+            kernels.copy_blocks(*pools, fence, ids, [10 + i for i in ids])
+    assert real.seen == checked and len(checked) == 6
 
 
-def test_wrong_copies_fail_the_self_check(launched: Callable[..., Launched]) -> None:
+def test_wrong_copies_fail_the_self_check() -> None:
     """The faulty kernel copies only the first of several blocks."""
     with fake_kernels() as fake:
         prepare_decode, copy_blocks = fake.prepare_decode, fake.copy_blocks
@@ -342,47 +231,9 @@ def test_wrong_copies_fail_the_self_check(launched: Callable[..., Launched]) -> 
         def copy(k: mx.array, v: mx.array, fence: mx.array, source: list[int], target: list[int]) -> mx.array:
             return copy_blocks(k, v, fence, source[:1], target[:1])
 
-        def prepared(
-            *args: Any, variant: Variant, launch_shape: object, max_visible: int | None, **options: Any
-        ) -> Any:
+        def prepared(*args: Any, variant: Variant, init_value: object, max_visible: int | None, **options: Any) -> Any:
             return prepare_decode(*args, **options)
 
         with mock.patch.multiple(kernels, prepare_decode=prepared, copy_blocks=copy, write_slots=WRITE_SLOTS):
             result = self_check(TRIED._replace(dtype=mx.float32))
     assert not result.ok and "copies of blocks differ" in result.reason
-
-
-def test_products_of_other_dimensions_are_tried_before_they_are_used(
-    launched: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = launched(lambda key: dict(key.constants).get("XD") == 4, "cuda").texts
-    monkeypatch.setattr(narrow_matmul, "backend", lambda: "cuda")
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(
-        narrow_matmul, "self_check", lambda *kernel: narrow_matmul.TileCheck(*kernel[:4], True, 0.0, 0.1, "")
-    )
-    x, residual = mx.zeros((4, 1, 32), mx.bfloat16), mx.zeros((4, 1, 16), mx.bfloat16)
-    weight = mx.zeros((16, 32), mx.bfloat16)
-    assert narrow_matmul.covers_sum(x, weight, residual)
-    with pytest.warns(UserWarning, match="is off, using MLX's operations: .*it does not compile"):
-        assert not narrow_matmul.covers_sum(x.reshape(4, 2, 1, 16), weight, residual)
-    assert not narrow_matmul.covers_sum(x.reshape(4, 2, 1, 16), weight, residual)
-    assert narrow_matmul.covers_sum(x, weight, residual) and narrow_matmul.covers(x.reshape(4, 32), [weight])
-    assert [dict(key.constants)["XD"] for key in texts] == [4, 2]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_every_trial_passes_on_a_gpu(dtype: mx.Dtype) -> None:
-    for rows in (1, 9):
-        for options in ({}, {"max_visible": 16}, {"softcap": 5.0, "sinks": True}):
-            prepare(rows, dtype, **options)
-    variant = TRIED._replace(dtype=dtype, backend=str(kernels.backend()))
-    for key in pool_texts(variant):
-        for few in ((), ("slots", "blocks", "pairs")):
-            assert failure_of(KernelKey(key.body, key.constants, few), kernels.build_kernel) is None
-    if kernels.backend() == "cuda" and dtype in narrow_matmul.DTYPES:
-        for body in narrow_matmul.BODIES:
-            for dims in (2, 3, 4):
-                key = narrow_matmul.kernel_key(body, dtype, narrow_matmul.SMALL, dims)
-                assert failure_of(key, kernels.build_kernel) is None

@@ -14,6 +14,7 @@ from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
 from mlx_paged.kernels.ops import latent_variants_of
 from mlx_paged.kv.new_tokens import NewTokens
+from scripts.support.paged_decode import decode_variants, paged_decode
 from tests.support.pools import pool_of
 
 HAS_GPU = kernel_build.backend() is not None
@@ -27,9 +28,9 @@ def pools(n_blocks, n_kv=2, block=16, dim=64, dtype=mx.bfloat16):
 @pytest.mark.skipif(HAS_GPU, reason="a GPU is here")
 def test_without_a_gpu_nothing_is_built():
     k, v = pools(3)
-    assert kernels.decode_variants(k, v, 4) == ()
+    assert decode_variants(k, v, 4) == ()
     with pytest.raises(kernels.NoKernelError):
-        kernels.paged_decode(
+        paged_decode(
             mx.zeros((1, 4, 1, 64), mx.bfloat16), k, v, kernels.new_fence(), mx.array([[1]], mx.int32),
             mx.array([[3]], mx.int32), mx.array([[0]], mx.int32), scale=1.0,
         )  # fmt: skip
@@ -45,7 +46,7 @@ def test_without_a_gpu_nothing_is_built():
 )  # fmt: skip
 def test_unsupported_geometry_raises(shape, n_q_heads, why):
     with pytest.raises(ValueError, match=why):
-        kernels.decode_variants(mx.zeros(shape), mx.zeros(shape), n_q_heads)
+        decode_variants(mx.zeros(shape), mx.zeros(shape), n_q_heads)
 
 
 def test_partitions_cover_every_row():
@@ -180,7 +181,7 @@ def test_starts_are_shared_with_other_threads(monkeypatch):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_self_check_passes(dtype, extras, block):
     k, v = pools(2, block=block, dtype=dtype, dim=128)
-    for variant in kernels.decode_variants(k, v, 8, softcap=extras, sinks=extras):
+    for variant in decode_variants(k, v, 8, softcap=extras, sinks=extras):
         result = self_check(variant)
         assert result.ok, result
 
@@ -200,13 +201,13 @@ def test_bits_do_not_depend_on_batchmates(dim):
         width = max(blocks[b] for b in rows)
         table = mx.array([tables[b] + [0] * (width - blocks[b]) for b in rows], mx.int32)
         ends = mx.array([[contexts[b]] for b in rows], mx.int32)
-        out, _ = kernels.paged_decode(
+        out, _ = paged_decode(
             q[mx.array(rows)], k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1, variant=variant,
             launch_shape=shape_for(variant)._replace(run=run),
         )  # fmt: skip
         return np.array(out.view(mx.uint16))
 
-    for variant in kernels.decode_variants(k, v, 8):
+    for variant in decode_variants(k, v, 8):
         together = attend(list(range(len(contexts))), variant)
         for b in range(len(contexts)):
             np.testing.assert_array_equal(attend([b], variant)[0], together[b])
@@ -226,8 +227,8 @@ def test_rows_of_padding_append_nothing(dtype):
     new = [mx.random.normal((4, 2, 1, 64)).astype(dtype) for _ in "kv"]
     table = mx.array([[3, 5], [4, 2], [0, 0], [0, 0]], mx.int32)
     ends = mx.array([[20], [7], [0], [0]], mx.int32)
-    for variant in kernels.decode_variants(k, v, 4):
-        out, _ = kernels.paged_decode(
+    for variant in decode_variants(k, v, 4):
+        out, _ = paged_decode(
             q, k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.125, append=new, variant=variant
         )
         mx.eval(out)
@@ -262,7 +263,7 @@ def test_random_schedules_equal_sequential_runs():
                 q = mx.random.normal((2, 4, 1, 64)).astype(mx.bfloat16)
                 table = mx.array([rng.sample(range(1, 9), 4) for _ in "ab"], mx.int32)
                 ends = mx.array([[rng.randint(1, 64)] for _ in "ab"], mx.int32)
-                out, fence = kernels.paged_decode(q, k, v, fence, table, ends, mx.zeros_like(ends), scale=0.125)
+                out, fence = paged_decode(q, k, v, fence, table, ends, mx.zeros_like(ends), scale=0.125)
                 outs.append(out)
             else:
                 got_k, got_v, fence = kernels.gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30)
@@ -296,7 +297,7 @@ def test_a_large_pool_is_never_copied():
         for i, (k, v) in enumerate(stacks):
             row = x[:, :8]
             fences[i] = kernels.write_slots(k, v, fences[i], row, row, slot)
-            x, fences[i] = kernels.paged_decode(x, k, v, fences[i], table, ends, mx.zeros_like(ends), scale=0.125)
+            x, fences[i] = paged_decode(x, k, v, fences[i], table, ends, mx.zeros_like(ends), scale=0.125)
         mx.async_eval(x, *fences)
     mx.eval(x)
     assert mx.get_peak_memory() - before < 100 << 20

@@ -10,10 +10,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels.check import MAX_RMS
-from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.products.narrow_matmul import (
+from mlx_paged.cuda import narrow_matmul
+from mlx_paged.cuda.narrow_matmul import (
     ADDED,
     BIASED,
     BITS,
@@ -40,6 +38,8 @@ from mlx_paged.kernels.products.narrow_matmul import (
     products,
     self_check,
 )
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels.check import MAX_RMS
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,6 @@ def test_tile_for_more_rows_is_compiled_ahead_with_that_for_few(
     begun: list[object] = []
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     monkeypatch.setattr(narrow_matmul, "compile_ahead", lambda kernels: begun.extend(kernels))
-    monkeypatch.setattr(narrow_matmul, "failure_of", lambda key, build: "")
     monkeypatch.setattr(
         narrow_matmul, "self_check", lambda *choice: narrow_matmul.TileCheck(*choice[:4], True, 0.0, 0.0, "")
     )
@@ -229,7 +228,7 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
             for again in products(x, [w[: width // 2], w, w])[1:]:  # by another tile for some
                 assert mx.array_equal(got, again).item()
             for tile in (TILES_IF_FEW, TILES_IF_MANY):
-                (again,) = narrow_matmul._launch(PLAIN, x, [w], None, tile[LARGE], [got.shape])
+                (again,) = narrow_matmul.launch(PLAIN, x, [w], None, tile[LARGE], [got.shape])
                 assert mx.array_equal(got, again).item()
     residual, up = mx.random.normal((32, 1, 33)).astype(dtype), (mx.random.normal((33, 3000)) * 0.02).astype(dtype)
     assert mx.array_equal(product_sum(x, w, residual), residual + got).item()

@@ -203,7 +203,9 @@ def test_a_failure_switches_the_variant_off_once(emulated: Callable[..., None]) 
 
 
 def test_a_text_that_does_not_compile_fails_the_check(emulated: Callable[..., None]) -> None:
-    fails = mock.patch.object(prefill, "failure_of", lambda key, build: "does not compile")
-    with fails, pytest.warns(UserWarning, match="is off: does not compile"):
+    def broken(body: str, constants: object) -> object:
+        raise RuntimeError("does not compile")
+
+    with mock.patch.object(prefill, "build_kernel", broken):
         result = self_check(VARIANT)
     assert not result.ok and "does not compile" in result.reason

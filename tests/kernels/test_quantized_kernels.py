@@ -10,6 +10,7 @@ from mlx_paged.kernels import build, quantized
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks, rotate
+from scripts.support.paged_decode import decode_variants, paged_decode
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.pools import DTYPES, noise
 
@@ -51,7 +52,7 @@ def test_written_rows_equal_mlxs(length: int, dtype: mx.Dtype) -> None:
 def test_self_check_passes(bits: tuple[int, int], dtype: mx.Dtype, extras: bool, block: int) -> None:
     pages = page_shape(128, bits, 64, dtype)
     pools = new_blocks(2, 2, block, (128, 128), dtype, pages)
-    for variant in kernels.decode_variants(*pools, 8, softcap=extras, sinks=extras, pages=pages):
+    for variant in decode_variants(*pools, 8, softcap=extras, sinks=extras, pages=pages):
         result = self_check(variant)
         assert result.ok, result
 
@@ -81,13 +82,13 @@ def test_bits_do_not_depend_on_batchmates(dim: int, bits: tuple[int, int]) -> No
         width = max(blocks[b] for b in rows)
         table = mx.array([tables[b] + [0] * (width - blocks[b]) for b in rows], mx.int32)
         ends = mx.array([[contexts[b]] for b in rows], mx.int32)
-        out, _ = kernels.paged_decode(
+        out, _ = paged_decode(
             q[mx.array(rows)], *pools, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1,
             variant=variant, pages=pages,
         )  # fmt: skip
         return np.array(out.view(mx.uint16))
 
-    for variant in kernels.decode_variants(*pools, 8, pages=pages):
+    for variant in decode_variants(*pools, 8, pages=pages):
         together = attend(list(range(len(contexts))), variant)
         for b in range(len(contexts)):
             np.testing.assert_array_equal(attend([b], variant)[0], together[b])
@@ -126,7 +127,7 @@ def test_random_schedules_equal_sequential_runs(bits: tuple[int, int]) -> None:
                 new = [mx.random.normal((2, 2, 1, 64)).astype(mx.bfloat16) for _ in "kv"]
                 ids = rng.sample(range(1, 9), 8)
                 ends = mx.array([[rng.randint(1, 64)] for _ in "ab"], mx.int32)
-                out, fence = kernels.paged_decode(
+                out, fence = paged_decode(
                     q, k, v, fence, mx.array([ids[:4], ids[4:]], mx.int32), ends, mx.zeros_like(ends), scale=0.125,
                     append=(new[0], new[1]) if kind == "append" else None, pages=pages,
                 )  # fmt: skip

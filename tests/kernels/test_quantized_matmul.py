@@ -8,9 +8,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_paged.kernels.products import inference, narrow_matmul, quantized_matmul
-from mlx_paged.kernels.products.inference import Inference
-from mlx_paged.kernels.products.quantized_matmul import DEQUANTIZED_ROWS, product, sorted_experts_product
+from mlx_paged.cuda import narrow_matmul, quantized_matmul
+from mlx_paged.cuda.quantized_matmul import DEQUANTIZED_ROWS, product, sorted_experts_product
+from mlx_paged.kernels import inference
+from mlx_paged.kernels.inference import Inference
 from tests.support.cases import crossed, quick
 from tests.support.kernels.gather_mm import gather_mm_of_16_bits
 
@@ -83,7 +84,7 @@ def test_few_rows_use_a_kernel_in_inference(bits: int, shape: tuple[int, ...]) -
     layer, x = linear("affine", 64, bits, mx.bfloat16), rows(*shape, dtype=mx.bfloat16)
     with Inference():  # the self-checks launch, too
         product(layer, x), product(layer, rows(1, 33, dtype=mx.bfloat16))
-    with mock.patch.object(narrow_matmul, "_launch", wraps=narrow_matmul._launch) as launch:
+    with mock.patch.object(narrow_matmul, "launch", wraps=narrow_matmul.launch) as launch:
         outside = product(layer, x)
         with Inference(allowed=False):
             product(layer, x)
@@ -127,7 +128,7 @@ def test_weight_too_large_to_dequantise_uses_the_kernel(monkeypatch: pytest.Monk
     layer = linear("affine", 32, 4, mx.bfloat16)
     with Inference():  # its self-check launches, too
         product(layer, rows(narrow_matmul.MAX_PACKED_ROWS, dtype=mx.bfloat16))
-    with Inference(), mock.patch.object(narrow_matmul, "_launch", wraps=narrow_matmul._launch) as launch:
+    with Inference(), mock.patch.object(narrow_matmul, "launch", wraps=narrow_matmul.launch) as launch:
         assert product(layer, rows(narrow_matmul.MAX_PACKED_ROWS, dtype=mx.bfloat16)) is not None
         assert launch.call_count == 1
         assert product(layer, rows(narrow_matmul.MAX_PACKED_ROWS + 1, dtype=mx.bfloat16)) is None

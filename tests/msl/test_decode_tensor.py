@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import shape_for
-from mlx_paged.kernels.trial import launch_alone
+from scripts.support.paged_decode import decode_variants
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape
+from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated, to_float
 
@@ -29,7 +29,7 @@ def case_of(contexts, bits=(8, 8), group_size=64, *, head_dim=64, value_dim=0, d
 
 def variant_of(case):
     extras = {"softcap": case.softcap is not None, "sinks": case.sinks is not None}
-    return kernels.decode_variants(case.k_pool, case.v_pool, case.n_q, pages=case.pages, **extras)[0]
+    return decode_variants(case.k_pool, case.v_pool, case.n_q, pages=case.pages, **extras)[0]
 
 
 def run(case, edit=(), orders=(0, 2), append=None, checked=True, **shape):
@@ -307,7 +307,7 @@ def test_trial_launches_the_text_without_visible_tokens(bits):
     with emulated("cuda", orders=(0,)) as fake:
         variant = variant_of(case)
         spec = spec_of(variant, shape_for(variant), 1, case.n_q, 1, 1)
-        (key,) = spec.keys
+        key = KernelKey(*spec.texts(variant)[0])
         out, *_ = launch_alone(key, fake)
     assert not to_float(out).any()
     assert [body for body, _ in fake.calls] == [variant.body]

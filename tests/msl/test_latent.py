@@ -8,9 +8,9 @@ import pytest
 from mlx_paged.kernels.decode_spec import decode_constants_of, spec_of
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, MAX_THREADGROUP_BYTES, Variant, latent_run, shape_for
 from mlx_paged.kernels.ops import latent_variants_of, unsupported_latent
-from mlx_paged.kernels.trial import launch_alone
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.latent_cases import LatentCase
+from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import emulated, to_float
@@ -126,7 +126,8 @@ def test_trial_launches_the_text_without_visible_tokens(body):
     variant = Variant(body, "cuda", mx.bfloat16, 320, 256, 64 if body == TENSOR else 4, 16)
     with emulated("cuda", orders=(0,)) as fake:
         for partitions in (1, 2):
-            for key in spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions).keys:
+            for text in spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions).texts(variant):
+                key = KernelKey(*text)
                 out, *_ = launch_alone(key, fake)
                 assert not to_float(out).any() or partitions == 2
 

@@ -23,9 +23,9 @@ from mlx_paged.kernels.launch_shape import (
     unsupported_matrix,
 )
 from mlx_paged.kernels.quantized import PageShape
-from mlx_paged.kernels.trial import launch_alone
 from tests.support.cases import crossed, quick
 from tests.support.kernels.quantized_pages import page_shape
+from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl.harness import Case, Emulated, emulated
 
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
@@ -200,5 +200,5 @@ def test_trial_launches_the_text(bits: tuple[int, int] | None) -> None:
     for partitions in (1, 2):
         spec = spec_of(variant, shape_for(variant, 38), 1, 8, 1, partitions)
         with emulated(checked=False, orders=(0,)):
-            outs = launch_alone(spec.keys[0], kernels.build_kernel)
+            outs = launch_alone(KernelKey(*spec.texts(variant)[0]), kernels.build_kernel)
         assert len(outs) == 3

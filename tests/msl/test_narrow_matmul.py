@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.products.narrow_matmul import (
+from mlx_paged.cuda import narrow_matmul
+from mlx_paged.cuda.narrow_matmul import (
     ADDED,
     BIASED,
     BODIES,
@@ -25,8 +25,8 @@ from mlx_paged.kernels.products.narrow_matmul import (
     PackedWeight,
     Rotation,
 )
-from mlx_paged.kernels.trial import launch_alone
 from tests.support.cases import crossed, quick, slow
+from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_kernel, to_float
@@ -79,7 +79,7 @@ def values_of(w, dtype):
 
 def run(x, w, bias, tile):
     body = PLAIN if bias is None else BIASED
-    (out,) = narrow_matmul._launch(body, x[:, None], [w], bias, tile, [(x.shape[0], 1, w.shape[0])])
+    (out,) = narrow_matmul.launch(body, x[:, None], [w], bias, tile, [(x.shape[0], 1, w.shape[0])])
     assert out.shape == (x.shape[0], 1, w.shape[0])
     return to_float(out)[:, 0]
 
@@ -134,7 +134,7 @@ def test_several_matrices(emulated, form, widths, tiles=TILES):
     x = rows(18, 264 if form is None else 256, mx.bfloat16)
     weights = [weight(width, x.shape[1], form, mx.bfloat16, seed=width) for width in widths]
     for tile in tiles:
-        outs = narrow_matmul._launch(GROUPED, x, weights, None, tile, [(18, width) for width in widths])
+        outs = narrow_matmul.launch(GROUPED, x, weights, None, tile, [(18, width) for width in widths])
         assert len(outs) == len(widths)
         for out, w in zip(outs, weights, strict=True):
             assert np.array_equal(to_float(out), run(x, w, None, tile))
@@ -160,7 +160,7 @@ def test_a_residual_is_added_to_the_rounded_product(emulated, form, dtype, tiles
     residual = noise((37, 1, 70), dtype, 3)
     heads = x.reshape(37, 8, 1, depth // 8)  # in any shape
     for tile in tiles:
-        (out,) = narrow_matmul._launch(ADDED, heads, [w], residual, tile, [residual.shape])
+        (out,) = narrow_matmul.launch(ADDED, heads, [w], residual, tile, [residual.shape])
         product = mx.array(run(x, w, None, tile)[:, None]).astype(dtype)
         assert np.array_equal(to_float(out), to_float(residual + product))
 
@@ -173,7 +173,7 @@ def test_a_gate_is_rounded_where_mlx_rounds(emulated, form, dtype, tiles=TILES):
         x = rows(num_rows, depth, dtype)
         gate_w, up = (weight(width, depth, form, dtype, seed, 4) for seed in (0, 1))  # gates of -12 to 12
         for tile in tiles:
-            (out,) = narrow_matmul._launch(GATED, x[:, None], [gate_w, up], None, tile, [(num_rows, 1, width)])
+            (out,) = narrow_matmul.launch(GATED, x[:, None], [gate_w, up], None, tile, [(num_rows, 1, width)])
             gate, one = mx.array(run(x, gate_w, None, tile)).astype(dtype), mx.array(1, dtype)
             tail = one / (one + mx.exp(mx.abs(gate).astype(mx.float32)).astype(dtype))
             sigmoid = mx.where(gate < 0, tail, one - tail)
@@ -206,8 +206,8 @@ def check_turn(emulated, form, half=32, based=True, dtype=mx.bfloat16):
     frequencies = None if based else mx.array(1 + np.arange(half, dtype=np.float32) ** 2)
     rotation = Rotation(half, mx.array([0, 5, 4097], mx.int32), 0.5, 1e4 if based else None, frequencies)
     shapes = [(3, width) for width in widths]
-    got = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, rotation)
-    plain = narrow_matmul._launch(GROUPED, x[:, None], weights, None, TILES[0], shapes)
+    got = narrow_matmul.launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, rotation)
+    plain = narrow_matmul.launch(GROUPED, x[:, None], weights, None, TILES[0], shapes)
     precision = 2.0 ** -(8 if dtype == mx.bfloat16 else 11)
     for a, b in zip(got[:2], plain[:2], strict=True):
         np.testing.assert_allclose(to_float(a), turned(b, rotation, head), rtol=2 * precision, atol=2 * precision)
@@ -324,11 +324,13 @@ def test_planted_mutations_are_found(emulated, name):
 
 
 @pytest.mark.parametrize("body", [PLAIN, *(pytest.param(b, marks=SLOW) for b in narrow_matmul.BODIES if b != PLAIN)])
-def test_trial_reads_nothing_out_of_bounds(emulated, body):
+def test_a_product_of_few_values_reads_nothing_out_of_bounds(emulated, body):
     for bits in (4, 8):
         for num_dims in (1, 2, 4):
             key = narrow_matmul.kernel_key(body, mx.bfloat16, TILES[0], num_dims, bits)
-            outs = launch_alone(key, lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=()))
+            outs = launch_alone(
+                KernelKey(*key), lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=())
+            )
             assert all(not to_float(out).any() for out in outs)
 
 
@@ -341,8 +343,9 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
         return lambda **call: [mx.array(to_float(out)).astype(mx.bfloat16) for out in kernel(**call, orders=(0,))]
 
     monkeypatch.setattr(narrow_matmul, "build_kernel", arrays_of)
-    result = narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4)
-    assert result.ok, result.reason
+    for num_dims in (1, 3):
+        result = narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4, num_dims=num_dims)
+        assert result.ok, result.reason
     emulated("depth == groups * 64 ? 6 : 7", "7")
     assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
 

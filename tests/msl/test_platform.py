@@ -25,8 +25,8 @@ def pytest_collection_finish():
     platform.system, subprocess.Popen.__init__ = lambda: "Darwin", refuse
 """
 FILES = (
-    *("tests/msl/test_layers.py", "tests/msl/test_registers.py", "tests/msl/test_text.py", "tests/msl/sampling"),
-    *("tests/kernels/test_prefill_kernel.py", "tests/kernels/layers", "tests/engine/sampling/test_kernel_rows.py"),
+    *("tests/msl/test_pool_kernels.py", "tests/msl/test_registers.py", "tests/msl/test_text.py", "tests/msl/sampling"),
+    *("tests/kernels/test_prefill_kernel.py", "tests/engine/sampling/test_kernel_rows.py"),
 )
 
 

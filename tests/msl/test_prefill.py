@@ -10,9 +10,9 @@ import pytest
 from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM, Variant
 from mlx_paged.kernels.prefill import PrefillShape, prefill_constants_of, prefill_shape_for
-from mlx_paged.kernels.trial import KernelKey, launch_alone
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape, quantized
+from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl import emulator
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_helpers, to_float

@@ -16,10 +16,10 @@ from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, LaunchShape, Variant
 from mlx_paged.kernels.quantized import QuantizedRows
-from mlx_paged.kernels.trial import MIN_DEVICE_ELEMENTS
 from tests.msl.test_windows import CORES
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape, quantized
+from tests.support.kernels.scratch import MIN_DEVICE_ELEMENTS
 from tests.support.msl.harness import Emulated, emulated, to_float
 
 VARIANTS = {
@@ -123,11 +123,11 @@ def test_planted_defects_of_matrices_are_found(name: str) -> None:
 def test_reads_of_unwritten_memory_are_found() -> None:
     """Unwritten memory is 0 here, which is harmless in a partition without visible tokens. Only the check's initial
     value shows the read."""
-    edit, decode = PLANTED["a first partition without a visible token"], kernels.paged_decode
+    edit, prepare = PLANTED["a first partition without a visible token"], kernels.prepare_decode
     with mock.patch.object(LaunchShape, "alignment", 64):
         result = outcome(DENSE, LARGE, edit)
         assert not result.ok and "not finite" in result.reason
-        with mock.patch.object(kernels, "paged_decode", lambda *args, init_value, **given: decode(*args, **given)):
+        with mock.patch.object(kernels, "prepare_decode", lambda *args, init_value, **given: prepare(*args, **given)):
             assert outcome(DENSE, LARGE, edit).ok
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.bodies import part_of
+from mlx_paged.kernels.bodies import kernel_text
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import SHARED_BODIES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape
 from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
+from scripts.support.paged_decode import decode_variants
 from tests.support.cases import quick, slow
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated
@@ -42,10 +43,11 @@ def run(case, edit=(), *, alone=False, orders=(0,), append=None, padding=0, back
     one that joins partitions."""
     rows = shared_rows(case.tables, counts_of(case), case.block_size)
     body = SHARED_BODIES[case.pages is not None]
-    body = "join_partitions" if any(old in JOIN_TEXT for old, _ in edit) else body
+    _, source = kernel_text(body, "cuda")
+    body = "join_partitions" if any(old not in source for old, _ in edit) else body
     with emulated("cuda", edit={body: edit}, orders=orders) as fake:
         extras = {"softcap": case.softcap is not None, "sinks": case.sinks is not None, "pages": case.pages}
-        variant = kernels.decode_variants(case.k_pool, case.v_pool, case.n_q, **extras)[0]
+        variant = decode_variants(case.k_pool, case.v_pool, case.n_q, **extras)[0]
         shape, items = shape_for(variant)._replace(**CUT), None
         if not alone:
             variant = kernels.shared_variant_of(variant)
@@ -58,7 +60,6 @@ def run(case, edit=(), *, alone=False, orders=(0,), append=None, padding=0, back
     return out, [np.asarray(fake.written[name]) for name in ("k_pool", "v_pool")], 0 if items is None else len(items)
 
 
-JOIN_TEXT = part_of("tensor_decode.cuh:join_line") + part_of("tensor_decode.cuh:join_end")
 CLASSES = {
     "all of one prefix": ([550, 560, 583], [(1, 0, 512), (2, 0, 512)], {}),
     "a tree": (
@@ -189,7 +190,7 @@ def test_rows_of_padding_are_zero():
     case = case_of([140, 140], [(1, 0, 128)])
     rows = shared_rows(case.tables, counts_of(case), case.block_size)
     with emulated("cuda", orders=(0,)):
-        plain = kernels.decode_variants(case.k_pool, case.v_pool, case.n_q)[0]
+        plain = decode_variants(case.k_pool, case.v_pool, case.n_q)[0]
         variant = kernels.shared_variant_of(plain)
         shape = shape_for(variant)._replace(**CUT)
         case.q = mx.concatenate([case.q, case.q])

@@ -13,9 +13,9 @@ from mlx_lm.tuner.lora import LoRALinear
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cuda import narrow_matmul, quantized_matmul
 from mlx_paged.engine import compiled_step
-from mlx_paged.kernels.products import narrow_matmul, quantized_matmul
-from mlx_paged.kernels.products.inference import Inference
+from mlx_paged.kernels.inference import Inference
 from mlx_paged.patches import registry
 from scripts import fingerprints
 from tests.support.cases import slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import mlx.core as mx
 
@@ -20,22 +21,19 @@ from ...attention import gather
 from ...attention.dispatch import Dispatch, attend, last_dispatch
 from ...config import PagedConfig
 from ...errors import PagedCacheError
-from ...kernels import ops as kernels
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend
-from ...kernels.check import MAX_RMS, SelfCheck, self_check
+from ...kernels.check import MAX_RMS, self_check
 from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA, Variant
 from ...kernels.ops import variants_of
-from ...kernels.prefill import prefill_seconds, prefill_variants_of, unsupported_prefill
-from ...kernels.products import narrow_matmul
-from ...kernels.quantized import new_blocks
-from ...kernels.trial import LAUNCHES, seconds_of
+from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from ...kv.attention_params import AttentionParams, QueryHeads
 from ...kv.choice import blocks_choice
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
 from ..terminal import SHOW_EVERY_SECONDS, Bar
 from .report import Row
+from .timing import dense_seconds, launch_seconds, prefill_seconds
 
 
 class Shape(NamedTuple):
@@ -112,62 +110,6 @@ def models_of(shape: Shape) -> str:
 
 
 _KV_HEADS = 2
-_ROWS, _TOKENS = 8, 1024  # of a launch that is timed
-
-
-def launch_seconds(variant: Variant) -> float:
-    """Return the seconds of one decode launch, without compiling, for 8 sequences of 1,024 tokens and 2 KV heads."""
-    block, dtype = variant.block_size, variant.dtype
-    per_row = _TOKENS // block
-    dims = variant.head_dim, variant.value_dim
-    k_pool, v_pool = new_blocks(_ROWS * per_row + 1, _KV_HEADS, block, dims, dtype, variant.pages)
-    q = mx.zeros((_ROWS, _KV_HEADS * variant.gqa, 1, variant.head_dim), dtype)
-    tables = mx.arange(1, 1 + _ROWS * per_row, dtype=mx.int32).reshape(_ROWS, per_row)
-    ends, starts = mx.full((_ROWS, 1), _TOKENS, mx.int32), mx.zeros((_ROWS, 1), mx.int32)
-    sinks = mx.zeros((q.shape[1],)) if variant.sinks else None
-    mx.eval(k_pool, v_pool, q, tables, ends, starts)
-
-    def launches() -> list[mx.array]:
-        fence, results = kernels.new_fence(), []
-        for _ in range(LAUNCHES):
-            out, fence = kernels.paged_decode(
-                q,
-                k_pool,
-                v_pool,
-                fence,
-                tables,
-                ends,
-                starts,
-                scale=variant.head_dim**-0.5,
-                softcap=10.0 if variant.softcap else None,
-                sinks=sinks,
-                variant=variant,
-                pages=variant.pages,
-            )
-            results.append(out)
-        return [*results, fence]
-
-    return seconds_of(launches) / LAUNCHES
-
-
-def dense_seconds(variant: Variant) -> float | None:
-    """Return the seconds of MLX's own attention for the same shapes, over contiguous keys and values; None with a
-    softcap, which it does not support."""
-    if variant.softcap:
-        return None
-    dtype = variant.dtype
-    q = mx.random.normal((_ROWS, _KV_HEADS * variant.gqa, 1, variant.head_dim)).astype(dtype)
-    k = mx.random.normal((_ROWS, _KV_HEADS, _TOKENS, variant.head_dim)).astype(dtype)
-    v = mx.random.normal((_ROWS, _KV_HEADS, _TOKENS, variant.value_dim)).astype(dtype)
-    sinks = mx.zeros((q.shape[1],), dtype) if variant.sinks else None
-    mx.eval(q, k, v)
-
-    def launches() -> list[mx.array]:
-        # A different scale each time: equal calls might be computed only once.
-        scales = [variant.head_dim**-0.5 * (1 + i / 1024) for i in range(LAUNCHES)]
-        return [mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=sinks) for scale in scales]
-
-    return seconds_of(launches) / LAUNCHES
 
 
 class Checked(NamedTuple):
@@ -243,56 +185,51 @@ class ShapeJob(NamedTuple):
             return
         for variant in self.prefill_variants():
             result, seconds = self_check(variant), partial(prefill_seconds, variant)
-            yield _checked(True, str(shape), variant.body, result, "packed prefill", seconds)
+            yield checked(True, str(shape), variant.body, result, "packed prefill", seconds)
         for variant in self.variants():
             result = self_check(variant)
             times = partial(launch_seconds, variant), partial(dense_seconds, variant)
-            yield _checked(passed, str(shape), variant.body, result, use, *times)
+            yield checked(passed, str(shape), variant.body, result, use, *times)
             if result.ok and not self.every_body:
                 return
 
 
-class ProductJob(NamedTuple):
-    """A job that checks a CUDA kernel for products of a few rows."""
+class Checking(Protocol):
+    """What a kernel's self-check reports."""
 
-    body: str
-    dtype: mx.Dtype
-    tile: narrow_matmul.Tile
-    bits: int = 0  # of quantised weights; 0: not quantised
-    fused: narrow_matmul.FusedRotation = narrow_matmul.NOT_FUSED
+    @property
+    def ok(self) -> bool:
+        """Whether it passed."""
 
-    def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("mlx.core.")
-        return f"{name:>8} products of up to {self.tile.rows} rows{f', {self.bits} bits' if self.bits else ''}"
+    @property
+    def rms(self) -> float:
+        """The difference from the reference."""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed."""
+
+
+class Job(Protocol):
+    """A job of the doctor: a :class:`ShapeJob`, or a product of a few rows on CUDA (product_jobs.py)."""
 
     @property
     def pool(self) -> tuple[Any, ...] | None:
-        """None: a product uses no pool."""
-        return None
+        """Key of the pools whose kernels the job compiles besides its own; None: it uses none."""
 
     def run(self, config: PagedConfig) -> Iterator[Checked]:
-        """Check the kernel and yield its result."""
-        result = narrow_matmul.self_check(*self)
-        launch = partial(narrow_matmul.launch_seconds, *self)
-        yield _checked(True, str(self), self.body + self.fused.suffix, result, "compiled decode steps", launch)
-
-
-Job = ShapeJob | ProductJob
+        """Check the kernels and yield their results."""
 
 
 def jobs(block_size: int, *, everything: bool) -> list[Job]:
     """Return the jobs: shapes of popular models, or all shapes if ``everything`` is set, and on CUDA products."""
     # Shapes of popular models always come first; a shape in both lists runs once.
     shapes = dict.fromkeys([*popular_shapes(block_size), *(all_shapes(block_size) if everything else ())])
-    dtypes = () if backend() != "cuda" else narrow_matmul.DTYPES if everything else (POPULAR_DTYPE,)
-    products = [
-        ProductJob(body, dtype, tile, bits, fused)
-        for bits in (0, *narrow_matmul.BITS)
-        for dtype in dtypes
-        for tile in narrow_matmul.TILES
-        for body, fused in narrow_matmul.KERNELS
-    ]
-    return [*(ShapeJob(shape, everything) for shape in shapes), *products]
+    listed: list[Job] = [ShapeJob(shape, everything) for shape in shapes]
+    if backend() == "cuda":
+        products = importlib.import_module(".product_jobs", __package__)
+        listed += products.product_jobs(DTYPES if everything else (POPULAR_DTYPE,))
+    return listed
 
 
 def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
@@ -321,11 +258,11 @@ def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
     return choice, error
 
 
-def _checked(
+def checked(
     passed: bool,
     shape: str,
     body: str,
-    result: SelfCheck | narrow_matmul.TileCheck,
+    result: Checking,
     use: str,
     launch: Callable[[], float],
     dense: Callable[[], float | None] | None = None,

@@ -1,35 +1,3 @@
-//// partitions
-// Both dialects: a row's partitions, for the decode kernels and merge_partitions, and the look-up of blocks.
-
-// Return the tokens per partition. It depends only on how many tokens the row sees, never on the rest of the batch.
-template <int PART, int SPAN>
-FUNCTION int partition_size(int seen) {
-  int size = PART;
-  while (seen > size / PART * size * SPAN) {
-    size *= 2;
-  }
-  return size;
-}
-
-// Return where the first partition begins: the first visible token, rounded down to a multiple of min(PART, 64), itself
-// a multiple of a chunk. If it began PART tokens or more before the first visible one, the first partition could hold
-// no visible token: no thread group would write its output, and merge_partitions would read it.
-template <int PART>
-FUNCTION int first_partition(int begin) {
-  constexpr int ALIGNMENT = PART < 64 ? PART : 64;
-  return begin / ALIGNMENT * ALIGNMENT;
-}
-
-// Look up the ids of the BLOCKS blocks of a chunk. A block outside the visible tokens [lo, hi) is replaced by the
-// nearest one inside. The type of the table is a template parameter: on Metal it may be in either address space.
-template <int CHUNK, int BS, int BLOCKS, typename Table>
-FUNCTION void look_up_blocks(Table table, int chunk, int lo, int hi, thread int* blocks) {
-  UNROLL
-  for (int i = 0; i < BLOCKS; i++) {
-    blocks[i] = table[metal::min(metal::max(chunk * CHUNK / BS + i, lo / BS), (hi - 1) / BS)];
-  }
-}
-//// begin
 // Attention of one row (one query position of one sequence) over one partition, for the G query heads of one KV head. A
 // row sees the tokens starts[row] <= t < ends[row]; nothing else is read.
 //
@@ -128,7 +96,7 @@ if (lo < hi) {
     }
   }
 
-//// paged_newest
+#if PAGED
   if (fresh >= lo && fresh < hi) {
     const int64_t at = (static_cast<int64_t>(tables[sequence * max_blocks + fresh / BS]) * n_kv + kv_head) * BS + fresh % BS;
     for (int dim = sg * 32 + lane; dim < D; dim += SG * 32) {
@@ -139,7 +107,7 @@ if (lo < hi) {
     }
   }
 
-//// latent_newest
+#elif LATENT
   (void)fresh_row;  // used only for keys with heads
   // latent_decode: a token has a latent of DV elements in k_pool and a rotary part of D - DV elements in v_pool. Its
   // key is the latent followed by the rotary part. Its value is the latent, so a lane's key packets already hold its
@@ -154,7 +122,19 @@ if (lo < hi) {
     }
   }
 
-//// query_sums
+#elif QUANTIZED
+  // Pages of quantised keys and values. A packet of VEC values is part of one group, whose scale and bias stay outside
+  // the products: q . k = scale * (q . codes) + bias * sum(q). Codes stay in their place in their word, where they
+  // count code times a power of two. The query is divided by that power at the start, the accumulators at the end.
+  constexpr int KW = VEC * KBITS / 32;
+  constexpr int VW = VEC * VBITS / 32;
+  constexpr int K_CODES = D * KBITS / 32;
+  constexpr int V_CODES = DV * VBITS / 32;
+  constexpr int K_GROUPS = D / GS;
+  constexpr int V_GROUPS = DV / GS;
+  constexpr int FACTOR = static_cast<int>(sizeof(T));
+  constexpr int K_PAGE = BS * (K_CODES + K_GROUPS * FACTOR / 2);
+  constexpr int V_PAGE = BS * (V_CODES + V_GROUPS * FACTOR / 2);
   float query_sum[HG * NK];
   float base[HG * NV];  // weighted biases, added to the accumulators at the end
   UNROLL
@@ -171,7 +151,8 @@ if (lo < hi) {
     }
   }
 
-//// first_blocks
+#include "quantized_newest.metal"
+#endif
   const int first_chunk = lo / CHUNK;
   const int last_chunk = (hi - 1) / CHUNK;
   const auto table = tables + sequence * max_blocks;
@@ -180,7 +161,7 @@ if (lo < hi) {
   int blocks[BLOCKS];
   look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk, lo, hi, blocks);
   for (; chunk <= last_chunk; chunk += STRIPES) {
-//// paged_loads
+#if PAGED
     // A lane's packets of a token: those of its key, then those of its value.
     constexpr int PACKETS = NK + NV;
     constexpr int VALUE = NK;
@@ -208,7 +189,7 @@ if (lo < hi) {
     }
     look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk + STRIPES, lo, hi, blocks);
 
-//// latent_loads
+#elif LATENT
     // A lane's packets of a token: those of its key, which begin with those of its value.
     constexpr int PACKETS = NK;
     constexpr int VALUE = 0;
@@ -230,7 +211,7 @@ if (lo < hi) {
     }
     look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk + STRIPES, lo, hi, blocks);
 
-//// quantized_loads
+#elif QUANTIZED
     uint keys[U * NK * KW];
     uint values[U * NV * VW];
     T key_scale[U * NK];
@@ -265,24 +246,8 @@ if (lo < hi) {
     }
     look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk + STRIPES, lo, hi, blocks);
 
-//// scores
-    float score[NS];
-    UNROLL
-    for (int u = 0; u < U; u++) {
-      UNROLL
-      for (int h = 0; h < HP; h++) {
-        score[u * HP + h] = 0.0f;
-      }
-      UNROLL
-      for (int i = 0; i < NK * VEC; i++) {
-        const float key = packet_value<T, VEC>(packets[u * PACKETS + i / VEC], i % VEC);
-        UNROLL
-        for (int h = 0; h < HG; h++) {
-          score[u * HP + h] = metal::fma(query[h * NK * VEC + i], key, score[u * HP + h]);
-        }
-      }
-    }
-//// quantized_scores
+#endif
+#if QUANTIZED
     float score[NS];
     UNROLL
     for (int u = 0; u < U; u++) {
@@ -313,7 +278,24 @@ if (lo < hi) {
         }
       }
     }
-//// softmax
+#else
+    float score[NS];
+    UNROLL
+    for (int u = 0; u < U; u++) {
+      UNROLL
+      for (int h = 0; h < HP; h++) {
+        score[u * HP + h] = 0.0f;
+      }
+      UNROLL
+      for (int i = 0; i < NK * VEC; i++) {
+        const float key = packet_value<T, VEC>(packets[u * PACKETS + i / VEC], i % VEC);
+        UNROLL
+        for (int h = 0; h < HG; h++) {
+          score[u * HP + h] = metal::fma(query[h * NK * VEC + i], key, score[u * HP + h]);
+        }
+      }
+    }
+#endif
     UNROLL
     for (int o = 1; o < OWNERS; o *= 2) {
       const bool upper = (sub & o) != 0;
@@ -353,35 +335,7 @@ if (lo < hi) {
       l[j] = metal::fma(l[j], shrink[j], score[j]);
     }
 
-//// values
-    // Send every lane the factors that scale down its accumulators, and the weights of its values.
-    UNROLL
-    for (int h = 0; h < HG; h++) {
-      const float factor = simd_shuffle(shrink[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER(h / R, OWNERS)));
-      UNROLL
-      for (int i = 0; i < NV * VEC; i++) {
-        acc[h * NV * VEC + i] *= factor;
-      }
-    }
-    UNROLL
-    for (int u = 0; u < U; u++) {
-      float p[HG];
-      UNROLL
-      for (int h = 0; h < HG; h++) {
-        p[h] = simd_shuffle(score[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER((u * HP + h) / R, OWNERS)));
-      }
-      UNROLL
-      for (int i = 0; i < NV * VEC; i++) {
-        const float value = packet_value<T, VEC>(packets[u * PACKETS + VALUE + i / VEC], i % VEC);
-        UNROLL
-        for (int h = 0; h < HG; h++) {
-          acc[h * NV * VEC + i] = metal::fma(p[h], value, acc[h * NV * VEC + i]);
-        }
-      }
-    }
-  }
-
-//// quantized_values
+#if QUANTIZED
     // Send every lane the factors that scale down its accumulators, and the weights of its values.
     UNROLL
     for (int h = 0; h < HG; h++) {
@@ -428,7 +382,35 @@ if (lo < hi) {
     acc[i] = metal::fma(acc[i], 1.0f / static_cast<float>(1 << PLACE(i % VEC * VBITS)), base[i / VEC]);
   }
 
-//// end
+#else
+    // Send every lane the factors that scale down its accumulators, and the weights of its values.
+    UNROLL
+    for (int h = 0; h < HG; h++) {
+      const float factor = simd_shuffle(shrink[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER(h / R, OWNERS)));
+      UNROLL
+      for (int i = 0; i < NV * VEC; i++) {
+        acc[h * NV * VEC + i] *= factor;
+      }
+    }
+    UNROLL
+    for (int u = 0; u < U; u++) {
+      float p[HG];
+      UNROLL
+      for (int h = 0; h < HG; h++) {
+        p[h] = simd_shuffle(score[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER((u * HP + h) / R, OWNERS)));
+      }
+      UNROLL
+      for (int i = 0; i < NV * VEC; i++) {
+        const float value = packet_value<T, VEC>(packets[u * PACKETS + VALUE + i / VEC], i % VEC);
+        UNROLL
+        for (int h = 0; h < HG; h++) {
+          acc[h * NV * VEC + i] = metal::fma(p[h], value, acc[h * NV * VEC + i]);
+        }
+      }
+    }
+  }
+
+#endif
   // Sum over the tokens that this simdgroup processed side by side, then over the stripes.
   UNROLL
   for (int j = 0; j < R; j++) {

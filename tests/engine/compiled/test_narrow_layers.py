@@ -15,11 +15,12 @@ from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cuda import narrow_layers as narrow_layers_module
+from mlx_paged.cuda import narrow_matmul
+from mlx_paged.cuda.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine import narrow_layers as narrow_layers_module
-from mlx_paged.engine.narrow_layers import NARROW, added, gated, narrow_layers, projected
-from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
+from mlx_paged.kernels import nvidia
+from mlx_paged.kernels.nvidia import added, gated, is_narrow, narrow_layers, projected
 from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
@@ -34,7 +35,7 @@ def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
     """Record body and rows of each product that went to the kernel or its fake."""
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     taken: list[tuple[str, int]] = []
-    launch = narrow_matmul._launch
+    launch = narrow_matmul.launch
 
     def count(body: str, x: mx.array, *args: Any) -> list[mx.array]:
         taken.append((body, x.shape[0]))
@@ -43,12 +44,12 @@ def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
     check = narrow_matmul.self_check
 
     def uncounted(*kernel: Any) -> narrow_matmul.TileCheck:
-        with mock.patch.object(narrow_matmul, "_launch", launch):
+        with mock.patch.object(narrow_matmul, "launch", launch):
             return check(*kernel)
 
     # Not by monkeypatch, which may outlive the fake kernels.
     with (
-        mock.patch.object(narrow_matmul, "_launch", count),
+        mock.patch.object(narrow_matmul, "launch", count),
         mock.patch.object(narrow_matmul, "self_check", uncounted),
         mock.patch.object(compiled_step, "PATIENCE", 0),
     ):
@@ -169,7 +170,7 @@ def test_step_of_one_row_uses_launches_only_for_small_models(
     # Over several ranks, reductions take the host's time too.
     with mock.patch.object(narrow_layers_module, "group_of", lambda model: "a group"):
         with narrow_layers(model, 1):
-            assert isinstance(model.layers[0].mlp.up_proj, NARROW)
+            assert is_narrow(model.layers[0].mlp.up_proj)
         monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW_OVER_RANKS", nbytes - 1)
         with narrow_layers(model, 1):
             assert type(model.layers[0].mlp.up_proj) is nn.Linear
@@ -231,11 +232,12 @@ def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[t
 def test_layer_classes_are_restored_after_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3", num_hidden_layers=3)
     with narrow_layers(model, 4):
-        assert not any(isinstance(module, NARROW) for module in model.modules()), "there is no CUDA"
+        assert not any(is_narrow(module) for module in model.modules()), "there is no CUDA"
+    monkeypatch.setattr(nvidia, "has_cuda", lambda: True)
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     classes = [type(module) for module in model.modules()]
     with narrow_layers(model, 4):
-        assert sum(isinstance(module, NARROW) for module in model.modules()) == 3 * 7
+        assert sum(is_narrow(module) for module in model.modules()) == 3 * 7
     assert [type(module) for module in model.modules()] == classes
     with pytest.raises(RuntimeError, match="while"), narrow_layers(model, 4):
         raise RuntimeError("while tracing")

@@ -6,11 +6,12 @@ import pytest
 
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.kernels import draw_rows as module
-from mlx_paged.kernels.draw_rows import BODY, DTYPES, DrawnRow, draw_rows, kernel_key, reference_draw, threefry
-from mlx_paged.kernels.trial import KernelKey, launch_alone
+from mlx_paged.kernels.draw_rows import BODY, DTYPES, DrawnRow, draw_rows, kernel_key
 from tests.support import sampling_model
 from tests.support.cases import quick, slow
+from tests.support.kernels.drawn import reference_draw, threefry
 from tests.support.kernels.emulated_draws import use_emulator
+from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Emulated, to_float
@@ -177,7 +178,7 @@ def test_tokens_of_zero_weight_are_not_drawn(monkeypatch: pytest.MonkeyPatch) ->
 def check_trial() -> None:
     build = Emulated(checked=True, orders=(0,))
     for few in ((), ("positions",)):
-        (out,) = launch_alone(kernel_key(mx.float16, "metal")._replace(small_inputs=few), build)
+        (out,) = launch_alone(KernelKey(*kernel_key(mx.float16, "metal"), few), build)
         assert not np.asarray(out).any()
         assert [x.size < 8 for x in build.calls[-1][1]["inputs"]] == [False, False, False, bool(few)]
 

@@ -16,11 +16,11 @@ import numpy as np
 from mlx_paged import config
 from mlx_paged.attention import dispatch, gather
 from mlx_paged.attention.gather import causal_mask
+from mlx_paged.cuda import narrow_matmul
+from mlx_paged.cuda.narrow_matmul import PackedWeight
 from mlx_paged.engine import compiled_step
-from mlx_paged.kernels import availability, quantized
+from mlx_paged.kernels import availability, nvidia, quantized
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.products.narrow_matmul import PackedWeight
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kv import choice, device_blocks
 from mlx_paged.kv.attention_params import AttentionParams, QueryHeads, Window
@@ -348,7 +348,8 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(dispatch, "prefill_unsupported_reason", decline),
         mock.patch.object(device_blocks, "prepare_prefill", fake.prepare_prefill),
         mock.patch.object(narrow_matmul, "passes_check", lambda body, dtype, *choice: dtype in narrow_matmul.DTYPES),
+        mock.patch.object(nvidia, "has_cuda", lambda: True),
         mock.patch.object(narrow_matmul, "is_available", lambda: True),
-        mock.patch.object(narrow_matmul, "_launch", fake.multiply),
+        mock.patch.object(narrow_matmul, "launch", fake.multiply),
     ):
         yield fake

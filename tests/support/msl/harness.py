@@ -9,7 +9,7 @@ import numpy as np
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as page_kernels
-from mlx_paged.kernels.bodies import BODIES, kernel_text, part_of
+from mlx_paged.kernels.bodies import BODIES, kernel_text, text_of
 from mlx_paged.kernels.launch_shape import (
     FUSED_BODIES,
     LATENT_BODIES,
@@ -17,6 +17,7 @@ from mlx_paged.kernels.launch_shape import (
     MOST_GROUPS,
     SHARED_BODIES,
 )
+from scripts.support.paged_decode import decode_variants, paged_decode
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 
@@ -95,15 +96,15 @@ class Emulated:
 def emulated(backend="metal", **options):
     """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend, kernels.failure_of
+    real = kernels.build_kernel, kernels.backend
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
-    kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda key, build: None
+    kernels.build_kernel, kernels.backend = fake, lambda: backend
     page_kernels.build_kernel = fake
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend, kernels.failure_of = real
+        kernels.build_kernel, kernels.backend = real
         page_kernels.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
         kernels.latent_variants_of.cache_clear()
@@ -148,19 +149,19 @@ def tensor_kernel(body, constants, edits, planted=None):
 
 def tensor_helpers(body):
     """Return the helpers of a body for tensor cores: the emulator's own, and those that run there unchanged."""
-    here, whole = Path(__file__).parent, part_of("tensor.cuh")
+    here, whole = Path(__file__).parent, text_of("tensor.cuh")
     states = whole[whole.index("// Largest score") : whole.index("// 8 x 8 matrix")]
     own: tuple[str, ...] = ()
     if "quantized" in body:
-        own = ("quantized.metal:groups", "quantized.cuh:tensor_codes", "quantized.cuh:tensor_quantize")
+        own = ("groups.metal", "tensor_codes.cuh", "tensor_quantize.cuh")
     elif body.startswith("latent"):
-        own = ("latent_decode.cuh:warpgroup",)
+        own = ("warpgroup.cuh",)
     return (
         (here / "tensor_cpu.hpp").read_text()
         + kernel_text("copy_blocks", "metal")[0]
         + (here / "decode_cpu.hpp").read_text()
         + states
-        + "".join(map(part_of, own))
+        + "".join(map(text_of, own))
     )
 
 
@@ -285,13 +286,13 @@ class Case:
     def variant(self):
         """Return the variant of the portable body, with the partitions of 8 KV heads or more."""
         extras = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
-        portable = kernels.decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
+        portable = decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
         return portable._replace(groups=MOST_GROUPS)
 
     def run(self, fence=None, **options):
         """Return (out as float32 NumPy, fence) of paged_decode, with the portable body unless a variant is given."""
         options.setdefault("variant", self.variant())
-        out, fence = kernels.paged_decode(
+        out, fence = paged_decode(
             self.q,
             self.k_pool,
             self.v_pool,

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels.bodies import CUDA_HEADER, part_of
+from mlx_paged.kernels.bodies import CUDA_HEADER
+from mlx_paged.kernels.bodies import text_of as file_text
 from mlx_paged.kernels.build import Constants
 from mlx_paged.kernels.decode_spec import decode_constants_of, pool_constants_of, spec_of
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant, shape_for
@@ -63,7 +64,7 @@ def text_of(body: str, constants: Constants, *, rescales: bool = False) -> tuple
     header, source = kernel_build.kernel_source(body, "cuda", constants)
     if body not in MATRIX_BODIES:
         return header, source
-    prelude = part_of("prelude.cuh")
+    prelude = file_text("prelude.cuh")
     stand_ins = CUDA_HEADER.format((Path(__file__).parent / "matrix_cuda.cuh").read_text())
     assert header.startswith(prelude)
     header = prelude + stand_ins + header.removeprefix(prelude)

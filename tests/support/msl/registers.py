@@ -20,7 +20,7 @@ from mlx_paged.kernels.build import Constants
 from tests.support.msl import emulator
 
 REGISTERS = 128
-_TYPES = kernel_build._TYPE_NAMES["cuda"]
+_TYPES = kernel_build.TYPE_NAMES["cuda"]
 _INT_INPUTS = ("items", "offsets", "tables", "ends", "starts", "tiles", "places", "counts", "spans", "blocks", "span")
 _FLOAT_INPUTS = ("frequencies", "params", "sinks", "stats", "partial", "penalties")
 _WORDS = ("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions", "tokens")

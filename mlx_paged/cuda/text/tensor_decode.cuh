@@ -1,8 +1,8 @@
-//// own_heads
+#if OWN
 // The columns of a thread group are the query heads of one row.
 constexpr int HEADS = G;
 constexpr int WAITS = 2;  // first halves of a tree of joins that may wait
-//// common_heads
+#elif COMMON && PAGED
 // shared_decode_tensor is paged_decode_tensor for rows with common blocks. A thread group handles a partition of up to
 // ROWS rows that see the same blocks in it, or of a single row, as paged_decode_tensor does. With several rows its
 // columns are the query heads of all. Each column is computed as it is for a single row, so it has the same bits.
@@ -11,12 +11,24 @@ constexpr int WAITS = 2;  // first halves of a tree of joins that may wait
 // finished.
 constexpr int HEADS = G;  // of a single row
 constexpr int WAITS = 1;
-//// common_columns
+#elif COMMON && QUANTIZED
 // shared_quantized_decode_tensor is quantized_decode_tensor for such items. Its columns are the query heads of all
 // rows, so codes become factors once for all of them.
 constexpr int HEADS = G * ROWS;
 constexpr int WAITS = 1;
-//// dense_rows
+#elif JOIN
+// CUDA only: join_partitions joins the partitions that shared kernels store for a line (row and query head), as
+// paged_decode_tensor joins its runs. Grid: x = line; a thread handles four values. The head's sink is added at the
+// end.
+constexpr int AT_ONCE = 8;
+constexpr float NOTHING = -3.0e38f;
+constexpr float LOG2E = 1.44269504088896341f;
+const int n_heads = partial_shape[0] / ends_shape[0];
+const int line = blockIdx.x;
+const int row = line / n_heads;
+constexpr int run_shift = 0;
+#endif
+#if PAGED
 // CUDA only: paged_decode for 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators).
 // Same partitions as paged_decode. A thread group handles a run of 1, 2 or 4 (2^params[3]) of them. The last group of a
 // row and KV head to finish joins the runs, so there is no second kernel. Partitions are always joined as the same
@@ -30,7 +42,7 @@ constexpr int WAITS = 1;
 constexpr int NT = (G + 7) / 8;
 constexpr int KT = (D + 31) / 32;    // 32 dims of a key row per load
 constexpr int VT = (DV + 63) / 64;   // 64 dims of a value row per load
-//// quantized_rows
+#elif QUANTIZED
 // CUDA only: paged_decode_tensor for pages of quantised keys and values (PageShape). The tensor cores multiply codes of
 // 8 or 4 bits directly, as float16 with an offset (tensor_codes). A group's scale s_g and bias b_g are applied to
 // products and weights:
@@ -56,7 +68,8 @@ constexpr int VP = VG / PG;          // products per value row
 constexpr int VD = GS * PG / 8;      // dims per lane and product of a value row
 constexpr int VW = VD * VBITS < 32 ? 1 : VD * VBITS / 32;  // words of them; half a word counts as one
 constexpr int TILES = DV / 16;
-//// partition
+#endif
+#if !JOIN
 // Decode kernels for tensor cores: constants, shared memory, and the indices of a thread group and its lanes.
 constexpr int CHUNK = 16 * U;
 constexpr int AT_ONCE = DV <= 64 || GROUPS > 3 ? 8 : 16;  // runs; more do not fit the registers of four groups
@@ -80,7 +93,8 @@ const int lane = threadIdx.x % 32;
 const int warp = uniform(threadIdx.x / 32);
 const int r = lane / 4;
 const int c = lane % 4;
-//// own_row
+#endif
+#if OWN
 const int row = blockIdx.y;
 const int run = blockIdx.z;
 const int n_runs = gridDim.z;
@@ -89,7 +103,7 @@ constexpr int n_rows = 1;
 const int sequence = row / q_len;
 const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + row % q_len;
 auto line_of = [&](int column) { return line0 + column * q_len; };
-//// common_row
+#elif COMMON
 const int* own_item = items + blockIdx.y * (2 + ROWS);
 const int run = own_item[0];
 const int n_runs = static_cast<int>(params[4]);
@@ -99,7 +113,7 @@ const int row = own_item[2];
 if (n_rows == 0) return;
 const int sequence = row;
 auto line_of = [&](int column) { return (static_cast<int64_t>(own_item[2 + column / G]) * n_kv + kv_head) * G + column % G; };
-//// sees
+#endif
 // The size of partitions depends only on how many tokens the row sees, never on the rest of the batch.
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
@@ -108,7 +122,7 @@ while (end - begin > (SPAN * PART) << 2 * doublings) doublings++;
 const int size = PART << doublings;
 const int origin = begin / 64 * 64;
 const int n_live = begin < end ? (end - origin + size - 1) / PART >> doublings : 0;
-//// bounds
+#if !JOIN
 const int first = run << run_shift;
 const int last = metal::min(first + (1 << run_shift), n_live) - 1;
 const int lo = metal::max(begin, origin + first * size);
@@ -123,13 +137,15 @@ const int fresh = params[2] != 0.0f ? end - 1 : -1;
 if (kv_head + blockIdx.y + blockIdx.z + lane + warp == 0) {
   fence_out[0] = fence[0] + 1u;
 }
-//// dense_dims
+#endif
+#if PAGED
 // Dense kernels: the dim of an output at a place in tg_o.
 auto dim_of = [&](int place) { return place % (DV / 8) * 8 + place / (DV / 8); };
-//// quantized_dims
+#elif QUANTIZED
 // Kernels for codes: the dim of an output at a place in tg_o. Place 8 k + r is the k-th dim of lane r.
 auto dim_of = [&](int place) { return place / 8 / VD * (VD * 8) + place % 8 * VD + place / 8 % VD; };
-//// finish
+#endif
+#if OWN
 // Kernels for a single row: add the head's sink and store four outputs.
 auto finish = [&](int head, int at, State whole, float4 o) {
   if (SINKS) join({static_cast<float>(sinks[first_head + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
@@ -137,7 +153,6 @@ auto finish = [&](int head, int at, State whole, float4 o) {
   UNROLL
   for (int i = 0; i < 4; i++) out[line_of(head) * DV + dim_of(at * 4 + i)] = static_cast<T>(values[i] / whole.l);
 };
-//// own_end
 // Kernels for a single row: store the result of a run, as the outputs if the row has no other.
 float2* stats = reinterpret_cast<float2*>(partial + static_cast<int64_t>(ends_shape[0] * q_len) * n_kv * n_runs * (G * DV));
 auto end_run = [&](int head, int at, State whole, float4 o) {
@@ -149,7 +164,7 @@ auto end_run = [&](int head, int at, State whole, float4 o) {
     if (at == 0) stats[slot] = make_float2(whole.m, whole.l);
   }
 };
-//// common_end
+#elif COMMON
 // Kernels for common blocks: store the result of a partition, with its dims in order.
 auto slot_of = [&](int column) { return line_of(column) * n_runs + run; };
 auto end_run = [&](int column, int at, State whole, float4 o) {
@@ -158,7 +173,8 @@ auto end_run = [&](int column, int at, State whole, float4 o) {
   for (int i = 0; i < 4; i++) partial[slot_of(column) * DV + dim_of(at * 4 + i)] = values[i];
   if (at == 0) reinterpret_cast<float2*>(stats)[slot_of(column)] = make_float2(whole.m, whole.l);
 };
-//// common_tile
+#endif
+#if COMMON && PAGED
 // shared_decode_tensor: a partition that several rows see. Its keys and values pass through shared memory, once for all
 // warps. A warp handles 16 columns, and if DV > 128 half of the values' dims. It processes the chunks of
 // paged_decode_tensor's first warp, then those of the second, and so on, and joins their results.
@@ -374,7 +390,8 @@ if (n_rows > 1) {
     }
   }
 }
-//// dense_tile
+#endif
+#if PAGED
 // Dense kernels, single row: a warp's chunks, from queries, keys and values to the accumulators of a partition.
 if (first <= last && n_rows == 1) {
   const int* table = tables + sequence * max_blocks;
@@ -552,7 +569,7 @@ if (first <= last && n_rows == 1) {
         look_up(chunk + 2 * SG, ids);
       }
     }
-//// quantized_tile
+#elif QUANTIZED
 // Kernels for codes: a warp's chunks, from queries and codes to the accumulators of a partition.
 if (first <= last) {
   const int* table = tables + sequence * max_blocks;
@@ -871,7 +888,8 @@ if (first <= last) {
       float& x = acc[n][i / 4 % TILES][i % 4];
       x = ::fmaf(::fmaf(added[n][g][i % 2], -offset_of<VBITS>(i / 2 % KINDS<VBITS>), x), from_half_range(range), plus[n][g][i % 2]);
     }
-//// sums
+#endif
+#if !JOIN
 // Decode kernels for tensor cores: a warp's maxima and sums of a partition; then heads are joined in rounds of HR.
     // Sums over the eight lanes that share heads 2c and 2c + 1, then over the warps.
     if (part > 0) __syncthreads();
@@ -891,7 +909,8 @@ if (first <= last) {
     UNROLL
     for (int h0 = 0; h0 < HEADS; h0 += HR) {
       if (h0 > 0) __syncthreads();
-//// dense_store
+#endif
+#if PAGED
 // Dense kernels: store a warp's outputs of a round for the other warps.
       UNROLL
       for (int n = 0; n < NT; n++) {
@@ -902,7 +921,7 @@ if (first <= last) {
           if (head >= h0 && head < h0 + HR && head < G && eight < DV / 8) tg_o[warp * HR + head - h0][(i / 4 % 4 * 2 + i / 2 % 2) * (DV / 8) + eight] = acc[n][i / 16][i / 4 % 4][i % 4];
         }
       }
-//// quantized_store
+#elif QUANTIZED
 // Kernels for codes: store a warp's outputs of a round for the other warps.
       UNROLL
       for (int n = 0; n < NT; n++) {
@@ -912,7 +931,8 @@ if (first <= last) {
           if (c * 2 / COLUMNS == r * PG / 8 && head >= h0 && head < h0 + HR && head < heads) tg_o[warp * HR + head - h0][i / 2 * 8 + r] = acc[n][i / 4][i % 4];
         }
       }
-//// join
+#endif
+#if !JOIN
 // Decode kernels for tensor cores: join warps and partitions, always as the same tree.
       __syncthreads();
       for (int item = threadIdx.x; item < HR * DV / 4; item += SG * 32) {
@@ -942,7 +962,8 @@ if (first <= last) {
     }
   }
 }
-//// join_runs
+#endif
+#if OWN || JOIN
 // Decode kernels for tensor cores: join a head's runs into `whole` and `o`, for four values of the output. Four
 // partitions form a tree, in which a run stands for its partitions; trees are joined one after another. The next run's
 // outputs are `stride` float4 further, its maximum and sum pair_stride pairs further. The initial `whole` and `o` have
@@ -976,7 +997,8 @@ auto join_runs = [&](const float4* parts, const float2* pairs, int stride, int p
     if (run_shift == 2) join_trees(Number<2>());
   }
 };
-//// own_join
+#endif
+#if OWN
 // Kernels for a single row: the last thread group of a row and KV head to finish joins its runs.
 if (first <= last && n_live > 1 << run_shift) {
   __syncthreads();
@@ -991,25 +1013,13 @@ if (first <= last && n_live > 1 << run_shift) {
     finish(head, at, whole, o);
   }
 }
-//// nothing_seen
 // Kernels for a single row: a row that sees no token gets zeros.
 if (n_live == 0 && run == 0) {
   for (int item = threadIdx.x; item < G * DV; item += SG * 32) {
     out[line_of(item / DV) * DV + item % DV] = static_cast<T>(0.0f);
   }
 }
-//// join_line
-// CUDA only: join_partitions joins the partitions that shared kernels store for a line (row and query head), as
-// paged_decode_tensor joins its runs. Grid: x = line; a thread handles four values. The head's sink is added at the
-// end.
-constexpr int AT_ONCE = 8;
-constexpr float NOTHING = -3.0e38f;
-constexpr float LOG2E = 1.44269504088896341f;
-const int n_heads = partial_shape[0] / ends_shape[0];
-const int line = blockIdx.x;
-const int row = line / n_heads;
-constexpr int run_shift = 0;
-//// join_end
+#elif JOIN
 if (threadIdx.x < DV / 4) {
   State whole = {NOTHING, 1.0f};  // a row that sees no token gets zeros
   float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -1018,3 +1028,4 @@ if (threadIdx.x < DV / 4) {
   if (SINKS) join({static_cast<float>(sinks[line % n_heads]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
   store_four(out + static_cast<int64_t>(line) * DV + threadIdx.x * 4, o.x / whole.l, o.y / whole.l, o.z / whole.l, o.w / whole.l);
 }
+#endif

@@ -1,49 +1,15 @@
-//// stage
-// Metal: helpers of the matrix kernels that dequantise into threadgroup memory.
-
-// Dequantise the eight codes from 8 * at on of a row into threadgroup memory, with the same bits as quantized_gather.
-template <typename T, int BITS, int DIM, int GS, int BS>
-inline void stage_codes(const device uint* pool, int64_t page, int slot, int at, threadgroup T* target) {
-  constexpr int CODES = DIM * BITS / 32;  // words of a row
-  constexpr int GROUPS = DIM / GS;
-  const device uint* codes = pool + page * (BS * (CODES + 2 * GROUPS * static_cast<int>(sizeof(T)) / 4));
-  const device T* factors = reinterpret_cast<const device T*>(codes + BS * CODES) + slot * 2 * GROUPS;
-  const T scale = factors[at * 8 / GS];
-  const T bias = factors[GROUPS + at * 8 / GS];
-  uint words[BITS / 4];
-  load_words<BITS / 4>(codes + slot * CODES + at * (BITS / 4), words);
-  UNROLL
-  for (int j = 0; j < 8; j++) {
-    target[j] = dequantized(scale, words[j * BITS / 32] >> (j * BITS % 32) & ((1u << BITS) - 1u), bias);
-  }
-}
-//// join
-// Metal: join a simdgroup's maximum and sum of weights of a row into those of the simdgroups before it. The outputs
-// before are to be multiplied by `kept`, its own by `added`.
-struct JoinWeights {
-  float kept, added;
-};
-
-inline JoinWeights join(thread float& top, thread float& total, float m, float l) {
-  const float larger = metal::max(top, m);
-  const JoinWeights by = {metal::fast::exp2(top - larger), metal::fast::exp2(m - larger)};
-  total = metal::fma(l, by.added, total * by.kept);
-  top = larger;
-  return by;
-}
-//// decode_dense_pages
+#if PAGED
 threadgroup T edges[64 * SG];
-//// decode_quantized_pages
+#elif QUANTIZED
 // Each simdgroup dequantises its own tokens.
 threadgroup T staged[SG * KEYS * (D > DV ? D : DV)];
 threadgroup T* const own_staged = staged + simdgroup_index_in_threadgroup * (KEYS * (D > DV ? D : DV));
-//// decode_row
+#endif
 // A thread group handles a partition of one row.
 const int query_row = static_cast<int>(threadgroup_position_in_grid.y);
 const int partition = static_cast<int>(threadgroup_position_in_grid.z);
 const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
-//// decode_begin
-// Metal only: attention as in part begin of decode.metal, with 8 x 8 matrices. The G query heads of a KV head are the
+// Metal only: attention as in decode.metal, with 8 x 8 matrices. The G query heads of a KV head are the
 // rows of RT matrices, so a key or value is read, and dequantised, once for all of them. Grid, results and partial
 // results are the same; SG simdgroups split the tokens of a partition, KEYS at a time. Rows G and after are zeros.
 typedef simdgroup_matrix<T, 8, 8> Matrix;
@@ -117,7 +83,7 @@ for (int item = sg * 32 + lane; item < LINES * D; item += SG * 32) {
 for (int i = lane; i < RT * 64; i += 32) {
   diagonal[i] = 0.0f;
 }
-//// decode_dense_newest
+#if PAGED
 // Each pool is written and read through one pointer: a compiler may assume that memory reached through one buffer
 // argument, or through a const one, is not written through another.
 device T* const k_pages = const_cast<device T*>(k_pool);
@@ -132,7 +98,16 @@ if (fresh >= lo && fresh < hi) {
   }
   threadgroup_barrier(mem_flags::mem_device);
 }
-//// decode_loop
+#elif QUANTIZED
+  constexpr int K_CODES = D * KBITS / 32;
+  constexpr int V_CODES = DV * VBITS / 32;
+  constexpr int K_GROUPS = D / GS;
+  constexpr int V_GROUPS = DV / GS;
+  constexpr int FACTOR = static_cast<int>(sizeof(T));
+  constexpr int K_PAGE = BS * (K_CODES + K_GROUPS * FACTOR / 2);
+  constexpr int V_PAGE = BS * (V_CODES + V_GROUPS * FACTOR / 2);
+#include "quantized_newest.metal"
+#endif
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 float m[RT], l[RT];  // of the lane's rows; sums over the lane's scores
@@ -148,7 +123,7 @@ for (int v = 0; v < RT * (DV / 8); v++) {
 }
 
 for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
-//// dense_keys
+#if PAGED
   // Scores of KEYS tokens for RT times 8 rows.
   const device T* const k_head = k_pages + static_cast<int64_t>(kv_head) * (BS * D);
   Sums s[RT * (KEYS / 8)];
@@ -180,7 +155,7 @@ for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
       }
     }
   }
-//// quantized_keys
+#elif QUANTIZED
   simdgroup_barrier(mem_flags::mem_threadgroup);
   for (int i = lane; i < KEYS * (D / 8); i += 32) {
     const int position = metal::min(metal::max(step * KEYS + i / (D / 8), lo), hi - 1);
@@ -210,7 +185,7 @@ for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
       }
     }
   }
-//// softmax
+#endif
   UNROLL
   for (int j = 0; j < RT * (KEYS / 8); j++) {
     simdgroup_store(s[j], own_scores + j / (KEYS / 8) * 8 * KEYS + j % (KEYS / 8) * 8, KEYS);
@@ -271,7 +246,7 @@ for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
     }
   }
 
-//// dense_values
+#if PAGED
   const device T* const v_head = v_pages + static_cast<int64_t>(kv_head) * (BS * DV);
   threadgroup T* const edge = edges + sg * 64;
   UNROLL
@@ -308,7 +283,7 @@ for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
       }
     }
   }
-//// quantized_values
+#elif QUANTIZED
   simdgroup_barrier(mem_flags::mem_threadgroup);
   for (int i = lane; i < KEYS * (DV / 8); i += 32) {
     const int position = metal::min(metal::max(step * KEYS + i / (DV / 8), lo), hi - 1);
@@ -333,7 +308,7 @@ for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
       }
     }
   }
-//// decode_end
+#endif
 }
 
 UNROLL

@@ -16,9 +16,10 @@ from mlx.nn.layers.distributed import (
 )
 from mlx.utils import tree_flatten
 
-from ..kernels.products import narrow_matmul
-from ..kernels.products.narrow_matmul import PackedWeight
+from ..kernels.nvidia import Rotation
 from ..ranks.world import group_of
+from . import narrow_matmul
+from .narrow_matmul import PackedWeight
 
 # Largest model whose steps of one row use narrow layers. With larger ones the GPU, not the host's launches, is the
 # limit, and MLX reads weights as fast (docs/adr/0011).
@@ -67,37 +68,18 @@ def _summed(layer: nn.Module, product: mx.array) -> mx.array:
     return total + layer["bias"] if "bias" in layer else total
 
 
-# Classes of layers that a kernel may at present multiply few rows with.
-NARROW: tuple[type, ...] = _OwnRows, _OwnColumns
-
-
-def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | None = None) -> list[mx.array]:
-    """Return ``layer(x)`` of each layer, in one kernel launch if the layers are narrow.
-
-    Args:
-        layers: up to three layers.
-        x: ``[B, L, hidden]``; L is 1 with ``heads``.
-        heads: heads of each layer's result, which then has the shape ``[B, n_heads, 1, head_dim]``.
-    """
-    if isinstance(layers[0], _OwnRows):
-        found = fused_projections(layers, x, heads)
-        if found is not None:
-            return found
-    results = []
-    for index, layer in enumerate(layers):  # no comprehension, which is a call: the host's time limits decode steps
-        y = layer(x)
-        results.append(y if heads is None else y.reshape(x.shape[0], heads[index], 1, -1))
-    return results
+def is_narrow(layer: nn.Module) -> bool:
+    """Return whether the layer is at present one that a kernel may multiply few rows with."""
+    return isinstance(layer, _OwnRows | _OwnColumns)
 
 
 def fused_projections(
     layers: Sequence[nn.Module],
     x: mx.array,
     heads: Sequence[int] | None = None,
-    rotation: narrow_matmul.Rotation | None = None,
+    rotation: Rotation | None = None,
 ) -> list[mx.array] | None:
-    """Return what :func:`projected` does, in one kernel launch, the first two results (queries and keys) rotated by
-    ``rotation``; None if no launch can do all of it."""
+    """See :func:`..kernels.nvidia.fused_projections`."""
     weights = _weights_of(layers)
     if weights is None or not narrow_matmul.covers(x, weights, rotation=rotation):
         return None
@@ -108,19 +90,13 @@ def fused_projections(
     return narrow_matmul.products(x, weights, shapes=shapes, rotation=rotation)
 
 
-def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
-    """Return ``residual + layer(x)``, in one kernel launch if the layer is narrow.
-
-    Args:
-        layer: maps a row of x to a row of the residual.
-        x: rows one after the other, in any shape, such as ``[B, n_heads, 1, head_dim]``.
-        residual: ``[B, L, width]``.
-    """
+def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array | None:
+    """Return ``residual + layer(x)`` from one kernel launch; None if no launch can do it. See
+    :func:`..kernels.nvidia.added`."""
     weights = _weights_of([layer])
-    if weights is not None and narrow_matmul.covers_sum(x, weights[0], residual):
-        return narrow_matmul.product_sum(x, weights[0], residual)
-    product: mx.array = layer(x.reshape(*residual.shape[:-1], -1))
-    return residual + product
+    if weights is None or not narrow_matmul.covers_sum(x, weights[0], residual):
+        return None
+    return narrow_matmul.product_sum(x, weights[0], residual)
 
 
 def gated(gate: nn.Module, up: nn.Module, x: mx.array) -> mx.array | None:

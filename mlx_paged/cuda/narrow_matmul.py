@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ...cuda.device import cuda_limits
-from ..build import backend, build_kernel, compile_ahead, warn_when_compiling
-from ..cases import worst_rms
-from ..check import outcome_of
-from ..trial import LAUNCHES, KernelKey, failure_of, seconds_of
+from ..kernels.build import KernelText, backend, build_kernel, compile_ahead, warn_when_compiling
+from ..kernels.cases import worst_rms
+from ..kernels.check import outcome_of
+from ..kernels.limits import cuda_limits
+from ..kernels.nvidia import Rotation
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -89,7 +89,7 @@ PLAIN, BIASED, ADDED, GATED, GROUPED = BODIES = (
 )
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
-CHECKED_DIMS = 3  # number of dimensions of x in the self-check
+USUAL_DIMS = 3  # number of dimensions of x in most models
 
 Matrix = mx.array | PackedWeight  # [width, depth]
 
@@ -118,24 +118,6 @@ TILES_IF_FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace
 TILES_IF_MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
 # The tile for more rows that corresponds to a tile.
 LARGER = {SMALL: LARGE, **{tiles[SMALL]: tiles[LARGE] for tiles in (TILES_IF_FEW, TILES_IF_MANY)}}
-
-
-class Rotation(NamedTuple):
-    """A rotation of queries and keys by their positions, as ``mx.fast.rope`` rotates the halves of whole heads.
-
-    Attributes:
-        half: half of a head's dimensions.
-        offsets: position of each row, int32 ``[rows]``.
-        scale: factor of the positions.
-        base: base of the frequencies; None if ``frequencies`` are given.
-        frequencies: ``freqs`` of ``mx.fast.rope``, float32 ``[half]``, or None.
-    """
-
-    half: int
-    offsets: mx.array
-    scale: float
-    base: float | None
-    frequencies: mx.array | None
 
 
 class FusedRotation(NamedTuple):
@@ -239,7 +221,7 @@ def products(
     """
     shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights]
     body = _body_of(weights, bias)
-    return _launch(body, x, weights, bias, _tile_of(body, _num_rows(x), weights), shapes, rotation)
+    return launch(body, x, weights, bias, _tile_of(body, _num_rows(x), weights), shapes, rotation)
 
 
 def covers_sum(x: mx.array, weight: Matrix, residual: mx.array) -> bool:
@@ -257,7 +239,7 @@ def product_sum(x: mx.array, weight: Matrix, residual: mx.array) -> mx.array:
         residual: ``[..., width]``.
     """
     tile = _tile_of(ADDED, _num_rows(residual), [weight])
-    return _launch(ADDED, x, [weight], residual, tile, [residual.shape])[0]
+    return launch(ADDED, x, [weight], residual, tile, [residual.shape])[0]
 
 
 def covers_gated(x: mx.array, gate: Matrix, up: Matrix) -> bool:
@@ -272,7 +254,7 @@ def gated_product(x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
         x, gate, up: as in :func:`products`.
     """
     shape = (*x.shape[:-1], gate.shape[0])
-    return _launch(GATED, x, [gate, up], None, _tile_of(GATED, _num_rows(x), [gate, up]), [shape])[0]
+    return launch(GATED, x, [gate, up], None, _tile_of(GATED, _num_rows(x), [gate, up]), [shape])[0]
 
 
 def _covers(
@@ -332,7 +314,7 @@ def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
 
 def kernel_key(
     body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0, fused: FusedRotation = NOT_FUSED
-) -> KernelKey:
+) -> KernelText:
     """Return the key of the kernel for an x of ``num_dims`` dimensions, matrices of ``bits`` per value (0: not
     quantised), and the operations around the product."""
     matrices = 2 if body == GATED else 1  # matrices that a column is computed from
@@ -353,11 +335,11 @@ def kernel_key(
     )
     body += fused.suffix
     if not bits:
-        return KernelKey(body, constants)
-    return KernelKey(body.replace("matmul", "quantized"), (*constants, ("BITS", bits)))
+        return KernelText(body, constants)
+    return KernelText(body.replace("matmul", "quantized"), (*constants, ("BITS", bits)))
 
 
-def _launch(
+def launch(
     body: str,
     x: mx.array,
     weights: Sequence[Matrix],
@@ -366,6 +348,7 @@ def _launch(
     shapes: Sequence[tuple[int, ...]],
     rotation: Rotation | None = None,
 ) -> list[mx.array]:
+    """Launch a kernel. Returns an array of each of ``shapes``."""
     key = kernel_key(body, x.dtype, tile, x.ndim, _bits_of(weights), FusedRotation.of(rotation))
     threads = 32 * _SIMDGROUPS
     tiles = _num_tiles(weights[: len(shapes)], tile)
@@ -396,7 +379,7 @@ def _no_frequencies() -> mx.array:
 
 def _keys_to_compile(
     body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, fused: FusedRotation
-) -> list[KernelKey]:
+) -> list[KernelText]:
     """Return the keys of the kernels to compile at the first use of one: its own, and those likely to follow. Rows that
     join, and drafts of a few rows, use the larger tile."""
     forms = [(tile, fused)]
@@ -404,7 +387,7 @@ def _keys_to_compile(
         forms.append((LARGER[tile], fused))
     # The self-check compares a product with operations around it to the product alone.
     bodies = [(body, each, form) for each, own in forms for form in (own, NOT_FUSED)]
-    if num_dims == CHECKED_DIMS and tile in TILES and fused == NOT_FUSED:  # a model that needs one mostly needs all
+    if num_dims == USUAL_DIMS and tile in TILES and fused == NOT_FUSED:  # a model that needs one mostly needs all
         bodies += [(each, tile, NOT_FUSED) for each in BODIES]
         if not bits:
             bodies += [(ADDED, TILES_IF_FEW[tile], NOT_FUSED), (GROUPED, TILES_IF_MANY[tile], NOT_FUSED)]
@@ -421,56 +404,39 @@ def passes_check(
         return False
     keys = _keys_to_compile(body, dtype, tile, num_dims, bits, fused)
     compile_ahead((key.body, key.constants) for key in keys)
-    if num_dims == CHECKED_DIMS:
-        with warn_when_compiling():
-            reason = self_check(body, dtype, tile, bits, fused).reason
-    elif not passes_check(body, dtype, tile, CHECKED_DIMS, bits, fused):
-        return False
-    else:
-        reason = failure_of(kernel_key(body, dtype, tile, num_dims, bits, fused), build_kernel) or ""
+    with warn_when_compiling():
+        reason = self_check(body, dtype, tile, bits, fused, num_dims).reason
     if reason:
         name = kernel_key(body, dtype, tile, num_dims, bits, fused).body
         warnings.warn(f"mlx_paged: {name} ({dtype}, {tile}) is off, using MLX's operations: {reason}", stacklevel=2)
     return not reason
 
 
-def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, fused: FusedRotation = NOT_FUSED) -> TileCheck:
+def self_check(
+    body: str,
+    dtype: mx.Dtype,
+    tile: Tile,
+    bits: int = 0,
+    fused: FusedRotation = NOT_FUSED,
+    num_dims: int = USUAL_DIMS,
+) -> TileCheck:
     """Compare the kernel with float32 products of the same factors, with edges in every dimension, and the operations
-    around the product with MLX's rotation.
+    around the product with MLX's rotation, for an x of ``num_dims`` dimensions.
 
     Fails on a compile error or an RMS difference of at least 5e-3 (results are about 1). Never raises for a failing
     kernel.
     """
     if fused != NOT_FUSED:
-        found = outcome_of(lambda: _rotated_difference(dtype, tile, bits, fused))
+        found = outcome_of(lambda: _rotated_difference(dtype, tile, bits, fused, num_dims))
         return TileCheck(body + fused.suffix, dtype, tile, bits, *found)
     sizes = (
         ((1, 40, 32), (tile.rows + 5, 200, 2176), (3, 40, 384)) if bits else ((1, 40, 8), (tile.rows + 5, 200, 2200))
     )
     # For quantised matrices, each size has another group size.
-    checks = [(*size, bits, group_size) for size, group_size in zip(sizes, GROUP_SIZES, strict=False)]
+    checks = [(*size, bits, group_size, num_dims) for size, group_size in zip(sizes, GROUP_SIZES, strict=False)]
     return TileCheck(
         body, dtype, tile, bits, *outcome_of(lambda: max(_difference(body, dtype, tile, *check) for check in checks))
     )
-
-
-def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, fused: FusedRotation = NOT_FUSED) -> float:
-    """Return the seconds of a launch for matrices of 2,048 x 2,048 and the rows of a full tile; compilation
-    excluded."""
-    size, num_rows = 2048, tile.rows
-    x = mx.zeros((num_rows, 1, size), dtype)
-    weights = [_packed(mx.zeros((size, size), dtype), bits, 64)] * {GROUPED: MAX_MATRICES, GATED: 2}.get(body, 1)
-    addends = {BIASED: (size,), ADDED: (num_rows, 1, size)}
-    addend = mx.zeros(addends[body], dtype) if body in addends else None
-    offsets = mx.zeros((num_rows,), mx.int32)
-    rotation = Rotation(fused.half, offsets, fused.scale, fused.base, None) if fused.half else None
-    mx.eval(x, *(w.arrays if isinstance(w, PackedWeight) else w for w in weights))
-    shapes = [(num_rows, 1, size)] * (MAX_MATRICES if body == GROUPED else 1)
-
-    def launches() -> list[mx.array]:
-        return [y for _ in range(LAUNCHES) for y in _launch(body, x, weights, addend, tile, shapes, rotation)]
-
-    return seconds_of(launches) / LAUNCHES
 
 
 def _packed(weight: mx.array, bits: int, group_size: int) -> Matrix:
@@ -479,9 +445,18 @@ def _packed(weight: mx.array, bits: int, group_size: int) -> Matrix:
 
 
 def _difference(
-    body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: int, depth: int, bits: int, group_size: int
+    body: str,
+    dtype: mx.Dtype,
+    tile: Tile,
+    num_rows: int,
+    width: int,
+    depth: int,
+    bits: int,
+    group_size: int,
+    num_dims: int,
 ) -> float:
     """Return the RMS of the kernel's error; results are about 1."""
+    num_rows = num_rows if num_dims > 1 else 1
     # Keys are not split and indexed: MLX would have to compile kernels for that on CUDA.
     keys = [mx.random.key(num_rows + 1000 * i) for i in range(2 + MAX_MATRICES)]
     x = mx.random.normal((num_rows, 1, depth), key=keys[0]).astype(dtype)
@@ -507,12 +482,17 @@ def _difference(
         elif addend is not None:
             expected = [expected[0] + addend]
         shapes = [want.shape for want in expected]
-        for got, want in zip(_launch(body, x, weights, addend, tile, shapes), expected, strict=True):
+        for got, want in zip(launch(body, _shaped(x, num_dims), weights, addend, tile, shapes), expected, strict=True):
             errors.append(mx.square(got.astype(mx.float32) - want).mean())
     return worst_rms(errors)
 
 
-def _rotated_difference(dtype: mx.Dtype, tile: Tile, bits: int, fused: FusedRotation) -> float:
+def _shaped(x: mx.array, num_dims: int) -> mx.array:
+    """Return x ``[rows, 1, depth]`` with ``num_dims`` dimensions, the first of which are its rows."""
+    return x.reshape(-1) if num_dims == 1 else x.reshape(len(x), *[1] * (num_dims - 2), -1)
+
+
+def _rotated_difference(dtype: mx.Dtype, tile: Tile, bits: int, fused: FusedRotation, num_dims: int) -> float:
     """Compare rotated products with MLX's rotation of products, for 1 and 3 rows.
 
     Returns:
@@ -522,15 +502,16 @@ def _rotated_difference(dtype: mx.Dtype, tile: Tile, bits: int, fused: FusedRota
     widths = [3 * head, head, 24]
     frequencies = None if fused.base is not None else mx.arange(1, fused.half + 1).astype(mx.float32)
     errors = []
-    for num_rows, depth in ((1, 1024), (3, 1536)):
+    for num_rows, depth in ((1, 1024), (3 if num_dims > 1 else 1, 1536)):
         x = mx.random.normal((num_rows, 1, depth), key=mx.random.key(depth)).astype(dtype)
         matrices = [mx.random.normal((n, depth), key=mx.random.key(i)) * depth**-0.5 for i, n in enumerate(widths)]
         weights = [_packed(w.astype(dtype), bits, 64) for w in matrices]
         offsets = mx.array([100003, 0, 77][:num_rows], mx.int32)
         rotation = Rotation(fused.half, offsets, fused.scale, fused.base, frequencies)
         shapes = [(num_rows, 1, n) for n in widths]
-        got = _launch(GROUPED, x, weights, None, tile, shapes, rotation)
-        expected = _launch(GROUPED, x, weights, None, tile, shapes)
+        x = _shaped(x, num_dims)
+        got = launch(GROUPED, x, weights, None, tile, shapes, rotation)
+        expected = launch(GROUPED, x, weights, None, tile, shapes)
         expected[:2] = [
             mx.fast.rope(
                 y.reshape(num_rows, -1, 1, head),

@@ -1,40 +1,17 @@
-"""Trials: a kernel's text is launched once, alone and on scratch arrays, before a step depends on it.
-
-MLX compiles a text when its first launch is evaluated. In the middle of a step that is too late: a text that does not
-compile there fails the step's requests.
-"""
+"""Launches of a kernel's text alone, on scratch arrays, for tests of texts and for scripts/dump_kernels.py."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..device import confirm
-from .bodies import BODIES, Family
-from .build import Constants
-from .quantized import QuantizedRows
-from .shared_runs import HEADER
-
-LAUNCHES, REPEATS = 20, 3
-
-
-def seconds_of(compute: Callable[[], list[mx.array]], most_seconds: float = float("inf")) -> float:
-    """Return the shortest time, in seconds, of up to three times to build and evaluate arrays, after one that does not
-    count. No further time is taken once they add up to ``most_seconds``."""
-    mx.eval(compute())
-    best, spent = float("inf"), 0.0
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        mx.eval(compute())
-        took = time.perf_counter() - begin
-        best, spent = min(best, took), spent + took
-        if spent >= most_seconds:
-            break
-    return best
-
+from mlx_paged.kernels.bodies import BODIES, Family
+from mlx_paged.kernels.build import Constants
+from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.quantized import QuantizedRows
+from mlx_paged.kernels.shared_runs import HEADER
 
 # On Metal, MLX puts inputs of fewer elements in the address space `constant`, not `device`, which makes another text
 # (docs/adr/0018).
@@ -56,29 +33,13 @@ class KernelKey(NamedTuple):
     small_inputs: tuple[str, ...] = ()
 
 
-def small_inputs_of(dialect: str, **sizes: int) -> tuple[str, ...]:
-    """Return :attr:`KernelKey.small_inputs` for inputs with these numbers of elements."""
-    return () if dialect == "cuda" else tuple(name for name, size in sizes.items() if size < MIN_DEVICE_ELEMENTS)
-
-
-_outcomes: dict[KernelKey, str | None] = {}
-
-
-def failure_of(key: KernelKey, build: Build) -> str | None:
-    """Return why a kernel cannot be used, or None. The first call for a key launches it and waits for the result, a few
-    ms beside the compilation; later calls look it up.
-
-    Args:
-        build: builds the kernel: :func:`.build.build_kernel`.
-    """
-    if key not in _outcomes:
-        confirm()  # what fails from here on is the kernel's fault
-        try:
-            mx.eval(launch_alone(key, build))
-            _outcomes[key] = None
-        except (RuntimeError, ValueError) as error:
-            _outcomes[key] = f"{key.body}: {type(error).__name__}: {str(error)[:500]}"
-    return _outcomes[key]
+def small_inputs_of(variant: Variant, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return :attr:`KernelKey.small_inputs` of a step of a variant, for inputs with these numbers of elements. Without
+    sinks, a placeholder of 4 elements is passed."""
+    if variant.backend == "cuda":
+        return ()
+    sizes = {**sizes, "sinks": sizes["sinks"] if variant.sinks else 4}
+    return tuple(name for name, size in sizes.items() if size < MIN_DEVICE_ELEMENTS)
 
 
 def launch_alone(key: KernelKey, build: Build) -> list[mx.array]:

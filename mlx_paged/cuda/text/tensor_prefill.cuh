@@ -1,4 +1,3 @@
-//// tile
 // CUDA only: causal attention of the new tokens of several sequences, of any lengths, over block tables. 16-bit types
 // on the tensor cores (mma.sync m16n8k16, float accumulators).
 // A thread group handles one KV head and one tile: up to M / G new tokens of one sequence, times the G query heads of
@@ -46,12 +45,12 @@ const int first = lo / KEYS;
 const int last = (hi - 1) / KEYS;
 const float gain = SOFTCAP ? 1.0f : params[0] * LOG2E;
 const int* table = tables + static_cast<int64_t>(tile[0]) * tables_shape[1];
-//// dense_pages
+#if PAGED
 // paged_prefill_tensor: the head's keys and values.
 const T* k_head = k_pool + static_cast<int64_t>(kv_head) * (BS * D);
 const T* v_head = v_pool + static_cast<int64_t>(kv_head) * (BS * DV);
 AsyncCopies copies;
-//// quantized_pages
+#elif QUANTIZED
 // quantized_prefill_tensor: keys and values have the bits of mx.dequantize, and lie in shared memory as those of the
 // dense kernel. Each thread first copies codes of a step to shared memory, asynchronously. Once its own have arrived,
 // it dequantises them, 16 or 32 codes of a token at a time, all of one group.
@@ -99,7 +98,7 @@ auto copies = then([&] {
     dequantize(Number<D>(), Number<KBITS>(), shared);
   }
 });
-//// lines
+#endif
 // Prefill kernels for tensor cores: the lines of a tile's rows, and the blocks of a step.
 if (unit + thread_index == 0) {
   fence_out[0] = fence[0] + 1u;
@@ -114,7 +113,7 @@ auto line_of = [&](int row) {
 auto look_up = [&](int step) {
   return table[metal::min(metal::max(step * KEYS / BS + metal::min(lane, BLOCKS - 1), lo / BS), (hi - 1) / BS)];
 };
-//// dense_loads
+#if PAGED
 // paged_prefill_tensor: loads of a step's keys and values. Dead tokens become zeros: their slots may hold NaN, and NaN
 // times a weight of 0 is NaN.
 auto load = [&](auto width, const T* head, T* target, int step, int ids) {
@@ -139,7 +138,7 @@ auto load_keys = [&](int step, int ids) { load(Number<D>(), k_head, shared + (st
 auto load_values = [&](int step, int ids) {
   load(Number<DV>(), v_head, shared + (step - first) % BUFFERS * STAGE + KEYS * KW, step, ids);
 };
-//// quantized_loads
+#elif QUANTIZED
 // quantized_prefill_tensor: loads of a step's codes. Dead tokens have scales and biases of 0: their slots may hold NaN,
 // and NaN times a weight of 0 is NaN.
 auto load = [&](auto width, auto bits, const uint* head, int step, int ids) {
@@ -170,7 +169,7 @@ auto load_values = [&](int step, int ids) {
   is_value = true;
   load(Number<DV>(), Number<VBITS>(), v_head, step, ids);
 };
-//// steps
+#endif
 // Prefill kernels for tensor cores: the loop over steps of keys and values, and the stores of the results.
 int ids = look_up(first);
 if (QS) {

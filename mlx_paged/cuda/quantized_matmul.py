@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import inference, narrow_matmul
+from ..kernels import inference
+from . import narrow_matmul
 from .narrow_matmul import PackedWeight
 
 # From this number of rows on, a weight is dequantised first.

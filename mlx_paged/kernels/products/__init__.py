@@ -1,1 +1,0 @@
-"""Matrix products on CUDA: of few rows, in kernels of this package, and with quantised weights."""
