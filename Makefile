@@ -5,7 +5,7 @@ PROMPT ?= What is the capital of France?
 MAX_TOKENS ?= 100
 PYTEST_ARGS ?= -ra
 # What the doctor of "make check-gpu" finds, and the kernels' texts of "make compile-metal".
-REPORT ?= out/doctor.json
+REPORT ?= out/doctor.txt
 METAL ?= out/metal
 # Versions of the development tools; "constraints.txt constraints-lowest.txt" has the lowest MLX and mlx-lm, too.
 CONSTRAINTS ?= constraints.txt

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import logging
 import signal
 import sys
@@ -27,9 +26,8 @@ from ..startup import raise_at_interrupt
 from ..warn import warn_once
 from . import over_ranks
 from .generate import raise_cpu_cache_limit
-from .terminal import add_version, orderly_end, restrict, whole_number
+from .terminal import add_version, missing_packages, orderly_end, restrict, whole_number
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 LOG_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 
 
@@ -182,9 +180,8 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     """Run this package's server, which does not return; or mlx_lm.server's own code, if its version is not known."""
     from .. import patches
 
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'mlx_paged[server]'")
+    if missing := missing_packages():
+        raise ConfigError(f"the server needs {missing}: pip install 'mlx_paged[server]'")
     patches.apply_patches(pages)
     raise_cpu_cache_limit()
     try:

@@ -179,7 +179,6 @@ class EngineThread:
             if self.is_stopping:
                 return
             check_device(error)
-            logging.error("the model cannot be served: %s", error)
             self.start_error = error
             self._on_start_error(error)
 
@@ -212,7 +211,7 @@ class EngineThread:
         self.is_dead = True
         self.fail_all(f"the server is exiting: {why}")
         time.sleep(LAST_SECONDS)  # for errors to reach clients
-        print(f"mlx_paged.server: {why}; exiting with status {EXIT_STATUS}", file=sys.stderr, flush=True)
+        print(f"mlx_paged: {why}; exiting with status {EXIT_STATUS}", file=sys.stderr, flush=True)
         logging.shutdown()
         os._exit(EXIT_STATUS)
 

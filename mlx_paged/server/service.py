@@ -35,8 +35,8 @@ from .http import (
 from .memory import MemoryWatch
 from .model_names import ModelNames
 from .options import ServerConfig
-from .prompting import PromptMaker, parts_of
-from .ranked_loop import RankedLoop, ranked_memory_watch
+from .prompting import PromptMaker
+from .ranked_loop import RankedLoop, check_for_ranks, ranked_memory_watch
 from .report import ServerStats, server_report
 from .request import ModelKey, ServerRequest
 from .requests.responses import MAX_KEPT_BYTES, KeptResponses
@@ -117,10 +117,7 @@ class Service:
         if request.model != self.names.resolve(None):
             what = "several ranks serve only the model of --model, without other adapters or draft models"
             raise RequestRefused(501, what, param="model")
-        if any(part.get("type") != "text" for given in request.inputs for part in parts_of(given)):
-            raise RequestRefused(501, "several ranks accept only text", param="messages")
-        if request.scores_prompt:
-            raise RequestRefused(501, "several ranks do not support log-probabilities of prompts", param="echo")
+        check_for_ranks(request)
 
     # Health and figures ---------------------------------------------------------------------------------------
 
@@ -201,6 +198,7 @@ class Service:
 
     def _on_start_error(self, error: Exception) -> None:
         """End the server because its model cannot be served. Called in the engine's thread."""
+        logging.error("the model cannot be served: %s", error)
         if self.ranks is not None:
             self.ranks.fail(error)
         fail_start(error)

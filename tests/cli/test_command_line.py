@@ -82,11 +82,6 @@ def test_max_kv_size_gives_stock_text_alone_and_in_a_batch(tmp_path: Path) -> No
         run = generate(folder, "--prompt", prompt, *bounded, "--cache-stats", "--kv-block-size", 8)
         assert text_of(run) == text
         assert run.stderr.count("keeps a sequence's first tokens") == 1 and "has no effect" not in run.stderr
-    source = tmp_path / "prompts.txt"
-    source.write_text("\n".join(prompts))
-    run = generate(folder, "--prompts-file", source, *bounded)
-    assert run.returncode == 0, run.stderr
-    assert [json.loads(line)["text"].strip() for line in run.stdout.splitlines()] == expected
 
 
 def test_no_paged_runs_stock(folder: Path) -> None:
@@ -240,9 +235,6 @@ def test_max_kv_size_without_effect_is_reported(folder: Path, tmp_path: Path) ->
     run = generate(folder, "--prompt", PROMPT, *bounded)
     assert run.stderr.count(said) == 1
     assert said not in generate(folder, "--prompt", PROMPT).stderr
-    source = tmp_path / "prompts.txt"
-    source.write_text(f"{PROMPT}\nw1\n")
-    assert generate(folder, "--prompts-file", source, *bounded).stderr.count(said) == 1
     saved = command(
         "cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file", tmp_path / "c", *bounded[:2]
     )

@@ -1,0 +1,210 @@
+"""The doctor's rows: each kernel for shapes of popular models, checked and timed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...attention import gather
+from ...attention.dispatch import Dispatch, attend, last_dispatch
+from ...config import PagedConfig
+from ...errors import PagedCacheError
+from ...kernels import ops as kernels
+from ...kernels.availability import device_unsupported_reason
+from ...kernels.build import backend
+from ...kernels.check import MAX_RMS, self_check
+from ...kernels.launch_shape import Variant
+from ...kernels.ops import variants_of
+from ...kernels.prefill import prefill_seconds, prefill_variants_of, unsupported_prefill
+from ...kernels.products import narrow_matmul
+from ...kernels.quantized import new_blocks
+from ...kv.attention_params import AttentionParams, QueryHeads
+from ...kv.choice import blocks_choice
+from ...kv.group import LayerGroup
+from ...kv.pool import BlockPool
+from .shapes import POPULAR_DTYPE, Shape, models_of, popular_shapes
+
+_KV_HEADS = 2
+_ROWS, _TOKENS = 8, 1024  # of a launch that is timed
+_LAUNCHES, _REPEATS = 20, 3
+
+
+def _seconds_of(compute: Callable[[], list[mx.array]]) -> float:
+    """Return the seconds of a launch: the shortest of three runs of 20, after one that compiles."""
+    mx.eval(compute())
+    best = math.inf
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        mx.eval(compute())
+        best = min(best, time.perf_counter() - begin)
+    return best / _LAUNCHES
+
+
+def launch_seconds(variant: Variant) -> float:
+    """Return the seconds of one decode launch, without compiling, for 8 sequences of 1,024 tokens and 2 KV heads."""
+    block, dtype = variant.block_size, variant.dtype
+    per_row = _TOKENS // block
+    dims = variant.head_dim, variant.value_dim
+    k_pool, v_pool = new_blocks(_ROWS * per_row + 1, _KV_HEADS, block, dims, dtype, variant.pages)
+    q = mx.zeros((_ROWS, _KV_HEADS * variant.gqa, 1, variant.head_dim), dtype)
+    tables = mx.arange(1, 1 + _ROWS * per_row, dtype=mx.int32).reshape(_ROWS, per_row)
+    ends, starts = mx.full((_ROWS, 1), _TOKENS, mx.int32), mx.zeros((_ROWS, 1), mx.int32)
+    sinks = mx.zeros((q.shape[1],)) if variant.sinks else None
+    mx.eval(k_pool, v_pool, q, tables, ends, starts)
+
+    def launches() -> list[mx.array]:
+        fence, results = kernels.new_fence(), []
+        for _ in range(_LAUNCHES):
+            out, fence = kernels.paged_decode(
+                q,
+                k_pool,
+                v_pool,
+                fence,
+                tables,
+                ends,
+                starts,
+                scale=variant.head_dim**-0.5,
+                softcap=10.0 if variant.softcap else None,
+                sinks=sinks,
+                variant=variant,
+                pages=variant.pages,
+            )
+            results.append(out)
+        return [*results, fence]
+
+    return _seconds_of(launches)
+
+
+def dense_seconds(variant: Variant) -> float | None:
+    """Return the seconds of MLX's own attention for the same shapes, over contiguous keys and values; None with a
+    softcap, which it does not support."""
+    if variant.softcap:
+        return None
+    dtype = variant.dtype
+    q = mx.random.normal((_ROWS, _KV_HEADS * variant.gqa, 1, variant.head_dim)).astype(dtype)
+    k = mx.random.normal((_ROWS, _KV_HEADS, _TOKENS, variant.head_dim)).astype(dtype)
+    v = mx.random.normal((_ROWS, _KV_HEADS, _TOKENS, variant.value_dim)).astype(dtype)
+    sinks = mx.zeros((q.shape[1],), dtype) if variant.sinks else None
+    mx.eval(q, k, v)
+
+    def launches() -> list[mx.array]:
+        # A different scale each time: equal calls might be computed only once.
+        scales = [variant.head_dim**-0.5 * (1 + i / 1024) for i in range(_LAUNCHES)]
+        return [mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=sinks) for scale in scales]
+
+    return _seconds_of(launches)
+
+
+class Row(NamedTuple):
+    """Result of one kernel for one shape: a line of the doctor's output.
+
+    Attributes:
+        passed: neither the kernel nor attention through it failed.
+        shape: the shape, as text.
+        body: name of the kernel's body, or ``-`` where none runs.
+        rms: RMS difference from attention in float32, or NaN.
+        seconds: time of a launch, without compiling, or None.
+        dense: seconds of MLX's own attention for the same shape, or None.
+        use: the path that attention takes and why, models with the shape, and what failed.
+    """
+
+    passed: bool
+    shape: str
+    body: str
+    rms: float
+    seconds: float | None
+    dense: float | None
+    use: str
+
+    def __str__(self) -> str:
+        launch, dense = ("-" if each is None else f"{1e6 * each:.0f} us" for each in (self.seconds, self.dense))
+        return _line(self.shape, self.body, f"{self.rms:.1e}", launch, dense, self.use)
+
+
+def _line(shape: str, body: str, rms: str, launch: str, dense: str, use: str) -> str:
+    return f"{shape:<46}{body:<22}{rms:<10}{launch:<9}{dense:<9}{use}"
+
+
+HEADER = _line("shape", "kernel", "RMS", "launch", "MLX's", "attention")
+
+
+def rows(block_size: int, config: PagedConfig) -> Iterator[Row]:
+    """Yield a row for each kernel: for the shapes of popular models, and on CUDA for products of a few rows."""
+    for shape in popular_shapes(block_size):
+        yield from _rows_of_shape(shape, config)
+    for bits in (0, *narrow_matmul.BITS) if backend() == "cuda" else ():
+        for tile in narrow_matmul.TILES:
+            for body, fused in narrow_matmul.KERNELS:
+                kernel = body, POPULAR_DTYPE, tile, bits, fused
+                what = f"products of up to {tile.rows} rows{f', {bits} bits' if bits else ''}"
+                launch = lambda kernel=kernel: narrow_matmul.launch_seconds(*kernel)  # noqa: E731
+                checked = narrow_matmul.self_check(*kernel)
+                yield _checked(True, what, body + fused.suffix, checked, "compiled decode steps", launch)
+
+
+def _rows_of_shape(shape: Shape, config: PagedConfig) -> Iterator[Row]:
+    """Check the path that attention takes and its kernels; a row for each, or a single one where no kernel can run."""
+    passed, error, use = True, math.nan, ""
+    try:
+        choice, error = dispatch_of(shape, config)
+        use = f"{choice.path}: {choice.reason}"
+        passed = error < MAX_RMS
+        if not passed:
+            use += " FAILED: attention over the pool differs from dense attention"
+    except (PagedCacheError, RuntimeError, ValueError) as failure:
+        passed, use = False, f"FAILED: {type(failure).__name__}: {str(failure)[:500]}"
+    if models_of(shape):
+        use += f" [{models_of(shape)}]"
+    if device_unsupported_reason() is not None:
+        yield Row(passed, str(shape), "-", error, None, None, use)
+        return
+    heads = shape.dtype, shape.head_dim, shape.head_dim, shape.gqa * _KV_HEADS, _KV_HEADS, shape.block_size
+    if not unsupported_prefill(shape.dtype, shape.head_dim, shape.head_dim, shape.gqa, shape.block_size):
+        for variant in prefill_variants_of(*heads, shape.softcap, shape.sinks):
+            launch = lambda variant=variant: prefill_seconds(variant)  # noqa: E731
+            yield _checked(True, str(shape), variant.body, self_check(variant), "packed prefill", launch)
+    for variant in variants_of(*heads, shape.softcap, shape.sinks):
+        checked = self_check(variant)
+        launch = lambda variant=variant: launch_seconds(variant)  # noqa: E731
+        yield _checked(passed, str(shape), variant.body, checked, use, launch, dense_seconds(variant))
+        if checked.ok:  # the others serve only if it fails
+            return
+
+
+def _checked(
+    passed: bool, shape: str, body: str, check: Any, use: str, launch: Callable[[], float], dense: float | None = None
+) -> Row:
+    """Return the row of a self-check; a kernel that failed it has nothing to time."""
+    if not check.ok:
+        return Row(False, shape, body, check.rms, None, None, f"{use} FAILED: {check.reason}")
+    return Row(passed, shape, body, check.rms, launch(), dense, use)
+
+
+def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
+    """Run a decode step over a small pool; return its path and its RMS difference from dense attention in float32."""
+    lengths = (shape.block_size + 3, 1)
+    choose = blocks_choice(config.kernel)
+    pool = BlockPool([LayerGroup((0,))], block_size=shape.block_size, choose_blocks=choose)
+    heads = QueryHeads(_KV_HEADS * shape.gqa, shape.softcap, shape.sinks)
+    mx.random.seed(0)
+    sinks = mx.random.normal((heads.num_q_heads,)).astype(shape.dtype) if shape.sinks else None
+    params = AttentionParams(shape.head_dim**-0.5, softcap=10.0 if shape.softcap else None, sinks=sinks)
+    q = mx.random.normal((len(lengths), heads.num_q_heads, 1, shape.head_dim)).astype(shape.dtype)
+    tables, expected = [], []
+    for row, length in enumerate(lengths):
+        k, v = (mx.random.normal((1, _KV_HEADS, length, shape.head_dim)).astype(shape.dtype) for _ in range(2))
+        pool.set_geometry(0, k, v, batch=1, heads=heads)
+        tables.append(pool.new_table())
+        pool.append_tokens(tables[-1], length)
+        pool.write_prefill(tables[-1], 0, k, v)
+        one, k, v = (x.astype(mx.float32) for x in (q[row : row + 1], k, v))
+        expected.append(gather.attention(one, k, v, params))
+    got = attend(q, None, pool.layer(0), tables, pool.layer(0).step(tables, 1), params, is_written=True)
+    choice = last_dispatch()
+    assert choice is not None
+    error: Any = mx.sqrt(mx.square(got.astype(mx.float32) - mx.concatenate(expected)).mean()).item()
+    return choice, error
