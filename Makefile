@@ -90,7 +90,8 @@ $(VENV)/.created:
 	@touch $@
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
-	$(call install,$(EXTRA))
+	@echo "installing mlx_paged and what it needs into $(VENV)"
+	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))server$(comma)grammar)
 
 $(DEV_STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))dev)
@@ -100,7 +101,9 @@ $(BENCH_STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 
 demo: $(STAMP)
 	@model="$$($(PY) scripts/demo_model.py)" && \
-	$(BIN)/mlx_paged.generate --model "$$model" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) --cache-stats
+	$(BIN)/mlx_paged generate --model "$$model" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) --cache-stats && \
+	printf '\nNext:\n  . $(BIN)/activate\n  mlx_paged chat --model "%s"\n  mlx_paged server --model "%s"\n%s\n' "$$model" "$$model" \
+	  "  curl localhost:8080/v1/chat/completions -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
 
 test: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null

@@ -305,18 +305,8 @@ def installed_fingerprint(target: str) -> str:
 
 
 def known_fingerprints() -> dict[str, str]:
-    """Return the fingerprints that upstream symbols must have, by name: all that are replaced or recognised, and those
-    of the server.
-
-    Raises:
-        PatchError: the server's adapter cannot be imported with this version of mlx-lm.
-    """
+    """Return the fingerprints that upstream symbols must have, by name: all that are replaced or recognised."""
     known = {patch.target: patch.fingerprint for patch in _patches()}
-    try:
-        server = importlib.import_module(".server", __package__)
-    except (ImportError, AttributeError) as error:
-        raise PatchError(f"mlx_lm.server lacks a name that its adapter needs: {error}") from None
-    known |= {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}
     samplers = importlib.import_module(".generate.upstream", __package__)
     return known | {f"mlx_lm.sample_utils.{name}": value for name, value in samplers.KNOWN.items()}
 

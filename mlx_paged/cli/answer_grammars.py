@@ -58,7 +58,7 @@ def grammar_for(
     Raises:
         RequestRefused: the grammar cannot be used.
     """
-    from ..patches.grammar import TokenizerGrammars, behind_reasoning, ends_in_reasoning
+    from ..server.grammars import TokenizerGrammars, behind_reasoning, ends_in_reasoning
 
     grammars = TokenizerGrammars(tokenizer)
     fault, compiled = None, None

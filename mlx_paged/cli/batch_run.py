@@ -23,6 +23,7 @@ from ..server.constraint import Constraint
 from ..server.engine_loop import Work
 from ..server.engine_thread import EngineThread, new_loop
 from ..server.errors import RequestRefused, invalid, refusal_of
+from ..server.loaded_models import LoadedModels
 from ..server.memory import MemoryWatch
 from ..server.options import ServerConfig
 from ..server.prompting import PromptMaker
@@ -72,8 +73,6 @@ def run_prompts_file(args: argparse.Namespace, constraint: Constraint | None, ra
 
 def make_engine(args: argparse.Namespace, ranks: Ranks | None) -> EngineThread:
     """Return an engine thread for the model of a command line; it has not started."""
-    from ..patches.server import LoadedModels
-
     model = args.model or importlib.import_module("mlx_lm.generate").DEFAULT_MODEL
     args = argparse.Namespace(
         **vars(args)
@@ -220,7 +219,6 @@ class BatchRun:
             raise invalid("a line has one prompt and one answer: n must be 1")
         if body.num_draft_tokens is not None and args.draft_model is None and not args.mtp:
             raise invalid("num_draft_tokens requires --draft-model or --mtp")
-        assert endpoint.request is not None and endpoint.form is not None
         request = endpoint.request(body, self._defaults)
         request.constraint = request.constraint or self._constraint
         if args.seed is not None and request.sampling.seed is None and request.sampling.temperature:

@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,9 +43,14 @@ from .terminal import (
     restrict,
     whole_number,
 )
+from .upstream_parser import parser_of, show_first
 
 CPU_CACHE_LIMIT = 1 << 30
 MTP = "Let the model's multi-token prediction head propose up to --num-draft-tokens tokens, which the model verifies"
+COMMON_FLAGS = (
+    *("--model", "--prompt", "--system-prompt", "--max-tokens", "--temp", "--prompts-file"),
+    *("--kv-cache-memory", "--kv-bits", "--cache-stats"),
+)
 NOT_BATCHED = {
     "prompt_cache_file": "--prompt-cache-file",
     "image": "--image",
@@ -131,15 +137,19 @@ def check_batch_arguments(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run mlx_lm.generate's main with paged caches; ``argv`` defaults to the process's arguments."""
     with orderly_end("mlx_paged.generate"):
+        if argv is not None:
+            sys.argv = [sys.argv[0], *argv]
+        parser = parser_of("generate", "mlx_paged generate")
+        extend_parser(parser)
+        show_first(parser, *COMMON_FLAGS)
+        args = parser.parse(None)
+        check_model_folder(args.model)
         upstream = importlib.import_module("mlx_lm.generate")  # `from mlx_lm import generate` is the function
         upstream_parser = upstream.setup_arg_parser
 
         def setup_arg_parser() -> argparse.ArgumentParser:
             return extend_parser(upstream_parser())
 
-        if argv is not None:
-            sys.argv = [sys.argv[0], *argv]
-        args = setup_arg_parser().parse_args()
         raise_at_interrupt()
         try:
             with over_ranks.over_ranks(args) as ranks:
@@ -208,6 +218,8 @@ def run(
         if failed := run_prompts_file(args, constraint, ranks):
             sys.exit(f'mlx_paged.generate: {plural(failed, "prompt")} failed; see "error" in their results')
         return
+    # transformers warns about prompts beyond the context, which are refused below.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     tokenizers: list[Any] = []
     names["load"] = _noting_tokenizer(tokenizers, names["load"])
     constrained = None if constraint is None else functools.partial(_processors, constraint, tokenizers, ranks)
@@ -274,6 +286,9 @@ def _generate_step(
     if ranks is not None:
         sampler = kw.get("sampler") or (lambda logprobs: mx.argmax(logprobs, axis=-1))
         kw["sampler"] = lambda logprobs: ranks.agreed(sampler(logprobs))
+    length = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    if isinstance(length, int) and 0 < length < prompt.size:
+        raise ConfigError(f"the prompt has {prompt.size:,} tokens, the model's context {length:,}")
     models = [model, *(m for m in rest[:1] if hasattr(m, "layers"))]  # speculative decoding passes the draft model
     used.extend(models)
     if patches.is_applied():
