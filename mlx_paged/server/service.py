@@ -124,7 +124,7 @@ class Service(Parts):
         logging.error("the model cannot be served: %s", error)
         if self.ranks is not None:
             self.ranks.fail(error)
-        fail_start(error)
+        fail_start(str(error).split("\n")[0])  # the log has all of it
         self._status = start_status(error)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)
