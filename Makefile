@@ -5,7 +5,7 @@ PROMPT ?= What is the capital of France?
 MAX_TOKENS ?= 100
 PYTEST_ARGS ?= -ra
 # What the doctor of "make check-gpu" finds, and the kernels' texts of "make compile-metal".
-REPORT ?= out/doctor.json
+REPORT ?= out/doctor.txt
 METAL ?= out/metal
 # Versions of the development tools; "constraints.txt constraints-lowest.txt" has the lowest MLX and mlx-lm, too.
 CONSTRAINTS ?= constraints.txt
@@ -90,7 +90,8 @@ $(VENV)/.created:
 	@touch $@
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
-	$(call install,$(EXTRA))
+	@echo "installing mlx_paged and what it needs into $(VENV)"
+	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))server$(comma)grammar)
 
 $(DEV_STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))dev)
@@ -100,7 +101,9 @@ $(BENCH_STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 
 demo: $(STAMP)
 	@model="$$($(PY) scripts/demo_model.py)" && \
-	$(BIN)/mlx_paged.generate --model "$$model" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) --cache-stats
+	$(BIN)/mlx_paged generate --model "$$model" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) --cache-stats && \
+	printf '\nNext:\n  . $(BIN)/activate\n  mlx_paged chat --model "%s"\n  mlx_paged server --model "%s"\n%s\n' "$$model" "$$model" \
+	  "  curl localhost:8080/v1/chat/completions -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
 
 test: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null

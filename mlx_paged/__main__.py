@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 from .cli.terminal import orderly_end, version_text
 from .config import STOCK_BITS, PagedConfig
 from .errors import ConfigError
-from .model_folder import warn_if_unbounded
+from .model_folder import check_model_folder, explain_load_errors, warn_if_unbounded
+from .patches.patch import replaced
 
 OWN = {
     "generate": "generate text for a prompt, or for each prompt of a file, in batches",
@@ -88,17 +91,17 @@ def help_text() -> str:
 
 
 def _run_upstream(arguments: list[str]) -> None:
-    from mlx_lm import cli
+    from .cli.upstream_parser import Parser
 
-    from . import patches
-    from .cli.generate import raise_cpu_cache_limit
-    from .patches.patch import replaced
-
-    parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="mlx_paged", add_help=False, allow_abbrev=False)
     PagedConfig.add_arguments(parser)
     ours, theirs = parser.parse_known_args(arguments)
     command = theirs[0] if theirs else ""
-    if command in UPSTREAM and "--version" in theirs:
+    if command not in UPSTREAM:
+        near = difflib.get_close_matches(command, [*OWN, *UPSTREAM], 1)
+        hint = f"did you mean {near[0]}?" if near else "mlx_paged --help lists them"
+        raise ConfigError(f"unknown command {command!r}; {hint}")
+    if "--version" in theirs:
         print(version_text())
         return
     bits = getattr(ours, "paged_kv_bits", None)
@@ -106,13 +109,23 @@ def _run_upstream(arguments: list[str]) -> None:
         ours.paged_kv_bits = None
         theirs += ["--kv-bits", str(bits)]
         theirs += ["--kv-group-size", str(ours.paged_kv_group_size)] if hasattr(ours, "paged_kv_group_size") else []
+    _check_upstream(command, theirs[1:])
+    from mlx_lm import cli
+
+    from . import patches
+    from .cli.generate import raise_cpu_cache_limit
+
     patches.apply_patches(PagedConfig.from_env().with_arguments(ours))
     raise_cpu_cache_limit()
     sys.argv = [sys.argv[0], *theirs]
     try:
         if command in ("chat", "cache_prompt"):
             module = importlib.import_module(f"mlx_lm.{command}")
-            with replaced(module, make_prompt_cache=_warning_if_unbounded(module.make_prompt_cache)):
+            names = {"make_prompt_cache": _warning_if_unbounded(module.make_prompt_cache)}
+            names["load"] = explain_load_errors(module.load)
+            if command == "chat":
+                names["stream_generate"] = _ending_at_interrupt(module.stream_generate)
+            with replaced(module, **names):
                 cli.main()
         else:
             cli.main()
@@ -120,11 +133,56 @@ def _run_upstream(arguments: list[str]) -> None:
         if command != "chat":
             raise
     except ValueError as error:
-        if str(error).startswith("CLI requires a subcommand"):
-            raise ConfigError(f"unknown command {command!r}; mlx_paged --help lists them") from None
         if str(error).startswith("Maximum number of tokens must be non-zero"):
             raise ConfigError("--max-tokens must be at least 1, or -1 for no limit, got 0") from None
         raise
+
+
+def _check_upstream(command: str, arguments: list[str]) -> None:
+    """Check a command line of mlx-lm before mlx-lm is imported, which takes seconds; with ``--help``, print the help.
+
+    Raises:
+        SystemExit: a flag is unknown or has a bad value, or the help is printed.
+        ModelFolderError: the model is a folder that cannot be used.
+    """
+    from .cli.upstream_parser import parser_of
+
+    try:
+        parser = parser_of(command, f"mlx_paged {command}")
+    except (ConfigError, ImportError):  # it lies elsewhere in mlx-lm, which checks its flags by itself
+        return
+    paged = argparse.ArgumentParser(add_help=False)
+    PagedConfig.add_arguments(paged)
+    if {"-h", "--help"} & set(arguments):
+        PagedConfig.add_arguments(parser)
+        parser.print_help()
+        sys.exit(0)
+    parser.more_flags = tuple(paged._option_string_actions)
+    check_model_folder(getattr(parser.parse(arguments), "model", None))
+
+
+def _ending_at_interrupt(stream_generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap mlx-lm's function so that Ctrl-C ends the answer at its next token; a second one, or one at the chat's own
+    prompt, ends the chat."""
+
+    def stream(*args: Any, **options: Any) -> Any:
+        pressed: list[int] = []
+
+        def note(number: int, frame: Any) -> None:
+            if pressed:
+                raise KeyboardInterrupt
+            pressed.append(number)
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            for response in stream_generate(*args, **options):
+                yield response
+                if pressed:
+                    return
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    return stream
 
 
 def _warning_if_unbounded(make_prompt_cache: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -77,6 +77,11 @@ def explain_load_errors(original: Callable[..., Any], prompt_cache: str | None =
             raise
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, IndexError) as error:
             text = f"{type(error).__name__}: {error}"
+            if type(error).__module__.startswith("huggingface_hub"):
+                why = str(error).split("\n")[0].removeprefix("Got: ")
+                raise ModelFolderError(
+                    f"the model {args[0]} is no folder, and the hub cannot be asked: {why}"
+                ) from error
             if prompt_cache is not None:
                 raise PromptCacheError(f"the prompt cache {prompt_cache} cannot be read: {text}") from error
             raise ModelFolderError(f"the model {args[0] if args else ''} cannot be loaded: {text}") from error

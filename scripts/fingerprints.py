@@ -13,14 +13,15 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from mlx_paged.patches import registry, samplers, server
+from mlx_paged.patches import registry, samplers
 from mlx_paged.patches.patch import fingerprint
+from mlx_paged.server import loaded_models
 
 
 def known_fingerprints() -> dict[str, str]:
     """Return the fingerprints that symbols of mlx-lm must have, by name."""
     known = {patch.target: patch.fingerprint for patch in registry.all_patches()}
-    known |= {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}
+    known |= {f"mlx_lm.server.{name}": value for name, value in loaded_models.KNOWN.items()}
     return known | {f"mlx_lm.sample_utils.{name}": value for name, value in samplers.KNOWN.items()}
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 import yaml
 
-from mlx_paged.cli.doctor.jobs import POPULAR, popular_shapes
+from mlx_paged.cli.doctor.shapes import POPULAR, popular_shapes
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES

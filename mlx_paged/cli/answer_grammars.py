@@ -1,22 +1,22 @@
-"""AnswerGrammars: the grammars that constrain the answers of a run, from the command line and from single prompts."""
+"""``--json-schema``: the grammar that constrains the answers of a command line."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..grammar.compiler import INSTALL
 from ..server.constraint import Constraint, constraint_of
-from ..server.errors import RequestRefused
+from ..server.errors import RequestRefused, invalid
 from .prompts_file import load_object
 
 if TYPE_CHECKING:
     from ..grammar.grammar import CompiledGrammar
-    from ..patches.grammar import TokenizerGrammars
+    from ..ranks.ranks import Ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,57 +26,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class AnswerGrammars:
-    """The grammars of a run.
-
-    Args:
-        args: the parsed command line.
+def constraint_from(name: str | None) -> Constraint | None:
+    """Return the constraint of a JSON schema's file, or None without one.
 
     Raises:
-        ConfigError: the file of ``--json-schema`` cannot be used, or llguidance is not installed.
+        ConfigError: the file cannot be used, or llguidance is not installed.
     """
+    if name is None:
+        return None
+    if importlib.util.find_spec("llguidance") is None:
+        raise ConfigError(f"--json-schema: {INSTALL}")
+    try:
+        schema = load_object(Path(name).expanduser().read_bytes(), name)
+        described = {"type": "json_schema", "json_schema": {"schema": schema}}
+        return constraint_of({"response_format": described}, chat=False)
+    except (OSError, RequestRefused) as error:
+        raise ConfigError(f"--json-schema: {name} cannot be used: {error}") from None
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._default: Constraint | None = None
-        self._grammars: TokenizerGrammars | None = None
-        name = args.json_schema
-        if name is None:
-            return
-        if importlib.util.find_spec("llguidance") is None:
-            raise ConfigError(f"--json-schema: {INSTALL}")
+
+def grammar_for(
+    constraint: Constraint, tokenizer: Any, prompt: Sequence[int], ranks: Ranks | None = None
+) -> CompiledGrammar | None:
+    """Return the grammar for a prompt; only what follows reasoning that the prompt has begun is constrained.
+
+    Args:
+        constraint: what the answer has to be.
+        tokenizer: mlx-lm's.
+        prompt: its tokens.
+        ranks: the ranks that compute the run, or None; rank 0 checks the grammar for all.
+
+    Raises:
+        RequestRefused: the grammar cannot be used.
+    """
+    from ..server.grammars import TokenizerGrammars, behind_reasoning, ends_in_reasoning
+
+    grammars = TokenizerGrammars(tokenizer)
+    fault, compiled = None, None
+    if ranks is None or ranks.rank == 0:
         try:
-            schema = load_object(Path(name).expanduser().read_bytes(), name)
-            described = {"type": "json_schema", "json_schema": {"schema": schema}}
-            self._default = constraint_of({"response_format": described}, chat=False)
-        except (OSError, RequestRefused) as error:
-            raise ConfigError(f"--json-schema: {name} cannot be used: {error}") from None
-
-    @property
-    def has_default(self) -> bool:
-        """Return whether the command line constrains answers."""
-        return self._default is not None
-
-    def set_tokenizer(self, tokenizer: Any) -> None:
-        """Set the model's tokenizer (mlx-lm's wrapper); call this before :meth:`grammar`."""
-        from ..patches.grammar import TokenizerGrammars
-
-        self._tokenizer, self._grammars = tokenizer, TokenizerGrammars(tokenizer)
-
-    def grammar(self, options: Mapping[str, Any], prompt: Sequence[int]) -> CompiledGrammar | None:
-        """Return the grammar for a prompt, or None. One in the prompt's options replaces the command line's.
-
-        If the prompt ends in reasoning, only what follows the reasoning is constrained.
-
-        Raises:
-            RequestRefused: the grammar cannot be used.
-        """
-        from ..patches.grammar import behind_reasoning, ends_in_reasoning
-
-        constraint = constraint_of(options, chat=False) or self._default
-        if constraint is None:
-            return None
-        assert self._grammars is not None, "call set_tokenizer() first"
-        compiled = self._grammars.compile(constraint)
-        if compiled is not None and ends_in_reasoning(self._tokenizer, list(prompt)):
-            return behind_reasoning(compiled, self._tokenizer)
-        return compiled
+            compiled = grammars.compile(constraint)
+        except RequestRefused as refusal:
+            fault = str(refusal)
+    fault = fault if ranks is None else ranks.broadcast(fault)
+    if fault is not None:
+        raise invalid(fault)
+    if ranks is not None and ranks.rank > 0:
+        compiled = grammars.compile(constraint)
+    if compiled is not None and ends_in_reasoning(tokenizer, list(prompt)):
+        return behind_reasoning(compiled, tokenizer)
+    return compiled

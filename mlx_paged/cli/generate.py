@@ -6,9 +6,11 @@ import argparse
 import functools
 import importlib
 import io
+import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
@@ -25,16 +27,37 @@ from ..model_folder import (
 )
 from ..patches.patch import replaced
 from ..ranks.ranks import Ranks
+from ..server.constraint import Constraint
 from ..server.errors import RequestRefused
 from ..warn import warn_once
-from . import answer_grammars, batch_run, over_ranks
-from .answer_grammars import AnswerGrammars
-from .terminal import PrefillProgress, add_version, orderly_end, restrict, whole_number
-
-if TYPE_CHECKING:
-    from ..patches.models.mtp import HeadFiles
+from . import answer_grammars, over_ranks
+from .answer_grammars import constraint_from, grammar_for
+from .terminal import (
+    PrefillProgress,
+    add_version,
+    missing_packages,
+    orderly_end,
+    plural,
+    print_stats,
+    restrict,
+    whole_number,
+)
+from .upstream_parser import parser_of, show_first
 
 CPU_CACHE_LIMIT = 1 << 30
+MTP = "Let the model's multi-token prediction head propose up to --num-draft-tokens tokens, which the model verifies"
+COMMON_FLAGS = (
+    *("--model", "--prompt", "--system-prompt", "--max-tokens", "--temp", "--prompts-file"),
+    *("--kv-cache-memory", "--kv-bits", "--cache-stats"),
+)
+NOT_BATCHED = {
+    "prompt_cache_file": "--prompt-cache-file",
+    "image": "--image",
+    "max_kv_size": "--max-kv-size",
+    "quantize_activations": "--quantize-activations",
+    "no_paged": "--no-paged",
+    "pipeline": "--pipeline",
+}
 
 
 def raise_cpu_cache_limit() -> None:
@@ -54,23 +77,78 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-paged", action="store_true", help="Run stock mlx-lm, without the paged cache")
     answer_grammars.add_arguments(parser)
-    batch_run.add_arguments(parser)
+    add_batch_arguments(parser)
     over_ranks.add_arguments(parser)
     return parser
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a run over a file."""
+    group = parser.add_argument_group("batches of prompts")
+    group.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="Answer all prompts of a file in batches: plain text with one message per line, or JSONL whose lines are "
+        'bodies of the server\'s chats ("messages") or completions ("prompt"), with "custom_id" or "id". "-" is stdin. '
+        "Results are JSONL, in the order in which they finish",
+    )
+    group.add_argument("--output", metavar="FILE", help="File for the results (default: stdout)")
+    group.add_argument(
+        "--resume", action="store_true", help="Keep the results in --output; run prompts that have none or have failed"
+    )
+    group.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="Maximum number of prompts in a batch (default: 32)"
+    )
+    group.add_argument("--mtp", action="store_true", help=MTP)
+
+
+def check_batch_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that cannot be combined with ``--prompts-file``, or that require it."""
+    from ..patches.generate.drafting import check_draft_tokens, check_one_proposer
+
+    if args.prompts_file is None:
+        if args.output is not None or args.resume:
+            raise ConfigError("--output and --resume need --prompts-file")
+        if args.mtp:
+            raise ConfigError("--mtp needs --prompts-file")
+        return
+    for name, flag in NOT_BATCHED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"{flag} cannot be combined with --prompts-file")
+    check_one_proposer(args)
+    if args.draft_model is not None or args.mtp:
+        check_draft_tokens(args.num_draft_tokens)
+        if "paged_prompt_lookup" in args:
+            flag = "--mtp" if args.mtp else "--draft-model"
+            raise ConfigError(f"{flag} and --prompt-lookup both propose tokens: choose one")
+    if args.resume and args.output is None:
+        raise ConfigError("--resume needs --output, the file to continue")
+    if args.batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {args.batch_size}")
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be at least 1 with --prompts-file, got {args.max_tokens}")
+    try:
+        json.loads(args.chat_template_config or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-config is not valid JSON: {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run mlx_lm.generate's main with paged caches; ``argv`` defaults to the process's arguments."""
     with orderly_end("mlx_paged.generate"):
+        if argv is not None:
+            sys.argv = [sys.argv[0], *argv]
+        parser = parser_of("generate", "mlx_paged generate")
+        extend_parser(parser)
+        show_first(parser, *COMMON_FLAGS)
+        args = parser.parse(None)
+        check_model_folder(args.model)
         upstream = importlib.import_module("mlx_lm.generate")  # `from mlx_lm import generate` is the function
         upstream_parser = upstream.setup_arg_parser
 
         def setup_arg_parser() -> argparse.ArgumentParser:
             return extend_parser(upstream_parser())
 
-        if argv is not None:
-            sys.argv = [sys.argv[0], *argv]
-        args = setup_arg_parser().parse_args()
         try:
             with over_ranks.over_ranks(args) as ranks:
                 run(upstream, args, setup_arg_parser, ranks)
@@ -89,17 +167,17 @@ def run(
 ) -> None:
     """Run the prompts file, or else upstream's main with its names replaced for the call; each rank loads its part."""
     from .. import patches
+    from ..patches.cache.pools import known_pool
 
     used: list[Any] = []
-    batch_run.check_arguments(args)
-    grammars = AnswerGrammars(args)
+    check_batch_arguments(args)
+    constraint = constraint_from(args.json_schema)
     for folder in (args.model, args.draft_model):
         check_model_folder(folder)
-    head: HeadFiles | None = None
     if args.mtp:
         from ..patches.models.mtp import find_head, folder_of
 
-        head = find_head(folder_of(args.model or upstream.DEFAULT_MODEL))
+        find_head(folder_of(args.model or upstream.DEFAULT_MODEL))
     if args.max_kv_size is not None and args.draft_model is not None:
         warn_max_kv_size_ignored("a draft model requires an unbounded cache")
     load = upstream.load if ranks is None else over_ranks.loading(ranks, pipeline=args.pipeline)
@@ -118,8 +196,8 @@ def run(
         raise ConfigError("--kv-bits 8,4 requires the paged cache; remove --no-paged or --pipeline")
     if args.no_paged and getattr(args, "paged_kv_rotate", False):
         raise ConfigError("--kv-rotate requires the paged cache; remove --no-paged or --pipeline")
-    if "paged_prompt_lookup" in args and (args.no_paged or args.prompts_file is None):
-        raise ConfigError("--prompt-lookup needs --prompts-file, and the paged cache: no --no-paged and no --pipeline")
+    if "paged_prompt_lookup" in args and args.prompts_file is None:
+        raise ConfigError("--prompt-lookup needs --prompts-file")
     if kv_bits is not None and kv_bits.format is None and args.prompts_file is not None:
         raise ConfigError(f"--prompts-file: {kv_bits.why_not}")
     if args.prompts_file is not None:
@@ -133,47 +211,63 @@ def run(
         memory_beside(num_bytes // (1 if ranks is None else ranks.size))
         raise_cpu_cache_limit()
     if args.prompts_file is not None:
-        model, failed = batch_run.run_prompts_file(args, names["load"], grammars, ranks, head)
-        if args.cache_stats:
-            _print_stats([model])
-        if failed:
-            sys.exit(f'mlx_paged.generate: {failed} prompt(s) failed; see "error" in their results')
+        from .batch_run import run_prompts_file
+
+        if failed := run_prompts_file(args, constraint, ranks):
+            sys.exit(f'mlx_paged.generate: {plural(failed, "prompt")} failed; see "error" in their results')
         return
-    if grammars.has_default:
-        names["load"] = _passing_tokenizer(grammars, names["load"])
+    # transformers warns about prompts beyond the context, which are refused below.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    tokenizers: list[Any] = []
+    names["load"] = _noting_tokenizer(tokenizers, names["load"])
+    constrained = None if constraint is None else functools.partial(_processors, constraint, tokenizers, ranks)
     for step in ("generate_step", "speculative_generate_step"):
-        names[step] = functools.partial(_generate_step, getattr(upstream, step), used, grammars, ranks)
+        names[step] = functools.partial(_generate_step, getattr(upstream, step), used, constrained, ranks)
     with replaced(upstream, **names):
         upstream.main()
     if args.cache_stats:
-        _print_stats(used)
+        pools = (known_pool(model) for model in used)
+        print_stats(dict(zip(("KV cache", "KV cache of the draft model"), pools, strict=False)))
 
 
 def _check_batches() -> None:
-    """Raise ConfigError if prompts cannot be batched with this version of mlx-lm."""
+    """Raise ConfigError if prompts cannot be batched with this version of mlx-lm, or a package is missing."""
     from ..patches.registry import check_known
 
     try:
         check_known("mlx_lm.generate.BatchGenerator")
     except PatchError as error:
         raise ConfigError(f"--prompts-file does not support this version of mlx-lm: {error}") from None
+    if missing := missing_packages():
+        raise ConfigError(f"--prompts-file needs {missing}: pip install 'mlx_paged[server]'")
 
 
-def _passing_tokenizer(grammars: AnswerGrammars, load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap mlx-lm's ``load`` so that the grammars get the tokenizer."""
+def _noting_tokenizer(tokenizers: list[Any], load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap mlx-lm's ``load`` so that it also puts the tokenizer into a list."""
 
-    def load_and_pass(*args: Any, **kw: Any) -> Any:
+    def load_and_note(*args: Any, **kw: Any) -> Any:
         loaded = load(*args, **kw)
-        grammars.set_tokenizer(loaded[1])
+        tokenizers.append(loaded[1])
         return loaded
 
-    return load_and_pass
+    return load_and_note
+
+
+def _processors(
+    constraint: Constraint, tokenizers: list[Any], ranks: Ranks | None, prompt: mx.array
+) -> list[GrammarProcessor]:
+    """Return the processors that constrain the answer to a prompt. Raises ConfigError if the schema cannot be used."""
+    try:
+        grammar = grammar_for(constraint, tokenizers[0], prompt.tolist(), ranks)  # type: ignore[arg-type]
+    except RequestRefused as error:
+        raise ConfigError(f"--json-schema: {error}") from None
+    return [] if grammar is None else [GrammarProcessor(grammar)]
 
 
 def _generate_step(
     original: Callable[..., Any],
     used: list[Any],
-    grammars: AnswerGrammars,
+    constrained: Callable[[mx.array], list[GrammarProcessor]] | None,
     ranks: Ranks | None,
     prompt: mx.array,
     model: Any,
@@ -185,17 +279,14 @@ def _generate_step(
     from .. import patches
     from ..patches.cache.pools import count_weights
 
-    if grammars.has_default:
-        try:
-            grammar = grammars.grammar({}, prompt.tolist())  # type: ignore[arg-type]
-        except RequestRefused as error:
-            raise ConfigError(f"--json-schema: {error}") from None
-        if grammar is not None:
-            kw["logits_processors"] = [GrammarProcessor(grammar), *(kw.get("logits_processors") or [])]
-
+    if constrained is not None:
+        kw["logits_processors"] = [*constrained(prompt), *(kw.get("logits_processors") or [])]
     if ranks is not None:
         sampler = kw.get("sampler") or (lambda logprobs: mx.argmax(logprobs, axis=-1))
         kw["sampler"] = lambda logprobs: ranks.agreed(sampler(logprobs))
+    length = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    if isinstance(length, int) and 0 < length < prompt.size:
+        raise ConfigError(f"the prompt has {prompt.size:,} tokens, the model's context {length:,}")
     models = [model, *(m for m in rest[:1] if hasattr(m, "layers"))]  # speculative decoding passes the draft model
     used.extend(models)
     if patches.is_applied():
@@ -211,18 +302,6 @@ def _generate_step(
         if len(models) == 1 and kw.get("prompt_progress_callback") is None:
             kw["prompt_progress_callback"] = bar
         yield from original(prompt, model, *rest, **kw)
-
-
-def _print_stats(models: Sequence[Any]) -> None:
-    from ..attention.dispatch import dispatch_counts
-    from ..patches.cache.pools import known_pool
-
-    for name, model in zip(("KV cache", "KV cache of the draft model"), models, strict=False):
-        pool = known_pool(model)
-        print(f"{name}: {pool.stats() if pool else 'stock mlx-lm (not paged)'}", file=sys.stderr)
-    for choice, count in dispatch_counts().items():
-        print(f"attention: {choice.path} {count}x ({choice.reason})", file=sys.stderr)
-    print(f"memory of the process: {mx.get_peak_memory() / 1e6:.1f} MB at its peak", file=sys.stderr)
 
 
 if __name__ == "__main__":

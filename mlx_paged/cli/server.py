@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import logging
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from ..config import KVBits, PagedConfig
 from ..errors import ConfigError
 from ..machine import kv_budget
 from ..model_folder import check_model_folder, check_weight_files, weight_bytes
-from ..patches.patch import replaced
 from ..ranks.ranks import Ranks
 from ..ranks.world import check_same
 from ..server.errors import is_launchd_job, start_status
@@ -26,35 +22,15 @@ from ..server.options import ServerConfig
 from ..warn import warn_once
 from . import over_ranks
 from .generate import raise_cpu_cache_limit
-from .terminal import add_version, orderly_end, restrict, whole_number
+from .terminal import add_version, missing_packages, orderly_end, restrict, whole_number
+from .upstream_parser import Parser, parser_of
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 LOG_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 
 
-class _Complete(Exception):
-    """Raised when mlx-lm's main has made its parser."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """Replacement of argparse's parser while mlx-lm's main adds its flags; stops main when it parses."""
-
-    def parse_args(self, *args: Any, **options: Any) -> Any:
-        raise _Complete(self)
-
-
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return a parser with mlx_lm.server's flags and help texts, and this package's flags."""
-    upstream = importlib.import_module("mlx_lm.server")
-    try:
-        with replaced(upstream, argparse=SimpleNamespace(ArgumentParser=_Parser)):
-            upstream.main()
-        raise ConfigError("the flags of this version of mlx_lm.server cannot be read")
-    except _Complete as complete:
-        parser = complete.parser
+    parser = parser_of("server", "mlx_paged server")
     parser.description = "Serve a model over HTTP: OpenAI's and Anthropic's APIs."
     PagedConfig.add_arguments(parser)
     ServerConfig.add_arguments(parser)
@@ -91,7 +67,7 @@ def _override_flag(parser: argparse.ArgumentParser, name: str, text: str) -> Non
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the checked arguments; ``argv`` defaults to the process's arguments."""
     try:
-        return argparse.ArgumentParser.parse_args(make_parser(), argv)
+        return make_parser().parse(None if argv is None else list(argv))
     except SystemExit:  # with 2 for a usage error
         if is_launchd_job():
             sys.exit(0)
@@ -117,8 +93,6 @@ def configured(args: argparse.Namespace) -> PagedConfig:
     from ..patches.generate.drafting import check_one_proposer
     from ..patches.models.mtp import find_head, folder_of
 
-    for folder in (*args.models, args.draft_model):
-        check_model_folder(folder)
     check_one_proposer(args)
     for model in args.models[1:]:  # loaded on their first request, so checked now
         if args.mtp:
@@ -154,6 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve until a signal ends it; ``argv`` defaults to the process's arguments."""
     with orderly_end("mlx_paged.server", start_status):
         args = parse(argv)
+        for folder in (*args.models, args.draft_model):
+            check_model_folder(folder)
         logging.basicConfig(level=getattr(logging, args.log_level), format=LOG_FORMAT)
         config = ServerConfig.from_arguments(args)
         ranks = over_ranks.join(args)
@@ -180,15 +156,14 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     """Run this package's server, which does not return; or mlx_lm.server's own code, if its version is not known."""
     from .. import patches
 
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'mlx_paged[server]'")
+    if missing := missing_packages():
+        raise ConfigError(f"the server needs {missing}: pip install 'mlx_paged[server]'")
     patches.apply_patches(pages)
     raise_cpu_cache_limit()
     try:
-        from ..patches import server as adapter
+        from ..server import loaded_models
 
-        changed = ", ".join(adapter.changed())
+        changed = ", ".join(loaded_models.changed())
     except (ImportError, AttributeError) as error:  # a name that it needs is missing in this version of mlx-lm
         changed = str(error)
     if changed:
@@ -204,7 +179,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
             file=sys.stderr,
         )
-    models = adapter.LoadedModels(args, config, ranks)
+    models = loaded_models.LoadedModels(args, config, ranks)
     fingerprint = importlib.import_module("mlx_lm.server").get_system_fingerprint()
     service = Service(models, args, config, models.default_key, fingerprint, ranks)
     if ranks is not None:

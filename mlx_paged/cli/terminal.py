@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import resource
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any, Self, TextIO
 
 from ..errors import PagedCacheError
+from ..kv.pool import BlockPool
 from ..kv.stats import PagedCacheStats
 from .prompts_file import Counts
 
+SERVER_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 INTERRUPTED = 130  # exit status of a program that SIGINT ended
 BROKEN_PIPE = 141  # and of one that SIGPIPE ended
 
@@ -33,6 +38,16 @@ def version_text() -> str:
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Add ``--version`` to a command's flags."""
     parser.add_argument("--version", action="version", version=version_text())
+
+
+def missing_packages() -> str:
+    """Return the names of the server's packages that are not installed; "" if all are."""
+    return ", ".join(name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None)
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 prompt" or "1,024 prompts"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def whole_number(least: int, most: int | None = None, *, also: int | None = None) -> Callable[[str], int]:
@@ -162,6 +177,24 @@ def _redirect_if_unwritable(stdout: TextIO) -> None:
             os.close(nowhere)
 
 
+def rate(number: int, seconds: float) -> str:
+    """Return tokens per second, with a decimal below 10."""
+    value = number / max(seconds, 1e-9)
+    return f"{value:.{1 if value < 10 else 0}f} tokens/s"
+
+
+def print_stats(pools: Mapping[str, BlockPool | None]) -> None:
+    """Print the statistics of pools by name, the ways that attention took, and the process's memory, to stderr."""
+    from ..attention.dispatch import dispatch_counts
+
+    for name, pool in pools.items():
+        print(f"{name}: {pool.stats() if pool else 'stock mlx-lm (not paged)'}", file=sys.stderr)
+    for choice, count in dispatch_counts().items():
+        print(f"attention: {choice.path} {count}x ({choice.reason})", file=sys.stderr)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(f"memory of the process: {most / 1e6:.1f} MB at its peak", file=sys.stderr)
+
+
 WIDTH = 30
 ERASE_LINE = "\r\x1b[K"
 SHOW_EVERY_SECONDS = 0.2
@@ -189,10 +222,13 @@ class Bar:
         return time.monotonic() - self._begin
 
     def draw(self, share: float, text: str) -> None:
-        """Draw the bar with a share from 0 to 1 filled, and a text behind it."""
+        """Draw the bar with a share from 0 to 1 filled, and a text behind it, in one line of the terminal."""
         if self._out is not None:
-            filled = int(WIDTH * share)
-            self._out.write(f"{ERASE_LINE}{self._what}[{'#' * filled}{'.' * (WIDTH - filled)}] {text}")
+            columns = shutil.get_terminal_size().columns - 1
+            width = max(5, min(WIDTH, columns - len(self._what) - len(text) - 3))
+            filled = int(width * share)
+            line = f"{self._what}[{'#' * filled}{'.' * (width - filled)}] {text}"
+            self._out.write(f"{ERASE_LINE}{line[:columns]}")
             self._out.flush()
             self._drawn = True
 
@@ -222,7 +258,7 @@ class PrefillProgress(Bar):
         if processed >= total:
             self.clear()
         elif processed and (self._drawn or seconds > SHOW_AFTER_SECONDS):
-            self.draw(processed / total, f"{processed}/{total} tokens, {processed / seconds:.0f} tokens/s")
+            self.draw(processed / total, f"{processed}/{total} tokens, {rate(processed, seconds)}")
 
 
 class BatchProgress(Bar):
@@ -255,10 +291,11 @@ class BatchProgress(Bar):
         if self._out is None or seconds - self._shown_at < SHOW_EVERY_SECONDS:
             return
         self._shown_at = seconds
-        text = f"{counts.done}/{counts.total} prompts"
+        text = f"{counts.done}/{plural(counts.total, 'prompt')}"
         text += f", {counts.failed} failed" if counts.failed else ""
-        text += f", {num_prompt_tokens:,} prompt tokens" if num_prompt_tokens else ""
-        text += f", {num_tokens / max(seconds, 1e-9):.0f} tokens/s"
+        text += f", {plural(num_prompt_tokens, 'prompt token')}" if num_prompt_tokens else ""
+        text += f", {rate(num_tokens, seconds)}"
         if stats is not None and stats.budget_bytes:
-            text += f", pool {100 * stats.bytes_in_use / stats.budget_bytes:.0f} % in use ({stats.live_blocks} blocks)"
+            share = 100 * stats.bytes_in_use / stats.budget_bytes
+            text += f", pool {share:.0f} % in use ({plural(stats.live_blocks, 'block')})"
         self.draw(min(counts.done + underway, counts.total) / max(counts.total, 1), text)

@@ -22,7 +22,7 @@ from .request import ServerRequest
 from .requests.pieces import Delta, Echo, Event, Form, Piece, Token, Usage
 
 if TYPE_CHECKING:
-    from .backend import ModelTexts
+    from .texts import LoadedTexts
 
 
 class Answer:
@@ -40,7 +40,7 @@ class Answer:
         num_reasoning: reasoning tokens among them.
     """
 
-    def __init__(self, index: int, request: ServerRequest, texts: ModelTexts, *, streams: bool = False) -> None:
+    def __init__(self, index: int, request: ServerRequest, texts: LoadedTexts, *, streams: bool = False) -> None:
         self.index = index
         self.num_cached: int | None = None
         self.num_tokens = self.num_reasoning = 0
@@ -96,7 +96,7 @@ class Answers:
         streams: whether the answers are sent while they are generated.
     """
 
-    def __init__(self, request: ServerRequest, texts: ModelTexts, form: Form, *, streams: bool = False) -> None:
+    def __init__(self, request: ServerRequest, texts: LoadedTexts, form: Form, *, streams: bool = False) -> None:
         self._request, self._texts, self._form = request, texts, form
         self._answers = [Answer(index, request, texts, streams=streams) for index in range(request.num_answers)]
         self._pieces: list[Piece] = []  # not sent yet

@@ -20,32 +20,32 @@ from .answers import AnswerResponse, Answers, Client
 from .engine_loop import Work
 from .errors import RequestRefused, invalid, not_found
 from .http import Gate, RequestLog, body_of, json_response
+from .parts import Parts
 from .prompting import SMALL_BYTES, size_of
 from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, cache_page
-from .request import ModelKey, ServerRequest
-from .requests.endpoints import ENDPOINTS, RESPONSES, Endpoint, Page, description
-from .requests.fields import MAX_PRIORITY, Body, parsed
+from .request import ServerRequest
+from .requests.endpoints import ENDPOINTS, RESPONSES, Computation, Endpoint, Page, description
+from .requests.fields import MAX_PRIORITY, parsed
 from .requests.pieces import Form, Head
 from .requests.responses import ResponseForm
 
 if TYPE_CHECKING:
-    from .backend import ModelTexts
-    from .service import Service
+    from .texts import LoadedTexts
 
 HEALTHY = ("ok", "degraded")  # "ok" is mlx-lm's word
 
 
-def make_app(service: Service) -> Any:
+def make_app(parts: Parts) -> Any:
     """Return the ASGI application of a server."""
-    app = App(service)
+    app = App(parts)
     routes = [
-        Route(path, app.post_handler(endpoint), methods=["POST"])
+        Route(path, app.handler(endpoint), methods=["POST"])
         for endpoint in ENDPOINTS.values()
         for path in (endpoint.path, *endpoint.aliases)
     ]
     routes += [Route(path, app.page_handler(page), methods=["GET"]) for path, page in app.pages().items()]
     routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
-    return Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
+    return Gate(Router(routes, redirect_slashes=False, default=_nothing_here), parts)
 
 
 async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
@@ -54,100 +54,104 @@ async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
 
 @dataclass
 class Asked:
-    """What a POST asks for, as read from its body.
+    """What a request to generate asks for, as read from its body.
 
     Attributes:
-        body: the checked body.
-        model: the model that it is for.
+        request, form: the request and the form of its answers.
         headers: headers of the answer.
-        request, form: the request and the form of its answers; None: nothing is generated.
+        streams: whether the answers are sent while they are generated.
         texts: texts of the model, if the request has its prompts.
     """
 
-    body: Body
-    model: ModelKey
+    request: ServerRequest
+    form: Form
     headers: dict[str, str]
-    request: ServerRequest | None = None
-    form: Form | None = None
-    texts: ModelTexts | None = None
+    streams: bool
+    texts: LoadedTexts | None = None
 
 
 class App:
     """The handlers of one server's routes."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     # POST -----------------------------------------------------------------------------------------------------
 
-    def post_handler(self, endpoint: Endpoint) -> Any:
+    def handler(self, endpoint: Endpoint | Computation) -> Any:
         """Return the handler of a POST endpoint. What grows with the body is done in a worker thread."""
 
-        async def answer(http: Request) -> Response:
-            service = self._service
-            run = service.prompts.run
+        async def handle(http: Request) -> Response:
             key = self.check_key(http)
-            service.check_open()
-            _log(http).client = service.clients.name_of(key, http.headers.get("user-agent", ""))
-            async with body_of(http, service.bodies) as raw:
-                size = len(raw)
-                asked = await run(lambda: self._read(endpoint, raw, key, http), size=size)
-                if (request := asked.request) is None or asked.form is None:
-                    texts = await service.engine.texts_for(asked.model)
-                    return await run(lambda: self._computed(endpoint, asked, texts), size=size)
-                client = Client(http.receive)
-                try:
-                    if (found := asked.texts) is None:
-                        found = await service.engine.texts_for(asked.model)
-                        size = max(size, sum(map(size_of, request.inputs)))
-                        await run(lambda: service.prompts.complete(request, found), size=size)
-                    await service.prompts.compile(request, found)
-                    streams = bool(getattr(asked.body, "stream", False))
-                    answers = Answers(request, found, asked.form, streams=streams)
-                    work = service.engine.submit(Work(client.stream, request, found.key))
-                except BaseException:
-                    client.close()
-                    raise
-            return AnswerResponse(client, answers, asked.form, _log(http), asked.headers, work, streams=streams)
+            self._parts.check_open()
+            _log(http).client = self._parts.clients.name_of(key, http.headers.get("user-agent", ""))
+            raw = await body_of(http)
+            if isinstance(endpoint, Endpoint):
+                return await self._generate(endpoint, http, raw, key)
+            return await self._compute(endpoint, http, raw)
 
-        return answer
+        return handle
+
+    async def _generate(self, endpoint: Endpoint, http: Request, raw: bytearray, key: str | None) -> Response:
+        parts, run, size = self._parts, self._parts.prompts.run, len(raw)
+        asked = await run(lambda: self._read(endpoint, raw, key, http), size=size)
+        request, client = asked.request, Client(http.receive)
+        try:
+            if (found := asked.texts) is None:
+                found = await parts.engine.texts_for(request.model)
+                size = max(size, sum(map(size_of, request.inputs)))
+                await run(lambda: parts.prompts.complete(request, found), size=size)
+            await parts.prompts.compile(request, found)
+            answers = Answers(request, found, asked.form, streams=asked.streams)
+            work = parts.engine.submit(Work(client.stream, request, found.key))
+        except BaseException:
+            client.close()
+            raise
+        return AnswerResponse(client, answers, asked.form, _log(http), asked.headers, work, streams=asked.streams)
+
+    async def _compute(self, endpoint: Computation, http: Request, raw: bytearray) -> Response:
+        parts, run, size = self._parts, self._parts.prompts.run, len(raw)
+        body, headers = await run(lambda: self._parsed(endpoint, raw, http), size=size)
+        texts = await parts.engine.texts_for(parts.names.resolve(body.model))
+        answer = lambda: json_response(endpoint.answer(body, parts.prompts, texts), headers=headers)  # noqa: E731
+        return await run(answer, size=size)
+
+    # In a worker thread ---------------------------------------------------------------------------------------
+
+    def _parsed(
+        self, endpoint: Endpoint | Computation, raw: bytes | bytearray, http: Request
+    ) -> tuple[Any, dict[str, str]]:
+        """Return the checked body, and headers of the answer."""
+        body, ignored = parsed(raw, endpoint.body, strict=self._parts.config.strict_parameters)
+        _log(http).model = self._parts.names.shown(body.model)
+        return body, {"x-ignored-parameters": _header(ignored)} if ignored else {}
 
     def _read(self, endpoint: Endpoint, raw: bytes | bytearray, key: str | None, http: Request) -> Asked:
-        """Return what a body asks for; with its prompts if they are small and the model's texts are known. Call it in
-        a worker thread."""
-        service, log = self._service, _log(http)
-        body, ignored = parsed(raw, endpoint.body, strict=service.config.strict_parameters)
-        log.model = body.model or service.names.default
-        headers = {"x-ignored-parameters": _header(ignored)} if ignored else {}
-        keep = service.responses.open(body, key) if endpoint is RESPONSES else None
-        if endpoint.request is None or endpoint.form is None:
-            return Asked(body, service.names.resolve(body.model), headers)
-        request = endpoint.request(body, service.defaults)
-        request.salt = service.config.api_keys.salt(key, body.cache_salt)
+        """Return what a body asks for; with its prompts if they are small and the model's texts are known."""
+        parts, log = self._parts, _log(http)
+        body, headers = self._parsed(endpoint, raw, http)
+        keep = parts.responses.open(body, key) if endpoint is RESPONSES else None
+        request = endpoint.request(body, parts.defaults)
+        request.salt = parts.config.api_keys.salt(key, body.cache_salt)
         request.id, request.client = log.id, log.client
         request.priority = _asked_priority(body, http) or 0
-        request.model = service.names.resolve(body.model, body.adapters, body.draft_model)
-        if body.num_draft_tokens is not None and request.model.draft is None and not service.config.mtp:
+        request.model = parts.names.resolve(body.model, body.adapters, body.draft_model)
+        if body.num_draft_tokens is not None and request.model.draft is None and not parts.config.mtp:
             raise invalid("num_draft_tokens requires a draft model or --mtp", "num_draft_tokens")
-        service.check_for_ranks(request)
-        form = endpoint.form(_head(body, service.fingerprint), body)
+        parts.check_for_ranks(request)
+        form = endpoint.form(_head(parts.names.shown(body.model), parts.fingerprint), body)
         if isinstance(form, ResponseForm):
             form.keep = keep
-        asked = Asked(body, request.model, headers, request, form)
-        texts = service.engine.models.texts_of(request.model)
+        asked = Asked(request, form, headers, bool(getattr(body, "stream", False)))
+        texts = parts.engine.models.texts_of(request.model)
         if texts is not None and sum(map(size_of, request.inputs)) <= SMALL_BYTES:
-            service.prompts.complete(request, texts)
+            parts.prompts.complete(request, texts)
             asked.texts = texts
         return asked
 
-    def _computed(self, endpoint: Endpoint, asked: Asked, texts: ModelTexts) -> Response:
-        """Return the answer of an endpoint that generates nothing. Call it in a worker thread."""
-        assert endpoint.answer is not None
-        return json_response(endpoint.answer(asked.body, self._service.prompts, texts), headers=asked.headers)
-
     def check_key(self, http: Request) -> str | None:
         """Return the request's API key; None if the server has none. Raises RequestRefused (401) for a wrong key."""
-        keys = self._service.config.api_keys
+        keys = self._parts.config.api_keys
         key = keys.find(http.headers.get("authorization", ""), http.headers.get("x-api-key", ""))
         if keys and key is None:
             words = "missing or wrong API key; send the header Authorization: Bearer KEY"
@@ -189,21 +193,21 @@ class App:
         return Response(cache_page(), 200, CACHE_PAGE_HEADERS, "text/html")
 
     async def health(self, http: Request) -> Response:
-        health = self._service.health()
+        health = self._parts.health()
         return json_response(health, 200 if health["status"] in HEALTHY else 503, {"cache-control": "no-store"})
 
     async def openapi(self, http: Request) -> Response:
-        has_keys = bool(self._service.config.api_keys)
+        has_keys = bool(self._parts.config.api_keys)
         return json_response(description(version("mlx_paged"), self.pages(), has_keys=has_keys))
 
     async def stats(self, http: Request) -> Response:
         with_blocks = "blocks" in http.query_params
-        report = await run_in_threadpool(lambda: self._service.report(with_blocks=with_blocks))
+        report = await run_in_threadpool(lambda: self._parts.report(with_blocks=with_blocks))
         return json_response(report, headers={"cache-control": "no-store"})
 
     async def metrics(self, http: Request) -> Response:
         return Response(
-            await run_in_threadpool(lambda: self._service.stats.metrics(self._service.report())),
+            await run_in_threadpool(lambda: self._parts.stats.metrics(self._parts.report())),
             200,
             None,
             CONTENT_TYPE,
@@ -214,30 +218,30 @@ class App:
         return json_response({**names, "version": version("mlx_paged")})
 
     async def models(self, http: Request) -> Response:
-        listed = await run_in_threadpool(lambda: self._service.names.listed(int(time.time()), **self._figures()))
+        listed = await run_in_threadpool(lambda: self._parts.names.listed(int(time.time()), **self._figures()))
         return json_response({"object": "list", "data": listed})
 
     async def model(self, http: Request) -> Response:
         name = unquote(http.path_params["name"])
-        found = await run_in_threadpool(lambda: self._service.names.find(name, int(time.time()), **self._figures()))
+        found = await run_in_threadpool(lambda: self._parts.names.find(name, int(time.time()), **self._figures()))
         if found is None:
-            raise self._service.names.unknown(name)
+            raise self._parts.names.unknown(name)
         return json_response(found)
 
     async def response(self, http: Request) -> Response:
         key, name = self.check_key(http), http.path_params["name"]
-        kept = self._service.responses
+        kept = self._parts.responses
         if http.method == "DELETE":
             return json_response(kept.delete(key, name))
         return Response(kept.get(key, name), media_type="application/json")
 
     def _figures(self) -> dict[str, Any]:
-        texts = self._service.engine.models.texts
+        texts = self._parts.engine.models.texts
         return {} if texts is None or texts.context_length is None else {"max_model_len": texts.context_length}
 
 
-def _head(body: Any, fingerprint: str) -> Head:
-    return Head(uuid.uuid4().hex, body.model or "default_model", int(time.time()), fingerprint)
+def _head(model: str, fingerprint: str) -> Head:
+    return Head(uuid.uuid4().hex, model, int(time.time()), fingerprint)
 
 
 def _asked_priority(body: Any, http: Request) -> int | None:

@@ -8,12 +8,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from .http import RequestLog
 
 VARIABLE = "MLX_PAGED_API_KEY"
 MAX_NAMES = 64  # clients with figures of their own; further ones count as OTHER
@@ -106,11 +103,9 @@ class Clients:
             self._figures.setdefault(name, Counter())
         return name
 
-    def count(self, log: RequestLog) -> None:
+    def count(self, client: str, prompt: int, cached: int, generated: int) -> None:
         """Add a finished request and its tokens to its client's figures."""
-        self._figures[log.client].update(
-            requests=1, prompt_tokens=log.prompt, cached_tokens=log.cached, generated_tokens=log.generated
-        )
+        self._figures[client].update(requests=1, prompt_tokens=prompt, cached_tokens=cached, generated_tokens=generated)
 
     def figures(self) -> list[dict[str, Any]]:
         """Return the requests and tokens of each client, those with the most prompt tokens first."""

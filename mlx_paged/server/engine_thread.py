@@ -23,8 +23,9 @@ from .memory import MemoryWatch, Pressure
 from .request import ModelKey
 
 if TYPE_CHECKING:
-    from .backend import Models, ModelTexts
+    from .loaded_models import LoadedModels
     from .report import ServerStats
+    from .texts import LoadedTexts
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: a service manager starts the server again
 LAST_SECONDS = 1.5  # for errors to reach clients before the process exits
@@ -49,7 +50,7 @@ class EngineThread:
 
     def __init__(
         self,
-        models: Models,
+        models: LoadedModels,
         stats: ServerStats,
         memory_watch: MemoryWatch,
         timeout: float | None,
@@ -100,7 +101,7 @@ class EngineThread:
         if self.is_dead or self.is_stopping:
             raise unavailable(CLOSING if self.is_stopping else "the engine has stopped: see the server's log")
 
-    async def texts_for(self, key: ModelKey | None) -> ModelTexts:
+    async def texts_for(self, key: ModelKey | None) -> LoadedTexts:
         """Return a model's tokenizer and parsers; the model is loaded if they are not known yet.
 
         Raises:
@@ -179,7 +180,6 @@ class EngineThread:
             if self.is_stopping:
                 return
             check_device(error)
-            logging.error("the model cannot be served: %s", error)
             self.start_error = error
             self._on_start_error(error)
 
@@ -212,7 +212,7 @@ class EngineThread:
         self.is_dead = True
         self.fail_all(f"the server is exiting: {why}")
         time.sleep(LAST_SECONDS)  # for errors to reach clients
-        print(f"mlx_paged.server: {why}; exiting with status {EXIT_STATUS}", file=sys.stderr, flush=True)
+        print(f"mlx_paged: {why}; exiting with status {EXIT_STATUS}", file=sys.stderr, flush=True)
         logging.shutdown()
         os._exit(EXIT_STATUS)
 

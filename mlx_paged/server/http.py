@@ -1,145 +1,60 @@
-"""HTTP beyond uvicorn and starlette: limits on connections and bodies, checks of origin and host, the access log."""
+"""HTTP beyond uvicorn and starlette: checks of origin, host and the body's size, and the access log."""
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .answer_stream import ClientGone
 from .errors import RequestRefused, invalid, refusal_of
-
-if TYPE_CHECKING:
-    from .service import Service
+from .parts import Parts
 
 SOCKET_SECONDS = 60  # without a byte from or to a client, after which it counts as gone
 MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 256  # open files for everything but connections
-MAX_PIPELINED = 64 << 10  # bytes of pipelined requests that are buffered while one is answered
 MAX_BODY_BYTES = 32 << 20  # Anthropic's own limit
-MAX_BODIES_BYTES = 128 << 20  # of all connections together, until their prompts are made
-SMALL_BODY = 64 << 10  # bytes; smaller bodies are not counted
 QUIET = ("/v1/cache/stats", "/health", "/metrics")  # polled by the page and by monitors: logged at DEBUG only
 LOOPBACK = re.compile(r"localhost|.+\.localhost|127(\.\d+){3}|\[?::1\]?")
 # Pages of this machine, browser extensions and applications; no web sites.
 LOCAL_ORIGINS = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?|(?!https?:|null)[a-z][a-z0-9+.-]*:.*"
 
 
-class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1, with errors in JSON, a limit of connections, and a timeout for idle ones."""
-
-    max_connections = MAX_CONNECTIONS
-    _waits_since: float | None = None  # start of the wait for a request's headers, which may have come in part
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
-            refusal = RequestRefused(503, f"too many connections (limit {self.max_connections})", kind="overloaded")
-            self._send_refusal(refusal, [("retry-after", "5")])
-        else:
-            self._wait_for_request()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._wait_for_request()
-        else:
-            self._waits_since = None
-        # uvicorn stops reading while a pipelined request waits, and then misses that the client has gone.
-        rest, is_closed = self.conn.trailing_data
-        if self.conn.their_state is h11.DONE and not is_closed and 0 < len(rest) < MAX_PIPELINED:
-            self.flow.resume_reading()
-
-    def _wait_for_request(self) -> None:
-        self._unset_keepalive_if_required()
-        if not self.transport.is_closing():
-            if self._waits_since is None:
-                self._waits_since = self.loop.time()
-            until = self._waits_since + self.timeout_keep_alive
-            self.timeout_keep_alive_task = self.loop.call_at(until, self.timeout_keep_alive_handler)
-
-    def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._send_refusal(invalid(msg))
-        else:
-            self.transport.close()
-
-    def _send_refusal(self, refusal: RequestRefused, headers: list[tuple[str, str]] | None = None) -> None:
-        raw = json.dumps(refusal.body()).encode()
-        every = [("content-type", "application/json"), ("content-length", str(len(raw))), ("connection", "close")]
-        status = int(refusal.status)
-        head = h11.Response(status_code=status, headers=[*every, *(headers or [])], reason=refusal.status.phrase)
-        for event in (head, h11.Data(data=raw), h11.EndOfMessage()):
-            if (output := self.conn.send(event)) is not None:
-                self.transport.write(output)
-        self.transport.close()
-
-
-def raise_file_limit() -> int:
-    """Raise the limit of open files to what MAX_CONNECTIONS needs, as far as allowed. Return the limit."""
+def raise_file_limit() -> None:
+    """Raise the limit of open files to what MAX_CONNECTIONS needs, as far as allowed: macOS starts with 256."""
     try:
         import resource
     except ImportError:
-        return MAX_CONNECTIONS
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + SPARE_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
+    wanted = (
+        MAX_CONNECTIONS + SPARE_FILES if hard == resource.RLIM_INFINITY else min(MAX_CONNECTIONS + SPARE_FILES, hard)
+    )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return MAX_CONNECTIONS + SPARE_FILES if soft == resource.RLIM_INFINITY else int(soft)
 
 
-# Bodies -----------------------------------------------------------------------------------------------------------
-
-
-class BodyBudget:
-    """Limit on the bytes of all bodies that are being read or made into prompts."""
-
-    def __init__(self, most: int = MAX_BODIES_BYTES) -> None:
-        self._most, self.used = most, 0
-
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes. Raises RequestRefused (429) if there is no room; one body alone always fits."""
-        if self.used and self.used + num_bytes > self._most:
-            raise RequestRefused(
-                429,
-                f"too many large request bodies (limit {self._most} bytes together)",
-                kind="overloaded",
-                retry_after=5,
-            )
-        self.used += num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        self.used -= num_bytes
-
-
-@asynccontextmanager
-async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytearray]:
-    """Read a request's body; its bytes count against the budget until the ``async with`` block ends.
+async def body_of(request: Request) -> bytearray:
+    """Return a request's body.
 
     Raises:
-        RequestRefused: 408, timeout; 413, the body is too large; 429, too many large bodies.
+        RequestRefused: 413, the body is too large.
         ClientDisconnect: the client has gone.
     """
     too_large = RequestRefused(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
@@ -147,25 +62,11 @@ async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytearr
     if length.isdigit() and int(length[:18]) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
-    taken, chunks = 0, request.stream()
-    try:
-        while True:
-            try:
-                async with asyncio.timeout(SOCKET_SECONDS):
-                    chunk = await anext(chunks, b"")
-            except TimeoutError:
-                raise RequestRefused(408, "timed out reading the request body") from None
-            if not chunk:
-                break
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise too_large
-            if len(body) > SMALL_BODY:
-                budget.reserve(len(body) - taken)
-                taken = len(body)
-        yield body
-    finally:
-        budget.release(taken)
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large
+    return body
 
 
 # Every request ----------------------------------------------------------------------------------------------------
@@ -226,13 +127,13 @@ class Gate(CORSMiddleware):
 
     Args:
         app: the application that answers.
-        service: the server.
+        parts: the parts of the server.
     """
 
-    def __init__(self, app: Callable[..., Any], service: Service) -> None:
-        self._app, self._service = app, service
-        host, origins = service.cli_args.host, service.cli_args.allowed_origins
-        self._host, self._checks_host = host, LOOPBACK.fullmatch(host) is not None and not service.config.api_keys
+    def __init__(self, app: Callable[..., Any], parts: Parts) -> None:
+        self._app, self._parts = app, parts
+        host, origins = parts.cli_args.host, parts.cli_args.allowed_origins
+        self._host, self._checks_host = host, LOOPBACK.fullmatch(host) is not None and not parts.config.api_keys
         super().__init__(
             self._answer,
             allow_origins=origins or (),
@@ -243,10 +144,7 @@ class Gate(CORSMiddleware):
         )
 
     def check(self, headers: Headers) -> None:
-        """Raise RequestRefused: 403 for a forbidden origin or host, 400 for an invalid host, 431 for headers that are
-        too large, which h11 limits only if they come in several reads."""
-        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
-            raise RequestRefused(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+        """Raise RequestRefused: 403 for a forbidden origin or host, 400 for an invalid host."""
         origin = headers.get("origin")
         if origin is not None and not self.is_allowed_origin(origin):
             raise RequestRefused(403, f"the origin {origin[:200]!r} is not allowed (--allowed-origins)")
@@ -279,7 +177,7 @@ class Gate(CORSMiddleware):
                     sent["connection"] = "close"
             await send(message)
 
-        self._service.num_answering += is_post
+        self._parts.num_answering += is_post
         try:
             self.check(headers)
             app = Response(status_code=204) if scope["method"] == "OPTIONS" else self._app
@@ -291,12 +189,12 @@ class Gate(CORSMiddleware):
                 raise
             await error_response(error, scope, log)(scope, receive, noted_send)
         finally:
-            self._service.num_answering -= is_post
+            self._parts.num_answering -= is_post
             log.num_seconds = time.monotonic() - begin
             if is_post:
-                self._service.stats.requests[log.outcome] += 1
+                self._parts.stats.requests[log.outcome] += 1
             if log.client:
-                self._service.clients.count(log)
+                self._parts.clients.count(log.client, log.prompt, log.cached, log.generated)
             path = scope["raw_path"].decode("ascii", "backslashreplace")  # percent-encoded: no line breaks
             quiet = path in QUIET and log.status in (200, 503)
             logging.log(logging.DEBUG if quiet else logging.INFO, "%s", log.line(scope["method"], path))

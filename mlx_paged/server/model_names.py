@@ -78,10 +78,11 @@ class ModelNames:
         words = f"no such model: {name[:200]!r}; {_listed(list(self._known()))}; --served-model-name adds names"
         return not_found(words, param="model", code="model_not_found")
 
-    @property
-    def default(self) -> str:
-        """Name of the command line's model, for the log; empty without one."""
-        return self.own[0] if self.own else ""
+    def shown(self, name: str | None) -> str:
+        """Return the name of a request's model, for answers and the log."""
+        if name is None or name == DEFAULT:
+            return self.own[0] if self.own else DEFAULT
+        return name
 
     def listed(self, created: int, **figures: Any) -> list[dict[str, Any]]:
         """Return the objects of ``/v1/models``; ``figures`` are added to the command line's model."""

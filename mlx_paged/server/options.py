@@ -170,7 +170,8 @@ class ServerConfig:
     )
     drain_timeout: float = option(
         DRAIN_SECONDS,
-        "Grace period for requests after SIGTERM or SIGHUP; 0 disables it; a second signal ends the server at once",
+        "Grace period for requests after SIGTERM, SIGINT (Ctrl-C) or SIGHUP; 0 disables it; a second signal ends the "
+        "server at once",
         "SECONDS",
         _seconds_or_none,
         default_text=f"{DRAIN_SECONDS:.0f}",
@@ -214,6 +215,12 @@ class ServerConfig:
             raise ConfigError("--served-model-name must not be empty")
         if config.model_dir is not None and not config.model_dir.is_dir():
             raise ConfigError(f"--model-dir: {config.model_dir} is not a folder")
+        if (
+            config.prefix_cache_dir is not None
+            and config.prefix_cache_dir.exists()
+            and not config.prefix_cache_dir.is_dir()
+        ):
+            raise ConfigError(f"--prefix-cache-dir: {config.prefix_cache_dir} is a file, not a folder")
         if config.served_model_names and getattr(args, "model", None) is None:
             raise ConfigError("--served-model-name requires --model")
         return config

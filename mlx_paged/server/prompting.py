@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .backend import PromptLimits
+from .agents import steady_messages
 from .errors import invalid
-from .request import ChatInput, Input, Prompt, ServerRequest
-from .requests.agents import steady_messages
+from .request import ChatInput, Input, Prompt, PromptLimits, ServerRequest
 
 if TYPE_CHECKING:
-    from .backend import ModelTexts
+    from .texts import LoadedTexts
 
 T = TypeVar("T")
 WAITING_THREADS = 4
@@ -45,7 +44,7 @@ class PromptMaker:
         finally:
             self.num_waiting -= 1
 
-    async def compile(self, request: ServerRequest, texts: ModelTexts) -> None:
+    async def compile(self, request: ServerRequest, texts: LoadedTexts) -> None:
         """Compile the request's constraint, if it has one.
 
         Raises:
@@ -59,7 +58,7 @@ class PromptMaker:
 
     # In a worker thread ---------------------------------------------------------------------------------------
 
-    def complete(self, request: ServerRequest, texts: ModelTexts) -> None:
+    def complete(self, request: ServerRequest, texts: LoadedTexts) -> None:
         """Make the prompts of a request, and limit its answers to what fits. Call it in a worker thread.
 
         Raises:
@@ -76,7 +75,7 @@ class PromptMaker:
             wanted = MAX_DEFAULT_TOKENS if context is None else max(1, context - longest)
         request.max_tokens = wanted if room is None else min(wanted, room)
 
-    def made(self, given: Input, texts: ModelTexts) -> Prompt:
+    def made(self, given: Input, texts: LoadedTexts) -> Prompt:
         """Return one prompt; call it in a worker thread. Raises RequestRefused."""
         most = None if texts.capacity is None else texts.capacity - 1
         length = texts.context_length
@@ -96,7 +95,7 @@ def size_of(given: Input) -> int:
     return sum(len(str(message.get("content"))) for message in given.messages) + len(str(given.tools or ""))
 
 
-def check_images(given: Input, texts: ModelTexts) -> None:
+def check_images(given: Input, texts: LoadedTexts) -> None:
     """Raise RequestRefused (400) for images that the model does not take, or that are no data URLs."""
     for part in parts_of(given):
         url = _url_of(part)

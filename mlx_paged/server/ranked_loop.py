@@ -12,7 +12,9 @@ import mlx.core as mx
 from ..machine import MemoryReading
 from ..ranks.ranks import Ranks
 from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, for_seconds
+from .errors import RequestRefused
 from .memory import MemoryWatch, nearest, read_memory
+from .prompting import parts_of
 from .request import ServerRequest
 
 if TYPE_CHECKING:
@@ -121,6 +123,14 @@ def _size(work: Work) -> int:
         return 0
     tokens = 20 * sum(len(prompt.tokens) for prompt in request.prompts)
     return tokens + len(str(request.constraint or "")) + 32 * len(request.sampling.logit_bias)
+
+
+def check_for_ranks(request: ServerRequest) -> None:
+    """Raise RequestRefused (501) for what several ranks do not support."""
+    if any(part.get("type") != "text" for given in request.inputs for part in parts_of(given)):
+        raise RequestRefused(501, "several ranks accept only text", param="messages")
+    if request.scores_prompt:
+        raise RequestRefused(501, "several ranks do not support log-probabilities of prompts", param="echo")
 
 
 def ranked_memory_watch(watermark: float, ranks: Ranks) -> MemoryWatch:

@@ -24,9 +24,7 @@ from ..kv.group import Group
 from ..kv.pool import BlockPool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-INTERVAL = 2  # seconds
-NUM_INTERVALS = 90
-RATE_INTERVALS = 5  # over which tokens per second are averaged
+RATE_SECONDS = 10  # over which tokens per second are averaged
 OUTCOMES = ("ok", "refused", "failed", "cancelled")
 
 _GAUGES = {
@@ -96,7 +94,7 @@ class ServerStats:
         self.requests: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._clock, self._started, self._lock = clock, time.time(), threading.Lock()
         self._totals: Counter[str] = Counter()
-        self._intervals: deque[tuple[int, Counter[str]]] = deque(maxlen=NUM_INTERVALS)  # with the interval's number
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_SECONDS + 1)  # seconds, and the tokens in each
         self._registry = CollectorRegistry(auto_describe=False)
         self._histograms = {
             name: Histogram(f"mlx_paged_{name}", text, buckets=buckets, registry=self._registry)
@@ -104,19 +102,19 @@ class ServerStats:
         }
 
     def count(self, **figures: float) -> None:
-        """Add to the counters of the current interval and in total; names of histograms are also observed.
+        """Add to the counters; names of histograms are also observed.
 
         Args:
             figures: ``prompt_tokens`` of requests whose prompt is computed, ``cached_tokens`` of these;
                 ``computed_prompt_tokens``, including those computed again after a preemption; ``generated_tokens``;
                 ``first_tokens``, requests whose first token has come; and names of histograms.
         """
-        number = int(self._clock() // INTERVAL)
+        second, num_tokens = int(self._clock()), figures.get("generated_tokens", 0)
         with self._lock:
-            if not self._intervals or self._intervals[-1][0] != number:
-                self._intervals.append((number, Counter()))
             self._totals.update(figures)  # type: ignore[arg-type]
-            self._intervals[-1][1].update(figures)  # type: ignore[arg-type]
+            if num_tokens:
+                known = self._recent.pop()[1] if self._recent and self._recent[-1][0] == second else 0
+                self._recent.append((second, known + num_tokens))
         for name in figures.keys() & self._histograms.keys():
             self._histograms[name].observe(figures[name])
 
@@ -124,26 +122,9 @@ class ServerStats:
     def tokens_per_second(self) -> float:
         """Tokens generated per second, over the last 10 seconds."""
         now = self._clock()
-        first = int(now // INTERVAL) - RATE_INTERVALS + 1
         with self._lock:
-            recent = [(number, of_it["generated_tokens"]) for number, of_it in self._intervals if number >= first]
-        recent = [each for each in recent if each[1]]
-        return sum(each[1] for each in recent) / max(1.0, now - INTERVAL * recent[0][0]) if recent else 0.0
-
-    def history(self) -> dict[str, Any]:
-        """Return, per interval, oldest first, excluding the current one: prompt and generated tokens a second; seconds
-        to the first token and the share of prompt tokens that was cached, None in intervals without requests."""
-        last = int(self._clock() // INTERVAL)
-        with self._lock:
-            known = {number: of_it.copy() for number, of_it in self._intervals}
-        sums = [known.get(number, Counter()) for number in range(last - NUM_INTERVALS + 1, last)]
-        return {
-            "seconds": INTERVAL,
-            "prompt_tokens_per_second": [round(each["computed_prompt_tokens"] / INTERVAL, 1) for each in sums],
-            "generated_tokens_per_second": [round(each["generated_tokens"] / INTERVAL, 1) for each in sums],
-            "first_token_seconds": [_ratio(each["first_token_seconds"], each["first_tokens"]) for each in sums],
-            "hit_rate": [_ratio(each["cached_tokens"], each["prompt_tokens"]) for each in sums],
-        }
+            recent = [each for each in self._recent if each[0] > now - RATE_SECONDS]
+        return sum(tokens for _, tokens in recent) / max(1.0, now - recent[0][0]) if recent else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         with self._lock:
@@ -283,7 +264,7 @@ def server_report(
         model: name of the current model.
         health: what ``/health`` says.
         clients: figures of each client.
-        with_blocks: also report the state of every block, the requests, and the last 3 minutes.
+        with_blocks: also report the state of every block, and the requests.
     """
     report: dict[str, Any] = {
         "model": model,
@@ -301,7 +282,7 @@ def server_report(
     }
     if with_blocks:
         runs = [] if pool is None else zip(pool.groups, block_map(pool), strict=True)
-        report |= {"history": stats.history(), "sequences": requests}
+        report["sequences"] = requests
         report["blocks"] = [
             {"group": group.spec.name, "bytes_per_block": group.bytes_per_block, "runs": of_group}
             for group, of_group in runs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import signal
@@ -12,39 +11,21 @@ import sys
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 
 from ..errors import ConfigError
-from ..ranks.ranks import Ranks
 from .app import make_app
-from .clients import Clients
 from .engine_loop import CLOSING
-from .engine_thread import LAST_SECONDS, EngineThread, new_loop
-from .errors import RequestRefused, start_status, unavailable
-from .http import (
-    MAX_CONNECTIONS,
-    MAX_HEADER_BYTES,
-    SOCKET_SECONDS,
-    SPARE_FILES,
-    BodyBudget,
-    Protocol,
-    raise_file_limit,
-)
-from .memory import MemoryWatch
-from .model_names import ModelNames
-from .options import ServerConfig
-from .prompting import PromptMaker, parts_of
-from .ranked_loop import RankedLoop, ranked_memory_watch
-from .report import ServerStats, server_report
-from .request import ModelKey, ServerRequest
-from .requests.responses import MAX_KEPT_BYTES, KeptResponses
-
-if TYPE_CHECKING:
-    from .backend import Models
+from .engine_thread import LAST_SECONDS
+from .errors import start_status
+from .http import MAX_CONNECTIONS, MAX_HEADER_BYTES, SOCKET_SECONDS, raise_file_limit
+from .parts import Parts
 
 BACKLOG = 1024  # so that the system refuses no burst of connections
+LOG_SECONDS = 10.0
+COUNTED = ("generated_tokens", "computed_prompt_tokens", "prompt_tokens", "cached_tokens")
 END_SECONDS = 10.0  # for the engine to finish its step and save prefixes
 
 
@@ -52,99 +33,15 @@ def fail_start(message: object) -> None:
     print(f"mlx_paged.server: the server cannot start: {message}", file=sys.stderr)
 
 
-class Service:
-    """One server.
+class Service(Parts):
+    """One server, running. Has the arguments of :class:`.parts.Parts`."""
 
-    Args:
-        models: the models that it serves.
-        cli_args: parsed arguments of the command line.
-        config: the server's options.
-        default: the model of the command line.
-        fingerprint: ``system_fingerprint`` of answers.
-        ranks: processes that compute the model together; None: only this one. Rank 0 has the clients.
-    """
-
-    def __init__(
-        self,
-        models: Models,
-        cli_args: Any,
-        config: ServerConfig,
-        default: ModelKey,
-        fingerprint: str = "",
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.cli_args, self.config, self.fingerprint, self.ranks = cli_args, config, fingerprint, ranks
-        self.stats = ServerStats()
-        self.names = ModelNames(default, config, cli_args.models)
-        self.clients = Clients(config.api_keys)
-        self.prompts = PromptMaker(default_tokens=cli_args.max_tokens)
-        self.bodies = BodyBudget()
-        self.responses = KeptResponses(MAX_KEPT_BYTES if config.response_store else 0)
-        self.num_answering = 0
-        self.is_draining = False
-        watch = MemoryWatch(config.memory_watermark)
-        if ranks is not None:
-            watch = ranked_memory_watch(config.memory_watermark, ranks)
-        self.engine = EngineThread(
-            models,
-            self.stats,
-            watch,
-            config.watchdog_timeout,
-            make_loop=new_loop if ranks is None else functools.partial(RankedLoop, ranks),
-            on_start_error=self._on_start_error,
-        )
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._server: _Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ending = False
         self._status = 0
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Sampling parameters of requests that give none."""
-        args = self.cli_args
-        return {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
-
-    def check_open(self) -> None:
-        """Raise RequestRefused (503) if no new requests are served."""
-        if self.is_draining:
-            raise unavailable(CLOSING)
-        self.engine.check()
-
-    def check_for_ranks(self, request: ServerRequest) -> None:
-        """Raise RequestRefused (501) for what several ranks do not support."""
-        if self.ranks is None:
-            return
-        if request.model != self.names.resolve(None):
-            what = "several ranks serve only the model of --model, without other adapters or draft models"
-            raise RequestRefused(501, what, param="model")
-        if any(part.get("type") != "text" for given in request.inputs for part in parts_of(given)):
-            raise RequestRefused(501, "several ranks accept only text", param="messages")
-        if request.scores_prompt:
-            raise RequestRefused(501, "several ranks do not support log-probabilities of prompts", param="echo")
-
-    # Health and figures ---------------------------------------------------------------------------------------
-
-    def health(self) -> dict[str, Any]:
-        health = self.engine.health()
-        if self.is_draining and health["status"] != "failed":
-            health["status"] = "draining"
-        return health
-
-    def report(self, *, with_blocks: bool = False) -> dict[str, Any]:
-        """Return what ``/v1/cache/stats`` says. Never blocks on the engine's thread; figures are a snapshot."""
-        models = self.engine.models
-        texts, cache = models.texts, models.prompt_cache
-        return server_report(
-            self.stats,
-            models.pool,
-            self.engine.sequences(),
-            self.engine.loop.num_waiting + self.prompts.num_waiting,
-            cache.figures() if hasattr(cache, "figures") else None,
-            model=None if texts is None or texts.key.model is None else os.path.basename(texts.key.model.rstrip("/")),
-            health=self.health(),
-            clients=self.clients.figures(),
-            with_blocks=with_blocks,
-        )
 
     # Running --------------------------------------------------------------------------------------------------
 
@@ -160,10 +57,11 @@ class Service:
 
     async def _serve(self, listener: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
-        Protocol.max_connections = min(MAX_CONNECTIONS, max(1, raise_file_limit() - SPARE_FILES))
+        raise_file_limit()
         config = uvicorn.Config(
             make_app(self),
-            http=Protocol,
+            http="h11",
+            limit_concurrency=MAX_CONNECTIONS,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -183,13 +81,35 @@ class Service:
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logging.info("API at %s/v1, cache page at %s/cache", url, url)
+        body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+        logging.info("try: curl %s/v1/chat/completions -H 'Content-Type: application/json' -d '%s'", url, body)
+        progress = asyncio.ensure_future(self._log_progress())
         await self._server.serve([listener])
+        progress.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):  # a second signal: leave at once
             signal.signal(number, lambda *_: self._exit(self._status))
         begin = time.monotonic()
         if not self.engine.stop(None if self.ranks is not None else END_SECONDS):
             logging.critical("the engine did not stop within %g s: not all prefixes are saved", END_SECONDS)
         logging.info("stopped after %.1f s", time.monotonic() - begin)
+
+    async def _log_progress(self) -> None:
+        """Log a line every :data:`LOG_SECONDS` in which the engine has computed."""
+        before = self.stats.as_dict()
+        while True:
+            await asyncio.sleep(LOG_SECONDS)
+            now = self.stats.as_dict()
+            new = {name: now[name] - before[name] for name in COUNTED}
+            before = now
+            if not any(new.values()):
+                continue
+            sequences = self.engine.sequences()
+            running = sum(not each["waiting"] for each in sequences)
+            cached = 100 * new["cached_tokens"] / max(1, new["prompt_tokens"])
+            logging.info(
+                "%d running, %d waiting, %.1f tokens/s, %.0f %% of prompt tokens cached",
+                *(running, len(sequences) - running, new["generated_tokens"] / LOG_SECONDS, cached),
+            )
 
     def run_rank(self) -> NoReturn:
         """Compute on a rank without clients until rank 0 ends."""
@@ -199,11 +119,12 @@ class Service:
 
     # Ending ---------------------------------------------------------------------------------------------------
 
-    def _on_start_error(self, error: Exception) -> None:
+    def on_start_error(self, error: Exception) -> None:
         """End the server because its model cannot be served. Called in the engine's thread."""
+        logging.error("the model cannot be served: %s", error)
         if self.ranks is not None:
             self.ranks.fail(error)
-        fail_start(error)
+        fail_start(str(error).split("\n")[0])  # the log has all of it
         self._status = start_status(error)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)
@@ -212,12 +133,13 @@ class Service:
         """Handle a signal, in the event loop."""
         name, seconds = signal.Signals(number).name, self.config.drain_timeout
         runs = self.engine.state in ("ok", "degraded") and seconds > 0
-        if number == signal.SIGINT or self.is_draining or not runs:
+        if self.is_draining or not runs:
             logging.info("%s: shutting down", name)
             self._end()
             return
         self.is_draining = True
-        logging.info("%s: waiting up to %g s for %d requests", name, seconds, self.num_answering)
+        open_answers = f"{self.num_answering} open answer{'' if self.num_answering == 1 else 's'}"
+        logging.info("%s: waiting up to %g s for %s; the next signal ends the server", name, seconds, open_answers)
         self._task = asyncio.ensure_future(self._drain(seconds))
 
     async def _drain(self, seconds: float) -> None:

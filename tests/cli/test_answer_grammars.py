@@ -1,15 +1,15 @@
 """--json-schema, and grammars of single lines in prompts files."""
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from mlx_paged.cli.answer_grammars import AnswerGrammars
+from mlx_paged.cli.answer_grammars import constraint_from
 from mlx_paged.errors import ConfigError
+from tests.cli.test_batch_run import records
 from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
@@ -39,10 +39,10 @@ def test_unusable_schema_file_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         file = tmp_path / "schema.json"
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
-            AnswerGrammars(Namespace(json_schema=str(file)))
+            constraint_from(str(file))
     with pytest.raises(ConfigError, match="cannot be used"):
-        AnswerGrammars(Namespace(json_schema=str(tmp_path / "none.json")))
-    assert not AnswerGrammars(Namespace(json_schema=None)).has_default
+        constraint_from(str(tmp_path / "none.json"))
+    assert constraint_from(None) is None
 
 
 @pytest.mark.demo_model
@@ -55,10 +55,7 @@ def test_answer_matches_the_schema(folder: Path, schema: Path, flags: tuple[str,
 
 
 @pytest.mark.demo_model
-@pytest.mark.parametrize("flags", [(), *slow(("--no-paged",), single=True)])
-def test_lines_of_a_prompts_file_have_their_own_grammars(
-    folder: Path, schema: Path, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_lines_of_a_prompts_file_have_their_own_grammars(folder: Path, schema: Path, tmp_path: Path) -> None:
     source = tmp_path / "prompts.jsonl"
     lines: list[dict[str, Any]] = [
         {"prompt": "One"},
@@ -68,16 +65,16 @@ def test_lines_of_a_prompts_file_have_their_own_grammars(
         {"prompt": "Five", "response_format": {"type": "xml"}},
     ]
     source.write_text("\n".join(map(json.dumps, lines)))
-    arguments = ("--prompts-file", str(source), "--json-schema", str(schema), "--max-tokens", "300", *flags)
+    arguments = ("--prompts-file", str(source), "--json-schema", str(schema), "--max-tokens", "300")
     done = commands.run("mlx_paged", "generate", "--model", str(folder), *arguments)
     assert done.returncode == 1, done.stderr
-    first, second, third, fourth, fifth = (json.loads(line) for line in done.stdout.splitlines())
+    first, second, third, fourth, fifth = records(done.stdout)
     assert first["finish_reason"] == "stop"
     jsonschema.validate(json.loads(first["text"]), SCHEMA)
     assert second["text"] in ("yes", "no")
     assert json.loads(third["text"]) in (4, "5")
     assert "structured_outputs.regex" in fourth["error"] and "unclosed group" in fourth["error"]
-    assert "line 5: response_format.type" in fifth["error"]
+    assert "response_format.type" in fifth["error"]
 
 
 @pytest.mark.demo_model

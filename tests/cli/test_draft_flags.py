@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from mlx_lm.generate import setup_arg_parser
 
-from mlx_paged.cli.batch_run import check_arguments
-from mlx_paged.cli.generate import extend_parser
-from mlx_paged.cli.prompts_file import read_prompts
+from mlx_paged.cli.generate import check_batch_arguments, extend_parser
 from mlx_paged.errors import ConfigError
 from mlx_paged.patches.generate.drafting import check_same_tokens
-from tests.cli.test_page_flags import Prompt, run
+from tests.cli.test_batch_run import records
 from tests.support.processes import commands
 
 
@@ -23,7 +21,7 @@ def test_prompts_file_gives_the_same_texts_with_a_draft_model(folder: Path) -> N
         fixed = ("generate", "--model", folder, "--max-tokens", 40, "--ignore-chat-template", "--prompts-file", "-")
         done = commands.run("mlx_paged", *map(str, (*fixed, *flags)), input=lines)
         assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+        return records(done.stdout), done.stderr
 
     # Only a long answer repays a trial of drafts.
     own = [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}, {"repetition_penalty": 1.4}, {"max_tokens": 500}]
@@ -38,8 +36,8 @@ def test_prompts_file_gives_the_same_texts_with_a_draft_model(folder: Path) -> N
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--no-paged",), "requires the paged cache; remove --no-paged"),
-        (("--max-kv-size", "100"), "cannot be combined with --max-kv-size"),
+        (("--no-paged",), "--no-paged cannot be combined with --prompts-file"),
+        (("--max-kv-size", "100"), "--max-kv-size cannot be combined with --prompts-file"),
         (("--prompt-lookup", "4"), "both propose tokens"),
     ],
 )
@@ -47,21 +45,16 @@ def test_flags_incompatible_with_a_draft_model_are_refused(flags: tuple[str, ...
     fixed = ("--prompts-file", "p", "--draft-model", "d")
     args = extend_parser(setup_arg_parser()).parse_args((*fixed, *flags))
     with pytest.raises(ConfigError, match=why):
-        check_arguments(args)
+        check_batch_arguments(args)
 
 
-def test_line_sets_its_own_num_draft_tokens() -> None:
-    lines = [{"prompt": "x", "num_draft_tokens": 5}, {"prompt": "x", "num_draft_tokens": 65}, {"prompt": "x"}]
-    said, wrong, silent = read_prompts([json.dumps(line).encode() for line in lines], "file")
-    assert said.sampling == {"num_draft_tokens": 5} and silent.sampling == {}
-    assert wrong.error is not None and "num_draft_tokens: Input should be less than or equal to 64" in wrong.error
-    prompts = [Prompt(0, "x", sampling={"num_draft_tokens": 0}), Prompt(1, "x")]
-    _, generator = run(prompts, "--draft-model", "d")
-    assert [options[0].num_draft_tokens for options in generator.options] == [0, None]
-    (record,), _ = run([Prompt(0, "x", sampling={"num_draft_tokens": 2})])
-    assert "needs --draft-model" in record["error"]
-    (record,), _ = run([Prompt(0, "x", sampling={"num_draft_tokens": 2})], "--no-paged")
-    assert "requires the paged cache; remove --no-paged" in record["error"]
+def test_num_draft_tokens_of_a_line_needs_drafts(folder: Path) -> None:
+    fixed = ("generate", "--model", folder, "--max-tokens", 4, "--prompts-file", "-")
+    lines = [{"prompt": "w1", "num_draft_tokens": 2}, {"prompt": "w1", "num_draft_tokens": 65}, {"prompt": "w1"}]
+    done = commands.run("mlx_paged", *map(str, fixed), input="\n".join(map(json.dumps, lines)))
+    needed, wrong, silent = records(done.stdout)
+    assert needed["error"] == "num_draft_tokens requires --draft-model or --mtp" and silent["text"]
+    assert "num_draft_tokens: Input should be less than or equal to 64" in wrong["error"]
 
 
 def test_draft_model_with_another_vocabulary_is_refused() -> None:

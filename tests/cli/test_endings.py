@@ -1,8 +1,10 @@
 """Output and exit status of commands: --version, bad flags, closed stdout, full disk, interrupts, bad variables."""
 
 import argparse
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.__main__ import UPSTREAM
+from mlx_paged.cli import upstream_parser
 from mlx_paged.cli.terminal import restrict, whole_number
-from tests.cli.test_command_line import PROMPT, command
+from tests.cli.test_command_line import PROMPT, command, generate
 from tests.support.processes import commands
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +42,55 @@ def test_every_command_prints_its_version(arguments: tuple[str, ...]) -> None:
 def test_numbers_out_of_range_are_usage_errors(arguments: tuple[str, ...], message: str) -> None:
     run = command(*arguments)
     assert run.returncode == 2 and run.stderr.rstrip().endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "line"),
+    [
+        (("generate", "--promt", "x"), 2, "error: unrecognized arguments: --promt x; did you mean --prompt?"),
+        (("chat", "--kv-cache-memry", "8GB"), 2, "; did you mean --kv-cache-memory?"),
+        (("server", "--modle", "x"), 2, "; did you mean --model?"),
+        (("chta",), 1, "mlx_paged: unknown command 'chta'; did you mean chat?"),
+        (("chat", "--model", "./nope"), 1, "mlx_paged: model folder ./nope does not exist"),
+        (("server", "--model", "./nope"), 78, "model folder ./nope does not exist"),
+        (("server", "--prefix-cache-dir", __file__), 78, "test_endings.py is a file, not a folder"),
+    ],
+)
+def test_a_users_mistake_is_one_line_with_what_was_meant(arguments: tuple[str, ...], status: int, line: str) -> None:
+    run = command(*arguments)
+    assert run.returncode == status and run.stderr.count("\n") == 1
+    assert run.stderr.endswith(f"{line}\n")
+
+
+def test_helps_and_mistakes_do_not_import_mlx_lm(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom mlx_paged.__main__ import main\ntry:\n    main()\nfinally:\n"
+        "    assert not {'mlx_lm', 'transformers'} & set(sys.modules)\n"
+    )
+    for arguments in (("generate", "--help"), ("server", "--help"), ("chat", "--help"), ("chat", "--model", "./nope")):
+        run = subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, check=False)
+        assert "AssertionError" not in run.stderr and run.returncode in (0, 1), run.stderr
+        if "--help" in arguments:
+            assert run.stdout.startswith(f"usage: mlx_paged {arguments[0]} ") and "--kv-cache-memory" in run.stdout
+    assert "common options:" in command("generate", "--help").stdout
+
+
+def test_parser_is_the_imported_modules_if_its_source_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    light = upstream_parser.parser_of("server", "mlx_paged server")
+    monkeypatch.setattr(upstream_parser, "_light_names", lambda name: {})
+    whole = upstream_parser.parser_of("server", "mlx_paged server")
+    assert light.format_help() == whole.format_help() and "--decode-concurrency" in whole.format_help()
+
+
+def test_prompt_beyond_the_context_is_refused(folder: Path, tmp_path: Path) -> None:
+    short = tmp_path / "model"
+    shutil.copytree(folder, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 5}))
+    run = generate(short, "--prompt", "w1 w2 w3 w4 w5 w6 w7", "--ignore-chat-template")
+    assert run.returncode == 1
+    assert run.stderr == "mlx_paged.generate: the prompt has 7 tokens, the model's context 5\n"
 
 
 def test_max_tokens_below_1_is_refused_in_one_line(folder: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from mlx_lm.generate import setup_arg_parser
 
-from mlx_paged.cli.batch_run import check_arguments
-from mlx_paged.cli.generate import extend_parser
+from mlx_paged.cli.generate import check_batch_arguments, extend_parser
 from mlx_paged.errors import ConfigError
+from tests.cli.test_batch_run import records
 from tests.support.models.prediction_heads import write_checkpoint
 from tests.support.models.tokenizers import word_tokenizer
 from tests.support.processes import commands
@@ -35,7 +35,7 @@ def results(checkpoint: Path, *flags: str) -> tuple[list[str], str]:
     fixed = ("generate", "--model", str(checkpoint), "--max-tokens", "24", "--ignore-chat-template")
     done = commands.run("mlx_paged", *fixed, "--prompts-file", "-", *flags, input=lines)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line)["text"] for line in done.stdout.splitlines()], done.stderr
+    return [record["text"] for record in records(done.stdout)], done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +84,15 @@ def test_a_model_without_a_head_is_refused_before_it_is_loaded(kind: str, folder
     [
         ((), "--mtp needs --prompts-file"),
         (("--prompts-file", "p", "--draft-model", "d"), "both propose tokens"),
-        (("--prompts-file", "p", "--no-paged"), "--mtp with --prompts-file requires the paged cache"),
-        (("--prompts-file", "p", "--max-kv-size", "100"), "cannot be combined with --max-kv-size"),
+        (("--prompts-file", "p", "--no-paged"), "--no-paged cannot be combined with --prompts-file"),
+        (("--prompts-file", "p", "--max-kv-size", "100"), "--max-kv-size cannot be combined with --prompts-file"),
         (("--prompts-file", "p", "--prompt-lookup", "4"), "--mtp and --prompt-lookup both propose tokens"),
     ],
 )
 def test_flags_incompatible_with_mtp_are_refused(flags: tuple[str, ...], why: str) -> None:
     args = extend_parser(setup_arg_parser()).parse_args(("--mtp", *flags))
     with pytest.raises(ConfigError, match=why):
-        check_arguments(args)
+        check_batch_arguments(args)
 
 
 def test_server_with_mtp_and_a_draft_model_is_refused(folder: Path) -> None:

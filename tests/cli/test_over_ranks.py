@@ -17,6 +17,7 @@ import pytest
 
 from mlx_paged.cli.over_ranks import from_rank_0
 from mlx_paged.ranks.ranks import EXIT_STATUS
+from tests.cli.test_batch_run import records
 from tests.support.cases import quick, slow
 from tests.support.models.tiny_model import VOCAB, make_tiny_model
 from tests.support.processes import commands
@@ -62,7 +63,7 @@ def test_prompts_file_gives_the_results_of_one_process(model: Path, tmp_path: Pa
     prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     args = ["--model", model, "--prompts-file", prompts, "--max-tokens", 16, "--kv-cache-memory", "64M"]
     alone, (first, second) = _both(tmp_path, *args)
-    assert [json.loads(line) for line in first.splitlines()] == [json.loads(line) for line in alone.splitlines()]
+    assert records(first) == records(alone)
     assert len(first.splitlines()) == len(LINES)
     assert second == ""
 

@@ -27,16 +27,16 @@ from mlx_paged.grammar import grammar as grammar_module
 from mlx_paged.grammar.compiler import GrammarCompiler, GrammarSource
 from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part
 from mlx_paged.patches.generate.upstream import UPSTREAM
-from mlx_paged.patches.grammar import (
+from mlx_paged.server.call_formats import FORMS
+from mlx_paged.server.constraint import constraint_of
+from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.grammars import (
     TokenizerGrammars,
     behind_reasoning,
     ends_in_reasoning,
     tool_format,
     unwrapped,
 )
-from mlx_paged.server.call_formats import FORMS
-from mlx_paged.server.constraint import constraint_of
-from mlx_paged.server.errors import RequestRefused
 from tests.support.cases import quick, slow
 from tests.support.models.batch_runs import assert_released, generator, kv_budget
 from tests.support.models.builders import KINDS, build, greedy, perturbed, prompt_of

@@ -14,11 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
 from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part
-from mlx_paged.patches.grammar import TokenizerGrammars
 from mlx_paged.server.answer_reader import AnswerReader
 from mlx_paged.server.call_formats import FORMS, HARMONY_TOKENS, argument, text_marks, types_of
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.grammars import TokenizerGrammars
 from tests.support.call_texts import PARSERS, parser_options
 from tests.support.cases import quick
 from tests.support.models.tokenizers import EOS, EOT, byte_tokenizer

@@ -16,12 +16,12 @@ import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, RequestFailedError
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.patches.server import ServedBatch
 from mlx_paged.server.answer_stream import Outbox
 from mlx_paged.server.engine_loop import EngineLoop, Row, Work
 from mlx_paged.server.memory import MemoryWatch
 from mlx_paged.server.report import ServerStats
 from mlx_paged.server.request import ModelKey, Prompt, ServerRequest
+from mlx_paged.server.served_batch import ServedBatch
 from tests.support.caches import batch_over
 from tests.support.models.batch_runs import generator, kv_budget
 from tests.support.models.builders import build, greedy, perturbed, prompt_of
@@ -290,7 +290,9 @@ def test_closed_served_batch_frees_failed_requests_and_itself(model: Any) -> Non
         model=model, key=ModelKey("model"), tokenizer=plain_tokenizer(), draft_model=None
     )
     loop = EngineLoop(models, SimpleQueue(), ServerStats(), MemoryWatch(0.0), lambda: False)
-    batch = loop.batch = ServedBatch(models, weights, mx.default_stream(mx.default_device()))
+    batch = loop.batch = ServedBatch(
+        models.prompt_cache, weights, models.cli_args, mx.default_stream(mx.default_device())
+    )
     processors = [[raising_after(0)], [raising_after(0)]]
     uids = batch.insert([PROMPT, PROMPT[:30]], [9, 9], logits_processors=processors)
     told: list[Any] = []

@@ -23,7 +23,7 @@ def outcomes(names: list[str]) -> dict[str, Any]:
 def test_upstream_names_finds_all_names() -> None:
     """Names that are imported, used as attributes, or patched."""
     imported = {"mlx_lm.models.cache:CacheList", "mlx_lm.models.activations:swiglu", "mlx_lm.models.activations:"}
-    used = {"mlx_lm.models.cache:make_prompt_cache", "mlx_lm.server:ResponseGenerator"}
+    used = {"mlx_lm.models.cache:make_prompt_cache"}
     assert imported | used | {"mlx_lm.models.gemma2:", "mlx_lm.generate:BatchGenerator"} <= set(NAMES)
     assert len(NAMES) > 40
 
@@ -65,8 +65,8 @@ def test_server_that_cannot_be_adapted_runs_stock_with_a_warning(
     ran: list[Any] = []
     monkeypatch.setattr(server.signal, "signal", lambda *args: None)
     monkeypatch.setattr(upstream, "run", lambda *args: ran.append(args))
-    monkeypatch.setitem(sys.modules, "mlx_paged.patches.server", None)
-    monkeypatch.delattr("mlx_paged.patches.server", raising=False)
+    monkeypatch.setitem(sys.modules, "mlx_paged.server.loaded_models", None)
+    monkeypatch.delattr("mlx_paged.server.loaded_models", raising=False)
     server.main(["--port", "9"])
     assert "unknown version of mlx_lm.server" in caplog.text
     ((host, port, provider),) = ran

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.patches.server_texts import LoadedTexts
-from mlx_paged.server.backend import PromptLimits
+from mlx_paged.server.fitted import Refusals, fitted
 from mlx_paged.server.prompting import PromptMaker
-from mlx_paged.server.request import ChatInput
+from mlx_paged.server.request import ChatInput, PromptLimits
 from mlx_paged.server.requests.chat import ChatBody, chat_request
-from mlx_paged.server.requests.fitted import Refusals, fitted
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.requests.responses import ResponseBody, response_request
+from mlx_paged.server.texts import LoadedTexts
 from tests.support.cases import crossed, quick
 from tests.support.models.chat_templates import FAMILIES, family_tokenizer
 

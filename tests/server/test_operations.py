@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from mlx_paged.cli.server import parse
-from mlx_paged.patches import server_texts
-from mlx_paged.server.backend import PromptLimits
+from mlx_paged.server import texts as server_texts
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, SMALL_BYTES, PromptMaker
-from mlx_paged.server.request import Prompt, ServerRequest
+from mlx_paged.server.request import Prompt, PromptLimits, ServerRequest
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import FaultyServer, ServerProcess
 
@@ -125,7 +124,7 @@ def test_log_describes_requests_and_sighup_drains_the_server(server: FaultyServe
             server.wait_until(lambda: "SIGHUP" in server.log)
         assert b"[DONE]" in answer.result().body
     assert server.process.wait(60) == 0
-    assert "SIGHUP: waiting up to 30 s for 1 requests" in server.log
+    assert "SIGHUP: waiting up to 30 s for 1 open answer; the next signal ends the server" in server.log
     assert "GET /%0Aforged%1B[2K 404" in server.log and "\x1b" not in server.log
     lines = server.log.splitlines()
     assert all(LINE.fullmatch(line) for line in lines), [line for line in lines if not LINE.fullmatch(line)]

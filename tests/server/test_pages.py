@@ -17,7 +17,7 @@ from mlx_paged.server.clients import ApiKeys
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.http import RequestLog
 from mlx_paged.server.prompting import PromptMaker
-from mlx_paged.server.requests.endpoints import ENDPOINTS, Endpoint, Page
+from mlx_paged.server.requests.endpoints import ENDPOINTS, Computation, Page
 from mlx_paged.server.requests.tokenize import DetokenizeBody
 
 SERVICE: Any = SimpleNamespace(config=SimpleNamespace(api_keys=ApiKeys([])))
@@ -88,7 +88,7 @@ def test_new_endpoint_without_generation_is_answered_and_described(monkeypatch: 
     def answer(body: DetokenizeBody, prompts: Any, texts: Any) -> dict[str, Any]:
         return {"tokens": body.tokens, "texts": texts}
 
-    monkeypatch.setitem(ENDPOINTS, "/new", Endpoint("/new", "A new endpoint", DetokenizeBody, answer=answer))
+    monkeypatch.setitem(ENDPOINTS, "/new", Computation("/new", "A new endpoint", DetokenizeBody, answer))
     monkeypatch.setattr(app, "Gate", lambda router, service: router)
     service = MagicMock(prompts=PromptMaker())
     service.engine.texts_for = AsyncMock(return_value="those of the model")

@@ -6,18 +6,13 @@ import pytest
 
 from mlx_paged.errors import ConfigError
 from mlx_paged.server.clients import MAX_NAMES, OTHER, ApiKeys, Clients
-from mlx_paged.server.http import RequestLog
-
-
-def used(client: str, prompt: int, cached: int, generated: int) -> RequestLog:
-    return RequestLog("x", client=client, prompt=prompt, cached=cached, generated=generated)
 
 
 def test_figures_of_several_keys_are_apart() -> None:
     clients = Clients(ApiKeys(["ka", "kb"]))
     assert clients.name_of("ka", "x/1") == "key 1" and clients.name_of("kb", "x/1") == "key 2"
     for _ in range(2):
-        clients.count(used("key 1", 1000, 400, 100))
+        clients.count("key 1", 1000, 400, 100)
     (first, second) = clients.figures()
     counted = {"requests": 2, "prompt_tokens": 2000, "cached_tokens": 800, "generated_tokens": 200}
     assert first == {"client": "key 1", **counted}

@@ -15,10 +15,10 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.patches import server as adapter
-from mlx_paged.patches.server import LoadedModels
+from mlx_paged.server import loaded_models as adapter
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.engine_loop import EngineLoop, Work
+from mlx_paged.server.loaded_models import LoadedModels
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests import chat
 from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of

@@ -16,8 +16,8 @@ from mlx_paged.cli.server import main, parse, shared_budget
 from mlx_paged.config import PagedConfig
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kernels import availability
-from mlx_paged.patches import server as models_of_server
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.server import loaded_models as models_of_server
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.model_names import ModelNames
 from mlx_paged.server.options import ServerConfig

@@ -17,9 +17,9 @@ from mlx_paged import machine
 from mlx_paged.cli import generate
 from mlx_paged.cli import server as server_command
 from mlx_paged.errors import ConfigError, RankError, WeightsTooLargeError
-from mlx_paged.patches.server import LoadedModels
 from mlx_paged.server.engine_thread import EXIT_STATUS
 from mlx_paged.server.errors import REFUSED_STATUS, start_status
+from mlx_paged.server.loaded_models import LoadedModels
 from mlx_paged.server.options import ServerConfig
 from tests.support.models.tiny_model import make_tiny_model
 

@@ -1,15 +1,16 @@
-"""``python -m mlx_paged doctor``: does the fused kernel work on this machine? Runs its variants for the shapes of
-popular models and says which path attention takes; "launch" is the time of a launch that is compiled, "dense" that of
-MLX's own attention for the same shape."""
+"""``mlx_paged doctor``: does the paged cache work on this machine? Checks and times each kernel for the shapes of
+popular models ("launch" is ours, "MLX's" its own attention for the same shape), and generates with the demo model on
+stock mlx-lm and on the paged cache."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ import mlx.core as mx
 
 from ... import __version__
 from ...config import PagedConfig
+from ...errors import ConfigError
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend, compiled_by, gpu_cores
 from ...kernels.fused_attention import NAX_RELEASE, wheel_release
 from ...kv.geometry import Geometry, PageFormat
-from ...machine import usable_memory
-from ..terminal import add_version, orderly_end
-from .jobs import jobs, num_workers, rows_of_workers
-from .report import HEADER, Report, Row
+from ..generate import raise_cpu_cache_limit
+from ..terminal import add_version, orderly_end, rate
+from .kernels import HEADER, rows
 
-JOBS_PER_ROUND = 64  # jobs handed to the workers at once; their kernels are kept until they are timed
+# Variables that are reported. Not all of the environment: it holds keys and names.
+PREFIXES = ("MLX_PAGED_", "MLX_MAX_", "MLX_METAL_", "MTL_")
+DEMO_FOLDER = "SmolLM2-135M-Instruct-Q4_1"
+GPU_TOKENS, CPU_TOKENS = (256, 128), (8, 6)  # of prompt and answer; on a CPU only to see that it works
 
 
 def facts() -> dict[str, str]:
@@ -95,43 +99,138 @@ def _wheel() -> dict[str, str]:
     return {"MLX wheel": text}
 
 
-def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: Path | None = None) -> int:
-    """Print the facts and one line per variant, and return the number of failures.
+# The demo model -----------------------------------------------------------------------------------------------------
+
+
+def demo_folder() -> Path | None:
+    """Return where ``scripts/demo_model.py`` puts the demo model, or None if it is not there."""
+    if own := os.environ.get("MLX_PAGED_CACHE"):
+        cache = Path(own)
+    elif xdg := os.environ.get("XDG_CACHE_HOME"):
+        cache = Path(xdg) / "mlx_paged"
+    else:
+        cache = Path("~/Library/Caches/mlx_paged" if sys.platform == "darwin" else "~/.cache/mlx_paged")
+    try:
+        folder = cache.expanduser() / DEMO_FOLDER
+    except RuntimeError:  # no home directory
+        return None
+    return folder if (folder / "manifest.json").is_file() else None
+
+
+def generated(model: Any, prompt: mx.array, count: int) -> tuple[float, list[int]]:
+    """Decode greedily. Return the seconds after the first token, and the tokens."""
+    step = importlib.import_module("mlx_lm.generate").generate_step  # looked up now: patches replace it
+    tokens: list[int] = []
+    begin = 0.0
+    for token, _ in step(prompt, model, max_tokens=count):
+        begin = begin if tokens else time.perf_counter()
+        tokens.append(int(token))
+    return time.perf_counter() - begin, tokens
+
+
+def try_demo_model(config: PagedConfig) -> tuple[bool, list[str]]:
+    """Generate with the demo model on stock mlx-lm and on the paged cache: the second of two runs each.
+
+    Returns:
+        Whether it passed, and lines to print. With 16-bit weights the tokens may differ late in an answer.
+    """
+    from mlx_lm.utils import load_model
+
+    from ... import patches
+    from ...attention.dispatch import last_dispatch
+
+    folder = demo_folder()
+    if folder is None:
+        return True, ["demo model      not run: scripts/demo_model.py fetches it"]
+    raise_cpu_cache_limit()
+    try:
+        model, model_config = load_model(folder)
+        num_prompt, count = CPU_TOKENS if mx.default_device() == mx.Device(mx.cpu) else GPU_TOKENS
+        prompt = mx.random.randint(0, model_config["vocab_size"], (num_prompt,), key=mx.random.key(1))
+        _, (stock_seconds, stock) = [generated(model, prompt, count) for _ in range(2)]
+        patches.apply_patches(config)
+        try:
+            _, (seconds, paged) = [generated(model, prompt, count) for _ in range(2)]
+            path = last_dispatch()
+        finally:
+            patches.remove_patches()
+    except (RuntimeError, ValueError, OSError) as error:
+        return False, [f"demo model      FAILED: {type(error).__name__}: {str(error)[:500]}"]
+    same = next((i for i, (a, b) in enumerate(zip(stock, paged, strict=True)) if a != b), count)
+    return same > 0, [
+        f"demo model      {num_prompt} tokens of prompt, {count} generated",
+        f"  stock         {rate(count - 1, stock_seconds)}",
+        f"  paged         {rate(count - 1, seconds)}, the first {same} tokens are stock's"
+        + ("" if path is None else f" ({path.path}: {path.reason})"),
+    ]
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """What the doctor says: on the terminal, and the same words in a file that is safe to post, as they come.
 
     Args:
-        report_file: file of the report, with which the checks of ``checks.CHECKS`` run, too; None: neither.
+        path: the file, whose folder is created; None: there is no file.
+
+    Attributes:
+        failed: number of failures so far.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.failed = 0
+        self._path = path
+        self._write("", "w")
+
+    def say(self, text: object = "", *, passed: bool = True) -> None:
+        """Print a line, and count it if it tells of a failure."""
+        print(text, flush=True)
+        self.failed += not passed
+        home = os.path.expanduser("~")
+        self._write(f"{text}\n".replace(home, "~") if len(home) > 1 else f"{text}\n", "a")
+
+    def _write(self, text: str, mode: str) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open(mode) as out:
+                out.write(text)
+        except OSError as error:
+            raise ConfigError(f"cannot write the report {self._path}: {error.strerror or error}") from None
+
+
+def run(config: PagedConfig, report_file: Path | None = None) -> int:
+    """Print the facts, one line per kernel, and what the demo model did. Return the number of failures.
 
     Raises:
         ConfigError: the report cannot be written.
     """
     begin = time.perf_counter()
-    found = facts()
-    report = Report(report_file, found)
+    report = Report(report_file)
+    found = facts() | {name: value for name, value in os.environ.items() if _is_reported(name)}
     if config.page_format is not None:
         found["pages"] = _pages(config.page_format)
     for name, value in found.items():
-        print(f"{name:<16}{value}")
-    # MLX compiles one CUDA kernel at a time per process, which takes some seconds.
-    workers = num_workers(usable_memory()) if device_unsupported_reason() is None and backend() == "cuda" else 1
-    if workers > 1:
-        print(f"{'compiling':<16}in {workers} processes")
-    print("", HEADER, "-" * len(HEADER), sep="\n", flush=True)
-    failed = 0
-    for row in _rows(block_size, config, everything, workers, report):
-        failed += not row.passed
-        print(row, flush=True)
-        report.add_row(row)
-    if report.wanted:
-        from .checks import run_checks  # needs mlx-lm
-
-        print()
-        failed += run_checks(report, config)
-    report.finish(failed)
-    print(f"\n{time.perf_counter() - begin:.1f} s in all")
-    if report.wanted:
+        report.say(f"{name:<16}{value}")
+    report.say(f"\n{HEADER}\n{'-' * len(HEADER)}")
+    for row in rows(config.block_size, config):
+        report.say(row, passed=row.passed)
+    passed, lines = try_demo_model(config)
+    report.say("\n" + "\n".join(lines), passed=passed)
+    report.say(f"\n{time.perf_counter() - begin:.1f} s in all")
+    report.say(_verdict(report.failed, config))
+    if report_file is not None:
         print(f"the report is in {report_file}")
-    print(_verdict(failed, config))
-    return failed
+    return report.failed
+
+
+def _is_reported(name: str) -> bool:
+    return name.startswith(PREFIXES) and "KEY" not in name
 
 
 def _verdict(failed: int, config: PagedConfig) -> str:
@@ -141,34 +240,15 @@ def _verdict(failed: int, config: PagedConfig) -> str:
     return "all passed" if why is None else f"no kernel ran ({why}); attention without kernels passed for every shape"
 
 
-def _rows(block_size: int, config: PagedConfig, everything: bool, workers: int, report: Report) -> Iterator[Row]:
-    listed = jobs(block_size, everything=everything)
-    for first in range(0, len(listed), JOBS_PER_ROUND):
-        part = range(first, min(first + JOBS_PER_ROUND, len(listed)))
-        if workers > 1:
-            yield from rows_of_workers(part, block_size, config, everything, workers, sys.stderr)
-            continue
-        for index in part:
-            report.begin(str(listed[index]))
-            for checked in listed[index].run(config):
-                yield checked.timed()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the doctor. Exits with status 1 if a line failed."""
     parser = argparse.ArgumentParser(prog="mlx_paged doctor", description=__doc__)
     PagedConfig.add_arguments(parser)
     parser.add_argument(
-        "--all",
-        action="store_true",
-        help="Check every dtype, head dimension, GQA ratio and block size, not only those of popular models (slow)",
-    )
-    parser.add_argument(
         "--report",
         metavar="FILE",
         type=Path,
-        help="Also check the order of command buffers and registers (Metal), measure tokens/s of a small model, and "
-        "write everything as JSON that is safe to post (the home folder is replaced by ~)",
+        help="Also write what is printed to a file that is safe to post (the home folder is replaced by ~)",
     )
     add_version(parser)
     with orderly_end("mlx_paged doctor"):
@@ -176,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = PagedConfig.from_env().with_arguments(args)
         config.check_rotation()
         config.check_kernel()
-        sys.exit(1 if run(config.block_size, config, everything=args.all, report_file=args.report) else 0)
+        sys.exit(1 if run(config, args.report) else 0)
 
 
 if __name__ == "__main__":

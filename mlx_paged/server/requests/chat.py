@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
@@ -27,9 +27,6 @@ from .fields import (
     refused,
 )
 from .pieces import Delta, Echo, Event, Head, Piece, Usage, content_logprobs
-
-if TYPE_CHECKING:
-    from .completions import CompletionBody
 
 
 def check_messages(given: Any) -> Any:
@@ -237,7 +234,7 @@ class ChatForm:
 
     Args:
         head: fields that every object of the answer begins with.
-        body: body of the request.
+        body: body of the request, a chat or a completion.
     """
 
     stream_object = "chat.completion.chunk"
@@ -245,7 +242,7 @@ class ChatForm:
     id_prefix = "chatcmpl-"
     repeats_body = False
 
-    def __init__(self, head: Head, body: ChatBody | CompletionBody) -> None:
+    def __init__(self, head: Head, body: Any) -> None:
         self._head = head
         self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._includes_logprobs = bool(body.logprobs) or (body.top_logprobs or 0) > 0

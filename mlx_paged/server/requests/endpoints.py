@@ -17,18 +17,17 @@ from .responses import ResponseBody, ResponseForm, response_request
 from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 if TYPE_CHECKING:
-    from ..backend import ModelTexts
     from ..prompting import PromptMaker
+    from ..texts import LoadedTexts
 
 ERRORS = {
     "400": "an invalid parameter, or a prompt that is too long",
     "401": "missing or wrong API key",
     "403": "cross-site request",
     "404": "unknown model or id",
-    "408": "timeout reading the body or writing the answer",
+    "408": "timeout writing the answer",
     "413": "the request body is too large",
     "429": "too little memory at present, too many requests, or a limit of the API key",
-    "431": "the headers are too large",
     "500": "internal error",
     "501": "not supported on several ranks",
     "503": "the server is loading, shutting down or has failed",
@@ -36,25 +35,37 @@ ERRORS = {
 
 
 class Endpoint(NamedTuple):
-    """A POST endpoint.
+    """A POST endpoint that generates.
 
     Attributes:
         path: path of its URL.
         summary: summary in the OpenAPI description.
         body: pydantic model of the body.
-        request, form: make the request from a body, and the form of its answers; None: nothing is generated.
-        answer: makes the answer if nothing is generated, from the body, the prompt maker and the model's texts. It is
-            called in a worker thread.
+        request, form: make the request from a body, and the form of its answers.
         aliases: other paths.
     """
 
     path: str
     summary: str
     body: type[Body]
-    request: Callable[[Any, Mapping[str, Any]], ServerRequest] | None = None
-    form: Callable[[Head, Any], Form] | None = None
+    request: Callable[[Any, Mapping[str, Any]], ServerRequest]
+    form: Callable[[Head, Any], Form]
     aliases: tuple[str, ...] = ()
-    answer: Callable[[Any, PromptMaker, ModelTexts], dict[str, Any]] | None = None
+
+
+class Computation(NamedTuple):
+    """A POST endpoint that generates nothing.
+
+    Attributes:
+        path, summary, body, aliases: as for an :class:`Endpoint`.
+        answer: makes the answer from the body, the prompt maker and the model's texts. It is called in a worker thread.
+    """
+
+    path: str
+    summary: str
+    body: type[Body]
+    answer: Callable[[Any, PromptMaker, LoadedTexts], dict[str, Any]]
+    aliases: tuple[str, ...] = ()
 
 
 class Page(NamedTuple):
@@ -98,15 +109,16 @@ MESSAGES = Endpoint(
     message_request,
     MessageForm,
 )
-COUNT_TOKENS = Endpoint(
+COUNT_TOKENS = Computation(
     "/v1/messages/count_tokens",
     "Number of tokens in the prompt of a message, as in Anthropic's API",
     CountBody,
-    answer=count_tokens,
+    count_tokens,
 )
-TOKENIZE = Endpoint("/tokenize", "Tokens of a text or of messages, as in vLLM", TokenizeBody, answer=tokenize)
-DETOKENIZE = Endpoint("/detokenize", "Text of tokens, as in vLLM", DetokenizeBody, answer=detokenize)
-ENDPOINTS = {each.path: each for each in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)}
+TOKENIZE = Computation("/tokenize", "Tokens of a text or of messages, as in vLLM", TokenizeBody, tokenize)
+DETOKENIZE = Computation("/detokenize", "Text of tokens, as in vLLM", DetokenizeBody, detokenize)
+_ALL: tuple[Endpoint | Computation, ...] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)
+ENDPOINTS = {each.path: each for each in _ALL}
 
 
 def support_of(body: type[Body], name: str) -> str:

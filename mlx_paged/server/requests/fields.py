@@ -218,6 +218,12 @@ def parsed(raw: bytes | bytearray, model: type[Body], *, strict: bool = False) -
         raise invalid(f"the request body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(given, dict):
         raise invalid("the request body must be a JSON object")
+    return validated(given, model, strict=strict)
+
+
+def validated(given: Mapping[str, Any], model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
+    """Return the body of these JSON values, and the names in it that are unknown or have no effect; see
+    :func:`parsed`."""
     check_counts(given)
     try:
         body = model.model_validate({name: value for name, value in given.items() if value is not None})

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ..agents import result_text
 from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
-from .agents import result_text
 from .chat import TemplateParameters, engine_options, stop_list, template_kwargs
 from .fields import (
     TRACE,
@@ -28,8 +28,8 @@ from .fields import (
 from .pieces import Delta, Echo, Event, Head, Piece, Usage
 
 if TYPE_CHECKING:
-    from ..backend import ModelTexts
     from ..prompting import PromptMaker
+    from ..texts import LoadedTexts
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -156,7 +156,7 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
     )
 
 
-def count_tokens(body: CountBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
+def count_tokens(body: CountBody, prompts: PromptMaker, texts: LoadedTexts) -> dict[str, Any]:
     """Return the answer of ``/v1/messages/count_tokens``."""
     return {"input_tokens": len(prompts.made(message_request(body, {}).inputs[0], texts).tokens)}
 

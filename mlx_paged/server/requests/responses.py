@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 from pydantic_core import from_json, to_json
 
+from ..agents import INPUT, CallableTool, callable_tools, function_name, ignored_of, result_text
 from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid, not_found
 from ..request import ChatInput, ServerRequest
-from .agents import INPUT, CallableTool, callable_tools, function_name, ignored_of, result_text
 from .chat import TemplateParameters, engine_options, template_kwargs
 from .fields import (
     Body,

@@ -12,8 +12,8 @@ from .chat import Messages, TemplateParameters
 from .fields import TOKEN_ID_LIMIT, Body, Several
 
 if TYPE_CHECKING:
-    from ..backend import ModelTexts
     from ..prompting import PromptMaker
+    from ..texts import LoadedTexts
 
 
 class TokenizeBody(TemplateParameters):
@@ -41,13 +41,13 @@ def _input(body: TokenizeBody) -> Input:
     return ChatInput([dict(m) for m in body.messages or ()], body.tools, dict(body.chat_template_kwargs or {}))
 
 
-def tokenize(body: TokenizeBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
+def tokenize(body: TokenizeBody, prompts: PromptMaker, texts: LoadedTexts) -> dict[str, Any]:
     """Return the answer of ``/tokenize``."""
     tokens = prompts.made(_input(body), texts).tokens
     return {"count": len(tokens), "tokens": tokens}
 
 
-def detokenize(body: DetokenizeBody, prompts: PromptMaker, texts: ModelTexts) -> dict[str, Any]:
+def detokenize(body: DetokenizeBody, prompts: PromptMaker, texts: LoadedTexts) -> dict[str, Any]:
     """Return the answer of ``/detokenize``."""
     if max(body.tokens) >= texts.vocab_size:
         raise invalid(f"tokens: token ids must be from 0 to {texts.vocab_size - 1}", "tokens")

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import mlx_lm.utils
 import pytest
 
-from mlx_paged.patches.server_texts import LoadedTexts
-from mlx_paged.server.backend import PromptLimits
+from mlx_paged.server.agents import steady_messages
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.request import ChatInput, ServerRequest
-from mlx_paged.server.requests.agents import steady_messages
+from mlx_paged.server.request import ChatInput, PromptLimits, ServerRequest
 from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.responses import KeptResponses, ResponseBody
+from mlx_paged.server.texts import LoadedTexts
 from scripts.clients.session_share import shares
 from tests.server.api.samples import HI, OF_CHAT, SCHEMA, WHITE
 from tests.support.processes.server_process import Answer, ServerProcess

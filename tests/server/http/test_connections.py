@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import socket
-from contextlib import suppress
 from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-import uvicorn
-from starlette.responses import Response
-from uvicorn.server import ServerState
 
-from mlx_paged.server.http import Protocol
 from tests.support.processes.server_process import ServerProcess
 
 FLAGS = ("--max-tokens", "3", "--log-level", "WARNING")
@@ -49,40 +42,6 @@ def test_one_connection_takes_many_requests(server: ServerProcess) -> None:
         assert ask(method, path, body)[0] in (200, 404)
     assert ask("GET", "/health")[0] == 200 and connection.sock is opened
     connection.close()
-
-
-def test_headers_sent_byte_by_byte_time_out() -> None:
-    """Single bytes do not keep a connection open; whole requests do."""
-    asyncio.run(drip())
-
-
-def is_closed(reader: asyncio.StreamReader) -> bool:
-    """Return whether the server has closed the connection; a byte sent meanwhile turns the close into a reset."""
-    return reader.at_eof() or isinstance(reader.exception(), ConnectionError)
-
-
-async def drip() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await Response("x")(scope, receive, send)
-
-    config = uvicorn.Config(app, http=Protocol, lifespan="off", log_config=None, timeout_keep_alive=1)
-    config.load()
-    state = ServerState()
-    make = functools.partial(Protocol, config=config, server_state=state, app_state={})
-    server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
-    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-    for _ in range(2):
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (await reader.readuntil(b"\r\n\r\nx")).startswith(b"HTTP/1.1 200")
-    for byte in b"GET / HTTP/1.1\r\nX-Long: " + b"x" * 100:
-        with suppress(ConnectionError):
-            writer.write(bytes([byte]))
-        await asyncio.sleep(0.1)
-        if is_closed(reader):
-            break
-    assert is_closed(reader)
-    writer.close()
-    server.close()
 
 
 @pytest.mark.demo_model

@@ -1,4 +1,4 @@
-"""Hostile clients and web pages: ambiguous framing, endless headers and bodies, other origins, disconnects."""
+"""Hostile clients and web pages: ambiguous framing, bodies, other origins, disconnects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.http import BodyBudget, Gate
+from mlx_paged.server.http import Gate
 from mlx_paged.server.prompting import check_images
 from mlx_paged.server.request import ChatInput
 from tests.support.models.tiny_model import VOCAB
@@ -26,10 +26,10 @@ BODY = b'{"prompt":"hi","max_tokens":1}'
 
 
 def gate_of(host: str, origins: list[str] | None = None, *, has_keys: bool = False) -> Gate:
-    service: Any = SimpleNamespace(
+    parts: Any = SimpleNamespace(
         cli_args=SimpleNamespace(host=host, allowed_origins=origins), config=SimpleNamespace(api_keys=has_keys)
     )
-    return Gate(lambda *_: None, service)
+    return Gate(lambda *_: None, parts)
 
 
 def raw(server: ServerProcess, data: bytes) -> bytes:
@@ -64,13 +64,11 @@ FRAMING = {
 
 @pytest.mark.demo_model
 @pytest.mark.parametrize("name", FRAMING)
-def test_ambiguous_framing_is_refused_in_json(server: ServerProcess, name: str) -> None:
+def test_ambiguous_framing_is_refused(server: ServerProcess, name: str) -> None:
     """It is refused by h11, beneath uvicorn."""
     answer = raw(server, FRAMING[name])
     assert answer.count(b"HTTP/1.1") <= 1 and b"mlx-lm" not in answer
     assert name == "very many headers" or answer.startswith(b"HTTP/1.1 400")
-    if answer:
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     assert server.get("/health").status == 200
 
 
@@ -82,18 +80,6 @@ def test_connection_is_closed_after_a_body_with_both_a_length_and_chunks(server:
         answer = raw(server, post(both) + chunked + SMUGGLED)
         assert answer.count(b"HTTP/1.1") == 1 and b"mlx-lm" not in answer
         assert b"connection: close" in answer.lower()
-
-
-@pytest.mark.demo_model
-def test_size_of_headers_is_bounded(server: ServerProcess) -> None:
-    """Also if all headers arrive at once, which h11 does not count."""
-    answer = raw(
-        server, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"X: yyyy\r\n" * 15_000 + b"\r\n"
-    )
-    assert answer == b"" or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400")), answer[:200]
-    with pytest.raises(RequestRefused) as caught:
-        gate_of("127.0.0.1").check(Headers(raw=[(b"x", b"y" * 1000)] * 66))
-    assert caught.value.status == 431
 
 
 @pytest.mark.demo_model
@@ -113,13 +99,11 @@ def test_body_full_of_quotes_does_not_block_the_server(server: ServerProcess) ->
 
 
 @pytest.mark.demo_model
-@pytest.mark.parametrize("tail", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_disconnect_is_noticed_whatever_bytes_precede_it(server: ServerProcess, tail: bytes) -> None:
+def test_disconnect_of_a_client_that_reads_nothing_is_noticed(server: ServerProcess) -> None:
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1 << 20, "logit_bias": {"2": -100}}).encode()
     client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
     client.sendall(post(b"Content-Length: %d\r\n\r\n" % len(body)) + body)
     server.wait_for(running=1)
-    client.sendall(tail)
     client.close()
     server.wait_until(lambda: server.is_idle)
 
@@ -186,16 +170,6 @@ def test_only_images_in_data_urls_are_accepted() -> None:
             check_images(chat, texts)
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eHh4"}}
     check_images(ChatInput([{"role": "user", "content": [part]}]), texts)
-
-
-def test_total_size_of_bodies_is_bounded() -> None:
-    budget = BodyBudget(100)
-    budget.reserve(90)
-    with pytest.raises(RequestRefused) as caught:
-        budget.reserve(20)
-    assert caught.value.status == 429 and caught.value.retry_after
-    budget.release(90)
-    budget.reserve(120)  # a single body may exceed the budget
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""Figures of a server: rates, history and metrics; and the server's options."""
+"""Figures of a server: rates and metrics; and the server's options."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.cli.server import parse as parse_arguments
 from mlx_paged.errors import ConfigError
+from mlx_paged.server import service
 from mlx_paged.server.options import ServerConfig
-from mlx_paged.server.report import NUM_INTERVALS, ServerStats
+from mlx_paged.server.report import ServerStats
 
 NOT_ALIVE = [("--memory-watermark", "101"), ("--watchdog-timeout", "-1"), ("--drain-timeout", "inf")]
 
@@ -43,27 +46,29 @@ def test_rates_cover_the_last_ten_seconds() -> None:
     stats.requests["ok"] += 1
     told = stats.as_dict()
     assert (told["hit_rate"], told["computed_prompt_tokens"], told["requests"]["ok"]) == (0.25, 30, 1)
-
-
-def test_history_has_figures_for_each_interval() -> None:
-    now = [100.0]
-    stats = ServerStats(clock=lambda: now[0])
-    for second in range(1000):
-        now[0] = 100.0 + second
-        stats.count(generated_tokens=3)
-        if second == 990:
-            stats.count(prompt_tokens=40, cached_tokens=10, computed_prompt_tokens=30)
-            stats.count(first_tokens=1, first_token_seconds=0.5)
-            stats.count(first_tokens=1, first_token_seconds=1.5)
-    history = stats.history()
-    assert {len(values) for name, values in history.items() if name != "seconds"} == {NUM_INTERVALS - 1}
-    assert set(history["generated_tokens_per_second"]) == {3.0}
-    assert [n for n in history["prompt_tokens_per_second"] if n] == [15.0]
-    assert [n for n in history["first_token_seconds"] if n is not None] == [1.0]
-    assert [n for n in history["hit_rate"] if n is not None] == [0.25]
-    now[0] += 10_000
-    assert set(stats.history()["generated_tokens_per_second"]) == {0.0}
+    stats.count(first_tokens=1, first_token_seconds=0.5)
+    stats.count(first_tokens=1, first_token_seconds=1.5)
     assert (stats.as_dict()["first_tokens"], stats.as_dict()["first_token_seconds"]) == (2, 2.0)
+
+
+def test_log_has_a_line_while_the_engine_works(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "LOG_SECONDS", 0.05)
+    caplog.set_level("INFO")
+    server: Any = SimpleNamespace(stats=ServerStats())
+    server.engine = SimpleNamespace(sequences=lambda: [{"waiting": False}, {"waiting": True}, {"waiting": True}])
+
+    async def work() -> None:
+        task = asyncio.ensure_future(service.Service._log_progress(server))
+        await asyncio.sleep(0.12)  # nothing is computed
+        assert not caplog.messages
+        server.stats.count(generated_tokens=2, prompt_tokens=8, cached_tokens=6)
+        await asyncio.sleep(0.12)
+        task.cancel()
+
+    asyncio.run(work())
+    assert caplog.messages == ["1 running, 2 waiting, 40.0 tokens/s, 75 % of prompt tokens cached"]
 
 
 def test_health_is_among_the_metrics() -> None:

@@ -31,7 +31,7 @@ PRELOADED = (
     "mlx_paged.cli.server",
     "mlx_paged.patches",
     "mlx_paged.patches.generate.batch_generator",
-    "mlx_paged.patches.server",
+    "mlx_paged.server.loaded_models",
     "mlx_paged.server.service",
     "transformers.dynamic_module_utils",
     "transformers.models.auto.tokenization_auto",

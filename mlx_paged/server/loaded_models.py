@@ -1,4 +1,4 @@
-"""The server's backend (mlx_paged.server.backend) over mlx-lm: loads models, batches requests, keeps prompt caches."""
+"""LoadedModels: the models that the server has loaded, and what it computes with them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import logging
 import time
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm import server as upstream
-from mlx_lm import utils
-from mlx_lm.generate import make_stop_sequences, stream_generate
+from mlx_lm.generate import stream_generate
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import LRUPromptCache
 
@@ -30,27 +26,24 @@ from ..grammar.grammar import GrammarProcessor
 from ..kernels import availability, check
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
-from ..machine import memory_beside, usable_memory
-from ..model_folder import check_model_folder, check_weight_files, explain_load_errors, weight_bytes
+from ..machine import usable_memory
+from ..patches.cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
+from ..patches.cache.pools import known_pool, pool_of, probe_geometry
+from ..patches.generate.batch_generator import PagedBatchGenerator, is_batched_here
+from ..patches.generate.drafting import BudgetShare, known_factory
+from ..patches.patch import fingerprint
+from ..patches.samplers import processors_of, sampler_of
 from ..prefix.disk import DiskTier
-from ..prefix.identity import identity_of, noting_configs
-from ..prefix.prefix_cache import SharedPrefixes
+from ..prefix.identity import identity_of
 from ..prefix.shelf import Shelf
 from ..ranks.ranks import Ranks
-from ..server.engine_loop import gather_logprobs
-from ..server.errors import not_found
-from ..server.options import ServerConfig
-from ..server.request import ModelKey, Prompt, ServerRequest
-from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
-from .cache.pools import count_weights, known_pool, pool_of, prefix_pool_of, probe_geometry
-from .generate.batch_generator import PagedBatchGenerator, is_batched_here
-from .generate.drafting import BudgetShare, check_same_tokens, known_factory, why_not_drafted
-from .grammar import behind_reasoning, with_thinking_budget
-from .models.mtp import MTPHead, find_head, folder_of, load_head
-from .patch import fingerprint
-from .samplers import processors_of, sampler_of
-from .server_texts import LoadedTexts
-from .sharded import sharded_load
+from .errors import not_found
+from .logprobs import gather_logprobs
+from .options import ServerConfig
+from .request import ModelKey, ServerRequest
+from .served_batch import ServedBatch, grammar_of
+from .texts import LoadedTexts
+from .weights import Weights, load_weights
 
 # Fingerprints of upstream's code whose behaviour this module relies on.
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
@@ -72,82 +65,6 @@ def _is_known(name: str, known: str) -> bool:
         return fingerprint(functools.reduce(getattr, name.split("."), upstream)) == known
     except (AttributeError, OSError, TypeError):
         return False
-
-
-# Loading ----------------------------------------------------------------------------------------------------------
-
-
-class Weights(NamedTuple):
-    """A loaded model.
-
-    Attributes:
-        key: folders or hub repositories that it was loaded from.
-        is_batchable: whether its requests can be computed together.
-    """
-
-    key: ModelKey
-    model: nn.Module
-    tokenizer: Any
-    config: dict[str, Any]
-    draft_model: nn.Module | None
-    is_batchable: bool
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        models = (self.model, self.draft_model)
-        return [x for model in models if model is not None for _, x in tree_flatten(model.parameters())]
-
-    @property
-    def separate_draft(self) -> nn.Module | None:
-        """Return the draft model; None if there is none or it is a prediction head, which only batches use."""
-        return None if isinstance(self.draft_model, MTPHead) else self.draft_model
-
-
-def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
-    """Load a model as mlx-lm's server does, except for the bytes of its weights, which are read on first use.
-
-    Args:
-        key: folders or hub repositories.
-        cli_args: arguments of the command line.
-        group: the ranks that the model is sharded over; None: this process has all of it.
-
-    Raises:
-        Exception: the model cannot be loaded.
-    """
-    path, adapter, draft = key
-    for name in (path, draft):
-        check_model_folder(name)
-        if name is not None and group is None:
-            check_weight_files(Path(name) if Path(name).exists() else utils._download(name))
-    memory_beside(weight_bytes(path, draft, adapter=adapter) // (1 if group is None else group.size()))
-    if adapter is not None and not (Path(adapter) / "adapter_config.json").exists():
-        raise ValueError(f"the adapter {adapter} has no adapter_config.json")
-    head = find_head(folder_of(path)) if cli_args.mtp and draft is None and path is not None else None
-    tokenizer_config: dict[str, Any] = {"trust_remote_code": cli_args.trust_remote_code}
-    if cli_args.chat_template:
-        tokenizer_config["chat_template"] = cli_args.chat_template
-    options: dict[str, Any] = {"tokenizer_config": tokenizer_config, "return_config": True}
-    options["trust_remote_code"] = cli_args.trust_remote_code
-    if group is not None:
-        load = explain_load_errors(noting_configs(sharded_load))
-        model, tokenizer, config = load(path, tensor_group=group, **options)
-    else:
-        load = explain_load_errors(noting_configs(utils.load))
-        model, tokenizer, config = load(path, adapter_path=adapter, lazy=True, **options)
-    if cli_args.use_default_chat_template and tokenizer.chat_template is None:
-        tokenizer.chat_template = tokenizer.default_chat_template
-    draft_model = None
-    if draft is not None:
-        draft_model, draft_tokenizer = load(draft, lazy=True)
-        check_same_tokens(tokenizer, draft_tokenizer)
-    elif head is not None:
-        draft_model = load_head(model, head)
-    count_weights(model, *([] if draft_model is None else [draft_model]))
-    together = all(hasattr(c, "merge") for c in stock_cache.make_prompt_cache(model))
-    if draft_model is not None and (why_not := why_not_drafted(model, draft_model)) is not None:
-        logging.warning("requests run one at a time, as in mlx-lm: %s", why_not)
-        together = False
-    return Weights(key, model, tokenizer, config, draft_model, together)
 
 
 def capacity(pool: BlockPool | None, chunk: int) -> int | None:
@@ -178,7 +95,6 @@ def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks |
 
 class LoadedModels:
     """The present model and those that can replace it; models of the command line stay loaded while memory allows.
-    Implements :class:`mlx_paged.server.backend.Models`.
 
     Args:
         cli_args: arguments of the command line.
@@ -333,7 +249,9 @@ class LoadedModels:
             most = None if self._texts is None else self._texts.capacity
             tokens = "a request of any length" if most is None else f"{most:,} tokens"
             size = f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
-        logging.info("the model %s is ready, with %s", self.weights.key.model, size)
+        disk = getattr(self.prompt_cache, "disk", None)
+        kept = "" if disk is None else f"; {len(disk.shelf)} blocks of prefixes are on disk"
+        logging.info("the model %s is ready, with %s%s", self.weights.key.model, size, kept)
 
     def _prepare(self, weights: Weights) -> tuple[list[Any], LoadedTexts]:
         """Make the model's pool. Returns a prompt cache over it, and the model's texts."""
@@ -380,7 +298,7 @@ class LoadedModels:
 
     def batch(self, stream: mx.Stream) -> ServedBatch:
         assert self.weights is not None
-        return ServedBatch(self, self.weights, stream)
+        return ServedBatch(self.prompt_cache, self.weights, self.cli_args, stream)
 
     def scores(self, tokens: list[int], num_top: int) -> Iterator[tuple[list[float], list[Any]] | None]:
         """Run the model over a prompt slice by slice, apart from the batch and with caches of its own."""
@@ -430,7 +348,7 @@ class LoadedModels:
             if pixels := vision.pixel_values[num_seen:]:
                 embeddings = weights.model.embed_inputs(mx.array(tokens), pixel_values=pixels)
                 mx.eval(embeddings)  # the prefill runs on another stream
-        grammar = _grammar_of(request, prompt, weights.tokenizer)
+        grammar = grammar_of(request, prompt, weights.tokenizer)
         processors = [] if grammar is None else [GrammarProcessor(grammar)]
         draft_tokens = request.num_draft_tokens
         for generated in stream_generate(
@@ -479,149 +397,3 @@ class LoadedModels:
         self._texts = self.weights = None
         self._loaded.clear()
         gc.collect()
-
-
-class _Served(NamedTuple):
-    """An answer in a batch: its request, the types of the prompt's segments left, last first, and how many tokens of
-    the prompt came from the store."""
-
-    request: ServerRequest
-    types: list[str]
-    num_cached: int
-
-
-class ServedBatch(PagedBatchGenerator):
-    """A batch generator for requests of the server. Where the engine does not share prefixes, it looks them up and
-    inserts them itself.
-
-    Args:
-        models: the server's models.
-        weights: the present model.
-        stream: stream to compute on.
-    """
-
-    def __init__(self, models: LoadedModels, weights: Weights, stream: mx.Stream) -> None:
-        cache, args = models.prompt_cache, models.cli_args
-        prefixes: SharedPrefixes | None = None
-        if isinstance(cache, PagedPromptCache):
-            prefixes = cache.shared_prefixes(weights.key, prefix_pool_of(weights.model))
-        drafts: dict[str, Any] = {}
-        if weights.draft_model is not None:
-            drafts = {"draft_model": weights.draft_model, "num_draft_tokens": args.num_draft_tokens}
-            draft_pool = known_pool(weights.draft_model)
-            if isinstance(cache, PagedPromptCache) and draft_pool is not None:
-                drafts["draft_prefixes"] = cache.shared_prefixes(weights.key, draft_pool, 1)
-        super().__init__(
-            weights.model,
-            prefixes=prefixes,
-            **drafts,
-            completion_batch_size=args.decode_concurrency,
-            prefill_batch_size=args.prompt_concurrency,
-            prefill_step_size=args.prefill_step_size,
-            stream=stream,
-        )
-        self._store, self._weights = cache, weights
-        self._end_tokens = make_stop_sequences(weights.tokenizer)
-        self._served: dict[int, _Served] = {}
-
-    def insert_request(self, request: ServerRequest) -> list[int]:
-        """Queue a request's answers. If it raises, nothing has been queued."""
-        prompts = [request.prompt_of(index) for index in range(request.num_answers)]
-        parts = [(prompt.segments, prompt.segment_types) for prompt in prompts]
-        caches: Any = None
-        num_cached = [0] * len(prompts)
-        if not self.shares_prefixes:
-            with salted_store(self._store, request.salt):
-                found = [self._store.fetch_nearest_cache(self._weights.key, prompt.tokens) for prompt in prompts]
-            caches = [cache for cache, _ in found]
-            num_cached = [len(prompt.tokens) - len(rest) for prompt, (_, rest) in zip(prompts, found, strict=True)]
-            parts = [_without(*each, number) for each, number in zip(parts, num_cached, strict=True)]
-        elif not self.reuses_only_at_boundaries:  # chunks need not end with segments
-            parts = [([prompt.tokens], ["assistant"]) for prompt in prompts]
-        params = [request.sampling_of(index) for index in range(request.num_answers)]
-        uids = self.insert_segments(
-            [segments for segments, _ in parts],
-            [request.max_tokens or 1] * len(prompts),
-            caches,
-            [prompt.tokens[:number] for prompt, number in zip(prompts, num_cached, strict=True)],
-            stop_sequences=[self._end_tokens] * len(prompts),
-            options=[
-                RequestOptions(
-                    request.salt,
-                    each.seed,
-                    _grammar_of(request, prompt, self._weights.tokenizer),
-                    request.prompt_lookup,
-                    each,
-                    priority=request.priority,
-                    client=request.client,
-                    num_draft_tokens=request.num_draft_tokens,
-                    keep=request.num_kept(prompt),
-                )
-                for prompt, each in zip(prompts, params, strict=True)
-            ],
-        )
-        for uid, (_, types), number in zip(uids, parts, num_cached, strict=True):
-            self._served[uid] = _Served(request, list(types[::-1]), number)
-        return uids
-
-    def next(self) -> tuple[list[Any], list[Any]]:
-        prompts, generated = super().next()
-        if not self.shares_prefixes:
-            for response in prompts:
-                served = self._served.get(response.uid)
-                if served is not None and served.types and response.end_of_segment and not response.end_of_prompt:
-                    self._keep(served.request, self.extract_cache([response.uid]), served.types.pop())
-            for response in generated:
-                served = self._served.get(response.uid)  # mlx-lm's own batches do not know
-                response.num_cached = getattr(response, "num_cached", 0 if served is None else served.num_cached)
-        return prompts, generated
-
-    def end(self, response: Any) -> None:
-        """End an answer with its last response, or with the response that completes a stop string, which the batch does
-        not know of."""
-        uid, is_running = response.uid, response.finish_reason is None
-        served = self._served.pop(uid, None)
-        if self.shares_prefixes:
-            if is_running:
-                self.finish([uid])
-            return
-        finished = {uid: (response.prompt_cache, response.all_tokens)}
-        if is_running:
-            finished = super().remove([uid], return_prompt_caches=True)
-        if served is not None:
-            self._keep(served.request, finished, "assistant")
-
-    def _keep(self, request: ServerRequest, finished: Mapping[int, tuple[Any, Any]], kind: str) -> None:
-        with salted_store(self._store, request.salt):
-            for caches, tokens in finished.values():
-                self._store.insert_cache(self._weights.key, tokens[:], caches, cache_type=kind)
-
-    def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
-        for uid in uids:
-            self._served.pop(uid, None)
-        return super().remove(uids, return_prompt_caches)
-
-
-def _without(segments: list[list[int]], types: list[str], num_cached: int) -> tuple[list[list[int]], list[str]]:
-    """Return the segments after the first ``num_cached`` tokens."""
-    segments, types = list(segments), list(types)
-    while num_cached > 0:
-        if num_cached < len(segments[0]):
-            segments[0] = segments[0][num_cached:]
-            break
-        num_cached -= len(segments.pop(0))
-        types.pop(0)
-    return segments, types
-
-
-def _grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
-    """Return the request's grammar, which begins after reasoning that the prompt has begun, and bounds reasoning by its
-    budget."""
-    grammar, reasons = request.grammar, prompt.initial_state == "reasoning"
-    if not tokenizer.has_thinking:
-        return grammar
-    if grammar is not None and reasons:
-        grammar = behind_reasoning(grammar, tokenizer)
-    if request.thinking_budget is None:
-        return grammar
-    return with_thinking_budget(grammar, tokenizer, request.thinking_budget, is_open=reasons)

@@ -1,14 +1,9 @@
-"""The doctor's jobs for products of a few rows, on CUDA. Imported only there."""
+"""Times of products of a few rows for the doctor's report, on CUDA. Imported only there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
-
 import mlx.core as mx
 
-from ...config import PagedConfig
 from ...cuda import narrow_matmul
 from ...cuda.narrow_matmul import (
     ADDED,
@@ -23,45 +18,7 @@ from ...cuda.narrow_matmul import (
     Tile,
 )
 from ...kernels.nvidia import Rotation
-from .jobs import Checked, checked
 from .timing import LAUNCHES, seconds_of
-
-
-class ProductJob(NamedTuple):
-    """A job that checks a CUDA kernel for products of a few rows."""
-
-    body: str
-    dtype: mx.Dtype
-    tile: Tile
-    bits: int = 0  # of quantised weights; 0: not quantised
-    fused: FusedRotation = NOT_FUSED
-
-    def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("mlx.core.")
-        return f"{name:>8} products of up to {self.tile.rows} rows{f', {self.bits} bits' if self.bits else ''}"
-
-    @property
-    def pool(self) -> tuple[Any, ...] | None:
-        """None: a product uses no pool."""
-        return None
-
-    def run(self, config: PagedConfig) -> Iterator[Checked]:
-        """Check the kernel and yield its result."""
-        result = narrow_matmul.self_check(*self)
-        launch = partial(product_seconds, *self)
-        yield checked(True, str(self), self.body + self.fused.suffix, result, "compiled decode steps", launch)
-
-
-def product_jobs(dtypes: Sequence[mx.Dtype]) -> list[ProductJob]:
-    """Return the jobs for all kernels in those of the dtypes that they support."""
-    return [
-        ProductJob(body, dtype, tile, bits, fused)
-        for bits in (0, *narrow_matmul.BITS)
-        for dtype in narrow_matmul.DTYPES
-        if dtype in dtypes
-        for tile in narrow_matmul.TILES
-        for body, fused in narrow_matmul.KERNELS
-    ]
 
 
 def product_seconds(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0, fused: FusedRotation = NOT_FUSED) -> float:

@@ -16,13 +16,12 @@ from mlx_lm import server as upstream
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from ..server.backend import PromptLimits
-from ..server.call_formats import text_marks
-from ..server.constraint import Constraint
-from ..server.errors import RequestRefused, invalid
-from ..server.request import ChatInput, Input, Prompt, ServerRequest
-from ..server.requests.fitted import Refusals, fitted, fitted_tools, refusals_of
-from .grammar import TokenizerGrammars, ends_in_reasoning, unwrapped
+from .call_formats import text_marks
+from .constraint import Constraint
+from .errors import RequestRefused, invalid
+from .fitted import Refusals, fitted, fitted_tools, refusals_of
+from .grammars import TokenizerGrammars, ends_in_reasoning, unwrapped
+from .request import ChatInput, Input, Prompt, PromptLimits, ServerRequest
 
 PIECE = 1 << 17  # characters of a long text that are tokenized at a time, to count them
 EFFORT = "reasoning_effort"
@@ -33,13 +32,19 @@ VARIABLES_AMONG_ARGUMENTS = frozenset({"documents"})
 
 
 class LoadedTexts:
-    """A model's tokenizer, templates and grammars, without its weights. Implements
-    :class:`mlx_paged.server.backend.ModelTexts`.
+    """A model's tokenizer, templates and grammars, without its weights; for any thread.
 
     Args:
         weights: the loaded model.
         template_args: arguments of the chat template from the command line.
         most_tokens: most tokens of a sequence that the budget holds; None: unlimited.
+
+    Attributes:
+        capacity: the same.
+        vocab_size: size of the vocabulary.
+        context_length: the model's context length in tokens; None: its configuration has none.
+        takes_images: whether prompts may contain images.
+        marks: the marks that divide its answers.
     """
 
     def __init__(self, weights: Any, template_args: dict[str, Any], most_tokens: int | None) -> None:
