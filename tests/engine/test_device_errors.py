@@ -320,7 +320,7 @@ FREE = {
     "kv.lock:__exit__",  # raises the first error once all locks are released
 }
 PARTS = ("kv.", "cache.", "attention.", "prefix.", "engine.", "server.engine_")
-HOST_ONLY = ("engine.grammar", "engine.ranks", "prefix.spill_folder")
+HOST_ONLY = ("prefix.spill_folder",)
 WIDE = {"Exception", "BaseException", "RuntimeError"}
 
 
