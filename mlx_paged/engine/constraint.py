@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
+from ..errors import check_device
+
 ALL = np.uint32(0xFFFFFFFF)
 
 
@@ -93,6 +95,7 @@ def constrain(
             if is_timed:
                 grammar.record_time(time.thread_time() - begin)
         except Exception as error:
+            check_device(error)
             broken[index] = error
             words[index], ahead = ALL, None
         else:

@@ -147,10 +147,10 @@ def test_prompts_and_products_have_rows_on_cuda(on_gpu: None, monkeypatch: pytes
     monkeypatch.setattr(doctor_kernels, "backend", lambda: "cuda")
     monkeypatch.setattr(narrow_matmul, "self_check", check_product)
     monkeypatch.setattr(products, "product_seconds", lambda *kernel: 1e-5)
-    first, *products = rows(32, PagedConfig())
+    first, *found = rows(32, PagedConfig())
     assert first.use == "packed prefill" and first.seconds == 1e-5
-    assert len(products) == 3 * len(narrow_matmul.TILES) * len(narrow_matmul.KERNELS)
-    failed = {row.shape for row in products if not row.passed}
+    assert len(found) == 3 * len(narrow_matmul.TILES) * len(narrow_matmul.KERNELS)
+    failed = {row.shape for row in found if not row.passed}
     assert failed == {f"products of up to {narrow_matmul.LARGE.rows} rows, 8 bits"}
 
 

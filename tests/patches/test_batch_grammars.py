@@ -596,7 +596,7 @@ def test_strict_holds_for_tags_and_is_logged_as_unsupported_otherwise(caplog: py
     assert "cannot be constrained" in caplog.text
     bad = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"not": {}}}}}
     assert compiled({"tools": [{"type": "function", "function": bad}]}) is None
-    assert "tools[0].function.parameters: #/properties/x" in caplog.text
+    assert "tools[0].function.parameters: Unimplemented" in caplog.text
 
 
 def test_answer_may_be_json_or_a_call() -> None:
@@ -621,7 +621,7 @@ def test_unsupported_constraints_are_refused() -> None:
     with pytest.raises(RequestRefused, match="this model cannot call tools"):
         TokenizerGrammars(byte_tokenizer()).compile(constraint)
     bad = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"not": {}}}}}}
-    with pytest.raises(RequestRefused, match=r"tools\[1\].function.parameters: #/properties/x: Unimpl") as caught:
+    with pytest.raises(RequestRefused, match=r"tools\[1\].function.parameters: Unimpl") as caught:
         compiled({"tools": [WEATHER, bad], "tool_choice": "required"})
     assert caught.value.param == "tools"
     with pytest.raises(RequestRefused, match="with tools, only JSON is supported"):
