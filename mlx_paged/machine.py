@@ -1,4 +1,4 @@
-"""The machine's memory: how much is in use, how much MLX may hold, and the KV cache's budget (docs/adr/0082)."""
+"""The machine's memory: how much is in use, how much MLX may hold, and the KV cache's budget (docs/adr/0099)."""
 
 from __future__ import annotations
 

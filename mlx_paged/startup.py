@@ -1,7 +1,7 @@
 """What runs before MLX is loaded: a variable for NCCL, and a clear error if MLX's backend is missing.
 
 Imported first, and imports MLX only at its end: MLX reads the variable when it first uses the GPU. The length of MLX's
-command buffers on Metal is left to MLX (docs/adr/0040).
+command buffers on Metal is left to MLX (docs/adr/0080).
 """
 
 from __future__ import annotations

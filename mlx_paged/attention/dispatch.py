@@ -22,13 +22,13 @@ from ..kv.pool import BlockPool
 from . import gather
 from .gather import causal_mask
 
-# On CUDA, where MLX's attention prepares a plan for each new shape (docs/adr/0010), the decode kernel takes up to
+# On CUDA, where MLX's attention prepares a plan for each new shape (docs/adr/0023), the decode kernel takes up to
 # MOST_FEW_TOKENS new tokens per sequence, if their number times the sequence's length is at most MOST_READS: it reads
 # the context again for each of them.
 MOST_FEW_TOKENS = 64
 MOST_READS = 1 << 18
 # Also on CUDA, the prefill kernel takes a sequence's new tokens unless their numbers come again in other prompts: whole
-# chunks after whole chunks of the same size. For these MLX's attention has its plan (docs/adr/0096).
+# chunks after whole chunks of the same size. For these MLX's attention has its plan (docs/adr/0023).
 WHOLE_CHUNK = 1024
 MOST_PLANNED_HEAD_DIM = 128  # for wider heads MLX's attention is slower, too
 

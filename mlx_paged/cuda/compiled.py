@@ -1,4 +1,4 @@
-"""Kernels that this package compiles by NVRTC, in threads, and keeps on disk (docs/adr/0025)."""
+"""Kernels that this package compiles by NVRTC, in threads, and keeps on disk (docs/adr/0011)."""
 
 from __future__ import annotations
 

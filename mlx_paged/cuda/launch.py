@@ -152,7 +152,7 @@ def load(source: Source, code: bytes) -> bytes:
     """Make MLX load a kernel's machine code, and return what launches name it by: 8 bytes, or the code itself.
 
     MLX looks a kernel up by its name and the hash of its machine code, and computes that hash at every launch: 19 % of
-    the host's time of a decode step of one row (docs/adr/0025). Raises RuntimeError if MLX cannot load the code.
+    the host's time of a decode step of one row (docs/adr/0011). Raises RuntimeError if MLX cannot load the code.
     """
     name = short_name(code)
     if name is None:

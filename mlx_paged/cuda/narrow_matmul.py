@@ -3,7 +3,7 @@ and the operation after it.
 
 A decode step of a small batch is bound by the host, where MLX's path to cuBLAS takes several times as long as a kernel
 launch (docs/adr/0011). Results are as precise as MLX's: 16-bit factors, sums in float32. Matrices may be quantised, all
-matrices of a launch in the same way (docs/adr/0024).
+matrices of a launch in the same way (docs/adr/0011).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
 FEW = Tile(8, 16, 4)  # with quantised matrices, whose values cost instructions: for up to 8 rows
 # Tiles that replace others and give the same bits: TILES_IF_FEW, with more loads in flight, if there is at most one
 # thread group per multiprocessor; TILES_IF_MANY, with fewer, if there are a few more than two, so that all run together
-# (docs/adr/0065).
+# (docs/adr/0011).
 TILES_IF_FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace(unroll=8, groups=1)}
 TILES_IF_MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
 # The tile for more rows that corresponds to a tile.

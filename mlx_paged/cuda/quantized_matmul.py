@@ -3,7 +3,7 @@ package multiplies few rows, and for many rows the weight is dequantised first.
 
 MLX multiplies ``[B, 1, depth]`` as B products of one row, each of which reads the whole weight. Its products of many
 rows take longer than dequantising the weight first, and it compiles them at first use, most of a minute for each number
-of rows that they are made for (docs/adr/0024).
+of rows that they are made for (docs/adr/0011).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ IN_PLACE_STEP_TOKENS = 512
 # On Metal prompts are cut at multiples of this, so that a step can stay within its time limit (docs/adr/0063).
 METAL_GRID = 128
 # New tokens times context of a chunk on Metal, at most: macOS ends a process whose command buffer runs too long. Where
-# MLX's attention stores all scores, a quarter: 1 GB of them for 32 heads (docs/adr/0084).
+# MLX's attention stores all scores, a quarter: 1 GB of them for 32 heads (docs/adr/0063).
 MOST_PAIRS, MOST_STORED_PAIRS = 1 << 26, 1 << 24
 # Prompt tokens per step with packs (docs/adr/0023).
 STEP_TOKENS = 4096

@@ -143,7 +143,7 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
 
 
 # MLX on CUDA keeps arrays of up to 8 bytes in memory shared with the host, which kernels read slowly. With the ends and
-# starts of one row there, attention to 4,096 tokens takes 26 us instead of 17 (docs/adr/0064).
+# starts of one row there, attention to 4,096 tokens takes 26 us instead of 17 (docs/adr/0003).
 _HOST_SHARED_BYTES = 8
 # Most consecutive increments on the device. If no layer reads the arrays, they are a lazy graph of that many nodes.
 MAX_INCREMENTS = 256

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..warn import warn_once
 
-CPU_CHUNK, GPU_CHUNK = 16, 64  # tokens (docs/adr/0066)
+CPU_CHUNK, GPU_CHUNK = 16, 64  # tokens (docs/adr/0069)
 LEAST_LOG_DECAY = -30.0  # per token: e^-30 erases a float32, and its sums stay exact enough
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 2e-2}  # RMS difference, relative to the loop's RMS
 

@@ -85,12 +85,12 @@ MAX_QUERY_LENGTH = 8
 PARTITION = 128
 SPAN = 16
 # GPUs with more cores have smaller partitions, so that a context of 512 tokens and 8 KV heads gives each core work. On
-# Metal fewer KV heads, which are fewer thread groups per partition, have smaller ones still (docs/adr/0085).
+# Metal fewer KV heads, which are fewer thread groups per partition, have smaller ones still (docs/adr/0018).
 CORES_OF_PARTITION = ((20, 128), (32, 64))  # (most cores, tokens); beyond, SMALLEST_PARTITION
 SMALLEST_PARTITION = 32
 MOST_GROUPS = 8
 # On Metal a row that ends at most this many tokens after the start of its first partition has only that partition:
-# merging several would need another launch in each layer (docs/adr/0062). With fewer KV heads than 4 that launch costs
+# merging several would need another launch in each layer (docs/adr/0018). With fewer KV heads than 4 that launch costs
 # less than one or two thread groups that read all tokens.
 FIRST_PARTITION, FIRST_PARTITION_OF_FEW = 256, 64
 # A row's first partition begins at a multiple of this, or of the smallest partition if that is shorter. Every chunk
@@ -103,7 +103,7 @@ MAX_TENSOR_HEAD_DIM = 256
 # Bodies for tensor cores that merge their partial results themselves.
 FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
 # Bodies with Metal's 8 x 8 matrices, for at least this many query heads per KV head: with fewer, rows of padding cost
-# more instructions than matrices save (docs/adr/0062).
+# more instructions than matrices save (docs/adr/0018).
 MATRIX_BODIES = ("matrix_decode", "quantized_matrix_decode")
 LEAST_MATRIX_GQA = 5
 LEAST_MATRIX_GQA_OF_PAGES = 7  # for quantised pages, whose dequantised values pass through threadgroup memory
@@ -374,7 +374,7 @@ def _is_short(variant: Variant) -> bool:
 
 def _groups_of_codes(variant: Variant, unroll: int) -> int:
     """Return the thread groups per core for 8-bit keys in heads of 96 to 128, which need more registers: measured on an
-    NVIDIA H200 (docs/adr/0027)."""
+    NVIDIA H200 (docs/adr/0026)."""
     if unroll == 2:
         return 3 if variant.gqa <= 4 else 2
     return (4 if _is_short(variant) else 3) - (variant.gqa > 8)
@@ -400,7 +400,7 @@ def run_length(groups: int, cores: int, together: int) -> int:
 
     Longer runs cost less per partition, but a GPU needs about two groups per multiprocessor (``cores``), or as many as
     run at the same time (``together`` on each), or several times that: measured on an NVIDIA H200, which has 132
-    multiprocessors (docs/adr/0064). The result's bits do not depend on the run.
+    multiprocessors (docs/adr/0003). The result's bits do not depend on the run.
     """
     for run in (4, 2):
         per_core = groups // run / cores

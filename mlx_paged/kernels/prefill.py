@@ -2,7 +2,7 @@
 
 Sequences may have any lengths: a launch takes a list of tiles, each some tokens of one sequence, and nothing is
 prepared or compiled per length. Keys and values of prefixes and new tokens are read in place. The kernels use CUDA's
-tensor cores; on Metal, prompts take MLX's attention (docs/adr/0084).
+tensor cores; on Metal, prompts take MLX's attention (docs/adr/0063).
 """
 
 from __future__ import annotations

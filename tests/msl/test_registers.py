@@ -108,7 +108,7 @@ def spilled_by_prefill(head_dim: int, gqa: int, **options: object) -> registers.
 
 def spill_limit(head_dim: int) -> int:
     """Return the bytes that may be spilled: tiles of 128 rows of wide heads leave no register free, and are faster than
-    those of 64 rows, which spill nothing (docs/adr/0022)."""
+    those of 64 rows, which spill nothing (docs/adr/0023)."""
     return {64: 0, 80: 20}.get(head_dim, 16 if head_dim > 128 else 128)
 
 
@@ -152,7 +152,7 @@ def quantized_registers(
 )  # fmt: skip
 def test_decoding_quantised_pages_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
     found = quantized_registers("quantized_decode_tensor", head_dim, gqa, bits)
-    # Four thread groups a core, spilling a few bytes, are faster than fewer without (docs/adr/0027).
+    # Four thread groups a core, spilling a few bytes, are faster than fewer without (docs/adr/0026).
     assert max(found.stored, found.loaded) <= (48 if head_dim > 128 else 32), found
 
 

@@ -466,7 +466,7 @@ def greedy(logits: mx.array) -> mx.array:
     """Return the most likely token of each row ``[T, vocab]``.
 
     In 16 bits, tokens with different logits can have the same log-probability in mlx-lm, which takes the first of them
-    (docs/adr/0015).
+    (docs/adr/0006).
     """
     return mx.argmax(logits if logits.dtype == mx.float32 else normalised(logits), axis=-1)
 

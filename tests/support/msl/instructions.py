@@ -5,7 +5,7 @@
 Counts the loop over tokens in the machine code (SASS, of an A100), compiled with 255 registers. A product of 8 x 8
 matrices counts as 16, the number of its multiplications on each of 32 lanes. Texts by matrices are compiled with
 substitutes for ``simdgroup_matrix`` (matrix_cuda.cuh). Code that a step runs only for a larger score or at the edge of
-a context is left out, and a quarter of the rescaling is added, as in docs/adr/0062.
+a context is left out, and a quarter of the rescaling is added, as in docs/adr/0018.
 """
 
 from __future__ import annotations
