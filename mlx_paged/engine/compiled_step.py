@@ -71,6 +71,8 @@ MOST_FAILURES = 3
 # their time decides whether drafts pay.
 PATIENCE = 4
 MOST_TRACES = 256  # kept, least recently used ones dropped; counts of uncompiled shapes restart at as many shapes
+# Sizes of a pool whose traces are kept. Tensors go with the last sequence, and the next one needs one of a few sizes.
+KEPT_SIZES = 4
 compile_function: Callable[[Any], Any] = mx.compile
 
 
@@ -129,8 +131,8 @@ class CompiledStep:
     and ran in the kernel in its last step. States are inputs and outputs of the function. Weights are its constants: as
     inputs, the host would handle each of them in each step. Weights and structure of the model are compared before
     every step (:class:`ModelState`); if something has changed, all traces are dropped and that step runs uncompiled. A
-    trace holds megabytes and serves only the size of the pool it was made for, so all are dropped, too, when the size
-    changes.
+    trace holds megabytes and serves only the size of the pool it was made for: those for the latest :data:`KEPT_SIZES`
+    sizes are kept.
 
     Args:
         pool: pool of the caches.
@@ -154,7 +156,9 @@ class CompiledStep:
         self._traces = 0  # made so far
         # By shapes, most recently used last. One function each: MLX compares a call with all traces of a function.
         self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
-        self._sizes: list[int] = []  # number of blocks of each group, which all functions are for
+        # The same for each size of the pool, a number of blocks per group: a trace serves only one.
+        self._of_sizes: OrderedDict[tuple[int, ...], OrderedDict[StepShapes, Callable[..., Any]]] = OrderedDict()
+        self._size: tuple[int, ...] = ()
         self._uncompiled: Counter[StepShapes] = Counter()
 
     def __call__(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
@@ -231,7 +235,7 @@ class CompiledStep:
             ]
             if any(own is not None for own in items):
                 shapes = shapes._replace(items=tuple(0 if own is None else len(own) for own in items))
-            self._drop_outgrown(pool)
+            self._use_size(pool)
             function = self._function_for(shapes)
             if function is None or not self._knows(model):
                 rows.undo_begin()
@@ -280,15 +284,18 @@ class CompiledStep:
         self._state = None
         self._drop_traces()
 
-    def _drop_outgrown(self, pool: BlockPool) -> None:
-        """Drop all traces if the pool's size has changed."""
-        sizes = [group.allocator.num_blocks for group in pool.groups]
-        if sizes != self._sizes:
-            self._drop_traces()
-            self._sizes = sizes
+    def _use_size(self, pool: BlockPool) -> None:
+        """Use the traces for the pool's present size, and drop those for sizes that it had long ago."""
+        size = tuple([group.allocator.num_blocks for group in pool.groups])
+        if size != self._size:
+            self._size, self._functions = size, self._of_sizes.setdefault(size, OrderedDict())
+            self._of_sizes.move_to_end(size)
+            if len(self._of_sizes) > KEPT_SIZES:
+                self._of_sizes.popitem(last=False)
 
     def _drop_traces(self) -> None:
-        self._functions.clear()
+        self._of_sizes.clear()
+        self._of_sizes[self._size] = self._functions = OrderedDict()
         self._uncompiled.clear()
 
     def _function_for(self, shapes: StepShapes) -> Callable[..., Any] | None:

@@ -29,6 +29,7 @@ GROWTH_ABOVE = 1.125
 # trace of a compiled step.
 IN_PLACE_BUDGET_SHARE = 512
 IN_PLACE_MOST_BYTES = 512 << 20
+IN_PLACE_FIRST_BYTES = 64 << 20
 # In prompt chunks of PACED_TOKENS or more, a layer is submitted to the GPU as soon as its keys are built, at most
 # LAYERS_AHEAD layers before the GPU has computed it: the arrays of all layers in between are alive.
 PACED_TOKENS = 128
@@ -273,7 +274,9 @@ class Group:
         total = self.allocator.num_blocks
         if self.in_place:
             step = min(budget // IN_PLACE_BUDGET_SHARE, IN_PLACE_MOST_BYTES) // self.bytes_per_block
-            size = max(FIRST_BLOCKS, least, total + max(min(3 * total, step), int(total * (GROWTH_ABOVE - 1))))
+            first = IN_PLACE_FIRST_BYTES // self.bytes_per_block
+            more = max(min(max(first, 3 * total), step), int(total * (GROWTH_ABOVE - 1)))
+            size = max(FIRST_BLOCKS, least, total + more)
             grain = 1 << max(0, size.bit_length() - 3)
             return -(-size // grain) * grain
         if self.bytes_per_block * total < DOUBLE_UP_TO_BYTES:

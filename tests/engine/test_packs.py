@@ -365,7 +365,7 @@ def test_steps_over_ranks_are_short_on_metal(monkeypatch: pytest.MonkeyPatch) ->
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         gen = generator(model_of("qwen3", head_dim=64))
         assert gen._engine._new_scheduler(2048, 32, 8).token_budget == 2048
-        monkeypatch.setattr(gen._engine, "agreement", object())
+        monkeypatch.setattr(gen._engine, "peers", SimpleNamespace(is_alone=False))
         scheduler = gen._engine._new_scheduler(2048, 32, 8)
         assert (scheduler.token_budget, scheduler.chunk, scheduler.cap) == (512, 512, None)
         monkeypatch.undo()

@@ -25,7 +25,7 @@ def tool(name: str = "f", **options: Any) -> dict[str, Any]:
         ({"structured_outputs": {"json": {"enum": [1]}}}, "json", '{"enum": [1]}'),
         ({"structured_outputs": {"json_object": True}}, "json", '{"type": "object"}'),
         ({"structured_outputs": {"regex": "a+", "json": None}}, "regex", "a+"),
-        ({"structured_outputs": {"choice": ["a", 'b"']}}, "lark", 'start: ANSWER\nANSWER: "a" | "b\\""'),
+        ({"structured_outputs": {"choice": ["a", 'b"']}}, "choice", 'start: ANSWER\nANSWER: "a" | "b\\""'),
         ({"structured_outputs": {"grammar": 'start: "x"'}}, "lark", 'start: "x"'),
     ],
 )

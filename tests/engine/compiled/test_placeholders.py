@@ -261,6 +261,7 @@ def traced_layers(window: Window | None = None) -> tuple[PlaceholderBatch, list[
         choose_blocks=blocks_choice(True),
     )
     pool.set_geometry(0, *keys_and_values(), batch=3, heads=QueryHeads(4))
+    pool.allocate(0, 1)  # tensors live as long as a block is held
     ends = mx.array([[5], [3], [0]])
     starts = mx.zeros_like(ends) if window is None else mx.maximum(ends - window.size, 0)
     visible = mx.zeros((3, 1), mx.int32), ends, starts

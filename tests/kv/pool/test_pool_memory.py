@@ -152,6 +152,7 @@ def test_what_one_group_holds_is_not_taken_from_another(in_place: bool) -> None:
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_failed_growth_leaves_every_layer_usable(failing: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_paged.kv.group.IN_PLACE_FIRST_BYTES", 0)
     pool, calls = make_pool(in_place=in_place), 0
     sequences = [new_tables(pool) for _ in range(3)]
     for salt, tables in enumerate(sequences):

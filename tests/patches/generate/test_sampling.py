@@ -20,7 +20,6 @@ from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.errors import ConfigError, RequestFailedError
 from mlx_paged.patches.registry import fingerprint
 from mlx_paged.patches.samplers import KNOWN, known_processors, known_sampler
-from tests.support.cases import slow
 from tests.support.models.batch_runs import generator, model_of
 from tests.support.models.builders import prompt_of
 
@@ -147,24 +146,6 @@ def test_seed_gives_the_same_tokens_after_preemption() -> None:
     gen = generator(model)
     assert answers(gen, prompts, make_room, **options) == expected
     assert gen.preemptions >= 3
-
-
-@pytest.mark.parametrize("kind", [*slow("llama"), "qwen3_next"])
-def test_seed_gives_the_same_tokens_after_waiting_for_another_client(kind: str) -> None:
-    """Rows leave the batch while another client's first token is computed, and join again with the token that they had
-    sampled and the states of layers without blocks."""
-    model, prompts, options = model_of(kind), prompts_of(4), seeded(4)
-    expected = answers(generator(model), prompts, **options)
-    left: list[int] = []
-
-    def ask(gen: Any, step: int) -> None:
-        if step % 3 == 1 and step < NEW - 3:
-            gen.insert([prompts[0]], [1], options=[RequestOptions(client="another")])
-        left.append(len(gen._engine.scheduler.running) - len(gen._engine.batch.rows))
-
-    gen = generator(model)
-    assert answers(gen, prompts, ask, **options) == expected
-    assert max(left) == 4, "all rows have waited"
 
 
 def test_rows_without_a_seed_draw_from_the_global_state() -> None:

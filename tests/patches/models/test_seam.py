@@ -324,6 +324,6 @@ def test_queries_in_f32_attend_over_16_bit_blocks(name: str, kernels: Any) -> No
     model = model_configs.build(name)
     model.set_dtype(mx.bfloat16)
     tokens, expected = greedy(model, prompt(21), 6, prefill_step_size=8)
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
     found, logprobs = greedy(model, prompt(21), 6, prefill_step_size=8)
     assert found == tokens and abs(logprobs - expected).max() < 0.1  # they differ by rounding

@@ -187,7 +187,8 @@ def test_unknown_parameters_are_named_in_a_header(server: ServerProcess) -> None
 
 
 def test_usage_is_the_same_in_all_events(server: ServerProcess) -> None:
-    body = {"messages": HI, "max_tokens": 2, "stream": True}
+    messages = [{"role": "user", "content": "hello " * 80}]  # longer than a block, so that the second finds the first
+    body = {"messages": messages, "max_tokens": 2, "stream": True}
     server.post("/v1/messages", body)
     lines = server.post("/v1/messages", body).body.decode().split("\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
