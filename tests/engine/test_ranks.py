@@ -166,6 +166,7 @@ def test_failed_step_names_the_rank_that_is_gone(pair: Any) -> None:
     time.sleep(0.1)
     theirs.close()
     assert ended.get(timeout=MOST_SECONDS) == "rank 1 has died"
+    assert ended.get(timeout=MOST_SECONDS) == EXIT_STATUS  # after a while: not in the next test
 
 
 def test_rank_that_has_left_raises_in_the_next_step(pair: Any) -> None:

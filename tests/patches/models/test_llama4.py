@@ -141,7 +141,7 @@ def test_prefixes_are_found_in_whole_blocks_or_to_their_chunks_start(chunk: int,
         (outcome,) = run(gen, [prompt], [chunk // 2 + 3])  # into the next chunk
         llama4.check(model, prompt, outcome.tokens, np.stack(outcome.logprobs))
         whole = found // BLOCK * BLOCK
-        # If it ends in a chunk whose blocks have gone, it is found to that chunk's start, until a request computes them.
+        # If it ends in a chunk whose blocks have gone, it is found to the start, until a request computes them.
         assert tree.hit_tokens - hits in (whole, whole // chunk * chunk // BLOCK * BLOCK)
     gen.close()
     tree.clear()
