@@ -5,13 +5,14 @@ import gc
 import itertools
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
-from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
 from mlx_lm.models import cache as upstream
 
 import mlx_paged
@@ -267,6 +268,43 @@ def test_prompts_in_chunks_beside_decoding_threads_give_stock_tokens(kind: str) 
     finally:
         sys.setswitchinterval(interval)
     pool_of(model_of(kind)).check_integrity()
+
+
+def drafted(kind: str, index: int) -> list[int]:
+    """Return tokens that a smaller model of another pool has drafted."""
+    steps = speculative_generate_step(PROMPTS[index], model_of(kind), draft_of(), num_draft_tokens=2, max_tokens=TOKENS)
+    return [token for token, *_ in steps]
+
+
+@functools.cache
+def draft_of() -> Any:
+    model = build("llama", num_hidden_layers=1)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [("llama",), ("llama", "qwen2")], ids=["one model", "two models"])
+@pytest.mark.parametrize("patched", ["functional", "in place"], indirect=True)
+@pytest.mark.usefixtures("patched")
+def test_threads_with_chunks_drafts_and_batches_for_minutes(kinds: tuple[str, ...]) -> None:
+    interval, until = sys.getswitchinterval(), time.monotonic() + 150
+    sys.setswitchinterval(1e-5)
+    try:
+        while time.monotonic() < until:
+            calls: list[Callable[[], list[int]]] = []
+            expected = []
+            for kind, index in itertools.product(kinds, (0, 3)):
+                calls += [
+                    functools.partial(generated, kind, index, prefill_step_size=4),
+                    functools.partial(drafted, kind, index),
+                ]
+                expected += [solo(kind)[index]] * 2
+            assert together(calls) == expected
+    finally:
+        sys.setswitchinterval(interval)
+    for kind in kinds:
+        pool_of(model_of(kind)).check_integrity()
 
 
 def test_call_without_a_paged_cache_waits_while_the_model_is_traced() -> None:
