@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.requests import request_of
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 DECISIONS = sorted(ROOT.glob("docs/adr/0*.md"))
@@ -90,8 +92,19 @@ def test_adr_has_a_status_a_date_and_a_line_in_the_index(page: Path) -> None:
     assert line.startswith(f"| [{page.stem[:4]}]") and f"| {found[1]}" in line and found[2] in line
 
 
-def test_architecture_has_at_most_350_lines() -> None:
-    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 350
+def test_architecture_has_at_most_250_lines_and_15_terms() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    glossary = text.split("\n## Glossary\n", 1)[1].split("\n## ", 1)[0]
+    assert len(text.splitlines()) <= 250 and len(re.findall(r"^- \*\*", glossary, re.MULTILINE)) == 15
+
+
+def test_picture_of_a_requests_lengths_names_its_attributes() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.split("\n## The lengths of a request\n", 1)[1].split("\n## ", 1)[0]
+    picture = "\n".join(line for line in section.splitlines() if line.startswith("    "))
+    names = set(re.findall(r"\b[a-z]+_[a-z]+\b", picture)) | set(re.findall(r"`([a-z_]+)`", section))
+    request = request_of(0, 5)
+    assert len(names) > 10 and not [name for name in names if not hasattr(request, name)]
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)

@@ -182,6 +182,25 @@ def test_a_slow_prompt_lets_others_decode_between_its_chunks(monkeypatch: pytest
     assert engine.tokens(first) == answer(prompt_of(150), 60) and engine.tokens(second) == answer(prompt_of(151, 1), 4)
 
 
+def test_lengths_are_those_of_the_picture_in_docs_architecture() -> None:
+    engine = ToyEngine(make_pool(16))
+    uids = [engine.add(prompt_of(20 + uid, uid), max_tokens=24) for uid in range(3)]
+    seen = set()
+    while engine.step():
+        for request in engine.engine.requests.values():
+            assert request.kept <= request.length <= request.kept + len(request.source)
+            assert request.caches is None or request.confirmed <= request.length
+            assert len(request.source) == request.prompt_length + request.num_generated
+            assert request.cached_tokens() == request.source[: request.length]
+            is_decoding = request in engine.engine.batch.members
+            assert request.is_prefilled or not is_decoding
+            if is_decoding:
+                assert request.length == request.kept + request.prompt_length + request.num_generated
+            seen.add((is_decoding, request.num_generated > 0))
+    assert engine.engine.scheduler.preemptions and seen == {(False, False), (True, False), (True, True), (False, True)}
+    assert all(engine.tokens(uid) == answer(prompt_of(20 + uid, uid), 24) for uid in uids)
+
+
 def test_short_prompts_of_one_client_deliver_their_first_tokens_together() -> None:
     engine = ToyEngine(make_pool(), prefill_step_size=2048)
     assert engine.engine._pace is not None
