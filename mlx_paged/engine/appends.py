@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..kv.budget import Append, PoolBudget
 from .request import Request
-from .scheduler import Growth
+from .scheduler import Chunk, Growth
 from .sharing import Sharing
+
+ANSWER_TOKENS = 256  # of an answer that count when a pool grows
 
 
 def append_of(request: Request, num_tokens: int, sharing: Sharing | None = None, block_size: int = 1) -> Append:
@@ -47,6 +50,31 @@ def fits(budget: PoolBudget, growth: Growth, sharing: Sharing | None, evict: Cal
         if not evict():
             return False
     return True
+
+
+def grow_for(budget: PoolBudget, chunks: Sequence[Chunk], requests: Sequence[Request], *, shares: bool) -> None:
+    """Grow a pool that lacks blocks for a step's chunks once for the prompts of several requests and the beginnings of
+    their answers: each growth copies the tensors, and each size needs compiled steps of its own. Evicts nothing.
+
+    Args:
+        budget: budget of the pool.
+        chunks: the step's.
+        requests: those that run or may run soon.
+        shares: of prompts that begin with the same block only the longest counts: the others may share its blocks.
+    """
+    pool = budget.pool
+    enough = sum(chunk.num_tokens // pool.block_size + 2 for chunk in chunks)
+    if all(group.allocator.num_free >= enough for group in pool.groups):
+        return
+    longest: dict[tuple[Any, ...], int] = {}
+    for request in requests:
+        start = (request.options.salt, *request.source[: pool.block_size]) if shares else (request.uid,)
+        num_tokens = max(0, request.prefill_end - request.length) + min(request.max_tokens, ANSWER_TOKENS)
+        longest[start] = max(longest.get(start, 0), num_tokens)
+    counts = [
+        sum(group.blocks_to_append(None, n, chunk=budget.chunk) for n in longest.values()) for group in pool.groups
+    ]
+    pool.memory.ensure_free(list(map(min, counts, pool.memory.room())))
 
 
 def has_room(budget: PoolBudget, growth: Growth) -> bool:

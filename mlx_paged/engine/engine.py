@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -223,6 +224,9 @@ class Engine:
                 decode=[request for request in plan.decode if self._is_alive(request)],
                 chunks=[chunk for chunk in plan.chunks if self._is_alive(chunk.request)],
             )
+        if plan.chunks and self.budget is not None:
+            soon = list(islice(self.requests.values(), self.scheduler.max_running))
+            appends.grow_for(self.budget, plan.chunks, soon, shares=self.sharing is not None)
         joining = [r for r in alive.decode if r not in self.batch.members and r.caches is not None]
         prompts = self._begin_rows(joining) if joining or self._noted else []
         generated = self._decode(alive.chunks) if self.batch.rows else []

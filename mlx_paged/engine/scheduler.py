@@ -216,7 +216,7 @@ class Scheduler:
         self._num_running[request.options.client] -= 1
         self.memory.release(request)
         request.prefill_end = max(request.prefill_end, request.length)
-        request.length = request.kept
+        request.length = request.confirmed = request.kept
         self.waiting.add(request)
         self._preempted.add(request)
         self.preemptions += 1

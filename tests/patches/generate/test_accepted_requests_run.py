@@ -15,6 +15,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
+from mlx_paged.kv.group import Group
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
@@ -227,3 +228,25 @@ def test_memory_is_back_when_the_last_request_has_gone(end: str) -> None:
     assert run.pool.stats().bytes_reserved == 0 and mx.get_active_memory() - before < reserved // 2
     run.insert(100, 4, 3)
     run.finish()
+
+
+def test_a_pool_grows_once_for_the_prompts_that_run_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size of a GPU's pool needs compiled steps of its own."""
+    sizes: list[int] = []
+    grow = Group.grow
+
+    def note(group: Group, num_blocks: int) -> None:
+        sizes.append(num_blocks)
+        grow(group, num_blocks)
+
+    monkeypatch.setattr(Group, "grow", note)
+    monkeypatch.setattr("mlx_paged.kv.group.IN_PLACE_FIRST_BYTES", 0)
+    model = build("llama", head_dim=64)
+    with fake_kernels():
+        mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kernel="on", kv_cache_memory=64 << 20))
+        gen = PagedBatchGenerator(model, completion_batch_size=8, prefill_batch_size=2, prefill_step_size=64)
+        gen.insert([prompt_of(20 + 17 * index, seed=index).tolist() for index in range(8)], [4] * 8)
+        while any(gen.next()):
+            pass
+        gen.close()
+    assert len(sizes) == 1
