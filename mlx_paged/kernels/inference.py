@@ -66,11 +66,6 @@ class Inference:
         thread.inference = self._outer
 
 
-def is_inference() -> bool:
-    """Return whether kernels may replace layers in this thread now."""
-    return thread.inference is not None and thread.inference.allowed
-
-
 def pace() -> Pace | None:
     """Return the section's limit on dequantised weights; None if no weight may be dequantised."""
     return None if thread.inference is None else thread.inference.pace

@@ -30,7 +30,7 @@ from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import check_given, factory_of
 from ..models.mtp import HiddenCall
 from ..patch import replaces
-from ..samplers import are_patched, processors_of, sampler_of
+from ..samplers import processors_of, sampler_of
 from .drafting import NUM_DRAFT_TOKENS, drafting
 from .upstream import UPSTREAM, Response, request_progress
 
@@ -251,11 +251,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     def shares_prefixes(self) -> bool:
         """Return whether requests find their prefixes themselves (``prefixes``), so that callers pass no caches."""
         return self._engine is not None and self._engine.sharing is not None
-
-    @property
-    def seeds_rows(self) -> bool:
-        """Return whether requests can have seeds of their own (``RequestOptions.seed``)."""
-        return self._engine is not None and are_patched()
 
     @property
     def reuses_only_at_boundaries(self) -> bool:
