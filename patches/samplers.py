@@ -79,13 +79,6 @@ def _make_logits_processors(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_logits_processors
 
 
-def are_patched() -> bool:
-    """Return whether the samplers and processors that mlx-lm makes now carry their parameters."""
-    return all(
-        hasattr(made, "__wrapped__") for made in (sample_utils.make_sampler, sample_utils.make_logits_processors)
-    )
-
-
 def known_sampler(sampler: Callable[..., mx.array]) -> Mapping[str, Any] | None:
     """Return the arguments of ``SamplingParams`` that describe a sampler of ``make_sampler``; None for any other."""
     if sampler is sample_utils.greedy_sampler:

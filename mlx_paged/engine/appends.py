@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..kv.budget import Append, PoolBudget
@@ -52,9 +52,10 @@ def fits(budget: PoolBudget, growth: Growth, sharing: Sharing | None, evict: Cal
     return True
 
 
-def grow_for(budget: PoolBudget, chunks: Sequence[Chunk], requests: Sequence[Request], *, shares: bool) -> None:
+def grow_for(budget: PoolBudget, chunks: Sequence[Chunk], requests: Iterable[Request], *, shares: bool) -> None:
     """Grow a pool that lacks blocks for a step's chunks once for the prompts of several requests and the beginnings of
-    their answers: each growth copies the tensors, and each size needs compiled steps of its own. Evicts nothing.
+    their answers: each growth copies the tensors, and each size needs compiled steps of its own. Evicts nothing; does
+    nothing before it is known what a block takes.
 
     Args:
         budget: budget of the pool.
@@ -64,7 +65,8 @@ def grow_for(budget: PoolBudget, chunks: Sequence[Chunk], requests: Sequence[Req
     """
     pool = budget.pool
     enough = sum(chunk.num_tokens // pool.block_size + 2 for chunk in chunks)
-    if all(group.allocator.num_free >= enough for group in pool.groups):
+    is_known = all(group.geometry is not None for group in pool.groups)
+    if not is_known or all(group.allocator.num_free >= enough for group in pool.groups):
         return
     longest: dict[tuple[Any, ...], int] = {}
     for request in requests:

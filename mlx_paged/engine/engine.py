@@ -225,7 +225,7 @@ class Engine:
                 chunks=[chunk for chunk in plan.chunks if self._is_alive(chunk.request)],
             )
         if plan.chunks and self.budget is not None:
-            soon = list(islice(self.requests.values(), self.scheduler.max_running))
+            soon = islice(self.requests.values(), self.scheduler.max_running)
             appends.grow_for(self.budget, plan.chunks, soon, shares=self.sharing is not None)
         joining = [r for r in alive.decode if r not in self.batch.members and r.caches is not None]
         prompts = self._begin_rows(joining) if joining or self._noted else []

@@ -46,9 +46,8 @@ class HostBlocks:
         self._stored, self._forms = geometry.stored, geometry.rows
         self._is_bfloat16 = self._stored.dtype == mx.bfloat16
         self._keys, self._values = (self._zeros(num_blocks, dim) for dim in self._dims)
-        self._known_views: tuple[np.ndarray, np.ndarray] | None = (
-            None  # MLX copies an array that has a view to write it
-        )
+        # None while MLX may write: it would copy an array that has a view.
+        self._known_views: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def _dims(self) -> tuple[int, int]:

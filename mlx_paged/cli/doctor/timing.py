@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...kernels import ops as kernels
 from ...kernels.launch_shape import Variant
-from ...kernels.prefill import prepare_prefill
+from ...kernels.prefill import PrefillLaunch, prepare_prefill
 from ...kernels.quantized import new_blocks
 
 LAUNCHES, REPEATS = 20, 3
@@ -27,6 +27,25 @@ def seconds_of(compute: Callable[[], list[mx.array]]) -> float:
         mx.eval(compute())
         best = min(best, time.perf_counter() - begin)
     return best
+
+
+def _seconds_of_launch(
+    launch: kernels.DecodeLaunch | PrefillLaunch,
+    q: mx.array,
+    k_pool: mx.array,
+    v_pool: mx.array,
+    sinks: mx.array | None,
+) -> float:
+    """Return the seconds of one launch of attention; each begins with the fence of the one before."""
+
+    def launches() -> list[mx.array]:
+        fence, results = kernels.new_fence(), []
+        for _ in range(LAUNCHES):
+            out, fence = launch(q, k_pool, v_pool, fence, sinks)
+            results.append(out)
+        return [*results, fence]
+
+    return seconds_of(launches) / LAUNCHES
 
 
 def launch_seconds(variant: Variant) -> float:
@@ -52,15 +71,7 @@ def launch_seconds(variant: Variant) -> float:
         variant=variant,
         pages=variant.pages,
     )
-
-    def launches() -> list[mx.array]:
-        fence, results = kernels.new_fence(), []
-        for _ in range(LAUNCHES):
-            out, fence = launch(q, k_pool, v_pool, fence, sinks)
-            results.append(out)
-        return [*results, fence]
-
-    return seconds_of(launches) / LAUNCHES
+    return _seconds_of_launch(launch, q, k_pool, v_pool, sinks)
 
 
 def dense_seconds(variant: Variant) -> float | None:
@@ -106,12 +117,4 @@ def prefill_seconds(variant: Variant) -> float:
         variant=variant,
         pages=variant.pages,
     )
-
-    def launches() -> list[mx.array]:
-        fence, results = kernels.new_fence(), []
-        for _ in range(LAUNCHES):
-            out, fence = launch(q, k_pool, v_pool, fence, sinks)
-            results.append(out)
-        return [*results, fence]
-
-    return seconds_of(launches) / LAUNCHES
+    return _seconds_of_launch(launch, q, k_pool, v_pool, sinks)
