@@ -108,7 +108,7 @@ class DeviceBlocks:
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
         heads, k_dim, v_dim, dtype, _ = self.geometry
         keys, values = new_blocks(num_blocks, heads, self.block_size, (k_dim, v_dim), dtype, self.pages)
-        mx.eval(keys, values)  # a buffer of their own, from the start
+        mx.async_eval(keys, values)  # a buffer of their own from the start; nothing waits for each layer's
         return keys, values
 
     @property
