@@ -245,7 +245,7 @@ class PackedPart:
         self._own = tokens.single(index)
         self.tokens = tokens.spans[index]
         self.offset = table.length - count
-        self.mask = None if count == 1 else causal_mask(count, table.num_visible - count)
+        self.mask = None if count == 1 else causal_mask(count, table.num_visible(tokens.group) - count)
 
     @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -108,7 +108,7 @@ class LayerCache:
             assert tokens is not None
             keys, values = blocks.fetch(tokens)
         else:
-            keys, values = blocks.gather(tables[0])
+            keys, values = blocks.gather(tables[0], self.group_index)
         fences = Fences(written if before is None else before, written, blocks.fence())
         hand_out(keys, values, LazyKV(self.rows, self.layer, append, fences))
         return keys, values

@@ -105,7 +105,9 @@ class LazyKV:
         tokens = rows.tokens_of(layer) if isinstance(rows, Batch) else rows.latest_tokens(layer, num_tokens)
         if num_tokens == 1 and self._append is not None and self._forget(pool, keys, values, to_write=True):
             return dispatch.attend(queries, self._append, group, position, tokens, params)
-        is_fresh = not self._batched and tokens.tables[0].num_visible == num_tokens and not group.is_quantized
+        is_fresh = (
+            not self._batched and tokens.tables[0].num_visible(tokens.group) == num_tokens and not group.is_quantized
+        )
         if not is_fresh:  # else the arrays hold all tokens, and are attended over
             self._forget(pool, keys, values, to_write=False)
         new = (keys, values) if is_fresh else None

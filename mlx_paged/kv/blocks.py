@@ -32,8 +32,8 @@ class Blocks(Protocol):
         """Write new tokens: k, v ``[B, n_kv_heads, n, head_dim]``, or ``[T, n_kv_heads, 1, head_dim]``, table by
         table. ``stored``: they are what :meth:`gather` returned as stored, here or from blocks of the same geometry."""
 
-    def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
-        """Return copies of K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1``.
+    def gather(self, table: BlockTable, group: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
+        """Return copies of K ``[1, n_kv_heads, n, k_head_dim]`` and V of the visible positions in the blocks' group.
         ``stored``: as the blocks hold them, rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages."""
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:

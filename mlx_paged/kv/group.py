@@ -109,12 +109,14 @@ class Group:
 
     def __init__(
         self,
+        index: int,
         spec: LayerGroup,
         block_size: int,
         choose_blocks: ChooseBlocks = host_blocks,
         page_format: PageFormat | None = None,
         held: HeldArrays | None = None,
     ) -> None:
+        self.index = index  # in the pool
         self.spec, self.sees = spec, spec.sees
         self.block_size = block_size
         self.allocator = BlockAllocator()
@@ -158,7 +160,7 @@ class Group:
                 raise GeometryError(
                     f"cannot write {num_tokens} tokens: only {table.length} reserved; call append_tokens first"
                 )
-            for block_id in table.block_ids[first // size :]:
+            for block_id in table.block_ids[self.index][first // size :]:
                 if refcount(block_id) != 1:
                     raise BlockStateError(
                         f"cannot write block {block_id}: it has {refcount(block_id)} references, not 1"
@@ -170,14 +172,38 @@ class Group:
     def tail_references(self, table: BlockTable) -> int:
         """Return the reference count of the block that the table's next token goes into, or 0 if there is none yet. A
         block with more than one reference is copied first."""
-        tail = table.length // self.block_size
-        return self.allocator.refcount(table.block_ids[tail]) if tail < len(table.block_ids) else 0
+        tail, ids = table.length // self.block_size, table.block_ids[self.index]
+        return self.allocator.refcount(ids[tail]) if tail < len(ids) else 0
+
+    def slide(self, table: BlockTable) -> bool:
+        """Release the blocks that the table's next token does not see. Returns whether it sees less than before."""
+        start = 0 if self.sees is None else self.sees.first_seen(table.length)
+        if start <= table.starts[self.index]:
+            return False
+        behind = table.behind(self.index, start)
+        if behind.start < behind.stop:  # not in most decode steps
+            ids = table.block_ids[self.index]
+            gone = ids[behind]
+            self.allocator.release(gone)
+            ids[behind] = [NULL_BLOCK] * len(gone)
+            table.forget_indices(self.index)
+        table.starts[self.index] = start
+        self.touch()
+        return True
+
+    def drop_blocks(self, table: BlockTable, keep: int) -> None:
+        """Release the table's blocks but the first ``keep``."""
+        ids = table.block_ids[self.index]
+        self.allocator.release(ids[keep:])
+        del ids[keep:]
+        table.forget_indices(self.index)
+        self.touch()
 
     def blocks_to_append(
         self, table: BlockTable | None, num_tokens: int, *, chunk: int | None = None, forked: bool = False
     ) -> int:
         """Return the most blocks that an append takes at any time, beyond those that the table holds after
-        :meth:`BlockPool.slide`.
+        :meth:`slide`.
 
         Args:
             table: the table that the tokens are appended to; None: one that holds nothing yet.
@@ -188,15 +214,14 @@ class Group:
         chunk = num_tokens if chunk is None else chunk
         if table is None:
             return self.spec.most_blocks(0, num_tokens, chunk, self.block_size)
+        missing = table.blocks_for(self.index, num_tokens)
+        most = self.spec.most_blocks(table.length, num_tokens, chunk, self.block_size)
         if forked:
-            missing = table.blocks_for(num_tokens) + bool(table.length % self.block_size)
-            return min(missing, self.spec.most_blocks(table.length, num_tokens, chunk, self.block_size))
-        missing = table.blocks_for(num_tokens)
+            return min(missing + bool(table.length % self.block_size), most)
         if self.spec.window is not None and num_tokens > chunk:
-            behind = table.block_ids[table.behind(self.spec.first_kept(table.length))]
-            held = table.num_blocks - len(behind) + behind.count(NULL_BLOCK)
-            most = self.spec.most_blocks(table.length, num_tokens, chunk, self.block_size)
-            missing = max(0, most - held, table.blocks_for(chunk))
+            behind = table.block_ids[self.index][table.behind(self.index, self.spec.first_kept(table.length))]
+            held = table.num_blocks(self.index) - len(behind) + behind.count(NULL_BLOCK)
+            missing = max(0, most - held, table.blocks_for(self.index, chunk))
         return missing + (self.tail_references(table) > 1)
 
     # Tensors --------------------------------------------------------------------------------------------------
@@ -370,14 +395,14 @@ class Group:
 
         Args:
             position: index of the layer in the group.
-            tables: of the group.
+            tables: one per sequence.
             made: :attr:`NewTokens.made` of a step of these tables: all layers then share an index.
         """
         blocks = self.blocks[position]
         assert isinstance(blocks, HostBlocks)
         index = None if made is None else made.get("fetch")
         if index is None:
-            index = blocks.index_of(padded_slots(tables))
+            index = blocks.index_of(padded_slots(tables, self.index))
             if made is not None:
                 made["fetch"] = index
         keys, values = blocks.fetch(index)

@@ -211,7 +211,7 @@ def test_trim_past_a_window_is_refused_and_changes_nothing() -> None:
 def test_layers_of_a_group_must_take_the_same_tokens() -> None:
     first, second = caches_of(layers=2)
     first.update(*kv(0, 5))
-    with pytest.raises(BlockStateError, match="all layers of a group must write the same tokens"):
+    with pytest.raises(BlockStateError, match="all layers must write the same tokens"):
         second.update(*kv(1, 3))
     part = kv(1, 5)
     second.update(*part)
@@ -338,4 +338,4 @@ def test_thousands_of_short_lived_caches_reuse_the_same_blocks() -> None:
 
 def test_repr_names_layer_offset_and_table() -> None:
     paged, _ = filled(None, (6,))
-    assert repr(paged) == "PagedKVCache(layer=0, offset=6, BlockTable(group=0, length=6, logical_start=0, blocks=2))"
+    assert repr(paged) == "PagedKVCache(layer=0, offset=6, BlockTable(length=6, starts=[0], blocks=[2]))"

@@ -171,8 +171,8 @@ def test_random_operations_agree_with_a_counter(operations: list[tuple[str, int]
 
 
 def table_of(block_ids: list[int], length: int, block_size: int = 4) -> BlockTable:
-    table = BlockTable(0, block_size)
-    table.block_ids.extend(block_ids)
+    table = BlockTable(1, block_size)
+    table.block_ids[0].extend(block_ids)
     table.length = length
     return table
 
@@ -182,16 +182,16 @@ def table_of(block_ids: list[int], length: int, block_size: int = 4) -> BlockTab
     [(0, 1, 1), (0, 4, 1), (0, 5, 2), (3, 1, 0), (3, 2, 1), (4, 1, 1), (4, 8, 2), (5, 3, 0), (5, 4, 1)],
 )
 def test_blocks_for(length: int, new: int, expected: int) -> None:
-    assert table_of(list(range(1, -(-length // 4) + 1)), length).blocks_for(new) == expected
+    assert table_of(list(range(1, -(-length // 4) + 1)), length).blocks_for(0, new) == expected
 
 
 def test_num_blocks_leaves_out_null_blocks() -> None:
-    assert table_of([NULL_BLOCK, NULL_BLOCK, 7, 3], 15).num_blocks == 2
+    assert table_of([NULL_BLOCK, NULL_BLOCK, 7, 3], 15).num_blocks(0) == 2
 
 
 def test_repr_says_what_it_holds() -> None:
     table = table_of([NULL_BLOCK, 3], 6)
-    assert repr(table) == "BlockTable(group=0, length=6, logical_start=0, blocks=1)"
+    assert repr(table) == "BlockTable(length=6, starts=[0], blocks=[1])"
     table.released = True
     assert "released" in repr(table)
 
@@ -231,14 +231,14 @@ class UnvisitedLock(contextlib.nullcontext[bool]):
 
 
 def some_holders(num_blocks: int = 9) -> tuple[BlockOwners, Group]:
-    group = Group(LayerGroup((0,)), 4)
+    group = Group(0, LayerGroup((0,)), 4)
     group.allocator.grow(num_blocks)
     return BlockOwners([group], UnvisitedLock()), group
 
 
 def a_table(holders: BlockOwners, group: Group, num_blocks: int) -> BlockTable:
-    table = holders.add_table(BlockTable(0, 4))
-    table.block_ids.extend(group.allocator.allocate(num_blocks))
+    table = holders.add_table(BlockTable(1, 4))
+    table.block_ids[0].extend(group.allocator.allocate(num_blocks))
     return table
 
 
@@ -259,7 +259,7 @@ def test_check_refuses_released_and_foreign_tables() -> None:
     table, stranger = a_table(holders, group, 1), a_table(*some_holders(), 1)
     holders.check(table)
     table.released = True
-    for wrong in (table, stranger, BlockTable(0, 4)):
+    for wrong in (table, stranger, BlockTable(1, 4)):
         with pytest.raises(BlockStateError, match="was released, or belongs to another pool"):
             holders.check(wrong)
 
@@ -317,7 +317,7 @@ def test_append_in_chunks_takes_at_most_the_counted_blocks(window: int | None, f
         pool.slide([table])
         num_tokens = rng.randrange(1, 40)
         counted = group.blocks_to_append(table, num_tokens, chunk=chunk, forked=forked)
-        assert counted == PoolBudget(pool, chunk=chunk)._blocks(0, Append([table], num_tokens, forked))
+        assert counted == PoolBudget(pool, chunk=chunk)._blocks(0, Append(table, num_tokens, forked))
         target, before, most = pool.fork(table) if forked else table, group.allocator.num_live, 0
         while num_tokens:
             step = min(chunk, num_tokens)

@@ -40,7 +40,7 @@ def test_every_token_has_the_slot_of_its_position() -> None:
     tables, _ = tables_of(pool)
     step = pool.tokens_of(0, tables, COUNTS)
     expected = [
-        table.block_ids[position // 4] * 4 + position % 4
+        table.block_ids[0][position // 4] * 4 + position % 4
         for table, count in zip(tables, COUNTS, strict=True)
         for position in range(table.length - count, table.length)
     ]
@@ -48,8 +48,8 @@ def test_every_token_has_the_slot_of_its_position() -> None:
     assert slots.tolist() == expected and slots.dtype == mx.int32
     assert step.num_tokens == sum(COUNTS) == len(set(expected))
     on_device = step.block_tables().tolist()
-    assert [row[: len(table.block_ids)] for row, table in zip(on_device, tables, strict=True)] == [
-        table.block_ids for table in tables
+    assert [row[: len(table.block_ids[0])] for row, table in zip(on_device, tables, strict=True)] == [
+        table.block_ids[0] for table in tables
     ]
     assert [step.single(i).num_tokens for i in range(4)] == list(COUNTS)
     assert step.single(2) is step.single(2)
@@ -57,8 +57,8 @@ def test_every_token_has_the_slot_of_its_position() -> None:
 
 
 def test_slots_are_int64_when_int32_overflows() -> None:
-    table = BlockTable(0, 4)
-    table.block_ids.append(1 << 29)
+    table = BlockTable(1, 4)
+    table.block_ids[0].append(1 << 29)
     table.length = 2
     step = NewTokens([table], (2,))
     step.begin(0, (1 << 29) + 1)
@@ -126,12 +126,12 @@ def test_read_packed_returns_the_blocks_of_all_tables() -> None:
         pool.groups[0].write(0, step, *packed(parts))
     k, v = pool.blocks_of(0).read_packed(step)
     ids = step.all_blocks()
-    assert ids.tolist() == [block_id for table in tables for block_id in table.block_ids]
+    assert ids.tolist() == [block_id for table in tables for block_id in table.block_ids[0]]
     assert k.shape[2] == v.shape[2] == step.num_slots() == 4 * ids.size
     first = 0
     for table, before, part in zip(tables, held, parts, strict=True):
         slots = mx.arange(first, first + table.length)
-        first += 4 * len(table.block_ids)
+        first += 4 * len(table.block_ids[0])
         own_k, own_v = part if before is None else joined(before, part)
         assert mx.array_equal(k[:, :, slots], own_k) and mx.array_equal(v[:, :, slots], own_v)
 

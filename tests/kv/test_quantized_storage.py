@@ -18,6 +18,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.quantized import rotate
 from mlx_paged.kv import choice
+from mlx_paged.kv.allocator import NULL_BLOCK
 from mlx_paged.kv.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.choice import blocks_choice, kernel_unsupported_reason, prefill_unsupported_reason
@@ -176,12 +177,12 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
     rng = np.random.default_rng(seed)
     page_format = FORMATS[seed % len(FORMATS)]
     pool = pool_of(window=window, page_format=page_format)
-    sequences = [(SequenceTables.over(pool, [pool.new_table()]), [])]  # with the (k, v) of every token
+    sequences = [(SequenceTables.over(pool, pool.new_table()), [])]  # with the (k, v) of every token
     written, parked = 0, []
     for turn in range(50):
         index = int(rng.integers(len(sequences)))
         sequence, tokens = sequences[index]
-        table = sequence.tables[0]
+        table = sequence.table
         action = rng.choice(["append", "token", "fork", "trim", "drop", "detach", "adopt", "carry"])
         if action in ("append", "token") or not tokens:
             n = 1 if action == "token" else int(rng.integers(1, 13))
@@ -189,7 +190,7 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             tokens += [(k[:, :, i : i + 1], v[:, :, i : i + 1]) for i in range(n)]
             written += n
         elif action == "fork" and len(sequences) < 5:
-            sequences.append((SequenceTables.over(pool, [pool.fork(table)]), list(tokens)))
+            sequences.append((SequenceTables.over(pool, pool.fork(table)), list(tokens)))
         elif action == "trim":
             n = int(rng.integers(0, min(len(tokens), 4)))
             if window is None or len(tokens) < window:
@@ -202,18 +203,19 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
         elif action == "adopt" and parked and len(sequences) < 5:
             detached, held = parked.pop()
             sequences.append((detached, list(held)))
-        elif action == "carry" and table.num_visible:  # as to a file and back
+        elif action == "carry" and table.num_visible(0):  # as to a file and back
             rows = [mx.array(np.array(x)) for x in pool.read_stored(table, 0)]
-            fresh = pool.new_table(start=table.logical_start)
-            pool.append_tokens(fresh, table.num_visible)
+            start = table.starts[0]
+            fresh = pool.table_over([[NULL_BLOCK] * (start // pool.block_size)], table.length, [start])
+            pool.fill(fresh, 0, start)
             pool.write_stored(0, [fresh], *rows)
-            sequences[index] = (SequenceTables.over(pool, [fresh]), tokens)
+            sequences[index] = (SequenceTables.over(pool, fresh), tokens)
         del sequence, table
         for other, mine in sequences:
             if not mine:
                 continue
-            held = other.tables[0]
-            visible = mine[held.logical_start :]
+            held = other.table
+            visible = mine[held.starts[0] :]
             whole = [mx.concatenate(each, axis=2) for each in zip(*visible, strict=True)]
             for got, want in zip(split(pool, held), stored(*whole, page_format), strict=True):
                 np.testing.assert_array_equal(got, want, err_msg=f"after {action} in turn {turn}")
@@ -494,7 +496,7 @@ def test_rows_read_by_positions_are_rotated_back() -> None:
     pool.write(0, [table], k, v)
     storage = pool.blocks_of(0)
     assert isinstance(storage, HostBlocks)
-    slots = visible_slots(table)[[9, 0, 4]]
+    slots = visible_slots(table, 0)[[9, 0, 4]]
     got = storage.fetch(storage.index_of(slots[None]))
     for x, read in zip((k, v), got, strict=True):
         assert rms(read, x[:, :, mx.array([9, 0, 4])]) < 0.03
