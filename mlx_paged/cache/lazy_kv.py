@@ -23,13 +23,6 @@ class Fences(NamedTuple):
     gathered: mx.array
 
 
-class Append(NamedTuple):
-    """Keys and values of new tokens, one per table."""
-
-    keys: mx.array
-    values: mx.array
-
-
 class LazyKV:
     """How to attend over the blocks that a pair of arrays was gathered from, instead of over the arrays.
 
@@ -42,7 +35,7 @@ class LazyKV:
 
     Args:
         rows, layer: where the keys and values are, those of the new tokens included.
-        append: new keys and values that the attention kernel may still write itself.
+        append: new keys and values, one per table, that the attention kernel may still write itself.
         fences: fences of a device's blocks.
         read: the array that stands for the pair in the pending reads of the host's blocks.
     """
@@ -51,7 +44,7 @@ class LazyKV:
         self,
         rows: Batch | SequenceTables,
         layer: int,
-        append: Append | None = None,
+        append: tuple[mx.array, mx.array] | None = None,
         fences: Fences | None = None,
         read: mx.array | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from ..kv.block_table import BlockTable
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
 from .layer_cache import LayerCache
-from .lazy_kv import Append, LazyKV, hand_out
+from .lazy_kv import LazyKV, hand_out
 from .sequence import SequenceTables
 
 
@@ -106,12 +106,12 @@ class PagedKVCache(LayerCache):
         gathered.
         """
         tokens, keys, values = self._begin(keys, values, None)
-        _, before = self._write(tokens, keys, values)
+        before = self._write(tokens, keys, values)
         sequence, table = self.sequence, tokens.tables[0]
         if table.num_visible(self.group_index) == tokens.num_tokens and not self.group.is_quantized:
             hand_out(keys, values, LazyKV(sequence, self.layer))
             return keys, values
-        append = Append(keys, values) if tokens.num_tokens == 1 else None
+        append = (keys, values) if tokens.num_tokens == 1 else None
         return self._hand_out([table], tokens, append, before)
 
     @locked

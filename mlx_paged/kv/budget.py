@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..errors import PoolExhaustedError
@@ -28,9 +28,6 @@ class Append(NamedTuple):
     forked: bool = False
     held_alone: Sequence[int] = ()
     num_cached: int = 0
-
-
-Growth = Iterable[Append | tuple[BlockTable | None, int]]
 
 
 class PoolBudget:
@@ -90,12 +87,11 @@ class PoolBudget:
         self.pool.collect()
         return self.pool.memory.can_provide([num_blocks] * len(self.pool.groups))
 
-    def fits(self, growth: Growth) -> bool:
+    def fits(self, growth: Sequence[Append]) -> bool:
         """Return whether all these appends fit together, in any order. If they do not at first, blocks that they would
         release behind sliding windows are released."""
-        listed = [Append(*each) for each in growth]
         self.pool.collect()
-        return self._fits(listed) or (self._slide(listed) and self._fits(listed))
+        return self._fits(growth) or (self._slide(growth) and self._fits(growth))
 
     def _fits(self, growth: Sequence[Append]) -> bool:
         groups = range(len(self.pool.groups))

@@ -7,16 +7,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..errors import BlockStateError, ConfigError, GeometryError
+from ..errors import ConfigError, GeometryError
 from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
 from .attention_params import QueryHeads, Window
 from .block_table import BlockTable
-from .blocks import Blocks, BlocksChoice, ChooseBlocks
+from .blocks import Blocks, BlocksChoice, ChooseBlocks, HeldArrays
 from .choice import host_blocks
 from .device_blocks import DeviceBlocks
 from .geometry import Geometry, PageFormat
-from .held import HeldArrays
 from .host_blocks import HostBlocks
 from .new_tokens import NewTokens, padded_slots
 
@@ -142,31 +141,6 @@ class Group:
         more."""
         self.epoch += 1
 
-    def begin(self, tokens: NewTokens) -> None:
-        """Begin a step of new tokens, unless that was done since the group's last change.
-
-        Raises:
-            GeometryError: fewer positions are reserved.
-            BlockStateError: a table was released, or a block of those positions is shared.
-        """
-        if tokens.epoch == self.epoch:
-            return
-        refcount, size = self.allocator.refcount, self.block_size
-        for table, num_tokens in zip(tokens.tables, tokens.counts, strict=True):
-            first = table.length - num_tokens
-            if table.released:
-                raise BlockStateError("the table was released")
-            if first < 0:
-                raise GeometryError(
-                    f"cannot write {num_tokens} tokens: only {table.length} reserved; call append_tokens first"
-                )
-            for block_id in table.block_ids[self.index][first // size :]:
-                if refcount(block_id) != 1:
-                    raise BlockStateError(
-                        f"cannot write block {block_id}: it has {refcount(block_id)} references, not 1"
-                    )
-        tokens.begin(self.epoch, self.allocator.num_blocks)
-
     # Blocks of tables -----------------------------------------------------------------------------------------
 
     def tail_references(self, table: BlockTable) -> int:
@@ -247,15 +221,6 @@ class Group:
     def bytes_reserved(self) -> int:
         """Bytes of the group's tensors."""
         return self.bytes_per_block * self.allocator.num_blocks if self.has_tensors else 0
-
-    def fits(self, k: mx.array, v: mx.array, batch: int) -> bool:
-        """Return whether k and v, of one token each, are as :meth:`validate` wants them; False if that is not known
-        yet."""
-        if self.geometry is None:
-            return False
-        heads, k_dim, v_dim, dtype, _ = self.geometry
-        is_sized = k.shape == (batch, heads, 1, k_dim) and v.shape == (batch, heads, 1, v_dim)
-        return is_sized and k.dtype == dtype and v.dtype == dtype
 
     def validate(self, k: mx.array, v: mx.array, batch: int) -> Geometry:
         """Check k and v, and return their geometry.
@@ -369,7 +334,7 @@ class Group:
 
         Args:
             position: index of the layer in the group.
-            tokens: after :meth:`begin`.
+            tokens: after :meth:`BlockPool.begin`.
             k, v, stored: see :meth:`Blocks.write`.
         """
         held = self._held

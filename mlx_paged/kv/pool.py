@@ -9,11 +9,10 @@ import mlx.core as mx
 from ..errors import BlockStateError, GeometryError, TrimError
 from .attention_params import QueryHeads
 from .block_table import BlockTable
-from .blocks import Blocks, ChooseBlocks
+from .blocks import Blocks, ChooseBlocks, HeldArrays
 from .choice import host_blocks
 from .geometry import PageFormat
 from .group import Group, LayerGroup, check_layout
-from .held import HeldArrays
 from .lock import PoolLock
 from .memory import UNLIMITED, PoolMemory
 from .new_tokens import NewTokens
@@ -426,9 +425,30 @@ class BlockPool:
         return tokens
 
     def begin(self, group: Group, tokens: NewTokens) -> None:
-        """Begin a step of new tokens; see :meth:`Group.begin`."""
+        """Begin a step of new tokens, unless that was done since the group's last change.
+
+        Raises:
+            GeometryError: fewer positions are reserved.
+            BlockStateError: a table was released, or a block of those positions is shared.
+        """
         self._owners.collect()  # a block shared only with a dropped table is not shared
-        group.begin(tokens)
+        if tokens.epoch == group.epoch:
+            return
+        refcount, size = group.allocator.refcount, self.block_size
+        for table, num_tokens in zip(tokens.tables, tokens.counts, strict=True):
+            first = table.length - num_tokens
+            if table.released:
+                raise BlockStateError("the table was released")
+            if first < 0:
+                raise GeometryError(
+                    f"cannot write {num_tokens} tokens: only {table.length} reserved; call append_tokens first"
+                )
+            for block_id in table.block_ids[group.index][first // size :]:
+                if refcount(block_id) != 1:
+                    raise BlockStateError(
+                        f"cannot write block {block_id}: it has {refcount(block_id)} references, not 1"
+                    )
+        tokens.begin(group.epoch, group.allocator.num_blocks)
 
     def write(self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
         """Write keys and values of the last n reserved tokens of each of B sequences, as they are (no cast).

@@ -252,7 +252,7 @@ def full(rows: int, nodes: int) -> float:
             break
         prefix = bench.pool.new_table()
         bench.pool.append_tokens(prefix, BLOCK)
-        bench.prefixes.insert(bench.prompt(BLOCK), [prefix])
+        bench.prefixes.insert(bench.prompt(BLOCK), prefix)
         bench.pool.release_table(prefix)
     return bench.steps(2 * BLOCK)
 

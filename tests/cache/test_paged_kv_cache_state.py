@@ -14,7 +14,8 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import GeometryError, PoolExhaustedError, PromptCacheError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from tests.support.caches import HEADS, KD, VD, assert_same, caches_of, dense_of, filled, kv, noise
+from tests.support.caches import HEADS, KD, VD, assert_same, caches_of, dense_of, filled, kv
+from tests.support.pools import noise
 
 # Forks ------------------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ def test_what_fits_can_be_appended_in_any_order(windows: tuple[int | None, ...],
     fitted = refused = 0
     for _ in range(150):
         growth = [int(rng.integers(1, CHUNK + 1)) if rng.random() < 0.3 else 1 for _ in sequences]
-        fits = budget.fits(list(zip(sequences, growth, strict=True)))
+        fits = budget.fits(list(map(Append, sequences, growth)))
         fitted, refused = fitted + fits, refused + (not fits)
         order = rng.permutation(len(sequences))
         is_exact = windows == (None,) and pool.stats().shared_blocks == 0
@@ -139,7 +139,7 @@ def test_budget_queries_do_not_change_the_pool() -> None:
     table = pool.new_table()
     extend(pool, table, 13)
     before = pool.stats(), [list(ids) for ids in table.block_ids]
-    assert budget.fits([(table, 5), (None, 20)]) and not budget.fits([(table, 400)])
+    assert budget.fits([Append(table, 5), Append(None, 20)]) and not budget.fits([Append(table, 400)])
     assert budget.holds(30) and not budget.holds(4000) and budget.fits_blocks(3)
     budget.exhausted(table, 400)
     assert (pool.stats(), [list(ids) for ids in table.block_ids]) == before
@@ -151,7 +151,7 @@ def test_blocks_that_a_window_will_release_count_as_free() -> None:
     table = pool.new_table()
     extend(pool, table, 16)
     assert not budget.fits_blocks(2)
-    assert budget.fits([(table, 4), (None, 12)])
+    assert budget.fits([Append(table, 4), Append(None, 12)])
     assert pool.stats().live_blocks < 4, "blocks behind the window are released"
     extend(pool, table, 4)
     extend(pool, pool.new_table(), 12)

@@ -1,7 +1,5 @@
 """Groups of a pool: their layers' blocks, and what a layer refuses."""
 
-import weakref
-
 import mlx.core as mx
 import pytest
 
@@ -16,19 +14,6 @@ from tests.support.pools import bits, kv
 
 def two_groups() -> BlockPool:
     return BlockPool([LayerGroup((0, 2)), LayerGroup((1, 3), 6, "window")], block_size=4)
-
-
-def test_layers_of_a_group_do_not_share_contents() -> None:
-    pool = two_groups()
-    table = pool.new_table()
-    pool.append_tokens(table, 5)
-    parts = {number: kv(number, 5) for number in (1, 3)}
-    for number, (k, v) in parts.items():
-        pool.write(number, [table], k, v)
-    for number, part in parts.items():
-        got = pool.gather_visible(table, number)
-        assert all((bits(x) == bits(y)).all() for x, y in zip(got, part, strict=True))
-    assert pool.blocks_of(3) is not pool.blocks_of(1)
 
 
 def test_foreign_tables_are_refused_before_anything_is_changed() -> None:
@@ -62,13 +47,6 @@ def test_fitted_casts_floats_to_the_dtype_of_the_group() -> None:
     assert [x.dtype for x in layer.fitted(k, v)] == [mx.bfloat16, mx.bfloat16]
     whole = k.astype(mx.int32), v.astype(mx.int32)
     assert layer.fitted(*whole) == whole
-
-
-def test_a_group_does_not_keep_its_pool() -> None:
-    pool = two_groups()
-    group, gone = pool.groups[0], weakref.ref(pool)
-    del pool
-    assert gone() is None and group.spec.window is None
 
 
 def test_failed_first_allocation_leaves_the_layer_unchanged() -> None:

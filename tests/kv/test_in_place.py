@@ -7,8 +7,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlx_paged.kv import device_blocks
 from mlx_paged.kv.attention_params import QueryHeads
@@ -18,13 +16,10 @@ from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.group import PACED_TOKENS, LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.pools import noise
 
 HEADS, KD, VD, SIZE, WINDOW = 2, 64, 80, 8, 20
 GROUPS = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]
-
-
-def noise(seed: int, *shape: int) -> mx.array:
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def make_pool(use_kernel: bool) -> BlockPool:
@@ -94,16 +89,6 @@ class Twin:
                 got, expected = (pool.gather_visible(own, layer) for pool, own in zip(self.pools, tables, strict=True))
                 for a, b in zip(got, expected, strict=True):
                     np.testing.assert_array_equal(np.array(a), np.array(b))
-
-
-OPERATION = st.tuples(st.sampled_from("naaasssftd"), st.integers(0, 7), st.integers(1, 37))
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(OPERATION, max_size=25))
-def test_random_schedule_reads_the_same_as_blocks_on_the_host(operations: list[tuple[str, int, int]]) -> None:
-    with fake_kernels():
-        run_schedule(operations)
 
 
 @pytest.mark.gpu

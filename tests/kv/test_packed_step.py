@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
-from mlx_paged.errors import BlockStateError, GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.new_tokens import NewTokens
@@ -66,18 +64,6 @@ def test_slots_are_int64_when_int32_overflows() -> None:
     assert step.slots().tolist() == [1 << 31, (1 << 31) + 1]
 
 
-def test_arrays_serve_all_layers_until_a_table_changes() -> None:
-    pool = pool_of(layers=2)
-    tables, _ = tables_of(pool)
-    step = pool.tokens_of(0, tables, COUNTS)
-    slots = step.slots()
-    pool.begin(pool.groups[0], step)
-    assert step.slots() is slots
-    pool.append_tokens(tables[0], 1)
-    pool.begin(pool.groups[0], step)
-    assert step.slots() is not slots
-
-
 def test_rows_are_split_by_table_and_joined_again() -> None:
     pool = pool_of()
     tables, _ = tables_of(pool)
@@ -113,42 +99,3 @@ def test_packed_write_is_read_back_by_each_table(form: str, stand_ins: FakeKerne
         assert_holds(pool, table, *(part if before is None else joined(before, part)))
     assert group.in_place == (form == "in place")
     pool.check_integrity()
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_read_packed_returns_the_blocks_of_all_tables() -> None:
-    """Slots follow the order of the tables' blocks."""
-    pool = pool_of(choose_blocks=blocks_choice(True))
-    tables, held = tables_of(pool)
-    parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
-    step = pool.tokens_of(0, tables, COUNTS)
-    with pool.lock:
-        pool.groups[0].write(0, step, *packed(parts))
-    k, v = pool.blocks_of(0).read_packed(step)
-    ids = step.all_blocks()
-    assert ids.tolist() == [block_id for table in tables for block_id in table.block_ids[0]]
-    assert k.shape[2] == v.shape[2] == step.num_slots() == 4 * ids.size
-    first = 0
-    for table, before, part in zip(tables, held, parts, strict=True):
-        slots = mx.arange(first, first + table.length)
-        first += 4 * len(table.block_ids[0])
-        own_k, own_v = part if before is None else joined(before, part)
-        assert mx.array_equal(k[:, :, slots], own_k) and mx.array_equal(v[:, :, slots], own_v)
-
-
-def test_positions_that_cannot_be_written_are_refused() -> None:
-    pool = pool_of()
-    tables, _ = tables_of(pool)
-    fork = pool.fork(tables[1])
-    with pytest.raises(BlockStateError, match="it has 2 references, not 1"):
-        pool.tokens_of(0, tables, COUNTS)
-    with pytest.raises(BlockStateError, match="it has 2 references, not 1"):
-        pool.tokens_of(0, tables, COUNTS)
-    pool.release_table(fork)
-    assert pool.tokens_of(0, tables, COUNTS).counts == COUNTS
-    with pytest.raises(GeometryError, match="reserved"):
-        pool.tokens_of(0, tables, [7, 1, 9, 3])
-    pool.release_table(tables[3])
-    with pytest.raises(BlockStateError):
-        pool.tokens_of(0, tables, COUNTS)
-    assert np.isfinite(np.array(pool.gather_visible(tables[0], 0)[0])).all()

@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -31,7 +30,7 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.warn import NotPagedWarning
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
-from tests.support.pools import DTYPES, kv, pool_of
+from tests.support.pools import DTYPES, kv, noise, pool_of
 
 FORMATS = [PageFormat(8, 8, 64), PageFormat(8, 8, 32), PageFormat(8, 8, 128), PageFormat(4, 4, 64)]
 FORMATS += [PageFormat(4, 4, 32), PageFormat(4, 4, 128), PageFormat(8, 4, 64)]
@@ -226,10 +225,6 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
 HEADS, DIM, SIZE = 2, 64, 8
 IN_PLACE_FORMATS = [PageFormat(8, 8, 64), PageFormat(4, 4, 32), PageFormat(8, 4, 32)]
 IN_PLACE_FORMATS += [PageFormat(8, 8, 64, True), PageFormat(4, 4, 32, True)]
-
-
-def noise(seed: int, *shape: int) -> mx.array:
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 class Pair:
@@ -433,58 +428,11 @@ def test_attention_over_rotated_pages_is_near_to_dense(bits: int | tuple[int, in
     assert rms(attend(*got), expected) < limit * mx.sqrt(mx.mean(expected * expected)).item()
 
 
-def test_rotated_format_differs_from_the_plain_one() -> None:
-    plain, rotated = PageFormat.of(4), PageFormat.of(4, rotate=True)
-    assert plain != rotated and str(rotated) == "4 bits in groups of 64, rotated" and str(plain) != str(rotated)
-    geometry = Geometry(2, 64, 64, mx.float32)
-    a, b = geometry._replace(format=plain), geometry._replace(format=rotated)
-    assert a != b and a.bytes_per_token() == b.bytes_per_token() and a.stored == b.stored
-
-
 def test_stock_bits_require_equal_bits_without_rotation() -> None:
     formats = [PageFormat.of(8), PageFormat.of(4, 32), PageFormat.of((8, 4)), PageFormat.of(4, rotate=True)]
     assert [each.stock_bits for each in formats] == [8, 4, None, None]
     geometries = [Geometry(2, 64, 64, mx.float32, each) for each in (None, *formats)]
     assert [each.rotates for each in geometries] == [False, False, False, False, True]
-
-
-class NewerFormat(NamedTuple):
-    """A page format with an extra field."""
-
-    k_bits: int
-    v_bits: int
-    group_size: int
-    rotate: bool = False
-    added: int = 3
-    unsupported_reason = PageFormat.unsupported_reason
-    nameable = PageFormat.nameable
-    stock_bits = PageFormat.stock_bits
-
-
-def test_format_with_an_extra_field_is_read_by_field_names() -> None:
-    k, v = outlying(3, 20, 64)
-    for rotates in (False, True):
-        pool, got = filled(NewerFormat(8, 8, 32, rotates), k, v)
-        _, want = filled(PageFormat(8, 8, 32, rotates), k, v)
-        assert all(mx.array_equal(*pair) for pair in zip(got, want, strict=True))
-        assert pool.groups[0].geometry.format.added == 3 and pool.groups[0].geometry.rotates == rotates
-        assert pool.stats().quantized_tokens == 20
-        newer = pool.groups[0].geometry.format
-        assert newer.nameable == PageFormat(8, 8, 32) and newer.stock_bits is None, "mlx-lm lacks the extra field"
-
-
-def test_batched_rows_equal_rows_written_alone() -> None:
-    page_format = PageFormat.of(4, 32, True)
-    pool = pool_of(page_format=page_format)
-    tables = [pool.new_table() for _ in range(3)]
-    k, v = kv(5, 1, batch=3, kd=96, vd=64)
-    for table in tables:
-        pool.append_tokens(table, 1)
-    pool.write(0, tables, k, v)
-    for row, table in enumerate(tables):
-        _, alone = filled(page_format, k[row : row + 1], v[row : row + 1])
-        for got, want in zip(pool.gather_visible(table, 0), alone, strict=True):
-            assert mx.array_equal(got, want)
 
 
 def test_rows_read_by_positions_are_rotated_back() -> None:

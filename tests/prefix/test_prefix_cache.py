@@ -236,3 +236,15 @@ def test_full_pool_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(looks) <= 50 + 2 * 20
     for each in table:
         pool.release_table(each)
+
+
+def test_caches_of_a_pool_are_evicted_in_order_and_held_weakly() -> None:
+    first, pool = make_tree([None])
+    second = PrefixCache(pool)
+    for cache, tokens in ((first, range(8)), (second, range(100, 112))):
+        cache.insert(tokens, table := hold(pool, tokens))
+        pool.release_table(table)
+    pool.memory.evict(3 * pool.groups[0].bytes_per_block)
+    assert (len(first.entries), len(second.entries)) == (0, 2)
+    del first, cache
+    assert pool.holders() == [second]

@@ -153,9 +153,9 @@ class CacheMachine(RuleBasedStateMachine):
         group %= len(self.windows)
         self.pool.stats()  # collects the blocks of dropped tables
         allocator = self.pool.groups[group].allocator
-        free, reclaimable = allocator.num_free, self.cache.reclaimable(group)
+        live, reclaimable = allocator.num_live, self.cache.reclaimable(group)
         freed = self.cache.evict(group, num_blocks)
-        assert freed == allocator.num_free - free and freed >= min(num_blocks, reclaimable)
+        assert freed == live - allocator.num_live and freed >= min(num_blocks, reclaimable)
         self.complete &= freed == 0 and reclaimable == 0
 
     @rule()

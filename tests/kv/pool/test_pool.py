@@ -52,54 +52,6 @@ def test_write_prefill_cold_round_trip_is_byte_identical_to_dense(dtype: mx.Dtyp
     pool.check_integrity()
 
 
-@pytest.mark.parametrize("n", [4, 8, 64])
-def test_write_prefill_block_aligned_prompt_round_trips(n: int) -> None:
-    pool = pool_of()
-    table = pool.new_table()
-    first = put(pool, table, 1, n)
-    assert table.num_blocks(0) == n // 4  # no block beyond the last full one
-    assert_holds(pool, table, *first)
-    second = put(pool, table, 2, 4)
-    third = put(pool, table, 3, 1)
-    assert table.num_blocks(0) == n // 4 + 2
-    assert_holds(pool, table, *joined(first, second, third))
-
-
-@pytest.mark.parametrize("chunks", [[1, 1, 1, 1, 1, 1], [3, 3, 3], [5, 1, 7, 4, 1], [2, 20, 2, 33, 1, 8]])
-def test_any_split_into_chunks_reads_the_same(chunks: list[int]) -> None:
-    pool = pool_of()
-    scatter_free_blocks(pool)
-    table = pool.new_table()
-    parts = [put(pool, table, seed, n) for seed, n in enumerate(chunks)]
-    assert_holds(pool, table, *joined(*parts))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batched_decode_writes_each_sequence_its_own_row(dtype: mx.Dtype) -> None:
-    pool = pool_of(layers=2)
-    tables = [pool.new_table() for _ in range(3)]
-    histories: list[list[list[tuple[mx.array, mx.array]]]] = [[[], []] for _ in tables]
-    for i, (table, n) in enumerate(zip(tables, (3, 4, 9), strict=True)):
-        pool.append_tokens(table, n)
-        for layer in range(2):
-            part = kv(10 * i + layer, n, kd=8, vd=4, dtype=dtype)
-            pool.write_prefill(table, layer, *part)
-            histories[i][layer].append(part)
-    for step in range(6):
-        chosen = [i for i in (2, 0, 1) if (step + i) % 3]  # not always all, nor in order
-        for i in chosen:
-            pool.append_tokens(tables[i], 1)
-        for layer in range(2):
-            k, v = kv(100 + 2 * step + layer, 1, batch=len(chosen), kd=8, vd=4, dtype=dtype)
-            pool.write(layer, [tables[i] for i in chosen], k, v)
-            for row, i in enumerate(chosen):
-                histories[i][layer].append((k[row : row + 1], v[row : row + 1]))
-    for table, history in zip(tables, histories, strict=True):
-        for layer in range(2):
-            assert_holds(pool, table, *joined(*history[layer]), layer)
-    pool.check_integrity()
-
-
 def test_write_replaces_only_the_last_reserved_tokens() -> None:
     pool = pool_of()
     table = pool.new_table()
@@ -233,21 +185,6 @@ def test_a_window_holds_at_least_one_token(window: int) -> None:
         pool_of(window=window)
 
 
-def test_growth_keeps_contents() -> None:
-    pool = pool_of()
-    tables = [pool.new_table() for _ in range(3)]
-    parts: list[list[tuple[mx.array, mx.array]]] = [[] for _ in tables]
-    sizes = set()
-    for step in range(30):
-        for i, table in enumerate(tables):
-            parts[i].append(put(pool, table, 10 * step + i, 1 + (step + i) % 7))
-        sizes.add(pool.stats().total_blocks)
-    assert len(sizes) > 2, "the pool was meant to grow"
-    for table, part in zip(tables, parts, strict=True):
-        assert_holds(pool, table, *joined(*part))
-    pool.check_integrity()
-
-
 def test_growth_is_geometric() -> None:
     pool = pool_of()
     calls: list[int] = []
@@ -311,34 +248,7 @@ def test_a_group_takes_its_part_of_the_budget_and_leaves_the_others_theirs() -> 
 
 def test_stats_count_blocks_and_bytes() -> None:
     pool = BlockPool([LayerGroup((0, 1)), LayerGroup((2,), 8, "window")], block_size=4, memory_budget=1 << 20)
-    assert pool.stats().as_dict() == {
-        "block_size": 4,
-        "total_blocks": 0,
-        "live_blocks": 0,
-        "free_blocks": 0,
-        "shared_blocks": 0,
-        "bytes_reserved": 0,
-        "bytes_in_use": 0,
-        "budget_bytes": 1 << 20,
-        "cow_forks": 0,
-        "peak_live_blocks": 0,
-        "cached_blocks": 0,
-        "evictions": 0,
-        "prefix_hit_tokens": 0,
-        "preemptions": 0,
-        "drafted_tokens": 0,
-        "accepted_tokens": 0,
-        "draft_steps": 0,
-        "draft_depth": 0,
-        "draft_ms_saved": 0,
-        "peak_bytes_in_use": 0,
-        "quantized_tokens": 0,
-        "quantized_layers": 0,
-        "dense_layers": 0,
-        "bytes_per_token": 0,
-        "state_bytes": 0,
-        "checkpoint_bytes": 0,
-    }
+    assert {name: n for name, n in pool.stats().as_dict().items() if n} == {"block_size": 4, "budget_bytes": 1 << 20}
     k, v = kv(0, 6)
     table = pool.new_table()
     pool.append_tokens(table, 6)
@@ -486,31 +396,6 @@ def test_decode_after_a_fork_copies_the_tail_in_every_layer() -> None:
     pool.check_integrity()
 
 
-def test_a_fork_at_a_block_boundary_never_copies() -> None:
-    pool = pool_of()
-    first = pool.new_table()
-    prefix = put(pool, first, 1, 8)
-    second = pool.fork(first)
-    mine, other = put(pool, first, 2, 2), put(pool, second, 3, 2)
-    assert pool.stats().cow_forks == 0
-    assert pool.stats().live_blocks == 4
-    assert_holds(pool, first, *joined(prefix, mine))
-    assert_holds(pool, second, *joined(prefix, other))
-
-
-def test_trimming_into_a_shared_block_and_writing_on_copies_it() -> None:
-    pool = pool_of()
-    first = pool.new_table()
-    prefix = put(pool, first, 1, 8)
-    second = pool.fork(first)
-    pool.trim(second, 3)
-    other = put(pool, second, 2, 3)
-    assert pool.stats().cow_forks == 1
-    assert_holds(pool, first, *prefix)
-    assert_holds(pool, second, *joined(tuple(x[:, :, :5] for x in prefix), other))
-    pool.check_integrity()
-
-
 @pytest.mark.parametrize("how", ["release", "drop"])
 def test_block_once_shared_with_a_released_table_is_not_copied(how: str) -> None:
     pool = pool_of()
@@ -567,19 +452,6 @@ def test_sliding_window_holds_a_bounded_number_of_blocks(window: int, block_size
     assert most <= bound
     assert pool.stats().live_blocks <= bound
     assert pool.stats().total_blocks <= 2 * max(16, bound)  # blocks are reused, not added
-    pool.check_integrity()
-
-
-def test_sliding_a_window_keeps_the_blocks_of_a_fork() -> None:
-    pool = pool_of(window=6)
-    table = pool.new_table()
-    prefix = put(pool, table, 1, 6)
-    fork = pool.fork(table)
-    more = put(pool, table, 2, 9)
-    assert_holds(pool, fork, *prefix)
-    assert_holds(pool, table, *tuple(x[:, :, -14:] for x in joined(prefix, more)))
-    pool.release_table(table)
-    assert_holds(pool, fork, *prefix)
     pool.check_integrity()
 
 

@@ -225,7 +225,7 @@ def test_lone_sequence_within_the_budget_can_always_append(seed: int) -> None:
         for salt in range(int(rng.integers(1, 8))):
             others = pool.new_table()
             length = int(rng.integers(1, 30))
-            if budget.fits([(others, length)]):
+            if budget.fits([Append(others, length)]):
                 extend(pool, others, length, salt)
                 tree.insert(tuple(range(1000 * salt, 1000 * salt + length)), others)
             pool.release_table(others)
@@ -233,7 +233,7 @@ def test_lone_sequence_within_the_budget_can_always_append(seed: int) -> None:
         while (length := table.length) < longest:
             step = int(rng.choice([1, chunk, rng.integers(1, chunk + 1)]))
             step = min(step, longest - length)
-            assert budget.fits([(table, step)])
+            assert budget.fits([Append(table, step)])
             extend(pool, table, step, 77)
             if rng.random() < 0.5:
                 tree.insert(tokens[: length + step], table)
@@ -259,7 +259,7 @@ def test_lone_sequence_with_a_cached_prefix_can_always_append(seed: int) -> None
             _, table = tree.adopt(tokens)
             while (length := table.length) < longest:
                 step = min(int(rng.integers(1, chunk + 1)), longest - length)
-                assert budget.fits([(table, step)])
+                assert budget.fits([Append(table, step)])
                 extend(pool, table, step, 0)
                 if rng.random() < 0.5:
                     tree.insert(tokens[: length + step], table)

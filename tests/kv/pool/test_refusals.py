@@ -92,7 +92,7 @@ def test_use_of_a_released_table_is_refused() -> None:
     pool = watched.pool
     gone = pool.fork(watched.table)
     pool.release_table(gone)
-    assert gone.released and not gone.block_ids[0]
+    assert gone.released and not gone.block_ids[0] and "released" in repr(gone)
     before = watched.picture()
     uses: list[Callable[[], object]] = [
         lambda: pool.release_table(gone),
