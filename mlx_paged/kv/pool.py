@@ -267,7 +267,8 @@ class BlockPool:
         Returns:
             Indices of the other tables, which got no position: call :meth:`append_tokens` for them.
         """
-        owner, groups, size = self._owners.owner, self.groups, self.block_size
+        owner, size = self._owners.owner, self.block_size
+        parts = [(group, group.index, group.sees, group.allocator.refcount) for group in self.groups]
         others: list[int] = []
         fresh: list[int] = []  # tables that begin blocks
         with self.lock.even_if_lost:
@@ -277,27 +278,26 @@ class BlockPool:
                 for index, table in enumerate(tables):
                     tail = table.length // size
                     has_room = begins = table.owner is owner and not table.released
-                    for group in groups if has_room else ():
+                    for group, place, sees, refcount in parts if has_room else ():
                         # A sliding window that is not full yet stays where it is.
-                        sees = group.sees
-                        if sees and (sees.stride > 1 or table.length - table.starts[group.index] >= sees.size):
+                        if sees and (sees.stride > 1 or table.length - table.starts[place] >= sees.size):
                             group.slide(table)
-                        ids = table.block_ids[group.index]
-                        if tail < len(ids):
-                            begins, has_room = False, has_room and group.allocator.refcount(ids[tail]) == 1
+                        ids = table.block_ids[place]
+                        if tail == len(ids):
+                            has_room, begins = False, begins and len(fresh) < group.allocator.num_free
                         else:
-                            begins, has_room = begins and len(fresh) < group.allocator.num_free, False
+                            has_room, begins = has_room and refcount(ids[tail]) == 1, False
                     if has_room:
                         table.length += 1
                     else:
                         (fresh if begins else others).append(index)
                 index = len(tables)
-                blocks = self._allocate([len(fresh)] * len(groups)) if fresh else []
+                blocks = self._allocate([len(fresh)] * len(parts)) if fresh else []
             except Exception:
                 for done in set(range(index)).difference(others, fresh):
                     tables[done].length -= 1
                 raise
-            for group in groups:
+            for group in self.groups:
                 group.epoch += 1
                 for begun, block in zip(fresh, blocks[group.index] if fresh else (), strict=True):
                     tables[begun].block_ids[group.index].append(block)
