@@ -14,7 +14,6 @@ from ..kernels.availability import prepares_plans
 from ..kernels.build import NoKernelError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.attention_params import AttentionParams, QueryHeads, Window
-from ..kv.block_table import BlockTable
 from ..kv.choice import kernel_unsupported_reason, prefill_unsupported_reason
 from ..kv.group import Group
 from ..kv.new_tokens import NewTokens
@@ -166,14 +165,14 @@ def _attend_one(
     if prepares_plans():
         if _unsupported_reason(q, group, table.length, params) is None:
             return _attend_rows(q, None, group, position, tokens, params)
-        if not (params.latent or _masks_otherwise(params) or _has_plan(q, table)):
+        if not (params.latent or _masks_otherwise(params) or _has_plan(q, table.num_visible(group.index))):
             own = params._replace(mask=None, window=_seen(group, params))
             attended, _ = _attend_prompts(q.swapaxes(0, 2), group, position, tokens, own)
             if attended is not None:
                 record(_KERNEL_PROMPT)
                 return attended.swapaxes(0, 2)
     # With quantised pages, attend over what the pages hold: later tokens and other sequences will see the same.
-    if new is not None and table.num_visible == q.shape[2] and not group.is_quantized:
+    if new is not None and table.num_visible(group.index) == q.shape[2] and not group.is_quantized:
         record(_FRESH)
         # Otherwise MLX may put off all layers' writes to the end of a prefill, which keeps every layer's new keys and
         # values alive until then.
@@ -182,10 +181,10 @@ def _attend_one(
     return _attend_rows(q, None, group, position, tokens, params)
 
 
-def _has_plan(q: mx.array, table: BlockTable) -> bool:
+def _has_plan(q: mx.array, num_visible: int) -> bool:
     """Return whether MLX's attention has met these numbers of new tokens and of all tokens, or will meet them again."""
     _, _, count, head_dim = q.shape
-    return head_dim <= MOST_PLANNED_HEAD_DIM and count % WHOLE_CHUNK == 0 and table.num_visible % count == 0
+    return head_dim <= MOST_PLANNED_HEAD_DIM and count % WHOLE_CHUNK == 0 and num_visible % count == 0
 
 
 def _attend_rows(
@@ -266,7 +265,7 @@ def _attend_pack(
     pairs = [None] * len(queries) if new is None else list(zip(*map(tokens.split, new), strict=True))
     outputs = []
     for index, (one, table, pair) in enumerate(zip(queries, tokens.tables, pairs, strict=True)):
-        own = params._replace(mask=_mask_of(one.shape[2], table, params.window))
+        own = params._replace(mask=_mask_of(one.shape[2], table.num_visible(group.index), params.window))
         outputs.append(_attend_one(one, pair, group, position, tokens.single(index), own))
     return tokens.join(outputs)
 
@@ -295,9 +294,9 @@ def supports_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
     return has_kernel and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
 
 
-def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.array | str:
-    """Return the mask of the table's last ``num_tokens`` tokens over its visible ones."""
-    before = table.num_visible - num_tokens
+def _mask_of(num_tokens: int, num_visible: int, window: Window | None) -> mx.array | str:
+    """Return the mask of a sequence's last ``num_tokens`` tokens over its visible ones."""
+    before = num_visible - num_tokens
     if window is None or not window.first_seen(before + num_tokens - 1):
         return "causal"
     return causal_mask(num_tokens, before, window)

@@ -104,7 +104,7 @@ def gather_attention(q: mx.array, group: Group, position: int, tokens: NewTokens
     if isinstance(blocks, HostBlocks) and q.shape[2] <= MAX_QUERY_LENGTH:
         pairs, pending = blocks.read(tokens), blocks.pending
     else:
-        pairs = [blocks.gather(table) for table in tokens.tables]
+        pairs = [blocks.gather(table, group.index) for table in tokens.tables]
     rows = [q] if len(pairs) == 1 else mx.split(q, len(pairs))
     scale, mask, _, softcap, sinks, latent = params
     outputs = []

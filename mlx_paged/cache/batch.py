@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -43,7 +43,7 @@ class Batch:
 
     Args:
         pool: the pool of all sequences.
-        sequences: each at the end of its tables in all layers.
+        sequences: each at the end of its table in all layers.
         counts: new tokens of each sequence, at least one; None: one each.
         as_rows: attend with the decode kernel: few tokens after long contexts.
 
@@ -79,9 +79,8 @@ class Batch:
         self.num_tokens = sum(self.counts)
         self.is_pack = self.num_tokens > len(self.sequences)  # some sequence has several new tokens
         self.as_rows = as_rows
-        self.tokens = [
-            NewTokens([each.tables[group] for each in sequences], self.counts) for group in range(len(pool.groups))
-        ]
+        self.tables = [sequence.table for sequence in sequences]
+        self.tokens = [NewTokens(self.tables, self.counts, group) for group in range(len(pool.groups))]
         self.masks = KnownMasks()
         self.is_reserved = False
         self.behind: set[int] = set()
@@ -157,7 +156,7 @@ class Batch:
         return not self.behind
 
     def reserve(self) -> FailedRow | None:
-        """Reserve the new tokens of every sequence in every group.
+        """Reserve the new tokens of every sequence.
 
         Returns:
             None; or the sequence for which a block was missing, and the error. Nothing has been reserved then.
@@ -170,45 +169,25 @@ class Batch:
         self._attended.clear()
         self.positions.clear()
         self._seen_before.clear()
-        if self.is_pack and len(self.tokens) > 1:
-            for sequence, count in zip(self.sequences, self.counts, strict=True):
-                self.pool.ensure_free_for(sequence.tables, count)
-        done = 0
-        try:
-            while done < len(self.tokens):
-                failed = self._reserve_group(done)
-                if failed is not None:
-                    return failed
-                done += 1
-        finally:
-            if done < len(self.tokens):
-                for group in range(done):
-                    self._trim(group)
+        others: Sequence[int] = range(len(self.tables)) if self.is_pack else self.pool.append_token(self.tables)
+        for place, index in enumerate(others):
+            try:
+                self.pool.append_tokens(self.tables[index], self.counts[index])
+            except Exception as error:
+                self._trim(set(range(len(self.tables))).difference(others[place:]))
+                return FailedRow(index, without_frames(error))
         self.behind.update(self.pool.places)
         self.is_reserved = True
         return None
 
-    def _reserve_group(self, group: int) -> FailedRow | None:
-        tables = self.tokens[group].tables
-        others: Sequence[int] = range(len(tables)) if self.is_pack else self.pool.append_token(group, tables)
-        for place, index in enumerate(others):
-            try:
-                self.pool.append_tokens(tables[index], self.counts[index])
-            except Exception as error:
-                self._trim(group, set(range(len(tables))).difference(others[place:]))
-                return FailedRow(index, without_frames(error))
-        return None
-
-    def _trim(self, group: int, indices: set[int] | None = None) -> None:
-        tables = self.tokens[group].tables
-        for index in range(len(self.counts)) if indices is None else indices:
-            self.pool.trim(tables[index], self.counts[index])
+    def _trim(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.pool.trim(self.tables[index], self.counts[index])
 
     def undo_reserve(self) -> None:
         """Undo the latest :meth:`reserve`; what layers have written for it is dropped."""
         if self.is_reserved:
-            for group in range(len(self.tokens)):
-                self._trim(group)
+            self._trim(range(len(self.tables)))
         self.is_reserved = False
         self.positions.clear()
         self._seen_before.clear()
@@ -242,15 +221,14 @@ class Batch:
             elif self.is_pack and True in self.positions:
                 known = self.positions[True] + 1
             else:
-                tables = self.tokens[self.pool.places[layer][0]].tables
-                known = mx.array([table.length for table in tables], mx.int32)
+                known = mx.array([table.length for table in self.tables], mx.int32)
             self.positions[behind] = known
         return known
 
     def lengths(self, layer: int) -> list[int]:
         """Return the number of tokens of each sequence that the layer has seen."""
-        behind, tables = layer in self.behind, self.tokens[self.pool.places[layer][0]].tables
-        return [table.length - behind * n for table, n in zip(tables, self.counts, strict=True)]
+        behind = layer in self.behind
+        return [table.length - behind * n for table, n in zip(self.tables, self.counts, strict=True)]
 
     def seen_before(self, layer: int) -> list[int]:
         """Return the number of visible tokens of each row of a decode step before its new one."""

@@ -13,14 +13,17 @@ from ..attention.dispatch import Dispatch, record
 from ..attention.gather import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.attention_params import AttentionParams, QueryHeads, Window
+from ..kv.geometry import Geometry
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
 from .batch import OWN_MASK, Batch, NotPackableError
 from .layer_cache import LayerCache
-from .lazy_kv import Append, LazyKV, hand_out
+from .lazy_kv import LazyKV, hand_out
 from .paged_kv_cache import PagedKVCache
 from .placeholders import Placeholder, PlaceholderBatch
+
+NO_GEOMETRY = Geometry(0, 0, 0, mx.float32)  # of nothing
 
 
 class PagedBatchKVCache(LayerCache):
@@ -86,8 +89,10 @@ class PagedBatchKVCache(LayerCache):
                 return gather.attention(queries, keys, values, params)
             else:
                 params = params._replace(mask=None)
-        group = pool.groups[self.group_index]
-        if not group.fits(keys, values, batch.num_tokens):
+        group, count = pool.groups[self.group_index], batch.num_tokens
+        kv_heads, k_dim, v_dim, dtype, _ = group.geometry or NO_GEOMETRY
+        is_sized = keys.shape == (count, kv_heads, 1, k_dim) and values.shape == (count, kv_heads, 1, v_dim)
+        if not (is_sized and keys.dtype == values.dtype == dtype):  # a call in each layer, if they did not fit
             heads = None if group.geometry is not None else params.heads(shape[1])
             keys, values = self._accepted(keys, values, heads)
         tokens = batch.begin_layer(self.layer)
@@ -139,11 +144,11 @@ class PagedBatchKVCache(LayerCache):
         if isinstance(batch, PlaceholderBatch):
             batch.unwritten[layer] = keys, values
             return self._placeholders(batch, keys.dtype)
-        _, before = self._write(tokens, keys, values)
+        before = self._write(tokens, keys, values)
         if batch.is_pack:
             hand_out(keys, values, PackedKV(batch, layer, is_new=True))
             return keys, values
-        return self._hand_out(tokens.tables, tokens, Append(keys, values), before)
+        return self._hand_out(tokens.tables, tokens, (keys, values), before)
 
     @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -245,7 +250,7 @@ class PackedPart:
         self._own = tokens.single(index)
         self.tokens = tokens.spans[index]
         self.offset = table.length - count
-        self.mask = None if count == 1 else causal_mask(count, table.num_visible - count)
+        self.mask = None if count == 1 else causal_mask(count, table.num_visible(tokens.group) - count)
 
     @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

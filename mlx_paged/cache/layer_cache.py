@@ -9,12 +9,11 @@ import mlx.core as mx
 from ..errors import GeometryError
 from ..kv.attention_params import QueryHeads, Window
 from ..kv.block_table import BlockTable
-from ..kv.device_blocks import DeviceBlocks
 from ..kv.group import Group
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
 from .batch import Batch
-from .lazy_kv import Append, Fences, LazyKV, hand_out
+from .lazy_kv import Fences, LazyKV, hand_out
 from .sequence import SequenceTables
 
 
@@ -71,21 +70,18 @@ class LayerCache:
             self.pool.set_geometry(self.layer, keys, values, batch=batch, heads=heads)
         return keys, values
 
-    def _write(
-        self, tokens: NewTokens, keys: mx.array, values: mx.array
-    ) -> tuple[DeviceBlocks | None, mx.array | None]:
-        """Write new tokens. Return the blocks, if they are a device's, and the fence before the write."""
+    def _write(self, tokens: NewTokens, keys: mx.array, values: mx.array) -> mx.array | None:
+        """Write new tokens. Return the fence before the write, if the blocks are a device's."""
         group = self.group
-        blocks = group.device(self.position) if group.in_place else None
-        before = None if blocks is None else blocks.fence()
+        before = group.device(self.position).fence() if group.in_place else None
         group.write(self.position, tokens, keys, values)
-        return blocks, before
+        return before
 
     def _hand_out(
         self,
         tables: Sequence[BlockTable],
         tokens: NewTokens | None,
-        append: Append | None,
+        append: tuple[mx.array, mx.array] | None,
         before: mx.array | None,
     ) -> tuple[mx.array, mx.array]:
         """Return lazily what the tables hold, as arrays that :func:`.lazy_kv.lazy_kv_of` recognises.
@@ -108,7 +104,7 @@ class LayerCache:
             assert tokens is not None
             keys, values = blocks.fetch(tokens)
         else:
-            keys, values = blocks.gather(tables[0])
+            keys, values = blocks.gather(tables[0], self.group_index)
         fences = Fences(written if before is None else before, written, blocks.fence())
         hand_out(keys, values, LazyKV(self.rows, self.layer, append, fences))
         return keys, values

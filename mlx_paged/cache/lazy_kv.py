@@ -23,13 +23,6 @@ class Fences(NamedTuple):
     gathered: mx.array
 
 
-class Append(NamedTuple):
-    """Keys and values of new tokens, one per table."""
-
-    keys: mx.array
-    values: mx.array
-
-
 class LazyKV:
     """How to attend over the blocks that a pair of arrays was gathered from, instead of over the arrays.
 
@@ -42,7 +35,7 @@ class LazyKV:
 
     Args:
         rows, layer: where the keys and values are, those of the new tokens included.
-        append: new keys and values that the attention kernel may still write itself.
+        append: new keys and values, one per table, that the attention kernel may still write itself.
         fences: fences of a device's blocks.
         read: the array that stands for the pair in the pending reads of the host's blocks.
     """
@@ -51,7 +44,7 @@ class LazyKV:
         self,
         rows: Batch | SequenceTables,
         layer: int,
-        append: Append | None = None,
+        append: tuple[mx.array, mx.array] | None = None,
         fences: Fences | None = None,
         read: mx.array | None = None,
     ) -> None:
@@ -105,7 +98,9 @@ class LazyKV:
         tokens = rows.tokens_of(layer) if isinstance(rows, Batch) else rows.latest_tokens(layer, num_tokens)
         if num_tokens == 1 and self._append is not None and self._forget(pool, keys, values, to_write=True):
             return dispatch.attend(queries, self._append, group, position, tokens, params)
-        is_fresh = not self._batched and tokens.tables[0].num_visible == num_tokens and not group.is_quantized
+        is_fresh = (
+            not self._batched and tokens.tables[0].num_visible(tokens.group) == num_tokens and not group.is_quantized
+        )
         if not is_fresh:  # else the arrays hold all tokens, and are attended over
             self._forget(pool, keys, values, to_write=False)
         new = (keys, values) if is_fresh else None

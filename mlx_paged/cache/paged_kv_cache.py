@@ -15,7 +15,7 @@ from ..kv.block_table import BlockTable
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
 from .layer_cache import LayerCache
-from .lazy_kv import Append, LazyKV, hand_out
+from .lazy_kv import LazyKV, hand_out
 from .sequence import SequenceTables
 
 
@@ -37,8 +37,8 @@ class PagedKVCache(LayerCache):
 
     @property
     def table(self) -> BlockTable:
-        """The block table of the layer's group."""
-        return self.sequence.tables[self.group_index]
+        """The sequence's block table."""
+        return self.sequence.table
 
     @property
     def offset(self) -> int:
@@ -106,20 +106,20 @@ class PagedKVCache(LayerCache):
         gathered.
         """
         tokens, keys, values = self._begin(keys, values, None)
-        _, before = self._write(tokens, keys, values)
+        before = self._write(tokens, keys, values)
         sequence, table = self.sequence, tokens.tables[0]
-        if table.num_visible == tokens.num_tokens and not self.group.is_quantized:
+        if table.num_visible(self.group_index) == tokens.num_tokens and not self.group.is_quantized:
             hand_out(keys, values, LazyKV(sequence, self.layer))
             return keys, values
-        append = Append(keys, values) if tokens.num_tokens == 1 else None
+        append = (keys, values) if tokens.num_tokens == 1 else None
         return self._hand_out([table], tokens, append, before)
 
     @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, by position (a copy), also for another
         layer that attends over them; recognised as those of :meth:`update_and_fetch` are."""
-        self.pool.check(self.table, self.layer)
-        if not self.group.blocks or not self.table.num_visible:
+        self.pool.check(self.table)
+        if not self.group.blocks or not self.table.num_visible(self.group_index):
             raise BlockStateError("nothing has been written to this table")
         return self._hand_out([self.table], None, None, None)
 
@@ -150,12 +150,12 @@ class PagedKVCache(LayerCache):
             pool.set_geometry(self.layer, keys, values, batch=1)
         keys, values, start = keys[:, :, surplus:], values[:, :, surplus:], start + surplus
         try:
-            table = self.sequence.load(self.layer, offset, start)
+            self.sequence.load(self.layer, offset, start)
         except BlockStateError as error:
             raise PromptCacheError(str(error)) from None
         if offset == start:
             return
-        (pool.write_stored if stored else pool.write)(self.layer, [table], keys, values)
+        (pool.write_stored if stored else pool.write)(self.layer, [self.table], keys, values)
         mx.eval(pool.ready(self.layer))  # layer by layer, so that one layer's keys are held twice, not all
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class PagedKVCache(LayerCache):
     def nbytes(self) -> int:
         """Bytes of this layer in the blocks this sequence holds; shared blocks count in each sequence."""
         group = self.group
-        return self.table.num_blocks * group.bytes_per_block // len(group.spec.layers)
+        return self.table.num_blocks(group.index) * group.bytes_per_block // len(group.spec.layers)
 
     def size(self) -> int:
         """Return the number of visible tokens, at most the window."""

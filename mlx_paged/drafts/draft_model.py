@@ -61,8 +61,7 @@ class DraftRow:
 
     def release(self) -> None:
         """Give the blocks back."""
-        for table in self.sequence.tables:
-            self.sequence.pool.release_table(table)
+        self.sequence.pool.release_table(self.sequence.table)
 
 
 class DraftModel:
@@ -123,10 +122,10 @@ class DraftModel:
         for row in rows:
             if self._most(row) and row.knows_history and choice.takes_drafts(row):
                 self.rows[row] = own = DraftRow(self._factory(), Acceptance(expected=self.depth.acceptance.chance))
-                found, tables = self.prefixes.adopt(*self._shared(row))
+                found, table = self.prefixes.adopt(*self._shared(row))
                 if found.length:
                     own.end = self.first_position + found.length
-                    own.sequence.take_over(tables)
+                    own.sequence.take_over(table)
 
     def remove(self, rows: Collection[Request]) -> None:
         """Release the draft model's blocks of rows, and donate their prefixes to the prefix cache."""
@@ -139,7 +138,7 @@ class DraftModel:
             tokens = tokens[: max(0, own.end - self.first_position)]
             try:
                 if tokens and own.sequence.length == len(tokens):  # nothing was skipped
-                    self.prefixes.insert(tokens, own.sequence.tables, salt)
+                    self.prefixes.insert(tokens, own.sequence.table, salt)
             except Exception as error:  # no request depends on the prefix of drafts
                 self._warn(error)
             own.release()
@@ -291,8 +290,7 @@ class DraftModel:
             mx.async_eval(found)
         finally:
             for fork in forks:
-                for table in fork.tables:
-                    self.pool.release_table(table)
+                self.pool.release_table(fork.table)
         counts = [chosen.get(index, 0) for index in range(len(rows))]
         if len(set(chosen.values())) == 1:
             return Proposal(counts, mx.stack(found, axis=1).reshape(-1))

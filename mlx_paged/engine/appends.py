@@ -24,11 +24,11 @@ def append_of(request: Request, num_tokens: int, sharing: Sharing | None = None,
     """
     is_forked = request.caches is None and request.given is not None
     if request.sequence is not None or sharing is None:
-        return Append(request.tables, num_tokens, is_forked)
+        return Append(request.table, num_tokens, is_forked)
     cached = min(sharing.available(request), num_tokens - 1)
     cached -= cached % block_size  # a block shared in part is copied
     # The pool counts the prefix's blocks as evictable; once the request holds them, they are not.
-    return Append(request.tables, num_tokens - cached, is_forked, sharing.held_alone(request), cached)
+    return Append(request.table, num_tokens - cached, is_forked, sharing.held_alone(request), cached)
 
 
 def fits(budget: PoolBudget, growth: Growth, sharing: Sharing | None, evict: Callable[[], bool]) -> bool:

@@ -95,15 +95,16 @@ class StepShapes(NamedTuple):
     def of(
         cls,
         num_rows: int,
-        tables: Sequence[Sequence[BlockTable]],
+        tables: Sequence[BlockTable],
         *,
         is_pack: bool = False,
         has_states: bool = False,
     ) -> StepShapes:
-        """Return the smallest shapes for ``num_rows`` rows with these tables, a list per group. Rows with states are
+        """Return the smallest shapes for ``num_rows`` rows of sequences with these tables. Rows with states are
         not padded, because that would copy the states."""
         padded = padded_pack if is_pack else padded_rows
-        return cls(num_rows if has_states else padded(num_rows), tuple(map(table_width, tables)), is_pack)
+        widths = tuple([table_width(tables, group) for group in range(len(tables[0].block_ids))])
+        return cls(num_rows if has_states else padded(num_rows), widths, is_pack)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -227,8 +228,7 @@ class CompiledStep:
         arrays = []
         of_groups = rows.begin_all()
         try:
-            tables = [own.tables for own in of_groups]
-            shapes = StepShapes.of(num_rows, tables, is_pack=of_groups[0].is_pack, has_states=bool(states))
+            shapes = StepShapes.of(num_rows, of_groups[0].tables, is_pack=of_groups[0].is_pack, has_states=bool(states))
             items = [
                 group.device(0).items(own, group.sees, (shapes.num_rows, width))
                 for group, own, width in zip(pool.groups, of_groups, shapes.widths, strict=True)

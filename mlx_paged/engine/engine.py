@@ -503,7 +503,7 @@ class Engine:
         """Return the error of a request that does not fit."""
         assert self.budget is not None
         try:
-            return self.budget.exhausted(request.tables, num_tokens)
+            return self.budget.exhausted(request.table, num_tokens)
         except Exception as error:
             return without_frames(error)
 
@@ -526,7 +526,7 @@ class Engine:
             if self.budget is not None and not self.budget.holds(request.prefill_end + 2):
                 raise RequestTooLargeError(request.prefill_end + 1)
         # The cache that it came with stays as it is, and counts as well.
-        elif not self.budget.holds(request.prefill_end + 2 - request.kept, request.tables):
+        elif not self.budget.holds(request.prefill_end + 2 - request.kept, request.table):
             raise RequestTooLargeError(request.prefill_end + 1)
 
     def add(self, request: Request) -> None:

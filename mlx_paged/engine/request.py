@@ -103,7 +103,7 @@ class Request:
         if self.given is None:
             self.kept = 0
         else:
-            self.kept = len(self.history) if sequence is None else sequence.tables[0].length
+            self.kept = len(self.history) if sequence is None else sequence.table.length
         self.length = self.confirmed = self.kept
         self.source = [token for segment in segments for token in segment]
         self.prompt_length = len(self.source)
@@ -126,7 +126,7 @@ class Request:
         self.context: Any = None
         self.grammar = None if options.grammar is None else options.grammar.start()
         self.common: dict[int, int] = {}
-        self._known: tuple[list[Any] | None, SequenceTables | None] = (None, None)  # caches, and the tables behind them
+        self._known: tuple[list[Any] | None, SequenceTables | None] = (None, None)  # caches, and the table behind them
 
     def __repr__(self) -> str:
         return f"Request(uid={self.uid}, length={self.length}, prefill_end={self.prefill_end})"
@@ -156,16 +156,16 @@ class Request:
 
     @property
     def sequence(self) -> SequenceTables | None:
-        """Block tables of its caches; while it does not run, those of the cache it came with."""
+        """Block table of its caches; while it does not run, those of the cache it came with."""
         caches = self.caches if self.caches is not None else self.given
         if self._known[0] is not caches:  # asked for in every step
             self._known = (caches, sequence_of(caches or ()))
         return self._known[1]
 
     @property
-    def tables(self) -> list[BlockTable] | None:
-        """The tables of :attr:`sequence`."""
-        return None if self.sequence is None else self.sequence.tables
+    def table(self) -> BlockTable | None:
+        """The block table of :attr:`sequence`."""
+        return None if self.sequence is None else self.sequence.table
 
     @property
     def num_missing(self) -> int:
@@ -193,11 +193,10 @@ class Request:
         caches, self.caches, self._known = self.caches, None, (None, None)
         sequence = None if caches is None else sequence_of(caches)
         if sequence is not None:
-            for table in sequence.tables:
-                sequence.pool.release_table(table)
+            sequence.pool.release_table(sequence.table)
 
 
 def sequence_of(caches: Sequence[Any]) -> SequenceTables | None:
-    """Return the block tables behind a prompt cache, or None if no layer is paged."""
+    """Return the block table behind a prompt cache, or None if no layer is paged."""
     first = first_paged(caches)
     return first.sequence if isinstance(first, PagedKVCache) else None

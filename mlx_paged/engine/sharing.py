@@ -113,7 +113,7 @@ class Sharing:
     def _adopt(self, request: Request) -> int:
         # No more than can be used: with a window, surplus tokens could not be cut off.
         tokens = request.source[: request.prefill_end + 1]
-        found, tables = self.prefixes.adopt(tokens, request.options.salt, to_state=self.has_states)
+        found, table = self.prefixes.adopt(tokens, request.options.salt, to_state=self.has_states)
         if not found.length or request.caches is None:
             return 0
         if self.has_states:
@@ -125,7 +125,7 @@ class Sharing:
             parts = iter(slot.caches.fill(own) if is_saved else copy.deepcopy(slot.caches))
             request.caches = with_leaves(request.caches, [c if _is_paged(c) else next(parts) for c in fresh])
         if request.sequence is not None:
-            request.sequence.take_over(tables)
+            request.sequence.take_over(table)
         return found.length
 
     def _start(self, request: Request) -> _Start:
@@ -215,7 +215,8 @@ class Sharing:
         # may begin inside a block of a window.
         if tokens and request.knows_history and not (self._has_windows and request.given is not None):
             options, states = request.options, (lambda: _states_of(request)) if self.has_states else None
-            self.prefixes.insert(tokens, request.tables or [], options.salt, states=states, keep=options.keep)
+            table = request.table or self.pool.table_over((), len(tokens))  # no layer is paged
+            self.prefixes.insert(tokens, table, options.salt, states=states, keep=options.keep)
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self.pool.block_size

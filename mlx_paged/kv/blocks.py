@@ -1,7 +1,10 @@
-"""Blocks: how one layer's K and V blocks are kept, written and read. HostBlocks serve a CPU, DeviceBlocks a GPU."""
+"""Blocks: how one layer's K and V blocks are kept, written and read. HostBlocks serve a CPU, DeviceBlocks a GPU.
+HeldArrays: arrays read from them whose computation nothing orders before the next write."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -32,8 +35,8 @@ class Blocks(Protocol):
         """Write new tokens: k, v ``[B, n_kv_heads, n, head_dim]``, or ``[T, n_kv_heads, 1, head_dim]``, table by
         table. ``stored``: they are what :meth:`gather` returned as stored, here or from blocks of the same geometry."""
 
-    def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
-        """Return copies of K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1``.
+    def gather(self, table: BlockTable, group: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
+        """Return copies of K ``[1, n_kv_heads, n, k_head_dim]`` and V of the visible positions in the blocks' group.
         ``stored``: as the blocks hold them, rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages."""
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -53,6 +56,31 @@ class Blocks(Protocol):
 
     def forget_failed_work(self) -> None:
         """Forget what could not be computed, after an exception of the device or of a thread's stream."""
+
+
+class HeldArrays:
+    """Pairs of keys and values that attention has not used, because it read the blocks instead. They are mostly dropped
+    at once; pairs that a caller still holds are computed before the next write to the pool, and before the thread that
+    has built them releases the pool's lock.
+
+    Attributes:
+        pairs: weak references to them.
+        local: ``has_written`` if the thread has written to the pool before.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []
+        self.local = threading.local()
+
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        """Note a pair."""
+        self.pairs.append((weakref.ref(keys), weakref.ref(values)))
+
+    def compute(self) -> None:
+        """Compute the pairs that are still held."""
+        if self.pairs:
+            pairs, self.pairs = self.pairs, []
+            mx.eval([array for pair in pairs for ref in pair if (array := ref()) is not None])
 
 
 # Makes the blocks of one layer from geometry, block size and number of blocks.

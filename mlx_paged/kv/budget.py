@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..errors import PoolExhaustedError
@@ -16,21 +16,18 @@ class Append(NamedTuple):
     """Tokens to append to a sequence.
 
     Attributes:
-        tables: one per group; None if the sequence holds nothing yet.
+        table: its table; None if the sequence holds nothing yet.
         num_tokens: tokens to append.
-        forked: the tables stay as they are, and a fork of them takes the tokens.
+        forked: the table stays as it is, and a fork of it takes the tokens.
         held_alone: blocks of each group that only a prefix cache holds and that the sequence will adopt; () if none.
         num_cached: tokens in those blocks, which come before the tokens to append.
     """
 
-    tables: Sequence[BlockTable] | None
+    table: BlockTable | None
     num_tokens: int
     forked: bool = False
     held_alone: Sequence[int] = ()
     num_cached: int = 0
-
-
-Growth = Iterable[Append | tuple[Sequence[BlockTable] | None, int]]
 
 
 class PoolBudget:
@@ -48,26 +45,26 @@ class PoolBudget:
         self.pool = pool
         self.chunk = chunk
 
-    def holds(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> bool:
+    def holds(self, num_tokens: int, table: BlockTable | None = None) -> bool:
         """Return whether a sequence of ``num_tokens`` tokens fits the whole budget, with nothing else in the pool; with
-        ``tables``, whether ``num_tokens`` tokens fit in addition to those that the tables hold and keep."""
-        return self._are_held(self._blocks_alone(num_tokens, tables), None)
+        ``table``, whether ``num_tokens`` tokens fit in addition to those that the table holds and keeps."""
+        return self._are_held(self._blocks_alone(num_tokens, table), None)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the smallest budget, in bytes, for which :meth:`holds` is true."""
         counts = self._blocks_alone(num_tokens, None)
         return bisect_left(range(UNLIMITED), True, key=lambda budget: self._are_held(counts, budget))
 
-    def _blocks_alone(self, num_tokens: int, tables: Sequence[BlockTable] | None) -> list[int]:
+    def _blocks_alone(self, num_tokens: int, table: BlockTable | None) -> list[int]:
         """Return the most blocks that a sequence takes in each group, null block included."""
         counts = []
         for index in range(len(self.pool.groups)):
             blocks = 1
-            if tables is not None:
-                blocks += tables[index].num_blocks
+            if table is not None:
+                blocks += table.num_blocks(index)
             elif self.pool.holders():
                 blocks += 1  # the last block of a prompt goes to the prefix cache, and the next token into a copy
-            counts.append(blocks + self._blocks(index, Append(tables, num_tokens, forked=True)))
+            counts.append(blocks + self._blocks(index, Append(table, num_tokens, forked=True)))
         return counts
 
     def _are_held(self, counts: Sequence[int], budget: int | None) -> bool:
@@ -90,29 +87,27 @@ class PoolBudget:
         self.pool.collect()
         return self.pool.memory.can_provide([num_blocks] * len(self.pool.groups))
 
-    def fits(self, growth: Growth) -> bool:
+    def fits(self, growth: Sequence[Append]) -> bool:
         """Return whether all these appends fit together, in any order. If they do not at first, blocks that they would
         release behind sliding windows are released."""
-        listed = [Append(*each) for each in growth]
         self.pool.collect()
-        return self._fits(listed) or (self._slide(listed) and self._fits(listed))
+        return self._fits(growth) or (self._slide(growth) and self._fits(growth))
 
     def _fits(self, growth: Sequence[Append]) -> bool:
         groups = range(len(self.pool.groups))
         return self.pool.memory.can_provide([sum(self._blocks(index, each) for each in growth) for index in groups])
 
     def _slide(self, growth: Sequence[Append]) -> bool:
-        return self.pool.slide(table for each in growth if each.tables and not each.forked for table in each.tables)
+        return self.pool.slide(each.table for each in growth if each.table is not None and not each.forked)
 
-    def exhausted(self, tables: Sequence[BlockTable] | None, num_tokens: int) -> PoolExhaustedError:
+    def exhausted(self, table: BlockTable | None, num_tokens: int) -> PoolExhaustedError:
         """Return the error for an append that does not fit."""
         groups = range(len(self.pool.groups))
-        return self.pool.memory.exhausted({index: self._blocks(index, Append(tables, num_tokens)) for index in groups})
+        return self.pool.memory.exhausted({index: self._blocks(index, Append(table, num_tokens)) for index in groups})
 
     def _blocks(self, index: int, append: Append) -> int:
-        table = append.tables[index] if append.tables else None
         group = self.pool.groups[index]
-        blocks = group.blocks_to_append(table, append.num_tokens, chunk=self.chunk, forked=append.forked)
+        blocks = group.blocks_to_append(append.table, append.num_tokens, chunk=self.chunk, forked=append.forked)
         if not append.held_alone:
             return blocks
         # A sliding window returns adopted blocks to the prefix cache: at most the blocks needed without a prefix, and a

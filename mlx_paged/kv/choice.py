@@ -119,17 +119,17 @@ def without_kernel(geometry: Geometry, block_size: int, why: str) -> BlocksChoic
 def _fault_of_pool_kernels(geometry: Geometry, block_size: int) -> str | None:
     """Write, copy and gather random tokens by kernels. Return what is wrong with the result, or None."""
     heads, k_dim, v_dim, dtype, _ = geometry
-    blocks, tables = DeviceBlocks(geometry, block_size, 5), [BlockTable(0, block_size) for _ in range(2)]
+    blocks, tables = DeviceBlocks(geometry, block_size, 5), [BlockTable(1, block_size) for _ in range(2)]
     count = 2 * block_size - 1
     k, v = (mx.random.normal((1, heads, count, dim), key=mx.random.key(dim)).astype(dtype) for dim in (k_dim, v_dim))
     for table, ids in zip(tables, ([3, 1], [2, 4]), strict=True):
-        table.block_ids[:], table.length = ids, count
+        table.block_ids[0][:], table.length = ids, count
     tokens = NewTokens(tables[:1], (count,))
     tokens.begin(0, 5)
     blocks.write(tokens, k, v)
     blocks.copy([3, 1], [2, 4])
     for table in tables:
-        for got, wrote, form in zip(blocks.gather(table), (k, v), geometry.rows or (None, None), strict=True):
+        for got, wrote, form in zip(blocks.gather(table, 0), (k, v), geometry.rows or (None, None), strict=True):
             if form is not None:
                 wrote = form.dequantize(form.quantize(rotate(wrote) if geometry.rotates else wrote))
                 wrote = rotate(wrote) if geometry.rotates else wrote

@@ -289,30 +289,30 @@ class DeviceBlocks:
                 own.__keys, own.__values, own.__fence = keys, values, fence
                 own.num_quantized, own._last_write = num_quantized, last_write
 
-    def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
+    def gather(self, table: BlockTable, group: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions, lazily; see :meth:`Blocks.gather`."""
         if stored and self.pages is not None:
             k, v, self.__fence = quantized.gather_rows(
-                self.__keys, self.__values, self.__fence, *self._range_of(table), self.pages
+                self.__keys, self.__values, self.__fence, *self._range_of(table, group), self.pages
             )
             return k, v
         # Prepared once for all layers; only the latest is kept, as the range changes with each step.
-        span, known = (table.logical_start, table.length), table.indices.get("gather")
+        span, known = (table.starts[group], table.length), table.indices[group].get("gather")
         if known is None or known[0] != span:
-            launch = kernels.prepare_gather(self.__keys, self.__values, *self._range_of(table), self.pages)
-            known = table.indices["gather"] = span, launch
+            launch = kernels.prepare_gather(self.__keys, self.__values, *self._range_of(table, group), self.pages)
+            known = table.indices[group]["gather"] = span, launch
         return self._gathered(known[1])
 
     @staticmethod
-    def _range_of(table: BlockTable) -> tuple[mx.array, int, int]:
+    def _range_of(table: BlockTable, group: int) -> tuple[mx.array, int, int]:
         """Return the ids of the visible tokens' blocks, the tokens' start within these, and their number."""
-        size = table.block_size
-        first, last = table.logical_start // size, -(-table.length // size)
+        size, start, indices = table.block_size, table.starts[group], table.indices[group]
+        first, last = start // size, -(-table.length // size)
         key = "ids", first, last
-        ids = table.indices.get(key)
+        ids = indices.get(key)
         if ids is None:
-            ids = table.indices[key] = mx.array(table.block_ids[first:last], mx.int32)
-        return ids, table.logical_start - first * size, table.length - table.logical_start
+            ids = indices[key] = mx.array(table.block_ids[group][first:last], mx.int32)
+        return ids, start - first * size, table.length - start
 
     def fetch(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
         """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values that rows of one new token each see, padded on
@@ -321,7 +321,7 @@ class DeviceBlocks:
         index = tokens.made.get("fetch")
         if index is None:
             heads = np.arange(self.geometry.num_kv_heads)[:, None] * k.shape[2]
-            slots = padded_gathered_slots(tokens.tables)[:, None] + heads
+            slots = padded_gathered_slots(tokens.tables, tokens.group)[:, None] + heads
             index = tokens.made["fetch"] = mx.array(slots.astype(np.int32))
         k, v = (mx.take(x.reshape(-1, x.shape[-1]), index, 0) for x in (k, v))
         return k, v

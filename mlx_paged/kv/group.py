@@ -7,16 +7,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..errors import BlockStateError, ConfigError, GeometryError
+from ..errors import ConfigError, GeometryError
 from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
 from .attention_params import QueryHeads, Window
 from .block_table import BlockTable
-from .blocks import Blocks, BlocksChoice, ChooseBlocks
+from .blocks import Blocks, BlocksChoice, ChooseBlocks, HeldArrays
 from .choice import host_blocks
 from .device_blocks import DeviceBlocks
 from .geometry import Geometry, PageFormat
-from .held import HeldArrays
 from .host_blocks import HostBlocks
 from .new_tokens import NewTokens, padded_slots
 
@@ -109,12 +108,14 @@ class Group:
 
     def __init__(
         self,
+        index: int,
         spec: LayerGroup,
         block_size: int,
         choose_blocks: ChooseBlocks = host_blocks,
         page_format: PageFormat | None = None,
         held: HeldArrays | None = None,
     ) -> None:
+        self.index = index  # in the pool
         self.spec, self.sees = spec, spec.sees
         self.block_size = block_size
         self.allocator = BlockAllocator()
@@ -140,44 +141,43 @@ class Group:
         more."""
         self.epoch += 1
 
-    def begin(self, tokens: NewTokens) -> None:
-        """Begin a step of new tokens, unless that was done since the group's last change.
-
-        Raises:
-            GeometryError: fewer positions are reserved.
-            BlockStateError: a table was released, or a block of those positions is shared.
-        """
-        if tokens.epoch == self.epoch:
-            return
-        refcount, size = self.allocator.refcount, self.block_size
-        for table, num_tokens in zip(tokens.tables, tokens.counts, strict=True):
-            first = table.length - num_tokens
-            if table.released:
-                raise BlockStateError("the table was released")
-            if first < 0:
-                raise GeometryError(
-                    f"cannot write {num_tokens} tokens: only {table.length} reserved; call append_tokens first"
-                )
-            for block_id in table.block_ids[first // size :]:
-                if refcount(block_id) != 1:
-                    raise BlockStateError(
-                        f"cannot write block {block_id}: it has {refcount(block_id)} references, not 1"
-                    )
-        tokens.begin(self.epoch, self.allocator.num_blocks)
-
     # Blocks of tables -----------------------------------------------------------------------------------------
 
     def tail_references(self, table: BlockTable) -> int:
         """Return the reference count of the block that the table's next token goes into, or 0 if there is none yet. A
         block with more than one reference is copied first."""
-        tail = table.length // self.block_size
-        return self.allocator.refcount(table.block_ids[tail]) if tail < len(table.block_ids) else 0
+        tail, ids = table.length // self.block_size, table.block_ids[self.index]
+        return self.allocator.refcount(ids[tail]) if tail < len(ids) else 0
+
+    def slide(self, table: BlockTable) -> bool:
+        """Release the blocks that the table's next token does not see. Returns whether it sees less than before."""
+        start = 0 if self.sees is None else self.sees.first_seen(table.length)
+        if start <= table.starts[self.index]:
+            return False
+        behind = table.behind(self.index, start)
+        if behind.start < behind.stop:  # not in most decode steps
+            ids = table.block_ids[self.index]
+            gone = ids[behind]
+            self.allocator.release(gone)
+            ids[behind] = [NULL_BLOCK] * len(gone)
+            table.forget_indices(self.index)
+        table.starts[self.index] = start
+        self.touch()
+        return True
+
+    def drop_blocks(self, table: BlockTable, keep: int) -> None:
+        """Release the table's blocks but the first ``keep``."""
+        ids = table.block_ids[self.index]
+        self.allocator.release(ids[keep:])
+        del ids[keep:]
+        table.forget_indices(self.index)
+        self.touch()
 
     def blocks_to_append(
         self, table: BlockTable | None, num_tokens: int, *, chunk: int | None = None, forked: bool = False
     ) -> int:
         """Return the most blocks that an append takes at any time, beyond those that the table holds after
-        :meth:`BlockPool.slide`.
+        :meth:`slide`.
 
         Args:
             table: the table that the tokens are appended to; None: one that holds nothing yet.
@@ -188,15 +188,14 @@ class Group:
         chunk = num_tokens if chunk is None else chunk
         if table is None:
             return self.spec.most_blocks(0, num_tokens, chunk, self.block_size)
+        missing = table.blocks_for(self.index, num_tokens)
+        most = self.spec.most_blocks(table.length, num_tokens, chunk, self.block_size)
         if forked:
-            missing = table.blocks_for(num_tokens) + bool(table.length % self.block_size)
-            return min(missing, self.spec.most_blocks(table.length, num_tokens, chunk, self.block_size))
-        missing = table.blocks_for(num_tokens)
+            return min(missing + bool(table.length % self.block_size), most)
         if self.spec.window is not None and num_tokens > chunk:
-            behind = table.block_ids[table.behind(self.spec.first_kept(table.length))]
-            held = table.num_blocks - len(behind) + behind.count(NULL_BLOCK)
-            most = self.spec.most_blocks(table.length, num_tokens, chunk, self.block_size)
-            missing = max(0, most - held, table.blocks_for(chunk))
+            behind = table.block_ids[self.index][table.behind(self.index, self.spec.first_kept(table.length))]
+            held = table.num_blocks(self.index) - len(behind) + behind.count(NULL_BLOCK)
+            missing = max(0, most - held, table.blocks_for(self.index, chunk))
         return missing + (self.tail_references(table) > 1)
 
     # Tensors --------------------------------------------------------------------------------------------------
@@ -222,15 +221,6 @@ class Group:
     def bytes_reserved(self) -> int:
         """Bytes of the group's tensors."""
         return self.bytes_per_block * self.allocator.num_blocks if self.has_tensors else 0
-
-    def fits(self, k: mx.array, v: mx.array, batch: int) -> bool:
-        """Return whether k and v, of one token each, are as :meth:`validate` wants them; False if that is not known
-        yet."""
-        if self.geometry is None:
-            return False
-        heads, k_dim, v_dim, dtype, _ = self.geometry
-        is_sized = k.shape == (batch, heads, 1, k_dim) and v.shape == (batch, heads, 1, v_dim)
-        return is_sized and k.dtype == dtype and v.dtype == dtype
 
     def validate(self, k: mx.array, v: mx.array, batch: int) -> Geometry:
         """Check k and v, and return their geometry.
@@ -344,7 +334,7 @@ class Group:
 
         Args:
             position: index of the layer in the group.
-            tokens: after :meth:`begin`.
+            tokens: after :meth:`BlockPool.begin`.
             k, v, stored: see :meth:`Blocks.write`.
         """
         held = self._held
@@ -370,14 +360,14 @@ class Group:
 
         Args:
             position: index of the layer in the group.
-            tables: of the group.
+            tables: one per sequence.
             made: :attr:`NewTokens.made` of a step of these tables: all layers then share an index.
         """
         blocks = self.blocks[position]
         assert isinstance(blocks, HostBlocks)
         index = None if made is None else made.get("fetch")
         if index is None:
-            index = blocks.index_of(padded_slots(tables))
+            index = blocks.index_of(padded_slots(tables, self.index))
             if made is not None:
                 made["fetch"] = index
         keys, values = blocks.fetch(index)

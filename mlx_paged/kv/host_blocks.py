@@ -131,10 +131,10 @@ class HostBlocks:
 
     # Reading --------------------------------------------------------------------------------------------------
 
-    def gather(self, table: BlockTable, *, stored: bool = False) -> tuple[mx.array, mx.array]:
+    def gather(self, table: BlockTable, group: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions; see :meth:`Blocks.gather`."""
-        place = table.place()
-        index: Any = visible_slots(table) if place is None else slice(*place)
+        place = table.place(group)
+        index: Any = visible_slots(table, group) if place is None else slice(*place)
         k, v = (_copy(view[:, index], self._stored.dtype) for view in self._views)
         return (k, v) if stored else self._dequantized(k, v)
 
@@ -145,25 +145,25 @@ class HostBlocks:
         # Loops, not comprehensions, which are calls: the host's time limits decode steps.
         for table, place in zip(tokens.tables, tokens.made.get("places") or tokens.places(), strict=True):
             if place is None:
-                found.append(self._taken(table))
+                found.append(self._taken(table, tokens.group))
             else:
                 start, end = place
                 found.append((keys[:, :, start:end], values[:, :, start:end]))
         return found if self._forms is None else [self._dequantized(*pair) for pair in found]
 
-    def _taken(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+    def _taken(self, table: BlockTable, group: int) -> tuple[mx.array, mx.array]:
         """Return the stored rows of a table's visible positions, block by block."""
-        size, first = table.block_size, table.logical_start // table.block_size
-        key = "blocks", self.num_blocks
-        index = table.indices.get(key)
+        size, first = table.block_size, table.starts[group] // table.block_size
+        key, indices = ("blocks", self.num_blocks), table.indices[group]
+        index = indices.get(key)
         if index is None:
-            ids = np.array(table.block_ids[first:], np.int32)
+            ids = np.array(table.block_ids[group][first:], np.int32)
             heads = np.arange(self._stored.num_kv_heads, dtype=np.int32)[:, None] * self.num_blocks
-            index = table.indices[key] = mx.array(heads + ids)
-        skip = table.logical_start - first * size
+            index = indices[key] = mx.array(heads + ids)
+        skip = table.starts[group] - first * size
         k, v = (
             x.reshape(-1, size * x.shape[3])[index].reshape(1, x.shape[1], -1, x.shape[3])[
-                :, :, skip : skip + table.num_visible
+                :, :, skip : skip + table.num_visible(group)
             ]
             for x in (self._keys, self._values)
         )

@@ -14,8 +14,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import mlx.core as mx
 
 from ..errors import DeviceWatch, check_device
+from .blocks import HeldArrays
 from .group import Group
-from .held import HeldArrays
 from .owners import BlockOwners
 
 P = ParamSpec("P")

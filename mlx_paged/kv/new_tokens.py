@@ -26,8 +26,8 @@ SHORT_TABLE = 8  # blocks
 
 
 class NewTokens:
-    """The last ``counts[b]`` reserved positions of each of B tables of one group: T tokens, table by table. In a decode
-    step all counts are 1.
+    """The last ``counts[b]`` reserved positions of each of B tables, in one group: T tokens, table by table. In a
+    decode step all counts are 1.
 
     Arrays of the tokens are ``[T, n_heads, 1, head_dim]``, or, where all counts are n, ``[B, n_heads, n, head_dim]``.
 
@@ -35,7 +35,7 @@ class NewTokens:
     are kept, and only rows that have changed are written again.
 
     Attributes:
-        tables, counts: as given.
+        tables, counts, group: as given; the group's index in the pool.
         num_tokens: T, the sum of the counts.
         is_pack: whether some table has several new tokens.
         epoch: the group's epoch at :meth:`begin`; at another one nothing here may be used.
@@ -46,9 +46,10 @@ class NewTokens:
     can_compute = True
     """Whether a layer's arrays can be computed while those of the next one are built: not in a trace."""
 
-    def __init__(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
+    def __init__(self, tables: Sequence[BlockTable], counts: Sequence[int], group: int = 0) -> None:
         self.tables = tables
         self.counts = counts
+        self.group = group
         self.num_tokens = sum(counts)
         self.is_pack = self.num_tokens > len(counts)
         self.epoch = -1
@@ -101,10 +102,11 @@ class NewTokens:
         slots: np.ndarray | None = self.made.get("host slots")
         if slots is None:
             if self.is_pack:
-                slots = np.concatenate([tail_slots(each, n) for each, n in zip(self.tables, self.counts, strict=True)])
+                pairs = zip(self.tables, self.counts, strict=True)
+                slots = np.concatenate([tail_slots(table, self.group, n) for table, n in pairs])
             else:
                 size = self.tables[0].block_size
-                slots = np.array([table.block_ids[-1] for table in self.tables], np.int64) * size
+                slots = np.array([table.block_ids[self.group][-1] for table in self.tables], np.int64) * size
                 slots += (self.lengths - 1) % size
             self.made["host slots"] = slots
         return slots
@@ -177,7 +179,7 @@ class NewTokens:
             shape: shape to pad to.
             by_token: repeat each table for each of its tokens, ``[T, max_blocks]``.
         """
-        self._update(table_width(self.tables) if shape is None else shape[1])
+        self._update(table_width(self.tables, self.group) if shape is None else shape[1])
         by_token = by_token and self.is_pack
         num_rows = shape[0] if shape is not None else self.num_tokens if by_token else len(self.tables)
         known = self._device.get((num_rows, by_token))
@@ -193,11 +195,13 @@ class NewTokens:
             self._versions = [-1] * len(self.tables)
             self._common = None
         for row, (table, known) in enumerate(zip(self.tables, self._versions, strict=True)):
-            if table.version != known:
+            version = table.versions[self.group]
+            if version != known:
                 common = 0 if self._common is None else self._common[row]
                 before = self._host[row, :common].copy()
-                self._host[row, : len(table.block_ids)] = table.block_ids
-                self._versions[row] = table.version
+                ids = table.block_ids[self.group]
+                self._host[row, : len(ids)] = ids
+                self._versions[row] = version
                 self._device.clear()
                 if common and not np.array_equal(before, self._host[row, :common]):
                     self._common = None
@@ -217,7 +221,7 @@ class NewTokens:
             return None
         key = "items", cut, window, shape
         if key not in self.made:
-            self._update(table_width(self.tables) if shape is None else shape[1])
+            self._update(table_width(self.tables, self.group) if shape is None else shape[1])
             ends = padded(self.lengths, None if shape is None else shape[0])
             self.made[key] = self._items_for(cut, window, ends)
         found: mx.array | None = self.made[key]
@@ -226,7 +230,7 @@ class NewTokens:
     def _items_for(self, cut: SharedCut, window: Window | None, ends: np.ndarray) -> mx.array | None:
         if self._common is None:
             size = self.tables[0].block_size
-            counts = [len(table.block_ids) for table in self.tables]
+            counts = [len(table.block_ids[self.group]) for table in self.tables]
             self._shared = shared = shared_rows(padded(self._host, len(ends)), counts, size)
             self._common = np.zeros(len(ends), np.int64) if shared is None else shared.common_by_row // size
             self._items = None, None
@@ -248,26 +252,26 @@ class NewTokens:
         blocks are not consecutive."""
         found: list[tuple[int, int] | None] | None = self.made.get("places")
         if found is None:
-            found = self.made["places"] = list(map(BlockTable.place, self.tables))
+            found = self.made["places"] = [table.place(self.group) for table in self.tables]
         return found
 
     def all_blocks(self) -> mx.array:
         """Return the ids of all blocks of the tables, table by table; int32."""
         found: mx.array | None = self.made.get("all blocks")
         if found is None:
-            ids = [block_id for table in self.tables for block_id in table.block_ids]
+            ids = [block_id for table in self.tables for block_id in table.block_ids[self.group]]
             found = self.made["all blocks"] = mx.array(ids, mx.int32)
         return found
 
     def num_slots(self) -> int:
         """Return the number of slots in all blocks of the tables."""
-        return sum(len(table.block_ids) for table in self.tables) * self.tables[0].block_size
+        return sum(len(table.block_ids[self.group]) for table in self.tables) * self.tables[0].block_size
 
     def single(self, index: int) -> NewTokens:
         """Return the tokens of one table alone, for attention sequence by sequence."""
         found: NewTokens | None = self.made.get(("single", index))
         if found is None:
-            found = self.made["single", index] = NewTokens([self.tables[index]], (self.counts[index],))
+            found = self.made["single", index] = NewTokens([self.tables[index]], (self.counts[index],), self.group)
             found.begin(self.epoch, self._num_blocks)
         return found
 
@@ -285,9 +289,9 @@ class NewTokens:
         return mx.concatenate([part.swapaxes(0, 2) for part in parts])
 
 
-def table_width(tables: Sequence[BlockTable]) -> int:
-    """Return the width of the device array for these tables, in blocks."""
-    count = max([len(table.block_ids) for table in tables])
+def table_width(tables: Sequence[BlockTable], group: int) -> int:
+    """Return the width of the device array for these tables in a group, in blocks."""
+    count = max([len(table.block_ids[group]) for table in tables])
     # On Metal half the width keeps short contexts in one partition, which saves the launch that merges partitions.
     return SHORT_TABLE if count <= SHORT_TABLE and on_metal() else rounded_up(count, 2 * SHORT_TABLE)
 
@@ -306,36 +310,37 @@ def padded(rows: np.ndarray, num_rows: int | None) -> np.ndarray:
     return np.concatenate([rows, np.zeros((num_rows - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
-def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
-    """Return the slots of a table's last positions, int64 ``[num_tokens]``."""
+def tail_slots(table: BlockTable, group: int, num_tokens: int) -> np.ndarray:
+    """Return the slots of a table's last positions in a group, int64 ``[num_tokens]``."""
     size = table.block_size
     first = (table.length - num_tokens) // size
     positions = np.arange(table.length - num_tokens, table.length)
-    ids = np.array(table.block_ids[first:], np.int64)
+    ids = np.array(table.block_ids[group][first:], np.int64)
     slots: np.ndarray = ids[positions // size - first] * size + positions % size
     return slots
 
 
-def visible_slots(table: BlockTable) -> np.ndarray:
-    """Return the slots of a table's visible positions, int64."""
-    size, first = table.block_size, table.logical_start // table.block_size
-    held = np.array(table.block_ids[first:], np.int64)[:, None] * size + np.arange(size)
-    slots: np.ndarray = held.reshape(-1)[table.logical_start - first * size : table.length - first * size]
+def visible_slots(table: BlockTable, group: int) -> np.ndarray:
+    """Return the slots of a table's visible positions in a group, int64."""
+    size, start = table.block_size, table.starts[group]
+    first = start // size
+    held = np.array(table.block_ids[group][first:], np.int64)[:, None] * size + np.arange(size)
+    slots: np.ndarray = held.reshape(-1)[start - first * size : table.length - first * size]
     return slots
 
 
-def padded_slots(tables: Sequence[BlockTable]) -> np.ndarray:
-    """Return the slots of the visible tokens of rows, int64 ``[B, n]``, padded on the left to the longest. Padding
-    repeats a row's first visible token, which a mask hides; it is finite if the row's own values are."""
-    return _padded_left([visible_slots(table) for table in tables])
+def padded_slots(tables: Sequence[BlockTable], group: int) -> np.ndarray:
+    """Return the slots of the visible tokens of rows in a group, int64 ``[B, n]``, padded on the left to the longest.
+    Padding repeats a row's first visible token, which a mask hides; it is finite if the row's own values are."""
+    return _padded_left([visible_slots(table, group) for table in tables])
 
 
-def padded_gathered_slots(tables: Sequence[BlockTable]) -> np.ndarray:
+def padded_gathered_slots(tables: Sequence[BlockTable], group: int) -> np.ndarray:
     """Return :func:`padded_slots` among the slots of :meth:`NewTokens.all_blocks`."""
     rows, first = [], 0
     for table in tables:
-        rows.append(np.arange(first + table.logical_start, first + table.length))
-        first += len(table.block_ids) * table.block_size
+        rows.append(np.arange(first + table.starts[group], first + table.length))
+        first += len(table.block_ids[group]) * table.block_size
     return _padded_left(rows)
 
 

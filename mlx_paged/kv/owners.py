@@ -67,17 +67,17 @@ class AbandonedBlocks:
     """Blocks of dropped tables, to be released by the next thread that holds the pool's lock. Keeps no pool alive.
 
     Attributes:
-        queue: groups and block ids.
+        queue: block ids of each group.
     """
 
     def __init__(self, lock: TableLock) -> None:
-        self.queue: deque[tuple[int, list[int]]] = deque()
+        self.queue: deque[Sequence[Sequence[int]]] = deque()
         self._lock = lock
 
-    def put(self, group: int, block_ids: list[int]) -> None:
+    def put(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Release these blocks; called by finalizers, which run at any point of any thread, so it never waits: a thread
         that holds the lock does it instead."""
-        self.queue.append((group, block_ids))
+        self.queue.append(block_ids)
         self._lock.visit()
 
 
@@ -91,10 +91,10 @@ class BlockOwners:
         self.owner = object()  # identifies the pool's tables
         self._groups = groups
         self._lock = lock
-        # Block ids of all tables that have not been released, by identity of the list, with group and table. Includes
-        # those of tables that some thread is just dropping. Other threads add tables without the lock, so it is copied
-        # before it is iterated.
-        self._lists: dict[int, tuple[int, list[int], weakref.ref[BlockTable]]] = {}
+        # Block ids of all tables that have not been released, by identity of the list, with the table. Includes those
+        # of tables that some thread is just dropping. Other threads add tables without the lock, so it is copied before
+        # it is iterated.
+        self._lists: dict[int, tuple[list[list[int]], weakref.ref[BlockTable]]] = {}
         self._abandoned = AbandonedBlocks(lock)
         self._caches: list[weakref.ref[BlockHolder]] = []
 
@@ -103,9 +103,9 @@ class BlockOwners:
     def add_table(self, table: BlockTable) -> BlockTable:
         """Register a table until it is removed; if it is dropped instead, a finalizer returns its blocks."""
         table.owner = self.owner
-        self._lists[id(table.block_ids)] = (table.group, table.block_ids, weakref.ref(table))
+        self._lists[id(table.block_ids)] = (table.block_ids, weakref.ref(table))
         put: Any = self._abandoned.put
-        weakref.finalize(table, put, table.group, table.block_ids).atexit = False
+        weakref.finalize(table, put, table.block_ids).atexit = False
         return table
 
     def remove_table(self, table: BlockTable) -> None:
@@ -119,15 +119,15 @@ class BlockOwners:
 
     def tables(self) -> list[BlockTable]:
         """Return the tables that are alive."""
-        return [table for *_, ref in list(self._lists.values()) if (table := ref()) is not None]
+        return [table for _, ref in list(self._lists.values()) if (table := ref()) is not None]
 
     def lists(self, group: int) -> list[list[int]]:
         """Return the block ids of all tables of a group that have not been released, those being dropped included."""
-        return [block_ids for own, block_ids, _ in list(self._lists.values()) if own == group]
+        return [block_ids[group] for block_ids, _ in list(self._lists.values())]
 
-    def abandon(self, group: int, block_ids: list[int]) -> None:
-        """Drop one reference of each block; for finalizers, which may run at any point."""
-        self._abandoned.put(group, block_ids)
+    def abandon(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Drop one reference of each block, listed by group; for finalizers, which may run at any point."""
+        self._abandoned.put(block_ids)
 
     @property
     def has_abandoned(self) -> bool:
@@ -141,10 +141,9 @@ class BlockOwners:
             return
         with self._lock:
             while queue:
-                group, block_ids = queue[0]
-                self._groups[group].allocator.release(block_ids)
-                queue.popleft()  # only now: if the release fails, the next call repeats it
-                self._lists.pop(id(block_ids), None)
+                for group, block_ids in zip(self._groups, queue[0], strict=True):
+                    group.allocator.release(block_ids)
+                self._lists.pop(id(queue.popleft()), None)
 
     def settle(self) -> None:
         """Release abandoned blocks. If no block is held any more, drop all tensors. Computes nothing."""

@@ -7,14 +7,12 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 
 from ..errors import BlockStateError, GeometryError, TrimError
-from .allocator import NULL_BLOCK
 from .attention_params import QueryHeads
 from .block_table import BlockTable
-from .blocks import Blocks, ChooseBlocks
+from .blocks import Blocks, ChooseBlocks, HeldArrays
 from .choice import host_blocks
 from .geometry import PageFormat
 from .group import Group, LayerGroup, check_layout
-from .held import HeldArrays
 from .lock import PoolLock
 from .memory import UNLIMITED, PoolMemory
 from .new_tokens import NewTokens
@@ -54,7 +52,9 @@ class BlockPool:
         self.block_size = block_size
         self.page_format = page_format
         held = HeldArrays()
-        self.groups = [Group(spec, block_size, choose_blocks, page_format, held) for spec in groups]
+        self.groups = [
+            Group(index, spec, block_size, choose_blocks, page_format, held) for index, spec in enumerate(groups)
+        ]
         # Guards every change. Holders of blocks use it for their own changes, which avoids deadlocks.
         self.lock = PoolLock(self.groups, held)
         self._owners = self.lock.owners
@@ -121,9 +121,9 @@ class BlockPool:
         with self.lock.even_if_lost:
             self.groups[group].allocator.release(block_ids)
 
-    def abandon(self, group: int, block_ids: list[int]) -> None:
-        """Drop one reference of each block; for finalizers, which may run at any point."""
-        self._owners.abandon(group, block_ids)
+    def abandon(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Drop one reference of each block, listed by group; for finalizers, which may run at any point."""
+        self._owners.abandon(block_ids)
 
     def collect(self) -> None:
         """Release the blocks of dropped tables; call it before counting free blocks."""
@@ -140,23 +140,33 @@ class BlockPool:
 
     # Tables ---------------------------------------------------------------------------------------------------
 
-    def new_table(self, group: int = 0, *, start: int = 0) -> BlockTable:
-        """Return an empty table, or one whose first ``start`` tokens are not held (already behind a sliding window)."""
-        table = BlockTable(group, self.block_size)
-        table.block_ids.extend([NULL_BLOCK] * (start // self.block_size))
-        table.length = table.logical_start = start
-        return self._owners.add_table(table)
+    def new_table(self) -> BlockTable:
+        """Return an empty table."""
+        return self._owners.add_table(BlockTable(len(self.groups), self.block_size))
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, by reference. A write to a shared block copies it first."""
-        self._owners.check(table)
+        self.check(table)
+        return self.table_over(table.block_ids, table.length, table.starts)
+
+    def table_over(
+        self, block_ids: Sequence[Sequence[int]], length: int, starts: Sequence[int] | None = None
+    ) -> BlockTable:
+        """Return a table over shared blocks, with its own reference on each.
+
+        Args:
+            block_ids: of each group, by position; null blocks where none are held.
+            length: number of tokens that they hold.
+            starts: of each group, the first visible position; None: as a prefill of ``length`` tokens leaves it.
+        """
         with self.lock.even_if_lost:
-            # Registered before it holds blocks: if something fails here, they are released.
-            copy = self._owners.add_table(BlockTable(table.group, self.block_size))
-            self.retain(table.group, table.block_ids)
-            copy.block_ids.extend(table.block_ids)
-            copy.length, copy.logical_start = table.length, table.logical_start
-            return copy
+            table = self.new_table()  # registered before it holds blocks: if something fails here, they are released
+            for group, ids in enumerate(block_ids):
+                self.retain(group, ids)
+                table.block_ids[group].extend(ids)
+            table.length = length
+            table.starts[:] = starts or [group.spec.first_kept(length) for group in self.groups]
+            return table
 
     def release_table(self, table: BlockTable) -> None:
         """Give the table's blocks back. The table must not be used any more.
@@ -164,184 +174,181 @@ class BlockPool:
         Raises:
             BlockStateError: it was released before.
         """
-        self._owners.check(table)
+        self.check(table)
         with self.lock.even_if_lost:
             table.released = True
             self._owners.remove_table(table)
-            self._group(table).allocator.release(table.block_ids)
-            table.block_ids.clear()
-            table.forget_indices()
-            self._group(table).touch()
+            for group in self.groups:
+                group.drop_blocks(table, 0)
 
-    def _group(self, table: BlockTable) -> Group:
-        return self.groups[table.group]
+    def fill(self, table: BlockTable, group: int, start: int) -> None:
+        """Allocate a group's blocks from position ``start`` on, for a table of :meth:`table_over` to which tokens are
+        written that come from elsewhere.
+
+        Raises:
+            PoolExhaustedError: they do not fit; the table is as it was.
+        """
+        first = start // self.block_size
+        blocks = self.allocate(group, -(-table.length // self.block_size) - first)
+        table.block_ids[group][first:] = blocks
+        table.starts[group] = min(start, table.starts[group])
+        table.forget_indices(group)
+        self.groups[group].touch()
+
+    def check(self, table: BlockTable) -> None:
+        """Raise BlockStateError if a table was released or belongs to another pool."""
+        self._owners.check(table)
 
     # Sequences ------------------------------------------------------------------------------------------------
 
     def append_tokens(self, table: BlockTable, num_tokens: int) -> None:
-        """Reserve ``num_tokens`` positions at the table's end, once per step for all layers of its group.
+        """Reserve ``num_tokens`` positions at the table's end, in all groups or in none.
 
-        Releases blocks that fell behind the sliding window, forks a shared, partially filled tail block, and
-        allocates the blocks missing.
+        Releases blocks that fell behind a sliding window, forks a shared, partially filled tail block, and allocates
+        the blocks missing.
 
         Raises:
             PoolExhaustedError: they do not fit; the table is as it was (blocks behind its window released).
             BlockStateError: the table was released.
         """
-        self._owners.check(table)
+        self.check(table)
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         with self.lock:
             self._owners.collect()  # a block shared only with a dropped table is not shared
-            group = self._group(table)
-            if group.spec.window is not None:
-                self._slide(group, table)
-            references = group.tail_references(table)
-            if num_tokens == 1 and references == 1:  # nearly every decode step
-                table.length += 1
-                group.touch()
-                return
-            needed = group.blocks_to_append(table, num_tokens)
-            blocks = self.allocate(table.group, needed) if needed else []
-            if references > 1:
-                try:
-                    own = self.copy_on_write_block(table, table.length // self.block_size, blocks[0])
-                except Exception:
-                    self.release(table.group, [block for block in blocks if block not in table.block_ids])
-                    raise
-                if own != blocks[0]:  # not shared any more: the allocation evicted the prefix
-                    self.release(table.group, blocks[:1])
-                del blocks[0]
-            table.block_ids.extend(blocks)
+            for group in self.groups:
+                group.slide(table)
+            references = [group.tail_references(table) for group in self.groups]
+            if num_tokens > 1 or any(count != 1 for count in references):  # not in nearly every decode step
+                self._extend(table, num_tokens, references)
             table.length += num_tokens
-            group.touch()
-            if blocks:
-                table.forget_indices()
+            for group in self.groups:
+                group.touch()
 
-    def append_token(self, group: int, tables: Sequence[BlockTable]) -> list[int]:
-        """Reserve one position at the end of each table of a group whose last block is its own and has room, as nearly
-        all have in a decode step, or that begins a block while some are free. Releases blocks that fell behind a
-        sliding window.
+    def _extend(self, table: BlockTable, num_tokens: int, references: Sequence[int]) -> None:
+        """Add the blocks for the next tokens; copy tail blocks that have several references."""
+        fresh = self._allocate([group.blocks_to_append(table, num_tokens) for group in self.groups])
+        try:
+            for group, blocks, count in zip(self.groups, fresh, references, strict=True):
+                if count > 1:
+                    if self.copy_on_write_block(table, group, blocks[0]) != blocks[0]:
+                        self.release(group.index, blocks[:1])  # not shared any more: the prefix was evicted
+                    del blocks[0]
+        except Exception:
+            for ids, blocks in zip(table.block_ids, fresh, strict=True):
+                blocks[:] = [block for block in blocks if block not in ids]
+            self._give_back(fresh)
+            raise
+        for group, blocks in zip(self.groups, fresh, strict=True):
+            if blocks:
+                table.block_ids[group.index].extend(blocks)
+                table.forget_indices(group.index)
+
+    def _allocate(self, counts: Sequence[int]) -> list[list[int]]:
+        """Take blocks of each group, or none. Raises PoolExhaustedError if they do not fit."""
+        blocks: list[list[int]] = [[] for _ in counts]
+        try:
+            for group, count in enumerate(counts):
+                if count:
+                    blocks[group] = self.allocate(group, count)
+        except Exception:
+            self._give_back(blocks)
+            raise
+        return blocks
+
+    def _give_back(self, blocks: Sequence[Sequence[int]]) -> None:
+        for group, ids in enumerate(blocks):
+            self.release(group, ids)
+
+    def append_token(self, tables: Sequence[BlockTable]) -> list[int]:
+        """Reserve one position at the end of each table whose last blocks are its own and have room, as nearly all have
+        in a decode step, or that begins blocks while some are free. Releases blocks that fell behind a sliding window.
 
         Returns:
             Indices of the other tables, which got no position: call :meth:`append_tokens` for them.
         """
-        own = self.groups[group]
-        refcount, owner, sees = own.allocator.refcount, self._owners.owner, own.sees
+        owner, size = self._owners.owner, self.block_size
+        parts = [(group, group.index, group.sees, group.allocator.refcount) for group in self.groups]
         others: list[int] = []
-        fresh: list[int] = []  # tables that begin a block
+        fresh: list[int] = []  # tables that begin blocks
         with self.lock.even_if_lost:
             self._owners.collect()
-            own.touch()
             index = 0
             try:
                 for index, table in enumerate(tables):
-                    ids, tail = table.block_ids, table.length // self.block_size
-                    is_usable = table.owner is owner and table.group == group and not table.released
-                    # A sliding window that is not full yet stays where it is.
-                    is_full = sees is not None and (sees.stride > 1 or table.length - table.logical_start >= sees.size)
-                    if is_full and is_usable:
-                        self._slide(own, table)
-                    if is_usable and tail < len(ids) and refcount(ids[tail]) == 1:
+                    tail = table.length // size
+                    has_room = begins = table.owner is owner and not table.released
+                    for group, place, sees, refcount in parts if has_room else ():
+                        # A sliding window that is not full yet stays where it is.
+                        if sees and (sees.stride > 1 or table.length - table.starts[place] >= sees.size):
+                            group.slide(table)
+                        ids = table.block_ids[place]
+                        if tail == len(ids):
+                            has_room, begins = False, begins and len(fresh) < group.allocator.num_free
+                        else:
+                            has_room, begins = has_room and refcount(ids[tail]) == 1, False
+                    if has_room:
                         table.length += 1
-                    elif is_usable and tail == len(ids) and len(fresh) < own.allocator.num_free:
-                        fresh.append(index)
                     else:
-                        others.append(index)
+                        (fresh if begins else others).append(index)
                 index = len(tables)
-                for begun in fresh:  # first: nothing may fail between taking the blocks and adding them
-                    tables[begun].forget_indices()
-                blocks = self.allocate(group, len(fresh)) if fresh else []
+                blocks = self._allocate([len(fresh)] * len(parts)) if fresh else []
             except Exception:
                 for done in set(range(index)).difference(others, fresh):
                     tables[done].length -= 1
                 raise
-            for index, block in zip(fresh, blocks, strict=True):
-                tables[index].block_ids.append(block)
-                tables[index].length += 1
+            for group in self.groups:
+                group.epoch += 1
+                for begun, block in zip(fresh, blocks[group.index] if fresh else (), strict=True):
+                    tables[begun].block_ids[group.index].append(block)
+                    tables[begun].forget_indices(group.index)
+            for begun in fresh:
+                tables[begun].length += 1
         return others
 
     def slide(self, tables: Iterable[BlockTable]) -> bool:
         """Release blocks that the tables' next tokens do not see, as :meth:`append_tokens` would, so that they count as
         free or cached. Returns whether any table changed."""
-        slid = False
         with self.lock.even_if_lost:
-            for table in tables:
-                if not table.released and self._slide(self._group(table), table):
-                    self._group(table).touch()
-                    slid = True
-        return slid
+            # A list: each group of each table must slide.
+            return any([group.slide(table) for table in tables if not table.released for group in self.groups])
 
-    def _slide(self, group: Group, table: BlockTable) -> bool:
-        """Release the blocks that the table's next token does not see. Returns whether it sees less than before."""
-        start = 0 if group.sees is None else group.sees.first_seen(table.length)
-        if start <= table.logical_start:
-            return False
-        if start // self.block_size > table.logical_start // self.block_size:  # not in most decode steps
-            behind = table.behind(start)
-            gone = table.block_ids[behind]
-            group.allocator.release(gone)
-            table.block_ids[behind] = [NULL_BLOCK] * len(gone)
-            table.forget_indices()
-        table.logical_start = start
-        return True
-
-    def ensure_free_for(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
-        """Make blocks available for the next tokens of a sequence's tables (those as long as the first), in all groups
-        before any is taken."""
-        length = tables[0].length
-        level = [table for table in tables if table.length == length]
-        self.slide(level)
-        counts = [0] * len(self.groups)
-        for table in level:
-            counts[table.group] = self._group(table).blocks_to_append(table, num_tokens)
-        self.memory.ensure_free(counts)
-
-    def copy_on_write_block(self, table: BlockTable, index: int, target: int | None = None) -> int:
-        """Give the table a block of its own at ``index`` if the present one is shared.
+    def copy_on_write_block(self, table: BlockTable, group: Group, target: int) -> int:
+        """Give the table an own block in place of its last one in a group, if that is shared.
 
         Args:
             table: the table.
-            index: index of the block in the table.
-            target: a block already allocated for the copy; None: allocate one.
+            group: the group.
+            target: a block that has been allocated for the copy.
 
         Returns:
-            The id now in ``table.block_ids[index]`` (unchanged if it was not shared).
+            The id of the table's last block now: ``target``, or the same as before if it was not shared.
         """
-        self._owners.check(table)
-        with self.lock:
-            self._owners.collect()
-            group = self._group(table)
-            if group.allocator.refcount(table.block_ids[index]) <= 1:
-                return table.block_ids[index]
-            own = self.allocate(table.group, 1)[0] if target is None else target
-            try:
-                self.lock.is_dirty = True
-                shared = table.block_ids[index]
-                for blocks in group.blocks:
-                    blocks.copy([shared], [own])
-                group.allocator.release([shared])
-                table.block_ids[index] = own
-                table.forget_indices()
-                group.touch()
-                self.cow_forks += 1
-            except Exception:
-                if target is None and own not in table.block_ids:
-                    self.release(table.group, [own])
-                raise
-            return own
+        ids, index = table.block_ids[group.index], table.length // self.block_size
+        shared = ids[index]
+        if group.allocator.refcount(shared) <= 1:
+            return shared
+        self.lock.is_dirty = True
+        for blocks in group.blocks:
+            blocks.copy([shared], [target])
+        group.allocator.release([shared])
+        ids[index] = target
+        table.forget_indices(group.index)
+        self.cow_forks += 1
+        return target
 
     def check_trim(self, table: BlockTable, length: int) -> None:
         """Raise TrimError if the table cannot be cut to ``length`` tokens."""
-        self._owners.check(table)
-        spec = self._group(table).spec
+        self.check(table)
         if not 0 <= length <= table.length:
             raise TrimError(f"cannot trim to {length} tokens: the table has {table.length}")
-        if spec.first_kept(length) < table.logical_start:
-            raise TrimError(
-                f"cannot trim to {length} tokens: the next token sees positions from {spec.first_kept(length)} on, "
-                f"the table holds those from {table.logical_start} on"
-            )
+        for group, start in zip(self.groups, table.starts, strict=True):
+            first = group.spec.first_kept(length)
+            if first < start:
+                raise TrimError(
+                    f"cannot trim to {length} tokens: the next token sees positions from {first} on, the table holds "
+                    f"those from {start} on"
+                )
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Drop the last ``num_tokens`` tokens; blocks wholly beyond the new end are released.
@@ -355,11 +362,8 @@ class BlockPool:
         self.check_trim(table, length)
         with self.lock.even_if_lost:
             table.length = length
-            keep = -(-length // self.block_size)
-            self._group(table).allocator.release(table.block_ids[keep:])
-            del table.block_ids[keep:]
-            table.forget_indices()
-            self._group(table).touch()
+            for group in self.groups:
+                group.drop_blocks(table, -(-length // self.block_size))
 
     # Keys and values ------------------------------------------------------------------------------------------
 
@@ -406,37 +410,52 @@ class BlockPool:
 
         Args:
             layer: index of the layer in the model.
-            tables: one per sequence, of the layer's group.
+            tables: one per sequence.
             counts: new tokens of each sequence, at least 1; an int holds for all of them.
 
         Raises:
-            GeometryError: the layer is not of the tables' group, or fewer tokens are reserved.
+            GeometryError: fewer tokens are reserved.
             BlockStateError: a table was released, or a block of those positions is shared.
         """
         for table in tables:
-            self.check(table, layer)
-        tokens = NewTokens(tables, (counts,) * len(tables) if isinstance(counts, int) else counts)
+            self.check(table)
+        counts = (counts,) * len(tables) if isinstance(counts, int) else counts
+        tokens = NewTokens(tables, counts, self.places[layer][0])
         self.begin(self.group_of(layer), tokens)
         return tokens
 
     def begin(self, group: Group, tokens: NewTokens) -> None:
-        """Begin a step of new tokens; see :meth:`Group.begin`."""
-        self._owners.collect()  # a block shared only with a dropped table is not shared
-        group.begin(tokens)
+        """Begin a step of new tokens, unless that was done since the group's last change.
 
-    def check(self, table: BlockTable, layer: int) -> None:
-        """Raise BlockStateError if a table was released or belongs to another pool, and GeometryError if it is not of
-        the layer's group."""
-        self._owners.check(table)
-        if table.group != self.places[layer][0]:
-            raise GeometryError(f"layer {layer} does not belong to the table's group {table.group}")
+        Raises:
+            GeometryError: fewer positions are reserved.
+            BlockStateError: a table was released, or a block of those positions is shared.
+        """
+        self._owners.collect()  # a block shared only with a dropped table is not shared
+        if tokens.epoch == group.epoch:
+            return
+        refcount, size = group.allocator.refcount, self.block_size
+        for table, num_tokens in zip(tokens.tables, tokens.counts, strict=True):
+            first = table.length - num_tokens
+            if table.released:
+                raise BlockStateError("the table was released")
+            if first < 0:
+                raise GeometryError(
+                    f"cannot write {num_tokens} tokens: only {table.length} reserved; call append_tokens first"
+                )
+            for block_id in table.block_ids[group.index][first // size :]:
+                if refcount(block_id) != 1:
+                    raise BlockStateError(
+                        f"cannot write block {block_id}: it has {refcount(block_id)} references, not 1"
+                    )
+        tokens.begin(group.epoch, group.allocator.num_blocks)
 
     def write(self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
         """Write keys and values of the last n reserved tokens of each of B sequences, as they are (no cast).
 
         Args:
             layer: index of the layer in the model.
-            tables: B tables of the layer's group, each with at least n tokens.
+            tables: B tables, each with at least n tokens.
             k: ``[B, n_kv_heads, n, k_head_dim]``.
             v: ``[B, n_kv_heads, n, v_head_dim]``.
 
@@ -486,7 +505,6 @@ class BlockPool:
 
         Raises:
             BlockStateError: the table was released, or nothing was written yet.
-            GeometryError: the layer is not of the table's group.
         """
         return self._gather(table, layer, stored=False)
 
@@ -495,17 +513,18 @@ class BlockPool:
         :meth:`write_stored`: rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages, else keys and values.
 
         Raises:
-            BlockStateError, GeometryError: as :meth:`gather_visible`.
+            BlockStateError: as :meth:`gather_visible`.
         """
         return self._gather(table, layer, stored=True)
 
     def _gather(self, table: BlockTable, layer: int, *, stored: bool) -> tuple[mx.array, mx.array]:
-        self.check(table, layer)
-        if self.group_of(layer).geometry is None or not table.num_visible:
+        self.check(table)
+        group = self.group_of(layer)
+        if group.geometry is None or not table.num_visible(group.index):
             raise BlockStateError("nothing has been written to this table")
         with self.lock:
             self.lock.is_dirty = True
-            return self.blocks_of(layer).gather(table, stored=stored)
+            return self.blocks_of(layer).gather(table, group.index, stored=stored)
 
     def ready(self, layer: int | None = None) -> list[mx.array]:
         """Return small arrays that are ready when all writes so far are, or those to one layer; none before the first
@@ -534,7 +553,5 @@ class BlockPool:
             self._owners.collect()
             for index, group in enumerate(self.groups):
                 held = [ids for holder in self.holders() for ids in holder.held(index)]
-                check_group(
-                    group, [table for table in tables if table.group == index], self._owners.lists(index) + held
-                )
+                check_group(group, tables, self._owners.lists(index) + held)
             self.memory.states.check_integrity(self._owners.state_nbytes)

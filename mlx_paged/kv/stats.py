@@ -146,12 +146,13 @@ def check_group(group: Group, tables: Sequence[BlockTable], held: Sequence[Seque
     """
     group.allocator.check_integrity(held)
     for table in tables:
+        ids, start = table.block_ids[group.index], table.starts[group.index]
         entries = -(-table.length // group.block_size)
         # A table that starts inside a block has no entry for that block until tokens are appended.
-        fewest = table.length // group.block_size if table.length == table.logical_start else entries
-        if len(table.block_ids) not in (fewest, entries):
-            raise BlockStateError(f"{table} must have {entries} block ids, got {len(table.block_ids)}")
-        if NULL_BLOCK in table.block_ids[table.logical_start // group.block_size :]:
+        fewest = table.length // group.block_size if table.length == start else entries
+        if len(ids) not in (fewest, entries):
+            raise BlockStateError(f"{table} must have {entries} block ids, got {len(ids)}")
+        if NULL_BLOCK in ids[start // group.block_size :]:
             raise BlockStateError(f"{table} has released a block that is still visible")
     if not group.has_tensors and group.allocator.num_blocks == 1:
         return

@@ -12,7 +12,7 @@ from ..errors import PoolExhaustedError, check_device
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from .entry import Entry, is_saved, next_key, serves, table_over
+from .entry import Entry, is_saved, next_key, serves
 from .prefix_cache import PrefixCache
 from .shelf import Shelf
 from .states import SavedStates
@@ -102,12 +102,19 @@ class DiskTier:
                 break
             limit = found.end - 1  # bad files have been deleted: look again
         assert loaded is not None
-        tables: list[BlockTable] = []
+        num_held, firsts = match.length // cache.block_size, _first_blocks(cache, found.end)
+        # What windows have left in the cache behind their first blocks is not taken.
+        ids = [
+            blocks[:num_held] if first <= num_held else [NULL_BLOCK] * min(first, found.end // cache.block_size)
+            for blocks, first in zip(match.blocks, firsts, strict=True)
+        ]
+        starts = [first * cache.block_size for first in firsts]
+        table = cache.pool.table_over(ids, found.end, [min(start, found.end) for start in starts])
         try:
-            self._write_back(cache, found, match.blocks, match.length // cache.block_size, loaded, tables)
+            self._write_back(cache, table, num_held, firsts, loaded)
             states = loaded.pop(STATES) if to_state else None
             kept = None if states is None else (lambda: (states.nbytes, states))
-            done = cache.insert(tokens[: found.end], tables, salt, states=kept)
+            done = cache.insert(tokens[: found.end], table, salt, states=kept)
             return found.end - match.length if done else 0
         except PoolExhaustedError:
             return 0
@@ -118,8 +125,7 @@ class DiskTier:
             self.shelf.warn(f"prefix files in {self.shelf.path} do not match the model: {error}")
             return 0
         finally:
-            for table in tables:
-                cache.pool.release_table(table)
+            cache.pool.release_table(table)
 
     def _find(
         self, cache: PrefixCache, tokens: Sequence[int], salt: Hashable, length: int, limit: int, to_state: bool
@@ -182,30 +188,23 @@ class DiskTier:
             loaded[STATES] = SavedStates(read[1], read[0])
         return loaded
 
+    @staticmethod
     def _write_back(
-        self,
-        cache: PrefixCache,
-        found: _Found,
-        blocks: Sequence[Sequence[int]],
-        num_held: int,
-        loaded: dict[str, Any],
-        tables: list[BlockTable],
+        cache: PrefixCache, table: BlockTable, num_held: int, firsts: Sequence[int], loaded: dict[str, Any]
     ) -> None:
-        """Add to ``tables`` ones that continue the cache's first ``num_held`` blocks with the loaded arrays. The caller
-        must release them, also after an error."""
-        pool, base = cache.pool, num_held * cache.block_size
-        for group, first in enumerate(_first_blocks(cache, found.end)):
-            start = max(base, first * cache.block_size)
-            if start > base:
-                tables.append(pool.new_table(group, start=start))
-            else:
-                tables.append(table_over(pool, group, blocks[group][:num_held], base))
-            if start >= found.end:
+        """Write the loaded arrays to new blocks of the table, whose first ``num_held`` blocks the cache holds.
+
+        ``firsts``: of each group, the first block that the table's next token needs.
+        """
+        pool = cache.pool
+        for group, first in zip(pool.groups, firsts, strict=True):
+            start = max(num_held, first) * cache.block_size
+            if start >= table.length:
                 continue  # the next token sees only itself
-            pool.append_tokens(tables[group], found.end - start)
-            for layer in pool.groups[group].spec.layers:
+            pool.fill(table, group.index, start)
+            for layer in group.spec.layers:
                 k, v = (mx.concatenate(loaded[f"{name}{layer}"], axis=2) for name in "kv")
-                pool.write_stored(layer, [tables[group]], k, v)
+                pool.write_stored(layer, [table], k, v)
                 mx.eval(pool.ready(layer))
 
 
@@ -233,9 +232,11 @@ def _reader(pool: BlockPool, group: int, entry: Entry) -> Callable[[], tuple[dic
 
     def read() -> tuple[dict[str, mx.array], str]:
         low = entry.end - len(entry.tokens)
-        table = table_over(pool, group, [NULL_BLOCK] * (low // pool.block_size) + [entry.blocks[group]], entry.end)
+        ids: list[list[int]] = [[] for _ in pool.groups]
+        starts = [entry.end] * len(ids)
+        ids[group], starts[group] = [NULL_BLOCK] * (low // pool.block_size) + [entry.blocks[group]], low
+        table = pool.table_over(ids, entry.end, starts)
         try:
-            table.logical_start = low
             arrays: dict[str, mx.array] = {}
             for layer in pool.groups[group].spec.layers:
                 pair = zip("kv", pool.read_stored(table, layer), strict=True)

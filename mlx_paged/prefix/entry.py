@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 from ..kv.allocator import NULL_BLOCK
 from ..kv.attention_params import Window
-from ..kv.block_table import BlockTable
 from ..kv.memory import StateSlot
-from ..kv.pool import BlockPool
 
 
 class SavedName(NamedTuple):
@@ -132,23 +130,3 @@ def serves(windows: Sequence[Window | None], block_size: int, length: int, is_he
         if not all(is_held(index, group) for index in blocks):
             return False
     return True
-
-
-def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: int) -> BlockTable:
-    """Return a table over shared blocks, with its own reference on each, as a prefill of ``length`` tokens would have
-    left it.
-
-    Args:
-        pool: the blocks' pool.
-        group: index of their group.
-        block_ids: by position; null before the group's window.
-        length: number of tokens that they hold.
-    """
-    with pool.lock:
-        table = pool.new_table(group)
-        pool.retain(group, block_ids)
-        table.block_ids.extend(block_ids)
-        table.length = length
-        table.logical_start = pool.groups[group].spec.first_kept(length)
-        table.forget_indices()
-        return table

@@ -17,7 +17,7 @@ from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.memory import STATES_SHARE, StateSlot
 from ..kv.pool import BlockPool
-from .entry import Entry, Match, is_saved, next_key, serves, table_over
+from .entry import Entry, Match, is_saved, next_key, serves
 
 # Largest share of a pool's budget for prefixes that requests ask to keep, so that others always have room.
 KEPT_SHARE = 1 / 2
@@ -149,15 +149,15 @@ class PrefixCache:
 
     def adopt(
         self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False
-    ) -> tuple[Match, list[BlockTable]]:
-        """Return the longest prefix (:meth:`match`), and tables over its blocks, one per group, which the caller owns
-        and must release. No bytes are copied; a write to a shared, partially filled block copies it first."""
+    ) -> tuple[Match, BlockTable]:
+        """Return the longest prefix (:meth:`match`), and a table over its blocks, which the caller owns and must
+        release. No bytes are copied; a write to a shared, partially filled block copies it first."""
         if self.tier is not None:
             self.tier.restore(self, tokens, salt, to_state)
         with self.pool.lock:
             match = self.match(tokens, salt, to_state=to_state)
             self.hit_tokens += match.length
-            tables = [table_over(self.pool, group, ids, match.length) for group, ids in enumerate(match.blocks)]
+            table = self.pool.table_over(match.blocks, match.length)
             self._touch(match.path)
             for window, behind in zip(self.windows, self._behind, strict=True):
                 seen = 0 if window is None else window.first_seen(match.length) // self.block_size
@@ -165,7 +165,7 @@ class PrefixCache:
                     behind.pop(entry, None)
             if to_state and match.path:
                 self._states.move_to_end(match.path[-1])
-            return match, tables
+            return match, table
 
     def num_alone(self, match: Match) -> list[int]:
         """Return, per group, how many blocks of a match only this cache holds."""
@@ -181,7 +181,7 @@ class PrefixCache:
     def insert(
         self,
         tokens: Sequence[int],
-        tables: Sequence[BlockTable],
+        table: BlockTable,
         salt: Hashable = None,
         *,
         states: Callable[[], tuple[int, Any]] | None = None,
@@ -189,11 +189,11 @@ class PrefixCache:
     ) -> bool:
         """Take references on the whole blocks of ``tokens``, and with ``states`` on the block of the last ones.
 
-        The caller keeps the tables and may go on writing: a partially filled block is shared then, and copied first.
+        The caller keeps the table and may go on writing: a partially filled block is shared then, and copied first.
 
         Args:
             tokens: from position 0 on.
-            tables: one per group, which hold the tokens.
+            table: holds the tokens.
             salt: see :meth:`root`.
             states: returns the bytes and the caches of a checkpoint at the tokens' end, which are never written to;
                 called if there is none yet.
@@ -205,13 +205,10 @@ class PrefixCache:
             Then nothing is inserted.
 
         Raises:
-            ValueError: the tables do not hold the tokens. Nothing was changed.
+            ValueError: the table does not hold the tokens. Nothing was changed.
         """
-        if [table.group for table in tables] != list(range(len(self.windows))):
-            raise ValueError("tables must be one per group of the pool, in order")
-        for table in tables:
-            if table.released or table.length < len(tokens):
-                raise ValueError(f"{table} does not hold {len(tokens)} tokens")
+        if table.released or table.length < len(tokens) or len(table.block_ids) != len(self.windows):
+            raise ValueError(f"{table} does not hold {len(tokens)} tokens of this pool")
         if not tokens:
             return True
         with self.pool.lock:
@@ -224,7 +221,7 @@ class PrefixCache:
                     return False
             path: list[Entry] = []
             try:
-                self._add(path, tokens if states is not None else self._whole(tokens), tables, salt)
+                self._add(path, tokens if states is not None else self._whole(tokens), table, salt)
             finally:
                 self._touch(path)
             if slot is not None and path and path[-1].end == len(tokens):
@@ -251,7 +248,7 @@ class PrefixCache:
             return None
         return memory.states.take(nbytes, caches)
 
-    def _add(self, path: list[Entry], tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable) -> None:
+    def _add(self, path: list[Entry], tokens: Sequence[int], table: BlockTable, salt: Hashable) -> None:
         """Add the entries of ``tokens`` that are missing, and append all of them to ``path``."""
         parent: Entry | None = None
         key = self.root(salt)
@@ -262,8 +259,8 @@ class PrefixCache:
             if entry is not None and entry.tokens != part:
                 return  # another prefix has the same hash
             if entry is None:
-                entry = Entry(before, key, parent, part, len(tables), stays_in_memory=not is_saved(salt))
-                self._hold(entry, tables, low // self.block_size)
+                entry = Entry(before, key, parent, part, len(self.windows), stays_in_memory=not is_saved(salt))
+                self._hold(entry, table, low // self.block_size)
                 self.entries[key] = entry
                 if len(part) < self.block_size:
                     self._tails.setdefault(before, []).append(entry)
@@ -271,14 +268,14 @@ class PrefixCache:
                     parent.num_children += 1
                     self._note_behind(parent)
             else:  # blocks that a window's group has lost come back
-                self._hold(entry, tables, low // self.block_size)
+                self._hold(entry, table, low // self.block_size)
             path.append(entry)
             parent = entry
 
-    def _hold(self, entry: Entry, tables: Sequence[BlockTable], index: int) -> None:
-        """Take references on the blocks at ``index`` of the tables that the entry does not hold yet."""
-        for group, table in enumerate(tables):
-            block = table.block_ids[index] if index < len(table.block_ids) else NULL_BLOCK
+    def _hold(self, entry: Entry, table: BlockTable, index: int) -> None:
+        """Take references on the table's blocks at ``index`` that the entry does not hold yet."""
+        for group, ids in enumerate(table.block_ids):
+            block = ids[index] if index < len(ids) else NULL_BLOCK
             if entry.blocks[group] == NULL_BLOCK != block:
                 self.pool.retain(group, [block])
                 self._counts[group][block] += 1
@@ -522,8 +519,7 @@ def _is_held(path: Sequence[Entry], index: int, group: int) -> bool:
 def _abandon(pool: weakref.ref[BlockPool], counts: list[Counter[int]]) -> None:
     """Release the references of a cache that was dropped."""
     if (alive := pool()) is not None:
-        for group, blocks in enumerate(counts):
-            alive.abandon(group, list(blocks.elements()))
+        alive.abandon([list(blocks.elements()) for blocks in counts])
 
 
 class SharedPrefixes:
@@ -548,7 +544,7 @@ class SharedPrefixes:
 
     def adopt(
         self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False
-    ) -> tuple[Match, list[BlockTable]]:
+    ) -> tuple[Match, BlockTable]:
         """See :meth:`PrefixCache.adopt`."""
         return self.cache.adopt(tokens, (self.name, salt), to_state=to_state)
 
@@ -561,9 +557,6 @@ class SharedPrefixes:
         """See :meth:`PrefixCache.known_length`."""
         return self.cache.known_length(tokens, (self.name, salt))
 
-    def insert(
-        self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None, **options: Any
-    ) -> bool:
-        """Insert the tokens that all tables hold; see :meth:`PrefixCache.insert`."""
-        length = min([len(tokens), *(table.length for table in tables)])
-        return self.cache.insert(tokens[:length], tables, (self.name, salt), **options)
+    def insert(self, tokens: Sequence[int], table: BlockTable, salt: Hashable = None, **options: Any) -> bool:
+        """Insert the tokens that the table holds; see :meth:`PrefixCache.insert`."""
+        return self.cache.insert(tokens[: table.length], table, (self.name, salt), **options)

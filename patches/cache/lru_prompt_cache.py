@@ -158,8 +158,8 @@ class PagedPromptCache:
             return self._fetch_unpaged(model, tokens)
         caches: list[Any] = []
         for prefixes, kinds in shared:
-            _, tables = prefixes.adopt(tokens[: length + 1], self._salt)
-            sequence = SequenceTables.over(prefixes.pool, tables)
+            _, table = prefixes.adopt(tokens[: length + 1], self._salt)
+            sequence = SequenceTables.over(prefixes.pool, table)
             caches += with_leaves(kinds, [kind(sequence, layer) for layer, kind in enumerate(leaves(kinds))])
         return caches, tokens[length:]
 
@@ -174,7 +174,7 @@ class PagedPromptCache:
         self.learn_layout(model, prompt_cache)
         for number, sequence in enumerate(sequences):
             prefixes = SharedPrefixes(self.cache_of(sequence.pool), self._name(model, number, sequence.pool))
-            prefixes.insert(tokens[: sequence.length], sequence.tables, self._salt)
+            prefixes.insert(tokens[: sequence.length], sequence.table, self._salt)
         self._trim(self.max_size, self.max_bytes)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:

@@ -256,7 +256,7 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
                 raise PromptCacheError(f"layer {new.layer} of the prompt cache: {error}") from None
             continue
         keys, values = _in_order(old)
-        expected = new.pool.groups[new.table.group].geometry
+        expected = new.group.geometry
         shape = kv_shape_of(model)
         if expected is not None:
             shape = expected.num_kv_heads, expected.k_head_dim + expected.v_head_dim * new.split_keys

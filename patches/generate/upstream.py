@@ -24,11 +24,11 @@ def request_progress(request: Request) -> dict[str, Any]:
     ``tokens`` are in the request's cache, ``cached_tokens`` of them were found in a prefix cache, ``computing_tokens``
     are being computed after them. ``blocks`` lists, for each group, runs of the blocks held as ``[first, number]``.
     """
-    tables = request.tables if request.caches is not None else None
+    table = request.table if request.caches is not None else None
     is_prefilled = request.is_prefilled
-    computing = 0 if not tables or is_prefilled else max(0, tables[0].length - request.length)
+    computing = 0 if table is None or is_prefilled else max(0, table.length - request.length)
     has_begun = request.num_reported > 0 or request.num_generated > 0
-    if tables is None and request.caches is None:
+    if table is None and request.caches is None:
         state = "preempted" if has_begun else "waiting"
     else:
         state = "decode" if is_prefilled else "prefill"
@@ -41,7 +41,7 @@ def request_progress(request: Request) -> dict[str, Any]:
         "tokens": request.length,
         "computing_tokens": computing,
         "generated_tokens": request.num_generated,
-        "blocks": [runs(list(table.block_ids)) for table in tables or ()],
+        "blocks": [runs(list(ids)) for ids in table.block_ids] if table is not None else [],
     }
 
 

@@ -124,5 +124,5 @@ def _for_upstream(cache: Any, kind: type[GatheredCache]) -> Any:
 def _longest(cache: Any, num_tokens: int) -> int:
     """Return the length of the longest sequence, including its new tokens."""
     if isinstance(cache, PagedBatchKVCache):
-        return max(table.length for table in cache.batch.tokens[cache.group_index].tables)
+        return max(table.length for table in cache.batch.tables)
     return int(cache.offset) + num_tokens

@@ -250,9 +250,9 @@ def full(rows: int, nodes: int) -> float:
     for _ in range(nodes):
         if not bench.pool.memory.room()[0]:
             break
-        prefix = bench.pool.new_table(0)
+        prefix = bench.pool.new_table()
         bench.pool.append_tokens(prefix, BLOCK)
-        bench.prefixes.insert(bench.prompt(BLOCK), [prefix])
+        bench.prefixes.insert(bench.prompt(BLOCK), prefix)
         bench.pool.release_table(prefix)
     return bench.steps(2 * BLOCK)
 

@@ -27,7 +27,8 @@ from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
-from tests.support.pools import paged_attention
+from tests.support.pools import kv as any_kv
+from tests.support.pools import noise, paged_attention
 
 HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
 
@@ -39,12 +40,8 @@ def fresh_counts() -> Iterator[None]:
     reset_dispatch_counts()
 
 
-def noise(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype)
-
-
 def kv(seed: int, n: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
-    return noise(2 * seed, 1, HEADS, n, DIM, dtype=dtype), noise(2 * seed + 1, 1, HEADS, n, VDIM, dtype=dtype)
+    return any_kv(seed, n, heads=HEADS, kd=DIM, vd=VDIM, dtype=dtype)
 
 
 def assert_equal(got: mx.array, expected: mx.array) -> None:
@@ -73,12 +70,8 @@ def pool_with(
 # What is recorded -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_recorded_before_the_first_call() -> None:
-    assert last_dispatch() is None
-    assert dispatch_counts() == {}
-
-
 def test_each_path_is_recorded_with_its_reason_and_counted() -> None:
+    assert last_dispatch() is None and dispatch_counts() == {}
     cache = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,))], block_size=4)), 0)
 
     def step(seed: int, n: int) -> None:
@@ -107,14 +100,6 @@ def test_counts_are_a_copy_and_reset_clears_them() -> None:
     assert dispatch_counts() == {} and last_dispatch() is None
 
 
-def test_package_exports_the_dispatch_functions() -> None:
-    import mlx_paged
-
-    assert mlx_paged.last_dispatch is last_dispatch
-    assert mlx_paged.dispatch_counts is dispatch_counts
-    assert mlx_paged.reset_dispatch_counts is reset_dispatch_counts
-
-
 # Numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -131,43 +116,11 @@ def test_a_ragged_batch_equals_each_sequence_alone(lengths: list[int], dtype: mx
     assert sum(dispatch_counts().values()) == 1
 
 
-def test_rows_follow_the_order_of_tables() -> None:
-    pool, tables, _ = pool_with([5, 9, 2])
-    q = noise(99, 3, Q_HEADS, 1, DIM)
-    forward = paged_attention(q, pool, 0, tables, AttentionParams(SCALE))
-    backward = paged_attention(q[::-1], pool, 0, tables[::-1], AttentionParams(SCALE))
-    assert_equal(backward[::-1], forward)
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_queries_and_tables_must_match_in_number(rows: int) -> None:
     pool, tables, _ = pool_with([5, 9])
     with pytest.raises(GeometryError):
         paged_attention(noise(99, rows, Q_HEADS, 1, DIM), pool, 0, tables, AttentionParams(SCALE))
-
-
-def test_a_batch_of_forks_decodes_as_dense() -> None:
-    pool, tables, dense = pool_with([6])
-    tables += [pool.fork(tables[0]) for _ in range(2)]
-    dense *= 3
-    for step in range(6):
-        for table in tables:
-            pool.append_tokens(table, 1)
-        k, v = noise(50 + step, 3, HEADS, 1, DIM), noise(80 + step, 3, HEADS, 1, VDIM)
-        pool.write(0, tables, k, v)
-        dense = [
-            tuple(
-                mx.concatenate([old, new[row : row + 1]], axis=2) for old, new in zip(dense[row], (k, v), strict=True)
-            )
-            for row in range(3)
-        ]
-        q = noise(20 + step, 3, Q_HEADS, 1, DIM)
-        got = paged_attention(q, pool, 0, tables, AttentionParams(SCALE))
-        for row in range(3):
-            assert_equal(
-                got[row : row + 1], mx.fast.scaled_dot_product_attention(q[row : row + 1], *dense[row], scale=SCALE)
-            )
-    assert pool.stats().cow_forks == 2
 
 
 def test_decode_takes_a_mask_over_the_visible_tokens() -> None:
@@ -196,35 +149,6 @@ def test_prefill_equals_dense_with_and_without_a_prefix(prefix: int, mask: str |
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=given))
     dispatch = last_dispatch()
     assert dispatch is not None and dispatch.path == ("gather" if prefix else "prefill")
-
-
-def test_prefill_without_a_prefix_reads_nothing_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, tables, [(k, v)] = pool_with([5])
-    monkeypatch.setattr(pool, "gather_visible", None)
-    q = noise(99, 1, Q_HEADS, 5, DIM)
-    tokens = pool.tokens_of(0, tables, 5)
-    got = attend(q, (k, v), pool.groups[0], 0, tokens, AttentionParams(SCALE, "causal"), is_written=True)
-    assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask="causal"))
-
-
-def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
-    window = 6
-    pool = BlockPool([LayerGroup((0,), window)], block_size=4)
-    tables = [pool.new_table(), pool.new_table()]
-    parts = [kv(1, 15), kv(2, 3)]
-    for table, (k, v) in zip(tables, parts, strict=True):
-        n = k.shape[2]
-        pool.append_tokens(table, n - 1)
-        pool.write_prefill(table, 0, k[:, :, : n - 1], v[:, :, : n - 1])
-        pool.append_tokens(table, 1)
-        pool.write(0, [table], k[:, :, n - 1 :], v[:, :, n - 1 :])
-    q = noise(99, 2, Q_HEADS, 1, DIM)
-    got = gather_attention(q, pool.groups[0], 0, pool.tokens_of(0, tables, 1), AttentionParams(SCALE))
-    for row, (k, v) in enumerate(parts):
-        expected = mx.fast.scaled_dot_product_attention(
-            q[row : row + 1], k[:, :, -window:], v[:, :, -window:], scale=SCALE
-        )
-        np.testing.assert_allclose(np.array(got[row : row + 1]), np.array(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
@@ -271,7 +195,6 @@ def test_rows_attend_with_the_bits_of_each_alone(window: int | None, dtype: mx.D
         assert_equal(got[row : row + 1], alone)
 
 
-# On a Mac ---------------------------------------------------------------------------------------------------------
 # On CUDA ----------------------------------------------------------------------------------------------------------
 
 

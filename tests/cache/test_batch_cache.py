@@ -13,7 +13,6 @@ from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kv.attention_params import AttentionParams
-from mlx_paged.kv.new_tokens import NewTokens
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
 LAYERS = 3  # 0 and 2 global, 1 sliding
@@ -109,26 +108,6 @@ def test_all_layers_share_one_offset_array_per_step() -> None:
         for cache, (q, k, v) in zip(batch, random_step(2, 1, 0), strict=True):
             cache.attend(q, k, v, AttentionParams(SCALE))
     assert batch[0].offset.tolist() == [8, 12]
-
-
-def test_tables_are_checked_once_per_step_not_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = pool_of()
-    batch = merged([sequence(pool, 3), sequence(pool, 6)])
-    begun: list[int] = []
-    whole = NewTokens.begin
-
-    def counted(self: NewTokens, *args: int) -> None:
-        begun.append(len(self.tables))
-        whole(self, *args)
-
-    monkeypatch.setattr(NewTokens, "begin", counted)
-    for seed in range(3):
-        attend(batch, random_step(2, 1, seed))
-    assert begun == [2] * 3 * len(pool.groups)
-    # A table that changes outside the batch makes it check the tables again.
-    pool.groups[0].touch()
-    batch[0].batch.tokens_of(0)
-    assert len(begun) == 3 * len(pool.groups) + 1
 
 
 def test_failed_reserve_changes_nothing() -> None:

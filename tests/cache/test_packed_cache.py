@@ -278,22 +278,22 @@ def test_positions_are_reserved_in_all_groups_or_in_none() -> None:
     token = 2 * KV_HEADS * DIM * 4
     pool = pool_of(budget=16 * BLOCK * token * LAYERS)
     rows = sequences(pool, (9, 30))
-    lengths = [[table.length for table in row.tables] for row in rows]
+    lengths = [row.table.length for row in rows]
     stats = pool.stats()
-    original = pool.append_tokens
+    original = pool.allocate
 
-    def fails_in_the_second_group(table: object, num_tokens: int) -> None:
-        if table is rows[0].tables[1]:
+    def fails_in_the_second_group(group: int, count: int) -> list[int]:
+        if group == 1:
             raise OSError("injected")
-        original(table, num_tokens)
+        return original(group, count)
 
-    pool.append_tokens = fails_in_the_second_group  # type: ignore[method-assign, assignment]
+    pool.allocate = fails_in_the_second_group  # type: ignore[method-assign]
     with pytest.raises(OSError, match="injected"):
         rows[0].reserve(12)
-    del pool.append_tokens
+    del pool.allocate
     with pytest.raises(PoolExhaustedError):
         rows[1].reserve(400)
-    assert [[table.length for table in row.tables] for row in rows] == lengths
+    assert [row.table.length for row in rows] == lengths
     assert pool.stats().live_blocks <= stats.live_blocks, "only blocks behind a window are released"
     rows[0].reserve(12)  # a sequence that continues alone uses them too
     for layer, (q, k, v) in enumerate(noise(5, 1, 12)):

@@ -14,7 +14,8 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import GeometryError, PoolExhaustedError, PromptCacheError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from tests.support.caches import HEADS, KD, VD, assert_same, caches_of, dense_of, filled, kv, noise
+from tests.support.caches import HEADS, KD, VD, assert_same, caches_of, dense_of, filled, kv
+from tests.support.pools import noise
 
 # Forks ------------------------------------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ def test_load_refuses_a_cache_in_use() -> None:
 def test_load_refuses_a_length_unlike_that_of_earlier_layers() -> None:
     first, second = caches_of(layers=2)
     first.load(*kv(1, 6), 6)
-    with pytest.raises(PromptCacheError, match="holds positions 0 to 5, the earlier layers of its group 0 to 6"):
+    with pytest.raises(PromptCacheError, match="holds positions 0 to 5, the earlier layers 0 to 6"):
         second.load(*kv(2, 5), 5)
     part = kv(3, 6)
     second.load(*part, 6)

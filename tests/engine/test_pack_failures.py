@@ -100,7 +100,7 @@ def test_request_without_blocks_is_left_out_of_the_pack(
 
     def fails_once(table: Any, num_tokens: int) -> None:
         row = gen._engine.requests.get(uids[1])
-        if row is not None and row.tables and table is row.tables[1]:
+        if row is not None and table is row.table:
             raise OSError("injected: no block")
         original(table, num_tokens)
 

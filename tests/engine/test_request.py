@@ -83,7 +83,7 @@ def test_request_continues_where_its_given_cache_ends() -> None:
 
 def test_empty_given_caches_are_ignored() -> None:
     request = make_request(0, [1, 2], caches_of(make_pool()))
-    assert request.given is None and request.kept == 0 and request.tables is None
+    assert request.given is None and request.kept == 0 and request.table is None
 
 
 def test_undelivered_token_is_the_next_input() -> None:
@@ -98,18 +98,18 @@ def test_release_frees_its_blocks_but_keeps_the_given_cache() -> None:
     given = with_prefix(pool, prompt_of(10))
     request = make_request(0, [1], given, history=prompt_of(10))
     held = pool.stats().live_blocks
-    assert held == 3 and request.tables is not given[0].sequence.tables  # a fork, as the owner may continue
+    assert held == 3 and request.table is not given[0].sequence.table  # a fork, as the owner may continue
     request.caches = with_prefix(pool, prompt_of(17))
-    assert request.tables is request.caches[0].sequence.tables and pool.stats().live_blocks == held + 5
+    assert request.table is request.caches[0].sequence.table and pool.stats().live_blocks == held + 5
     request.release()
     assert request.caches is None and pool.stats().live_blocks == held
-    assert [t.block_ids for t in request.tables or ()] == [t.block_ids for t in given[0].sequence.tables]
+    assert request.table is not None and request.table.block_ids == given[0].sequence.table.block_ids
     request.release()  # nothing is left
     assert pool.stats().live_blocks == held
     pool.check_integrity()
 
 
-def test_the_tables_are_those_of_the_first_paged_layer() -> None:
+def test_the_table_is_that_of_the_first_paged_layer() -> None:
     class State:
         def empty(self) -> bool:
             return True
@@ -118,7 +118,7 @@ def test_the_tables_are_those_of_the_first_paged_layer() -> None:
     mixed: list[Any] = [State(), paged]
     assert sequence_of(mixed) is paged.sequence
     assert sequence_of([State()]) is None and sequence_of([]) is None
-    assert make_request(0, [1, 2], [State()], sampler=greedy).tables is None
+    assert make_request(0, [1, 2], [State()], sampler=greedy).table is None
 
 
 def test_pace_halves_and_doubles_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

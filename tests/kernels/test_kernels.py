@@ -164,7 +164,7 @@ def test_starts_are_shared_with_other_threads(monkeypatch):
     monkeypatch.setattr(kernel_build, "backend", lambda: "cuda")
     table, made = pool_of().new_table(), []
     table.length = 1
-    table.block_ids.append(1)
+    table.block_ids[0].append(1)
     own = NewTokens([table], (1,))
     own.begin(0, 1)
     maker = threading.Thread(target=lambda: made.append(own.visible(None)[2]))

@@ -28,14 +28,10 @@ def pool_of(windows: Sequence[int | None], num_blocks: int) -> BlockPool:
     return pool
 
 
-def new_tables(pool: BlockPool) -> list[BlockTable]:
-    return [pool.new_table(group) for group in range(len(pool.groups))]
-
-
-def extend(pool: BlockPool, tables: Sequence[BlockTable], num_tokens: int) -> None:
-    for layer, table in enumerate(tables):
-        pool.append_tokens(table, num_tokens)
-        x = mx.full((1, 2, num_tokens, 8), float(table.length))
+def extend(pool: BlockPool, table: BlockTable, num_tokens: int) -> None:
+    pool.append_tokens(table, num_tokens)
+    x = mx.full((1, 2, num_tokens, 8), float(table.length))
+    for layer in range(len(pool.groups)):
         pool.write_prefill(table, layer, x, x)
 
 
@@ -46,13 +42,13 @@ def lengths_that_are_held(budget: PoolBudget) -> int:
 
 def extend_until_full(pool: BlockPool, most: int) -> int:
     """Return the length that a sequence reaches in an empty pool, appended a chunk at a time."""
-    tables = new_tables(pool)
-    while tables[0].length < most:
+    table = pool.new_table()
+    while table.length < most:
         try:
-            extend(pool, tables, min(CHUNK, most - tables[0].length))
+            extend(pool, table, min(CHUNK, most - table.length))
         except PoolExhaustedError:
             break
-    return tables[0].length
+    return table.length
 
 
 @pytest.mark.parametrize("num_blocks", [4, 7, 12])
@@ -60,10 +56,10 @@ def test_holds_is_exact_to_the_token_without_a_window(num_blocks: int) -> None:
     budget = PoolBudget(pool_of((None,), num_blocks), chunk=CHUNK)
     assert lengths_that_are_held(budget) == (num_blocks - 1) * SIZE
     pool = pool_of((None,), num_blocks)
-    tables = new_tables(pool)
-    extend(pool, tables, (num_blocks - 1) * SIZE)
+    table = pool.new_table()
+    extend(pool, table, (num_blocks - 1) * SIZE)
     with pytest.raises(PoolExhaustedError):
-        extend(pool, tables, 1)
+        extend(pool, table, 1)
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
@@ -100,11 +96,11 @@ def test_what_fits_can_be_appended_in_any_order(windows: tuple[int | None, ...],
     rng = np.random.default_rng(seed)
     pool = pool_of(windows, {(None,): 17, (9,): 10}.get(windows, 34))
     budget = PoolBudget(pool, chunk=CHUNK)
-    sequences = [new_tables(pool) for _ in range(4)]
+    sequences = [pool.new_table() for _ in range(4)]
     fitted = refused = 0
     for _ in range(150):
         growth = [int(rng.integers(1, CHUNK + 1)) if rng.random() < 0.3 else 1 for _ in sequences]
-        fits = budget.fits(list(zip(sequences, growth, strict=True)))
+        fits = budget.fits(list(map(Append, sequences, growth)))
         fitted, refused = fitted + fits, refused + (not fits)
         order = rng.permutation(len(sequences))
         is_exact = windows == (None,) and pool.stats().shared_blocks == 0
@@ -116,10 +112,9 @@ def test_what_fits_can_be_appended_in_any_order(windows: tuple[int | None, ...],
             assert not fits
         if not fits:
             index = int(rng.integers(len(sequences)))
-            for table in sequences[index]:
-                pool.release_table(table)
+            pool.release_table(sequences[index])
             other = sequences[index - 1]
-            sequences[index] = new_tables(pool) if rng.random() < 0.5 else [pool.fork(table) for table in other]
+            sequences[index] = pool.new_table() if rng.random() < 0.5 else pool.fork(other)
         pool.check_integrity()
     assert fitted > 20 and refused > 5
 
@@ -127,52 +122,52 @@ def test_what_fits_can_be_appended_in_any_order(windows: tuple[int | None, ...],
 def test_forked_append_counts_the_copy_of_its_first_block() -> None:
     pool = pool_of((None,), 5)  # the null block, two held, two left
     budget = PoolBudget(pool, chunk=CHUNK)
-    tables = new_tables(pool)
-    extend(pool, tables, 6)
-    assert budget.fits([Append(tables, 10)])
-    assert budget.fits([Append(tables, 6, forked=True)]) and not budget.fits([Append(tables, 7, forked=True)])
-    fork = [pool.fork(table) for table in tables]
+    table = pool.new_table()
+    extend(pool, table, 6)
+    assert budget.fits([Append(table, 10)])
+    assert budget.fits([Append(table, 6, forked=True)]) and not budget.fits([Append(table, 7, forked=True)])
+    fork = pool.fork(table)
     extend(pool, fork, 6)
     with pytest.raises(PoolExhaustedError):
         extend(pool, fork, 1)
-    assert tables[0].length == 6
+    assert table.length == 6
 
 
 def test_budget_queries_do_not_change_the_pool() -> None:
     pool = pool_of((None, None), 40)
     budget = PoolBudget(pool, chunk=CHUNK)
-    tables = new_tables(pool)
-    extend(pool, tables, 13)
-    before = pool.stats(), [list(table.block_ids) for table in tables]
-    assert budget.fits([(tables, 5), (None, 20)]) and not budget.fits([(tables, 400)])
+    table = pool.new_table()
+    extend(pool, table, 13)
+    before = pool.stats(), [list(ids) for ids in table.block_ids]
+    assert budget.fits([Append(table, 5), Append(None, 20)]) and not budget.fits([Append(table, 400)])
     assert budget.holds(30) and not budget.holds(4000) and budget.fits_blocks(3)
-    budget.exhausted(tables, 400)
-    assert (pool.stats(), [list(table.block_ids) for table in tables]) == before
+    budget.exhausted(table, 400)
+    assert (pool.stats(), [list(ids) for ids in table.block_ids]) == before
 
 
 def test_blocks_that_a_window_will_release_count_as_free() -> None:
     pool = pool_of((5,), 6)  # five besides the null block
     budget = PoolBudget(pool, chunk=16)
-    tables = new_tables(pool)
-    extend(pool, tables, 16)
+    table = pool.new_table()
+    extend(pool, table, 16)
     assert not budget.fits_blocks(2)
-    assert budget.fits([(tables, 4), (None, 12)])
+    assert budget.fits([Append(table, 4), Append(None, 12)])
     assert pool.stats().live_blocks < 4, "blocks behind the window are released"
-    extend(pool, tables, 4)
-    extend(pool, new_tables(pool), 12)
+    extend(pool, table, 4)
+    extend(pool, pool.new_table(), 12)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, None)], ids=["one group", "two"])
 def test_exhausted_returns_the_error_that_an_append_raises(windows: tuple[None, ...]) -> None:
     pool = pool_of(windows, 3 * len(windows))
-    tables = new_tables(pool)
-    extend(pool, tables, 5)
-    error = PoolBudget(pool, chunk=CHUNK).exhausted(tables, 9)
+    table = pool.new_table()
+    extend(pool, table, 5)
+    error = PoolBudget(pool, chunk=CHUNK).exhausted(table, 9)
     assert error.blocks_needed == 2 * len(windows) and error.bytes_needed == error.blocks_needed * BLOCK_BYTES
     assert (error.budget_bytes, error.bytes_reserved) == (pool.memory_budget, pool.stats().bytes_reserved)
     if len(windows) == 1:
         with pytest.raises(PoolExhaustedError) as caught:
-            pool.append_tokens(tables[0], 9)
+            pool.append_tokens(table, 9)
         assert vars(caught.value) == vars(error)
 
 

@@ -18,8 +18,8 @@ def blocks_of(num_blocks: int, dtype: mx.Dtype = mx.float32, heads: int = HEADS)
 
 
 def table_of(ids: list[int], length: int, start: int = 0) -> BlockTable:
-    table = BlockTable(0, SIZE)
-    table.block_ids[:], table.length, table.logical_start = ids, length, start
+    table = BlockTable(1, SIZE)
+    table.block_ids[0][:], table.length, table.starts[0] = ids, length, start
     return table
 
 
@@ -40,7 +40,7 @@ def tokens(seed: int, n: int, *, batch: int = 1, dtype: mx.Dtype = mx.float32, h
 
 def everything(blocks: HostBlocks) -> list[np.ndarray]:
     last = blocks.num_blocks
-    return [bits(x) for x in blocks.gather(table_of(list(range(last)), last * SIZE))]
+    return [bits(x) for x in blocks.gather(table_of(list(range(last)), last * SIZE), 0)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,7 +49,7 @@ def test_tokens_round_trip_bit_for_bit_and_touch_nothing_else(dtype: mx.Dtype) -
     k, v = tokens(1, 14, dtype=dtype)
     k[0, 0, 0, :3] = mx.array([float("nan"), -0.0, float("inf")])
     write(blocks, [table_of(ids, 14)], (14,), k, v)
-    for got, wrote in zip(blocks.gather(table_of(ids, 14)), (k, v), strict=True):
+    for got, wrote in zip(blocks.gather(table_of(ids, 14), 0), (k, v), strict=True):
         assert got.dtype == dtype and (bits(got) == bits(wrote)).all()
     for got, wrote in zip(read(blocks, table_of(ids, 14, 5)), (k, v), strict=True):
         assert (bits(got) == bits(wrote[:, :, 5:])).all()
@@ -64,12 +64,12 @@ def test_rows_and_packs_go_to_their_own_slots(dtype: mx.Dtype) -> None:
     k, v = tokens(1, 1, batch=3, dtype=dtype)
     write(blocks, tables, (1, 1, 1), k, v)
     for row, table in enumerate(tables):
-        for got, wrote in zip(blocks.gather(table), (k, v), strict=True):
+        for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
             assert (bits(got[:, :, -1:]) == bits(wrote[row : row + 1])).all()
     k, v = tokens(7, 1, batch=6, dtype=dtype)
     write(blocks, tables, (3, 1, 2), k, v)
     for table, span in zip(tables, (slice(0, 3), slice(3, 4), slice(4, 6)), strict=True):
-        for got, wrote in zip(blocks.gather(table), (k, v), strict=True):
+        for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
             own = wrote[span].swapaxes(0, 2)
             assert (bits(got[:, :, -own.shape[2] :]) == bits(own)).all()
 
@@ -91,12 +91,12 @@ def test_blocks_are_copied_and_resized() -> None:
     assert blocks.num_blocks == 7
     blocks.copy([1, 2], [6, 4])
     write(blocks, [table], (8,), -k, -v)
-    for got, wrote in zip(blocks.gather(table_of([6, 4], 8)), (k, v), strict=True):
+    for got, wrote in zip(blocks.gather(table_of([6, 4], 8), 0), (k, v), strict=True):
         assert (bits(got) == bits(wrote)).all()
     blocks.resize(5)
     for held in everything(blocks):
         assert not held.reshape(HEADS, 5, SIZE, -1)[:, [0, 3]].any()
-    for got, wrote in zip(blocks.gather(table), (k, v), strict=True):
+    for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
         assert (bits(got) == bits(-wrote)).all()
 
 
@@ -119,7 +119,7 @@ def test_growth_that_fails_half_way_changes_nothing(monkeypatch: pytest.MonkeyPa
         if num_blocks is not None:
             blocks.resize(num_blocks)
             assert blocks.num_blocks == num_blocks
-        for got, wrote in zip(blocks.gather(table), (k, v), strict=True):
+        for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
             assert (bits(got) == bits(wrote)).all()
 
 
@@ -133,7 +133,7 @@ def test_what_was_read_before_a_write_keeps_its_values(then: str, ids: list[int]
     write(blocks, [table], (8,), k, v)
     pending = [x + 1 for x in read(blocks, table)]
     blocks.pending += pending
-    copied = blocks.gather(table)
+    copied = blocks.gather(table, 0)
     if then == "copy":
         blocks.copy([4, 5], ids)
     else:

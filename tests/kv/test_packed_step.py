@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
-from mlx_paged.errors import BlockStateError, GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.new_tokens import NewTokens
@@ -40,7 +38,7 @@ def test_every_token_has_the_slot_of_its_position() -> None:
     tables, _ = tables_of(pool)
     step = pool.tokens_of(0, tables, COUNTS)
     expected = [
-        table.block_ids[position // 4] * 4 + position % 4
+        table.block_ids[0][position // 4] * 4 + position % 4
         for table, count in zip(tables, COUNTS, strict=True)
         for position in range(table.length - count, table.length)
     ]
@@ -48,8 +46,8 @@ def test_every_token_has_the_slot_of_its_position() -> None:
     assert slots.tolist() == expected and slots.dtype == mx.int32
     assert step.num_tokens == sum(COUNTS) == len(set(expected))
     on_device = step.block_tables().tolist()
-    assert [row[: len(table.block_ids)] for row, table in zip(on_device, tables, strict=True)] == [
-        table.block_ids for table in tables
+    assert [row[: len(table.block_ids[0])] for row, table in zip(on_device, tables, strict=True)] == [
+        table.block_ids[0] for table in tables
     ]
     assert [step.single(i).num_tokens for i in range(4)] == list(COUNTS)
     assert step.single(2) is step.single(2)
@@ -57,25 +55,13 @@ def test_every_token_has_the_slot_of_its_position() -> None:
 
 
 def test_slots_are_int64_when_int32_overflows() -> None:
-    table = BlockTable(0, 4)
-    table.block_ids.append(1 << 29)
+    table = BlockTable(1, 4)
+    table.block_ids[0].append(1 << 29)
     table.length = 2
     step = NewTokens([table], (2,))
     step.begin(0, (1 << 29) + 1)
     assert step.slots().dtype == mx.int64
     assert step.slots().tolist() == [1 << 31, (1 << 31) + 1]
-
-
-def test_arrays_serve_all_layers_until_a_table_changes() -> None:
-    pool = pool_of(layers=2)
-    tables, _ = tables_of(pool)
-    step = pool.tokens_of(0, tables, COUNTS)
-    slots = step.slots()
-    pool.begin(pool.groups[0], step)
-    assert step.slots() is slots
-    pool.append_tokens(tables[0], 1)
-    pool.begin(pool.groups[0], step)
-    assert step.slots() is not slots
 
 
 def test_rows_are_split_by_table_and_joined_again() -> None:
@@ -113,42 +99,3 @@ def test_packed_write_is_read_back_by_each_table(form: str, stand_ins: FakeKerne
         assert_holds(pool, table, *(part if before is None else joined(before, part)))
     assert group.in_place == (form == "in place")
     pool.check_integrity()
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_read_packed_returns_the_blocks_of_all_tables() -> None:
-    """Slots follow the order of the tables' blocks."""
-    pool = pool_of(choose_blocks=blocks_choice(True))
-    tables, held = tables_of(pool)
-    parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
-    step = pool.tokens_of(0, tables, COUNTS)
-    with pool.lock:
-        pool.groups[0].write(0, step, *packed(parts))
-    k, v = pool.blocks_of(0).read_packed(step)
-    ids = step.all_blocks()
-    assert ids.tolist() == [block_id for table in tables for block_id in table.block_ids]
-    assert k.shape[2] == v.shape[2] == step.num_slots() == 4 * ids.size
-    first = 0
-    for table, before, part in zip(tables, held, parts, strict=True):
-        slots = mx.arange(first, first + table.length)
-        first += 4 * len(table.block_ids)
-        own_k, own_v = part if before is None else joined(before, part)
-        assert mx.array_equal(k[:, :, slots], own_k) and mx.array_equal(v[:, :, slots], own_v)
-
-
-def test_positions_that_cannot_be_written_are_refused() -> None:
-    pool = pool_of()
-    tables, _ = tables_of(pool)
-    fork = pool.fork(tables[1])
-    with pytest.raises(BlockStateError, match="it has 2 references, not 1"):
-        pool.tokens_of(0, tables, COUNTS)
-    with pytest.raises(BlockStateError, match="it has 2 references, not 1"):
-        pool.tokens_of(0, tables, COUNTS)
-    pool.release_table(fork)
-    assert pool.tokens_of(0, tables, COUNTS).counts == COUNTS
-    with pytest.raises(GeometryError, match="reserved"):
-        pool.tokens_of(0, tables, [7, 1, 9, 3])
-    pool.release_table(tables[3])
-    with pytest.raises(BlockStateError):
-        pool.tokens_of(0, tables, COUNTS)
-    assert np.isfinite(np.array(pool.gather_visible(tables[0], 0)[0])).all()

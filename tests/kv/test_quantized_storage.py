@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +17,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.quantized import rotate
 from mlx_paged.kv import choice
+from mlx_paged.kv.allocator import NULL_BLOCK
 from mlx_paged.kv.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.choice import blocks_choice, kernel_unsupported_reason, prefill_unsupported_reason
@@ -30,7 +30,7 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.warn import NotPagedWarning
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
-from tests.support.pools import DTYPES, kv, pool_of
+from tests.support.pools import DTYPES, kv, noise, pool_of
 
 FORMATS = [PageFormat(8, 8, 64), PageFormat(8, 8, 32), PageFormat(8, 8, 128), PageFormat(4, 4, 64)]
 FORMATS += [PageFormat(4, 4, 32), PageFormat(4, 4, 128), PageFormat(8, 4, 64)]
@@ -176,12 +176,12 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
     rng = np.random.default_rng(seed)
     page_format = FORMATS[seed % len(FORMATS)]
     pool = pool_of(window=window, page_format=page_format)
-    sequences = [(SequenceTables.over(pool, [pool.new_table()]), [])]  # with the (k, v) of every token
+    sequences = [(SequenceTables.over(pool, pool.new_table()), [])]  # with the (k, v) of every token
     written, parked = 0, []
     for turn in range(50):
         index = int(rng.integers(len(sequences)))
         sequence, tokens = sequences[index]
-        table = sequence.tables[0]
+        table = sequence.table
         action = rng.choice(["append", "token", "fork", "trim", "drop", "detach", "adopt", "carry"])
         if action in ("append", "token") or not tokens:
             n = 1 if action == "token" else int(rng.integers(1, 13))
@@ -189,7 +189,7 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             tokens += [(k[:, :, i : i + 1], v[:, :, i : i + 1]) for i in range(n)]
             written += n
         elif action == "fork" and len(sequences) < 5:
-            sequences.append((SequenceTables.over(pool, [pool.fork(table)]), list(tokens)))
+            sequences.append((SequenceTables.over(pool, pool.fork(table)), list(tokens)))
         elif action == "trim":
             n = int(rng.integers(0, min(len(tokens), 4)))
             if window is None or len(tokens) < window:
@@ -202,18 +202,19 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
         elif action == "adopt" and parked and len(sequences) < 5:
             detached, held = parked.pop()
             sequences.append((detached, list(held)))
-        elif action == "carry" and table.num_visible:  # as to a file and back
+        elif action == "carry" and table.num_visible(0):  # as to a file and back
             rows = [mx.array(np.array(x)) for x in pool.read_stored(table, 0)]
-            fresh = pool.new_table(start=table.logical_start)
-            pool.append_tokens(fresh, table.num_visible)
+            start = table.starts[0]
+            fresh = pool.table_over([[NULL_BLOCK] * (start // pool.block_size)], table.length, [start])
+            pool.fill(fresh, 0, start)
             pool.write_stored(0, [fresh], *rows)
-            sequences[index] = (SequenceTables.over(pool, [fresh]), tokens)
+            sequences[index] = (SequenceTables.over(pool, fresh), tokens)
         del sequence, table
         for other, mine in sequences:
             if not mine:
                 continue
-            held = other.tables[0]
-            visible = mine[held.logical_start :]
+            held = other.table
+            visible = mine[held.starts[0] :]
             whole = [mx.concatenate(each, axis=2) for each in zip(*visible, strict=True)]
             for got, want in zip(split(pool, held), stored(*whole, page_format), strict=True):
                 np.testing.assert_array_equal(got, want, err_msg=f"after {action} in turn {turn}")
@@ -224,10 +225,6 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
 HEADS, DIM, SIZE = 2, 64, 8
 IN_PLACE_FORMATS = [PageFormat(8, 8, 64), PageFormat(4, 4, 32), PageFormat(8, 4, 32)]
 IN_PLACE_FORMATS += [PageFormat(8, 8, 64, True), PageFormat(4, 4, 32, True)]
-
-
-def noise(seed: int, *shape: int) -> mx.array:
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 class Pair:
@@ -431,58 +428,11 @@ def test_attention_over_rotated_pages_is_near_to_dense(bits: int | tuple[int, in
     assert rms(attend(*got), expected) < limit * mx.sqrt(mx.mean(expected * expected)).item()
 
 
-def test_rotated_format_differs_from_the_plain_one() -> None:
-    plain, rotated = PageFormat.of(4), PageFormat.of(4, rotate=True)
-    assert plain != rotated and str(rotated) == "4 bits in groups of 64, rotated" and str(plain) != str(rotated)
-    geometry = Geometry(2, 64, 64, mx.float32)
-    a, b = geometry._replace(format=plain), geometry._replace(format=rotated)
-    assert a != b and a.bytes_per_token() == b.bytes_per_token() and a.stored == b.stored
-
-
 def test_stock_bits_require_equal_bits_without_rotation() -> None:
     formats = [PageFormat.of(8), PageFormat.of(4, 32), PageFormat.of((8, 4)), PageFormat.of(4, rotate=True)]
     assert [each.stock_bits for each in formats] == [8, 4, None, None]
     geometries = [Geometry(2, 64, 64, mx.float32, each) for each in (None, *formats)]
     assert [each.rotates for each in geometries] == [False, False, False, False, True]
-
-
-class NewerFormat(NamedTuple):
-    """A page format with an extra field."""
-
-    k_bits: int
-    v_bits: int
-    group_size: int
-    rotate: bool = False
-    added: int = 3
-    unsupported_reason = PageFormat.unsupported_reason
-    nameable = PageFormat.nameable
-    stock_bits = PageFormat.stock_bits
-
-
-def test_format_with_an_extra_field_is_read_by_field_names() -> None:
-    k, v = outlying(3, 20, 64)
-    for rotates in (False, True):
-        pool, got = filled(NewerFormat(8, 8, 32, rotates), k, v)
-        _, want = filled(PageFormat(8, 8, 32, rotates), k, v)
-        assert all(mx.array_equal(*pair) for pair in zip(got, want, strict=True))
-        assert pool.groups[0].geometry.format.added == 3 and pool.groups[0].geometry.rotates == rotates
-        assert pool.stats().quantized_tokens == 20
-        newer = pool.groups[0].geometry.format
-        assert newer.nameable == PageFormat(8, 8, 32) and newer.stock_bits is None, "mlx-lm lacks the extra field"
-
-
-def test_batched_rows_equal_rows_written_alone() -> None:
-    page_format = PageFormat.of(4, 32, True)
-    pool = pool_of(page_format=page_format)
-    tables = [pool.new_table() for _ in range(3)]
-    k, v = kv(5, 1, batch=3, kd=96, vd=64)
-    for table in tables:
-        pool.append_tokens(table, 1)
-    pool.write(0, tables, k, v)
-    for row, table in enumerate(tables):
-        _, alone = filled(page_format, k[row : row + 1], v[row : row + 1])
-        for got, want in zip(pool.gather_visible(table, 0), alone, strict=True):
-            assert mx.array_equal(got, want)
 
 
 def test_rows_read_by_positions_are_rotated_back() -> None:
@@ -494,7 +444,7 @@ def test_rows_read_by_positions_are_rotated_back() -> None:
     pool.write(0, [table], k, v)
     storage = pool.blocks_of(0)
     assert isinstance(storage, HostBlocks)
-    slots = visible_slots(table)[[9, 0, 4]]
+    slots = visible_slots(table, 0)[[9, 0, 4]]
     got = storage.fetch(storage.index_of(slots[None]))
     for x, read in zip((k, v), got, strict=True):
         assert rms(read, x[:, :, mx.array([9, 0, 4])]) < 0.03

@@ -138,9 +138,9 @@ def test_sliding_layers_hold_only_blocks_of_their_window(kind: str) -> None:
     for _ in generate_step(prompt_of(257), model, max_tokens=200, prompt_cache=cache, prefill_step_size=step):
         for layer in cache:
             if layer.window is not None:
-                assert layer.table.num_blocks <= bound
+                assert layer.table.num_blocks(layer.group_index) <= bound
             else:
-                assert layer.table.num_blocks == -(-layer.table.length // 8)
+                assert layer.table.num_blocks(layer.group_index) == -(-layer.table.length // 8)
     assert cache[0].offset > 257
 
 

@@ -14,7 +14,7 @@ from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix.prefix_cache import PrefixCache
 from tests.support.cases import crossed, quick
 from tests.support.models.builders import KINDS, WINDOW, build, prompt_of
-from tests.support.prefixes import adopt_longest, check_contents, compute, make_pool, new_tables, release
+from tests.support.prefixes import adopt_longest, check_contents, compute, make_pool
 
 BLOCK = 8
 
@@ -57,7 +57,7 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
     assert pool is not None
     parked = copy.deepcopy(donor[0].sequence)
     donor_sequence = donor.pop().sequence
-    release(pool, donor_sequence.tables)
+    pool.release_table(donor_sequence.table)
     del donor, donor_sequence
     before = pool.stats()
     assert (before.live_blocks, before.shared_blocks, before.cow_forks) == (6, 0, 0)  # parked sets are counted
@@ -76,10 +76,10 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
         assert stats.cow_forks == number + 1
     pool.check_integrity()
 
-    release(pool, parked.tables)
+    pool.release_table(parked.table)
     assert pool.stats().live_blocks == 5 + 4 * 3  # the parked set's own tail is free again
     for adopted in siblings:
-        release(pool, adopted.tables)
+        pool.release_table(adopted.table)
     assert pool.stats().live_blocks == 0
     pool.check_integrity()
 
@@ -95,7 +95,7 @@ def test_shared_prefix_equals_a_cold_prefill_with_the_same_cut(kind: str, cut: i
     cold = upstream.make_prompt_cache(model)
     forward(model, tokens[:cut], cold)
     tree = PrefixCache(cold[0].pool)
-    tree.insert(tokens[:cut], cold[0].sequence.tables)
+    tree.insert(tokens[:cut], cold[0].sequence.table)
     shared = adopt_longest(tree, tokens)
     assert shared is not None and shared.length == cut
     expected = generate(model, tokens[cut:], cold)
@@ -128,24 +128,24 @@ def test_sharers_of_a_partial_tail_never_see_each_others_tokens() -> None:
     """The donor keeps writing to its tail block after sharing it."""
     pool = make_pool((None, 7))
     shared = tuple(range(10))  # two tokens in the third block
-    donor = new_tables(pool)
+    donor = pool.new_table()
     compute(pool, donor, shared)
     tree = PrefixCache(pool)
     tree.insert(shared, donor)
     sharers = [(donor, shared)] + [(tree.adopt((*shared, 0))[1], shared) for _ in range(3)]
     for step in range(9):
-        for number, (tables, tokens) in enumerate(sharers):
-            sharers[number] = tables, (*tokens, 1000 * number + step)
-            compute(pool, tables, sharers[number][1])
+        for number, (table, tokens) in enumerate(sharers):
+            sharers[number] = table, (*tokens, 1000 * number + step)
+            compute(pool, table, sharers[number][1])
             if step == 4:
-                tree.insert(sharers[number][1], tables)
+                tree.insert(sharers[number][1], table)
             for others, theirs in sharers:
                 check_contents(pool, others, theirs)
         pool.check_integrity()
     for number, (_, tokens) in enumerate(sharers):
-        match, tables = tree.adopt((*tokens, 0))
+        match, table = tree.adopt((*tokens, 0))
         assert match.length == (len(shared) + 5) // 4 * 4, number
-        check_contents(pool, tables, tokens)
+        check_contents(pool, table, tokens)
     tree.check_integrity()
 
 
@@ -156,7 +156,7 @@ def test_chunk_after_a_different_prefix_never_matches() -> None:
     cache = upstream.make_prompt_cache(model)
     forward(model, first, cache)
     tree = PrefixCache(cache[0].pool)
-    tree.insert(first, cache[0].sequence.tables, "model")
+    tree.insert(first, cache[0].sequence.table, "model")
     assert adopt_longest(tree, [*second, 0], "model") is None
     assert adopt_longest(tree, [*chunk, 0], "model") is None
     assert adopt_longest(tree, [*first, 0], "other model") is None

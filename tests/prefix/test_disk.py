@@ -28,7 +28,7 @@ from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.prefix.shelf import Shelf, ShelfWarning
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
+from tests.support.prefixes import check_contents, compute, make_pool
 
 WINDOWS = [(None,), (None, 6), (5, None, 1)]
 SALT = (SavedName("weights", 0), None)
@@ -45,12 +45,12 @@ def new_cache(tier: DiskTier, windows: Any = (None,), **options: Any) -> tuple[P
 
 
 def add(cache: PrefixCache, tokens: Sequence[int], chunk: int = 100, salt: Any = SALT) -> None:
-    _, tables = cache.adopt(tokens, salt)
+    _, table = cache.adopt(tokens, salt)
     for end in [*range(chunk, len(tokens), chunk), len(tokens)]:
-        if end > tables[0].length:
-            compute(cache.pool, tables, tokens[:end])
-            cache.insert(tokens[:end], tables, salt)
-    release(cache.pool, tables)
+        if end > table.length:
+            compute(cache.pool, table, tokens[:end])
+            cache.insert(tokens[:end], table, salt)
+    cache.pool.release_table(table)
 
 
 def saved(folder: Path, prefixes: Sequence[Sequence[int]], windows: Any = (None,), chunk: int = 100, **options: Any):
@@ -73,11 +73,11 @@ def restored(folder: Path, tokens: Sequence[int], windows: Any = (None,), name: 
     salt = (SavedName(name, 0), None)
     gained = tier.restore(cache, tokens, salt, False)
     assert cache.hit_tokens == 0
-    match, tables = cache.adopt(tokens, salt)
+    match, table = cache.adopt(tokens, salt)
     assert gained == match.length
-    check_contents(pool, tables, tokens)
-    compute(pool, tables, tokens)
-    check_contents(pool, tables, tokens)
+    check_contents(pool, table, tokens)
+    compute(pool, table, tokens)
+    check_contents(pool, table, tokens)
     cache.check_integrity()
     pool.check_integrity()
     return match.length
@@ -158,9 +158,9 @@ def test_only_what_memory_lacks_is_read(tmp_path: Path) -> None:
             add(cache, tokens[:kept], chunk=4)
             held = cache.match((*tokens, 99), SALT).length
             assert tier.restore(cache, (*tokens, 99), SALT, False) == 28 - held
-            match, tables = cache.adopt((*tokens, 99), SALT)
+            match, table = cache.adopt((*tokens, 99), SALT)
             assert match.length == 28
-            check_contents(pool, tables, tokens)
+            check_contents(pool, table, tokens)
             assert tier.restore(cache, (*tokens, 99), SALT, False) == 0
             cache.check_integrity()
             pool.check_integrity()
@@ -347,15 +347,15 @@ def test_half_precision_keeps_its_bits(dtype: mx.Dtype, tmp_path: Path) -> None:
         cache = PrefixCache(pool)
         cache.tier = tier
         if is_first:
-            tables = new_tables(pool)
-            pool.append_tokens(tables[0], 8)
-            pool.write_prefill(tables[0], 0, k, v)
-            cache.insert(range(8), tables, SALT)
+            table = pool.new_table()
+            pool.append_tokens(table, 8)
+            pool.write_prefill(table, 0, k, v)
+            cache.insert(range(8), table, SALT)
             cache.clear()
             tier.shelf.flush()
-    match, tables = cache.adopt(range(9), SALT)
+    match, table = cache.adopt(range(9), SALT)
     assert match.length == 8
-    for got, expected in zip(pool.gather_visible(tables[0], 0), (k, v), strict=True):
+    for got, expected in zip(pool.gather_visible(table, 0), (k, v), strict=True):
         assert got.dtype == dtype and mx.array_equal(got, expected)
 
 
@@ -390,21 +390,20 @@ def test_in_place_pools_save_restore_and_share_prefixes(tmp_path: Path) -> None:
             assert isinstance(pool.blocks_of(0), DeviceBlocks)
             return pool
 
-        def contents(pool: BlockPool, tables: list[Any]) -> list[mx.array]:
+        def contents(pool: BlockPool, table: Any) -> list[mx.array]:
             """Return the last 19 tokens of each layer, which the next token sees in the window."""
-            arrays = [x for layer in range(3) for x in pool.gather_visible(tables[layer % 2], layer)]
+            arrays = [x for layer in range(3) for x in pool.gather_visible(table, layer)]
             return [mx.contiguous(x[:, :, -19:]) + 0 for x in arrays]
 
         tier, pool = DiskTier(Shelf(tmp_path)), new_pool()
-        tables = new_tables(pool)
-        for group in (0, 1):
-            pool.append_tokens(tables[group], 40)
-            for layer in pool.groups[group].spec.layers:
-                pool.write_prefill(tables[group], layer, *(mx.random.normal((1, 2, 40, n)) for n in (64, 80)))
+        table = pool.new_table()
+        pool.append_tokens(table, 40)
+        for layer in pool.places:
+            pool.write_prefill(table, layer, *(mx.random.normal((1, 2, 40, n)) for n in (64, 80)))
         cache = PrefixCache(pool)
         cache.tier = tier
-        cache.insert(range(40), tables, SALT)
-        expected = contents(pool, tables)
+        cache.insert(range(40), table, SALT)
+        expected = contents(pool, table)
         mx.eval(expected)
         cache.clear()
         tier.shelf.flush()
@@ -412,9 +411,9 @@ def test_in_place_pools_save_restore_and_share_prefixes(tmp_path: Path) -> None:
         pool = new_pool()
         cache = PrefixCache(pool)
         cache.tier = tier
-        match, tables = cache.adopt(range(41), SALT)
+        match, table = cache.adopt(range(41), SALT)
         assert match.length == 40
-        for got, want in zip(contents(pool, tables), expected, strict=True):
+        for got, want in zip(contents(pool, table), expected, strict=True):
             assert mx.array_equal(got, want)
         cache.check_integrity()
         pool.check_integrity()
@@ -575,8 +574,8 @@ TOKENS = (*range(28), 99)
 def restored_by_ranks(folder: Path, windows: Any, exchange: Callable[[int], Sequence[int]]) -> int:
     """Return the number of tokens that the cache serves after a restore over ranks; checks their contents."""
     cache, pool = new_cache(DiskTier(Shelf(folder), exchange), windows)
-    match, tables = cache.adopt(TOKENS, SALT)
-    check_contents(pool, tables, TOKENS)
+    match, table = cache.adopt(TOKENS, SALT)
+    check_contents(pool, table, TOKENS)
     cache.check_integrity()
     return match.length
 

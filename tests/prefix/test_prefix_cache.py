@@ -9,7 +9,7 @@ from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kv.attention_params import Window
 from mlx_paged.prefix import prefix_cache
 from mlx_paged.prefix.prefix_cache import KEPT_SHARE, PrefixCache
-from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree, new_tables, release
+from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree
 
 
 def test_whole_blocks_are_found_and_the_last_token_is_left_to_compute() -> None:
@@ -46,14 +46,16 @@ def test_tokens_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(cache.entries) == 1 and cache.match([0, 1, 2, 3, 9]).length == 4
 
 
-@pytest.mark.parametrize("problem", ["too short", "released", "groups"])
+@pytest.mark.parametrize("problem", ["too short", "released", "other pool"])
 def test_tables_that_do_not_hold_the_tokens_are_refused(problem: str) -> None:
     cache, pool = make_tree((None, None))
-    tables = hold(pool, range(8))
+    table = hold(pool, range(8))
     if problem == "released":
-        release(pool, tables)
-    with pytest.raises(ValueError, match=r"hold|one per group"):
-        cache.insert(range(9 if problem == "too short" else 8), tables[: 1 if problem == "groups" else 2])
+        pool.release_table(table)
+    if problem == "other pool":
+        table = hold(make_pool(), range(8))
+    with pytest.raises(ValueError, match="does not hold"):
+        cache.insert(range(9 if problem == "too short" else 8), table)
     assert not cache.entries
 
 
@@ -78,9 +80,9 @@ def test_chunk_that_ends_with_the_prefix_needs_no_earlier_blocks() -> None:
 def test_blocks_inside_a_window_group_go_first_and_come_back() -> None:
     cache, pool = make_tree((None, 6))
     for end in (12, 24):
-        tables = hold(pool, range(end))
-        cache.insert(range(end), tables)
-        release(pool, tables)
+        table = hold(pool, range(end))
+        cache.insert(range(end), table)
+        pool.release_table(table)
     in_windows, num_entries = cache.reclaimable(1), len(cache.entries)
     assert cache.evict(1, 1) == 1 and len(cache.entries) == num_entries
     cache.check_integrity()
@@ -152,25 +154,25 @@ def test_blocks_that_sequences_hold_do_not_count_and_go_last() -> None:
     cache, pool = make_tree((None,))
     add(cache, range(12))
     add(cache, [50, *range(11)])
-    _, tables = cache.adopt([*range(12), 99])
+    _, table = cache.adopt([*range(12), 99])
     assert cache.reclaimable(0) == 3 and cache.evict(0, 2) == 2
     assert cache.evict(0, 10) == 1 and cache.match([*range(12), 99]).length == 12
-    release(pool, tables)
+    pool.release_table(table)
     assert cache.evict(0, 10) == 3 and not cache.entries
 
 
 def test_entry_in_use_is_evicted_to_reach_those_before_it() -> None:
     """A sequence has a block of its own for tokens that another one inserted first."""
     cache, pool = make_tree((None,))
-    tables = hold(pool, range(8))
+    table = hold(pool, range(8))
     other = hold(pool, range(4))
     cache.insert(range(4), other)
-    release(pool, other)
-    cache.insert(range(8), tables)
+    pool.release_table(other)
+    cache.insert(range(8), table)
     assert cache.reclaimable(0) == 1
     assert cache.evict(0, 1) == 1 and not cache.entries
-    check_contents(pool, tables, range(8))
-    release(pool, tables)
+    check_contents(pool, table, range(8))
+    pool.release_table(table)
 
 
 def test_kept_prefix_is_evicted_after_newer_ones() -> None:
@@ -196,12 +198,12 @@ def test_pool_evicts_prefixes_before_it_raises() -> None:
     pool = make_pool(num_blocks=9)
     cache = PrefixCache(pool)
     add(cache, range(32))
-    tables = new_tables(pool)
-    compute(pool, tables, range(100, 120))
+    table = pool.new_table()
+    compute(pool, table, range(100, 120))
     assert pool.stats().evictions == 5 and found(cache, range(32)) == 12
     with pytest.raises(PoolExhaustedError):
-        compute(pool, tables, range(100, 140))
-    release(pool, tables)
+        compute(pool, table, range(100, 140))
+    pool.release_table(table)
     pool.check_integrity()
 
 
@@ -225,12 +227,24 @@ def test_full_pool_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None
     cache, pool = make_tree((None,))
     for n in range(100):
         add(cache, [n + 50, *range(3)])
-    tables = [cache.adopt([n + 50, *range(4)])[1] for n in range(50)]
+    table = [cache.adopt([n + 50, *range(4)])[1] for n in range(50)]
     looks: list[int] = []
     real = PrefixCache._is_used
     monkeypatch.setattr(PrefixCache, "_is_used", lambda self, entry: bool(looks.append(1)) or real(self, entry))
     for _ in range(20):
         assert cache.evict(0, 1) == 1
     assert len(looks) <= 50 + 2 * 20
-    for each in tables:
-        release(pool, each)
+    for each in table:
+        pool.release_table(each)
+
+
+def test_caches_of_a_pool_are_evicted_in_order_and_held_weakly() -> None:
+    first, pool = make_tree([None])
+    second = PrefixCache(pool)
+    for cache, tokens in ((first, range(8)), (second, range(100, 112))):
+        cache.insert(tokens, table := hold(pool, tokens))
+        pool.release_table(table)
+    pool.memory.evict(3 * pool.groups[0].bytes_per_block)
+    assert (len(first.entries), len(second.entries)) == (0, 2)
+    del first, cache
+    assert pool.holders() == [second]

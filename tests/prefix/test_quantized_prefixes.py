@@ -61,7 +61,7 @@ def test_prefix_has_the_same_rows_from_every_source(kind: str, bits: Any, rotate
     sequence, pool = cold[0].sequence, cold[0].pool
     tokens = PREFIX.tolist()
     parked, tree, shelf = copy.deepcopy(sequence), PrefixCache(pool), Shelf(tmp_path / "prefixes")
-    tree.insert(tokens, sequence.tables, SALT)
+    tree.insert(tokens, sequence.table, SALT)
     for entry in tree.entries.values():
         DiskTier(shelf).save(tree, entry)
     assert all(group.geometry.format.rotate == rotate for group in pool.groups)
@@ -108,7 +108,7 @@ def test_pages_of_another_format_are_never_served(tmp_path: Path) -> None:
         assert tier.restore(tree, [*tokens, 1], SALT, False) == 0
         model(PREFIX[None], cache=cache)
         tree.tier = tier
-        tree.insert(tokens, cache[0].sequence.tables, SALT)
+        tree.insert(tokens, cache[0].sequence.table, SALT)
         tree.clear()
         tier.shelf.flush()
         assert tier.restore(PrefixCache(pool), [*tokens, 1], SALT, False) == 64
@@ -124,7 +124,7 @@ def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
     model(prompt[None], cache=cache)
     pool = cache[0].pool
     store, prefixes = Shelf(tmp_path), PrefixCache(pool)
-    prefixes.insert(prompt.tolist(), cache[0].sequence.tables, SALT)
+    prefixes.insert(prompt.tolist(), cache[0].sequence.table, SALT)
     prefixes.tier = DiskTier(store)
     prefixes.clear()
     store.flush()

@@ -18,7 +18,7 @@ from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.prefix.prefix_cache import PrefixCache
-from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
+from tests.support.prefixes import check_contents, compute, make_pool
 
 Tokens = tuple[int, ...]
 MAX_LIVE = 4
@@ -47,7 +47,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.windows = [Window(window) if isinstance(window, int) else window for window in windows]
         self.pool = make_pool(windows, num_blocks=blocks * len(windows))
         self.cache = PrefixCache(self.pool)
-        self.live: list[tuple[str, Tokens, list[BlockTable]]] = []
+        self.live: list[tuple[str, Tokens, BlockTable]] = []
         # Inserted prefixes, whole blocks only, each with the first position whose keys each group held. After an
         # eviction they are only an upper bound.
         self.inserted: dict[str, list[tuple[Tokens, list[int]]]] = {salt: [] for salt in SALTS}
@@ -60,14 +60,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.asked.append(tokens)
         return tokens[:60]
 
-    def insert(self, salt: str, tokens: Tokens, tables: list[BlockTable]) -> None:
+    def insert(self, salt: str, tokens: Tokens, table: BlockTable) -> None:
         before = len(self.cache.entries)
-        self.cache.insert(tokens, tables, salt)
+        self.cache.insert(tokens, table, salt)
         tokens = tokens[: len(tokens) // SIZE * SIZE]
         known = max((common(tokens, other) // SIZE for other, _ in self.inserted[salt]), default=0)
         if self.complete:
             assert len(self.cache.entries) - before == len(tokens) // SIZE - known
-        self.inserted[salt].append((tokens, [table.logical_start // SIZE * SIZE for table in tables]))
+        self.inserted[salt].append((tokens, [start // SIZE * SIZE for start in table.starts]))
 
     def check_match(self, salt: str, tokens: Tokens, length: int) -> None:
         """Compare ``length`` with the model: equal without windows, between two bounds with them."""
@@ -98,25 +98,25 @@ class CacheMachine(RuleBasedStateMachine):
             self.request(SALTS[other_salt], self.tokens_of(recipe), cut, keep and len(self.live) < MAX_LIVE)
 
     def request(self, salt: str, tokens: Tokens, cut: int, keep: bool) -> None:
-        match, tables = self.cache.adopt(tokens, salt)
+        match, table = self.cache.adopt(tokens, salt)
         length = match.length
-        assert all(table.length == length for table in tables)
+        assert table.length == length
         self.check_match(salt, tokens, length)
-        check_contents(self.pool, tables, tokens, salt)
-        self.go_on(salt, tokens, tables, cut)
-        if keep and tables[0].length == len(tokens):
-            self.live.append((salt, tokens, tables))
+        check_contents(self.pool, table, tokens, salt)
+        table = self.go_on(salt, tokens, table, cut)
+        if keep and table.length == len(tokens):
+            self.live.append((salt, tokens, table))
         else:
-            release(self.pool, tables)
+            self.pool.release_table(table)
 
-    def go_on(self, salt: str, tokens: Tokens, tables: list[BlockTable], cut: int) -> None:
-        """Compute in two chunks, inserting after each, unless the pool is exhausted."""
+    def go_on(self, salt: str, tokens: Tokens, table: BlockTable, cut: int) -> BlockTable:
+        """Compute in two chunks, inserting after each; return the table, an empty one if the pool is exhausted."""
         for chunk in (tokens[:cut], tokens):
-            if len(chunk) <= tables[0].length:
+            if len(chunk) <= table.length:
                 continue
             evictions = self.cache.evictions
             try:
-                compute(self.pool, tables, chunk, salt)
+                compute(self.pool, table, chunk, salt)
             except PoolExhaustedError as error:
                 # It refuses only if evicting all would not be enough. The error does not name the group, so: some
                 # group.
@@ -125,38 +125,37 @@ class CacheMachine(RuleBasedStateMachine):
                 ]
                 assert error.blocks_needed > 0 and min(free) < 20
                 self.complete &= self.cache.evictions == evictions
-                release(self.pool, tables)
-                tables[:] = new_tables(self.pool)
-                return
+                self.pool.release_table(table)
+                return self.pool.new_table()
             self.complete &= self.cache.evictions == evictions
-            self.insert(salt, chunk, tables)
+            self.insert(salt, chunk, table)
+        return table
 
     @precondition(lambda self: bool(self.live))
     @rule(number=st.integers(0, MAX_LIVE), more=suffixes, keep=st.booleans())
     def write_on(self, number: int, more: Tokens, keep: bool) -> None:
-        salt, tokens, tables = self.live.pop(number % len(self.live))
+        salt, tokens, table = self.live.pop(number % len(self.live))
         tokens += more
-        self.go_on(salt, tokens, tables, 0)
-        if tables[0].length == len(tokens) and keep:
-            self.live.append((salt, tokens, tables))
+        table = self.go_on(salt, tokens, table, 0)
+        if table.length == len(tokens) and keep:
+            self.live.append((salt, tokens, table))
 
     @precondition(lambda self: bool(self.live))
     @rule(number=st.integers(0, MAX_LIVE), more=suffixes)
     def fork(self, number: int, more: Tokens) -> None:
-        salt, tokens, tables = self.live[number % len(self.live)]
-        copies = [self.pool.fork(table) for table in tables]
-        self.go_on(salt, tokens + more, copies, 0)
-        check_contents(self.pool, copies, tokens + more, salt)
-        release(self.pool, copies)
+        salt, tokens, table = self.live[number % len(self.live)]
+        fork = self.go_on(salt, tokens + more, self.pool.fork(table), 0)
+        check_contents(self.pool, fork, tokens + more, salt)
+        self.pool.release_table(fork)
 
     @rule(group=st.integers(0, 2), num_blocks=st.integers(1, 12))
     def evict(self, group: int, num_blocks: int) -> None:
         group %= len(self.windows)
         self.pool.stats()  # collects the blocks of dropped tables
         allocator = self.pool.groups[group].allocator
-        free, reclaimable = allocator.num_free, self.cache.reclaimable(group)
+        live, reclaimable = allocator.num_live, self.cache.reclaimable(group)
         freed = self.cache.evict(group, num_blocks)
-        assert freed == allocator.num_free - free and freed >= min(num_blocks, reclaimable)
+        assert freed == live - allocator.num_live and freed >= min(num_blocks, reclaimable)
         self.complete &= freed == 0 and reclaimable == 0
 
     @rule()
@@ -174,8 +173,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.cache.check_integrity()
         self.pool.check_integrity()
-        for salt, tokens, tables in self.live:
-            check_contents(self.pool, tables, tokens, salt)
+        for salt, tokens, table in self.live:
+            check_contents(self.pool, table, tokens, salt)
         stats = self.pool.stats()
         for group, block_group in enumerate(self.pool.groups):
             assert self.cache.reclaimable(group) <= block_group.allocator.num_live
@@ -184,8 +183,8 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
-        for _, _, tables in self.live:
-            release(self.pool, tables)
+        for _, _, table in self.live:
+            self.pool.release_table(table)
         self.cache.clear()
         stats = self.pool.stats()
         assert (stats.live_blocks, stats.cached_blocks) == (0, 0)

@@ -15,20 +15,14 @@ from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from tests.support import pools
+from tests.support.pools import bits
 
 HEADS, KD, VD = 2, 8, 4
 
 
-def bits(x: mx.array) -> np.ndarray:
-    return np.array(mx.contiguous(x).view({2: mx.uint16, 4: mx.uint32}[x.dtype.size]))
-
-
-def noise(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype)
-
-
 def kv(seed: int, n: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
-    return noise(2 * seed, 1, HEADS, n, KD, dtype=dtype), noise(2 * seed + 1, 1, HEADS, n, VD, dtype=dtype)
+    return pools.kv(seed, n, heads=HEADS, kd=KD, vd=VD, dtype=dtype)
 
 
 def caches_of(

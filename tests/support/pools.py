@@ -78,7 +78,7 @@ class Watched:
 
     def picture(self) -> tuple[Any, ...]:
         table = self.table
-        return self.pool.stats(), list(table.block_ids), table.length, table.logical_start
+        return self.pool.stats(), list(table.block_ids[0]), table.length, table.starts[0]
 
     def assert_unchanged(self, picture: tuple[Any, ...]) -> None:
         assert self.picture() == picture

@@ -35,48 +35,39 @@ def make_pool(
     )
 
 
-def new_tables(pool: BlockPool) -> list[BlockTable]:
-    return [pool.new_table(group) for group in range(len(pool.groups))]
-
-
 def fingerprints(tokens: Sequence[int], start: int, salt: object = None) -> np.ndarray:
     """Return one number per position from ``start`` on, different for different prefixes."""
     return np.array([hash((salt, *tokens[: i + 1])) % (1 << 23) for i in range(start, len(tokens))], np.float32)
 
 
-def compute(pool: BlockPool, tables: Sequence[BlockTable], tokens: Sequence[int], salt: object = None) -> None:
-    """Write what a forward pass over ``tokens`` would write, given that the tables already hold the first ones."""
-    for layer, table in enumerate(tables):
-        start = table.length
-        if start < len(tokens):
-            pool.append_tokens(table, len(tokens) - start)
+def compute(pool: BlockPool, table: BlockTable, tokens: Sequence[int], salt: object = None) -> None:
+    """Write what a forward pass over ``tokens`` would write, given that the table already holds the first ones."""
+    start = table.length
+    if start < len(tokens):
+        pool.append_tokens(table, len(tokens) - start)
+        for layer in range(len(pool.groups)):
             x = mx.array(fingerprints(tokens, start, salt))[None, None, :, None] + layer
             pool.write_prefill(table, layer, mx.concatenate([x, x + 1], axis=-1), -x)
 
 
-def check_contents(pool: BlockPool, tables: Sequence[BlockTable], tokens: Sequence[int], salt: object = None) -> None:
-    """Assert that every visible position of the tables holds what was computed from its own prefix of ``tokens``."""
-    for layer, table in enumerate(tables):
-        if table.length == table.logical_start:
+def check_contents(pool: BlockPool, table: BlockTable, tokens: Sequence[int], salt: object = None) -> None:
+    """Assert that every visible position of the table holds what was computed from its own prefix of ``tokens``."""
+    for layer, start in enumerate(table.starts):
+        if table.length == start:
             continue
         k, v = pool.gather_visible(table, layer)
-        expected = fingerprints(tokens[: table.length], table.logical_start, salt) + layer
+        expected = fingerprints(tokens[: table.length], start, salt) + layer
         np.testing.assert_array_equal(np.array(k)[0, 0], np.stack([expected, expected + 1], axis=-1))
         np.testing.assert_array_equal(np.array(v)[0, 0, :, 0], -expected)
 
 
-def release(pool: BlockPool, tables: Sequence[BlockTable]) -> None:
-    for table in tables:
-        pool.release_table(table)
-
-
 def add(tree: PrefixCache, tokens: Sequence[int], salt: Any = None, chunks: Sequence[int] = (), **options: Any) -> Any:
     """Serve a request for ``tokens`` and leave its whole blocks in the cache, nothing else."""
-    _, tables = tree.adopt([*tokens, -1], salt)
+    _, table = tree.adopt([*tokens, -1], salt)
     for end in (*chunks, len(tokens)):
-        compute(tree.pool, tables, tokens[:end], salt)
-    result = tree.insert(tokens, tables, salt, **options)
-    release(tree.pool, tables)
+        compute(tree.pool, table, tokens[:end], salt)
+    result = tree.insert(tokens, table, salt, **options)
+    tree.pool.release_table(table)
     tree.check_integrity()
     tree.pool.check_integrity()
     return result
@@ -84,16 +75,16 @@ def add(tree: PrefixCache, tokens: Sequence[int], salt: Any = None, chunks: Sequ
 
 def found(tree: PrefixCache, tokens: Sequence[int], salt: Any = None) -> int:
     """Return how many tokens the cache serves of ``tokens`` and one more, and check their contents."""
-    match, tables = tree.adopt([*tokens, -1], salt)
-    check_contents(tree.pool, tables, tokens, salt)
-    release(tree.pool, tables)
+    match, table = tree.adopt([*tokens, -1], salt)
+    check_contents(tree.pool, table, tokens, salt)
+    tree.pool.release_table(table)
     return match.length
 
 
-def hold(pool: BlockPool, tokens: Sequence[int]) -> list[BlockTable]:
-    tables = new_tables(pool)
-    compute(pool, tables, tokens)
-    return tables
+def hold(pool: BlockPool, tokens: Sequence[int]) -> BlockTable:
+    table = pool.new_table()
+    compute(pool, table, tokens)
+    return table
 
 
 def make_tree(windows: Sequence[int | Window | None], **options: Any) -> tuple[PrefixCache, BlockPool]:
@@ -104,5 +95,5 @@ def make_tree(windows: Sequence[int | Window | None], **options: Any) -> tuple[P
 
 def adopt_longest(tree: PrefixCache, tokens: Sequence[int], salt: Hashable = None) -> SequenceTables | None:
     """Return a new sequence on the longest prefix that the cache can serve, or None if it has none."""
-    match, tables = tree.adopt(tokens, salt)
-    return SequenceTables.over(tree.pool, tables) if match.length else None
+    match, table = tree.adopt(tokens, salt)
+    return SequenceTables.over(tree.pool, table) if match.length else None

@@ -218,7 +218,7 @@ def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, step = step_of_a_pool()
 
     def find(size: int) -> Any:
-        shapes = compiled_step.StepShapes.of(size, [[pool.new_table()] * size])
+        shapes = compiled_step.StepShapes.of(size, [pool.new_table()] * size)
         return shapes.num_rows if step._function_for(shapes) is not None else None
 
     for _ in range(3):
@@ -233,7 +233,7 @@ def test_step_counts_are_dropped_beyond_the_trace_limit(monkeypatch: pytest.Monk
     monkeypatch.setattr(compiled_step, "MOST_TRACES", 3)
     pool, step = step_of_a_pool()
     for size in (4, 8, 12, 16):
-        shapes = compiled_step.StepShapes.of(size, [[pool.new_table()] * size])
+        shapes = compiled_step.StepShapes.of(size, [pool.new_table()] * size)
         assert step._function_for(shapes) is None
     assert [(shapes.num_rows, count) for shapes, count in step._uncompiled.items()] == [(16, 1)]
 

@@ -235,7 +235,9 @@ def cache_of(budget: int = 4000) -> tuple[BlockPool, PrefixCache]:
 
 
 def put(cache: PrefixCache, tokens: str, nbytes: int = 100) -> bool:
-    return cache.insert([ord(c) for c in tokens], (), states=lambda: (nbytes, [tokens]))
+    return cache.insert(
+        [ord(c) for c in tokens], cache.pool.table_over((), len(tokens)), states=lambda: (nbytes, [tokens])
+    )
 
 
 def get(cache: PrefixCache, tokens: str) -> Any:

@@ -84,7 +84,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
         mx.eval(pool.ready())
 
     def batched_decode() -> None:
-        tables = [sequence.tables[0], pool.new_table()]
+        tables = [sequence.table, pool.new_table()]
         for table in tables:
             pool.append_tokens(table, 1)
         pool.write(0, tables, *kv(next(seeds), 1, batch=2, **shape))
@@ -108,7 +108,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
             mx.eval(kept[-1], pool.ready())
 
     def fork_and_copy() -> None:
-        forks = [pool.fork(sequence.tables[0]) for _ in range(3)]
+        forks = [pool.fork(sequence.table) for _ in range(3)]
         before = pool.stats().cow_forks
         for table in forks:
             pool.append_tokens(table, 1)
@@ -118,7 +118,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
 
     actions = (prefill, decode, batched_decode, write_then_read, chunk_then_read, pipelined)
     sequence.begin_layer(0, 5)  # so that the tail block is never full when it is forked
-    pool.write_prefill(sequence.tables[0], 0, *kv(0, 5, **shape))
+    pool.write_prefill(sequence.table, 0, *kv(0, 5, **shape))
     peaks = {action.__name__: extra_peak(action) for action in (*actions, fetch_and_keep, fork_and_copy)}
     assert max(peaks.values()) < FEW_MB, peaks
     assert min(peaks.values()) >= 0

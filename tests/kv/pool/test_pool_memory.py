@@ -54,32 +54,21 @@ def keys_of(layer: int, tokens: range, salt: int) -> mx.array:
     return mx.array(np.broadcast_to(values + 1000 * layer + 10_000 * salt, (1, HEADS, len(tokens), DIM)))
 
 
-def extend(pool: BlockPool, tables: list[BlockTable], num_tokens: int, salt: int) -> None:
-    """Append and write ``num_tokens`` tokens to each table."""
-    for table in tables:
-        pool.append_tokens(table, num_tokens)
-        for layer in LAYERS[table.group]:
-            k = keys_of(layer, range(table.length - num_tokens, table.length), salt)
-            pool.write_prefill(table, layer, k, -k)
+def extend(pool: BlockPool, table: BlockTable, num_tokens: int, salt: int) -> None:
+    """Append and write ``num_tokens`` tokens."""
+    pool.append_tokens(table, num_tokens)
+    for layer in pool.places:
+        k = keys_of(layer, range(table.length - num_tokens, table.length), salt)
+        pool.write_prefill(table, layer, k, -k)
 
 
-def check(pool: BlockPool, tables: list[BlockTable], salt: int) -> None:
-    """Assert that the tables hold what :func:`extend` wrote."""
-    for table in tables:
-        for layer in LAYERS[table.group]:
-            k, v = pool.gather_visible(table, layer)
-            expected = np.array(keys_of(layer, range(table.logical_start, table.length), salt))
-            np.testing.assert_array_equal(np.array(k), expected)
-            np.testing.assert_array_equal(np.array(v), -expected)
-
-
-def new_tables(pool: BlockPool) -> list[BlockTable]:
-    return [pool.new_table(group) for group in range(2)]
-
-
-def release(pool: BlockPool, tables: list[BlockTable]) -> None:
-    for table in tables:
-        pool.release_table(table)
+def check(pool: BlockPool, table: BlockTable, salt: int) -> None:
+    """Assert that the table holds what :func:`extend` wrote."""
+    for layer, (group, _) in pool.places.items():
+        k, v = pool.gather_visible(table, layer)
+        expected = np.array(keys_of(layer, range(table.starts[group], table.length), salt))
+        np.testing.assert_array_equal(np.array(k), expected)
+        np.testing.assert_array_equal(np.array(v), -expected)
 
 
 # Parts of the budget ----------------------------------------------------------------------------------------------
@@ -88,8 +77,8 @@ def release(pool: BlockPool, tables: list[BlockTable]) -> None:
 def parts(budget: int, window: int | None, layers: tuple[int, int] = (1, 5)) -> list[float]:
     """Return the parts of the budget, in bytes, of a global group and of one with a window, if a token takes a byte in
     each layer."""
-    groups = [Group(LayerGroup(tuple(range(layers[0]))), 32)]
-    groups.append(Group(LayerGroup(tuple(range(layers[0], sum(layers))), window), 32))
+    groups = [Group(0, LayerGroup(tuple(range(layers[0]))), 32)]
+    groups.append(Group(1, LayerGroup(tuple(range(layers[0], sum(layers))), window), 32))
     for group in groups:
         group.geometry = Geometry(1, 1, 0, mx.int8, None)
     most = divided(groups, budget)
@@ -125,19 +114,19 @@ def test_what_one_group_holds_is_not_taken_from_another(in_place: bool) -> None:
     """A burst of short sequences fills the window group; a long one then fills the global group."""
     pool = make_pool(300, in_place)
     longest = max(n for n in range(1, 2000) if PoolBudget(pool, chunk=8).holds(n))
-    burst: list[list[BlockTable]] = []
+    burst: list[BlockTable] = []
     while True:
-        burst.append(new_tables(pool))
+        burst.append(pool.new_table())
         try:
             extend(pool, burst[-1], 20, len(burst))
         except PoolExhaustedError:
-            release(pool, burst.pop())
+            pool.release_table(burst.pop())
             break
     kept = burst.pop()
-    for tables in burst:
-        release(pool, tables)
-    long = new_tables(pool)
-    while (length := long[0].length) < longest - 24:  # without the blocks of the sequence that is kept
+    for table in burst:
+        pool.release_table(table)
+    long = pool.new_table()
+    while (length := long.length) < longest - 24:  # without the blocks of the sequence that is kept
         extend(pool, long, min(8, longest - 24 - length), 99)
         assert pool.stats().bytes_reserved <= pool.memory_budget
     check(pool, kept, len(burst) + 1)
@@ -154,9 +143,9 @@ def test_what_one_group_holds_is_not_taken_from_another(in_place: bool) -> None:
 def test_failed_growth_leaves_every_layer_usable(failing: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_paged.kv.group.IN_PLACE_FIRST_BYTES", 0)
     pool, calls = make_pool(in_place=in_place), 0
-    sequences = [new_tables(pool) for _ in range(3)]
-    for salt, tables in enumerate(sequences):
-        extend(pool, tables, 21, salt)
+    sequences = [pool.new_table() for _ in range(3)]
+    for salt, table in enumerate(sequences):
+        extend(pool, table, 21, salt)
     kind = type(pool.blocks_of(0))
     resize = kind.resize
 
@@ -170,12 +159,12 @@ def test_failed_growth_leaves_every_layer_usable(failing: int, in_place: bool, m
     with monkeypatch.context() as patch:
         patch.setattr(kind, "resize", watched)
         with pytest.raises(RuntimeError, match="out of memory"):
-            extend(pool, [sequences[0][1]], 3000, 0)
+            extend(pool, sequences[0], 3000, 0)
     pool.check_integrity()
-    for salt, tables in enumerate(sequences):
-        check(pool, tables, salt)
-        extend(pool, tables, 60, salt)
-        check(pool, tables, salt)
+    for salt, table in enumerate(sequences):
+        check(pool, table, salt)
+        extend(pool, table, 60, salt)
+        check(pool, table, salt)
     assert not any(group.resize_failed for group in pool.groups)
     pool.check_integrity()
 
@@ -183,20 +172,20 @@ def test_failed_growth_leaves_every_layer_usable(failing: int, in_place: bool, m
 def test_memory_goes_back_to_the_system_with_the_last_block() -> None:
     pool = make_pool()
     before = mx.get_active_memory()
-    tables, others = new_tables(pool), new_tables(pool)
+    table, others = pool.new_table(), pool.new_table()
     for _ in range(40):
-        extend(pool, tables, 100, 0)
+        extend(pool, table, 100, 0)
     extend(pool, others, 30, 1)
-    release(pool, tables)
+    pool.release_table(table)
     mx.eval(pool.ready())
     assert mx.get_active_memory() - before > 8 << 20 and pool.stats().bytes_reserved > 8 << 20
     check(pool, others, 1)
-    release(pool, others)
+    pool.release_table(others)
     assert pool.stats().bytes_reserved == 0 and pool.stats().total_blocks == 0
     assert mx.get_active_memory() - before < 1 << 16
-    tables = new_tables(pool)
-    extend(pool, tables, 30, 2)
-    check(pool, tables, 2)
+    table = pool.new_table()
+    extend(pool, table, 30, 2)
+    check(pool, table, 2)
 
 
 # What fits --------------------------------------------------------------------------------------------------------
@@ -206,10 +195,10 @@ def test_cached_blocks_are_evicted_in_all_groups_by_their_last_use() -> None:
     pool = make_pool(230)
     tree = PrefixCache(pool)
     for salt in range(2):
-        tables = new_tables(pool)
-        extend(pool, tables, 60, salt)
-        tree.insert(tuple(range(salt, salt + 60)), tables)
-        release(pool, tables)
+        table = pool.new_table()
+        extend(pool, table, 60, salt)
+        tree.insert(tuple(range(salt, salt + 60)), table)
+        pool.release_table(table)
     held = [group.allocator.num_live for group in pool.groups]
     ids = pool.allocate(0, pool.memory.room()[0] + 1)
     assert tree.evictions > 0 and pool.stats().bytes_reserved <= pool.memory_budget
@@ -234,22 +223,21 @@ def test_lone_sequence_within_the_budget_can_always_append(seed: int) -> None:
         budget = PoolBudget(pool, chunk=chunk)
         longest = max((n for n in range(1, 600) if budget.holds(n)), default=0)
         for salt in range(int(rng.integers(1, 8))):
-            others = new_tables(pool)
+            others = pool.new_table()
             length = int(rng.integers(1, 30))
-            if budget.fits([(others, length)]):
+            if budget.fits([Append(others, length)]):
                 extend(pool, others, length, salt)
                 tree.insert(tuple(range(1000 * salt, 1000 * salt + length)), others)
-            for table in others:
-                pool.release_table(table)
-        tables, tokens = new_tables(pool), tuple(range(-longest, 0))
-        while (length := tables[0].length) < longest:
+            pool.release_table(others)
+        table, tokens = pool.new_table(), tuple(range(-longest, 0))
+        while (length := table.length) < longest:
             step = int(rng.choice([1, chunk, rng.integers(1, chunk + 1)]))
             step = min(step, longest - length)
-            assert budget.fits([(tables, step)])
-            extend(pool, tables, step, 77)
+            assert budget.fits([Append(table, step)])
+            extend(pool, table, step, 77)
             if rng.random() < 0.5:
-                tree.insert(tokens[: length + step], tables)
-        check(pool, tables, 77)
+                tree.insert(tokens[: length + step], table)
+        check(pool, table, 77)
         pool.check_integrity()
         tree.check_integrity()
 
@@ -268,17 +256,16 @@ def test_lone_sequence_with_a_cached_prefix_can_always_append(seed: int) -> None
         for number in range(10):
             common = int(rng.integers(longest // 2, longest))  # with all others
             tokens = (*range(common), *range(1000 * (number + 1), 1000 * (number + 1) + longest - common))
-            _, tables = tree.adopt(tokens)
-            while (length := tables[0].length) < longest:
+            _, table = tree.adopt(tokens)
+            while (length := table.length) < longest:
                 step = min(int(rng.integers(1, chunk + 1)), longest - length)
-                assert budget.fits([(tables, step)])
-                extend(pool, tables, step, 0)
+                assert budget.fits([Append(table, step)])
+                extend(pool, table, step, 0)
                 if rng.random() < 0.5:
-                    tree.insert(tokens[: length + step], tables)
+                    tree.insert(tokens[: length + step], table)
             tree.check_integrity()
             pool.check_integrity()
-            for table in tables:
-                pool.release_table(table)
+            pool.release_table(table)
 
 
 def test_budget_too_small_for_any_sequence_names_the_least_budget() -> None:
@@ -294,5 +281,4 @@ def test_budget_too_small_for_any_sequence_names_the_least_budget() -> None:
         pool_of(least - 1)
     pool = pool_of(least)
     pool.set_geometry(2, x, x, batch=1)
-    for group in (0, 1):
-        pool.append_tokens(pool.new_table(group), 4)
+    pool.append_tokens(pool.new_table(), 4)

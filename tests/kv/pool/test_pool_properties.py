@@ -33,10 +33,10 @@ BLOCKS_PER_POOL = 40  # small enough to run out now and then
 
 
 class Sequence:
-    """Tables of one sequence, and what they must hold."""
+    """The table of one sequence, and what it must hold."""
 
-    def __init__(self, tables: list[BlockTable], history: dict[int, tuple[np.ndarray, np.ndarray]], start: int) -> None:
-        self.tables = tables
+    def __init__(self, table: BlockTable, history: dict[int, tuple[np.ndarray, np.ndarray]], start: int) -> None:
+        self.table = table
         self.history = history  # by layer: K [heads, length, KD], V [heads, length, VD]
         self.start = start  # first position the window group still sees
 
@@ -75,24 +75,18 @@ class PoolMachine(RuleBasedStateMachine):
         return bool(self.sequences)
 
     def reserve(self, sequence: Sequence, n: int) -> bool:
-        """Append n tokens to both tables or to neither, and update the expected start. Return False if the pool is
-        exhausted."""
-        window_table = sequence.tables[1]
-        length = sequence.length
-        for number, table in enumerate(sequence.tables):
-            live = self.pool.stats().live_blocks
-            try:
-                self.pool.append_tokens(table, n)
-            except PoolExhaustedError as error:
-                assert error.bytes_reserved + error.bytes_needed > error.budget_bytes
-                assert error.budget_bytes <= self.pool.memory_budget
-                assert error.blocks_needed > 0 and table.length == length
-                assert self.pool.stats().live_blocks <= live
-                if number == 1:
-                    self.pool.trim(sequence.tables[0], n)
-                sequence.start = window_table.logical_start
-                assert sequence.start <= max(0, length - self.window + 1)
-                return False
+        """Append n tokens, and update the expected start. Return False if the pool is exhausted."""
+        table, length, live = sequence.table, sequence.length, self.pool.stats().live_blocks
+        try:
+            self.pool.append_tokens(table, n)
+        except PoolExhaustedError as error:
+            assert error.bytes_reserved + error.bytes_needed > error.budget_bytes
+            assert error.budget_bytes <= self.pool.memory_budget
+            assert error.blocks_needed > 0 and table.length == length
+            assert self.pool.stats().live_blocks <= live
+            sequence.start = table.starts[1]
+            assert sequence.start <= max(0, length - self.window + 1)
+            return False
         sequence.start = max(sequence.start, length - self.window + 1)
         return True
 
@@ -121,7 +115,7 @@ class PoolMachine(RuleBasedStateMachine):
         nothing = {
             layer: (np.zeros((HEADS, 0, KD), np.float32), np.zeros((HEADS, 0, VD), np.float32)) for layer in range(4)
         }
-        self.sequences.append(Sequence([self.pool.new_table(0), self.pool.new_table(1)], nothing, 0))
+        self.sequences.append(Sequence(self.pool.new_table(), nothing, 0))
         self.prefill(len(self.sequences) - 1, n)
 
     @precondition(has_sequences)
@@ -132,7 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         tokens = self.new_tokens(1, n)
         for layer, (k, v) in tokens.items():
-            self.pool.write_prefill(sequence.tables[layer % 2], layer, mx.array(k), mx.array(v))
+            self.pool.write_prefill(sequence.table, layer, mx.array(k), mx.array(v))
         self.note(sequence, tokens, 0)
 
     @precondition(has_sequences)
@@ -144,7 +138,7 @@ class PoolMachine(RuleBasedStateMachine):
                 return
             tokens = self.new_tokens(1, 1)
             for layer, (k, v) in tokens.items():
-                self.pool.write(layer, [sequence.tables[layer % 2]], mx.array(k), mx.array(v))
+                self.pool.write(layer, [sequence.table], mx.array(k), mx.array(v))
             self.note(sequence, tokens, 0)
 
     @precondition(lambda self: len(self.sequences) > 1)
@@ -157,7 +151,7 @@ class PoolMachine(RuleBasedStateMachine):
                 return
             tokens = self.new_tokens(len(batch), 1)
             for layer, (k, v) in tokens.items():
-                tables = [sequence.tables[layer % 2] for sequence in batch]
+                tables = [sequence.table for sequence in batch]
                 self.pool.write(layer, tables, mx.array(k), mx.array(v))
             for row, sequence in enumerate(batch):
                 self.note(sequence, tokens, row)
@@ -167,26 +161,21 @@ class PoolMachine(RuleBasedStateMachine):
     def fork(self, number: int) -> None:
         sequence = self.pick(number)
         before = self.pool.stats()
-        copies = [self.pool.fork(table) for table in sequence.tables]
+        copy = self.pool.fork(sequence.table)
         after = self.pool.stats()
         assert (after.live_blocks, after.bytes_reserved) == (before.live_blocks, before.bytes_reserved)
-        self.sequences.append(Sequence(copies, sequence.history, sequence.start))
+        self.sequences.append(Sequence(copy, sequence.history, sequence.start))
 
     @precondition(has_sequences)
     @rule(number=st.integers(0, MAX_SEQUENCES), n=st.integers(0, 30))
     def trim(self, number: int, n: int) -> None:
         sequence = self.pick(number)
         length = sequence.length - n
-        if length < 0:
-            for table in sequence.tables:
-                with pytest.raises(TrimError):
-                    self.pool.trim(table, n)
-        elif max(0, length - self.window + 1) < sequence.start:
+        if length < 0 or max(0, length - self.window + 1) < sequence.start:
             with pytest.raises(TrimError):
-                self.pool.trim(sequence.tables[1], n)
+                self.pool.trim(sequence.table, n)
         else:
-            for table in sequence.tables:
-                self.pool.trim(table, n)
+            self.pool.trim(sequence.table, n)
             sequence.history = {layer: (k[:, :length], v[:, :length]) for layer, (k, v) in sequence.history.items()}
 
     @precondition(has_sequences)
@@ -194,10 +183,9 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, number: int) -> None:
         sequence = self.pick(number)
         self.sequences.remove(sequence)
-        for table in sequence.tables:
-            self.pool.release_table(table)
-            with pytest.raises(BlockStateError):
-                self.pool.release_table(table)
+        self.pool.release_table(sequence.table)
+        with pytest.raises(BlockStateError):
+            self.pool.release_table(sequence.table)
 
     @precondition(has_sequences)
     @rule(number=st.integers(0, MAX_SEQUENCES), look=st.booleans())
@@ -224,11 +212,11 @@ class PoolMachine(RuleBasedStateMachine):
         for group, block_group in enumerate(pool.groups):
             held: Counter[int] = Counter()
             for sequence in self.sequences:
-                table = sequence.tables[group]
+                table = sequence.table
                 start = sequence.start if group else 0
-                assert (table.length, table.logical_start) == (sequence.length, start)
-                assert table.num_blocks == -(-table.length // self.block_size) - start // self.block_size
-                ids = [block_id for block_id in table.block_ids if block_id]
+                assert (table.length, table.starts[group]) == (sequence.length, start)
+                assert table.num_blocks(group) == -(-table.length // self.block_size) - start // self.block_size
+                ids = [block_id for block_id in table.block_ids[group] if block_id]
                 assert len(set(ids)) == len(ids)
                 held.update(ids)
             live += len(held)
@@ -247,10 +235,11 @@ class PoolMachine(RuleBasedStateMachine):
         expected: list[tuple[np.ndarray, np.ndarray]] = []
         for sequence in self.sequences:
             for layer, (k, v) in sequence.history.items():
-                table = sequence.tables[layer % 2]
-                if table.length > table.logical_start:
+                table = sequence.table
+                start = table.starts[layer % 2]
+                if table.length > start:
                     got.append(pool.gather_visible(table, layer))
-                    expected.append((k[:, table.logical_start :], v[:, table.logical_start :]))
+                    expected.append((k[:, start:], v[:, start:]))
         mx.eval(got)
         for pair, arrays in zip(got, expected, strict=True):
             for x, array in zip(pair, arrays, strict=True):
@@ -262,10 +251,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(group.in_place == self.in_place for group in self.pool.groups if group.blocks)
         for number, sequence in enumerate(self.sequences):
             if number % 2:
-                for table in sequence.tables:
-                    self.pool.release_table(table)
+                self.pool.release_table(sequence.table)
         del self.sequences[:]
-        sequence = table = None  # type: ignore[assignment]
+        sequence = None  # type: ignore[assignment]
         gc.collect(0)
         stats = self.pool.stats()
         assert (stats.live_blocks, stats.shared_blocks, stats.bytes_in_use) == (0, 0, 0)

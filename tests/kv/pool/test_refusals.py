@@ -8,8 +8,6 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError
-from mlx_paged.kv.group import LayerGroup
-from mlx_paged.kv.pool import BlockPool
 from tests.support.pools import BLOCK_BYTES, Watched, assert_holds, joined, kv, pool_of, put
 
 ONE, TWO = kv(1, 1), kv(1, 2)
@@ -74,23 +72,6 @@ def test_write_requires_one_row_per_table() -> None:
     watched.go_on()
 
 
-def test_a_layer_of_another_group_is_refused() -> None:
-    pool = BlockPool([LayerGroup((0,)), LayerGroup((1,), 8, "window")], block_size=4)
-    tables = [pool.new_table(0), pool.new_table(1)]
-    parts = [kv(1, 6), kv(2, 6)]
-    for layer, table in enumerate(tables):
-        pool.append_tokens(table, 6)
-        pool.write_prefill(table, layer, *parts[layer])
-    with pytest.raises(GeometryError, match="layer 1 does not belong to the table's group 0"):
-        pool.write_prefill(tables[0], 1, *kv(3, 6))
-    with pytest.raises(GeometryError, match="layer 0 does not belong to the table's group 1"):
-        pool.write(0, [tables[1]], *kv(3, 1))
-    with pytest.raises(GeometryError, match="layer 1 does not belong to the table's group 0"):
-        pool.gather_visible(tables[0], 1)
-    for layer, table in enumerate(tables):
-        assert_holds(pool, table, *parts[layer], layer)
-
-
 def test_release_and_retain_of_a_free_block_are_refused() -> None:
     watched = Watched()
     pool = watched.pool
@@ -101,7 +82,7 @@ def test_release_and_retain_of_a_free_block_are_refused() -> None:
         with pytest.raises(BlockStateError, match=f"block {block} cannot be re.*: it is free"):
             action(0, [block])
         with pytest.raises(BlockStateError, match="it is free"):
-            action(0, [watched.table.block_ids[0], block])
+            action(0, [watched.table.block_ids[0][0], block])
     watched.assert_unchanged(before)
     watched.go_on()
 
@@ -111,14 +92,13 @@ def test_use_of_a_released_table_is_refused() -> None:
     pool = watched.pool
     gone = pool.fork(watched.table)
     pool.release_table(gone)
-    assert gone.released and not gone.block_ids
+    assert gone.released and not gone.block_ids[0] and "released" in repr(gone)
     before = watched.picture()
     uses: list[Callable[[], object]] = [
         lambda: pool.release_table(gone),
         lambda: pool.append_tokens(gone, 1),
         lambda: pool.fork(gone),
         lambda: pool.trim(gone, 1),
-        lambda: pool.copy_on_write_block(gone, 0),
         lambda: pool.write_prefill(gone, 0, *kv(1, 2)),
         lambda: pool.write(0, [gone], *kv(1, 1)),
         lambda: pool.write(0, [watched.table, gone], *kv(1, 1, batch=2)),
@@ -140,7 +120,6 @@ def test_a_table_of_another_pool_is_refused() -> None:
         lambda: pool.append_tokens(foreign, 1),
         lambda: pool.fork(foreign),
         lambda: pool.trim(foreign, 1),
-        lambda: pool.copy_on_write_block(foreign, 0),
         lambda: pool.write_prefill(foreign, 0, *kv(1, 2)),
         lambda: pool.gather_visible(foreign, 0),
     ]
@@ -203,7 +182,7 @@ def test_exhaustion_in_append_tokens() -> None:
     pool, table = watched.pool, watched.table
     other = pool.new_table()
     pool.append_tokens(other, 16)  # 2 + 4 of 7 blocks
-    before, other_ids = watched.picture(), list(other.block_ids)
+    before, other_ids = watched.picture(), list(other.block_ids[0])
     with pytest.raises(PoolExhaustedError) as caught:
         pool.append_tokens(table, 11)  # 17 tokens: 3 more blocks, and only one is free
     error = caught.value
@@ -214,7 +193,7 @@ def test_exhaustion_in_append_tokens() -> None:
     assert "2 more block(s)" in str(error) and "--kv-cache-memory" in str(error)
     assert isinstance(error, MemoryError)
     watched.assert_unchanged(before)
-    assert other.block_ids == other_ids and other.length == 16
+    assert other.block_ids[0] == other_ids and other.length == 16
     pool.trim(other, 8)
     pool.append_tokens(table, 11)
     more = kv(20, 11)
@@ -269,29 +248,22 @@ def test_blocks_reserved_before_the_geometry_cost_no_more_than_needed() -> None:
     assert_holds(pool, table, k, v)
 
 
-@pytest.mark.parametrize("through", ["append_tokens", "copy_on_write_block"])
-def test_exhaustion_in_copy_on_write(through: str) -> None:
+def test_exhaustion_in_copy_on_write() -> None:
     watched = Watched(memory_budget=2 * 4 * BLOCK_BYTES)
     pool = watched.pool
     fork = pool.fork(watched.table)
     spare = pool.new_table()
     pool.append_tokens(spare, 4)
-    before, ids = watched.picture(), list(fork.block_ids)
-
-    def fork_off() -> None:
-        if through == "append_tokens":
-            pool.append_tokens(fork, 1)
-        else:
-            pool.copy_on_write_block(fork, 1)
+    before, ids = watched.picture(), list(fork.block_ids[0])
 
     with pytest.raises(PoolExhaustedError) as caught:
-        fork_off()
+        pool.append_tokens(fork, 1)
     assert (caught.value.blocks_needed, caught.value.bytes_needed) == (1, 2 * BLOCK_BYTES)
-    assert fork.block_ids == ids and fork.length == 6
+    assert fork.block_ids[0] == ids and fork.length == 6
     watched.assert_unchanged(before)
     pool.release_table(spare)
-    fork_off()
-    assert fork.block_ids[0] == ids[0] and fork.block_ids[1] != ids[1]
+    pool.append_tokens(fork, 1)
+    assert fork.block_ids[0][0] == ids[0] and fork.block_ids[0][1] != ids[1]
     assert pool.stats().cow_forks == 1
     watched.go_on()
 
@@ -322,9 +294,9 @@ def test_failed_copy_of_a_shared_block_leaks_no_block(monkeypatch: pytest.Monkey
     for storage in pool.groups[0].blocks:
         monkeypatch.setattr(storage, "copy", _fail)
     with pytest.raises(RuntimeError, match="device"):
-        pool.copy_on_write_block(fork, 1)
+        pool.append_tokens(fork, 1)
     pool.check_integrity()
-    assert fork.block_ids == table.block_ids
+    assert fork.block_ids[0] == table.block_ids[0]
     assert_holds(pool, fork, k, v)
 
 

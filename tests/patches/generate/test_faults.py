@@ -177,7 +177,7 @@ class Scene:
         held = 0
         if self.caches is not None:
             sequence = next(cache.sequence for cache in self.caches if hasattr(cache, "sequence"))
-            held = sum(table.num_blocks for table in sequence.tables)
+            held = sum(map(sequence.table.num_blocks, range(len(self.pool.groups))))
         if self.tree is not None:
             self.tree.check_integrity()
         stats = self.pool.stats()

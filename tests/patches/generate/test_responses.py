@@ -140,9 +140,7 @@ def test_finish_frees_blocks_at_once_and_other_rows_continue() -> None:
         collect(outcomes, *gen.next())
     gen.finish([uids[2], uids[2], 12345])
     assert uids[2] not in gen._engine.requests and len(gen.progress()) == 3
-    held = {
-        block for row in gen._engine.requests.values() for table in row.tables for block in table.block_ids if block
-    }
+    held = {block for row in gen._engine.requests.values() for ids in row.table.block_ids for block in ids if block}
     stats = pool.stats()
     assert stats.live_blocks == len(held) + stats.cached_blocks  # of the other rows, and of the prefix cache
     rest = {uid: outcome for uid, outcome in outcomes.items() if uid != uids[2]}

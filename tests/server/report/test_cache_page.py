@@ -112,7 +112,7 @@ def test_block_map_gives_every_block_one_state() -> None:
         pool.append_tokens(table, 8)
         x = mx.zeros((1, 1, 8, 4))
         pool.write_prefill(table, 0, x, x)
-    tree.insert(range(8), [first])
+    tree.insert(range(8), first)
     fork = pool.fork(second)
     assert block_map(pool)[0][:3] == [("s", 4), ("l", 2), ("f", pool.stats().free_blocks)]
     pool.release_table(first)
