@@ -23,8 +23,7 @@ Growth = Sequence[tuple["Request", int]]
 
 
 class Memory(Protocol):
-    """The memory of requests' tokens, as the scheduler sees it. Nothing may raise while a plan is made: the memory
-    notes errors, and calls :meth:`Scheduler.remove` for failed requests after the plan."""
+    """The memory of requests' tokens, as the scheduler sees it."""
 
     def fits(self, growth: Growth) -> bool:
         """Return whether all these requests can grow by their numbers of tokens, after evicting unused prefixes."""
@@ -212,9 +211,9 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Release a running request's memory and queue it again. What it had computed will be prefilled again."""
+        self.memory.release(request)  # first: if it raises, the request still runs, and fails with the others
         self.running.remove(request)
         self._num_running[request.options.client] -= 1
-        self.memory.release(request)
         request.prefill_end = max(request.prefill_end, request.length)
         request.length = request.confirmed = request.kept
         self.waiting.add(request)

@@ -15,7 +15,7 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...device import device_errors
 from ...drafts.look_up import look_up_of
 from ...drafts.prediction_head import PredictionHead
-from ...engine.decode_batch import DecodeBatch, RowByRowBatch
+from ...engine.decode_batch import DecodeBatch
 from ...engine.engine import Engine
 from ...engine.request import Request, RequestOptions, sequence_of
 from ...errors import ConfigError
@@ -85,7 +85,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     proposer = drafting(model, draft_model, num_draft_tokens, pool, draft_prefixes)
                 batch = decode_batch(model, self._factory())
                 if isinstance(proposer, PredictionHead):
-                    batch.call = HiddenCall(model, proposer.hidden)
+                    batch.runner.call = HiddenCall(model, proposer.hidden)
                 self._engine = Engine(
                     batch,
                     self._counters,
@@ -347,7 +347,7 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
     if why is None:
         return DecodeBatch(model, UPSTREAM, peers_of(model))
     warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")
-    return RowByRowBatch(model, UPSTREAM, peers_of(model))
+    return DecodeBatch(model, UPSTREAM, peers_of(model), takes_rows=False)
 
 
 @replaces("mlx_lm.generate:BatchGenerator", "fb1a2ed5f7ece4b2")

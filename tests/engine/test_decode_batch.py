@@ -9,6 +9,7 @@ import pytest
 
 from mlx_paged.engine.decode_batch import DecodeBatch, _elements
 from mlx_paged.engine.request import Request
+from mlx_paged.engine.runner import NoBlocksError
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.ranks.ranks import Ranks, ShardedModel
@@ -52,7 +53,6 @@ class Batch:
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
-            assert self.batch.reserve() is None
             rows = list(self.batch.rows)
             for row, token, _ in self.batch.step():
                 self.tokens[row.uid].append(token)
@@ -238,32 +238,16 @@ def test_a_sampler_for_one_row_serves_several_requests(batch: Batch, rows: int) 
         assert batch.tokens[uid] == answer(PROMPTS[uid], 3)
 
 
-def test_call_that_raises_fails_its_rows(batch: Batch) -> None:
-    rows = [batch.row(uid, prompt) for uid, prompt in enumerate([[1, 2], [3, 23], [5, 6]])]
-    batch.join(*rows)
-    batch.model.poison, batch.model.call_sizes = 23, []
-    batch.step()
-    assert [(row, str(error)) for row, error in batch.batch.failed] == [(row, "a poisoned token") for row in rows]
-    assert batch.model.call_sizes == [3] and not batch.batch.rows and not batch.batch.members
-    batch.model.poison = None
-    for row in rows:
-        row.release()
-    later = batch.row(9, PROMPTS[1])
-    batch.join(later)
-    batch.step(5)
-    assert batch.tokens[9] == answer(PROMPTS[1], 4)
-    batch.pool.check_integrity()
-
-
-def test_reserve_without_a_free_block_names_the_row() -> None:
+def test_step_without_a_free_block_names_the_row() -> None:
     batch = Batch(make_pool(num_blocks=4))  # including the null block
     prompts = [prompt_of(2 * BLOCK_SIZE), prompt_of(BLOCK_SIZE + 1, seed=1)[:BLOCK_SIZE]]
     rows = [batch.row(uid, prompt) for uid, prompt in enumerate(prompts)]
     batch.join(*rows)
     batch.step()
-    failed = batch.batch.reserve()
-    assert failed is not None and isinstance(failed.error, PoolExhaustedError)
-    assert batch.batch.rows[failed.row] is rows[0], "both need a block, and the first one's is missing first"
+    with pytest.raises(NoBlocksError) as caught:
+        batch.batch.step()
+    assert isinstance(caught.value.error, PoolExhaustedError)
+    assert caught.value.request is rows[0], "both need a block, and the first one's is missing first"
     batch.batch.remove([rows[1]], keep_caches=False)
     rows[1].release()
     batch.step(4)

@@ -145,13 +145,13 @@ class Clock:
 
     def __init__(self, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        call = engine.engine.prefill.call
+        call = engine.engine.batch.runner.call
 
         def counted(tokens: mx.array, **options: Any) -> Any:
-            self.now += tokens.size
+            self.now += tokens.size if tokens.shape[1] > 1 else 0
             return call(tokens, **options)
 
-        engine.engine.prefill.call = counted
+        engine.engine.batch.runner.call = counted
         monkeypatch.setattr(engine_module.time, "perf_counter", lambda: self.now)
 
 
