@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..device import confirm
-from ..errors import ConfigError, DeviceWatch, PoolExhaustedError, RequestFailedError, check_device
+from ..errors import DeviceWatch, PoolExhaustedError, RequestFailedError, check_device
 from ..kernels.availability import on_metal
 from ..kv.pool import BlockPool
 from ..prefix.prefix_cache import SharedPrefixes
@@ -21,7 +21,6 @@ from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
 from .draft_steps import NO_DRAFTS_REASON, DraftSteps
 from .memory import RequestMemory
-from .peers import Peers
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     LATENCY_MS,
@@ -72,11 +71,9 @@ class Engine:
         state_interval: see :class:`.sharing.Sharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
             time bounds them (see :class:`PrefillPace`).
-        proposer: proposes drafts.
-        look_up: makes the proposer of rows that ask for prompt look-up, if there is no other.
+        proposer: proposes drafts, if the model can verify them.
 
     Raises:
-        ConfigError: there is a proposer, and the model cannot verify drafts.
         DeviceError: the device has failed since the prefix cache was made.
     """
 
@@ -95,7 +92,6 @@ class Engine:
         state_interval: int | None = None,
         prefill_latency: int = LATENCY_MS,
         proposer: Proposer | None = None,
-        look_up: Callable[[BlockPool, Peers], Proposer] | None = None,
     ) -> None:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
@@ -124,12 +120,8 @@ class Engine:
         self.computed_prompt_tokens = self.num_steps = 0
         self.prefill = Prefill(batch.model, batch.runner, in_place=self.in_place, packs=self.packs)
         self.drafts: DraftSteps | None = None
-        if self.can_pack and self.pool is not None:
-            drafting = proposer if proposer is not None or look_up is None else look_up(self.pool, self.peers)
-            if drafting is not None:
-                self.drafts = DraftSteps(batch, self.pool, self.memory.has_room, drafting)
-        elif proposer is not None:
-            raise ConfigError(f"{type(batch.model).__module__} cannot verify drafts: {NO_DRAFTS_REASON}")
+        if proposer is not None and self.can_pack and self.pool is not None:
+            self.drafts = DraftSteps(batch, self.pool, self.memory.has_room, proposer)
         # Steps are not bounded by time over ranks, whose clocks differ, nor (but on Metal) where chunks lie on a grid.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None

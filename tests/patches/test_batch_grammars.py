@@ -20,11 +20,12 @@ from transformers import AutoTokenizer
 
 import mlx_paged
 from mlx_paged.config import PagedConfig
+from mlx_paged.engine.constraint import GrammarProcessor
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.grammar import grammar as grammar_module
 from mlx_paged.grammar.compiler import GrammarCompiler, GrammarSource
-from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part
+from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part
 from mlx_paged.patches.generate import batch_generator
 from mlx_paged.server.call_formats import FORMS
 from mlx_paged.server.constraint import constraint_of

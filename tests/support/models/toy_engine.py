@@ -12,6 +12,7 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.drafts.look_up import look_up_of
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.peers import ALONE
 from mlx_paged.engine.request import Request, RequestOptions
 from mlx_paged.engine.upstream import Upstream
 from mlx_paged.errors import RequestFailedError
@@ -165,7 +166,7 @@ class ToyEngine:
             counters,
             prefixes=prefixes,
             factory=lambda: caches_of(pool),
-            look_up=look_up_of,
+            proposer=look_up_of(pool, ALONE),
             **sizes,
         )
         self.responses: dict[int, list[ToyResponse]] = {}
