@@ -9,7 +9,6 @@ from typing import NamedTuple
 from ..engine.peers import Peers
 from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 from ..engine.request import Request
-from ..engine.sampling.token_choice import TokenChoice
 from ..kv.pool import BlockPool
 from .depth import Candidate, Depth, new_depth
 
@@ -216,11 +215,11 @@ class LookUp:
         """See :attr:`.proposal.Proposer.seconds_saved`."""
         return self.depth.seconds_saved
 
-    def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
-        """Add the rows that ask for look-up and whose sampling allows drafts (:meth:`TokenChoice.takes_drafts`)."""
+    def add(self, rows: Sequence[Request]) -> None:
+        """Add the rows that ask for look-up and can take drafts."""
         for row in rows:
             most = row.options.prompt_lookup or 0
-            if most > 0 and choice.takes_drafts(row):
+            if most > 0 and row.takes_drafts:
                 self.rows[row] = Predictor([*row.history, *row.source], most)
 
     def remove(self, rows: Collection[Request]) -> None:

@@ -45,6 +45,13 @@ class DecodeBatch:
         peers: processes that the model is sharded over.
         takes_rows: one model call computes all rows. Otherwise there is a call per row with the row's own caches,
             slower, but correct for every model: offsets are numbers.
+
+    Attributes:
+        inputs: next token of each row, not delivered yet, ``[B]``.
+        failed: errors of rows' grammars, processors and samplers.
+        proposer: proposes drafts; None: there are none.
+        states: the rows' states by layer, composite caches split into their parts; None where a layer is paged. Empty
+            if rows are computed one by one: each row's own caches have its states.
     """
 
     def __init__(self, model: Any, upstream: Upstream, peers: Peers = ALONE, *, takes_rows: bool = True) -> None:
@@ -55,12 +62,10 @@ class DecodeBatch:
         self.runner = Runner(peers.guarded(model))
         self.rows: list[Request] = []
         self.members: set[Request] = set()
-        self.failed: list[tuple[Request, Exception]] = []  # errors of rows' grammars, processors and samplers
-        self.choice = TokenChoice(upstream)
-        self.proposer: Proposer | None = None  # proposes drafts
-        self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
-        # The rows' states by layer, composite caches split into their parts; None where a layer is paged. Empty if rows
-        # are computed one by one: each row's own caches have its states.
+        self.failed: list[tuple[Request, Exception]] = []
+        self.choice = TokenChoice(upstream.token_buffer)
+        self.proposer: Proposer | None = None
+        self.inputs = mx.zeros(0, mx.uint32)
         self.states: list[Any] = []
         self._call: Rows | None = None  # of the present rows
         self._unpaged: list[Any] = []  # all caches without blocks, which each step changes
@@ -75,23 +80,13 @@ class DecodeBatch:
         """Bytes of the rows' states in layers without blocks."""
         return sum(cache.nbytes for cache in self._unpaged)
 
-    @property
-    def inputs(self) -> mx.array:
-        """Next token of each row, not delivered yet, ``[B]``."""
-        assert self._inputs is not None
-        return self._inputs
-
-    @inputs.setter
-    def inputs(self, tokens: mx.array) -> None:
-        self._inputs = tokens
-
     # Members --------------------------------------------------------------------------------------------------
 
     def add(self, rows: Sequence[Request]) -> None:
         """Add rows whose prompt is computed except for its last token."""
         inputs = mx.array([row.next_input() for row in rows], mx.uint32)
-        if self._inputs is not None:
-            inputs = mx.concatenate([self._inputs, inputs])
+        if self.rows:
+            inputs = mx.concatenate([self.inputs, inputs])
         if self.takes_rows:
             self._merge(rows)
         self.choice.add(rows)
@@ -99,10 +94,10 @@ class DecodeBatch:
         self._set_rows([*self.rows, *rows], inputs)
         self._has_grammars = self._has_grammars or any(row.grammar is not None for row in rows)
         if self.proposer is not None:
-            self.proposer.add(rows, self.choice)
+            self.proposer.add(rows)
 
-    def _set_rows(self, rows: list[Request], inputs: mx.array | None) -> None:
-        self.rows, self._inputs, self._call = rows, inputs, None
+    def _set_rows(self, rows: list[Request], inputs: mx.array) -> None:
+        self.rows, self.inputs, self._call = rows, inputs, None
         if self.takes_rows:
             self._unpaged = [cache for cache in self.states if cache is not None]
         else:
@@ -151,7 +146,7 @@ class DecodeBatch:
     def clear(self) -> None:
         """Remove all rows, whose caches then hold their blocks only."""
         rows, self.states, self.failed = self.rows, [], []
-        self._set_rows([], None)
+        self._set_rows([], mx.zeros(0, mx.uint32))
         self.members.clear()
         self.choice.clear()
         self._has_grammars = False
@@ -204,7 +199,7 @@ class DecodeBatch:
             if isinstance(cache, self.upstream.state_cache) and cache.left_padding is not None:
                 cache.finalize()  # nothing is padded; the graph of the counter would grow by a node each step
         choice = self.choose(self.rows, logits, inputs)
-        self._inputs = choice.tokens
+        self.inputs = choice.tokens
         self.failed += [(self.rows[index], error) for index, error in choice.broken.items()]
         return self.deliver(self.rows, choice.inputs or _as_ints(inputs), choice.step, range(len(self.rows)))
 

@@ -118,15 +118,15 @@ class Engine:
         self.memory = RequestMemory(batch, self.pool, factory, chunk=chunk, sharing=self.sharing)
         self.scheduler = self._new_scheduler(prefill_step_size, completion_batch_size, prefill_batch_size)
         self.computed_prompt_tokens = self.num_steps = 0
-        self.prefill = Prefill(batch.model, batch.runner, in_place=self.in_place, packs=self.packs)
         self.drafts: DraftSteps | None = None
         if proposer is not None and self.can_pack and self.pool is not None:
             self.drafts = DraftSteps(batch, self.pool, self.memory.has_room, proposer)
         # Steps are not bounded by time over ranks, whose clocks differ, nor (but on Metal) where chunks lie on a grid.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
-        self._pace: PrefillPace | None = None
+        pace: PrefillPace | None = None
         if self.peers.is_alone and (bounded or self._is_on_metal or (self.packs and on_metal())):
-            self._pace = PrefillPace(prefill_latency, self.scheduler.most_tokens)
+            pace = PrefillPace(prefill_latency, self.scheduler.most_tokens)
+        self.prefill = Prefill(batch.model, batch.runner, in_place=self.in_place, packs=self.packs, pace=pace)
         self._prefill_steps = 0
         info = mx.device_info()
         self._most_cached_bytes = int(info.get("memory_size") or info.get("total_memory") or 0) // BUFFER_CACHE_SHARE
@@ -206,8 +206,8 @@ class Engine:
         if not self.peers.is_alone:
             while self.memory.drop_finished():  # callers may hold responses for different times on each rank
                 pass
-        if self._pace is not None:
-            self.scheduler.token_budget = min(self.scheduler.most_tokens, max(self._pace.tokens, self._uncut_tokens()))
+        if (pace := self.prefill.pace) is not None:
+            self.scheduler.token_budget = min(self.scheduler.most_tokens, max(pace.tokens, self._uncut_tokens()))
         plan = self.scheduler.plan()
         for request, num_tokens in plan.failed:
             self._fail(request, self.memory.exhausted(request, num_tokens))
@@ -273,7 +273,7 @@ class Engine:
 
     def _prefill(self, chunks: Sequence[Chunk], prompts: list[Any]) -> None:
         """Compute chunks of prompts, and add the callers' responses to ``prompts``."""
-        if self._pace is not None and not self.in_place and self.batch.rows:
+        if self.prefill.pace is not None and not self.in_place and self.batch.rows:
             mx.eval(self.batch.inputs)  # keeps the step under way out of the measured time
         begin = time.perf_counter()
         # Requests without caches were preempted for one that needed more blocks than planned.
@@ -291,14 +291,7 @@ class Engine:
         is_due = is_last or self._prefill_steps % CLEAR_AFTER_PREFILLS == 0
         if is_due and mx.get_cache_memory() > self._most_cached_bytes:
             mx.clear_cache()
-        seconds = time.perf_counter() - begin
-        self.counters.prompt_time += seconds
-        timings, self.prefill.timings = self.prefill.timings, []
-        if self._pace is not None and self.in_place:
-            for timing in timings:
-                self._pace.note(*timing)
-        elif self._pace is not None and len(computed) == len(chunks):
-            self._pace.note(sum(num_tokens for _, num_tokens in chunks), seconds)
+        self.counters.prompt_time += time.perf_counter() - begin
 
     def _make_room(self, lack: NoBlocksError) -> None:
         """Make room for a request that found no block, because others have taken one that the plan had counted on:

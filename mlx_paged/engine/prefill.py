@@ -112,17 +112,19 @@ class Prefill:
         runner: calls it.
         in_place: the caches' blocks are a device's.
         packs: all chunks of a step go through the model together, as a pack.
+        pace: follows the time that chunks take; None: nothing does.
     """
 
-    def __init__(self, model: Any, runner: Runner, *, in_place: bool, packs: bool = False) -> None:
+    def __init__(
+        self, model: Any, runner: Runner, *, in_place: bool, packs: bool = False, pace: PrefillPace | None = None
+    ) -> None:
         self.model, self.runner = model, runner
-        self.in_place = in_place
+        self.in_place, self.pace = in_place, pace
         self.packs = packs and _not_packed.get(model) is None
         self._under_way: list[mx.array] = []  # fences of the last chunks
         # Requests of the last chunks, and the lengths these lead to. Weak: they may finish before the next ones.
         self._launched: list[tuple[weakref.ref[Request], int]] = []
         self._num_launched, self._begin = 0, 0.0  # tokens of the last chunks, and when they began
-        self.timings: list[tuple[int, float]] = []  # tokens and seconds of chunks waited for; the engine clears it
 
     def compute(
         self,
@@ -173,6 +175,8 @@ class Prefill:
             mx.async_eval(self._under_way)
             self._num_launched = sum(chunk.num_tokens for chunk in done)
             self._launched = [(weakref.ref(request), request.length) for request, _ in done]
+        elif self.pace is not None and len(done) == len(chunks):
+            self.pace.note(sum(chunk.num_tokens for chunk in done), time.perf_counter() - begin)
         return [request for request, _ in done]
 
     def _run(self, call: Sequence[Chunk], requests: Sequence[Request]) -> None:
@@ -197,7 +201,8 @@ class Prefill:
             mx.eval(under_way)
         except Exception as error:  # all else was raised when they were launched
             raise device_failed(error) from error
-        self.timings.append((self._num_launched, time.perf_counter() - self._begin))
+        if self.pace is not None:
+            self.pace.note(self._num_launched, time.perf_counter() - self._begin)
         for ref, length in self._launched:
             request = ref()
             if request is not None and request.length >= length:  # otherwise it has gone, or was preempted

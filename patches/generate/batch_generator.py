@@ -26,7 +26,7 @@ from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import check_given, factory_of
 from ..patch import replaces
-from ..samplers import processors_of, sampler_of
+from ..samplers import processors_of, resolved, sampler_of
 from ..sharded import peers_of
 from .drafting import NUM_DRAFT_TOKENS, proposer_for
 from .upstream import UPSTREAM, Response, request_progress
@@ -181,6 +181,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         options: RequestOptions,
     ) -> Request:
         """Return a Request made from mlx-lm's queue entry for a prompt."""
+        if options.prompt_lookup is None:
+            options = options._replace(prompt_lookup=self.prompt_lookup)
+        sampler, processors, options = resolved(sampler, processors or (), options)
         return Request(
             uid,
             segments,
@@ -190,11 +193,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             sampler=sampler,
             processors=processors,
             matcher=stops.matcher(),
-            options=self._resolved(options),
+            options=options,
         )
-
-    def _resolved(self, options: RequestOptions) -> RequestOptions:
-        return options if options.prompt_lookup is not None else options._replace(prompt_lookup=self.prompt_lookup)
 
     def extract_cache(self, uids: Any) -> dict[int, tuple[list[Any], list[int]]]:
         """Return the caches of unfinished requests, as references to the same blocks, and the tokens in them."""

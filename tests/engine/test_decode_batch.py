@@ -10,7 +10,8 @@ import pytest
 from mlx_paged.engine.decode_batch import DecodeBatch, _elements
 from mlx_paged.engine.request import Request
 from mlx_paged.engine.runner import NoBlocksError
-from mlx_paged.errors import PoolExhaustedError
+from mlx_paged.engine.sampling.params import SamplingParams
+from mlx_paged.errors import ConfigError, PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.ranks.ranks import Ranks, ShardedModel
 from tests.support.models.toy_engine import (
@@ -200,6 +201,17 @@ def test_row_whose_sampler_or_processor_raises_is_reported(batch: Batch, part: d
     assert batch.tokens[0] == answer(PROMPTS[1], 5) and batch.tokens[2] == answer(PROMPTS[3], 5)
 
 
+def test_row_whose_parameters_exceed_the_vocabulary_is_reported(batch: Batch) -> None:
+    good = batch.row(0, PROMPTS[1])
+    bad = batch.row(1, PROMPTS[2], sampling=SamplingParams(temperature=1.0, top_k=VOCAB))
+    batch.join(good, bad)
+    batch.step()
+    assert [(row, type(error)) for row, error in batch.batch.failed] == [(bad, ConfigError)]
+    batch.batch.remove([bad], keep_caches=False)
+    batch.step(5)
+    assert batch.tokens[0] == answer(PROMPTS[1], 5)
+
+
 RESULTS: dict[str, Any] = {
     "none": None,
     "a list": [3],
@@ -275,27 +287,22 @@ class TwoRanks(Ranks):
         return tokens
 
 
-def drawing(logprobs: mx.array) -> mx.array:
-    raise AssertionError("it is known")
-
-
 @pytest.mark.parametrize(
-    ("same_logits", "one_kind", "sampler", "needed"),
+    ("same_logits", "one_kind", "options", "needed"),
     [
-        (True, True, greedy, False),
-        (True, True, drawing, True),  # without a seed: each rank's own
-        (True, True, lambda logprobs: mx.argmax(logprobs, axis=-1), True),  # a caller's sampler
-        (True, False, greedy, True),
-        (False, True, greedy, True),
+        (True, True, {}, False),
+        (True, True, {"sampling": SamplingParams(temperature=0.7)}, True),  # without a seed: each rank's own
+        (True, True, {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}, True),  # a caller's sampler
+        (True, False, {}, True),
+        (False, True, {}, True),
     ],
 )
 def test_ranks_agree_on_tokens_unless_all_compute_the_same_bits(
-    same_logits: bool, one_kind: bool, sampler: Any, needed: bool
+    same_logits: bool, one_kind: bool, options: Any, needed: bool
 ) -> None:
-    known = {greedy: {}, drawing: {"temperature": 0.7}}
     ranks = TwoRanks(are_alike=one_kind)
     batch = Batch(make_pool())
-    batch.batch = DecodeBatch(batch.model, UPSTREAM._replace(known_sampler=known.get), ShardedModel(ranks, same_logits))
-    batch.join(batch.row(1, prompt_of(5)), batch.row(2, prompt_of(9), sampler=sampler))
+    batch.batch = DecodeBatch(batch.model, UPSTREAM, ShardedModel(ranks, same_logits))
+    batch.join(batch.row(1, prompt_of(5)), batch.row(2, prompt_of(9), **options))
     batch.step(3)
     assert ranks.num_agreed == (3 if needed else 0)

@@ -1,7 +1,6 @@
 """Predictor and NgramIndex propose what followed the latest tokens before, and nothing while predictions fail."""
 
 import itertools
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -165,7 +164,7 @@ def test_a_step_indexes_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPat
     for row in rows:
         row.history, row.options = list(range(3000)), RequestOptions(prompt_lookup=4)
     proposer = look_up.LookUp(EveryStep())
-    proposer.add(rows, SimpleNamespace(takes_drafts=lambda row: True))
+    proposer.add(rows)
     assert not counts
     totals = []
     for _ in range(12):
