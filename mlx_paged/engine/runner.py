@@ -61,10 +61,11 @@ class Rows:
         self.requests, self.counts = requests, counts
         self._sequences = [sequence for request in requests if (sequence := request.sequence) is not None]
         self._batch: Batch | None = None
-        self._own = [leaves(request.caches or []) for request in requests]
+        self._own: list[list[Any]] = []  # parts of the requests' own caches, as far as they are needed
         self.layers: list[Any] | None = None
         self.caches: list[Any] = []
         if together:
+            self._own = [leaves(request.caches or []) for request in (requests if states is None else requests[:1])]
             if self._sequences:
                 self._batch = Batch(self._sequences[0].pool, self._sequences, counts, as_rows=as_rows)
             layers = zip(*self._own, strict=True)
