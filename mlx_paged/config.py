@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Generic, TypeVar, overload
 
 from .engine.prefill import LATENCY_MS
@@ -137,6 +137,7 @@ Given = TypeVar("Given")
 Kept = TypeVar("Kept")
 
 
+@dataclass(eq=False)
 class Option(Generic[Given, Kept]):
     """A field of :class:`PagedConfig`, with its flag, its variable, and its texts in the help and the reference.
 
@@ -145,32 +146,26 @@ class Option(Generic[Given, Kept]):
         parse: converts a given value to the one that is kept, or raises ConfigError.
         text: description of the option.
         metavar: placeholder for the value in the help; None: the flag is a switch.
-        default_text: description of the default; None: the default itself.
-        flag: the flag; None: the field's name with dashes.
+        default_text: description of the default; empty: the default itself.
+        flag: the flag; empty: the field's name with dashes.
         argument: parses the flag's value; None: ``parse``.
         section: anchor in docs/reference.md with more details, or None.
     """
 
-    def __init__(
-        self,
-        default: Kept,
-        parse: Callable[[Given], Kept],
-        text: str,
-        metavar: str | None = None,
-        *,
-        default_text: str | None = None,
-        flag: str | None = None,
-        argument: Callable[[str], Any] | None = None,
-        section: str | None = None,
-    ) -> None:
-        self.default, self.parse, self.text, self.metavar = default, parse, text, metavar
-        self.default_text = str(default) if default_text is None else default_text
-        self._flag, self.argument, self.section = flag, argument or parse, section
+    default: Kept
+    parse: Callable[[Given], Kept]
+    text: str
+    metavar: str | None = None
+    _: KW_ONLY
+    default_text: str = ""
+    flag: str = ""
+    argument: Callable[[str], Any] | None = None
+    section: str | None = None
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-        self.variable = PREFIX + name.upper()
-        self.flag = self._flag or f"--{name.replace('_', '-')}"
+        self.name, self.variable = name, PREFIX + name.upper()
+        self.flag = self.flag or f"--{name.replace('_', '-')}"
+        self.default_text = self.default_text or str(self.default)
 
     @overload
     def __get__(self, instance: None, owner: type) -> Kept: ...
@@ -302,9 +297,8 @@ class PagedConfig:
         """Return the options set by their ``MLX_PAGED_*`` variables; an empty variable counts as not set."""
         env = os.environ if env is None else env
         given = {option.name: option.variable for option in cls.options() if env.get(option.variable)}
-        values: dict[str, Any] = {name: env[variable] for name, variable in given.items()}
         try:
-            return cls(**values)
+            return cls(**{name: env[variable] for name, variable in given.items()})  # type: ignore[arg-type]
         except ConfigError as error:
             raise ConfigError(f"environment variable(s) {', '.join(given.values())}: {error}") from None
 
@@ -317,7 +311,7 @@ class PagedConfig:
         if start is not None:
             start.help = QUANTIZED_KV_START_HELP
         for option in cls.options():
-            convert = argument_type(option.argument)
+            convert = argument_type(option.argument or option.parse)
             known = parser._option_string_actions.get(option.flag)
             if known is not None:
                 known.type, known.metavar, known.help = convert, option.metavar, option.help

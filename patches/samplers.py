@@ -11,8 +11,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import sample_utils
 
+from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
-from ..errors import PatchError
+from ..engine.step_logits import Sampler
+from ..errors import ConfigError, PatchError
 from .patch import fingerprint, replaces
 
 # Fingerprints of the functions that the engine's sampling reimplements.
@@ -99,6 +101,22 @@ def known_processors(processors: Sequence[Callable[..., mx.array]]) -> Mapping[s
         fields |= params
         place = here
     return fields
+
+
+def resolved(
+    sampler: Sampler, processors: Sequence[Callable[..., mx.array]], options: RequestOptions
+) -> tuple[Sampler | None, Sequence[Callable[..., mx.array]], RequestOptions]:
+    """Return a request's sampler and logits processors as far as mlx-lm has not made them, and its options with the
+    parameters of the others. With invalid parameters mlx-lm's own functions are called, and raise."""
+    if options.sampling is not None:
+        return None, (), options
+    chooses, changes = known_sampler(sampler), known_processors(processors)
+    try:
+        params = SamplingParams(**(chooses or {}), **(changes or {}), seed=options.seed)
+    except ConfigError:
+        return sampler, processors, options
+    own = None if chooses is not None else sampler, () if changes is not None else processors
+    return *own, options._replace(sampling=params)
 
 
 def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:

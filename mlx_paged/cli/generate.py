@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import STOCK_QUANTISES, KVBits, PagedConfig
+from ..engine.constraint import GrammarProcessor
 from ..errors import ConfigError, PatchError
-from ..grammar.grammar import GrammarProcessor
 from ..machine import memory_beside
 from ..model_folder import (
     check_model_folder,

@@ -15,7 +15,6 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
 from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 from ..engine.request import Request, sequence_of
-from ..engine.sampling.token_choice import TokenChoice
 from ..errors import ConfigError, PoolExhaustedError, check_device
 from ..kv.pool import BlockPool
 from ..prefix.prefix_cache import SharedPrefixes
@@ -116,11 +115,10 @@ class DraftModel:
 
     # Rows -----------------------------------------------------------------------------------------------------
 
-    def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
-        """Add the rows that want drafts, whose cached tokens are known, and whose sampling allows drafts
-        (:meth:`TokenChoice.takes_drafts`)."""
+    def add(self, rows: Sequence[Request]) -> None:
+        """Add the rows that want and can take drafts, and whose cached tokens are known."""
         for row in rows:
-            if self._most(row) and row.knows_history and choice.takes_drafts(row):
+            if self._most(row) and row.knows_history and row.takes_drafts:
                 self.rows[row] = own = DraftRow(self._factory(), Acceptance(expected=self.depth.acceptance.chance))
                 found, table = self.prefixes.adopt(*self._shared(row))
                 if found.length:

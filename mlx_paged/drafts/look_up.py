@@ -6,35 +6,22 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from ..engine.peers import Peers
 from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 from ..engine.request import Request
-from ..engine.sampling.token_choice import TokenChoice
 from ..kv.pool import BlockPool
 from .depth import Candidate, Depth, new_depth
 
 # Lengths of the n-grams that are looked up, longest first. A single token predicts next to nothing.
 SIZES = (3, 2)
 MOST_COMPARED = 8  # longest length of a match that is measured
-MOST_INDEXED = 1 << 16  # last tokens of a prompt that are indexed, in some 14 MB
+MOST_INDEXED = 1 << 16  # last tokens of a prompt that are indexed, in some 17 MB
 INDEXED_A_STEP = 1024  # tokens of prompts that a step indexes, for all rows: some 0.5 ms
-TOKEN_BITS = 21  # bits of a token id: three fit a number of 64 bits
-
-
-def _runs_in(tokens: Sequence[int], size: int) -> list[int]:
-    """Return the n-grams of ``size`` tokens, each as one number."""
-    ids, count = np.array(tokens, np.int64), max(0, len(tokens) + 1 - size)
-    runs = np.zeros(count, np.int64)
-    for place in range(size):
-        runs = runs << TOKEN_BITS | ids[place : place + count]
-    return runs.tolist()  # type: ignore[no-any-return]
 
 
 class NgramIndex:
     """A row's tokens, and where each n-gram of 2 and of 3 tokens ended last, except the one at the end. Added tokens
-    are indexed at once; those of a prompt, and of :meth:`extend`, by :meth:`index`, the latest first.
+    are indexed at once, those of a prompt by :meth:`index`, the latest first.
 
     Args:
         tokens: the row's tokens so far; more are added to this list.
@@ -45,58 +32,34 @@ class NgramIndex:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
-        # By length of n-grams, the position after the last place of each: one dict for added tokens, and one for each
-        # call of index(), because a large dict is copied when it grows.
-        self._ends: list[list[dict[int, int]]] = [[{}] for _ in SIZES]
-        # Positions that n-grams end at which are not indexed: after the first of each pair, up to the second.
-        self._missing = [(max(0, len(tokens) - MOST_INDEXED), len(tokens) - 1)]
-        self._find_latest()
-
-    def _find_latest(self) -> None:
-        """Find the n-grams at the end; -1: there are too few tokens."""
-        self._latest = [(_runs_in(self.tokens[-size:], size) or [-1])[0] for size in SIZES]
+        # By length of n-grams, the position after the last place of each.
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in SIZES]
+        # N-grams that end after the first position, up to the second, are not indexed yet.
+        self._first, self._last = max(0, len(tokens) - MOST_INDEXED), max(0, len(tokens) - 1)
 
     def add(self, token: int) -> None:
         """Add the row's next token."""
-        for ends, run in zip(self._ends, self._latest, strict=True):
-            if run >= 0:
-                ends[0][run] = len(self.tokens)
+        for size, ends in zip(SIZES, self._ends, strict=True):
+            if len(self.tokens) >= size:
+                ends[tuple(self.tokens[-size:])] = len(self.tokens)
         self.tokens.append(token)
-        if self._latest[0] < 0:
-            self._find_latest()
-        else:
-            self._latest = [
-                (run << TOKEN_BITS | token) & ((1 << TOKEN_BITS * size) - 1)
-                for run, size in zip(self._latest, SIZES, strict=True)
-            ]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add the row's next tokens."""
-        self._missing.append((len(self.tokens) - 1, len(self.tokens) + len(tokens) - 1))
-        self.tokens += tokens
-        self._find_latest()
 
     def index(self, most: int) -> int:
         """Index the n-grams that end at up to ``most`` positions. Returns the number of positions."""
-        left = most
-        while self._missing and left > 0:
-            first, last = self._missing.pop()
-            begin = max(first, last - left)
-            if begin > first:
-                self._missing.append((first, begin))
-            left -= max(0, last - begin)
-            for size, ends in zip(SIZES, self._ends, strict=True):
-                before = max(0, begin + 1 - size)
-                runs = _runs_in(self.tokens[before:last] if last > 0 else [], size)
-                ends.append(dict(zip(runs, range(before + size, last + 1), strict=True)))
-        return most - left
+        begin = max(self._first, self._last - most)
+        for size, ends in zip(SIZES, self._ends, strict=True):
+            tokens, keep_latest = self.tokens[max(0, begin + 1 - size) : self._last], ends.setdefault
+            runs = list(zip(*(tokens[place:] for place in range(size)), strict=False))
+            for end, run in zip(range(self._last, 0, -1), reversed(runs), strict=False):
+                keep_latest(run, end)
+        count, self._last = max(0, self._last - begin), min(self._last, begin)
+        return count
 
     def find(self) -> tuple[int, int] | None:
         """Find the latest earlier occurrence of the last tokens. Returns the position after it and the length of the
         match, up to 8; None if there is none."""
-        for size, ends, run in zip(SIZES, self._ends, self._latest, strict=True):
-            found = max(part.get(run, 0) for part in ends)
-            if found:
+        for size, ends in zip(SIZES, self._ends, strict=True):
+            if found := ends.get(tuple(self.tokens[-size:])):
                 return found, size + _common_end(self.tokens, found - size, len(self.tokens) - size)
         return None
 
@@ -166,14 +129,9 @@ class Predictor:
         return count
 
     def follow(self, row: Request) -> None:
-        """Add the row's tokens that are missing here. If more than ``most + 1`` are, look up a new prediction."""
-        tokens = row.source[max(0, self.num_tokens - len(row.history)) :]
-        if len(tokens) <= self.most + 1:
-            for token in tokens:
-                self.add(token)
-        else:
-            self._index.extend(tokens)
-            self._look()
+        """Add the row's tokens that are missing here."""
+        for token in row.source[max(0, self.num_tokens - len(row.history)) :]:
+            self.add(token)
 
     def add(self, token: int) -> None:
         """Add the row's next token, delivered or about to be."""
@@ -257,11 +215,11 @@ class LookUp:
         """See :attr:`.proposal.Proposer.seconds_saved`."""
         return self.depth.seconds_saved
 
-    def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
-        """Add the rows that ask for look-up and whose sampling allows drafts (:meth:`TokenChoice.takes_drafts`)."""
+    def add(self, rows: Sequence[Request]) -> None:
+        """Add the rows that ask for look-up and can take drafts."""
         for row in rows:
             most = row.options.prompt_lookup or 0
-            if most > 0 and choice.takes_drafts(row):
+            if most > 0 and row.takes_drafts:
                 self.rows[row] = Predictor([*row.history, *row.source], most)
 
     def remove(self, rows: Collection[Request]) -> None:

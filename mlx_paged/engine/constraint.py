@@ -138,3 +138,33 @@ def _bits() -> mx.array:
     bits = mx.array([1 << bit for bit in range(32)], mx.uint32)
     mx.eval(bits)
     return bits
+
+
+class GrammarProcessor:
+    """A logits processor for a sequence outside a batch. Tokens may be taken back between calls, e.g. when a draft
+    model's are rejected.
+
+    It must be the first processor: penalties come after the mask.
+    """
+
+    def __init__(self, grammar: Constraining) -> None:
+        self._grammar = grammar.start()
+        self._prompt_length: int | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Return the masked logits.
+
+        Args:
+            tokens: the prompt, or its end, and the answer so far, ``[n]``.
+            logits: ``[1, vocab]``.
+
+        Raises:
+            Exception: see :meth:`Constraint.follow` and :meth:`Constraint.mask`.
+        """
+        mx.async_eval(logits)
+        if self._prompt_length is None:
+            self._prompt_length = len(tokens)
+        self._grammar.follow(tokens[self._prompt_length :].tolist())  # type: ignore[arg-type]
+        words = np.zeros((1, -(-logits.shape[-1] // 32)), np.uint32)
+        self._grammar.mask(words[0])
+        return masked(logits, mx.array(words))

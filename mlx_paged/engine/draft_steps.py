@@ -5,21 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any
 
 import mlx.core as mx
 
-from ..cache.batch import Batch, NotPackableError
-from ..cache.batch_cache import PagedBatchKVCache
-from ..cache.composites import leaves, with_leaves
+from ..cache.batch import NotPackableError
 from ..cache.packed_states import PackedStates
-from ..cache.paged_kv_cache import PagedKVCache
-from ..errors import PoolExhaustedError, check_device
 from ..kv.pool import BlockPool
 from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
 from .proposer import NextTokens, Proposal, Proposer
 from .request import Request
+from .runner import NoBlocksError, Rows
 from .sampling.token_choice import Places
 from .scheduler import Growth
 
@@ -56,17 +52,19 @@ class DraftSteps:
         # States of the step's rows by layer, and how many of its tokens each row has kept, until :meth:`finish`.
         self._states: dict[int, PackedStates] = {}
         self._kept: list[int] = []
-        self._is_new = False  # a step was compiled for the latest call
 
     def step(self, others: Growth) -> list[Delivery] | None:
-        """Take a step with drafts, in place of :meth:`DecodeBatch.reserve` and :meth:`DecodeBatch.step`.
+        """Take a step with drafts, in place of :meth:`DecodeBatch.step`.
 
         Args:
             others: growth of other requests before the next step.
 
         Returns:
-            The tokens to deliver, those of a row in order. None if the rows have to take a plain step: no drafts are
-            proposed, blocks are missing, or the call failed. Nothing has changed then.
+            The tokens to deliver, those of a row in order. None if the rows have to take a plain step, as no drafts are
+            proposed, or blocks are missing; nothing has changed then.
+
+        Raises:
+            Exception: the model's own. The rows must be failed.
         """
         self._states = {}
         batch = self.batch
@@ -82,8 +80,19 @@ class DraftSteps:
         counts = [1 + count for count in proposal.counts]
         if not self._has_room([*zip(batch.rows, counts, strict=True), *others]):
             return None
-        found = self._logits(proposal, counts, known)
-        return None if found is None else self._deliver(*found, counts)
+        rows, tokens = Rows(batch.rows, counts, states=batch.states, as_rows=True), self._inputs(proposal, known)
+        traces = self.pool.traces
+        try:
+            logits = batch.runner.run(rows, tokens)
+        except NoBlocksError:
+            return None
+        except NotPackableError as error:
+            self.proposer.remove(list(self.proposer.rows))
+            batch.proposer = None
+            warn_once(f"drafts are switched off for models of {type(batch.model).__module__}: {error}")
+            return None
+        self._states = rows.states
+        return self._deliver(tokens, logits, counts, is_new=self.pool.traces > traces)
 
     def finish(self, unwanted: Mapping[Request, int]) -> None:
         """Drop ``unwanted`` last tokens of rows from their states, once a step is delivered and while all its rows are
@@ -96,65 +105,24 @@ class DraftSteps:
 
     def _keep_states(self) -> None:
         for place, states in self._states.items():
-            self.batch.set_state(place, states.batch(self._kept))
+            arrays = states.batch(self._kept)
+            self.batch.states[place].cache = arrays
+            mx.async_eval([x for x in arrays if x is not None])
 
     # Verifying ------------------------------------------------------------------------------------------------
-
-    def _logits(
-        self, proposal: Proposal, counts: Sequence[int], known: list[int] | None
-    ) -> tuple[mx.array, mx.array] | None:
-        """Call the model with all next tokens and drafts. Returns these tokens ``[T]``, row by row, and their logits
-        ``[T, vocab]``; the rows' caches hold all of them. None if the call failed; nothing has changed then."""
-        batch = self.batch
-        batch.undo_reservation()
-        sequences = [sequence for row in batch.rows if (sequence := row.sequence) is not None]
-        rows = Batch(self.pool, sequences, counts, as_rows=True)
-        try:
-            failed = rows.reserve()
-            if failed is not None:
-                raise failed.error
-            inputs = self._inputs(proposal, known)
-            caches = batch.rows[0].caches or []
-            layers: list[Any] = []
-            for place, cache in enumerate(leaves(caches)):
-                if isinstance(cache, PagedKVCache):
-                    layers.append(PagedBatchKVCache(rows, cache.layer, type(cache)))
-                else:
-                    layers.append(PackedStates.over(batch.state(place), counts))
-            traces = self.pool.traces
-            logits: mx.array = batch.call(inputs[:, None], cache=with_leaves(caches, layers))[:, -1, :]
-            self._is_new = self.pool.traces > traces
-            rows.commit()
-            self._states = {place: each for place, each in enumerate(layers) if isinstance(each, PackedStates)}
-        except Exception as error:  # a plain step shows which row is at fault
-            check_device(error)
-            rows.undo_reserve()
-            if isinstance(error, NotPackableError):
-                self.proposer.remove(list(self.proposer.rows))
-                batch.proposer = None
-                warn_once(f"drafts are switched off for models of {type(batch.model).__module__}: {error}")
-            elif not isinstance(error, PoolExhaustedError):  # it may be the fault of a draft
-                self.proposer.remove([row for row, count in zip(batch.rows, counts, strict=True) if count > 1])
-            return None
-        return inputs, logits
 
     def _inputs(self, proposal: Proposal, known: list[int] | None) -> mx.array:
         """Return each row's next token and its drafts, row by row."""
         inputs, (counts, drafts) = self.batch.inputs, proposal
-        if isinstance(drafts, mx.array):
-            return mx.concatenate([inputs, drafts.astype(inputs.dtype)])[_order(tuple(counts))]
-        ends = list(accumulate(counts, initial=0))
-        if known is not None:
+        if known is not None and isinstance(drafts, list):
+            ends = list(accumulate(counts, initial=0))
             rows = ([token, *drafts[a:b]] for token, a, b in zip(known, ends[:-1], ends[1:], strict=True))
             return mx.array(list(chain.from_iterable(rows)), inputs.dtype)
-        parts, begin = [], 0
-        for index, count in enumerate(counts):
-            if count:
-                parts += [inputs[begin : index + 1], mx.array(drafts[ends[index] : ends[index + 1]], inputs.dtype)]
-                begin = index + 1
-        return mx.concatenate([*parts, inputs[begin:]])
+        drafts = mx.array(drafts) if isinstance(drafts, list) else drafts
+        return mx.concatenate([inputs, drafts.astype(inputs.dtype)])[_order(tuple(counts))]
 
-    def _deliver(self, inputs: mx.array, logits: mx.array, counts: Sequence[int]) -> list[Delivery]:
+    def _deliver(self, inputs: mx.array, logits: mx.array, counts: Sequence[int], *, is_new: bool) -> list[Delivery]:
+        """Return the tokens that rows keep of those ``[T]`` that were verified, and set their next ones."""
         batch, rows = self.batch, self.batch.rows
         batch.detach_old_logits()
         places = Places(
@@ -175,7 +143,9 @@ class DraftSteps:
                 accepted += 1
             assert row.sequence is not None
             row.sequence.cut(count - 1 - accepted)
-            places_kept += range(first, first + accepted + 1)
+            kept = range(first, first + accepted + 1)
+            places_kept += kept
+            batch.failed += [(row, choice.broken[place]) for place in kept if place in choice.broken]
             following.append(chosen[first + accepted])
             taken.append(accepted)
             first += count
@@ -189,21 +159,11 @@ class DraftSteps:
         self.pool.accepted += sum(taken)
         self.pool.draft_steps += 1
         self.pool.draft_depth = max(drafted)
-        self.proposer.note(rows, drafted, taken, following, is_new=self._is_new)
+        self.proposer.note(rows, drafted, taken, following, is_new=is_new)
         batch.choice.sampler.note_accepted(taken)
-        # Errors after a refused draft concern no row.
-        ends = [place + count for place, count in zip(_starts(counts), taken, strict=True)]
-        batch.failed += [
-            (owners[index], error) for index, error in choice.broken.items() if index <= ends[places.rows[index]]
-        ]
         batch.inputs = mx.array(following, choice.tokens.dtype)
         self._known = (batch.inputs, following)
         return deliveries
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    """Return the place of each row's first token."""
-    return list(accumulate(counts, initial=0))[:-1]
 
 
 @functools.lru_cache(maxsize=32)

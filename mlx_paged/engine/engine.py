@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 
-from ..cache.batch import FailedRow
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..device import confirm
-from ..errors import (
-    ConfigError,
-    DeviceWatch,
-    PoolExhaustedError,
-    RequestFailedError,
-    RequestTooLargeError,
-    check_device,
-    without_frames,
-)
+from ..errors import DeviceWatch, PoolExhaustedError, RequestFailedError, check_device
 from ..kernels.availability import on_metal
-from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix.prefix_cache import SharedPrefixes
 from ..warn import warn_once
-from . import appends
 from .decode_batch import DecodeBatch, Delivery
 from .draft_steps import NO_DRAFTS_REASON, DraftSteps
-from .peers import Peers
+from .memory import RequestMemory
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     LATENCY_MS,
@@ -51,7 +37,8 @@ from .prefill import (
 )
 from .proposer import Proposer
 from .request import Request, sequence_of
-from .scheduler import Chunk, Growth, Scheduler
+from .runner import NoBlocksError
+from .scheduler import Chunk, ScheduledStep, Scheduler
 from .sharing import Sharing
 from .step_logits import TokenLogits
 from .upstream import TokenResponse
@@ -63,12 +50,12 @@ CLEAR_EVERY = 512  # decode steps between clearings, as in mlx-lm
 
 
 class Engine:
-    """Runs requests step by step: the scheduler decides, prefill and the decode batch compute. It also implements the
-    scheduler's :class:`.scheduler.Memory`: it admits, preempts, cancels and fails requests.
+    """Runs requests step by step: the scheduler plans, the decode batch and prefill run the model, tokens are
+    delivered, and requests finish.
 
-    An error of one request's own doing (its grammar, its sampler, no memory for it) fails only that request. It is
-    noted where it happens (``_note``), and the request fails between two parts of a step (``_fail_noted``).
-    A model call that raises fails the requests in it. Nothing is repeated.
+    An error of one request's own doing (its grammar, its sampler, no memory for it) fails that request. A model call
+    that raises fails the requests in it. Any other error in a step fails all running requests, since their state is
+    unknown. Nothing is repeated.
 
     Args:
         batch: an empty batch of the model. Its prompt caches are paged, or hold states that mlx-lm can batch, or both.
@@ -84,11 +71,9 @@ class Engine:
         state_interval: see :class:`.sharing.Sharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
             time bounds them (see :class:`PrefillPace`).
-        proposer: proposes drafts.
-        look_up: makes the proposer of rows that ask for prompt look-up, if there is no other.
+        proposer: proposes drafts, if the model can verify them.
 
     Raises:
-        ConfigError: there is a proposer, and the model cannot verify drafts.
         DeviceError: the device has failed since the prefix cache was made.
     """
 
@@ -107,15 +92,11 @@ class Engine:
         state_interval: int | None = None,
         prefill_latency: int = LATENCY_MS,
         proposer: Proposer | None = None,
-        look_up: Callable[[BlockPool, Peers], Proposer] | None = None,
     ) -> None:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
         self.failures: deque[RequestFailedError] = deque()
         self.device = DeviceWatch()  # once it has failed, requests can only be removed
-        self._noted: dict[Request, Exception] = {}  # requests that will fail, and why
-        self._finished: weakref.WeakValueDictionary[int, TokenResponse] = weakref.WeakValueDictionary()  # oldest first
-        self._fresh = factory
         fresh = factory()
         sequence = sequence_of(fresh)
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
@@ -125,35 +106,27 @@ class Engine:
         self.can_pack = can_pack(
             fresh, batch.upstream.state_cache, reads_blocks_only=reads_blocks_only, takes_rows=batch.takes_rows
         )
-        packs = packs_by_default(self.pool) if packs is None else packs
-        self.packs = packs and self.can_pack
+        self.packs = self.can_pack and (packs_by_default(self.pool) if packs is None else packs)
         self.sharing: Sharing | None = None
-        self.budget: PoolBudget | None = None
         # Caches that keep a prompt's first tokens (max_kv_size): what a token sees depends on where chunks begin.
         self.keeps_tokens = any(getattr(cache, "keep", 0) for cache in leaves(fresh))
         if prefixes is not None and not self.keeps_tokens:
             prefixes.pool.lock.device.check()
             self.sharing = Sharing(prefixes, self.requests, has_states=not self.all_paged, interval=state_interval)
             prefixes.pool.memory.keeps_states = not self.all_paged and bool(prefixes.pool.groups)
-        if self.pool is not None:
-            chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
-            self.budget = PoolBudget(self.pool, chunk=chunk)
+        chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
+        self.memory = RequestMemory(batch, self.pool, factory, chunk=chunk, sharing=self.sharing)
         self.scheduler = self._new_scheduler(prefill_step_size, completion_batch_size, prefill_batch_size)
         self.computed_prompt_tokens = self.num_steps = 0
-        self.prefill = Prefill(batch.model, in_place=self.in_place, packs=self.packs, call=batch.call)
         self.drafts: DraftSteps | None = None
-        if self.can_pack and self.pool is not None and self.budget is not None:
-            has_room = partial(appends.has_room, self.budget)
-            drafting = proposer if proposer is not None or look_up is None else look_up(self.pool, self.peers)
-            if drafting is not None:
-                self.drafts = DraftSteps(batch, self.pool, has_room, drafting)
-        elif proposer is not None:
-            raise ConfigError(f"{type(batch.model).__module__} cannot verify drafts: {NO_DRAFTS_REASON}")
+        if proposer is not None and self.can_pack and self.pool is not None:
+            self.drafts = DraftSteps(batch, self.pool, self.memory.has_room, proposer)
         # Steps are not bounded by time over ranks, whose clocks differ, nor (but on Metal) where chunks lie on a grid.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
-        self._pace: PrefillPace | None = None
+        pace: PrefillPace | None = None
         if self.peers.is_alone and (bounded or self._is_on_metal or (self.packs and on_metal())):
-            self._pace = PrefillPace(prefill_latency, self.scheduler.most_tokens)
+            pace = PrefillPace(prefill_latency, self.scheduler.most_tokens)
+        self.prefill = Prefill(batch.model, batch.runner, in_place=self.in_place, packs=self.packs, pace=pace)
         self._prefill_steps = 0
         info = mx.device_info()
         self._most_cached_bytes = int(info.get("memory_size") or info.get("total_memory") or 0) // BUFFER_CACHE_SHARE
@@ -174,7 +147,7 @@ class Engine:
                 token_budget = chunk = min(chunk, IN_PLACE_STEP_TOKENS)
         chosen_by_none = self.packs and most_prefilling >= UPSTREAM_PREFILLING
         return Scheduler(
-            weakref.proxy(self),  # weak: a dropped engine is freed at once, with what its requests hold
+            self.memory,
             token_budget=token_budget,
             chunk=chunk if has_chunks else None,
             cap=chunk_cap(self.pool) if has_chunks and self.peers.is_alone else None,  # the GPUs of ranks may differ
@@ -209,48 +182,40 @@ class Engine:
     def _step(self) -> tuple[list[Any], list[TokenResponse]]:
         self.num_steps += 1
         self.peers.begin_step()
-        if not self.peers.is_alone:
-            while self._drop_finished():  # callers may hold responses for different times on each rank
-                pass
-        if self._pace is not None:
-            self.scheduler.token_budget = min(self.scheduler.most_tokens, max(self._pace.tokens, self._uncut_tokens()))
-        plan = self.scheduler.plan()
-        alive = plan
-        if plan.failed or self._noted:
-            for request, num_tokens in plan.failed:
-                self._end_failed(request, self._exhausted(request, num_tokens))
-            self._fail_noted()
-            alive = plan._replace(
-                decode=[request for request in plan.decode if self._is_alive(request)],
-                chunks=[chunk for chunk in plan.chunks if self._is_alive(chunk.request)],
-            )
-        if plan.chunks and self.budget is not None:
-            soon = islice(self.requests.values(), self.scheduler.max_running)
-            appends.grow_for(self.budget, plan.chunks, soon, shares=self.sharing is not None)
-        joining = [r for r in alive.decode if r not in self.batch.members and r.caches is not None]
-        prompts = self._begin_rows(joining) if joining or self._noted else []
-        generated = self._decode(alive.chunks) if self.batch.rows else []
-        if self._noted:
-            self._fail_noted()
-        if plan.chunks:
-            prompts += self._prefill(plan.chunks)
-            self._fail_noted()
+        plan = ScheduledStep([], [], [])
+        prompts: list[Any] = []
+        generated: list[TokenResponse] = []
+        try:
+            plan = self._plan()
+            self._join([r for r in plan.decode if r not in self.batch.members], prompts)
+            if self.batch.rows:
+                self._decode(plan.chunks, generated)
+            if plan.chunks:
+                self._prefill(plan.chunks, prompts)
+        except Exception as error:
+            self._fail_running(error)
+            lost = {failure.uid for failure in self.failures}  # what failed while it finished has not finished
+            generated = [each for each in generated if each.finish_reason is None or each.uid not in lost]
         self.peers.note_step(plan, generated, self.failures, self.pool)
         return prompts, generated
 
-    def _begin_rows(self, joining: Sequence[Request]) -> list[Any]:
-        """Add requests to the decode batch. Return the callers' responses for prompts that are computed now."""
-        self._join(joining)
-        self._fail_noted()
-        prompts = []
-        for request in joining:
-            if request in self.batch.members and request.num_reported < request.prompt_length:
-                request.num_reported = request.prompt_length
-                self.computed_prompt_tokens += 1
-                prompts.append(
-                    self.batch.upstream.prompt_response(request.uid, (request.prompt_length,) * 2, True, True)
-                )
-        return prompts
+    # Plan -----------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> ScheduledStep:
+        """Decide what the step computes, and fail requests that cannot go on."""
+        if not self.peers.is_alone:
+            while self.memory.drop_finished():  # callers may hold responses for different times on each rank
+                pass
+        if (pace := self.prefill.pace) is not None:
+            self.scheduler.token_budget = min(self.scheduler.most_tokens, max(pace.tokens, self._uncut_tokens()))
+        plan = self.scheduler.plan()
+        for request, num_tokens in plan.failed:
+            self._fail(request, self.memory.exhausted(request, num_tokens))
+        while self.memory.refused:
+            self._fail(*self.memory.refused.pop())
+        if plan.chunks:
+            self.memory.grow_for(plan.chunks, islice(self.requests.values(), self.scheduler.max_running))
+        return plan
 
     def _uncut_tokens(self) -> int:
         """Return the prompt tokens of a step in which nothing decodes and nobody else waits: all requests are one
@@ -262,147 +227,63 @@ class Engine:
         cap = self.scheduler.cap
         return len(self.requests) * max(UNCUT_TOKENS, 0 if cap is None else cap.least)
 
-    def _is_alive(self, request: Request) -> bool:
-        return request.uid in self.requests
+    # Run ------------------------------------------------------------------------------------------------------
 
-    def _decode(self, chunks: Sequence[Chunk]) -> list[TokenResponse]:
+    def _join(self, requests: Sequence[Request], prompts: list[Any]) -> None:
+        """Add requests to the decode batch, and to ``prompts`` the callers' responses for those computed with that."""
+        if requests:
+            self.batch.add(requests)
+        for request in requests:
+            if request.num_reported < request.prompt_length:
+                request.num_reported = request.prompt_length
+                self.computed_prompt_tokens += 1
+                done = request.prompt_length, request.prompt_length
+                prompts.append(self.batch.upstream.prompt_response(request.uid, done, True, True))
+
+    def _decode(self, chunks: Sequence[Chunk], generated: list[TokenResponse]) -> None:
+        """Compute the next token of each row, and deliver the ones before to ``generated``."""
         begin = time.perf_counter()
         try:
-            deliveries = None if self.drafts is None else self.drafts.step(chunks)
-            if deliveries is None:
-                self._reserve()
-                deliveries = self.batch.step() if self.batch.rows else []
-        except Exception as caught:
-            self.batch.fail_all(caught)
-            deliveries = []
-        failed, self.batch.failed = {request: without_frames(error) for request, error in self.batch.failed}, []
-        responses, finished, unwanted = self._deliver_all(deliveries)
-        if self.drafts is not None:
-            self._finish_drafts(unwanted)
-        if finished:
-            self._remove_from_batch([request for request, _ in finished])
-        for request, response in finished:
-            failed.pop(request, None)  # the token that failed is not delivered
-            self._cut(request, unwanted[request])
-            self._finish(request, response)
-        for request, error in failed.items():
-            self._note(request, error)
-        if finished and self._noted:  # a request that failed while finishing has not finished
-            lost = {response.uid for request, response in finished if request in self._noted}
-            responses = [response for response in responses if response.uid not in lost]
+            deliveries = self._run_decode(chunks)
+        except Exception as error:
+            rows = self.batch.rows
+            self.batch.clear()
+            self._call_failed(rows, error)
+            return
+        failed, self.batch.failed = dict(self.batch.failed), []
+        num_delivered = self._deliver(deliveries, generated, failed)
+        for request, its_own in failed.items():
+            self._fail(request, its_own)
         if deliveries:
             self.counters.decode_time += time.perf_counter() - begin
-            self.counters.generation_tokens += len(deliveries) - unwanted.total()
+            self.counters.generation_tokens += num_delivered
             self.counters.generation_steps += 1
             if self.counters.generation_steps % CLEAR_EVERY == 0:
                 mx.clear_cache()
-        return responses
 
-    def _reserve(self) -> None:
-        """Reserve blocks for every row's next token. The plan has made room; if not enough, evict, preempt or fail."""
-        while self.batch.rows:
+    def _run_decode(self, chunks: Sequence[Chunk]) -> list[Delivery]:
+        """Take a step with drafts or a plain one; rows may have to leave to make room for others."""
+        deliveries = None if self.drafts is None else self.drafts.step(chunks)
+        while deliveries is None and self.batch.rows:
             try:
-                failed = self.batch.reserve()
-            except Exception as error:  # not for lack of blocks: fail the row that joined last, as it worked before
-                failed = FailedRow(len(self.batch.rows) - 1, without_frames(error))
-            if failed is None:
-                return
-            request = self.batch.rows[failed.row]
-            if isinstance(failed.error, PoolExhaustedError) and (
-                self._drop_finished() or self.scheduler.preempt_for(self.scheduler.running[0])
-            ):
-                continue
-            self._fail(request, failed.error)
+                deliveries = self.batch.step()
+            except NoBlocksError as lack:
+                self._make_room(lack)
+        return deliveries or []
 
-    def _deliver_all(
-        self, deliveries: Sequence[Delivery]
-    ) -> tuple[list[TokenResponse], list[tuple[Request, TokenResponse]], Counter[Request]]:
-        """Return the callers' responses; the requests that end, with their last response; and how many tokens of each
-        request follow its last one."""
-        responses, finished = [], []
-        ended: set[Request] = set()
-        unwanted: Counter[Request] = Counter()
-        for delivery in deliveries:
-            request = delivery.row
-            if request in ended:
-                unwanted[request] += 1
-                continue
-            response = self._deliver(*delivery)
-            if response is None:
-                ended.add(request)
-                continue
-            responses.append(response)
-            if response.finish_reason is not None:
-                ended.add(request)
-                finished.append((request, response))
-        return responses, finished, unwanted
-
-    def _finish_drafts(self, unwanted: Counter[Request]) -> None:
-        assert self.drafts is not None
-        try:
-            self.drafts.finish(unwanted)
-        except Exception as error:
-            self._fail_batch(error)
-
-    def _cut(self, request: Request, num_tokens: int) -> None:
-        """Drop the last tokens of a request that has left the batch from its cache."""
-        if num_tokens and request not in self._noted:
-            try:
-                assert request.sequence is not None
-                request.sequence.cut(num_tokens)
-                del request.source[-num_tokens:]
-                request.length -= num_tokens
-            except Exception as error:
-                self._note(request, error)
-
-    def _deliver(self, request: Request, token: int, logits: TokenLogits) -> TokenResponse | None:
-        try:
-            request.num_generated += 1
-            reason = "length" if request.num_generated >= request.max_tokens else None
-            if request.matcher.advance(token):
-                reason = "stop"
-            respond = self.batch.upstream.response
-            return respond(request.uid, token, logits, reason, num_cached=request.num_cached or 0)
-        except Exception as error:
-            self._note(request, error)
-            return None
-
-    def _finish(self, request: Request, response: TokenResponse) -> None:
-        if request in self._noted:  # it could not leave the batch
-            return
-        response.all_tokens = request.cached_tokens()
-        try:
-            if self.sharing is not None:
-                self.sharing.insert_all(request, response.all_tokens)
-        except Exception as error:
-            self._note(request, error)
-            return
-        self.scheduler.remove([request])
-        del self.requests[request.uid]
-        response.attach(request)
-        self._finished[request.uid] = response
-
-    # Prompts --------------------------------------------------------------------------------------------------
-
-    def _prefill(self, chunks: Sequence[Chunk]) -> list[Any]:
-        if self._pace is not None and not self.in_place and self.batch.rows:
+    def _prefill(self, chunks: Sequence[Chunk], prompts: list[Any]) -> None:
+        """Compute chunks of prompts, and add the callers' responses to ``prompts``."""
+        if self.prefill.pace is not None and not self.in_place and self.batch.rows:
             mx.eval(self.batch.inputs)  # keeps the step under way out of the measured time
         begin = time.perf_counter()
         # Requests without caches were preempted for one that needed more blocks than planned.
-        chunks = [chunk for chunk in chunks if self._is_alive(chunk.request) and chunk.request.caches is not None]
-        computed = self.prefill.compute(chunks, self._call_failed)
+        chunks = [chunk for chunk in chunks if chunk.request.caches is not None]
+        computed = self.prefill.compute(chunks, self._make_room, self._call_failed)
         self.computed_prompt_tokens += sum(num_tokens for request, num_tokens in chunks if request in computed)
-        responses = []
         for request in computed:
-            try:
-                if self.sharing is not None:
-                    self.sharing.insert_chunk(request)
-                response = self._report(request)
-            except Exception as error:
-                self._note(request, error)
-                continue
-            if response is not None:
-                responses.append(response)
+            if self.sharing is not None:
+                self.sharing.insert_chunk(request)
+            self._report(request, prompts)
         self._prefill_steps += 1
         is_last = not self.scheduler.has_prompts
         if is_last:
@@ -410,124 +291,117 @@ class Engine:
         is_due = is_last or self._prefill_steps % CLEAR_AFTER_PREFILLS == 0
         if is_due and mx.get_cache_memory() > self._most_cached_bytes:
             mx.clear_cache()
-        seconds = time.perf_counter() - begin
-        self.counters.prompt_time += seconds
-        timings, self.prefill.timings = self.prefill.timings, []
-        if self._pace is not None and self.in_place:
-            for timing in timings:
-                self._pace.note(*timing)
-        elif self._pace is not None and len(computed) == len(chunks):
-            self._pace.note(sum(num_tokens for _, num_tokens in chunks), seconds)
-        return responses
+        self.counters.prompt_time += time.perf_counter() - begin
 
-    def _call_failed(self, call: Sequence[Chunk], error: Exception) -> None:
-        """Fail the requests of a call that raised. Those for which blocks are lacking wait for others: these may have
-        taken a block that the plan had counted on."""
-        check_device(error)
-        for request, _ in call:
-            if isinstance(error, PoolExhaustedError) and len(self.scheduler.running) > 1:
-                self.scheduler.preempt(request)
-            else:
-                self._fail(request, error)
+    def _make_room(self, lack: NoBlocksError) -> None:
+        """Make room for a request that found no block, because others have taken one that the plan had counted on:
+        drop a finished request's cache, or preempt the last running request. Otherwise the request fails."""
+        if not (
+            isinstance(lack.error, PoolExhaustedError)
+            and (self.memory.drop_finished() or self.scheduler.preempt_for(self.scheduler.running[0]))
+        ):
+            self._fail(lack.request, lack.error)
 
-    def _report(self, request: Request) -> Any | None:
-        """Return the progress of a prompt; None while what was reported before is recomputed."""
+    # Deliver --------------------------------------------------------------------------------------------------
+
+    def _report(self, request: Request, prompts: list[Any]) -> None:
+        """Report the progress of a prompt, but not while what was reported before is recomputed."""
         done = request.length - request.kept
         if request.logits is not None or done <= request.num_reported:
-            return None
+            return
         self.counters.prompt_tokens += done - request.num_reported
         request.num_reported = done
         at_end = request.length in request.segment_ends or request.length == request.prefill_end
-        return self.batch.upstream.prompt_response(request.uid, (done, request.prompt_length), at_end, False)
+        respond = self.batch.upstream.prompt_response
+        prompts.append(respond(request.uid, (done, request.prompt_length), at_end, False))
 
-    # scheduler.Memory: nothing here raises while a step is planned --------------------------------------------
-
-    def fits(self, growth: Growth) -> bool:
-        """Return whether the growth fits, after dropping caches of finished requests if necessary."""
-        try:
-            return self.budget is None or appends.fits(self.budget, growth, self.sharing, self._drop_finished)
-        except Exception as error:  # charged to the last request, which fails before anything is appended
-            self._note(growth[-1][0], error)
-            return True
-
-    def _drop_finished(self) -> bool:
-        """Release the oldest finished request's cache that nobody has read. Returns whether there was one."""
-        while (uid := next(iter(self._finished), None)) is not None:
-            response = self._finished.pop(uid, None)
-            if response is not None and response.drop_cache():
-                return True
-        return False
-
-    def admit(self, request: Request) -> bool:
-        """Give the request its caches, unless a running request is computing its prefix. Errors are noted, not
-        raised."""
-        if request not in self._noted:
+    def _deliver(
+        self, deliveries: Sequence[Delivery], generated: list[TokenResponse], failed: dict[Request, Exception]
+    ) -> int:
+        """Add the callers' responses for a step's tokens to ``generated``, and finish requests that end. Returns the
+        number of tokens delivered. ``failed`` has the requests whose next token failed, which does not matter to those
+        that end; those whose stop matcher raises are added."""
+        finished: dict[Request, TokenResponse] = {}
+        ended: set[Request] = set()
+        unwanted: Counter[Request] = Counter()  # tokens of a request that follow its last one
+        for request, token, logits in deliveries:
+            if request in ended:
+                unwanted[request] += 1
+                continue
             try:
-                if self.sharing is not None and self.sharing.must_wait(request):
-                    return False
-                self._admit(request)
+                response = self._response_of(request, token, logits)
             except Exception as error:
-                self._note(request, error)
-        return True
+                check_device(error)
+                failed.setdefault(request, error)
+                ended.add(request)
+                continue
+            generated.append(response)
+            if response.finish_reason is not None:
+                finished[request] = response
+                ended.add(request)
+        if self.drafts is not None:
+            self.drafts.finish(unwanted)
+        if finished:
+            self.batch.remove(list(finished))
+        for request, response in finished.items():
+            failed.pop(request, None)
+            self._finish(request, response, unwanted[request])
+        return len(deliveries) - unwanted.total()
 
-    def _admit(self, request: Request) -> None:
-        if request.given is not None:
-            request.caches = copy.deepcopy(request.given)  # references to its blocks
-            return
-        request.caches = self._fresh()
+    def _response_of(self, request: Request, token: int, logits: TokenLogits) -> TokenResponse:
+        request.num_generated += 1
+        reason = "length" if request.num_generated >= request.max_tokens else None
+        if request.matcher.advance(token):
+            reason = "stop"
+        return self.batch.upstream.response(request.uid, token, logits, reason, num_cached=request.num_cached or 0)
+
+    # Finish ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, request: Request, response: TokenResponse, num_unwanted: int) -> None:
+        """Finish a request that has left the batch: its cache goes to the prefix cache and to its last response,
+        without the last ``num_unwanted`` tokens."""
+        if num_unwanted:
+            assert request.sequence is not None
+            request.sequence.cut(num_unwanted)
+            del request.source[-num_unwanted:]
+            request.length -= num_unwanted
+        response.all_tokens = request.cached_tokens()
         if self.sharing is not None:
-            request.length = request.confirmed = self.sharing.match(request)
-        if request.num_cached is None:
-            request.num_cached = request.length
-        request.num_reported = max(request.num_reported, request.length)
+            self.sharing.insert_all(request, response.all_tokens)
+        self.scheduler.remove([request])
+        del self.requests[request.uid]
+        response.attach(request)
+        self.memory.finished[request.uid] = response
 
-    def release(self, request: Request) -> None:
-        """Release the blocks of a preempted request; whole blocks stay in the prefix cache."""
-        has_computed = request.num_generated > 0 or request.length != request.num_cached
-        if not has_computed:
-            request.num_cached = None  # it may find less when it starts again
-        try:
-            if request in self.batch.members:
-                self.batch.suspend(request)
-            if self.sharing is not None:
-                self.sharing.insert_delivered(request)
-        except Exception as error:
-            self._note(request, error)
-            if request in self.batch.members:
-                self._fail_batch(error)
-        self._release(request)
-        if self.pool is not None and has_computed:
-            self.pool.preemptions += 1
+    def _call_failed(self, requests: Sequence[Request], error: Exception) -> None:
+        """Fail the requests of a model call that raised."""
+        for request in requests:
+            self._fail(request, error)
 
-    def _exhausted(self, request: Request, num_tokens: int) -> Exception:
-        """Return the error of a request that does not fit."""
-        assert self.budget is not None
-        try:
-            return self.budget.exhausted(request.table, num_tokens)
-        except Exception as error:
-            return without_frames(error)
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Fail a request; the others go on."""
+        failure = RequestFailedError.without_frames(request.uid, error)
+        self.scheduler.remove([request])
+        self.batch.remove([request], keep_caches=False)
+        if self.sharing is not None:
+            self.sharing.forget(request)
+        del self.requests[request.uid]
+        self.failures.append(failure)
+        request.release()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held for unfinished requests; shared blocks count in each."""
-        states = self.batch.state_nbytes
-        for request in self.requests.values():
-            caches = request.given if request.caches is None else request.caches
-            in_batch = request in self.batch.members
-            states += sum(c.nbytes for c in leaves(caches or []) if isinstance(c, PagedKVCache) or not in_batch)
-        return states
+    def _fail_running(self, error: Exception) -> None:
+        """Fail all running requests after an error that is none of a single one, or all if none runs."""
+        check_device(error)
+        self.batch.clear()
+        running = [r for r in self.requests.values() if r.caches is not None or r in self.scheduler.running]
+        self._call_failed(running or list(self.requests.values()), error)
 
     # Requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
         """Raise RequestTooLargeError if the request could not even begin to decode, DeviceError if all is lost."""
         self.device.check()
-        if request.given is None or self.budget is None:
-            if self.budget is not None and not self.budget.holds(request.prefill_end + 2):
-                raise RequestTooLargeError(request.prefill_end + 1)
-        # The cache that it came with stays as it is, and counts as well.
-        elif not self.budget.holds(request.prefill_end + 2 - request.kept, request.table):
-            raise RequestTooLargeError(request.prefill_end + 1)
+        self.memory.check(request)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -546,83 +420,29 @@ class Engine:
         gone = [self.requests[uid] for uid in dict.fromkeys(uids) if uid in self.requests]
         self.scheduler.remove(gone)
         for request in gone:
-            if request.caches is not None:  # it runs
-                if not self.device.is_lost:
-                    self._remove_from_batch([request], keep_caches=finished)
-                    self._share(request, finished)
-                self._release(request)
-            self._noted.pop(request, None)
             del self.requests[request.uid]
+        for request in gone:
+            if request.caches is not None and not self.device.is_lost:
+                try:
+                    self.batch.remove([request], keep_caches=finished)
+                    self._share(request, finished)
+                except Exception as error:
+                    self._fail_running(error)
+            request.release()
 
     def _share(self, request: Request, finished: bool) -> None:
         """Put what a cancelled request has computed into the prefix cache."""
-        try:
-            confirm()
-            if self.sharing is not None and finished:
-                self.sharing.insert_all(request, request.cached_tokens())
-            elif self.sharing is not None:
-                self.sharing.insert_delivered(request)
-        except Exception as error:  # its caller has the last token already
-            check_device(error)
+        confirm()
+        if self.sharing is not None and finished:
+            self.sharing.insert_all(request, request.cached_tokens())
+        elif self.sharing is not None:
+            self.sharing.insert_delivered(request)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for unfinished requests; shared blocks count in each."""
+        return self.memory.nbytes(self.requests.values())
 
     def extract(self, uid: int) -> tuple[list[Any], list[int]]:
         """Return a copy (references) of a request's caches, and the tokens in them."""
-        request = self.requests[uid]
-        if request.caches is None:
-            caches = self._fresh() if request.given is None else copy.deepcopy(request.given)
-            return caches, list(request.history)
-        caches = self.batch.fork(request) if request in self.batch.members else copy.deepcopy(request.caches)
-        return caches, request.cached_tokens()
-
-    # Failures -------------------------------------------------------------------------------------------------
-
-    def _note(self, request: Request, error: Exception) -> None:
-        """Note an error of a request, which fails once the others are in a consistent state."""
-        check_device(error)
-        self._noted.setdefault(request, error)
-
-    def _fail_noted(self) -> None:
-        while self._noted:
-            self._fail(*self._noted.popitem())
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """Fail a request; the others must be in a consistent state."""
-        self.scheduler.remove([request])
-        self._end_failed(request, error)
-
-    def _end_failed(self, request: Request, error: Exception) -> None:
-        """Fail a request that the scheduler has already removed."""
-        self._remove_from_batch([request], keep_caches=False)
-        self._release(request)
-        if self.sharing is not None:
-            self.sharing.forget(request)
-        self._noted.pop(request, None)
-        del self.requests[request.uid]
-        self.failures.append(RequestFailedError.without_frames(request.uid, error))
-
-    def _release(self, request: Request) -> None:
-        try:
-            request.release()
-        except Exception as error:
-            self._note(request, error)
-
-    def _join(self, requests: Sequence[Request]) -> None:
-        """Add requests to the decode batch."""
-        try:
-            self.batch.add(requests)
-        except Exception as error:
-            self._fail_batch(error, requests)
-
-    def _remove_from_batch(self, requests: Sequence[Request], *, keep_caches: bool = True) -> None:
-        """Remove requests from the decode batch."""
-        try:
-            self.batch.remove(requests, keep_caches=keep_caches)
-        except Exception as error:
-            self._fail_batch(error, requests)
-
-    def _fail_batch(self, error: Exception, requests: Sequence[Request] = ()) -> None:
-        """Note the failure of these requests and of all rows of the decode batch, whose state is unknown."""
-        self.batch.fail_all(error)
-        failed, self.batch.failed = self.batch.failed, []
-        for request in {*requests, *(request for request, _ in failed)}:
-            self._note(request, error)
+        return self.memory.copy_of(self.requests[uid])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..by_model import ByModel
-from ..cache.batch import Batch, NotPackableError
-from ..cache.batch_cache import PagedBatchKVCache
-from ..cache.composites import leaves, with_leaves
-from ..cache.packed_states import PackedStates
+from ..cache.batch import NotPackableError
+from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import device_failed
 from ..kernels.availability import on_metal, packs_prompts
@@ -21,6 +20,7 @@ from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.pool import BlockPool
 from ..warn import warn_once
 from .request import Request
+from .runner import NoBlocksError, Rows, Runner
 from .scheduler import Chunk, ChunkCap
 
 LATENCY_MS = 500  # default time for the prompts of a step beside requests that decode or wait
@@ -108,66 +108,85 @@ class Prefill:
     padding and with MLX's fused causal attention.
 
     Args:
-        model: its forward pass takes ``cache``, a list.
+        model: the model.
+        runner: calls it.
         in_place: the caches' blocks are a device's.
         packs: all chunks of a step go through the model together, as a pack.
-        call: calls the model; None: the model itself.
+        pace: follows the time that chunks take; None: nothing does.
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        in_place: bool,
-        packs: bool = False,
-        call: Callable[..., Any] | None = None,
+        self, model: Any, runner: Runner, *, in_place: bool, packs: bool = False, pace: PrefillPace | None = None
     ) -> None:
-        self.model = model
-        self.call = model if call is None else call
-        self.in_place = in_place
+        self.model, self.runner = model, runner
+        self.in_place, self.pace = in_place, pace
         self.packs = packs and _not_packed.get(model) is None
         self._under_way: list[mx.array] = []  # fences of the last chunks
         # Requests of the last chunks, and the lengths these lead to. Weak: they may finish before the next ones.
         self._launched: list[tuple[weakref.ref[Request], int]] = []
         self._num_launched, self._begin = 0, 0.0  # tokens of the last chunks, and when they began
-        self.timings: list[tuple[int, float]] = []  # tokens and seconds of chunks waited for; the engine clears it
 
     def compute(
-        self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
+        self,
+        chunks: Sequence[Chunk],
+        make_room: Callable[[NoBlocksError], None],
+        fail: Callable[[Sequence[Request], Exception], None],
     ) -> list[Request]:
         """Compute chunks of running requests. Returns the requests that succeeded, with their new length. If blocks are
         written in place, the device may still be computing: see :meth:`wait`.
 
         Args:
-            on_failure: called with the chunks of a failed model call and its error, before the next call.
+            chunks: at most one of each request.
+            make_room: called if a request finds no block; it makes room, preempts the request or fails it.
+            fail: called with the requests of a model call that raised, and its error.
         """
         self.wait()
         begin = time.perf_counter()
-        done: set[Request] = set()
-        for call in [list(chunks)] if self.packs and chunks else [[chunk] for chunk in chunks]:
+        calls = deque([list(chunks)] if self.packs and chunks else [[chunk] for chunk in chunks])
+        done: list[Chunk] = []
+        while calls:
+            call = [chunk for chunk in calls.popleft() if chunk.request.caches is not None]
+            if not call:  # they had to make room
+                continue
+            requests = [request for request, _ in call]
             try:
-                call = list(self._call(call, on_failure))
+                self._run(call, requests)
+            except NoBlocksError as lack:
+                make_room(lack)
+                calls.appendleft(call)
+                continue
+            except NotPackableError as error:
+                self.packs = False
+                _not_packed.put(self.model, str(error))
+                warn_once(f"prompts are prefilled one at a time for models of {type(self.model).__module__}: {error}")
+                calls.extendleft([[chunk] for chunk in reversed(call)])
+                continue
             except Exception as error:
-                on_failure(call, error)
+                fail(requests, error)
                 continue
             for request, num_tokens in call:
                 request.length += num_tokens
                 if not self.in_place:
                     request.confirmed = request.length
-                done.add(request)
-        computed = [chunk for chunk in chunks if chunk.request in done]
-        try:
-            if self.in_place:  # the host goes on with what comes next, such as a decode step
-                fences = _fences([request for request, _ in computed])
-                mx.async_eval(fences)
-                self._under_way, self._begin = fences, begin
-                self._num_launched = sum(chunk.num_tokens for chunk in computed)
-                self._launched = [(weakref.ref(request), request.length) for request, _ in computed]
-        except Exception as error:
-            for chunk in computed:
-                on_failure([chunk], error)
-            return []
-        return [request for request, _ in computed]
+            done += call
+        done = [chunk for chunk in done if chunk.request.caches is not None]
+        if self.in_place:  # the host goes on with what comes next, such as a decode step
+            self._under_way, self._begin = _fences([request for request, _ in done]), begin
+            mx.async_eval(self._under_way)
+            self._num_launched = sum(chunk.num_tokens for chunk in done)
+            self._launched = [(weakref.ref(request), request.length) for request, _ in done]
+        elif self.pace is not None and len(done) == len(chunks):
+            self.pace.note(sum(chunk.num_tokens for chunk in done), time.perf_counter() - begin)
+        return [request for request, _ in done]
+
+    def _run(self, call: Sequence[Chunk], requests: Sequence[Request]) -> None:
+        """Build the model call of some chunks, one chunk only unless as a pack."""
+        rows = Rows(requests, [num_tokens for _, num_tokens in call], together=self._is_pack(call))
+        tokens = [token for request, num_tokens in call for token in request.next_tokens(num_tokens)]
+        self.runner.run(rows, mx.array(tokens, mx.uint32))
+        rows.keep_states()
+        if not self.in_place:  # states, which have no fence
+            mx.eval([cache.state for request in requests for cache in request.caches or ()])
 
     def wait(self) -> None:
         """Wait for the last chunks, so that at most one step of prompts is under way.
@@ -182,7 +201,8 @@ class Prefill:
             mx.eval(under_way)
         except Exception as error:  # all else was raised when they were launched
             raise device_failed(error) from error
-        self.timings.append((self._num_launched, time.perf_counter() - self._begin))
+        if self.pace is not None:
+            self.pace.note(self._num_launched, time.perf_counter() - self._begin)
         for ref, length in self._launched:
             request = ref()
             if request is not None and request.length >= length:  # otherwise it has gone, or was preempted
@@ -194,30 +214,6 @@ class Prefill:
             return self.packs
         request, num_tokens = call[0]
         return not on_metal() and request.length + num_tokens <= MOST_ALONE
-
-    def _call(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> Sequence[Chunk]:
-        """Compute the chunks of one model call. Returns those that found room in the pool."""
-        packed = self._packed(call, on_failure) if self._is_pack(call) else None
-        if packed is None:
-            call = [chunk for chunk in call if chunk.request.caches is not None]  # a pack found no room for the others
-            for request, num_tokens in call:
-                self.call(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
-        if not self.in_place:  # states, which have no fence
-            mx.eval([cache.state for request, _ in call for cache in request.caches or ()])
-        return call if packed is None else packed
-
-    def _packed(
-        self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
-    ) -> Sequence[Chunk] | None:
-        """Compute the chunks as a pack. Returns those that found room in the pool; None if the model turns out not to
-        take packs."""
-        try:
-            return compute_pack(self.call, chunks, on_failure)
-        except NotPackableError as error:
-            self.packs = False
-            _not_packed.put(self.model, str(error))
-            warn_once(f"prompts are prefilled one at a time for models of {type(self.model).__module__}: {error}")
-            return None
 
 
 def _fences(requests: Sequence[Request]) -> list[mx.array]:
@@ -248,65 +244,3 @@ def can_pack(
 def packs_by_default(pool: BlockPool | None) -> bool:
     """Return whether prompts go through the model as packs by default: blocks are in place on a GPU."""
     return packs_prompts() and (pool is None or all(group.in_place for group in pool.groups))
-
-
-def pack_layers(rows: Batch | None, caches: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:
-    """Return the layers' caches for a pack.
-
-    Args:
-        rows: block tables of the sequences; None: no layer is paged.
-        caches: leaves of each sequence's caches.
-        counts: new tokens of each sequence.
-    """
-    return [
-        PagedBatchKVCache(rows, layer[0].layer, type(layer[0]))
-        if rows is not None and isinstance(layer[0], PagedKVCache)
-        else PackedStates.of(layer, counts)
-        for layer in zip(*caches, strict=True)
-    ]
-
-
-def compute_pack(
-    model: Any, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
-) -> list[Chunk]:
-    """Build one model call for all chunks as a pack.
-
-    Args:
-        on_failure: called with each chunk that finds no room in the pool.
-
-    Returns:
-        The other chunks.
-
-    Raises:
-        NotPackableError: the model cannot take packs.
-        Exception: whatever the model or the pool raises. Nothing stays reserved, and no state has changed.
-    """
-    ready = [chunk for chunk in chunks if chunk.request.caches is not None]
-    rows: Batch | None = None
-    while ready:
-        sequences = [sequence for chunk in ready if (sequence := chunk.request.sequence) is not None]
-        if not sequences:
-            break
-        rows = Batch(sequences[0].pool, sequences, [chunk.num_tokens for chunk in ready])
-        failed = rows.reserve()
-        if failed is None:
-            break
-        on_failure([ready.pop(failed.row)], failed.error)
-    if not ready:
-        return []
-    try:
-        tokens = [token for chunk in ready for token in chunk.request.next_tokens(chunk.num_tokens)]
-        caches = [leaves(chunk.request.caches or []) for chunk in ready]
-        layers = pack_layers(rows, caches, [chunk.num_tokens for chunk in ready])
-        model(mx.array(tokens, mx.uint32)[:, None], cache=with_leaves(ready[0].request.caches or [], layers))
-        if rows is not None:
-            rows.commit()
-    except Exception:
-        if rows is not None:
-            rows.undo_reserve()
-        raise
-    for layer, own in zip(layers, zip(*caches, strict=True), strict=True):
-        if isinstance(layer, PackedStates):
-            for cache, arrays in zip(own, layer.of_each(), strict=True):
-                cache.cache = arrays
-    return ready

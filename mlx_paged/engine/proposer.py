@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from .request import Request
-from .sampling.token_choice import TokenChoice
 
 MOST_TOKENS = 256  # most tokens of a step with drafts: with more, matrix products take longer
 
@@ -50,8 +49,8 @@ class Proposer(Protocol):
     def seconds_saved(self) -> float:
         """Seconds that drafts have saved, as far as measured; negative: lost."""
 
-    def add(self, rows: Sequence[Request], choice: TokenChoice) -> None:
-        """Note that rows have joined the batch; those that want no drafts are ignored. ``choice`` samples tokens."""
+    def add(self, rows: Sequence[Request]) -> None:
+        """Note that rows have joined the batch; those that want no drafts are ignored."""
 
     def remove(self, rows: Collection[Request]) -> None:
         """Note that rows have left, or get no more drafts; those that had none are ignored."""

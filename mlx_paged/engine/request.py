@@ -28,7 +28,7 @@ class RequestOptions(NamedTuple):
         grammar: constrains the answer; None: unconstrained.
         prompt_lookup: most drafts per step from prompt lookup, i.e. from earlier tokens of the prompt or the answer; 0:
             none; None: as configured.
-        sampling: parameters that replace the request's sampler and processors; None: those are used.
+        sampling: how tokens are chosen, but for what the request's own sampler and processors do; None: greedily.
         priority: requests with lower numbers are admitted first, and preempt those with higher ones.
         client: clients of one priority are admitted in turns, one request each.
         num_draft_tokens: most drafts per step from a draft model, if there is one; 0: none; None: as configured.
@@ -56,7 +56,9 @@ class Request:
         max_tokens: most tokens to generate.
         caches: one per layer, empty or filled by the caller. Filled ones are forked, so that the caller may use them.
         history: the tokens in filled caches, as far as the caller gave them.
-        sampler, processors, matcher: mlx-lm's, or compatible ones.
+        sampler: the caller's own sampler; None: tokens are sampled by ``options.sampling``.
+        processors: the caller's own logits processors, called after the penalties of ``options.sampling``.
+        matcher: mlx-lm's matcher of stop sequences, or a compatible one.
         options: other options.
 
     Attributes:
@@ -75,6 +77,7 @@ class Request:
         num_reported: tokens of the prompt whose progress was reported.
         num_generated: tokens delivered.
         undelivered: the next token, if the request left the batch between its computation and its delivery; else None.
+        sampling: its sampling parameters.
         logits: the logits of the next token; None until one is sampled.
         context: token buffer for its processors; None before it is in a batch, or without processors.
         grammar: state of its grammar after the delivered tokens; None: unconstrained.
@@ -89,7 +92,7 @@ class Request:
         max_tokens: int,
         caches: Sequence[Any],
         history: Sequence[int],
-        sampler: Sampler,
+        sampler: Sampler | None,
         processors: Sequence[Callable[..., mx.array]],
         matcher: Any,
         options: RequestOptions = RequestOptions(),  # noqa: B008 - a tuple, never changed
@@ -114,6 +117,7 @@ class Request:
         self.boundaries = deque(ends[1:])
         self.segment_ends = frozenset(ends[1:])
         self.max_tokens = max_tokens
+        self.sampling = options.sampling or SamplingParams()
         self.sampler = sampler
         self.processors = processors
         self.matcher = matcher
@@ -168,9 +172,10 @@ class Request:
         return None if self.sequence is None else self.sequence.table
 
     @property
-    def num_missing(self) -> int:
-        """Tokens still to be cached if it generates ``max_tokens``, with the one computed ahead."""
-        return self.kept + self.prompt_length + self.max_tokens - self.length
+    def takes_drafts(self) -> bool:
+        """Whether several of its tokens can be chosen in one step: it has no sampler or processors of the caller's own,
+        which have to be called for each token in order."""
+        return self.sampler is None and not self.processors
 
     def cached_tokens(self) -> list[int]:
         """Return the tokens in its cache."""

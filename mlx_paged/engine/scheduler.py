@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:  # only a request's attributes are used here
@@ -23,8 +23,7 @@ Growth = Sequence[tuple["Request", int]]
 
 
 class Memory(Protocol):
-    """The memory of requests' tokens, as the scheduler sees it. Nothing may raise while a plan is made: the memory
-    notes errors, and calls :meth:`Scheduler.remove` for failed requests after the plan."""
+    """The memory of requests' tokens, as the scheduler sees it."""
 
     def fits(self, growth: Growth) -> bool:
         """Return whether all these requests can grow by their numbers of tokens, after evicting unused prefixes."""
@@ -87,20 +86,15 @@ class WaitingQueue:
         self._groups: dict[tuple[int, Hashable], tuple[dict[Request, None], dict[Request, None]]] = {}
         self._turns: dict[Hashable, int] = {}  # number of the last admission, by client
         self._num_admitted = 0
-        self._firsts: dict[tuple[int, Hashable], Request] = {}  # next request of a group, where known
 
     def __len__(self) -> int:
         return sum(len(part) for group in self._groups.values() for part in group)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(sorted((r for group in self._groups.values() for part in group for r in part), key=self._rank))
 
     def add(self, request: Request) -> None:
         """Queue a request behind those of its priority and client."""
         name = request.options.priority, request.options.client
         preempted, fresh = self._groups.setdefault(name, ({}, {}))
         (fresh if request.admitted is None else preempted)[request] = None
-        self._firsts.pop(name, None)
 
     def remove(self, requests: Collection[Request]) -> None:
         """Remove requests, if they are queued."""
@@ -113,19 +107,24 @@ class WaitingQueue:
                 part.pop(request, None)
             if not any(group):
                 del self._groups[name]
-            self._firsts.pop(name, None)
 
     def next(self, num_running: Mapping[Hashable, int]) -> Request | None:
-        """Return the request to admit next. Called in every step, so only groups that have changed are searched.
+        """Return the request to admit next.
 
         Args:
             num_running: number of running requests by client; clients without any may be left out.
         """
-        for name, (preempted, fresh) in self._groups.items():
-            if name not in self._firsts:
-                self._firsts[name] = min(preempted, key=self._rank) if preempted else next(iter(fresh))
-        rank = lambda r: (r.options.priority, num_running.get(r.options.client, 0), *self._rank(r)[1:])  # noqa: E731
-        return min(self._firsts.values(), key=rank, default=None)
+
+        def rank(request: Request) -> tuple[int, int, bool, int, int]:
+            options, admitted = request.options, request.admitted
+            turn = self._turns.get(options.client, 0) if admitted is None else admitted
+            return options.priority, num_running.get(options.client, 0), admitted is None, turn, request.uid
+
+        return min(
+            (r for preempted, fresh in self._groups.values() for r in preempted or [next(iter(fresh))]),
+            key=rank,
+            default=None,
+        )
 
     def admit(self, request: Request) -> None:
         """Remove a request that starts, and number it if it has not run before."""
@@ -133,12 +132,6 @@ class WaitingQueue:
         if request.admitted is None:
             self._num_admitted += 1
             request.admitted = self._turns[request.options.client] = self._num_admitted
-
-    def _rank(self, request: Request) -> tuple[int, bool, int, int]:
-        options, admitted = request.options, request.admitted
-        if admitted is not None:
-            return options.priority, False, admitted, request.uid
-        return options.priority, True, self._turns.get(options.client, 0), request.uid
 
 
 class Scheduler:
@@ -212,9 +205,9 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Release a running request's memory and queue it again. What it had computed will be prefilled again."""
+        self.memory.release(request)  # first: if it raises, the request still runs, and fails with the others
         self.running.remove(request)
         self._num_running[request.options.client] -= 1
-        self.memory.release(request)
         request.prefill_end = max(request.prefill_end, request.length)
         request.length = request.confirmed = request.kept
         self.waiting.add(request)

@@ -99,8 +99,8 @@ class Sharing:
         """Give the longest known prefix to a request that starts, whose caches are empty. Returns its length."""
         self._found.pop(request, None)
         start = self._starts[request.uid] = self._start(request)
-        longest = None if self.has_states else self._longest(request)
         self._siblings.setdefault(start, {})[request.uid] = request
+        longest = None if self.has_states else self._longest(request)
         if longest is not None:
             length, other = longest
             if self._whole_blocks(length) > self._match(request).length:

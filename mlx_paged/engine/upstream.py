@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
-
-import mlx.core as mx
 
 
 class TokenResponse(Protocol):
@@ -32,15 +30,10 @@ class Upstream(NamedTuple):
         prompt_response: makes the response for a prompt's progress, from uid, (tokens done, tokens in all), whether a
             segment ends there, and whether the prompt does.
         token_buffer: keeps a request's tokens for its logits processors.
-        known_sampler: returns a sampler's parameters as arguments of :class:`SamplingParams`; None if it is not
-            recognised.
-        known_processors: likewise, for all of a request's logits processors together.
         state_cache: class of the caches of layers that keep a state instead of keys and values.
     """
 
     response: Callable[..., TokenResponse]
     prompt_response: Callable[[int, tuple[int, int], bool, bool], Any]
     token_buffer: Callable[[Sequence[int]], Any]
-    known_sampler: Callable[[Callable[..., mx.array]], Mapping[str, Any] | None]
-    known_processors: Callable[[Sequence[Callable[..., mx.array]]], Mapping[str, Any] | None]
     state_cache: type[Any]

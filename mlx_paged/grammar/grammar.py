@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
-from ..engine.constraint import ALL, Constraining, masked
+from ..engine.constraint import ALL
 from ..errors import GrammarError
 
 # CPU time of a token and its mask, which all rows of a batch wait for. Most take less than 1 ms; the first ones of a
@@ -226,33 +225,3 @@ class Grammar:
         if "too many" in why.lower() or "; max is" in why:  # llguidance has no other sign of it
             what = "the grammar takes too much work"
         return GrammarError(f"{what}: {why}")
-
-
-class GrammarProcessor:
-    """A logits processor for a sequence outside a batch. Tokens may be taken back between calls, e.g. when a draft
-    model's are rejected.
-
-    It must be the first processor: penalties come after the mask.
-    """
-
-    def __init__(self, compiled: Constraining) -> None:
-        self._grammar = compiled.start()
-        self._prompt_length: int | None = None
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Return the masked logits.
-
-        Args:
-            tokens: the prompt, or its end, and the answer so far, ``[n]``.
-            logits: ``[1, vocab]``.
-
-        Raises:
-            GrammarError: see :meth:`Grammar.accept` and :meth:`Grammar.mask`.
-        """
-        mx.async_eval(logits)
-        if self._prompt_length is None:
-            self._prompt_length = len(tokens)
-        self._grammar.follow(tokens[self._prompt_length :].tolist())  # type: ignore[arg-type]
-        words = np.zeros((1, -(-logits.shape[-1] // 32)), np.uint32)
-        self._grammar.mask(words[0])
-        return masked(logits, mx.array(words))

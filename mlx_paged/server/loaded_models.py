@@ -19,10 +19,10 @@ from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import LRUPromptCache
 
 from ..by_model import ByModel
+from ..engine.constraint import GrammarProcessor
 from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError, PagedCacheError, check_device
-from ..grammar.grammar import GrammarProcessor
 from ..kernels import availability, check
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool

@@ -13,25 +13,22 @@ from mlx_lm.models.cache import KVCache
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...device import device_errors
-from ...drafts.look_up import look_up_of
-from ...drafts.prediction_head import PredictionHead
-from ...engine.decode_batch import DecodeBatch, RowByRowBatch
+from ...engine.constraint import GrammarProcessor
+from ...engine.decode_batch import DecodeBatch
 from ...engine.engine import Engine
 from ...engine.request import Request, RequestOptions, sequence_of
 from ...errors import ConfigError
-from ...grammar.grammar import GrammarProcessor
 from ...kv.lock import HeldLocks
 from ...prefix.prefix_cache import SharedPrefixes
-from ...ranks.world import peers_of
 from ...warn import warn_once
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import check_given, factory_of
-from ..models.mtp import HiddenCall
 from ..patch import replaces
-from ..samplers import processors_of, sampler_of
-from .drafting import NUM_DRAFT_TOKENS, drafting
+from ..samplers import processors_of, resolved, sampler_of
+from ..sharded import peers_of
+from .drafting import NUM_DRAFT_TOKENS, proposer_for
 from .upstream import UPSTREAM, Response, request_progress
 
 
@@ -80,12 +77,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 sequence = sequence_of(fresh)
                 pool = None if sequence is None else sequence.pool
                 self._factory.pin_pool(pool)
-                proposer = None
-                if draft_model is not None:
-                    proposer = drafting(model, draft_model, num_draft_tokens, pool, draft_prefixes)
                 batch = decode_batch(model, self._factory())
-                if isinstance(proposer, PredictionHead):
-                    batch.call = HiddenCall(model, proposer.hidden)
+                proposer = proposer_for(batch, draft_model, num_draft_tokens, pool, draft_prefixes)
                 self._engine = Engine(
                     batch,
                     self._counters,
@@ -99,7 +92,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     state_interval=self._factory.config.state_interval,
                     prefill_latency=self._factory.config.prefill_latency,
                     proposer=proposer,
-                    look_up=look_up_of,
                 )
         elif draft_model is not None:
             raise ConfigError("draft_model requires a paged cache; this model has mlx-lm's own")
@@ -189,6 +181,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         options: RequestOptions,
     ) -> Request:
         """Return a Request made from mlx-lm's queue entry for a prompt."""
+        if options.prompt_lookup is None:
+            options = options._replace(prompt_lookup=self.prompt_lookup)
+        sampler, processors, options = resolved(sampler, processors or (), options)
         return Request(
             uid,
             segments,
@@ -198,11 +193,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             sampler=sampler,
             processors=processors,
             matcher=stops.matcher(),
-            options=self._resolved(options),
+            options=options,
         )
-
-    def _resolved(self, options: RequestOptions) -> RequestOptions:
-        return options if options.prompt_lookup is not None else options._replace(prompt_lookup=self.prompt_lookup)
 
     def extract_cache(self, uids: Any) -> dict[int, tuple[list[Any], list[int]]]:
         """Return the caches of unfinished requests, as references to the same blocks, and the tokens in them."""
@@ -347,7 +339,7 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
     if why is None:
         return DecodeBatch(model, UPSTREAM, peers_of(model))
     warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")
-    return RowByRowBatch(model, UPSTREAM, peers_of(model))
+    return DecodeBatch(model, UPSTREAM, peers_of(model), takes_rows=False)
 
 
 @replaces("mlx_lm.generate:BatchGenerator", "fb1a2ed5f7ece4b2")

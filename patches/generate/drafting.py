@@ -9,19 +9,22 @@ from typing import Any
 
 from ...drafts.depth import new_depth
 from ...drafts.draft_model import DraftModel, is_paged
+from ...drafts.look_up import look_up_of
 from ...drafts.prediction_head import HiddenStates, PredictionHead
+from ...engine.decode_batch import DecodeBatch
 from ...engine.draft_steps import NO_DRAFTS_REASON
 from ...engine.prefill import can_pack
+from ...engine.proposer import Proposer
 from ...engine.request import sequence_of
 from ...errors import ConfigError
 from ...kv.memory import UNLIMITED
 from ...kv.pool import BlockPool
 from ...prefix.prefix_cache import PrefixCache, SharedPrefixes
-from ...ranks.world import group_of
 from ..cache.layout import reads_blocks_only
 from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import CacheFactory, factory_of
-from ..models.mtp import MTPHead
+from ..models.mtp import HiddenCall, MTPHead
+from ..sharded import group_of
 from .upstream import UPSTREAM
 
 NUM_DRAFT_TOKENS = 3  # mlx-lm's default
@@ -123,15 +126,19 @@ def why_not_drafted(model: Any, draft_model: Any) -> str | None:
     return None
 
 
-def drafting(
-    model: Any, draft_model: Any, num_draft_tokens: int, pool: BlockPool | None, prefixes: SharedPrefixes | None = None
-) -> DraftModel:
-    """Return a proposer that drafts tokens for batches of a model. The model's pool gives up part of its budget
-    for it until it is dropped.
+def proposer_for(
+    batch: DecodeBatch,
+    draft_model: Any,
+    num_draft_tokens: int,
+    pool: BlockPool | None,
+    prefixes: SharedPrefixes | None = None,
+) -> Proposer | None:
+    """Return what proposes drafts for a decode batch: a draft model, to which the model's pool gives up part of its
+    budget until it is dropped, or look-up, for rows that ask for it. None: no layer is paged.
 
     Args:
-        model: the model that verifies the drafts.
-        draft_model: a model with the same vocabulary, or the model's own prediction head.
+        batch: the batch. With a prediction head its calls of the model also note the hidden states.
+        draft_model: a model with the same vocabulary, or the model's own prediction head; None: look-up.
         num_draft_tokens: most drafts of a row in a step.
         pool: the model's pool.
         prefixes: shared prefixes over the draft model's pool; None makes new ones.
@@ -139,8 +146,10 @@ def drafting(
     Raises:
         ConfigError: the models cannot be used together; nothing has changed.
     """
+    if draft_model is None:
+        return None if pool is None else look_up_of(pool, batch.peers)
     check_draft_tokens(num_draft_tokens)
-    if (why_not := why_not_drafted(model, draft_model)) is not None:
+    if (why_not := why_not_drafted(batch.model, draft_model)) is not None:
         raise ConfigError(why_not)
     factory = known_factory(draft_model)
     assert factory.pool is not None
@@ -148,7 +157,9 @@ def drafting(
     proposer: DraftModel
     prefixes = prefixes or SharedPrefixes(PrefixCache(factory.pool))
     if isinstance(draft_model, MTPHead):
-        proposer = PredictionHead(draft_model, factory, num_draft_tokens, depth, prefixes, HiddenStates())
+        hidden = HiddenStates()
+        proposer = PredictionHead(draft_model, factory, num_draft_tokens, depth, prefixes, hidden)
+        batch.runner.call = HiddenCall(batch.model, hidden)
     else:
         proposer = DraftModel(draft_model, factory, num_draft_tokens, depth, prefixes)
     if pool is not None:

@@ -15,7 +15,6 @@ from ...engine.step_logits import TokenLogits
 from ...engine.upstream import Upstream
 from ...errors import PromptCacheError
 from ...kv.allocator import NULL_BLOCK
-from ..samplers import known_processors, known_sampler
 
 
 def request_progress(request: Request) -> dict[str, Any]:
@@ -141,4 +140,4 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         return f"Response(uid={self.uid}, token={self.token}, finish_reason={self.finish_reason!r})"
 
 
-UPSTREAM = Upstream(Response, PromptProcessingBatch.Response, TokenBuffer, known_sampler, known_processors, ArraysCache)
+UPSTREAM = Upstream(Response, PromptProcessingBatch.Response, TokenBuffer, ArraysCache)

@@ -121,10 +121,6 @@ class _Response:
         return False
 
 
-def _greedy(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
-
-
 class Bench:
     """An engine and requests for it.
 
@@ -164,8 +160,6 @@ class Bench:
             response=_Response,
             prompt_response=lambda uid, *rest: (uid, *rest),
             token_buffer=list,
-            known_sampler=lambda sampler: {},
-            known_processors=lambda processors: None,
             state_cache=type("NoState", (), {}),
         )
         counters = SimpleNamespace(
@@ -198,7 +192,7 @@ class Bench:
                 max_tokens=max_tokens,
                 caches=empty,
                 history=(),
-                sampler=_greedy,
+                sampler=None,
                 processors=(),
                 matcher=SimpleNamespace(advance=lambda token: False),
             )

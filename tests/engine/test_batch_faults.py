@@ -7,11 +7,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import PoolExhaustedError
-from mlx_paged.engine import prefill
 from mlx_paged.errors import RequestFailedError, RequestTooLargeError
 from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.faulty import BLOCK, FEWEST_BLOCKS, MOST, PROMPTS, Driver, FaultySampler, prompt, solos
+from tests.support.models.packs import note_packs
 
 
 def ran(driver: Driver, uids: list[int]) -> None:
@@ -165,11 +165,7 @@ def test_random_steps_of_any_sizes(seed: int) -> None:
 @pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, *slow(24, 80)])
 @pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=SLOW)])
 def test_random_steps_in_packs(num_blocks: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    original = prefill.compute_pack
-    monkeypatch.setattr(
-        prefill, "compute_pack", lambda model, chunks, *to: sizes.append(len(chunks)) or original(model, chunks, *to)
-    )
+    packs = note_packs(monkeypatch)
     with fake_kernels() if in_place else contextlib.nullcontext():
         driver = random_steps(num_blocks, 160, packs=45)
-    assert driver.failed and len(sizes) > 10 and max(sizes) >= 3
+    assert driver.failed and len(packs) > 10 and max(map(len, packs)) >= 3

@@ -9,7 +9,9 @@ import pytest
 
 from mlx_paged.engine.decode_batch import DecodeBatch, _elements
 from mlx_paged.engine.request import Request
-from mlx_paged.errors import PoolExhaustedError
+from mlx_paged.engine.runner import NoBlocksError
+from mlx_paged.engine.sampling.params import SamplingParams
+from mlx_paged.errors import ConfigError, PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.ranks.ranks import Ranks, ShardedModel
 from tests.support.models.toy_engine import (
@@ -52,7 +54,6 @@ class Batch:
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
-            assert self.batch.reserve() is None
             rows = list(self.batch.rows)
             for row, token, _ in self.batch.step():
                 self.tokens[row.uid].append(token)
@@ -200,6 +201,17 @@ def test_row_whose_sampler_or_processor_raises_is_reported(batch: Batch, part: d
     assert batch.tokens[0] == answer(PROMPTS[1], 5) and batch.tokens[2] == answer(PROMPTS[3], 5)
 
 
+def test_row_whose_parameters_exceed_the_vocabulary_is_reported(batch: Batch) -> None:
+    good = batch.row(0, PROMPTS[1])
+    bad = batch.row(1, PROMPTS[2], sampling=SamplingParams(temperature=1.0, top_k=VOCAB))
+    batch.join(good, bad)
+    batch.step()
+    assert [(row, type(error)) for row, error in batch.batch.failed] == [(bad, ConfigError)]
+    batch.batch.remove([bad], keep_caches=False)
+    batch.step(5)
+    assert batch.tokens[0] == answer(PROMPTS[1], 5)
+
+
 RESULTS: dict[str, Any] = {
     "none": None,
     "a list": [3],
@@ -238,32 +250,16 @@ def test_a_sampler_for_one_row_serves_several_requests(batch: Batch, rows: int) 
         assert batch.tokens[uid] == answer(PROMPTS[uid], 3)
 
 
-def test_call_that_raises_fails_its_rows(batch: Batch) -> None:
-    rows = [batch.row(uid, prompt) for uid, prompt in enumerate([[1, 2], [3, 23], [5, 6]])]
-    batch.join(*rows)
-    batch.model.poison, batch.model.call_sizes = 23, []
-    batch.step()
-    assert [(row, str(error)) for row, error in batch.batch.failed] == [(row, "a poisoned token") for row in rows]
-    assert batch.model.call_sizes == [3] and not batch.batch.rows and not batch.batch.members
-    batch.model.poison = None
-    for row in rows:
-        row.release()
-    later = batch.row(9, PROMPTS[1])
-    batch.join(later)
-    batch.step(5)
-    assert batch.tokens[9] == answer(PROMPTS[1], 4)
-    batch.pool.check_integrity()
-
-
-def test_reserve_without_a_free_block_names_the_row() -> None:
+def test_step_without_a_free_block_names_the_row() -> None:
     batch = Batch(make_pool(num_blocks=4))  # including the null block
     prompts = [prompt_of(2 * BLOCK_SIZE), prompt_of(BLOCK_SIZE + 1, seed=1)[:BLOCK_SIZE]]
     rows = [batch.row(uid, prompt) for uid, prompt in enumerate(prompts)]
     batch.join(*rows)
     batch.step()
-    failed = batch.batch.reserve()
-    assert failed is not None and isinstance(failed.error, PoolExhaustedError)
-    assert batch.batch.rows[failed.row] is rows[0], "both need a block, and the first one's is missing first"
+    with pytest.raises(NoBlocksError) as caught:
+        batch.batch.step()
+    assert isinstance(caught.value.error, PoolExhaustedError)
+    assert caught.value.request is rows[0], "both need a block, and the first one's is missing first"
     batch.batch.remove([rows[1]], keep_caches=False)
     rows[1].release()
     batch.step(4)
@@ -291,27 +287,22 @@ class TwoRanks(Ranks):
         return tokens
 
 
-def drawing(logprobs: mx.array) -> mx.array:
-    raise AssertionError("it is known")
-
-
 @pytest.mark.parametrize(
-    ("same_logits", "one_kind", "sampler", "needed"),
+    ("same_logits", "one_kind", "options", "needed"),
     [
-        (True, True, greedy, False),
-        (True, True, drawing, True),  # without a seed: each rank's own
-        (True, True, lambda logprobs: mx.argmax(logprobs, axis=-1), True),  # a caller's sampler
-        (True, False, greedy, True),
-        (False, True, greedy, True),
+        (True, True, {}, False),
+        (True, True, {"sampling": SamplingParams(temperature=0.7)}, True),  # without a seed: each rank's own
+        (True, True, {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}, True),  # a caller's sampler
+        (True, False, {}, True),
+        (False, True, {}, True),
     ],
 )
 def test_ranks_agree_on_tokens_unless_all_compute_the_same_bits(
-    same_logits: bool, one_kind: bool, sampler: Any, needed: bool
+    same_logits: bool, one_kind: bool, options: Any, needed: bool
 ) -> None:
-    known = {greedy: {}, drawing: {"temperature": 0.7}}
     ranks = TwoRanks(are_alike=one_kind)
     batch = Batch(make_pool())
-    batch.batch = DecodeBatch(batch.model, UPSTREAM._replace(known_sampler=known.get), ShardedModel(ranks, same_logits))
-    batch.join(batch.row(1, prompt_of(5)), batch.row(2, prompt_of(9), sampler=sampler))
+    batch.batch = DecodeBatch(batch.model, UPSTREAM, ShardedModel(ranks, same_logits))
+    batch.join(batch.row(1, prompt_of(5)), batch.row(2, prompt_of(9), **options))
     batch.step(3)
     assert ranks.num_agreed == (3 if needed else 0)

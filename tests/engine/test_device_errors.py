@@ -320,8 +320,8 @@ def test_other_errors_are_not_the_devices(text: str) -> None:
 
 # Functions that call check_device with the error they are given, or end the process.
 CHECKING = {
-    "check_device", "device_failed", "without_frames", "_note", "_end_failed", "_fail", "fail", "fail_all", "_warn",
-    "on_failure", "_die", "_fail_batch",
+    "check_device", "device_failed", "without_frames", "_note", "_fail", "fail", "fail_all", "_warn",
+    "_call_failed", "_die", "_fail_running",
 }  # fmt: skip
 # Functions that may catch what they like, and why.
 FREE = {

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.engine.constraint import masked
+from mlx_paged.engine.constraint import GrammarProcessor, masked
 from mlx_paged.errors import GrammarError
 from mlx_paged.grammar import bounds
 from mlx_paged.grammar.bounds import fault_of
@@ -26,7 +26,7 @@ from mlx_paged.grammar.compiler import (
     json_in_lark,
     on_stack,
 )
-from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part, ThinkingBudget
+from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part, ThinkingBudget
 from tests.support.cases import quick
 from tests.support.models.tokenizers import CALL, EOS, EOT, THINK_END, byte_tokenizer
 from tests.support.without_collector import without_collector

@@ -343,13 +343,13 @@ def test_prefill_latency_limits_steps_on_metal(monkeypatch: pytest.MonkeyPatch) 
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on", prefill_latency=100))
         gen = generator(model_of("qwen3", head_dim=64))
         engine = gen._engine
-        assert engine.in_place and engine._pace is not None and engine._pace.latency == 0.1
+        assert engine.in_place and engine.prefill.pace is not None and engine.prefill.pace.latency == 0.1
         assert (engine.scheduler.grid, engine.scheduler.chunk) == (128, 2048)
         assert engine.scheduler.cap == ChunkCap(MOST_PAIRS, 128)
-        engine._pace.tokens = 256
+        engine.prefill.pace.tokens = 256
         monkeypatch.setattr(engine, "_uncut_tokens", lambda: 0)
         taken: list[tuple[int, float]] = []
-        monkeypatch.setattr(engine._pace, "note", lambda *took: taken.append(took))
+        monkeypatch.setattr(engine.prefill.pace, "note", lambda *took: taken.append(took))
         outcomes = insert(gen, [[1 + i % 50 for i in range(700)], [2 + i % 40 for i in range(300)]], 4)
         run_all(gen, outcomes)
         tokens = [num_tokens for num_tokens, _ in taken]

@@ -75,7 +75,7 @@ def test_request_continues_where_its_given_cache_ends() -> None:
     known, new = prompt_of(10), [1, 2, 3]
     request = make_request(0, new, with_prefix(make_pool(), known), history=known, max_tokens=5)
     assert request.length == request.kept == 10 and request.cached_tokens() == known
-    assert request.next_tokens(9) == new and request.num_missing == len(new) + 5
+    assert request.next_tokens(9) == new
     request.length += 2
     assert request.is_prefilled and request.cached_tokens() == [*known, 1, 2]
     assert request.next_tokens(1) == [3] and request.next_input() == 3
@@ -145,13 +145,13 @@ class Clock:
 
     def __init__(self, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        call = engine.engine.prefill.call
+        call = engine.engine.batch.runner.call
 
         def counted(tokens: mx.array, **options: Any) -> Any:
-            self.now += tokens.size
+            self.now += tokens.size if tokens.shape[1] > 1 else 0
             return call(tokens, **options)
 
-        engine.engine.prefill.call = counted
+        engine.engine.batch.runner.call = counted
         monkeypatch.setattr(engine_module.time, "perf_counter", lambda: self.now)
 
 
@@ -165,8 +165,8 @@ def test_a_slow_prompt_lets_others_decode_between_its_chunks(monkeypatch: pytest
     monkeypatch.setattr(prefill, "CPU_TOKENS", (16, 8))
     monkeypatch.setattr(engine_module, "UNCUT_TOKENS", 40)
     engine = ToyEngine(make_pool(), prefill_step_size=200)
-    assert engine.engine._pace is not None
-    engine.engine._pace.latency = 10.0
+    assert engine.engine.prefill.pace is not None
+    engine.engine.prefill.pace.latency = 10.0
     Clock(engine, monkeypatch)
     first = engine.add(prompt_of(150), max_tokens=60)
     while not engine.responses[first]:
@@ -203,8 +203,8 @@ def test_lengths_are_those_of_the_picture_in_docs_architecture() -> None:
 
 def test_short_prompts_of_one_client_deliver_their_first_tokens_together() -> None:
     engine = ToyEngine(make_pool(), prefill_step_size=2048)
-    assert engine.engine._pace is not None
-    engine.engine._pace.tokens = 32  # a slow CPU
+    assert engine.engine.prefill.pace is not None
+    engine.engine.prefill.pace.tokens = 32  # a slow CPU
     for seed in range(4):
         engine.add(prompt_of(30 + 9 * seed, seed), max_tokens=3)
     while not any(engine.responses.values()):

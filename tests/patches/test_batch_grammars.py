@@ -20,13 +20,13 @@ from transformers import AutoTokenizer
 
 import mlx_paged
 from mlx_paged.config import PagedConfig
-from mlx_paged.engine.decode_batch import RowByRowBatch
+from mlx_paged.engine.constraint import GrammarProcessor
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.grammar import grammar as grammar_module
 from mlx_paged.grammar.compiler import GrammarCompiler, GrammarSource
-from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part
-from mlx_paged.patches.generate.upstream import UPSTREAM
+from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part
+from mlx_paged.patches.generate import batch_generator
 from mlx_paged.server.call_formats import FORMS
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
@@ -275,11 +275,11 @@ def test_answer_may_reach_its_limit_within_a_grammar() -> None:
         state.accept(token)
 
 
-def test_rows_computed_one_by_one_follow_their_grammars() -> None:
+def test_rows_computed_one_by_one_follow_their_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
+    monkeypatch.setattr(batch_generator, "why_one_by_one", lambda *_: "as asked")
     mlx_paged.apply_patches()
     run = Run(model)
-    run.gen._engine.batch = RowByRowBatch(model, UPSTREAM)
     uids = [run.insert(prompt_of(9, seed=seed), NUM_TOKENS, grammar(seed)) for seed in range(4)]
     run.run()
     for seed, uid in enumerate(uids):

@@ -135,13 +135,13 @@ def test_dropped_responses_are_forgotten_by_the_engine(model: Any) -> None:
     for _ in range(5):
         gen.insert([[1, 2, 3]] * 20, [1] * 20)
         assert not drain(gen)
-        assert len(gen._engine._finished) == 0
+        assert len(gen._engine.memory.finished) == 0
     gen.insert([PROMPT, PROMPT[:9]], [2, 2])
     kept = [response for _ in range(2) for response in gen.next_generated()]
-    assert len(gen._engine._finished) == 2
+    assert len(gen._engine.memory.finished) == 2
     assert live_blocks(model) == 4 + 1
     del kept[-1]
-    assert len(gen._engine._finished) == 1
+    assert len(gen._engine.memory.finished) == 1
 
 
 def test_finished_response_holds_only_its_own_row(model: Any) -> None:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-import mlx.core as mx
-
 from mlx_paged.engine.request import Request, RequestOptions
 
 
@@ -21,7 +19,7 @@ def request_of(
         max_tokens=8,
         caches=[],
         history=[],
-        sampler=mx.argmax,
+        sampler=None,
         processors=[],
         matcher=None,
         options=options,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -10,7 +10,6 @@ import mlx.core as mx
 from ...errors import ConfigError, check_device
 from ..request import Request
 from ..step_logits import Sampler, StepLogits
-from ..upstream import Upstream
 from .batch_sampler import BatchSampler, SampledRow
 from .params import SamplingParams
 
@@ -45,95 +44,62 @@ class Choice(NamedTuple):
     inputs: list[int]
 
 
-class _Row(NamedTuple):
-    """A row of the batch, its own sampler, and whether it has processors of its own; these are called for it alone."""
-
-    request: Request
-    sampler: Sampler | None
-    has_processors: bool
-
-
 class TokenChoice:
-    """Chooses the tokens of a batch's rows. Samplers and processors made by mlx-lm are computed for all rows together.
-    The caller's own are called for their rows alone; if they raise, only those rows fail.
+    """Chooses the tokens of a batch's rows. Rows are sampled together by their parameters. Samplers and processors of
+    the caller's own are called for their rows alone; if they raise, only those rows fail.
 
     Args:
-        upstream: mlx-lm's classes and functions.
+        token_buffer: keeps a request's tokens for its logits processors.
 
     Attributes:
         vocab_size: of the model; None before its first step. The rows' parameters are checked against it.
     """
 
-    def __init__(self, upstream: Upstream) -> None:
-        self.upstream = upstream
+    def __init__(self, token_buffer: Callable[[Sequence[int]], Any]) -> None:
+        self._token_buffer = token_buffer
         self.sampler = BatchSampler()
-        self._rows: list[_Row] = []
-        self._is_together: bool | None = True  # no row has a sampler or processors of its own; None: not known yet
         self.vocab_size: int | None = None
+        self._rows: list[Request] = []
+        self._all_together = True  # no row has a sampler or processors of its own
+        self._invalid: dict[Request, ConfigError] = {}  # rows whose parameters do not suit the vocabulary
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, rows: Sequence[Request]) -> None:
         """Append rows. Their caches hold their tokens up to the next input."""
-        rows, sampled = [], []
-        for request in requests:
-            row, params = self._known(request)
-            rows.append(row)
-            if row.has_processors:
-                request.context = self.upstream.token_buffer(request.cached_tokens())
-            history = request.cached_tokens() if params.has_penalties else []
-            position = request.num_generated + (request.logits is not None)  # one token may be chosen but not delivered
+        sampled = []
+        for row in rows:
+            if row.processors:
+                row.context = self._token_buffer(row.cached_tokens())
+            params = self._checked(row)
+            history = row.cached_tokens() if params.has_penalties else []
+            position = row.num_generated + (row.logits is not None)  # one token may be chosen but not delivered
             sampled.append(SampledRow(params, history, position))
         self.sampler.add(sampled)
-        self._rows = [*self._rows, *rows]
-        self._is_together = None
+        self._set_rows([*self._rows, *rows])
 
-    def _known(self, request: Request) -> tuple[_Row, SamplingParams]:
-        if (own := request.options.sampling) is not None:
-            if self.vocab_size is not None:
-                own.check_vocabulary(self.vocab_size)
-            return _Row(request, None, False), own
-        chooses = self._usable(self.upstream.known_sampler(request.sampler))
-        changes = self._usable(self.upstream.known_processors(request.processors)) if request.processors else {}
-        params = SamplingParams(**(chooses or {}), **(changes or {}), seed=request.options.seed)
-        return _Row(request, request.sampler if chooses is None else None, changes is None), params
-
-    def _usable(self, fields: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return the fields; None if invalid, so that mlx-lm's own function is called for its row and raises."""
-        if fields is None:
-            return None
+    def _checked(self, row: Request) -> SamplingParams:
+        """Return a row's parameters. If they do not suit the vocabulary, it gets others, and will fail."""
         try:
-            params = SamplingParams(**fields)
             if self.vocab_size is not None:
-                params.check_vocabulary(self.vocab_size)
-        except ConfigError:
-            return None
-        return fields
+                row.sampling.check_vocabulary(self.vocab_size)
+        except ConfigError as error:
+            self._invalid[row] = error
+            return SamplingParams()
+        return row.sampling
+
+    def _set_rows(self, rows: list[Request]) -> None:
+        self._rows = rows
+        self._all_together = all(row.takes_drafts for row in rows)
+        self._invalid = {row: error for row, error in self._invalid.items() if row in rows}
 
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all rows but these, ascending."""
-        self._rows = [self._rows[index] for index in indices]
         self.sampler.keep(indices)
-        self._is_together = None
+        self._set_rows([self._rows[index] for index in indices])
 
     def clear(self) -> None:
         """Remove all rows."""
-        self._rows = []
         self.sampler = BatchSampler()
-        self._is_together = True
-
-    @property
-    def _all_together(self) -> bool:
-        if self._is_together is None:
-            self._is_together = not any(row.sampler is not None or row.has_processors for row in self._rows)
-        return self._is_together
-
-    def takes_drafts(self, request: Request) -> bool:
-        """Return whether several tokens of the request can be chosen in one step: it has no sampler or processors of
-        the caller's own, which would have to be called for each token in order."""
-        if request.options.sampling is not None:
-            return True
-        if self._usable(self.upstream.known_sampler(request.sampler)) is None:
-            return False
-        return not request.processors or self._usable(self.upstream.known_processors(request.processors)) is not None
+        self._set_rows([])
 
     @property
     def only_compares(self) -> bool:
@@ -153,6 +119,9 @@ class TokenChoice:
         if self.vocab_size != logits.shape[-1]:
             self._learn(logits.shape[-1])
         broken: dict[int, Exception] = {}
+        if self._invalid:
+            owners = self._rows if places is None else [self._rows[row] for row in places.rows]
+            broken = {index: self._invalid[row] for index, row in enumerate(owners) if row in self._invalid}
         penalised = self.sampler.penalised(logits, inputs, None if places is None else places.rows)
         if self._all_together:
             tokens = self.sampler.sample(penalised) if places is None else self.sampler.sample(penalised, *places)
@@ -164,27 +133,25 @@ class TokenChoice:
 
     def _learn(self, vocab_size: int) -> None:
         """Set the vocabulary size, known since the first step, and check the rows' parameters against it."""
-        self.vocab_size = vocab_size
-        requests = [row.request for row in self._rows]
+        rows, self.vocab_size = self._rows, vocab_size
         self.clear()
-        self.add(requests)
+        self.add(rows)
 
     def _process(
-        self, rows: Sequence[_Row], logits: mx.array, inputs: mx.array, broken: dict[int, Exception]
+        self, rows: Sequence[Request], logits: mx.array, inputs: mx.array, broken: dict[int, Exception]
     ) -> tuple[mx.array, list[mx.array]]:
         """Return the logits after the rows' own processors, and the tokens passed to these."""
         contexts: list[mx.array] = []
-        if not any(row.has_processors for row in rows):
+        if not any(row.processors for row in rows):
             return logits, contexts
         processed = []
         for index, row in enumerate(rows):
             sample = logits[index : index + 1]
-            if row.has_processors:
-                request = row.request
-                context = request.context.update_and_fetch(inputs[index : index + 1])
+            if row.processors:
+                context = row.context.update_and_fetch(inputs[index : index + 1])
                 contexts.append(context)
                 try:
-                    for processor in request.processors:
+                    for processor in row.processors:
                         sample = processor(context, sample)
                     _check_result("logits processor", sample, (1, logits.shape[-1]), mx.floating)
                 except Exception as error:
@@ -196,32 +163,26 @@ class TokenChoice:
 
     def _sample(
         self,
-        rows: Sequence[_Row],
+        rows: Sequence[Request],
         places: Places | None,
         logits: mx.array,
         step: StepLogits,
         broken: dict[int, Exception],
     ) -> mx.array:
-        """Return a token from each of the logits, chosen together except in rows with a sampler of their own."""
-        groups: dict[int, tuple[Sampler | None, list[int]]] = {}
-        for index, row in enumerate(rows):
-            groups.setdefault(id(row.sampler), (row.sampler, []))[1].append(index)
-        if len(groups) == 1:
-            ((sampler, whole),) = groups.values()
-            if sampler is not None:
-                return self._call(sampler, step, whole, broken)
-            return self.sampler.sample(logits) if places is None else self.sampler.sample(logits, *places)
-        order, found = [], []
-        for sampler, part in groups.values():
-            order += part
-            if sampler is not None:  # one row per call, as in mlx-lm: not every sampler takes several
-                found += [self._call(sampler, step, [index], broken) for index in part]
-            elif places is None:
-                found.append(self.sampler.sample(logits[mx.array(part)], part))
-            else:
-                own = [places.rows[index] for index in part], [places.ahead[index] for index in part]
-                found.append(self.sampler.sample(logits[mx.array(part)], *own))
-        return mx.concatenate(found)[mx.argsort(mx.array(order))]
+        """Return a token from each of the logits, chosen together except in rows with a sampler of their own. These are
+        called for one row at a time, as in mlx-lm, unless all rows share one: not every sampler takes several."""
+        own = [(index, row.sampler) for index, row in enumerate(rows) if row.sampler is not None]
+        if len(own) == len(rows) and all(sampler is own[0][1] for _, sampler in own):
+            return self._call(own[0][1], step, list(range(len(rows))), broken)
+        rest = [index for index, row in enumerate(rows) if row.sampler is None]
+        of = rest if places is None else [places.rows[index] for index in rest]
+        ahead = None if places is None else [places.ahead[index] for index in rest]
+        if not own:
+            return self.sampler.sample(logits, of, ahead)
+        found = [self._call(sampler, step, [index], broken) for index, sampler in own]
+        if rest:
+            found.append(self.sampler.sample(logits[mx.array(rest)], of, ahead))
+        return mx.concatenate(found)[mx.argsort(mx.array([*(index for index, _ in own), *rest]))]
 
     def _call(self, sampler: Sampler, step: StepLogits, rows: list[int], broken: dict[int, Exception]) -> mx.array:
         logprobs = step.logprobs()

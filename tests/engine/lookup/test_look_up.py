@@ -234,25 +234,6 @@ def test_failed_call_fails_the_rows_in_it(oracle: type[Oracle]) -> None:
     check_left(pool, toy)
 
 
-def test_draft_that_cannot_be_computed_fails_no_request(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = answer(PROMPTS[1], 20)
-    monkeypatch.setattr(oracle, "right", staticmethod(lambda place: 1))
-    pool = make_pool()
-    toy = Engine(pool)
-    toy.ask(PROMPTS[1], 20)
-    never = next(t for t in range(VOCAB) if t not in (*PROMPTS[1], *answer(PROMPTS[1], 21)))
-    monkeypatch.setattr(
-        oracle,
-        "drafts",
-        lambda self, skipped, most: None if most < 2 else look_up.Drafts([expected[0], never], [1.0, 1.0]),
-    )
-    toy.model.poison = never
-    toy.run()
-    assert toy.tokens(0) == expected and not toy.failures and pool.stats().drafted_tokens == 0
-    assert toy.engine.batch.proposer is not None
-    check_left(pool, toy)
-
-
 def test_look_up_stops_for_a_model_that_cannot_pack(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise NotPackableError("it does something else")

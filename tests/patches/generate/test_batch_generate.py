@@ -257,7 +257,7 @@ def test_graph_does_not_grow_with_the_number_of_steps(tmp_path) -> None:
         for _ in range(80):
             gen.next()
         batch = gen._engine.batch
-        held = [x for cache in batch._caches for x in _arrays(cache)] + [batch._inputs]
+        held = [x for cache in batch._call.layers for x in _arrays(cache)] + [batch.inputs]
         mx.export_to_dot(str(tmp_path / "graph.dot"), *held)
         nodes = (tmp_path / "graph.dot").read_text().count("shape=rectangle")
         assert nodes <= 4 * len(model.layers), f"{kind}: {nodes} nodes"

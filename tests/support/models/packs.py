@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_paged.engine import prefill
+from mlx_paged.engine.prefill import Prefill
+from mlx_paged.engine.request import Request
+from mlx_paged.engine.runner import NoBlocksError
 from mlx_paged.engine.scheduler import Chunk
 from tests.support.models.batch_runs import TOLERANCE, Outcome, packing_generator
 from tests.support.models.builders import prompt_of
@@ -18,15 +20,18 @@ LENGTHS = (2, 70, 33, 1, 17, 12, 129, 40, 16, 51)
 def note_packs(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Return a list that gets, for each pack from now on, the number of tokens of each request in it."""
     noted: list[list[int]] = []
-    original = prefill.compute_pack
+    original = Prefill._run
 
-    def noting(model: Any, chunks: Sequence[Chunk], *rest: Any) -> Any:
-        noted.append([chunk.num_tokens for chunk in chunks])
-        computed = original(model, chunks, *rest)
-        noted[-1] = [chunk.num_tokens for chunk in computed]
-        return computed
+    def noting(self: Prefill, call: Sequence[Chunk], requests: Sequence[Request]) -> None:
+        if self._is_pack(call):
+            noted.append([num_tokens for _, num_tokens in call])
+        try:
+            original(self, call, requests)
+        except NoBlocksError:  # nothing was computed
+            del noted[-1:]
+            raise
 
-    monkeypatch.setattr(prefill, "compute_pack", noting)
+    monkeypatch.setattr(Prefill, "_run", noting)
     return noted
 
 

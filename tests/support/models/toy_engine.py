@@ -12,7 +12,9 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.drafts.look_up import look_up_of
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.peers import ALONE
 from mlx_paged.engine.request import Request, RequestOptions
+from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.engine.upstream import Upstream
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.kv.attention_params import AttentionParams
@@ -107,8 +109,6 @@ UPSTREAM = Upstream(
     response=ToyResponse,
     prompt_response=lambda uid, progress, segment_ends, prompt_ends: (uid, progress, prompt_ends),
     token_buffer=_Tokens,
-    known_sampler=lambda sampler: {} if sampler is greedy else None,
-    known_processors=lambda processors: None,
     state_cache=type("NoState", (), {}),
 )
 
@@ -137,6 +137,7 @@ def make_request(
     processors: Sequence[Callable[..., mx.array]] = (),
     stops_at: Callable[[int], bool] = lambda token: False,
     client: str | None = None,
+    sampling: SamplingParams | None = None,
 ) -> Request:
     return Request(
         uid,
@@ -144,10 +145,10 @@ def make_request(
         max_tokens=max_tokens,
         caches=caches,
         history=history,
-        sampler=sampler,
+        sampler=None if sampler is greedy else sampler,
         processors=processors,
         matcher=SimpleNamespace(advance=stops_at),
-        options=RequestOptions(client=client),
+        options=RequestOptions(client=client, sampling=sampling),
     )
 
 
@@ -165,7 +166,7 @@ class ToyEngine:
             counters,
             prefixes=prefixes,
             factory=lambda: caches_of(pool),
-            look_up=look_up_of,
+            proposer=look_up_of(pool, ALONE),
             **sizes,
         )
         self.responses: dict[int, list[ToyResponse]] = {}

@@ -29,7 +29,7 @@ from mlx_paged.engine import decode_batch
 from mlx_paged.engine.decode_batch import DecodeBatch
 
 _is_due = threading.Event()
-_reserve = DecodeBatch.reserve
+_step = DecodeBatch.step
 _fault = Path(os.environ["FAULT"])
 # What MLX says once macOS ignores the process's work.
 IGNORED = (
@@ -59,12 +59,12 @@ def num_held() -> float:
     return int(words[1]) if words[:1] == ["holds"] else math.inf
 
 
-def reserve(self: DecodeBatch) -> Any:
+def step(self: DecodeBatch) -> Any:
     while len(self.rows) >= num_held():
         time.sleep(0.01)
     kind = _fault.read_text() if _is_due.is_set() else ""
     if not kind or kind.startswith("device"):
-        return _reserve(self)
+        return _step(self)
     _is_due.clear()
     sequence = next(iter(self.rows)).sequence
     assert sequence is not None
@@ -80,7 +80,7 @@ def reserve(self: DecodeBatch) -> Any:
 
 
 def main() -> None:
-    DecodeBatch.reserve = reserve  # type: ignore[method-assign]
+    DecodeBatch.step = step  # type: ignore[method-assign]
     mx.eval, mx.async_eval = failing("eval", mx.eval), failing("async_eval", mx.async_eval)
     mx.synchronize = failing("write", mx.synchronize)
     decode_batch._as_ints = failing("item", decode_batch._as_ints)
