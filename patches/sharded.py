@@ -56,12 +56,7 @@ class ShardedHead(nn.Module):
     Args:
         head: the whole layer, ``nn.Linear`` or ``nn.QuantizedLinear``; its rows must divide by the number of ranks.
         group: MLX's group of the ranks.
-
-    Attributes:
-        is_gathered: its output is gathered from all ranks; see :func:`.world.has_same_logits`.
     """
-
-    is_gathered = True
 
     def __init__(self, head: nn.Module, group: Any) -> None:
         super().__init__()

@@ -24,8 +24,7 @@ from ...kv.choice import blocks_choice
 from ...kv.geometry import first_keys
 from ...kv.pool import BlockPool
 from ...machine import kv_budget
-from ...ranks.ranks import agreed_blocks, agreed_budget
-from ...ranks.world import check_heads, ranks_of
+from ...ranks.world import agreed_blocks, agreed_budget, check_heads, ranks_of
 from .layer_cache import PagedLayerCache
 from .layout import PagedLayout, probe_layers, probing_pass
 
@@ -109,7 +108,7 @@ def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dt
     budget, choose = _budget(model, config), blocks_choice(config.kernel)
     if ranks is not None:
         check_heads(model, ranks)
-        budget, choose = agreed_budget(ranks, budget, repr(config)), agreed_blocks(ranks, choose)
+        budget, choose = agreed_budget(ranks, budget, vars(config)), agreed_blocks(ranks, choose)
     pool = BlockPool(
         layout.groups,
         block_size=config.block_size,

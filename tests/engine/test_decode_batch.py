@@ -11,7 +11,6 @@ from mlx_paged.engine.decode_batch import DecodeBatch, _elements
 from mlx_paged.engine.request import Request
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.ranks.ranks import Ranks, ShardedModel
 from tests.support.models.toy_engine import (
     BLOCK_SIZE,
     UPSTREAM,
@@ -274,44 +273,3 @@ def test_reserve_without_a_free_block_names_the_row() -> None:
 @pytest.mark.parametrize("indices", [[0], [4], [0, 1, 2, 3, 4], [0, 2, 4], [1, 2, 4], [0, 1, 3]])
 def test_elements_selects_the_remaining_rows(indices: list[int]) -> None:
     assert _elements(mx.array([5, 6, 7, 8, 9], mx.uint32), indices).tolist() == [5 + index for index in indices]
-
-
-class TwoRanks(Ranks):
-    """Ranks without processes, which count how often they agree on tokens."""
-
-    def __init__(self, *, are_alike: bool) -> None:
-        self._are_alike = are_alike
-        self.num_agreed = 0
-
-    def exchange(self, value: Any) -> list[Any]:
-        return [value, value if self._are_alike else "another machine"]
-
-    def agreed(self, tokens: mx.array) -> mx.array:
-        self.num_agreed += 1
-        return tokens
-
-
-def drawing(logprobs: mx.array) -> mx.array:
-    raise AssertionError("it is known")
-
-
-@pytest.mark.parametrize(
-    ("same_logits", "one_kind", "sampler", "needed"),
-    [
-        (True, True, greedy, False),
-        (True, True, drawing, True),  # without a seed: each rank's own
-        (True, True, lambda logprobs: mx.argmax(logprobs, axis=-1), True),  # a caller's sampler
-        (True, False, greedy, True),
-        (False, True, greedy, True),
-    ],
-)
-def test_ranks_agree_on_tokens_unless_all_compute_the_same_bits(
-    same_logits: bool, one_kind: bool, sampler: Any, needed: bool
-) -> None:
-    known = {greedy: {}, drawing: {"temperature": 0.7}}
-    ranks = TwoRanks(are_alike=one_kind)
-    batch = Batch(make_pool())
-    batch.batch = DecodeBatch(batch.model, UPSTREAM._replace(known_sampler=known.get), ShardedModel(ranks, same_logits))
-    batch.join(batch.row(1, prompt_of(5)), batch.row(2, prompt_of(9), sampler=sampler))
-    batch.step(3)
-    assert ranks.num_agreed == (3 if needed else 0)

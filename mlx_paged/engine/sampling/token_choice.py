@@ -135,11 +135,6 @@ class TokenChoice:
             return False
         return not request.processors or self._usable(self.upstream.known_processors(request.processors)) is not None
 
-    @property
-    def only_compares(self) -> bool:
-        """Whether all tokens are chosen by comparing logits, without a sampler or processor of a caller's own."""
-        return self._all_together and self.sampler.only_compares
-
     # Steps ----------------------------------------------------------------------------------------------------
 
     def choose(self, logits: mx.array, inputs: mx.array, places: Places | None = None) -> Choice:
