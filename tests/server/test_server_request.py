@@ -10,22 +10,17 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.server import loaded_models as adapter
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.engine_loop import EngineLoop, Work
-from mlx_paged.server.loaded_models import LoadedModels
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests import chat
 from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
 from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.stops import StopList
-from tests.support.models.builders import build
 from tests.support.processes.server_process import ServerProcess
 
 FLAGS = ("--watchdog-timeout", "5")
@@ -126,32 +121,6 @@ def test_others_are_answered_while_prompts_are_scored(server: ServerProcess) -> 
     answer = server.post("/v1/completions", {**LONG, "prompt": LONG["prompt"][:4]}, 300)
     assert answer.status == 200 and len(answer.json["choices"][3]["logprobs"]["token_logprobs"]) == 700
     assert server.get("/health").json["status"] == "ok"  # the watchdog did not take it for a hang
-
-
-@pytest.mark.demo_model
-def test_disconnect_stops_the_scoring_of_prompts(server: ServerProcess) -> None:
-    server.wait_until(lambda: server.is_idle)
-    cancelled = server.stats()["server"]["requests"]["cancelled"]
-    with server.send_and_leave_open("/v1/completions", LONG):
-        server.wait_until(lambda: any(server.stats()["running"].values()))
-    server.wait_until(lambda: server.is_idle and server.stats()["server"]["requests"]["cancelled"] == cancelled + 1)
-
-
-def test_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 0.1 s per token a slice has at most 2 tokens, so that it does not occupy the thread for long."""
-    model, now, slices = build("llama"), [0.0], []
-
-    def slow(tokens: mx.array, cache: list[Any]) -> mx.array:
-        slices.append(tokens.size)
-        now[0] += 0.1 * tokens.size
-        return model(tokens, cache=cache)
-
-    slow.make_cache = lambda: make_prompt_cache(model)
-    monkeypatch.setattr(adapter.time, "monotonic", lambda: now[0])
-    owner = SimpleNamespace(weights=SimpleNamespace(model=slow), _slice_tokens=adapter.MIN_SLICE)
-    *between, (found, _) = LoadedModels.scores(owner, [*range(100)], 0)  # type: ignore[arg-type]
-    assert max(slices) <= 2 and sum(slices) == len(found) == 99
-    assert between == [None] * len(slices)
 
 
 def test_scoring_takes_at_most_half_of_the_time_beside_requests() -> None:
