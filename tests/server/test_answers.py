@@ -208,10 +208,7 @@ TWICE = "Now. " + 2 * f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': G
 OPEN = '<tool_call>{"name": "go", "arguments": {"a": [{"b": 1'
 
 
-@pytest.mark.parametrize(
-    ("text", "given"),
-    [(TWICE, [GIVEN, GIVEN]), (OPEN + "}]}}</tool_call>", [{"a": [{"b": 1}]}])],
-)
+@pytest.mark.parametrize(("text", "given"), [(TWICE, [GIVEN, GIVEN]), (OPEN + "}]}}</tool_call>", [{"a": [{"b": 1}]}])])
 def test_arguments_are_streamed_while_they_are_generated(text: str, given: list[Any]) -> None:
     head = Head("x", "m", 0, "")
     deltas: dict[int, list[str]] = {}

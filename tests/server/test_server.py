@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess, cached, together
 
 pytestmark = pytest.mark.demo_model
@@ -254,17 +253,6 @@ def test_answer_ends_at_the_budget_and_keys_are_required(serve: Any) -> None:
     assert answer["choices"][0]["finish_reason"] == "length" and 200 < answer["usage"]["total_tokens"] < 300
     # More than fit together: some wait or are preempted.
     assert [each.status for each in together(lambda n: ask(f"{n} " * 60, 40), range(5))] == [200] * 5
-
-
-def test_server_that_cannot_start_exits_with_the_reason(server: ServerProcess, folder: Path) -> None:
-    for flags, status, words in (
-        (["--port", str(server.port)], 1, "cannot start"),
-        (["--model", "/nowhere"], 78, "model folder /nowhere does not exist"),
-        (["--no-prefix-cache", "--prefix-cache-ttl", "1"], 78, "cannot be combined with"),
-        (["--kv-block-size", "7"], 2, "block size must be 8, 16"),
-    ):
-        done = commands.run("mlx_paged", "server", "--model", folder, *flags, timeout=60)
-        assert done.returncode == status and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_public_host_without_keys_is_warned_of(serve: Any) -> None:

@@ -15,7 +15,6 @@ import mlx.core as mx
 import pytest
 
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.processes import commands
 from tests.support.processes.page_document import NEEDS_NODE, page_of
 from tests.support.processes.server_process import Answer, ServerProcess, together
 from tests.support.processes.server_process import cached as cached_tokens
@@ -258,21 +257,6 @@ def test_malformed_addresses_are_bad_requests(server: ServerProcess) -> None:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
             client.sendall(line + b"\r\nAuthorization: Bearer one\r\nContent-Length: 0\r\n\r\n")
             assert b" 400 " in client.recv(100)
-
-
-def test_unusable_model_budget_or_key_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    (broken / "model.safetensors").write_bytes(b"x" * 1000)
-    for flags, env, words in (
-        (["--model", str(broken)], {}, "is truncated"),
-        (["--kv-cache-memory", "40KB"], {}, "one request of this model needs at least 49,152 bytes"),
-        (["--kv-cache-memory", "20KB", "--no-prefix-cache"], {}, "which needs at least 32,768"),
-        ([], {"MLX_PAGED_API_KEY": ""}, "MLX_PAGED_API_KEY contains an empty API key"),
-        (["--api-key", " "], {}, "--api-key contains an empty API key"),
-    ):
-        done = commands.run("mlx_paged", "server", "--model", folder, "--port", 0, *flags, timeout=120, **env)
-        assert done.returncode == 78 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 # Runs in the server's interpreter: the model is not loaded until a file exists.

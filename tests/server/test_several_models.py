@@ -71,10 +71,7 @@ def test_idle_model_is_unloaded_and_loaded_again(server: ServerProcess) -> None:
 
 
 def test_models_of_the_command_line_have_names_and_share_the_budget(
-    folders: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = map(str, folders)
     args = parse(["--model", one, "--model", two])

@@ -68,25 +68,10 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "items": (RESPONSES, {"input": USER * 90_000}, 400, "at least 90000 tokens"),
     "parts": (CHAT, {"messages": of_user(*[TEXT] * 90_000)}, 400, "tokens"),
     "more parts": (CHAT, {"messages": of_user(*[TEXT] * 110_000)}, 400, "at most 100,000"),
-    "content blocks": (
-        MESSAGES,
-        {"max_tokens": 1, "messages": of_user(*[TEXT] * 90_000)},
-        400,
-        "tokens",
-    ),
-    "tool results": (
-        MESSAGES,
-        {"max_tokens": 1, "messages": of_user(*results(90_000))},
-        400,
-        "tokens",
-    ),
+    "content blocks": (MESSAGES, {"max_tokens": 1, "messages": of_user(*[TEXT] * 90_000)}, 400, "tokens"),
+    "tool results": (MESSAGES, {"max_tokens": 1, "messages": of_user(*results(90_000))}, 400, "tokens"),
     "calls": (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": calls(30_000)}, *USER]}, 400, "tokens"),
-    "stops": (
-        COMPLETIONS,
-        {"prompt": "a", "stop": ["s"] * 120_000},
-        400,
-        "stop must have at most 1,024",
-    ),
+    "stops": (COMPLETIONS, {"prompt": "a", "stop": ["s"] * 120_000}, 400, "stop must have at most 1,024"),
     "references": (
         RESPONSES,
         {"input": [{"type": "item_reference", "id": "msg_0"}] * 60_000},
@@ -119,12 +104,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "prompts": (COMPLETIONS, {"prompt": ["a"] * 200_000}, 400, "at most 256 answers"),
     "token ids": (COMPLETIONS, {"prompt": [1] * 500_000}, 400, "maximum"),
     "echoed tokens": (COMPLETIONS, {"prompt": [5] * 300, "max_tokens": 1, "echo": True, "logprobs": 20}, 200, ""),
-    "a long repeated text": (
-        RESPONSES,
-        {"input": "a", "metadata": {"x": "\n" * 8_000_000}},
-        200,
-        "",
-    ),
+    "a long repeated text": (RESPONSES, {"input": "a", "metadata": {"x": "\n" * 8_000_000}}, 200, ""),
     "levels": (CHAT, {"messages": json.loads("[" * 300 + "]" * 300)}, 400, "recursion limit exceeded"),
 }
 
