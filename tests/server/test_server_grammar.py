@@ -108,16 +108,9 @@ REFUSED: list[tuple[Any, str, str]] = [
         "response_format",
         "characters",
     ),
-    ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
-        "tool_choice",
-        "cannot call",
-    ),
     ({"tool_choice": "sometimes"}, "tool_choice", "'none', 'auto' or 'required'"),
-    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "boolean"),
 ]
 
 

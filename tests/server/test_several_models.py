@@ -43,8 +43,7 @@ def server(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
     flags = ("--model", str(folders[1]), "--kv-cache-memory", "8MB", "--idle-unload", str(IDLE), "--max-tokens", "3")
     process = ServerProcess(folders[0], tmp_path_factory.mktemp("server"), *flags)
     yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
+    process.check_end()
 
 
 def test_models_take_turns_and_keep_their_prefixes(server: ServerProcess) -> None:

@@ -107,18 +107,6 @@ def test_each_turn_hits_earlier_turns_despite_a_changing_first_line(server: Serv
     assert ask(server, counted, "/v1/messages/count_tokens").json["input_tokens"] == seen
 
 
-def test_changing_first_line_is_dropped_from_chats_too(server: ServerProcess) -> None:
-    """Proxies send Claude Code's system prompt in a chat."""
-    found = []
-    for number in (1, 2):
-        header = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number:05x};\n"
-        history = [{"role": "system", "content": header + RULES}, {"role": "user", "content": "Hi."}]
-        usage = ask(server, {"messages": history, "max_tokens": 2}, "/v1/chat/completions").json["usage"]
-        found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
-    (total, _), (again, cached) = found
-    assert total == again and cached >= (total - 1) // 32 * 32 > 0
-
-
 def test_unreadable_parts_of_a_tool_result_are_mentioned_in_the_prompt(server: ServerProcess) -> None:
     shown = ask(server, turn(1, HISTORY)).json["usage"]
     hidden = copy.deepcopy(HISTORY)
