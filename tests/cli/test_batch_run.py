@@ -135,30 +135,6 @@ def test_failing_lines_do_not_affect_others_and_are_retried(strict_folder: Path,
     assert [record["index"] for record in records(out.read_text())] == list(range(11))
 
 
-def test_each_line_has_its_own_sampling_options(folder: Path, expected: list[str]) -> None:
-    lines: list[dict[str, Any]] = [
-        {"prompt": TEXTS[0]},
-        {"prompt": TEXTS[1], "temperature": 0.9, "seed": 7, "top_p": 0.9},
-        {"prompt": TEXTS[2], "logit_bias": {"17": 1000}},
-        {"prompt": TEXTS[3], "temperature": 0.9, "seed": 7, "top_k": 5},
-        {"prompt": TEXTS[4], "repetition_penalty": 5, "presence_penalty": 2, "frequency_penalty": 2, "max_tokens": 4},
-        {"prompt": TEXTS[1], "temperature": 0.9, "seed": 7, "top_p": 0.9},
-        {"prompt": TEXTS[5], "temperature": 0},
-        {"prompt": TEXTS[1], "temperature": 0.9, "seed": 8, "top_p": 0.9},
-        {"prompt": TEXTS[0], "temperature": 0.9, "min_p": 0.9999, "xtc_probability": 0},
-    ]
-    done = run(folder, "--prompts-file", "-", stdin="\n".join(map(json.dumps, lines)))
-    assert done.returncode == 0, done.stderr
-    texts = [record["text"] for record in records(done.stdout)]
-    assert (texts[0], texts[6], texts[8]) == (expected[0], expected[5], expected[0])
-    assert set(texts[2].split()) == {"w17"} and len(texts[2].split()) == NUM_TOKENS
-    assert len(texts[4].split()) == 4 and texts[4] != " ".join(expected[4].split()[:4])
-    assert texts[1] == texts[5] != texts[7] and texts[1] != expected[1]
-    part = [lines[3], lines[1]]  # a seed gives the same text in any batch
-    others = run(folder, "--prompts-file", "-", "--batch-size", "1", stdin="\n".join(map(json.dumps, part)))
-    assert [record["text"] for record in records(others.stdout)] == [texts[3], texts[1]]
-
-
 def test_flags_are_the_defaults_and_a_seed_gives_each_line_one(folder: Path) -> None:
     flags = ("--temp", "0.9", "--top-k", "50", "--seed", "3")
     first, again = (run(folder, "--prompts-file", "-", *flags, stdin="\n".join(TEXTS[:3] * 2)) for _ in range(2))

@@ -141,17 +141,6 @@ def test_priority_header_is_accepted_or_refused(server: ServerProcess) -> None:
         assert refused.status == 400 and refused.json["error"]["param"] == "priority"
 
 
-def test_burst_shares_prefixes_only_within_a_salt(server: ServerProcess) -> None:
-    prompt = "A burst of requests, all of which begin with the same long text. " * 20
-
-    def ask(number: int) -> int:
-        body = {"prompt": f"{prompt} {number}", "max_tokens": 2, "cache_salt": f"burst {number % 2}"}
-        return cached(server.post(COMPLETIONS, body, **KEY))
-
-    first, second, *others = sorted(together(ask, range(8)))
-    assert first == second == 0 and others[0] > 100
-
-
 # Prompts ----------------------------------------------------------------------------------------------------------
 
 

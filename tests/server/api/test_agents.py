@@ -20,7 +20,7 @@ from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.responses import KeptResponses, ResponseBody
 from mlx_paged.server.texts import LoadedTexts
 from scripts.clients.session_share import shares
-from tests.server.api.samples import HI, OF_CHAT, SCHEMA, WHITE
+from tests.server.api.samples import HI, SCHEMA, WHITE
 from tests.support.processes.server_process import Answer, ServerProcess
 
 if TYPE_CHECKING:
@@ -353,23 +353,6 @@ def test_thinking_ends_at_its_budget(server: ServerProcess) -> None:
     assert len(answer["choices"][0]["message"]["content"]) == 3
     text = ask(server, {**base, "stream": True, **budgets[0]}, "/v1/chat/completions").body.decode()
     assert '"content"' in text and '"reasoning"' in text
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"functions": [], "function_call": "none"},
-        {"stream_options": {"include_usage": True}},
-        {"tools": [], "tool_choice": "auto"},
-        {
-            "tools": [OF_CHAT],
-            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OF_CHAT]}},
-        },
-        {"audio": None, "parallel_tool_calls": True, "n": 1, "logit_bias": {}, "stop": None},
-    ],
-)
-def test_options_without_effect_are_accepted(server: ServerProcess, values: dict[str, Any]) -> None:
-    ask(server, {"messages": HI, "max_tokens": 1, **values}, "/v1/chat/completions")
 
 
 LATER: list[dict[str, Any]] = [
