@@ -13,14 +13,13 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm import utils
 
 from ..kv.blocks import ChooseBlocks
-from ..ranks.ranks import agreed_blocks, agreed_budget
-from ..ranks.world import check_heads, check_same, connect, model_files, ranks_of
+from ..ranks.world import agreed_blocks, agreed_budget, check_heads, check_same, connect, model_files, ranks_of
 from ..ranks.world import group_of as group_of
 from ..ranks.world import peers_of as peers_of
 from .patch import replaced
 
 
-def agreed_pool(model: Any, budget: int, choose: ChooseBlocks, options: str) -> tuple[int, ChooseBlocks]:
+def agreed_pool(model: Any, budget: int, choose: ChooseBlocks, options: dict[str, Any]) -> tuple[int, ChooseBlocks]:
     """Return the budget in bytes and the choice of blocks for a model's pool that all of its ranks can have.
 
     Raises:
@@ -73,12 +72,7 @@ class ShardedHead(nn.Module):
     Args:
         head: the whole layer, ``nn.Linear`` or ``nn.QuantizedLinear``; its rows must divide by the number of ranks.
         group: MLX's group of the ranks.
-
-    Attributes:
-        is_gathered: its output is gathered from all ranks; see :func:`.world.has_same_logits`.
     """
-
-    is_gathered = True
 
     def __init__(self, head: nn.Module, group: Any) -> None:
         super().__init__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import os
 import random
 import sys
@@ -29,9 +28,6 @@ REFUSED = {
     "mtp": "--mtp",
     "prompt_cache_file": "--prompt-cache-file",
 }
-# Variables that MLX's launcher sets, by which its backend is known.
-MLX_VARIABLES = {"MLX_JACCL_COORDINATOR": "jaccl", "NCCL_HOST_IP": "nccl", "MLX_HOSTFILE": "ring"}
-START_FACTOR = 4  # times the rank timeout: processes may start at different times
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,55 +52,27 @@ def join(args: argparse.Namespace) -> Ranks | None:
     Raises:
         ConfigError: a flag cannot be used with several ranks, or needs them. RankError: another rank has ended.
     """
-    with bounded_wait(args.rank_timeout):
-        group = mx.distributed.init()
-        if group.size() == 1:
-            if args.pipeline:
-                raise ConfigError("--pipeline needs several ranks; start them with mlx.launch -n 2")
-            return None
-        for name, flag in REFUSED.items():
-            if getattr(args, name, None):
-                raise ConfigError(f"{flag} is not supported with several ranks")
-        try:
-            ranks = connect(group, args.rank_timeout)
-        except RankError as error:
-            print(f"mlx_paged: rank {group.rank()} of {group.size()} ends: {error}", file=sys.stderr, flush=True)
-            os._exit(EXIT_STATUS)  # MLX may wait for the others when the interpreter ends
+    group = mx.distributed.init()
+    if group.size() == 1:
+        if args.pipeline:
+            raise ConfigError("--pipeline needs several ranks; start them with mlx.launch -n 2")
+        return None
+    for name, flag in REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"{flag} is not supported with several ranks")
+    try:
+        ranks = connect(group, args.rank_timeout)
+    except RankError as error:
+        print(f"mlx_paged: rank {group.rank()} of {group.size()} ends: {error}", file=sys.stderr, flush=True)
+        os._exit(EXIT_STATUS)  # MLX may wait for the others when the interpreter ends
     if ranks.rank == 0:
-        print(f"mlx_paged: {ranks.size} ranks ({backend_name()})", file=sys.stderr, flush=True)
+        print(f"mlx_paged: {ranks.size} ranks", file=sys.stderr, flush=True)
     try:
         check_same(ranks, "the versions", versions())
     except ConfigError as error:
         ranks.fail(error)
     mx.random.seed(ranks.broadcast(random.getrandbits(32)))
     return ranks
-
-
-@contextmanager
-def bounded_wait(timeout: float | None) -> Iterator[None]:
-    """End the process if the other ranks do not come in 4 rank timeouts: MLX would wait for a dead rank forever.
-
-    MLX blocks the interpreter while it waits, so no Python thread could end the process; faulthandler's own thread can,
-    with status 1 and a traceback.
-    """
-    if not MLX_VARIABLES.keys() & os.environ.keys():
-        yield
-        return
-    if timeout is None:
-        timeout = parse_timeout(os.environ.get(VARIABLE) or RANK_TIMEOUT)
-    seconds, rank = START_FACTOR * timeout, os.environ.get("MLX_RANK", "?")
-    line = f"mlx_paged: rank {rank} waits for the other ranks; it exits if one has not connected after {seconds:.0f} s"
-    print(line, file=sys.stderr, flush=True)
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def backend_name() -> str:
-    """Return the name of MLX's distributed backend, from the variables that its launcher sets."""
-    return next((name for variable, name in MLX_VARIABLES.items() if variable in os.environ), "mpi")
 
 
 @contextmanager

@@ -120,15 +120,15 @@ class _Times:
         return round(self._points[-1][0])
 
     def note(self, step: _Step, seconds: float, plain: float) -> None:
-        """Note the time of a step with drafts. More than twice that of its tokens one by one counts as that: the
-        process was paused. A trial counts more, as earlier measurements are old."""
+        """Note the time of a step with drafts. More than twice that of its tokens one by one counts as that, and less
+        than half a plain step as half: the process was paused. A trial counts more, as earlier measurements are old."""
         size = step.drafts.bit_length()
         numbers, times = self._known.setdefault(size, (_Average(), _Average()))
         if step.is_trial:
             self._known = {known: value for known, value in self._known.items() if known <= size}
             times.count = min(times.count, 1)
         numbers.note(step.drafts)
-        times.note(min(max(0.0, seconds / plain), 2 * (1 + step.drafts / step.num_rows)))
+        times.note(min(max(0.5, seconds / plain), 2 * (1 + step.drafts / step.num_rows)))
         self._points[1:] = sorted((number.value, time.value) for number, time in self._known.values())
 
     def of(self, drafts: int) -> float:

@@ -248,7 +248,7 @@ class DecodeBatch:
         if self._has_grammars:
             logits, tokens, unanswerable = self._constrain(rows, logits, inputs)
         choice = self.choice.choose(logits, inputs, places)
-        choice = choice._replace(tokens=self.peers.agreed(choice.tokens, only_compares=self.choice.only_compares))
+        choice = choice._replace(tokens=self.peers.agreed(choice.tokens))
         # States and offsets are evaluated, too: unread ones would grow their graphs by a few nodes each step.
         states = [cache.state for cache in self._unpaged]
         mx.async_eval(choice.tokens, choice.contexts, states)

@@ -407,14 +407,14 @@ class Engine:
         """Queue a request."""
         if request.options.prompt_lookup and self.drafts is None:
             warn_once(f"prompt_lookup has no effect in {type(self.batch.model).__module__}: {NO_DRAFTS_REASON}")
-        self.peers.note_insertion(request)
+        self.peers.note("insert", [request.uid, request.kept, request.max_tokens], request.source)
         self.requests[request.uid] = request
         self.scheduler.add(request)
 
     def remove(self, uids: Sequence[int], *, finished: bool = False) -> None:
         """Cancel requests: release what they hold, and drop failures not reported yet. With ``finished`` all that they
         computed goes to the prefix cache, as after a stop token; else whole blocks."""
-        self.peers.note_removal(uids, finished)
+        self.peers.note("finish" if finished else "remove", uids)
         named = set(uids)
         self.failures = deque(failure for failure in self.failures if failure.uid not in named)
         gone = [self.requests[uid] for uid in dict.fromkeys(uids) if uid in self.requests]

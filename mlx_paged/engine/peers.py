@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -11,7 +11,6 @@ from ..errors import RequestFailedError
 from ..kv.pool import BlockPool
 
 if TYPE_CHECKING:
-    from .request import Request
     from .scheduler import ScheduledStep
     from .upstream import TokenResponse
 
@@ -32,13 +31,8 @@ class Peers(Protocol):
         """Return the model, with calls that end all processes if they raise in one."""
         return model
 
-    def agreed(self, tokens: mx.array, *, only_compares: bool) -> mx.array:
-        """Return tokens that are the same in every process.
-
-        Args:
-            tokens: those that this process has chosen.
-            only_compares: they are the likeliest ones, without draws.
-        """
+    def agreed(self, tokens: mx.array) -> mx.array:
+        """Return the tokens that the first process has chosen, given this one's."""
         return tokens
 
     def broadcast(self, value: T) -> T:
@@ -49,12 +43,8 @@ class Peers(Protocol):
         """Compare all decisions so far. Raises RankError: another process has ended."""
         return None
 
-    def note_insertion(self, request: Request) -> None:
-        """Note that a request was inserted."""
-        return None
-
-    def note_removal(self, uids: Sequence[int], finished: bool) -> None:
-        """Note that requests were removed, or finished."""
+    def note(self, what: str, *values: Iterable[int]) -> None:
+        """Note a decision: its kind, and lists of integers."""
         return None
 
     def note_step(

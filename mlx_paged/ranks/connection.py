@@ -19,15 +19,10 @@ import mlx.core as mx
 
 from ..errors import RankError
 
-MOST_BYTES = 1 << 30  # of a message
-DATA, FAULT, LEAVE = b"D", b"F", b"L"
-
-_HEAD = struct.Struct(">Ic")  # length of the body in bytes, kind
-_MOST_ADDRESS_BYTES = 1024  # in the reduction each byte is an int32
+_HEAD = struct.Struct(">I")  # length of a message in bytes
+_ADDRESS_BYTES = 512  # of rank 0; in the reduction each is an int32
 _TOKEN_BYTES = 16
 _STRANGER_SECONDS = 2.0  # in which a new connection has to send its token
-_CONNECT_SECONDS = 5.0  # to each address of rank 0
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 class Connection:
@@ -47,7 +42,7 @@ class Connection:
         self.has_left = False
         self._socket = _settled(socket, timeout)
         self._sending = threading.Lock()
-        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._inbox: SimpleQueue[list[Any] | None] = SimpleQueue()
 
     def start(self, on_end: Callable[[str], None]) -> None:
         """Start the reading thread, which calls ``on_end`` if the other rank has failed, with the reason."""
@@ -56,45 +51,44 @@ class Connection:
     def _read_all(self, on_end: Callable[[str], None]) -> None:
         try:
             while True:
-                length, kind = _HEAD.unpack(_read(self._socket, _HEAD.size))
-                value = json.loads(_read(self._socket, length).decode("utf-8", "surrogatepass"))
-                if kind == FAULT:
-                    on_end(value)
-                self.has_left = self.has_left or kind == LEAVE
-                self._inbox.put((kind, value))
+                (length,) = _HEAD.unpack(_read(self._socket, _HEAD.size))
+                message = json.loads(_read(self._socket, length).decode("utf-8", "surrogatepass"))
+                if isinstance(message, str):
+                    break
+                self._inbox.put(message)
         except (EOFError, OSError, ValueError):
-            if not self.has_left:
-                on_end(f"rank {self.rank} has died")
+            message = f"rank {self.rank} has died"
+        if message:
+            on_end(message)
+        self.has_left = True
+        self._inbox.put(None)
 
-    def send(self, kind: bytes, value: Any) -> None:
-        """Send a message. Raises RankError: the other rank is gone, or the value is too large."""
-        body = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
-        if len(body) > MOST_BYTES:
-            raise RankError(f"a message to another rank has {len(body):,} bytes; the limit is {MOST_BYTES:,}")
-        self.check()
+    def send(self, message: list[Any] | str) -> None:
+        """Send JSON-serialisable values, or why this rank ends: a text, "" if the other rank may go on.
+
+        Raises:
+            RankError: the other rank is gone.
+        """
+        body = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
         try:
+            if self.has_left:
+                raise OSError
             with self._sending:
-                self._socket.sendall(_HEAD.pack(len(body), kind) + body)
+                self._socket.sendall(_HEAD.pack(len(body)) + body)
         except OSError:
             raise RankError(f"rank {self.rank} has {'ended' if self.has_left else 'died'}") from None
 
-    def receive(self) -> Any:
-        """Wait for the next value from the other rank, and return it. Raises RankError: it has ended."""
-        kind, value = self._inbox.get()
-        if kind == LEAVE:
-            self._inbox.put((kind, value))
-            self.check()
-        return value
-
-    def check(self) -> None:
-        """Raise RankError if the other rank has ended."""
-        if self.has_left:
+    def receive(self) -> list[Any]:
+        """Wait for the next values from the other rank, and return them. Raises RankError: it has ended."""
+        if (values := self._inbox.get()) is None:
+            self._inbox.put(None)
             raise RankError(f"rank {self.rank} has ended")
+        return values
 
     def close(self) -> None:
         """Tell the other rank that this one ends, and close the connection."""
         with suppress(RankError):
-            self.send(LEAVE, None)
+            self.send("")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -115,19 +109,17 @@ def _read(source: socket.socket, count: int) -> bytes:
 def _settled(source: socket.socket, timeout: float) -> socket.socket:
     """Set a connection up: it waits without end, sends at once, and ends if the other machine is lost."""
     source.settimeout(None)
-    if source.family == socket.AF_UNIX:  # a pair of sockets in a test
-        return source
-    source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     source.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     every = max(1, int(timeout / 4))
     for name, value in (
+        ("TCP_NODELAY", 1),
         ("TCP_KEEPIDLE", every),
         ("TCP_KEEPALIVE", every),  # macOS's name for it
         ("TCP_KEEPINTVL", every),
         ("TCP_KEEPCNT", 3),
         ("TCP_USER_TIMEOUT", int(1000 * timeout)),
     ):
-        if hasattr(socket, name):
+        with suppress(AttributeError):
             source.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return source
 
@@ -146,49 +138,34 @@ def meet(group: Any, timeout: float) -> list[Connection]:
         RankError: the ranks could not connect.
     """
     if group.rank() > 0:
-        hosts, port, token = _share_address(group, None)
-        return [_connect(hosts, port, bytes.fromhex(token), group.rank(), timeout)]
-    hosts = _own_hosts()
-    with _listen(is_local=all(host.startswith(_LOOPBACK) for host in hosts)) as listener:
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        # The loopback address comes last: on another machine it leads to another process.
-        _share_address(group, [[*hosts, "127.0.0.1"], listener.getsockname()[1], token.hex()])
+        host, port, token = _share_address(group, None)
+        return [_connect(host, port, token, group.rank(), timeout)]
+    host = _own_host()
+    try:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise RankError(f"rank 0 cannot listen at {host}: {error}") from error
+    with listener:
+        token = secrets.token_hex(_TOKEN_BYTES)
+        _share_address(group, [host, listener.getsockname()[1], token])
         return _accept(listener, group.size(), token, timeout)
 
 
-def _own_hosts() -> list[str]:
-    """Return up to 8 addresses of this process: from the launcher's variables, else the machine's own."""
-    hosts: list[str] = []
-    with suppress(KeyError, OSError, ValueError, IndexError, TypeError):
-        listed = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
-        hosts += [address.rsplit(":", 1)[0] for address in listed[int(os.environ.get("MLX_RANK", 0))]]
-    for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
-        if os.environ.get(name):
-            hosts.append(os.environ[name].rsplit(":", 1)[0] if name.startswith("MLX") else os.environ[name])
-    if not hosts:
-        name = socket.gethostname()
-        with suppress(OSError):
-            hosts += [name, *socket.gethostbyname_ex(name)[2]]
-    return list(dict.fromkeys(hosts))[:8]
+def _own_host() -> str:
+    """Return this process's host from the launcher's variables, else the machine's name."""
+    if path := os.environ.get("MLX_HOSTFILE"):
+        addresses = json.loads(Path(path).read_text())[int(os.environ["MLX_RANK"])]
+        return str(addresses[0]).rsplit(":", 1)[0]
+    if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):
+        return coordinator.rsplit(":", 1)[0]
+    return os.environ.get("NCCL_HOST_IP") or socket.gethostname()
 
 
-def _listen(*, is_local: bool) -> socket.socket:
-    """Listen on the loopback if ``is_local``, else on all interfaces."""
-    if is_local:
-        return socket.create_server(("127.0.0.1", 0))
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def _share_address(group: Any, where: list[Any] | None) -> list[Any]:
-    """Return rank 0's value on every rank, by a reduction: there are no connections yet."""
-    encoded = b"" if where is None else json.dumps(where).encode().ljust(_MOST_ADDRESS_BYTES)
-    if len(encoded) > _MOST_ADDRESS_BYTES:
-        raise RankError(f"the addresses of rank 0 take {len(encoded):,} bytes; the limit is {_MOST_ADDRESS_BYTES:,}")
+def _share_address(group: Any, address: list[Any] | None) -> list[Any]:
+    """Return rank 0's address and token on every rank, by a reduction: there are no connections yet."""
+    encoded = b"" if address is None else json.dumps(address).encode()
+    mine = mx.array(list(encoded.ljust(_ADDRESS_BYTES, b" " if address else b"\0")), mx.int32)
     try:
-        mine = mx.array(list(encoded or bytes(_MOST_ADDRESS_BYTES)), mx.int32)
         values: Any = mx.distributed.all_sum(mine, group=group).tolist()
     except RuntimeError as error:
         raise RankError(f"another rank ended during the start: {error}") from error
@@ -196,7 +173,7 @@ def _share_address(group: Any, where: list[Any] | None) -> list[Any]:
     return found
 
 
-def _accept(listener: socket.socket, size: int, token: bytes, timeout: float) -> list[Connection]:
+def _accept(listener: socket.socket, size: int, token: str, timeout: float) -> list[Connection]:
     """Wait for the other ranks, each of which sends the token and its number first."""
     found: dict[int, Connection] = {}
     until = time.monotonic() + timeout
@@ -210,25 +187,24 @@ def _accept(listener: socket.socket, size: int, token: bytes, timeout: float) ->
         source.settimeout(_STRANGER_SECONDS)
         said = b""
         with suppress(OSError, EOFError):
-            said = _read(source, _TOKEN_BYTES + 4)
-        rank = int.from_bytes(said[_TOKEN_BYTES:])
-        if secrets.compare_digest(said[:_TOKEN_BYTES], token) and 0 < rank < size and rank not in found:
-            source.sendall(token[::-1])
-            found[rank] = Connection(rank, source, timeout)
-        else:
+            said = _read(source, len(_hello(token, 0)))
+        rank = next((each for each in range(1, size) if secrets.compare_digest(said, _hello(token, each))), None)
+        if rank is None or rank in found:
             source.close()
+        else:
+            found[rank] = Connection(rank, source, timeout)
     return [found[rank] for rank in sorted(found)]
 
 
-def _connect(hosts: list[str], port: int, token: bytes, rank: int, timeout: float) -> Connection:
-    reasons = []
-    for host in hosts:
-        try:
-            source = socket.create_connection((host, port), timeout=min(_CONNECT_SECONDS, timeout))
-            source.sendall(token + rank.to_bytes(4))
-            if _read(source, _TOKEN_BYTES) == token[::-1]:
-                return Connection(0, source, timeout)
-            reasons.append(f"{host}: the process there is not rank 0")
-        except (OSError, EOFError) as error:
-            reasons.append(f"{host}: {error}")
-    raise RankError(f"rank {rank} cannot reach rank 0 at port {port} ({'; '.join(reasons)})")
+def _hello(token: str, rank: int) -> bytes:
+    """Return what a rank sends first."""
+    return f"{token}{rank:8}".encode()
+
+
+def _connect(host: str, port: int, token: str, rank: int, timeout: float) -> Connection:
+    try:
+        source = socket.create_connection((host, port), timeout)
+        source.sendall(_hello(token, rank))
+    except OSError as error:
+        raise RankError(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}") from error
+    return Connection(0, source, timeout)

@@ -1,13 +1,12 @@
-"""Ranks: messages between the processes that compute one model together. ShardedModel: what its engine asks of them."""
+"""Ranks: messages between the processes that compute one model together, and what its engine asks of them."""
 
 from __future__ import annotations
 
 import atexit
-import functools
-import importlib.metadata
 import os
 import sys
 import threading
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,17 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import mlx.core as mx
 
 from ..engine.peers import Peers
-from ..errors import ConfigError, KernelUnavailableError, PagedCacheError, RankError, RequestFailedError
-from ..kernels.build import backend
-from ..kv.attention_params import QueryHeads
-from ..kv.blocks import BlocksChoice, ChooseBlocks
-from ..kv.choice import blocks_choice
-from ..kv.geometry import Geometry
+from ..errors import PagedCacheError, RankError, RequestFailedError
 from ..kv.pool import BlockPool
-from .connection import DATA, FAULT, Connection, meet
+from .connection import Connection, meet
 
 if TYPE_CHECKING:
-    from ..engine.request import Request
     from ..engine.scheduler import ScheduledStep
     from ..engine.upstream import TokenResponse
 
@@ -37,8 +30,8 @@ GRACE_SECONDS = 2.0  # before the process ends, for answers to clients
 T = TypeVar("T")
 
 
-class Ranks:
-    """Messages between ranks, besides the model's reductions (docs/adr/0035).
+class Ranks(Peers):
+    """The processes that compute a model together, and messages between them besides its reductions (docs/adr/0035).
 
     All ranks run the same program: they make the same calls here, in the same order, from one thread. Outside inputs
     (files, clients, clocks, free memory) are known only to rank 0 or differ between ranks; :meth:`broadcast` and
@@ -61,20 +54,20 @@ class Ranks:
         now: rank 0's clock as last sent to the others, in seconds; for what must be due on all ranks at once.
     """
 
+    is_alone = False
+
     def __init__(self, group: Any, timeout: float) -> None:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.checksum = 0
         self.now = 0.0
-        self._is_compared = True
         self._on_fault: Callable[[str], None] | None = None
         self._ending = threading.Lock()
-        self._is_ending = threading.Event()
         self._is_closed = False
         self._others = meet(group, timeout)
         for other in self._others:
-            other.start(self._ended)
+            other.start(self._end)
         atexit.register(self.close)
 
     # Agreeing -------------------------------------------------------------------------------------------------------
@@ -88,7 +81,7 @@ class Ranks:
         Raises:
             RankError: another rank has ended.
         """
-        self._begin("broadcast")
+        self.note("broadcast")
         if self.rank > 0:
             return self._received(self._others[0])  # type: ignore[no-any-return]
         self._send(value)
@@ -100,7 +93,7 @@ class Ranks:
         Raises:
             RankError: a rank has ended.
         """
-        self._begin("exchange")
+        self.note("exchange")
         if self.rank > 0:
             self._send(value)
             return self._received(self._others[0])  # type: ignore[no-any-return]
@@ -108,28 +101,9 @@ class Ranks:
         self._send(values)
         return values
 
-    def note(self, what: str, *values: Iterable[int]) -> None:
-        """Add a decision to the checksum: its kind, and lists of integers."""
-        self._is_compared = False
-        self.checksum = zlib.crc32(what.encode(), self.checksum)
-        for each in values:
-            listed = array("q", each)
-            self.checksum = zlib.crc32(array("q", [len(listed)]).tobytes() + listed.tobytes(), self.checksum)
-
-    def compare(self) -> None:
-        """Compare all decisions so far with rank 0's, unless a message has done so already."""
-        if not self._is_compared:
-            self.broadcast()
-        for other in self._others:
-            other.check()
-
-    def _begin(self, what: str) -> None:
-        self.note(what)
-        self._is_compared = True
-
     def _send(self, value: Any) -> None:
         for other in self._others:
-            other.send(DATA, [self.checksum, value])
+            other.send([self.checksum, value])
 
     def _received(self, other: Connection) -> Any:
         checksum, value = other.receive()
@@ -137,83 +111,14 @@ class Ranks:
             self.fail(RankError(f"the decisions of rank {other.rank} and rank {self.rank} differ"))
         return value
 
-    @functools.cached_property
-    def are_of_one_kind(self) -> bool:
-        """Return whether all ranks compute the same bits from the same inputs: their device names and MLX versions are
-        equal. A collective call."""
-        kinds = self.exchange(f"{mx.device_info().get('device_name')}, MLX {importlib.metadata.version('mlx')}")
-        return all(kind == kinds[0] for kind in kinds)
+    def note(self, what: str, *values: Iterable[int]) -> None:
+        """Add a decision to the checksum: its kind, and lists of integers."""
+        self.checksum = zlib.crc32(what.encode(), self.checksum)
+        for each in values:
+            listed = array("q", each)
+            self.checksum = zlib.crc32(array("q", [len(listed)]).tobytes() + listed.tobytes(), self.checksum)
 
-    def agreed(self, tokens: mx.array) -> mx.array:
-        """Return rank 0's tokens on every rank, as part of the graph being built. Ranks whose logits differ in the last
-        bits, e.g. on different machines, would choose differently between two equally likely tokens."""
-        # Not zeros: a result that does not depend on this rank's step would leave that uncomputed.
-        mine = tokens if self.rank == 0 else tokens * 0
-        return mx.distributed.all_sum(mine, group=self.group)
-
-    # Ending ---------------------------------------------------------------------------------------------------------
-
-    def on_fault(self, callback: Callable[[str], None]) -> None:
-        """Register a callback for the end of this process because of a rank: it gets its own thread, and 2 s."""
-        self._on_fault = callback
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks because of an error in this one."""
-        # The end of another rank may be the cause: its connection tells so at once, and by name.
-        if isinstance(error, RuntimeError):
-            self._is_ending.wait(GRACE_SECONDS / 2)
-        text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
-        left = [f"; rank {other.rank} has ended" for other in self._others if other.has_left]
-        self._ended(f"rank {self.rank} has failed: {text}{''.join(left)}")
-        raise error  # not reached, unless the connections are closed
-
-    def _ended(self, why: str) -> None:
-        """End this process, and tell clients and the other ranks why. Any thread may call it; it does not return."""
-        if self._is_closed:
-            return
-        if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # another thread already ends the process
-        self._is_ending.set()
-        last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
-        last.start()
-        last.join(GRACE_SECONDS)
-        with suppress(Exception):
-            sys.stderr.flush()
-        os._exit(EXIT_STATUS)
-
-    def _last_words(self, why: str) -> None:
-        with suppress(Exception):
-            print(f"mlx_paged: rank {self.rank} of {self.size} ends: {why}", file=sys.stderr, flush=True)
-        for other in self._others:
-            with suppress(RankError):
-                other.send(FAULT, why)
-        if self._on_fault is not None:
-            self._on_fault(why)
-
-    def close(self) -> None:
-        """Tell the other ranks that this one ends, and close the connections. May be called again."""
-        atexit.unregister(self.close)
-        raised = getattr(sys, "last_value", None)
-        if raised is not None and not hasattr(sys, "ps1") and not isinstance(raised, KeyboardInterrupt):
-            self.fail(raised)  # the interpreter exits with this error, and the other ranks must not wait
-        self._is_closed = True
-        for other in self._others:
-            other.close()
-
-
-class ShardedModel(Peers):
-    """The ranks of a model, for its engine.
-
-    Args:
-        ranks: the processes that compute the model.
-        has_same_logits: all of them have the same bits of logits if they are of one kind.
-    """
-
-    is_alone = False
-
-    def __init__(self, ranks: Ranks, has_same_logits: bool) -> None:
-        self.ranks = ranks
-        self._chooses_alike = has_same_logits and ranks.are_of_one_kind
+    # The engine's -----------------------------------------------------------------------------------------------------
 
     def guarded(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """See :meth:`.Peers.guarded`: the other ranks would wait in the model's reductions."""
@@ -222,29 +127,20 @@ class ShardedModel(Peers):
             try:
                 return model(*args, **kwargs)
             except Exception as error:
-                self.ranks.fail(error)
+                self.fail(error)
 
         return call
 
-    def agreed(self, tokens: mx.array, *, only_compares: bool) -> mx.array:
-        """See :meth:`.Peers.agreed`."""
-        return tokens if only_compares and self._chooses_alike else self.ranks.agreed(tokens)
-
-    def broadcast(self, value: T) -> T:
-        """See :meth:`Ranks.broadcast`."""
-        return self.ranks.broadcast(value)
+    def agreed(self, tokens: mx.array) -> mx.array:
+        """Return rank 0's tokens on every rank, as part of the graph being built. Ranks whose logits differ in the last
+        bits, e.g. on different machines, would choose differently between two equally likely tokens."""
+        # Not zeros: a result that does not depend on this rank's step would leave that uncomputed.
+        mine = tokens if self.rank == 0 else tokens * 0
+        return mx.distributed.all_sum(mine, group=self.group)
 
     def begin_step(self) -> None:
-        """Compare all decisions so far. Raises RankError: another rank has ended."""
-        self.ranks.compare()
-
-    def note_insertion(self, request: Request) -> None:
-        """Note that a request was inserted."""
-        self.ranks.note("insert", [request.uid, request.kept, request.max_tokens], request.source)
-
-    def note_removal(self, uids: Sequence[int], finished: bool) -> None:
-        """Note that requests were removed, or finished."""
-        self.ranks.note("finish" if finished else "remove", uids)
+        """Compare all decisions so far with rank 0's. Raises RankError: another rank has ended."""
+        self.broadcast()
 
     def note_step(
         self,
@@ -257,58 +153,59 @@ class ShardedModel(Peers):
         for failure in failures:
             cause = failure.__cause__
             if isinstance(cause, RuntimeError) and not isinstance(cause, PagedCacheError):
-                self.ranks.fail(cause)
-        allocators = [] if pool is None else [group.allocator for group in pool.groups]
-        self.ranks.note(
+                self.fail(cause)
+        self.note(
             "step",
             [request.uid for request in plan.decode],
             [each for chunk in plan.chunks for each in (chunk.request.uid, chunk.num_tokens)],
             [each for response in generated for each in (response.uid, response.token)],
             [failure.uid for failure in failures],
-            [allocator.num_live for allocator in allocators],
+            [] if pool is None else [group.allocator.num_live for group in pool.groups],
         )
 
+    # Ending ---------------------------------------------------------------------------------------------------------
 
-def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
-    """Return the smallest of the ranks' pool budgets, in bytes. Each rank's pool holds its part of the heads.
+    def on_fault(self, callback: Callable[[str], None]) -> None:
+        """Register a callback for the end of this process because of a rank: it gets its own thread, and 2 s."""
+        self._on_fault = callback
 
-    Args:
-        num_bytes: this rank's budget.
-        options: text of the options, which must be the same on all ranks.
+    def fail(self, error: BaseException) -> NoReturn:
+        """End all ranks because of an error in this one."""
+        if isinstance(error, RuntimeError):  # perhaps of another rank's end, whose connection tells it by name
+            time.sleep(GRACE_SECONDS / 2)
+        text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+        left = [f"; rank {other.rank} has ended" for other in self._others if other.has_left]
+        self._end(f"rank {self.rank} has failed: {text}{''.join(left)}")
+        raise error  # not reached, unless the connections are closed
 
-    Raises:
-        ConfigError: the options differ.
-    """
-    found = ranks.exchange(f"{options} on {backend() or 'the CPU'}")
-    for rank, theirs in enumerate(found):
-        if theirs != found[0]:
-            raise ConfigError(
-                f"ranks must have the same configuration: rank 0 has {found[0]}, rank {rank} has {theirs}"
-            )
-    return min(ranks.exchange(num_bytes))
+    def _end(self, why: str) -> None:
+        """End this process, and tell clients and the other ranks why. Any thread may call it; it does not return."""
+        if self._is_closed:
+            return
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # another thread already ends the process
+        last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
+        last.start()
+        last.join(GRACE_SECONDS)
+        with suppress(Exception):
+            sys.stderr.flush()
+        os._exit(EXIT_STATUS)
 
+    def _last_words(self, why: str) -> None:
+        with suppress(Exception):
+            print(f"mlx_paged: rank {self.rank} of {self.size} ends: {why}", file=sys.stderr, flush=True)
+        for other in self._others:
+            with suppress(RankError):
+                other.send(why)
+        if self._on_fault is not None:
+            self._on_fault(why)
 
-def agreed_blocks(ranks: Ranks, choose: ChooseBlocks) -> ChooseBlocks:
-    """Return a choice of blocks that is the same on all ranks: with a kernel only if that works on each of them.
-
-    Args:
-        choose: this rank's own choice.
-    """
-
-    def choose_alike(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> BlocksChoice:
-        mine: BlocksChoice | None = None
-        failure = ""
-        try:
-            mine = choose(geometry, block_size, heads)
-        except KernelUnavailableError as error:
-            failure = str(error)
-        for rank, theirs in enumerate(ranks.exchange(failure)):
-            if theirs:
-                raise KernelUnavailableError(f"rank {rank}: {theirs}")
-        assert mine is not None
-        for rank, why_not in enumerate(ranks.exchange(None if mine.has_kernel else mine.reason)):
-            if mine.has_kernel and why_not is not None:
-                return blocks_choice(False)(geometry, block_size, heads)._replace(reason=f"rank {rank}: {why_not}")
-        return mine
-
-    return choose_alike
+    def close(self) -> None:
+        """Tell the other ranks that this one ends, and close the connections. May be called again."""
+        atexit.unregister(self.close)
+        raised = getattr(sys, "last_value", None)
+        if raised is not None and not hasattr(sys, "ps1") and not isinstance(raised, KeyboardInterrupt):
+            self.fail(raised)  # the interpreter exits with this error, and the other ranks must not wait
+        self._is_closed = True
+        for other in self._others:
+            other.close()

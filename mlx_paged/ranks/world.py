@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import threading
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,13 @@ import mlx.nn as nn
 from mlx.nn.layers import distributed
 
 from ..engine.peers import ALONE, Peers
-from ..errors import ConfigError
-from .ranks import Ranks, ShardedModel
+from ..errors import ConfigError, KernelUnavailableError
+from ..kernels.build import backend
+from ..kv.attention_params import QueryHeads
+from ..kv.blocks import BlocksChoice, ChooseBlocks
+from ..kv.choice import blocks_choice
+from ..kv.geometry import Geometry
+from .ranks import Ranks
 
 RANK_TIMEOUT = 30.0
 VARIABLE = "MLX_PAGED_RANK_TIMEOUT"
@@ -77,28 +82,22 @@ def ranks_of(model: Any) -> Ranks | None:
     return None if group is None else connect(group)
 
 
-def has_same_logits(model: Any) -> bool:
-    """Return whether all ranks of a sharded model have the same bits of logits, because these are gathered."""
-    return isinstance(model, nn.Module) and any(getattr(module, "is_gathered", False) for module in model.modules())
-
-
 def peers_of(model: Any) -> Peers:
     """Return the ranks that a model is sharded over, for its engine. A collective call if there are any."""
-    ranks = ranks_of(model)
-    return ALONE if ranks is None else ShardedModel(ranks, has_same_logits(model))
+    return ranks_of(model) or ALONE
+
+
+# What must be the same ------------------------------------------------------------------------------------------------
 
 
 def check_heads(model: nn.Module, ranks: Ranks) -> None:
     """Raise ConfigError if the key and value heads are not divisible by the ranks; mlx-lm would shard them anyway."""
     for module in model.modules():
-        if not isinstance(getattr(module, "k_proj", None), SHARDED):
+        heads = getattr(module, "n_kv_heads", getattr(module, "num_key_value_heads", None))
+        if not isinstance(getattr(module, "k_proj", None), SHARDED) or heads is None:
             continue
-        heads = _first_of(module, "n_kv_heads", "num_key_value_heads")
-        queries = _first_of(module, "n_heads", "num_attention_heads", "num_heads")
         rows = module.k_proj.weight.shape[0]
-        if heads is None or queries is None:
-            continue
-        head_dim = getattr(module, "head_dim", None) or module.q_proj.weight.shape[0] // max(1, queries)
+        head_dim = getattr(module, "head_dim", None) or rows // max(1, heads)
         if not heads or heads * head_dim != rows:
             raise ConfigError(
                 f"the key and value heads cannot be split over {ranks.size} ranks: each would get {rows} rows of "
@@ -106,8 +105,46 @@ def check_heads(model: nn.Module, ranks: Ranks) -> None:
             )
 
 
-def _first_of(module: nn.Module, *names: str) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
+def agreed_budget(ranks: Ranks, num_bytes: int, options: Mapping[str, Any]) -> int:
+    """Return the smallest of the ranks' pool budgets, in bytes. Each rank's pool holds its part of the heads.
+
+    Args:
+        num_bytes: this rank's budget.
+        options: the pool's, by name.
+
+    Raises:
+        ConfigError: the options, or the backends of kernels, differ.
+    """
+    named = {name: repr(value) for name, value in options.items()}
+    check_same(ranks, "the configuration", {**named, "backend": backend() or "the CPU"})
+    return min(ranks.exchange(num_bytes))
+
+
+def agreed_blocks(ranks: Ranks, choose: ChooseBlocks) -> ChooseBlocks:
+    """Return a choice of blocks that is the same on all ranks: with a kernel only if that works on each of them.
+
+    Args:
+        choose: this rank's own choice.
+    """
+
+    def choose_alike(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> BlocksChoice:
+        mine: BlocksChoice | None = None
+        failure = ""
+        try:
+            mine = choose(geometry, block_size, heads)
+        except KernelUnavailableError as error:
+            failure = str(error)
+        found = ranks.exchange((failure, "" if mine is None or mine.has_kernel else mine.reason))
+        for rank, (failed, _) in enumerate(found):
+            if failed:
+                raise KernelUnavailableError(f"rank {rank}: {failed}")
+        assert mine is not None
+        for rank, (_, why_not) in enumerate(found):
+            if mine.has_kernel and why_not:
+                return blocks_choice(False)(geometry, block_size, heads)._replace(reason=f"rank {rank}: {why_not}")
+        return mine
+
+    return choose_alike
 
 
 # Suffixes of the files that mlx-lm reads from a model's folder.
@@ -139,21 +176,19 @@ def check_same(ranks: Ranks, what: str, mine: Mapping[str, Any], *, are_optional
 
 def versions() -> dict[str, str]:
     """Return the versions of MLX, mlx-lm and this package."""
-    return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "mlx-paged")}
+    return {name: version(name) for name in ("mlx", "mlx-lm", "mlx-paged")}
 
 
 def model_files(folder: Path) -> dict[str, str]:
     """Return a digest of each file of a model's folder that mlx-lm reads: of its size, and of samples of its bytes."""
-    files = sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES and each.is_file())
-    return {path.name: _digest(path) for path in files}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest = hashlib.sha256(str(size).encode())
-        last = max(0, size - SAMPLE_BYTES)
-        for start in (0, last // 2, last):
-            file.seek(start)
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix in SUFFIXES and path.is_file():
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest = hashlib.sha256(str(size).encode())
+                for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                    file.seek(start)
+                    digest.update(file.read(SAMPLE_BYTES))
+            found[path.name] = digest.hexdigest()[:16]
+    return found

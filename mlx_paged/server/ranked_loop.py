@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .engine_thread import EngineThread
 
 TICK_SECONDS = 1.0  # between turns without work, in which prefixes expire and memory is given back
-MAX_MESSAGE_BYTES = 64 << 20  # of prompts and other texts in one message to the ranks; the rest waits for the next one
 
 
 class RankedLoop(EngineLoop):
@@ -37,8 +36,6 @@ class RankedLoop(EngineLoop):
         super().__init__(thread.models, thread.requests, thread.stats, thread.memory_watch, is_stopping, clock)
         self.ranks = ranks
         self._message: dict[str, Any] = {}
-        self._new_works: list[Work] = []
-        self._waiting: list[Work] = []  # for the next message; rank 0 only
 
     def run(self) -> None:
         """Run until rank 0 ends all ranks. Raises errors that end only this one."""
@@ -61,35 +58,28 @@ class RankedLoop(EngineLoop):
     def note_failure(self, error: Exception) -> None:
         self.ranks.fail(error)
 
-    def refuse_all(self) -> None:
-        self.pending += self._waiting
-        self._waiting = []
-        super().refuse_all()
-
     # Rank 0 ---------------------------------------------------------------------------------------------------
 
     def _next_message(self) -> dict[str, Any]:
         """Return the next message; without work, wait up to :data:`TICK_SECONDS` for requests."""
         until = time.monotonic() + TICK_SECONDS
-        self._waiting += self.arrived(0)
-        while not (self._waiting or self.is_stopping() or self.is_busy or time.monotonic() > until):
-            self._waiting += self.arrived(IDLE_SECONDS)
-        for work in [work for work in self._waiting if work.request is None]:  # only the tokenizer was wanted
-            self._waiting.remove(work)
-            self.outbox.put(work.stream, self.models.texts)
-        self.outbox.flush()
-        self._new_works, num_bytes = [], 0
-        while self._waiting and (not self._new_works or num_bytes < MAX_MESSAGE_BYTES):
-            work = self._waiting.pop(0)
-            if work.is_wanted:
+        arrived = self.arrived(0)
+        while not (arrived or self.is_stopping() or self.is_busy or time.monotonic() > until):
+            arrived = self.arrived(IDLE_SECONDS)
+        requests = []
+        for work in arrived:
+            if work.request is None:  # only the tokenizer is wanted
+                self.outbox.put(work.stream, self.models.texts)
+            elif work.is_wanted:
                 work.is_shared = True
-                self._new_works.append(work)
-                num_bytes += _size(work)
+                self.pending.append(work)
+                requests.append(work.request.described())
+        self.outbox.flush()
         gone = [work for work in self._works() if work.stream is not None and not work.stream.is_wanted]
         return {
             "now": time.monotonic(),
             "ends": self.is_stopping(),
-            "requests": [work.request.described() for work in self._new_works if work.request is not None],
+            "requests": requests,
             "gone": [work.request.number for work in gone if work.request is not None],
         }
 
@@ -102,9 +92,8 @@ class RankedLoop(EngineLoop):
             for described in message["requests"]:  # without its grammar, which rank 0 has compiled
                 request = ServerRequest.from_description(described)
                 request.grammar = None if request.constraint is None else texts.compile(request.constraint)
-                self._new_works.append(Work(None, request, texts.key, is_shared=True))
-        self.pending += self._new_works
-        self._new_works, gone = [], set(message["gone"])
+                self.pending.append(Work(None, request, texts.key, is_shared=True))
+        gone = set(message["gone"])
         for work in self._works():
             work.is_gone = work.is_gone or (work.request is not None and work.request.number in gone)
         self.drop_gone()
@@ -115,14 +104,6 @@ class RankedLoop(EngineLoop):
         """Yield the unfinished requests that all ranks know of."""
         yield from self.pending
         yield from dict.fromkeys(row.work for row in self.rows.values())
-
-
-def _size(work: Work) -> int:
-    request = work.request
-    if request is None:
-        return 0
-    tokens = 20 * sum(len(prompt.tokens) for prompt in request.prompts)
-    return tokens + len(str(request.constraint or "")) + 32 * len(request.sampling.logit_bias)
 
 
 def check_for_ranks(request: ServerRequest) -> None:

@@ -104,7 +104,7 @@ def _holds(pool: BlockPool, dtype: mx.Dtype | None) -> bool:
 
 
 def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
-    budget, choose = agreed_pool(model, _budget(model, config), blocks_choice(config.kernel), repr(config))
+    budget, choose = agreed_pool(model, _budget(model, config), blocks_choice(config.kernel), vars(config))
     pool = BlockPool(
         layout.groups,
         block_size=config.block_size,

@@ -23,7 +23,6 @@ from mlx_paged.cli.prompts_file import Counts, Line, Results, parse_lines
 from mlx_paged.cli.terminal import BatchProgress
 from mlx_paged.errors import PromptsFileError
 from tests.support.processes import commands
-from tests.support.processes.terminal import on_a_terminal
 
 
 def words(count: int, seed: int) -> str:
@@ -82,15 +81,6 @@ def test_unknown_batch_generator_is_refused_in_one_line(
     assert "--prompts-file does not support this version of mlx-lm: " in line and line.endswith("installed)")
 
 
-def test_summary_counts_equal_the_sums_of_the_results(folder: Path, expected: list[str]) -> None:
-    ending = expected[0].split()[5]
-    done = run(folder, "--prompts-file", "-", "--extra-eos-token", ending, stdin="\n".join(TEXTS))
-    written = records(done.stdout)
-    assert "stop" in {record["finish_reason"] for record in written}
-    prompts, answers = (sum(record[name] for record in written) for name in ("prompt_tokens", "generation_tokens"))
-    assert f"6 prompts: {prompts} prompt tokens, {answers} generated" in done.stderr
-
-
 STRICT = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}w1 {{ m['content'] }} w2 {% endfor %}"
@@ -145,30 +135,6 @@ def test_failing_lines_do_not_affect_others_and_are_retried(strict_folder: Path,
     assert [record["index"] for record in records(out.read_text())] == list(range(11))
 
 
-def test_each_line_has_its_own_sampling_options(folder: Path, expected: list[str]) -> None:
-    lines: list[dict[str, Any]] = [
-        {"prompt": TEXTS[0]},
-        {"prompt": TEXTS[1], "temperature": 0.9, "seed": 7, "top_p": 0.9},
-        {"prompt": TEXTS[2], "logit_bias": {"17": 1000}},
-        {"prompt": TEXTS[3], "temperature": 0.9, "seed": 7, "top_k": 5},
-        {"prompt": TEXTS[4], "repetition_penalty": 5, "presence_penalty": 2, "frequency_penalty": 2, "max_tokens": 4},
-        {"prompt": TEXTS[1], "temperature": 0.9, "seed": 7, "top_p": 0.9},
-        {"prompt": TEXTS[5], "temperature": 0},
-        {"prompt": TEXTS[1], "temperature": 0.9, "seed": 8, "top_p": 0.9},
-        {"prompt": TEXTS[0], "temperature": 0.9, "min_p": 0.9999, "xtc_probability": 0},
-    ]
-    done = run(folder, "--prompts-file", "-", stdin="\n".join(map(json.dumps, lines)))
-    assert done.returncode == 0, done.stderr
-    texts = [record["text"] for record in records(done.stdout)]
-    assert (texts[0], texts[6], texts[8]) == (expected[0], expected[5], expected[0])
-    assert set(texts[2].split()) == {"w17"} and len(texts[2].split()) == NUM_TOKENS
-    assert len(texts[4].split()) == 4 and texts[4] != " ".join(expected[4].split()[:4])
-    assert texts[1] == texts[5] != texts[7] and texts[1] != expected[1]
-    part = [lines[3], lines[1]]  # a seed gives the same text in any batch
-    others = run(folder, "--prompts-file", "-", "--batch-size", "1", stdin="\n".join(map(json.dumps, part)))
-    assert [record["text"] for record in records(others.stdout)] == [texts[3], texts[1]]
-
-
 def test_flags_are_the_defaults_and_a_seed_gives_each_line_one(folder: Path) -> None:
     flags = ("--temp", "0.9", "--top-k", "50", "--seed", "3")
     first, again = (run(folder, "--prompts-file", "-", *flags, stdin="\n".join(TEXTS[:3] * 2)) for _ in range(2))
@@ -187,41 +153,6 @@ def test_results_have_the_line_s_id_and_what_its_body_asks_for(folder: Path, exp
     assert (first["id"], second["id"], second["generation_tokens"]) == ("a", 7, 3)
     assert first["text"] == expected[0] and len(first["logprobs"]["token_logprobs"]) == NUM_TOKENS
     assert "logprobs" not in second
-
-
-def test_each_line_has_its_own_stop_strings(folder: Path, expected: list[str]) -> None:
-    words = expected[0].split()
-    stop = f"{words[4][1:]} {words[5][:2]}"  # begins inside a word and ends inside the next
-    lines: list[dict[str, Any]] = [
-        {"prompt": TEXTS[0], "stop": stop},
-        {"prompt": TEXTS[0], "stop": ["nowhere", words[3]]},
-        {"prompt": TEXTS[1]},
-        {"prompt": TEXTS[0], "stop": "nowhere"},
-    ]
-    done = run(folder, "--prompts-file", "-", stdin="\n".join(map(json.dumps, lines)))
-    assert done.returncode == 0, done.stderr
-    found = [(record["text"], record["finish_reason"]) for record in records(done.stdout)]
-    assert found[0] == (expected[0][: expected[0].index(stop)], "stop")
-    assert found[1] == (expected[0][: expected[0].index(words[3])], "stop")
-    assert found[2:] == [(expected[1], "length"), (expected[0], "length")]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_progress_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) -> None:
-    source = tmp_path / "prompts.txt"
-    source.write_text(words(600, 1))
-    options = ("--prompts-file", source, "--prefill-step-size", 16, "--max-tokens", 1)
-    each_time = tmp_path / "each_time.py"  # the command, which draws after every chunk
-    each_time.write_text(
-        "import sys\n"
-        "from mlx_paged.__main__ import main\n"
-        "from mlx_paged.cli import terminal\n"
-        "terminal.SHOW_EVERY_SECONDS = 0.0\n"
-        "sys.exit(main())\n"
-    )
-    shown = on_a_terminal(each_time, *arguments(folder, *options))
-    counted = [int(each.replace(b",", b"")) for each in re.findall(rb"0/1 prompt, ([\d,]+) prompt tokens", shown)]
-    assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 600
 
 
 def test_prompt_too_large_fails_alone_among_json_lines(folder: Path, expected: list[str], tmp_path: Path) -> None:
@@ -265,30 +196,6 @@ def test_interrupted_run_can_be_resumed(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert out.read_text().splitlines()[: len(kept)] == kept
     assert [record["index"] for record in records(out.read_text())] == list(range(40))
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--prompts-file", "-", "--no-paged"), "--no-paged cannot be combined with --prompts-file"),
-        (("--prompts-file", "-", "--max-kv-size", "9"), "--max-kv-size cannot be combined with --prompts-file"),
-        (("--prompts-file", "missing.txt"), "missing.txt cannot be read"),
-        (("--output", "x"), "need --prompts-file"),
-        (("--prompts-file", "-", "--resume"), "--resume needs --output"),
-        (("--prompts-file", "-", "--kv-bits", "3"), "kv_bits must be 8, 4 or (8, 4), got 3"),
-        (
-            ("--prompts-file", "-", "--kv-bits", "8", "--quantized-kv-start", "9"),
-            "quantized_kv_start must be 0 or 5000",
-        ),
-        (("--prompts-file", "-", "--batch-size", "0"), "at least 1"),
-        (("--prompts-file", "-", "--chat-template-config", "{x"), "--chat-template-config is not valid JSON"),
-        (("--prompts-file", "-"), "stdin holds no prompt"),
-    ],
-)
-def test_errors_are_reported_without_a_traceback(folder: Path, args: tuple[str, ...], message: str) -> None:
-    done = run(folder, *args, stdin="")
-    assert done.returncode == 1
-    assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_output_is_checked_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:

@@ -151,20 +151,6 @@ def check_error(run: subprocess.CompletedProcess[str], message: str, code: int =
     assert "Traceback" not in run.stderr
 
 
-def test_unusable_options_are_usage_errors(folder: Path) -> None:
-    check_error(generate(folder, "--kv-block-size", "33"), "block size must be 8, 16, 32, 64 or 128, not '33'", code=2)
-
-
-@pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="a GPU may have the kernel")
-def test_kernel_on_is_refused_without_a_gpu(folder: Path) -> None:
-    check_error(generate(folder, "--kernel", "on"), "kernel=on, but MLX")
-    check_error(generate(folder, MLX_PAGED_KERNEL="on"), "kernel=on, but MLX")
-
-
-def test_bad_environment_variable_is_refused(folder: Path) -> None:
-    check_error(generate(folder, MLX_PAGED_BLOCK_SIZE="31"), "MLX_PAGED_BLOCK_SIZE: block size must be 8, 16,")
-
-
 BLOCK = 32 * 3 * 2 * 2 * 32 * 4  # bytes: 32 tokens, 3 layers, keys and values of 2 heads of 32, f32
 
 
@@ -259,6 +245,8 @@ def test_missing_or_corrupt_model_folder_is_refused(folder: Path, tmp_path: Path
     weights = (folder / "model.safetensors").read_bytes()
     (empty / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     check_error(generate(empty), "cannot be loaded")
+    (empty / "model.safetensors").write_bytes(b"x" * 1000)
+    check_error(command("server", "--model", empty, "--port", 0), "is truncated", code=78)
 
 
 def test_corrupt_prompt_cache_file_is_refused(folder: Path, tmp_path: Path) -> None:

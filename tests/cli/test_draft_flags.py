@@ -6,9 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx_lm.generate import setup_arg_parser
 
-from mlx_paged.cli.generate import check_batch_arguments, extend_parser
 from mlx_paged.errors import ConfigError
 from mlx_paged.patches.generate.drafting import check_same_tokens
 from tests.cli.test_batch_run import records
@@ -31,21 +29,6 @@ def test_prompts_file_gives_the_same_texts_with_a_draft_model(folder: Path) -> N
     found, said = results("--draft-model", folder, "--num-draft-tokens", 2, "--cache-stats")
     assert [each["text"] for each in found] == [each["text"] for each in plain]
     assert "draft(s) accepted" in said and "Warning" not in said
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (("--no-paged",), "--no-paged cannot be combined with --prompts-file"),
-        (("--max-kv-size", "100"), "--max-kv-size cannot be combined with --prompts-file"),
-        (("--prompt-lookup", "4"), "both propose tokens"),
-    ],
-)
-def test_flags_incompatible_with_a_draft_model_are_refused(flags: tuple[str, ...], why: str) -> None:
-    fixed = ("--prompts-file", "p", "--draft-model", "d")
-    args = extend_parser(setup_arg_parser()).parse_args((*fixed, *flags))
-    with pytest.raises(ConfigError, match=why):
-        check_batch_arguments(args)
 
 
 def test_num_draft_tokens_of_a_line_needs_drafts(folder: Path) -> None:

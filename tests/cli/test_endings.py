@@ -30,38 +30,6 @@ def test_every_command_prints_its_version(arguments: tuple[str, ...]) -> None:
     assert run.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("server", "--port", 99999), "argument --port: must be from 0 to 65535, got 99999"),
-        (("server", "--port", -1), "argument --port: must be from 0 to 65535, got -1"),
-        (("generate", "-m", 0), "argument --max-tokens/-m: must be at least 1, or -1 for no limit, got 0"),
-        (("server", "--max-tokens", 0), "argument --max-tokens: must be at least 1, got 0"),
-    ],
-)
-def test_numbers_out_of_range_are_usage_errors(arguments: tuple[str, ...], message: str) -> None:
-    run = command(*arguments)
-    assert run.returncode == 2 and run.stderr.rstrip().endswith(message)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "line"),
-    [
-        (("generate", "--promt", "x"), 2, "error: unrecognized arguments: --promt x; did you mean --prompt?"),
-        (("chat", "--kv-cache-memry", "8GB"), 2, "; did you mean --kv-cache-memory?"),
-        (("server", "--modle", "x"), 2, "; did you mean --model?"),
-        (("chta",), 1, "mlx_paged: unknown command 'chta'; did you mean chat?"),
-        (("chat", "--model", "./nope"), 1, "mlx_paged: model folder ./nope does not exist"),
-        (("server", "--model", "./nope"), 78, "model folder ./nope does not exist"),
-        (("server", "--prefix-cache-dir", __file__), 78, "test_endings.py is a file, not a folder"),
-    ],
-)
-def test_a_users_mistake_is_one_line_with_what_was_meant(arguments: tuple[str, ...], status: int, line: str) -> None:
-    run = command(*arguments)
-    assert run.returncode == status and run.stderr.count("\n") == 1
-    assert run.stderr.endswith(f"{line}\n")
-
-
 def test_helps_and_mistakes_do_not_import_mlx_lm(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -91,14 +59,6 @@ def test_prompt_beyond_the_context_is_refused(folder: Path, tmp_path: Path) -> N
     run = generate(short, "--prompt", "w1 w2 w3 w4 w5 w6 w7", "--ignore-chat-template")
     assert run.returncode == 1
     assert run.stderr == "mlx_paged.generate: the prompt has 7 tokens, the model's context 5\n"
-
-
-def test_max_tokens_below_1_is_refused_in_one_line(folder: Path) -> None:
-    chat = command("chat", "--model", folder, "--max-tokens", 0, input="w1\n")
-    assert chat.returncode == 1
-    assert chat.stderr.rstrip().endswith("--max-tokens must be at least 1, or -1 for no limit, got 0")
-    batch = command("generate", "--model", folder, "--prompts-file", "-", "-m", -1)
-    assert batch.returncode == 1 and "--max-tokens must be at least 1 with --prompts-file, got -1" in batch.stderr
 
 
 def test_restrict_skips_a_flag_that_mlx_lm_lacks() -> None:

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm.generate import setup_arg_parser
 
-from mlx_paged.cli.generate import check_batch_arguments, extend_parser
-from mlx_paged.errors import ConfigError
 from tests.cli.test_batch_run import records
 from tests.support.models.prediction_heads import write_checkpoint
 from tests.support.models.tokenizers import word_tokenizer
@@ -68,34 +65,3 @@ def test_server_gives_the_same_answers_with_mtp(checkpoint: Path, plain: list[st
     assert pool["drafted_tokens"] > 0 and pool["draft_steps"] > 0 and pool["budget_bytes"] < 64_000_000
     assert answers(server) == plain[:2]
     assert server.stop() == 0 and "Traceback" not in server.log, server.log
-
-
-@pytest.mark.parametrize("kind", ["generate", "server"])
-def test_a_model_without_a_head_is_refused_before_it_is_loaded(kind: str, folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "results"
-    rest = ("--prompts-file", "-", "--output", str(output)) if kind == "generate" else ("--port", "0")
-    done = commands.run("mlx_paged", kind, "--model", str(folder), "--mtp", *rest, input="hello")
-    assert done.returncode != 0 and "mtp: model type llama is not supported; supported: " in done.stderr
-    assert "Traceback" not in done.stderr and not output.exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ((), "--mtp needs --prompts-file"),
-        (("--prompts-file", "p", "--draft-model", "d"), "both propose tokens"),
-        (("--prompts-file", "p", "--no-paged"), "--no-paged cannot be combined with --prompts-file"),
-        (("--prompts-file", "p", "--max-kv-size", "100"), "--max-kv-size cannot be combined with --prompts-file"),
-        (("--prompts-file", "p", "--prompt-lookup", "4"), "--mtp and --prompt-lookup both propose tokens"),
-    ],
-)
-def test_flags_incompatible_with_mtp_are_refused(flags: tuple[str, ...], why: str) -> None:
-    args = extend_parser(setup_arg_parser()).parse_args(("--mtp", *flags))
-    with pytest.raises(ConfigError, match=why):
-        check_batch_arguments(args)
-
-
-def test_server_with_mtp_and_a_draft_model_is_refused(folder: Path) -> None:
-    flags = ("--model", str(folder), "--mtp", "--draft-model", str(folder), "--port", "0")
-    done = commands.run("mlx_paged", "server", *flags)
-    assert done.returncode != 0 and "--draft-model and --mtp both propose tokens" in done.stderr

@@ -11,7 +11,7 @@ import pytest
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests.completions import CompletionBody
 from mlx_paged.server.requests.fields import parsed
-from tests.cli.test_command_line import PROMPT, check_error, command, generate, text_of
+from tests.cli.test_command_line import PROMPT, generate, text_of
 from tests.support.processes import commands
 
 BITS = ("--kv-bits", "4", "--kv-group-size", "32")
@@ -44,26 +44,6 @@ def test_kv_rotate_flag_and_variable_give_the_same_text(folder: Path) -> None:
     assert text_of(rotated) and QUANTISED in rotated.stderr and "Warning" not in rotated.stderr
     from_env = generate(folder, "--prompt", PROMPT, *BITS, MLX_PAGED_KV_ROTATE="1")
     assert text_of(from_env) == text_of(rotated)
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (("--kv-bits", "8,4", "--no-paged"), "requires the paged cache; remove --no-paged"),
-        (("--kv-rotate",), "kv_rotate requires kv_bits"),
-        (("--kv-rotate", "--kv-bits", "3"), "kv_rotate requires kv_bits of 8, 4 or 8,4"),
-        (("--kv-rotate", *BITS, "--no-paged"), "requires the paged cache; remove --no-paged"),
-        (("--prompt-lookup", "4"), "--prompt-lookup needs --prompts-file"),
-    ],
-)
-def test_incompatible_flags_are_refused(folder: Path, flags: tuple[str, ...], why: str) -> None:
-    check_error(generate(folder, "--prompt", PROMPT, *flags), why)
-
-
-def test_server_refuses_kv_rotate_without_kv_bits(folder: Path) -> None:
-    refused = command("server", "--model", folder, "--port", 0, "--kv-rotate")
-    assert refused.returncode != 0 and "kv_rotate requires kv_bits" in refused.stderr
-    assert "Traceback" not in refused.stderr
 
 
 # Look-up ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from mlx_paged.engine.runner import NoBlocksError
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.errors import ConfigError, PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.ranks.ranks import Ranks, ShardedModel
 from tests.support.models.toy_engine import (
     BLOCK_SIZE,
     UPSTREAM,
@@ -270,39 +269,3 @@ def test_step_without_a_free_block_names_the_row() -> None:
 @pytest.mark.parametrize("indices", [[0], [4], [0, 1, 2, 3, 4], [0, 2, 4], [1, 2, 4], [0, 1, 3]])
 def test_elements_selects_the_remaining_rows(indices: list[int]) -> None:
     assert _elements(mx.array([5, 6, 7, 8, 9], mx.uint32), indices).tolist() == [5 + index for index in indices]
-
-
-class TwoRanks(Ranks):
-    """Ranks without processes, which count how often they agree on tokens."""
-
-    def __init__(self, *, are_alike: bool) -> None:
-        self._are_alike = are_alike
-        self.num_agreed = 0
-
-    def exchange(self, value: Any) -> list[Any]:
-        return [value, value if self._are_alike else "another machine"]
-
-    def agreed(self, tokens: mx.array) -> mx.array:
-        self.num_agreed += 1
-        return tokens
-
-
-@pytest.mark.parametrize(
-    ("same_logits", "one_kind", "options", "needed"),
-    [
-        (True, True, {}, False),
-        (True, True, {"sampling": SamplingParams(temperature=0.7)}, True),  # without a seed: each rank's own
-        (True, True, {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}, True),  # a caller's sampler
-        (True, False, {}, True),
-        (False, True, {}, True),
-    ],
-)
-def test_ranks_agree_on_tokens_unless_all_compute_the_same_bits(
-    same_logits: bool, one_kind: bool, options: Any, needed: bool
-) -> None:
-    ranks = TwoRanks(are_alike=one_kind)
-    batch = Batch(make_pool())
-    batch.batch = DecodeBatch(batch.model, UPSTREAM, ShardedModel(ranks, same_logits))
-    batch.join(batch.row(1, prompt_of(5)), batch.row(2, prompt_of(9), **options))
-    batch.step(3)
-    assert ranks.num_agreed == (3 if needed else 0)

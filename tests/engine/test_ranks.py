@@ -21,7 +21,7 @@ from mlx_paged.errors import ConfigError, RankError, RequestFailedError
 from mlx_paged.ranks import connection
 from mlx_paged.ranks import ranks as ranks_module
 from mlx_paged.ranks.connection import Connection
-from mlx_paged.ranks.ranks import EXIT_STATUS, Ranks, ShardedModel
+from mlx_paged.ranks.ranks import EXIT_STATUS, Ranks
 from mlx_paged.ranks.world import check_same, group_of, model_files, parse_timeout
 from tests.support.cases import slow
 from tests.support.models.builders import build
@@ -136,7 +136,9 @@ def test_all_scenarios_and_a_long_schedule_over_ranks(size: int, tmp_path: Path)
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ranks, socket.socket, SimpleQueue[Any]]]:
     """Rank 0 of two, the other end of its connection, and what it says and exits with at its end."""
-    mine, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        mine, _ = listener.accept()
     ended: SimpleQueue[Any] = SimpleQueue()
     monkeypatch.setattr(ranks_module, "meet", lambda group, timeout: [Connection(1, mine, timeout)])
     monkeypatch.setattr(ranks_module.os, "_exit", ended.put)
@@ -160,9 +162,13 @@ def test_failed_step_names_the_rank_that_is_gone(pair: Any) -> None:
     ranks, theirs, ended = pair
     failure = RequestFailedError.without_frames(2, RuntimeError("[ring] connection to a peer was lost"))
     plan = ScheduledStep([], [], [])
-    sharded = ShardedModel(ranks, False)
-    sharded.note_step(plan, [], [RequestFailedError.without_frames(1, ValueError("its own"))], None)
-    threading.Thread(target=sharded.note_step, args=(plan, [], [failure], None), daemon=True).start()
+    ranks.note_step(plan, [], [RequestFailedError.without_frames(1, ValueError("its own"))], None)
+
+    def fail() -> None:
+        with suppress(RuntimeError):
+            ranks.note_step(plan, [], [failure], None)
+
+    threading.Thread(target=fail, daemon=True).start()
     time.sleep(0.1)
     theirs.close()
     assert ended.get(timeout=MOST_SECONDS) == "rank 1 has died"
@@ -175,25 +181,24 @@ def test_rank_that_has_left_raises_in_the_next_step(pair: Any) -> None:
     with pytest.raises(RankError, match="rank 1 has ended"):
         ranks._others[0].receive()
     with pytest.raises(RankError, match="rank 1 has ended"):
-        ranks.compare()
+        ranks.begin_step()
     assert ended.empty()
 
 
 def test_strangers_are_refused() -> None:
     found: list[Connection] = []
-    token = bytes(range(16))
+    token = "0123456789abcdef" * 2
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+        address = listener.getsockname()
         accepting = threading.Thread(target=lambda: found.extend(connection._accept(listener, 2, token, 30)))
         accepting.start()
-        silent = socket.create_connection(("127.0.0.1", port))
-        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 20, b"", b"[" * 200_000):
-            with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(OSError):
+        silent = socket.create_connection(address)
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 40, b"", b"[" * 200_000):
+            with socket.create_connection(address) as stranger, suppress(OSError):
                 stranger.sendall(said)
-        for wrong, rank in ((bytes(16), 1), (token, 7), (token, 0)):
-            with pytest.raises(RankError):
-                connection._connect(["127.0.0.1"], port, wrong, rank, 30)
-        peer = connection._connect(["127.0.0.1"], port, token, 1, 30)
+        for wrong, rank in (("f" * 32, 1), (token, 7), (token, 0)):
+            connection._connect(*address, wrong, rank, 30).close()
+        peer = connection._connect(*address, token, 1, 30)
         accepting.join(30)
         silent.close()
     assert [each.rank for each in found] == [1]
@@ -212,14 +217,33 @@ def test_rank_lost_in_the_first_reduction_raises(monkeypatch: pytest.MonkeyPatch
 
 def test_missing_ranks_are_named_after_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(RankError, match=r"rank\(s\) \[1, 2\]"):
-        connection._accept(listener, 3, b"token", 0.05)
+        connection._accept(listener, 3, "token", 0.05)
+
+
+@pytest.mark.parametrize(
+    ("variables", "host"),
+    [
+        ({"MLX_HOSTFILE": "hosts.json", "MLX_RANK": "1"}, "10.0.0.2"),
+        ({"MLX_JACCL_COORDINATOR": "10.0.0.1:7000"}, "10.0.0.1"),
+        ({"NCCL_HOST_IP": "10.0.0.3"}, "10.0.0.3"),
+        ({}, socket.gethostname()),
+    ],
+)
+def test_host_is_that_of_the_launcher(
+    variables: dict[str, str], host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hosts.json").write_text('[["10.0.0.1:5001"], ["10.0.0.2:5002", "10.1.0.2:5002"]]')
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert connection._own_host() == host
 
 
 def test_unreachable_rank_0_raises() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(RankError, match="rank 1 cannot reach rank 0"):
-        connection._connect(["127.0.0.1"], port, b"token", 1, 1)
+        connection._connect("127.0.0.1", port, "token", 1, 1)
 
 
 def test_checksums_distinguish_decisions(pair: Any) -> None:

@@ -9,7 +9,6 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import llama
 
 from mlx_paged.patches.sharded import ShardedHead, shard_head
-from mlx_paged.ranks.world import has_same_logits
 
 HIDDEN, VOCAB, SIZE = 64, 96, 2
 Heads = list[ShardedHead]
@@ -87,17 +86,6 @@ def test_a_head_within_a_language_model_is_found() -> None:
     outer = nn.Module()
     outer.language_model = model_of()
     assert shard_head(outer, Group(0)) and type(outer.language_model.lm_head) is ShardedHead
-
-
-def test_has_same_logits_is_true_only_with_a_sharded_head() -> None:
-    model = model_of()
-    assert not has_same_logits(model)
-    model.model.layers[0].mlp.up_proj = shard_linear(
-        model.model.layers[0].mlp.up_proj, "all-to-sharded", group=Group(0)
-    )
-    assert not has_same_logits(model)
-    shard_head(model, Group(0))
-    assert has_same_logits(model)
 
 
 def test_heads_that_cannot_be_sharded_are_left_unchanged() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 
-FLAGS = ("--kv-cache-memory", "8MB", "--max-tokens", "5")
+FLAGS = ("--max-tokens", "5", "--kv-cache-memory", "8MB")
 
 pytestmark = pytest.mark.demo_model
 
@@ -20,9 +19,9 @@ TOKENS = ("chat_template", "pad_token", "eos_token", "bos_token", "unk_token")
 
 
 @pytest.fixture(scope="module")
-def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("models") / "base"
-    shutil.copytree(make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder), base)
+    shutil.copytree(tiny, base)
     for name, dropped in (("tokenizer_config.json", TOKENS), ("config.json", ("eos_token_id",))):
         kept = {key: value for key, value in json.loads((base / name).read_text()).items() if key not in dropped}
         (base / name).write_text(json.dumps(kept))

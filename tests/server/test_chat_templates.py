@@ -38,30 +38,8 @@ LEAST_FOUND = {
     "mistral-small-3.2": (0.86, 0.86),
 }
 
-WORDS = [
-    "the",
-    "test",
-    "of",
-    "a",
-    "file",
-    "fails",
-    "since",
-    "its",
-    "value",
-    "is",
-    "not",
-    "what",
-    "we",
-    "read",
-    "there\n",
-    "and",
-    "`x",
-    "=",
-    "{1:",
-    "'é'}`",
-    "...",
-    "</div>",
-]
+TEXT = "the test of a file fails since its value is not what we read there\n and `x = {1: 'é'}` ... </div>"
+WORDS = TEXT.split(" ")
 NAMES = ("read_file", "edit_file", "run")
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": n, "description": f"{n}.", "parameters": SCHEMA}} for n in NAMES]

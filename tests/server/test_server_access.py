@@ -6,10 +6,8 @@ import json
 import re
 import shutil
 import socket
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +15,29 @@ import mlx.core as mx
 import pytest
 
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.processes import commands
 from tests.support.processes.page_document import NEEDS_NODE, page_of
-from tests.support.processes.server_process import Answer, ServerProcess
+from tests.support.processes.server_process import Answer, ServerProcess, together
+from tests.support.processes.server_process import cached as cached_tokens
 
 pytestmark = pytest.mark.demo_model
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KEY, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
-HOST_AND_KEY = "Host: x\r\nAuthorization: Bearer one\r\n"
 SECRET = "You are the assistant of a bank. The word that opens the vault is swordfish. Never tell it to anybody. " * 3
 
 
 @pytest.fixture(scope="module")
-def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama", demo_model_folder)
-
-
-@pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ["--max-tokens", "3", "--kv-cache-memory", "8MB"]
+    flags = ["--max-tokens", "3", "--kv-cache-memory", "8MB", "--allow-any-model"]
     flags += ["--served-model-name", "house", "--served-model-name", "org/house"]
-    flags += ["--allow-any-model"]
     process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags, MLX_PAGED_API_KEY="one,two\n")
     yield process
-    assert process.stop() == 0, process.log[-3000:]
-    assert "Traceback" not in process.log, process.log[-5000:]
+    process.check_end()
 
 
 def cached(answer: Answer) -> int:
     assert answer.status == 200, answer.body
-    return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+    return cached_tokens(answer.json)
 
 
 def chat(content: str = "Hi.", **options: Any) -> dict[str, Any]:
@@ -151,22 +141,6 @@ def test_priority_header_is_accepted_or_refused(server: ServerProcess) -> None:
         assert refused.status == 400 and refused.json["error"]["param"] == "priority"
 
 
-def test_burst_shares_prefixes_only_within_a_salt(server: ServerProcess) -> None:
-    prompt = "A burst of requests, all of which begin with the same long text. " * 20
-    answers: list[int] = []
-
-    def ask(number: int) -> None:
-        body = {"prompt": f"{prompt} {number}", "max_tokens": 2, "cache_salt": f"burst {number % 2}"}
-        answers.append(cached(server.post(COMPLETIONS, body, **KEY)))
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(answers)[:3] == [0, 0, sorted(answers)[2]] and sorted(answers)[2] > 100
-
-
 # Prompts ----------------------------------------------------------------------------------------------------------
 
 
@@ -183,60 +157,26 @@ def test_unsafe_chat_template_arguments_are_refused(server: ServerProcess) -> No
         assert answer.status == 400 and answer.json["error"]["param"] == "chat_template_kwargs"
 
 
-def test_others_are_answered_while_oversized_prompts_are_made(server: ServerProcess) -> None:
-    """``test_operations.py`` shows that they do not wait for these prompts."""
-    body = {"prompt": "a b c " * 200_000}  # so few characters that it might fit the pool
-    with ThreadPoolExecutor(2) as pool:
-        huge = [pool.submit(server.post, COMPLETIONS, body, timeout=240, **KEY) for _ in range(2)]
-        for _ in range(3):
-            assert server.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 2}, timeout=60, **KEY).status == 200
-    assert all(answer.result().status in (400, 413) for answer in huge)
-
-
 # Clients that go --------------------------------------------------------------------------------------------------
-
-
-def test_disconnect_cancels_a_request_without_stream(server: ServerProcess) -> None:
-    cancelled = server.get("/v1/cache/stats", **KEY).json["server"]["requests"]["cancelled"]
-    raw = json.dumps({"prompt": "Tell me a story", "max_tokens": 10000}).encode()
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    client.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n{HOST_AND_KEY}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-    server.wait_until(lambda: server.get("/v1/cache/stats", **KEY).json["running"]["running"] == 1)
-    client.close()
-
-    def is_cancelled() -> bool:
-        stats = server.get("/v1/cache/stats", **KEY).json
-        return bool(stats["server"]["requests"]["cancelled"] == cancelled + 1 and not stats["running"]["running"])
-
-    server.wait_until(is_cancelled)
 
 
 # Models that cannot be loaded -------------------------------------------------------------------------------------
 
 
-def broken_models(folder: Path, at: Path) -> Iterator[tuple[str, Path]]:
-    weights = mx.load(str(folder / "model.safetensors"))
-    assert isinstance(weights, dict)
-    for name in ("garbage", "short", "missing tensors", "no tokenizer", "unknown type", "own code"):
-        copy = at / name.replace(" ", "-")
-        shutil.copytree(folder, copy)
-        file, config = copy / "model.safetensors", json.loads((copy / "config.json").read_text())
-        if name == "garbage":
-            file.write_bytes(b"x" * 1000)
-        elif name == "short":
-            file.write_bytes(file.read_bytes()[:-5000])
-        elif name == "missing tensors":
-            mx.save_safetensors(str(file), dict(list(weights.items())[:3]))
-        elif name == "no tokenizer":
-            for part in ("tokenizer.json", "tokenizer_config.json"):
-                (copy / part).unlink()
-        elif name == "unknown type":
-            config = {"model_type": "nope"}
-        else:
-            config["model_file"] = "own.py"
-            (copy / "own.py").write_text(f"open({str(at / 'ran')!r}, 'w')")
-        (copy / "config.json").write_text(json.dumps(config))
-        yield name, copy
+def breaks(copy: Path, at: Path) -> dict[str, Any]:
+    """Return what makes a copy of a model unusable, by name."""
+    file, config = copy / "model.safetensors", copy / "config.json"
+    few: Any = dict(list(mx.load(str(file)).items())[:3])  # type: ignore[union-attr]
+    own = {**json.loads(config.read_text()), "model_file": "own.py"}
+    (copy / "own.py").write_text(f"open({str(at / 'ran')!r}, 'w')")
+    return {
+        "garbage": lambda: file.write_bytes(b"x" * 1000),
+        "short": lambda: file.write_bytes(file.read_bytes()[:-5000]),
+        "missing tensors": lambda: mx.save_safetensors(str(file), few),
+        "no tokenizer": lambda: [path.unlink() for path in copy.glob("tokenizer*.json")],
+        "unknown type": lambda: config.write_text('{"model_type": "nope"}'),
+        "own code": lambda: config.write_text(json.dumps(own)),
+    }
 
 
 def test_model_that_cannot_be_loaded_leaves_the_current_one(
@@ -246,8 +186,11 @@ def test_model_that_cannot_be_loaded_leaves_the_current_one(
     server.post(COMPLETIONS, prompt, **KEY)
     num_cached = cached(server.post(COMPLETIONS, prompt, **KEY))
     assert num_cached > 60
-    for name, path in broken_models(folder, tmp_path):
-        answer = server.post(COMPLETIONS, {**prompt, "model": str(path)}, **KEY)
+    for name in ("garbage", "short", "missing tensors", "no tokenizer", "unknown type", "own code"):
+        copy = tmp_path / name.replace(" ", "-")
+        shutil.copytree(folder, copy)
+        breaks(copy, tmp_path)[name]()
+        answer = server.post(COMPLETIONS, {**prompt, "model": str(copy)}, **KEY)
         assert answer.status == 404 and answer.json["error"]["param"] == "model", name
         assert cached(server.post(COMPLETIONS, prompt, **KEY)) == num_cached, name
     assert not (tmp_path / "ran").exists()
@@ -268,20 +211,15 @@ def test_errors_do_not_reveal_what_is_on_disk(server: ServerProcess, tmp_path: P
     assert len(said) == 1
 
 
-def test_requested_model_replaces_the_current_one(folder: Path, demo_model_folder: Path, tmp_path: Path) -> None:
-    other = make_tiny_model(tmp_path / "other", demo_model_folder, "gemma3")
-    server = ServerProcess(folder, tmp_path, "--kv-cache-memory", "8MB", "--allow-any-model")
-    for model in ("default_model", str(other), str(other), folder.name):
-        answer = server.post(COMPLETIONS, {"prompt": "Hello there", "max_tokens": 4, "model": model})
-        assert answer.status == 200, answer.body
-    bodies = [{"prompt": "x", "max_tokens": 2, "model": model} for model in (str(other), folder.name, str(other))]
-    together = [threading.Thread(target=server.post, args=(COMPLETIONS, body)) for body in bodies]
-    for thread in together:
-        thread.start()
-    for thread in together:
-        thread.join(60)
+def test_requested_model_replaces_the_current_one(
+    folder: Path, demo_model_folder: Path, tmp_path: Path, serve: Any
+) -> None:
+    other = str(make_tiny_model(tmp_path / "other", demo_model_folder, "gemma3"))
+    server = serve("--kv-cache-memory", "8MB", "--allow-any-model")
+    for model in ("default_model", other, other, folder.name):
+        assert server.complete("Hello there", max_tokens=4, model=model)
+    together(lambda model: server.complete("x", max_tokens=2, model=model), (other, folder.name, other))
     assert server.stats()["server"]["requests"] == {"ok": 7, "refused": 0, "failed": 0, "cancelled": 0}
-    assert server.stop() == 0 and "Traceback" not in server.log
 
 
 # The start and the log --------------------------------------------------------------------------------------------
@@ -310,21 +248,6 @@ def test_malformed_addresses_are_bad_requests(server: ServerProcess) -> None:
             assert b" 400 " in client.recv(100)
 
 
-def test_unusable_model_budget_or_key_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    (broken / "model.safetensors").write_bytes(b"x" * 1000)
-    for flags, env, words in (
-        (["--model", str(broken)], {}, "is truncated"),
-        (["--kv-cache-memory", "40KB"], {}, "one request of this model needs at least 49,152 bytes"),
-        (["--kv-cache-memory", "20KB", "--no-prefix-cache"], {}, "which needs at least 32,768"),
-        ([], {"MLX_PAGED_API_KEY": ""}, "MLX_PAGED_API_KEY contains an empty API key"),
-        (["--api-key", " "], {}, "--api-key contains an empty API key"),
-    ):
-        done = commands.run("mlx_paged", "server", "--model", folder, "--port", 0, *flags, timeout=120, **env)
-        assert done.returncode == 78 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
-
-
 # Runs in the server's interpreter: the model is not loaded until a file exists.
 LOADS_LATER = """
 import pathlib, time
@@ -341,24 +264,21 @@ mlx_lm.utils.load_model = load_later
 """
 
 
-def test_health_is_503_while_loading_and_200_when_ready(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_is_503_while_loading_and_200_when_ready(serve: Any, tmp_path: Path) -> None:
     seen: list[tuple[int, str]] = []
     flag = tmp_path / "load"
     (tmp_path / "sitecustomize.py").write_text(LOADS_LATER.format(flag=str(flag)))
 
-    def look(process: ServerProcess) -> bool:
-        assert process.process.poll() is None, process.log
-        try:
-            answer = process.get("/health")
-        except OSError:
-            return False
-        seen.append((answer.status, answer.json["status"]))
-        flag.touch()
-        return answer.status == 200
+    class Loading(ServerProcess):
+        @property
+        def is_up(self) -> bool:
+            try:
+                answer = self.get("/health")
+            except OSError:
+                return False
+            seen.append((answer.status, answer.json["status"]))
+            flag.touch()
+            return answer.status == 200
 
-    monkeypatch.setattr(ServerProcess, "is_up", property(look))
-    server = ServerProcess(folder, tmp_path, cold=True, PYTHONPATH=str(tmp_path))
+    serve(kind=Loading, cold=True, PYTHONPATH=str(tmp_path))
     assert seen[0] == (503, "loading") and seen[-1] == (200, "ok") and len(set(seen)) == 2
-    assert server.stop() == 0, server.log

@@ -1,15 +1,12 @@
 """A server with a draft model batches its requests and gives the answers of a server without one."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.cases import slow
 from tests.support.processes import commands
-from tests.support.processes.server_process import ServerProcess
+from tests.support.processes.server_process import ServerProcess, together
 
 COMPLETIONS = "/v1/completions"
 BODIES: list[dict[str, Any]] = [
@@ -21,45 +18,39 @@ BODIES: list[dict[str, Any]] = [
 LENGTH = {"max_tokens": 40, "logit_bias": {"2": -100}}
 
 
-def ask_all(server: ServerProcess, **options: Any) -> list[str]:
-    bodies = [{**LENGTH, **body, **options} for body in BODIES]
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        answers = list(pool.map(lambda body: server.post(COMPLETIONS, body), bodies))
-    assert [answer.status for answer in answers] == [200] * len(bodies), answers
-    return [answer.json["choices"][0]["text"] for answer in answers]
+def ask_all(server: ServerProcess) -> list[str]:
+    answers = together(lambda body: server.complete(**{**LENGTH, **body}), BODIES)
+    return [answer["choices"][0]["text"] for answer in answers]
 
 
-def test_drafted_requests_are_batched_and_give_plain_answers(folder: Path, tmp_path: Path) -> None:
-    server = ServerProcess(folder, tmp_path, "--draft-model", str(folder), "--kv-cache-memory", "64MB")
+def test_drafted_requests_are_batched_and_give_plain_answers(folder: Path, serve: Any) -> None:
+    server = serve("--draft-model", folder, "--kv-cache-memory", "64MB")
     long = {**LENGTH, **BODIES[0], "max_tokens": 700}  # long enough to repay a trial of drafts
-    first = server.post(COMPLETIONS, long).json["choices"][0]["text"]
+    first = server.complete(**long)["choices"][0]["text"]
     found = ask_all(server)
     pool = server.stats()["pool"]
     # A trial reads the last 16 tokens of a row, so its drafts may be wrong.
     assert 0 <= pool["accepted_tokens"] <= pool["drafted_tokens"] and 0 < pool["draft_steps"] <= pool["drafted_tokens"]
     assert pool["budget_bytes"] == 32_000_000, "both models have pages of one size, so each gets half"
     assert ask_all(server) == found
+    for length in (1, 7):
+        answer = server.complete(**{**BODIES[0], **LENGTH, "max_tokens": length})
+        assert answer["usage"]["completion_tokens"] == length
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["left", "right"]}}}
-    answer = server.post("/v1/chat/completions", {
-        "messages": [{"role": "user", "content": "which?"}], "max_tokens": 30, "response_format": schema,
-    })  # fmt: skip
-    assert json.loads(answer.json["choices"][0]["message"]["content"]) in ("left", "right")
-    assert server.stop() == 0 and "Traceback" not in server.log, server.log
-    plain = ServerProcess(folder, tmp_path)
+    answer = server.chat([{"role": "user", "content": "which?"}], max_tokens=30, response_format=schema)
+    assert json.loads(answer["choices"][0]["message"]["content"]) in ("left", "right")
+    plain = serve()
     refused = plain.post(COMPLETIONS, {"prompt": "x", "num_draft_tokens": 2})
     assert refused.status == 400 and "requires a draft model" in refused.json["error"]["message"]
     for body in BODIES:
         body.pop("num_draft_tokens", None)
     assert ask_all(plain) == found
-    assert plain.post(COMPLETIONS, long).json["choices"][0]["text"] == first
-    assert plain.stop() == 0
+    assert plain.complete(**long)["choices"][0]["text"] == first
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    other.mkdir()
-    for file in folder.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     words = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
     vocab = tokenizer["model"]["vocab"]
@@ -68,11 +59,3 @@ def test_a_draft_model_with_another_tokenizer_is_refused(folder: Path, tmp_path:
     done = commands.run("mlx_paged", "server", "--model", str(folder), "--draft-model", str(other), "--port", "0")
     assert done.returncode != 0 and "the draft model's tokenizer differs from the model's in 2 token(s)" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("length", [*slow(1), 7])
-def test_answer_length_equals_max_tokens(length: int, folder: Path, tmp_path: Path) -> None:
-    server = ServerProcess(folder, tmp_path, "--draft-model", str(folder), "--num-draft-tokens", "5")
-    answer = server.post(COMPLETIONS, {**BODIES[0], **LENGTH, "max_tokens": length})
-    assert answer.json["usage"]["completion_tokens"] == length
-    assert server.stop() == 0 and "Traceback" not in server.log, server.log

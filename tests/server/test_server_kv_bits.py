@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes.server_process import ServerProcess
+from tests.support.processes.server_process import ServerProcess, cached, together
 
 FAMILY = "llama of wide heads"
 
 pytestmark = pytest.mark.demo_model
 
-COMPLETIONS = "/v1/completions"
 STORY = "Once upon a time, in a forest, there lived a fox who counted the days by the rings of the moon. " * 5
 
 
 def ask(server: ServerProcess, prompt: str) -> tuple[str, int]:
     """Return the text, and the number of cached prompt tokens."""
-    answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 12}).json
-    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    answer = server.complete(prompt, max_tokens=12)
+    return answer["choices"][0]["text"], cached(answer)
 
 
-def test_requests_share_quantised_prefixes_also_after_a_crash(folder: Path, tmp_path: Path) -> None:
-    flags = ("--kv-bits", "8", "--prefix-cache-dir", str(tmp_path / "prefixes"))
-    server = ServerProcess(folder, tmp_path, *flags)
+def test_requests_share_quantised_prefixes_also_after_a_crash(serve: Any, tmp_path: Path) -> None:
+    flags = ("--kv-bits", "8", "--prefix-cache-dir", tmp_path / "prefixes")
+    server = serve(*flags)
     assert server.stats()["pages"][0]["format"] == "8 bits in groups of 64"
     first, _ = ask(server, STORY)
     before = server.stats()["pool"]
     tails = [f"{STORY}And then number {n} came" for n in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda prompt: ask(server, prompt), tails))
+    answers = together(lambda prompt: ask(server, prompt), tails)
     assert all(found > 90 for _, found in answers)
     after = server.stats()["pool"]
     assert after["quantized_tokens"] - before["quantized_tokens"] < 4 * (40 + 32)  # the story is not quantised again
@@ -48,21 +45,17 @@ def test_requests_share_quantised_prefixes_also_after_a_crash(folder: Path, tmp_
     server.kill()  # as kill -9 does
     assert "FallThrough" not in server.log and "Traceback" not in server.log
 
-    again = ServerProcess(folder, tmp_path, *flags)
+    again = serve(*flags)
     text, found = ask(again, STORY)
     assert text == first and found > 90
     assert again.stats()["pool"]["quantized_tokens"] <= 64  # what was restored was not quantised again
     assert ask(again, tails[0])[0] == answers[0][0]
-    assert again.stop() == 0, again.log
-
-    other = ServerProcess(folder, tmp_path, "--kv-bits", "4", *flags[2:])
+    again.check_end()
+    other = serve("--kv-bits", "4", *flags[2:])
     assert ask(other, STORY)[1] == 0  # pages of another format are not restored
-    assert other.stop() == 0, other.log
 
 
-def test_unsupported_kv_bits_are_served_one_at_a_time(folder: Path, tmp_path: Path) -> None:
-    server = ServerProcess(folder, tmp_path, "--kv-bits", "6", "--quantized-kv-start", "0")
-    body: dict[str, Any] = {"prompt": STORY, "max_tokens": 5}
-    assert server.post(COMPLETIONS, body).status == 200
+def test_unsupported_kv_bits_are_served_one_at_a_time(serve: Any) -> None:
+    server = serve("--kv-bits", "6", "--quantized-kv-start", "0")
+    assert server.complete(STORY, max_tokens=5)
     assert "one at a time" in server.log
-    assert server.stop() == 0, server.log

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import json
 import select
-from collections.abc import Iterator
 from dataclasses import asdict
-from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.server import loaded_models as adapter
 from mlx_paged.server.constraint import constraint_of
-from mlx_paged.server.engine_loop import EngineLoop, Work
-from mlx_paged.server.loaded_models import LoadedModels
 from mlx_paged.server.request import Prompt, ServerRequest
-from mlx_paged.server.requests import chat
 from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
 from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.stops import StopList
-from tests.support.models.builders import build
 from tests.support.processes.server_process import ServerProcess
 
 FLAGS = ("--watchdog-timeout", "5")
@@ -74,12 +64,6 @@ def test_all_sampling_parameters_of_a_body_reach_the_engine() -> None:
     assert set(SamplingParameters.model_fields) - set(SAID) == others, "a field that is not tested here"
 
 
-def test_field_that_the_engine_lacks_raises_type_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_SAMPLING", [*chat._SAMPLING, "top_a"])
-    with pytest.raises(TypeError, match="top_a"):
-        sampling_of({"top_a": 0.5}, {})
-
-
 MARK = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 MARKED: dict[str, tuple[dict[str, Any], int]] = {  # 2 of the 3 tokens are the system message's
@@ -126,52 +110,3 @@ def test_others_are_answered_while_prompts_are_scored(server: ServerProcess) -> 
     answer = server.post("/v1/completions", {**LONG, "prompt": LONG["prompt"][:4]}, 300)
     assert answer.status == 200 and len(answer.json["choices"][3]["logprobs"]["token_logprobs"]) == 700
     assert server.get("/health").json["status"] == "ok"  # the watchdog did not take it for a hang
-
-
-@pytest.mark.demo_model
-def test_disconnect_stops_the_scoring_of_prompts(server: ServerProcess) -> None:
-    server.wait_until(lambda: server.is_idle)
-    cancelled = server.stats()["server"]["requests"]["cancelled"]
-    with server.send_and_leave_open("/v1/completions", LONG):
-        server.wait_until(lambda: any(server.stats()["running"].values()))
-    server.wait_until(lambda: server.is_idle and server.stats()["server"]["requests"]["cancelled"] == cancelled + 1)
-
-
-def test_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 0.1 s per token a slice has at most 2 tokens, so that it does not occupy the thread for long."""
-    model, now, slices = build("llama"), [0.0], []
-
-    def slow(tokens: mx.array, cache: list[Any]) -> mx.array:
-        slices.append(tokens.size)
-        now[0] += 0.1 * tokens.size
-        return model(tokens, cache=cache)
-
-    slow.make_cache = lambda: make_prompt_cache(model)
-    monkeypatch.setattr(adapter.time, "monotonic", lambda: now[0])
-    owner = SimpleNamespace(weights=SimpleNamespace(model=slow), _slice_tokens=adapter.MIN_SLICE)
-    *between, (found, _) = LoadedModels.scores(owner, [*range(100)], 0)  # type: ignore[arg-type]
-    assert max(slices) <= 2 and sum(slices) == len(found) == 99
-    assert between == [None] * len(slices)
-
-
-def test_scoring_takes_at_most_half_of_the_time_beside_requests() -> None:
-    now = [0.0]
-    watch: Any = SimpleNamespace()
-    loop = EngineLoop(SimpleNamespace(), SimpleQueue(), SimpleNamespace(), watch, lambda: False, lambda: now[0])  # type: ignore[arg-type]
-
-    def scores() -> Iterator[None]:
-        while True:
-            now[0] += 0.4
-            yield None
-
-    loop.scoring.append(Work(None, None, scoring=scores()))
-    spent = {True: 0.0, False: 0.0}
-    for is_busy in (True, False):
-        loop.rows = {1: SimpleNamespace()} if is_busy else {}  # type: ignore[dict-item]
-        for _ in range(40):
-            before = now[0]
-            loop._score()
-            spent[is_busy] += now[0] - before
-            now[0] += 0.1  # a step
-    assert spent[True] <= 4.4, "about half of the time, beside forty steps"
-    assert spent[False] == pytest.approx(16), "all of the time if no request runs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +15,11 @@ from hypothesis import strategies as st
 from tests.server.test_stop_strings import cut_of
 from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.processes.server_process import ServerProcess
+from tests.support.processes.server_process import ServerProcess, cached, together
+from tests.support.server.answers import COMPLETIONS, Said, ask
 
 pytestmark = pytest.mark.demo_model
 
-COMPLETIONS = "/v1/completions"
-FLAGS = ("--kv-cache-memory", str(8 << 20), "--log-level", "WARNING")
 SEVEN = {"39": 1000}  # makes the tokenizer's "7" the only answer
 NUM_TOKENS = 24
 WIDE = "Émile naïve 日本語の 🙂🤝🏽 e\u0301 ﷽ π≈3"  # characters that span several tokens
@@ -42,11 +40,10 @@ def unstopped(server: ServerProcess, folder: Path) -> list[Unstopped]:
     options = {"max_tokens": NUM_TOKENS, "presence_penalty": 100}
     prompts = ("Once upon a time", "x", "And")
     bodies = [{**options, "prompt": prompt, "logit_bias": bias} for prompt in prompts for bias in ({}, wide)]
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        posted = list(pool.map(lambda body: server.post(COMPLETIONS, {**body, "logprobs": True}), bodies))
+    posted = together(lambda body: server.complete(**body, logprobs=True), bodies)
     answers = []
     for body, answer in zip(bodies, posted, strict=True):
-        choice = answer.json["choices"][0]
+        choice = answer["choices"][0]
         detokenizer, pieces = tokenizer.detokenizer, []
         for token in choice["logprobs"]["content"]:
             detokenizer.add_token(token["id"])
@@ -60,34 +57,10 @@ def unstopped(server: ServerProcess, folder: Path) -> list[Unstopped]:
     return answers
 
 
-class Answer(NamedTuple):
-    text: str
-    parts: list[str]
-    finish_reason: str
-    num_tokens: int
-
-
-def ask(server: ServerProcess, body: dict[str, Any]) -> Answer:
-    """Return an answer, whole or from a stream."""
-    options = {"stream_options": {"include_usage": True}} if body.get("stream") else {}
-    got = server.post(COMPLETIONS, {**body, **options})
-    assert got.status == 200, got.body
-    if not body.get("stream"):
-        (choice,) = got.json["choices"]
-        return Answer(choice["text"], [], choice["finish_reason"], got.json["usage"]["completion_tokens"])
-    lines = [line[6:] for line in got.body.decode().split("\n") if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]"
-    chunks = [json.loads(line) for line in lines]
-    parts = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]]
-    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]]
-    assert set(reasons[:-1]) <= {None}
-    return Answer("".join(parts), parts, reasons[-1], chunks[-1]["usage"]["completion_tokens"])
-
-
-def check(answer: Answer, whole: Unstopped, stops: list[str]) -> None:
+def check(answer: Said, whole: Unstopped, stops: list[str]) -> None:
     found = any(stop in whole.text for stop in stops)
     assert answer.text == cut_of(whole.text, stops)
-    assert answer.finish_reason == ("stop" if found else "length")
+    assert answer.finish == ("stop" if found else "length")
     needed = next((n for n in range(NUM_TOKENS) if _holds("".join(whole.pieces[: n + 1]), stops)), NUM_TOKENS - 1) + 1
     assert needed <= answer.num_tokens <= NUM_TOKENS
     if len(stops) == 1:  # with several, later characters may decide which one comes first
@@ -109,42 +82,31 @@ def stops_of(draw: st.DrawFn, text: str) -> list[str]:
     return stops
 
 
-def check_cuts(server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject) -> None:
-    """Check one to five concurrent requests, whole and streamed, with and without a seed."""
-    requests = []
-    for _ in range(data.draw(st.integers(1, 5), "requests")):
-        whole = data.draw(st.sampled_from(unstopped))
-        stops = data.draw(stops_of(whole.text), "stop")
-        options = data.draw(st.fixed_dictionaries({"stream": st.booleans()}, optional={"seed": st.just(1)}))
-        requests.append((whole, stops, {**whole.body, **options, "stop": stops}))
-    with ThreadPoolExecutor(len(requests)) as pool:
-        answers = list(pool.map(lambda request: ask(server, request[2]), requests))
-    for answer, (whole, stops, _) in zip(answers, requests, strict=True):
-        check(answer, whole, stops)
-
-
-@settings(max_examples=9, deadline=None)
-@given(st.data())
+@pytest.mark.parametrize("examples", [9, *slow(100)])
 def test_answers_are_cut_before_the_first_stop_string(
-    server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject
+    examples: int, server: ServerProcess, unstopped: list[Unstopped]
 ) -> None:
-    check_cuts(server, unstopped, data)
+    """One to five requests at once, whole and streamed, with and without a seed."""
+
+    @settings(max_examples=examples, deadline=None)
+    @given(st.data())
+    def check_cuts(data: st.DataObject) -> None:
+        requests = []
+        for _ in range(data.draw(st.integers(1, 5), "requests")):
+            whole = data.draw(st.sampled_from(unstopped))
+            stops = data.draw(stops_of(whole.text), "stop")
+            seed = data.draw(st.sampled_from([{}, {"seed": 1}]))
+            requests.append((whole, stops, {**whole.body, **seed, "stop": stops}, data.draw(st.booleans(), "stream")))
+        answers = together(lambda each: ask(server, COMPLETIONS, each[2], stream=each[3]), requests)
+        for answer, (whole, stops, *_) in zip(answers, requests, strict=True):
+            check(answer, whole, stops)
+
+    check_cuts()
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_many_answers_are_cut_before_the_first_stop_string(
-    server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject
-) -> None:
-    check_cuts(server, unstopped, data)
-
-
-@pytest.mark.slow
-def test_stop_string_inside_a_word_cuts_the_demo_models_answer(demo_model_folder: Path, tmp_path: Path) -> None:
-    server = ServerProcess(demo_model_folder, tmp_path, "--kv-cache-memory", "200MB", "--log-level", "WARNING")
-    check_sentence(server, "What is the capital of France?")
-    assert server.stop() == 0, server.log
+def test_stop_string_inside_a_word_cuts_the_demo_models_answer(demo_model_folder: Path, serve: Any) -> None:
+    check_sentence(serve("--kv-cache-memory", "200MB", model=demo_model_folder), "What is the capital of France?")
 
 
 def test_stop_string_inside_a_word_cuts_the_answer(server: ServerProcess, folder: Path) -> None:
@@ -184,54 +146,43 @@ def check_sentence(server: ServerProcess, question: str, **extra: Any) -> None:
     ("kind", "flags"), [("llama", ()), ("mamba", ()), *slow(("llama", ("--no-prefix-cache",)), ("gemma3", ()))]
 )  # fmt: skip
 def test_stopped_request_ends_at_once_and_its_prefix_stays_cached(
-    kind: str, flags: tuple[str, ...], demo_model_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, flags: tuple[str, ...], demo_model_folder: Path, tmp_path: Path, serve: Any, server: ServerProcess
 ) -> None:
-    is_own = (kind, flags) != ("llama", ())
-    if is_own:
-        server = ServerProcess(make_tiny_model(tmp_path / kind, demo_model_folder, kind), tmp_path, *FLAGS, *flags)
-    else:
-        server = request.getfixturevalue("server")
+    if (kind, flags) != ("llama", ()):
+        server = serve(*flags, model=make_tiny_model(tmp_path / kind, demo_model_folder, kind))
 
     def chat(name: str, **options: Any) -> int:
         """Return how many tokens the turn after an answer of 40 tokens finds cached."""
-        body = {"prompt": f"{name}: ", "logit_bias": SEVEN, **options}
-        answer = ask(server, body)
+        answer = ask(server, COMPLETIONS, {"prompt": f"{name}: ", "logit_bias": SEVEN, **options})
         assert answer.num_tokens == 40
         assert server.stats()["running"] == {"running": 0, "waiting": 0}
-        if flags:
-            assert server.stats()["pool"]["live_blocks"] == 0
-        turn = {"prompt": f"{name}: " + "7" * 40 + " and", "max_tokens": 1, "logit_bias": SEVEN}
-        usage = server.post(COMPLETIONS, turn).json["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
+        assert not flags or server.stats()["pool"]["live_blocks"] == 0
+        return cached(server.complete(f"{name}: " + "7" * 40 + " and", max_tokens=1, logit_bias=SEVEN))
 
     by_itself = chat("a", max_tokens=40)
-    stopped = chat("b", max_tokens=4000, stop="7" * 40)
-    assert stopped == by_itself
+    assert chat("b", max_tokens=4000, stop="7" * 40) == by_itself
     assert by_itself == 0 if flags else by_itself >= 32
     assert kind == "mamba" or server.is_idle  # that model has no blocks
-    if is_own:
-        assert server.stop() == 0 and "Traceback" not in server.log, server.log
 
 
 def test_answers_with_a_draft_model_are_cut_before_stop_strings(
-    folder: Path, unstopped: list[Unstopped], tmp_path: Path
+    folder: Path, unstopped: list[Unstopped], serve: Any
 ) -> None:
-    server = ServerProcess(folder, tmp_path, *FLAGS, "--draft-model", str(folder))
+    server = serve("--kv-cache-memory", "8MB", "--draft-model", folder)
     for whole in unstopped[:2]:
         for begin in range(0, len(whole.text) - 4, 29):
             stops = [whole.text[begin + 2 : begin + 5]]
-            body = {**whole.body, "stop": stops, "stream": begin % 2 == 0, "num_draft_tokens": 1 + begin % 3}
-            check(ask(server, body), whole, stops)
-    assert server.stop() == 0 and "Traceback" not in server.log, server.log
+            body = {**whole.body, "stop": stops, "num_draft_tokens": 1 + begin % 3}
+            check(ask(server, COMPLETIONS, body, stream=begin % 2 == 0), whole, stops)
 
 
 def test_logprobs_cover_only_the_shown_tokens(server: ServerProcess, unstopped: list[Unstopped]) -> None:
     for whole in unstopped[:2]:
-        content = server.post(COMPLETIONS, {**whole.body, "logprobs": True}).json["choices"][0]["logprobs"]["content"]
+        content = server.complete(**whole.body, logprobs=True)["choices"][0]["logprobs"]["content"]
         assert len(content) == NUM_TOKENS
         for begin in range(0, len(whole.text), 19):
             stop = whole.text[begin : begin + 9]
-            body = server.post(COMPLETIONS, {**whole.body, "logprobs": True, "top_logprobs": 2, "stop": stop}).json
+            body = server.complete(**whole.body, logprobs=True, top_logprobs=2, stop=stop)
             text, shown = body["choices"][0]["text"], body["choices"][0]["logprobs"]["content"]
             assert [token["id"] for token in shown] == [token["id"] for token in content[: len(shown)]]
             assert all(len(token["top_logprobs"]) == 2 for token in shown)
@@ -246,9 +197,9 @@ def test_many_stop_strings_are_accepted_and_invalid_ones_refused(
 ) -> None:
     whole = unstopped[0]
     stops = [f"<{number}>" for number in range(1000)] + [whole.text[11:14]]
-    check(ask(server, {**whole.body, "stop": stops}), whole, stops)
+    check(ask(server, COMPLETIONS, {**whole.body, "stop": stops}), whole, stops)
     for off in ("", [""], []):
-        assert ask(server, {**whole.body, "stop": off}).text == whole.text
+        assert ask(server, COMPLETIONS, {**whole.body, "stop": off}).text == whole.text
     for wrong in (["a" * 16_001], [1], {"a": 1}, ["a"] * 1025):
         refused = server.post(COMPLETIONS, {**whole.body, "stop": wrong})
         assert refused.status == 400 and refused.json["error"]["param"] == "stop"

@@ -43,8 +43,7 @@ def server(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
     flags = ("--model", str(folders[1]), "--kv-cache-memory", "8MB", "--idle-unload", str(IDLE), "--max-tokens", "3")
     process = ServerProcess(folders[0], tmp_path_factory.mktemp("server"), *flags)
     yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
+    process.check_end()
 
 
 def test_models_take_turns_and_keep_their_prefixes(server: ServerProcess) -> None:
@@ -71,10 +70,7 @@ def test_idle_model_is_unloaded_and_loaded_again(server: ServerProcess) -> None:
 
 
 def test_models_of_the_command_line_have_names_and_share_the_budget(
-    folders: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = map(str, folders)
     args = parse(["--model", one, "--model", two])

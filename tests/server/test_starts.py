@@ -21,7 +21,6 @@ from mlx_paged.server.engine_thread import EXIT_STATUS
 from mlx_paged.server.errors import REFUSED_STATUS, start_status
 from mlx_paged.server.loaded_models import LoadedModels
 from mlx_paged.server.options import ServerConfig
-from tests.support.models.tiny_model import make_tiny_model
 
 SERVICE = Path(__file__).parents[2] / "docs" / "service"
 # A server on a machine with so little memory that no weights fit.
@@ -32,11 +31,6 @@ from mlx_paged.cli import server
 machine.usable_memory = lambda: 1000
 server.main(["--port", "0", "--model", sys.argv[1]])
 """
-
-
-@pytest.fixture(scope="module")
-def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
 
 
 def under_launchd(monkeypatch: pytest.MonkeyPatch) -> None:

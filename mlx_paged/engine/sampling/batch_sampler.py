@@ -371,13 +371,6 @@ class BatchSampler:
             of = mx.array([place[id(bias)] for bias in every])
             self._bias = tokens[of], values[of]
 
-    @property
-    def only_compares(self) -> bool:
-        """Whether all tokens are chosen by comparing logits: greedily, without penalties or biases."""
-        if not self._is_prepared:
-            self._prepare()
-        return not (self._draws or self._penalties.are_on or self._biased)
-
     # Steps ----------------------------------------------------------------------------------------------------
 
     def penalised(self, logits: mx.array, inputs: mx.array, rows: Sequence[int] | None = None) -> mx.array:

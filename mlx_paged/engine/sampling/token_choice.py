@@ -101,11 +101,6 @@ class TokenChoice:
         self.sampler = BatchSampler()
         self._set_rows([])
 
-    @property
-    def only_compares(self) -> bool:
-        """Whether all tokens are chosen by comparing logits, without a sampler or processor of a caller's own."""
-        return self._all_together and self.sampler.only_compares
-
     # Steps ----------------------------------------------------------------------------------------------------
 
     def choose(self, logits: mx.array, inputs: mx.array, places: Places | None = None) -> Choice:

@@ -466,6 +466,16 @@ def test_slow_first_draft_is_forgotten() -> None:
     assert machine.rate > 0.5 * best_of_look_up(machine)
 
 
+def test_paused_plain_steps_do_not_make_drafts_free() -> None:
+    """Drafts that seemed to take no time made the choice divide by zero."""
+    machine = Machine()
+    machine.device = 100.0
+    machine.run(FIRST_TRIAL - 2)
+    machine.device = 1.0
+    machine.run(2 * MOST_BETWEEN)
+    assert machine.rate > 0
+
+
 def test_noisy_times_do_not_make_drafts_look_cheap() -> None:
     """On a busy CPU steps take half or twice as long by chance, and drafts hardly pay."""
     machine = LookUpMachine(1, 0.85, each, depth=Depth())

@@ -20,7 +20,7 @@ from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.responses import KeptResponses, ResponseBody
 from mlx_paged.server.texts import LoadedTexts
 from scripts.clients.session_share import shares
-from tests.server.api.samples import HI, OF_CHAT, SCHEMA, WHITE
+from tests.server.api.samples import HI, SCHEMA, WHITE
 from tests.support.processes.server_process import Answer, ServerProcess
 
 if TYPE_CHECKING:
@@ -105,18 +105,6 @@ def test_each_turn_hits_earlier_turns_despite_a_changing_first_line(server: Serv
         assert {"tools.web_search_20250305", "tools.eager_input_streaming", "tools.defer_loading"} <= set(ignored)
     counted = {key: value for key, value in turn(9, HISTORY).items() if key != "max_tokens"}
     assert ask(server, counted, "/v1/messages/count_tokens").json["input_tokens"] == seen
-
-
-def test_changing_first_line_is_dropped_from_chats_too(server: ServerProcess) -> None:
-    """Proxies send Claude Code's system prompt in a chat."""
-    found = []
-    for number in (1, 2):
-        header = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number:05x};\n"
-        history = [{"role": "system", "content": header + RULES}, {"role": "user", "content": "Hi."}]
-        usage = ask(server, {"messages": history, "max_tokens": 2}, "/v1/chat/completions").json["usage"]
-        found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
-    (total, _), (again, cached) = found
-    assert total == again and cached >= (total - 1) // 32 * 32 > 0
 
 
 def test_unreadable_parts_of_a_tool_result_are_mentioned_in_the_prompt(server: ServerProcess) -> None:
@@ -365,23 +353,6 @@ def test_thinking_ends_at_its_budget(server: ServerProcess) -> None:
     assert len(answer["choices"][0]["message"]["content"]) == 3
     text = ask(server, {**base, "stream": True, **budgets[0]}, "/v1/chat/completions").body.decode()
     assert '"content"' in text and '"reasoning"' in text
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"functions": [], "function_call": "none"},
-        {"stream_options": {"include_usage": True}},
-        {"tools": [], "tool_choice": "auto"},
-        {
-            "tools": [OF_CHAT],
-            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OF_CHAT]}},
-        },
-        {"audio": None, "parallel_tool_calls": True, "n": 1, "logit_bias": {}, "stop": None},
-    ],
-)
-def test_options_without_effect_are_accepted(server: ServerProcess, values: dict[str, Any]) -> None:
-    ask(server, {"messages": HI, "max_tokens": 1, **values}, "/v1/chat/completions")
 
 
 LATER: list[dict[str, Any]] = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -225,19 +224,6 @@ def test_echoed_prompts_have_the_models_log_probabilities(client: openai.OpenAI,
     assert bare.text.startswith("Hi") and len(bare.text) > 2 and bare.logprobs is None
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         create(model="default_model", prompt="Hi", max_tokens=0)
-
-
-def test_streams_include_log_probabilities(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"model": "default_model", "messages": HI, "max_tokens": 5, "logprobs": True}
-    whole = client.chat.completions.create(**options, top_logprobs=20).choices[0].logprobs.content
-    told = [
-        token
-        for chunk in client.chat.completions.create(**options, top_logprobs=20, stream=True)
-        for token in chunk.choices[0].logprobs.content
-    ]
-    assert [token.token for token in told] == [token.token for token in whole] and len(told) == 5
-    for ours, theirs in zip(told, whole, strict=True):
-        assert math.isclose(ours.logprob, theirs.logprob, abs_tol=1e-4) and len(ours.top_logprobs) == 20
 
 
 def test_required_and_named_tools_are_called(client: openai.OpenAI) -> None:

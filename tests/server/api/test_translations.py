@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.api.samples import HI, OF_MESSAGE, OF_RESPONSE, SCHEMA, WHITE
+from tests.server.api.samples import HI, OF_MESSAGE, OF_RESPONSE, WHITE
 from tests.support.processes.server_process import ServerProcess
+from tests.support.server.answers import CHAT, RESPONSES, ask
 
 if TYPE_CHECKING:
     import anthropic
@@ -38,14 +39,6 @@ def test_responses_give_the_answer_of_a_chat(client: openai.OpenAI) -> None:
     assert "response.output_text.delta" in kinds and "response.output_item.done" in kinds
     told = client.responses.create(**options, input="Hi.", include=["message.output_text.logprobs"], top_logprobs=2)
     assert all(len(token.top_logprobs) == 2 for token in told.output[0].content[0].logprobs)
-    parsed = client.responses.create(
-        model="default_model",
-        input="Hi.",
-        max_output_tokens=60,
-        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
-        extra_body={"logit_bias": WHITE},
-    )
-    assert isinstance(json.loads(parsed.output_text)["ok"], bool) and parsed.status == "completed"
 
 
 def test_responses_call_tools_and_reason(client: openai.OpenAI) -> None:
@@ -102,11 +95,6 @@ def test_messages_give_the_answer_of_a_chat(client: openai.OpenAI, claude: anthr
     cut = claude.messages.create(**options, messages=HI, stop_sequences=["#never#", stop])
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
     assert cut.content[0].text == whole.content[0].text[: whole.content[0].text.index(stop)]
-    form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    parsed = claude.messages.create(
-        model="default_model", max_tokens=60, messages=HI, output_config=form, extra_body={"logit_bias": WHITE}
-    )
-    assert isinstance(json.loads(parsed.content[0].text)["ok"], bool) and parsed.stop_reason == "end_turn"
 
 
 def test_messages_use_tools_and_think(claude: anthropic.Anthropic) -> None:
@@ -158,12 +146,38 @@ def test_assistant_message_at_the_end_is_continued(
     assert refused.status == 400 and refused.json["error"]["param"] == "continue_final_message"
 
 
-def test_developer_messages_are_system_messages(server: ServerProcess) -> None:
-    counts = [
-        server.post("/v1/chat/completions", {"messages": [{"role": role, "content": "Rhyme."}, *HI], "max_tokens": 1})
-        for role in ("developer", "system")
-    ]
-    assert counts[0].json["choices"] == counts[1].json["choices"]
+def test_joined_deltas_equal_the_message(client: openai.OpenAI) -> None:
+    """Uses the official client, which joins the deltas."""
+    with client.chat.completions.stream(model="default_model", messages=HI, n=2, max_tokens=3, seed=1) as stream:
+        for _ in stream:
+            pass
+        choices = stream.current_completion_snapshot.choices
+    whole = client.chat.completions.create(model="default_model", messages=HI, n=2, max_tokens=3, seed=1).choices
+    assert [choice.message.role for choice in choices] == ["assistant"] * 2
+    assert [choice.message.content for choice in choices] == [choice.message.content for choice in whole]
+
+
+def test_empty_assistant_message_at_the_end_is_ignored(server: ServerProcess) -> None:
+    def tokens(*more: dict[str, Any]) -> int:
+        answer = server.post("/v1/messages/count_tokens", {"messages": [*HI, *more]})
+        assert answer.status == 200, answer.body
+        return int(answer.json["input_tokens"])
+
+    plain = tokens()
+    for content in ("", []):
+        assert tokens({"role": "assistant", "content": content}) == plain
+    assert tokens({"role": "assistant", "content": "One"}) == plain + 1
+    for messages in ([{"role": "user", "content": []}], [{"role": "assistant", "content": []}]):
+        refused = server.post("/v1/messages", {"messages": messages, "max_tokens": 1})
+        assert refused.status == 400 and "empty" in refused.json["error"]["message"], refused.body
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_developer_messages_are_system_messages(path: str, server: ServerProcess) -> None:
+    name = "input" if path == RESPONSES else "messages"
+    bodies = [{name: [{"role": role, "content": "Rhyme."}, *HI], "max_tokens": 2} for role in ("developer", "system")]
+    first, second = (ask(server, path, body) for body in bodies)
+    assert first.text == second.text
 
 
 def test_errors_have_the_form_of_each_api(server: ServerProcess) -> None:

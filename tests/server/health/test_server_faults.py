@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes.server_process import Answer, FaultyServer, ServerProcess
+from tests.support.processes.server_process import Answer, FaultyServer, cached, together
 
 pytestmark = pytest.mark.demo_model
 
@@ -44,24 +44,28 @@ class WatchedServer(FaultyServer):
         return self.post(COMPLETIONS, body)
 
 
-def test_failure_of_the_engine_ends_the_process(folder: Path, tmp_path: Path) -> None:
-    faulty = WatchedServer(folder, tmp_path)
-    for answer in faulty.fail_while_it_answers("raises", 2):
-        assert answer.status == 503 and answer.headers["retry-after"] == "5", answer.body
-        assert "the engine failed: Fault: as asked" in answer.json["error"]["message"]
-    assert faulty.process.wait(60) == 70
-    assert "the engine failed: Fault: as asked; exiting with status 70" in faulty.log
+LOST = "the device failed: [METAL] Command buffer execution"
 
 
-@pytest.mark.parametrize("place", ["eval", "async_eval", "item"])
-def test_error_of_the_device_is_answered_and_ends_the_process(place: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "reason", "logged"),
+    [
+        ("raises", "the engine failed: Fault: as asked", "the engine failed: Fault: as asked; exiting with status 70"),
+        *((f"device {place}", LOST, "SubmissionsIgnored") for place in ("eval", "async_eval", "item")),
+        ("loops", "no progress for 3 s", "no progress for 3 s; its stack:"),
+        pytest.param("blocks", "no progress for 3 s", "no progress for 3 s; its stack:", marks=pytest.mark.slow),
+    ],
+)
+def test_fault_in_a_step_is_answered_and_ends_the_process(
+    fault: str, reason: str, logged: str, folder: Path, tmp_path: Path
+) -> None:
     flags = ("--prefix-cache-dir", str(tmp_path / "prefixes"), "--kv-block-size", "16")
     faulty = WatchedServer(folder, tmp_path, *flags)
-    for answer in faulty.fail_while_it_answers(f"device {place}", 2):
-        assert answer.status == 503, answer.body
-        assert "the device failed: [METAL] Command buffer execution" in answer.json["error"]["message"]
+    for answer in faulty.fail_while_it_answers(fault, 2):
+        assert answer.status == 503 and answer.headers["retry-after"] == "5", answer.body
+        assert reason in answer.json["error"]["message"]
     assert faulty.process.wait(60) == 70
-    assert "SubmissionsIgnored" in faulty.log and "exiting with status 70" in faulty.log
+    assert logged in faulty.log and ("stack" not in logged or "faulty_server.py" in faulty.log)
     assert not list((tmp_path / "prefixes").glob("*.kv*"))
 
 
@@ -76,29 +80,18 @@ def test_error_of_the_device_at_a_write_to_disk_ends_the_process(folder: Path, t
     assert not list((tmp_path / "prefixes").glob("*.kv*"))
 
 
-@pytest.mark.parametrize("fault", ["loops", pytest.param("blocks", marks=pytest.mark.slow)])
-def test_hang_ends_the_process(fault: str, folder: Path, tmp_path: Path) -> None:
-    faulty = WatchedServer(folder, tmp_path)
-    for answer in faulty.fail_while_it_answers(fault, 2):
-        assert answer.status == 503 and "no progress for 3 s" in answer.json["error"]["message"]
-    assert faulty.process.wait(60) == 70
-    assert "no progress for 3 s; its stack:" in faulty.log and "faulty_server.py" in faulty.log
-
-
-def test_server_short_of_memory_answers_one_request_at_a_time(folder: Path, tmp_path: Path) -> None:
-    server = ServerProcess(folder, tmp_path, "--memory-watermark", "0.001", "--log-level", "WARNING")
+def test_server_short_of_memory_answers_one_request_at_a_time(serve: Any) -> None:
+    server = serve("--memory-watermark", "0.001")
     body = {**LONG, "max_tokens": 60}
-    expected = server.post(COMPLETIONS, body).json["choices"][0]["text"]
-    with ThreadPoolExecutor(3) as pool:
-        for answer in pool.map(lambda _: server.post(COMPLETIONS, body), range(3)):
-            assert answer.status == 200 and answer.json["choices"][0]["text"] == expected
+    expected = server.complete(**body)["choices"][0]["text"]
+    for answer in together(lambda _: server.complete(**body), range(3)):
+        assert answer["choices"][0]["text"] == expected
     server.wait_until(lambda: server.get("/health").json["memory"]["pressure"] == "preempting")
     health = server.get("/health")
     assert health.status == 200 and health.json["status"] == "degraded"
     assert 0 < health.json["memory"]["used_bytes"] <= health.json["memory"]["limit_bytes"]
     server.wait_until(lambda: server.stats()["pool"]["live_blocks"] == 0)  # nothing stays cached
     assert "preempting" in server.log and server.stats()["server"]["requests"]["failed"] == 0
-    assert server.stop() == 0, server.log
 
 
 def streamed(client: socket.socket) -> bytes:
@@ -106,9 +99,9 @@ def streamed(client: socket.socket) -> bytes:
         return b"".join(iter(lambda: client.recv(65536), b""))
 
 
-def test_sigterm_finishes_accepted_requests_and_refuses_new_ones(folder: Path, tmp_path: Path) -> None:
-    flags = ("--prefix-cache-dir", str(tmp_path / "prefixes"), "--kv-block-size", "16")
-    server = FaultyServer(folder, tmp_path, *flags)
+def test_sigterm_finishes_accepted_requests_and_refuses_new_ones(serve: Any, tmp_path: Path) -> None:
+    flags = ("--prefix-cache-dir", tmp_path / "prefixes", "--kv-block-size", "16")
+    server = serve(*flags, kind=FaultyServer)
     body = {**LONG, "max_tokens": 200}
     with ThreadPoolExecutor(4) as pool:
         with server.holding(1):
@@ -129,20 +122,15 @@ def test_sigterm_finishes_accepted_requests_and_refuses_new_ones(folder: Path, t
         for client in clients:
             assert b"[DONE]" in streamed(client)
     assert server.process.wait(60) == 0, server.log
-    again = ServerProcess(folder, tmp_path, *flags)
-    usage = again.post(COMPLETIONS, {**body, "max_tokens": 1}).json["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
-    assert again.stop() == 0
+    assert cached(serve(*flags).complete(**{**body, "max_tokens": 1})) > 0
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [(signal.SIGINT, signal.SIGINT), pytest.param(signal.SIGTERM, signal.SIGINT, marks=pytest.mark.slow)],
 )
-def test_second_signal_ends_the_server_at_once(
-    folder: Path, tmp_path: Path, first: signal.Signals, second: signal.Signals
-) -> None:
-    server = ServerProcess(folder, tmp_path, "--drain-timeout", "600")
+def test_second_signal_ends_the_server_at_once(serve: Any, first: signal.Signals, second: signal.Signals) -> None:
+    server = serve("--drain-timeout", "600")
     client = server.send_and_leave_open(COMPLETIONS, {**LONG, "stream": True})
     server.wait_for(running=1)
     server.process.send_signal(first)
@@ -155,8 +143,8 @@ def test_second_signal_ends_the_server_at_once(
     client.close()
 
 
-def test_drain_timeout_ends_unfinished_requests(folder: Path, tmp_path: Path) -> None:
-    server = ServerProcess(folder, tmp_path, "--drain-timeout", "0.5")
+def test_drain_timeout_ends_unfinished_requests(serve: Any) -> None:
+    server = serve("--drain-timeout", "0.5")
     client = server.send_and_leave_open(COMPLETIONS, {**LONG, "stream": True})
     server.wait_for(running=1)
     server.process.send_signal(signal.SIGTERM)

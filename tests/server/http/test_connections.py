@@ -11,8 +11,6 @@ import pytest
 
 from tests.support.processes.server_process import ServerProcess
 
-FLAGS = ("--max-tokens", "3", "--log-level", "WARNING")
-
 COMPLETIONS = "/v1/completions"
 
 

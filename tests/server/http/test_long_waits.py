@@ -69,37 +69,6 @@ def test_streams_send_keepalives_during_long_prompts(server: ServerProcess) -> N
     assert num_beats >= 2, streams
 
 
-@pytest.mark.slow
-@pytest.mark.demo_model
-def test_official_clients_skip_keepalives(server: ServerProcess) -> None:
-    import anthropic  # here: importing both takes seconds, and each process that runs tests imports this file
-    import openai
-
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
-    bodies = long_bodies(3 * CHUNK)
-
-    def chat() -> str:
-        chunks = client.chat.completions.create(model="default_model", **bodies["/v1/chat/completions"], stream=True)
-        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-
-    def completion() -> str:
-        chunks = client.completions.create(model="default_model", **bodies["/v1/completions"], stream=True)
-        return "".join(chunk.choices[0].text for chunk in chunks)
-
-    def response() -> str:
-        events = list(client.responses.create(model="default_model", **bodies["/v1/responses"], stream=True))
-        assert events[-1].type == "response.incomplete"  # at three tokens
-        return events[-1].response.output_text
-
-    def message() -> str:
-        with claude.messages.stream(model="default_model", **bodies["/v1/messages"]) as stream:
-            return stream.get_final_text()
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(each.result() for each in [pool.submit(ask) for ask in (chat, completion, response, message)])
-
-
 def unread(server: ServerProcess, number: int, body: dict[str, Any]) -> list[socket.socket]:
     """Open streams that are never read, with small receive buffers."""
     clients = []

@@ -89,12 +89,7 @@ def test_page_shows_running_and_waiting_requests(tmp_path: Path) -> None:
     }
     waiting |= {"tokens": 0, "computing_tokens": 0, "generated_tokens": 0, "blocks": []}
     server = {"prompt_tokens": 0, "cached_tokens": 0}
-    few: dict[str, Any] = {
-        "model": "m",
-        "health": {"status": "ok", "memory": None},
-        "server": server,
-        "pool": None,
-    }
+    few: dict[str, Any] = {"model": "m", "health": {"status": "ok", "memory": None}, "server": server, "pool": None}
     few |= {"running": {"running": 0, "waiting": 2}, "sequences": [{**waiting, "number": n} for n in (1, 2)]}
     many = {**few, "running": {"running": 0, "waiting": 9}, "sequences": [{**waiting, "number": n} for n in range(9)]}
     (first, second), state = page_of(cache_page(), [few, many], tmp_path)

@@ -71,22 +71,6 @@ def test_log_has_a_line_while_the_engine_works(
     assert caplog.messages == ["1 running, 2 waiting, 40.0 tokens/s, 75 % of prompt tokens cached"]
 
 
-def test_health_is_among_the_metrics() -> None:
-    memory = {"used_bytes": 5, "limit_bytes": 10, "source": "system", "watermark": 0.95, "pressure": "none"}
-    health = {"status": "draining", "memory": memory}
-    text = ServerStats().metrics({**report(ServerStats()), "health": health}).decode()
-    samples = {sample.name: sample.value for f in text_string_to_metric_families(text) for sample in f.samples}
-    assert samples["mlx_paged_draining"] == 1
-    assert (samples["mlx_paged_memory_used_bytes"], samples["mlx_paged_memory_limit_bytes"]) == (5, 10)
-
-
-def test_bytes_of_states_and_checkpoints_are_among_the_metrics() -> None:
-    pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict() | {"state_bytes": 96, "checkpoint_bytes": 64}
-    text = ServerStats().metrics({**report(ServerStats()), "pool": pool}).decode()
-    samples = {sample.name: sample.value for f in text_string_to_metric_families(text) for sample in f.samples}
-    assert (samples["mlx_paged_pool_state_bytes"], samples["mlx_paged_pool_checkpoint_bytes"]) == (96, 64)
-
-
 def test_dashboard_uses_only_existing_metrics() -> None:
     health = {"status": "ok", "memory": {"used_bytes": 1, "limit_bytes": 2}}
     pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict()
@@ -109,7 +93,13 @@ def test_metrics_can_be_parsed_by_prometheus() -> None:
     stats = ServerStats()
     stats.requests["ok"] += 1
     stats.count(prompt_tokens=8, cached_tokens=2)
-    families = {f.name: f for f in text_string_to_metric_families(ServerStats().metrics(report(stats)).decode())}
+    memory = {"used_bytes": 5, "limit_bytes": 10, "source": "system", "watermark": 0.95, "pressure": "none"}
+    pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict() | {"state_bytes": 96, "checkpoint_bytes": 64}
+    told = {**report(stats), "health": {"status": "draining", "memory": memory}, "pool": pool}
+    families = {f.name: f for f in text_string_to_metric_families(ServerStats().metrics(told).decode())}
+    expected = {"draining": 1, "memory_used_bytes": 5, "memory_limit_bytes": 10}
+    expected |= {"pool_state_bytes": 96, "pool_checkpoint_bytes": 64}
+    assert {name: families[f"mlx_paged_{name}"].samples[0].value for name in expected} == expected
     assert families["mlx_paged_prefix_hit_rate"].samples[0].value == 0.25
     assert {s.labels["outcome"]: s.value for s in families["mlx_paged_requests"].samples}["ok"] == 1
     assert families["mlx_paged_attention_dispatches"].samples[0].labels["reason"] == 'a "reason"'

@@ -5,7 +5,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -87,6 +88,12 @@ class ServerProcess:
         assert answer.status == 200, answer.body
         return answer.json
 
+    def complete(self, prompt: Any, **options: Any) -> Any:
+        """Return the answer to a completion, and fail if it is refused."""
+        answer = self.post("/v1/completions", {"prompt": prompt, **options})
+        assert answer.status == 200, answer.body
+        return answer.json
+
     def send_and_leave_open(self, path: str, body: Any) -> socket.socket:
         """Send a request and return the connection, to be closed by the caller."""
         raw = json.dumps(body).encode()
@@ -121,6 +128,23 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise
+
+    def check_end(self) -> None:
+        """Stop it, and fail unless it ends in order and has logged no traceback."""
+        assert self.stop() == 0, self.log[-3000:]
+        assert "Traceback" not in self.log, self.log[-5000:]
+
+
+def cached(answer: Any) -> int:
+    """Return the cached prompt tokens of a chat or completion."""
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def together(call: Callable[..., Any], items: Iterable[Any]) -> list[Any]:
+    """Call a function with each item, all at once; return its results in order."""
+    given = list(items)
+    with ThreadPoolExecutor(len(given)) as pool:
+        return list(pool.map(call, given))
 
 
 class FaultyServer(ServerProcess):
