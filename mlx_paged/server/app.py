@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -17,7 +18,6 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
 from .answers import AnswerResponse, Answers, Client
-from .engine_loop import Work
 from .errors import RequestRefused, invalid, not_found
 from .http import Gate, RequestLog, body_of, json_response
 from .parts import Parts
@@ -28,6 +28,7 @@ from .requests.endpoints import ENDPOINTS, RESPONSES, Computation, Endpoint, Pag
 from .requests.fields import MAX_PRIORITY, parsed
 from .requests.pieces import Form, Head
 from .requests.responses import ResponseForm
+from .work import Work
 
 if TYPE_CHECKING:
     from .texts import LoadedTexts
@@ -95,7 +96,8 @@ class App:
     async def _generate(self, endpoint: Endpoint, http: Request, raw: bytearray, key: str | None) -> Response:
         parts, run, size = self._parts, self._parts.prompts.run, len(raw)
         asked = await run(lambda: self._read(endpoint, raw, key, http), size=size)
-        request, client = asked.request, Client(http.receive)
+        request = asked.request
+        client = Client(Work(request, request.model, asyncio.get_running_loop()), http.receive)
         try:
             if (found := asked.texts) is None:
                 found = await parts.engine.texts_for(request.model)
@@ -103,11 +105,11 @@ class App:
                 await run(lambda: parts.prompts.complete(request, found), size=size)
             await parts.prompts.compile(request, found)
             answers = Answers(request, found, asked.form, streams=asked.streams)
-            work = parts.engine.submit(Work(client.stream, request, found.key))
+            parts.engine.submit(client.work)
         except BaseException:
             client.close()
             raise
-        return AnswerResponse(client, answers, asked.form, _log(http), asked.headers, work, streams=asked.streams)
+        return AnswerResponse(client, answers, asked.form, _log(http), asked.headers, streams=asked.streams)
 
     async def _compute(self, endpoint: Computation, http: Request, raw: bytearray) -> Response:
         parts, run, size = self._parts, self._parts.prompts.run, len(raw)

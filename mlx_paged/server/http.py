@@ -20,9 +20,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from .answer_stream import ClientGone
 from .errors import RequestRefused, invalid, refusal_of
 from .parts import Parts
+from .work import ClientGone
 
 SOCKET_SECONDS = 60  # without a byte from or to a client, after which it counts as gone
 MAX_HEADER_BYTES = 64 << 10

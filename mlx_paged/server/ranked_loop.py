@@ -11,11 +11,12 @@ import mlx.core as mx
 
 from ..machine import MemoryReading
 from ..ranks.ranks import Ranks
-from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, for_seconds
+from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, for_seconds
 from .errors import RequestRefused
 from .memory import MemoryWatch, nearest, read_memory
 from .prompting import parts_of
 from .request import ServerRequest
+from .work import Work
 
 if TYPE_CHECKING:
     from .engine_thread import EngineThread
@@ -76,7 +77,7 @@ class RankedLoop(EngineLoop):
             self._waiting += self.arrived(IDLE_SECONDS)
         for work in [work for work in self._waiting if work.request is None]:  # only the tokenizer was wanted
             self._waiting.remove(work)
-            self.outbox.put(work.stream, self.models.texts)
+            self.outbox.put(work, self.models.texts)
         self.outbox.flush()
         self._new_works, num_bytes = [], 0
         while self._waiting and (not self._new_works or num_bytes < MAX_MESSAGE_BYTES):
@@ -85,7 +86,7 @@ class RankedLoop(EngineLoop):
                 work.is_shared = True
                 self._new_works.append(work)
                 num_bytes += _size(work)
-        gone = [work for work in self._works() if work.stream is not None and not work.stream.is_wanted]
+        gone = [work for work in self._works() if not work.is_open]
         return {
             "now": time.monotonic(),
             "ends": self.is_stopping(),
@@ -102,7 +103,7 @@ class RankedLoop(EngineLoop):
             for described in message["requests"]:  # without its grammar, which rank 0 has compiled
                 request = ServerRequest.from_description(described)
                 request.grammar = None if request.constraint is None else texts.compile(request.constraint)
-                self._new_works.append(Work(None, request, texts.key, is_shared=True))
+                self._new_works.append(Work(request, texts.key, is_shared=True))
         self.pending += self._new_works
         self._new_works, gone = [], set(message["gone"])
         for work in self._works():

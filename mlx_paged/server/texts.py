@@ -25,6 +25,7 @@ from .request import ChatInput, Input, Prompt, PromptLimits, ServerRequest
 
 PIECE = 1 << 17  # characters of a long text that are tokenized at a time, to count them
 EFFORT = "reasoning_effort"
+KNOWN_TOKENS = 1 << 15  # whose texts are kept: an answer with 20 log-probabilities asks for as many in each step
 THINKING_BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}  # tokens, if the chat template reads no effort
 THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that use another name
 # Arguments of apply_chat_template that templates also read as variables, and that mlx-lm does not set itself.
@@ -60,6 +61,7 @@ class LoadedTexts:
         self.context_length = length if isinstance(length, int) and length > 0 else None
         self.takes_images = self._processor is not None
         self.marks = text_marks(tokenizer)
+        self.token = functools.lru_cache(KNOWN_TOKENS)(self._token)
 
     def make_prompt(self, given: Input, limits: PromptLimits) -> Prompt:
         """Render and tokenize a prompt as mlx-lm's server does.
@@ -154,7 +156,7 @@ class LoadedTexts:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))
 
-    def token(self, token_id: int) -> tuple[str, bytes]:
+    def _token(self, token_id: int) -> tuple[str, bytes]:
         """Return the text of a token by itself, and its bytes, which may be only part of a character."""
         (name,) = self.tokenizer.convert_ids_to_tokens([token_id])
         name = str(name)

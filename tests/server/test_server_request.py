@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.server import loaded_models as adapter
 from mlx_paged.server.constraint import constraint_of
-from mlx_paged.server.engine_loop import EngineLoop, Work
+from mlx_paged.server.engine_loop import EngineLoop
 from mlx_paged.server.loaded_models import LoadedModels
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests import chat
@@ -25,6 +25,7 @@ from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
 from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.stops import StopList
+from mlx_paged.server.work import Work
 from tests.support.models.builders import build
 from tests.support.processes.server_process import ServerProcess
 
@@ -164,7 +165,9 @@ def test_scoring_takes_at_most_half_of_the_time_beside_requests() -> None:
             now[0] += 0.4
             yield None
 
-    loop.scoring.append(Work(None, None, scoring=scores()))
+    work = Work(None)
+    work.scoring = scores()
+    loop.scoring.append(work)
     spent = {True: 0.0, False: 0.0}
     for is_busy in (True, False):
         loop.rows = {1: SimpleNamespace()} if is_busy else {}  # type: ignore[dict-item]

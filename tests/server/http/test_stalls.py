@@ -17,15 +17,15 @@ import pytest
 from pydantic import AfterValidator
 
 from mlx_paged.server import app
-from mlx_paged.server.answer_stream import Begun, Generated
 from mlx_paged.server.call_formats import TextMarks
-from mlx_paged.server.engine_loop import TRIM_SECONDS, Work
+from mlx_paged.server.engine_loop import TRIM_SECONDS
 from mlx_paged.server.engine_thread import EngineThread
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests.endpoints import Endpoint
 from mlx_paged.server.requests.fields import ModelParameters, SamplingParameters
 from mlx_paged.server.requests.pieces import Head, Usage
+from mlx_paged.server.work import Begun, Generated, Work
 from scripts.soak.soak_server import growth, resident_bytes
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
@@ -270,7 +270,7 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
     texts.make_prompt = lambda given, limits: note("prompt") or Prompt.of_tokens([1])
 
     def submit(work: Any) -> Any:
-        work.stream.feed([Begun(0, 0), Generated(0, 2, "a", "length")])
+        work.feed([Begun(0, 0), Generated(0, 2, "a", "length")])
         return work
 
     async def texts_for(key: Any) -> Any:
@@ -310,12 +310,12 @@ def test_open_requests_are_listed_while_others_arrive() -> None:
     """A WeakSet raises an error if it grows while it is read."""
     loop = MagicMock(num_waiting=0, sequences=list)
     engine = EngineThread(MagicMock(), MagicMock(), MagicMock(), 0.0, make_loop=lambda thread: loop)
-    held = [engine.submit(Work(None, None)) for _ in range(5000)]
+    held = [engine.submit(Work(None)) for _ in range(5000)]
     interval, is_over = sys.getswitchinterval(), threading.Event()
 
     def add() -> None:
         while not is_over.is_set():
-            works = [engine.submit(Work(None, None)) for _ in range(500)]
+            works = [engine.submit(Work(None)) for _ in range(500)]
             while not engine.requests.empty():
                 engine.requests.get()
             works.clear()
