@@ -309,7 +309,9 @@ def _generate_step(
                 yield each
         except PoolExhaustedError as error:  # it knows what a chunk lacks
             pool = known_pool(model)
-            needed = 0 if pool is None else PoolBudget(pool, chunk=kw.get("prefill_step_size", 2048)).bytes_for(num_tokens)
+            needed = (
+                0 if pool is None else PoolBudget(pool, chunk=kw.get("prefill_step_size", 2048)).bytes_for(num_tokens)
+            )
             if pool is None or needed <= pool.memory_budget:
                 raise
             raise ConfigError(
