@@ -315,8 +315,8 @@ def _generate_step(
             if pool is None or needed <= pool.memory_budget:
                 raise
             raise ConfigError(
-                f"the KV cache budget of {pool.memory_budget:,} bytes is too small: {num_tokens:,} tokens of prompt and "
-                f"answer need {needed:,} bytes. Raise kv_cache_memory (--kv-cache-memory) or use fewer tokens"
+                f"the KV cache budget of {pool.memory_budget:,} bytes is too small: {num_tokens:,} tokens of prompt "
+                f"and answer need {needed:,} bytes. Raise kv_cache_memory (--kv-cache-memory) or use fewer tokens"
             ) from error
 
 

@@ -30,7 +30,7 @@ def values_of(schema: dict[str, Any]) -> str:
     if "minimum" in kind:
         low, high = kind["minimum"], kind["maximum"]
         return f"{low:g} to {high:g}" if high < 1e6 else "any whole number" if low < 0 else f"from {low:g}"
-    return str(kind.get("type", "object" if "$ref" in kind else ""))
+    return str(kind.get("type", "object" if {"$ref", "oneOf"} & kind.keys() else ""))
 
 
 def table_of(endpoint: Endpoint) -> str:

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.server import loaded_models as adapter
-from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.engine_loop import EngineLoop
 from mlx_paged.server.loaded_models import LoadedModels
 from mlx_paged.server.request import Prompt, ServerRequest
@@ -26,6 +25,7 @@ from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.stops import StopList
 from mlx_paged.server.work import Work
+from tests.support.constraints import constraint_of
 from tests.support.models.builders import build
 from tests.support.processes.server_process import ServerProcess
 
@@ -71,7 +71,7 @@ def test_all_sampling_parameters_of_a_body_reach_the_engine() -> None:
     made = asdict(sampling_of(vars(body), {}))
     assert {name: made[name] for name in SAID} == SAID and made["logit_bias"] == {3: 1.5}
     assert set(made) - set(SAID) - ONLY_OF_THE_ENGINE == {"logit_bias"}, "a parameter that no client can set"
-    others = {"logit_bias", "prompt_lookup", "cache_salt", "priority", "structured_outputs"}
+    others = {"logit_bias", "prompt_lookup", "cache_salt", "priority"}
     assert set(SamplingParameters.model_fields) - set(SAID) == others, "a field that is not tested here"
 
 

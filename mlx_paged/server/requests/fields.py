@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -153,7 +153,6 @@ class SamplingParameters(Sampling):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
         None, description="lower numbers are admitted first, and preempt higher ones"
     )
-    structured_outputs: dict[str, Any] | None = Field(None, description="as in vLLM")
 
 
 class StreamOptions(Body):
@@ -296,20 +295,22 @@ def _note_ignored(names: Sequence[str]) -> None:
 _noted: set[str] = set()
 
 
+# Parts of pydantic's places that are no names.
+_KINDS = ("function-", "constrained-", "list[", "dict[", "literal[", "tagged-union[")
+
+
 def validation_refusal(error: ValidationError) -> RequestRefused:
     """Return a 400 for the first invalid parameter of a body: its name, what is allowed and what was given."""
     faults = error.errors(include_url=False)
-    fault = faults[0]
+    first = [each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]]
+    fault = max(first, key=lambda each: len(each["loc"]))  # of a union's members, the one that fits best
     place = [str(part) for part in fault["loc"]]
     param = place[0] if place else None
-    where = ".".join(
-        part
-        for part in place
-        if part != "str" and not part.startswith(("function-", "constrained-", "list[", "dict[", "literal["))
-    )
+    named = [part for part in place if part != "str" and not part.startswith(_KINDS)]
+    where = ".".join(part for part, _ in groupby(named))  # members of a union come as TAG.FIELD, often the same word
     if fault["type"] == "missing":
         return invalid(f"{where} is required", param)
-    allowed = list(dict.fromkeys(_words(each) for each in faults if each["loc"][:1] == fault["loc"][:1]))
+    allowed = list(dict.fromkeys(_words(each) for each in first if len(each["loc"]) == len(place)))
     return invalid(f"{where[:200]}: {' or '.join(allowed)[:300]}, got {_abbreviated(fault.get('input'))}", param)
 
 
