@@ -121,7 +121,6 @@ class EngineLoop:
         self._clock = clock
         self._tidied, self._worked_at = clock(), 0.0
         self._used_at: float | None = clock()  # None: the models have been unloaded since
-        self._score_at = 0.0  # before it, no slice of a prompt's scores is computed while other requests run
 
     # By any thread --------------------------------------------------------------------------------------------
 
@@ -271,14 +270,14 @@ class EngineLoop:
 
     def _scores_of(self, request: ServerRequest) -> Iterator[Scores | None]:
         for number, prompt in enumerate(request.prompts):
-            for found in self.models.scores(prompt.tokens, request.top_logprobs or 0):
+            for found in self.models.scores(prompt.tokens, request.top_logprobs or 0, lambda: not self.rows):
                 yield None if found is None else Scores(number, *found)
 
     def _score(self) -> None:
-        """Compute one slice of the scores; while other requests run, slices take at most half of the time."""
-        if not self.scoring or (self.rows and self._clock() < self._score_at):
+        """Compute one slice of the scores."""
+        if not self.scoring:
             return
-        work, begin = self.scoring[0], self._clock()
+        work = self.scoring[0]
         assert work.scoring is not None
         try:
             found = next(work.scoring, False)
@@ -286,8 +285,6 @@ class EngineLoop:
             self.scoring.popleft()
             self.fail(work, error)
             return
-        finally:
-            self._score_at = 2 * self._clock() - begin
         if found is False:
             self.scoring.popleft()
             self.pending.appendleft(work)

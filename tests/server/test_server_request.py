@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import select
-from collections.abc import Iterator
 from dataclasses import asdict
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.server import loaded_models as adapter
-from mlx_paged.server.engine_loop import EngineLoop
 from mlx_paged.server.loaded_models import LoadedModels
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests import chat
@@ -24,7 +21,6 @@ from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
 from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.stops import StopList
-from mlx_paged.server.work import Work
 from tests.support.constraints import constraint_of
 from tests.support.models.builders import build
 from tests.support.processes.server_process import ServerProcess
@@ -138,43 +134,17 @@ def test_disconnect_stops_the_scoring_of_prompts(server: ServerProcess) -> None:
     server.wait_until(lambda: server.is_idle and server.stats()["server"]["requests"]["cancelled"] == cancelled + 1)
 
 
-def test_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 0.1 s per token a slice has at most 2 tokens, so that it does not occupy the thread for long."""
-    model, now, slices = build("llama"), [0.0], []
+def test_prompt_is_scored_in_smaller_slices_beside_requests() -> None:
+    model, slices = build("llama"), []
 
-    def slow(tokens: mx.array, cache: list[Any]) -> mx.array:
+    def noting(tokens: mx.array, cache: list[Any]) -> mx.array:
         slices.append(tokens.size)
-        now[0] += 0.1 * tokens.size
         return model(tokens, cache=cache)
 
-    slow.make_cache = lambda: make_prompt_cache(model)
-    monkeypatch.setattr(adapter.time, "monotonic", lambda: now[0])
-    owner = SimpleNamespace(weights=SimpleNamespace(model=slow), _slice_tokens=adapter.MIN_SLICE)
-    *between, (found, _) = LoadedModels.scores(owner, [*range(100)], 0)  # type: ignore[arg-type]
-    assert max(slices) <= 2 and sum(slices) == len(found) == 99
-    assert between == [None] * len(slices)
-
-
-def test_scoring_takes_at_most_half_of_the_time_beside_requests() -> None:
-    now = [0.0]
-    watch: Any = SimpleNamespace()
-    loop = EngineLoop(SimpleNamespace(), SimpleQueue(), SimpleNamespace(), watch, lambda: False, lambda: now[0])  # type: ignore[arg-type]
-
-    def scores() -> Iterator[None]:
-        while True:
-            now[0] += 0.4
-            yield None
-
-    work = Work(None)
-    work.scoring = scores()
-    loop.scoring.append(work)
-    spent = {True: 0.0, False: 0.0}
-    for is_busy in (True, False):
-        loop.rows = {1: SimpleNamespace()} if is_busy else {}  # type: ignore[dict-item]
-        for _ in range(40):
-            before = now[0]
-            loop._score()
-            spent[is_busy] += now[0] - before
-            now[0] += 0.1  # a step
-    assert spent[True] <= 4.4, "about half of the time, beside forty steps"
-    assert spent[False] == pytest.approx(16), "all of the time if no request runs"
+    noting.make_cache = lambda: make_prompt_cache(model)
+    owner: Any = SimpleNamespace(weights=SimpleNamespace(model=noting))
+    for is_alone, most in ((True, adapter.SLICE), (False, adapter.SLICE_BESIDE)):
+        slices.clear()
+        *between, (found, _) = LoadedModels.scores(owner, [*range(200)], 0, lambda: is_alone)  # noqa: B023
+        assert max(slices) == most and sum(slices) == len(found) == 199
+        assert between == [None] * len(slices)
