@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from ...grammar.compiler import ANY_OBJECT, GrammarSource
 from ..constraint import Constraint, Tool, Tools
 from ..errors import invalid
-from .fields import Body, Several
+from .fields import Body, Several, ToolList
 
 MAX_CHOICE_STRINGS = 10_000
 NotEmpty = Annotated[str, Field(min_length=1)]
@@ -116,7 +116,7 @@ class AnswerParameters(Body):
 class ToolParameters(AnswerParameters):
     """What the text of an answer has to be, and which tools it may or must call."""
 
-    tools: Several[dict[str, Any]] | None = None
+    tools: ToolList[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is returned")
 

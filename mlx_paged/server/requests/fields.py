@@ -35,11 +35,11 @@ MAX_PRIORITY = 1 << 20
 MAX_VALUES = 1 << 19  # commas and brackets in a body: each may become a Python object, which takes up to 1 µs
 MAX_PARAMETERS = 1024
 MAX_TOOLS = 1024
-MAX_PARTS = 100_000  # messages and items of a body, with their content parts and calls
 MAX_STOPS = 1024
 MAX_REFERENCES = 1024  # items of type item_reference
 T = TypeVar("T")
 Several = Annotated[list[T], Field(fail_fast=True)]  # a list that is checked up to its first fault
+ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
 NO_EFFECT, REFUSED = "no effect", "refused"
 SUPPORT = "x-support"
 MOST_NOTED = 1000  # names of unknown parameters in the log
@@ -174,7 +174,8 @@ def check_stops(value: str | list[str] | None) -> list[str] | None:
     return stops or None
 
 
-StopField = Annotated[str | Several[str] | None, AfterValidator(check_stops)]
+Stops = Annotated[Several[str], Field(max_length=MAX_STOPS)]
+StopField = Annotated[str | Stops | None, AfterValidator(check_stops)]
 Tokens = Annotated[Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None, BeforeValidator(or_none)]
 TRACE = "a label for records only"
 _CACHE = "prefixes are found by their tokens"
@@ -223,7 +224,8 @@ def parsed(raw: bytes | bytearray, model: type[Body], *, strict: bool = False) -
 def validated(given: Mapping[str, Any], model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
     """Return the body of these JSON values, and the names in it that are unknown or have no effect; see
     :func:`parsed`."""
-    check_counts(given)
+    if len(given) > MAX_PARAMETERS:
+        raise invalid(f"the request body must have at most {MAX_PARAMETERS:,} parameters, got {len(given):,}")
     try:
         body = model.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
@@ -233,42 +235,6 @@ def validated(given: Mapping[str, Any], model: type[Body], *, strict: bool = Fal
         raise invalid(f"{unknown[0]} is unknown or has no effect (--strict-parameters)", unknown[0])
     _note_ignored(unknown)
     return body, unknown
-
-
-def check_counts(given: Mapping[str, Any]) -> None:
-    """Refuse a body of too many things before anything is done with each of them.
-
-    Raises:
-        RequestRefused: 400, naming the parameter.
-    """
-    if len(given) > MAX_PARAMETERS:
-        raise invalid(f"the request body must have at most {MAX_PARAMETERS:,} parameters, got {len(given):,}")
-    for name, most, number in (
-        ("tools", MAX_TOOLS, _num_within(given.get("tools"), "tools")),
-        ("messages", MAX_PARTS, _num_within(given.get("messages"), "content", "tool_calls")),
-        ("input", MAX_PARTS, _num_within(given.get("input"), "content", "output")),
-        ("system", MAX_PARTS, _num_within(given.get("system"))),
-        ("stop", MAX_STOPS, _num_within(given.get("stop"))),
-        ("stop_sequences", MAX_STOPS, _num_within(given.get("stop_sequences"))),
-    ):
-        if number > most:
-            within = ", counting what they contain" if most == MAX_PARTS else ""
-            raise invalid(f"{name} must have at most {most:,} entries{within}, got {number:,}", name)
-    items = given["input"] if isinstance(given.get("input"), list) else ()
-    number = sum(isinstance(item, dict) and item.get("type") == "item_reference" for item in items)
-    if number > MAX_REFERENCES:
-        raise invalid(f"input must have at most {MAX_REFERENCES:,} references, got {number:,}", "input")
-
-
-def _num_within(given: Any, *names: str) -> int:
-    """Return the number of entries of a list, and of the lists in its entries' fields of these names."""
-    number, lists = 0, [given] if isinstance(given, list) else []
-    while lists:
-        entries = lists.pop()
-        number += len(entries)
-        inner = (entry.get(name) for entry in entries if isinstance(entry, dict) for name in names)
-        lists += [each for each in inner if isinstance(each, list)]
-    return number
 
 
 def ignored_in(value: Any, where: str = "") -> Iterator[str]:

@@ -26,7 +26,9 @@ from .fields import (
     ModelParameters,
     SamplingParameters,
     Several,
+    Stops,
     Tokens,
+    ToolList,
     check_not_empty,
     check_stops,
     no_effect,
@@ -95,8 +97,8 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
         description="texts, images, tool uses and results, thinking"
     )
     system: Annotated[str | Several[dict[str, Any]], AfterValidator(check_not_empty)] | None = None
-    stop_sequences: Annotated[Several[str] | None, AfterValidator(check_stops)] = None
-    tools: Several[MessageTool] | None = Field(
+    stop_sequences: Annotated[Stops | None, AfterValidator(check_stops)] = None
+    tools: ToolList[MessageTool] | None = Field(
         None, description="of type `custom`; tools that run on Anthropic's servers are ignored"
     )
     tool_choice: ToolChoice | None = None

@@ -28,6 +28,8 @@ from .constraints import (
     ToolParameters,
 )
 from .fields import (
+    MAX_REFERENCES,
+    MAX_TOOLS,
     Body,
     ModelParameters,
     RecordParameters,
@@ -35,6 +37,7 @@ from .fields import (
     Several,
     StreamOptions,
     Tokens,
+    ToolList,
     check_not_empty,
     no_effect,
     refused,
@@ -94,7 +97,8 @@ class ReasoningOptions(Body):
 
 
 def _check_tools(tools: list[ResponseTool]) -> list[ResponseTool]:
-    callable_tools([tool.model_dump() for tool in tools])
+    if len(callable_tools([tool.model_dump() for tool in tools])) > MAX_TOOLS:
+        raise ValueError(f"must be at most {MAX_TOOLS} with those of namespaces")
     return tools
 
 
@@ -114,7 +118,7 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="no effect")
     text: TextOptions | None = Field(None, description="`format`: `text`, `json_object` or `json_schema`")
-    tools: Annotated[Several[ResponseTool], AfterValidator(_check_tools)] | None = Field(
+    tools: Annotated[ToolList[ResponseTool], AfterValidator(_check_tools)] | None = Field(
         None, description="of type `function`, `custom` or `namespace`; tools that OpenAI runs are ignored"
     )
     tool_choice: (
@@ -571,6 +575,8 @@ class KeptResponses:
 
     def _resolved(self, key: str | None, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the items, with stored ones in place of those of type ``item_reference``."""
+        if (number := sum(item.get("type") == "item_reference" for item in given)) > MAX_REFERENCES:
+            raise invalid(f"input must have at most {MAX_REFERENCES:,} references, got {number:,}", "input")
         stored: dict[str, dict[str, Any]] = {}
         items = []
         for item in given:

@@ -55,19 +55,19 @@ USER: list[Any] = [{"role": "user", "content": "a"}]
 TEXT = {"type": "text", "text": "a"}
 # Bodies by what they are full of: path, body, status, and words of the error.
 BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "tools": (RESPONSES, {"input": "a", "tools": [*named(20_000), *named(1)]}, 400, "tools must have at most 1,024"),
+    "tools": (RESPONSES, {"input": "a", "tools": [*named(20_000), *named(1)]}, 400, "at most 1024"),
     "two tools of one name": (RESPONSES, {"input": "a", "tools": [*named(1000), *named(1)]}, 400, "have the name 't0'"),
     "tools in a namespace": (
         RESPONSES,
         {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": named(5000)}]},
         400,
-        "tools must have at most 1,024",
+        "at most 1024",
     ),
     "messages": (CHAT, {"messages": USER * 90_000}, 400, "at least 90000 tokens"),
-    "more messages": (CHAT, {"messages": USER * 100_001}, 400, "messages must have at most 100,000"),
+    "more messages": (CHAT, {"messages": USER * 100_001}, 400, "at least 100001 tokens"),
     "items": (RESPONSES, {"input": USER * 90_000}, 400, "at least 90000 tokens"),
     "parts": (CHAT, {"messages": of_user(*[TEXT] * 90_000)}, 400, "tokens"),
-    "more parts": (CHAT, {"messages": of_user(*[TEXT] * 110_000)}, 400, "at most 100,000"),
+    "more parts": (CHAT, {"messages": of_user(*[TEXT] * 110_000)}, 400, "tokens"),
     "content blocks": (
         MESSAGES,
         {"max_tokens": 1, "messages": of_user(*[TEXT] * 90_000)},
@@ -85,7 +85,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
         COMPLETIONS,
         {"prompt": "a", "stop": ["s"] * 120_000},
         400,
-        "stop must have at most 1,024",
+        "at most 1024 items",
     ),
     "references": (
         RESPONSES,
