@@ -17,14 +17,11 @@ from .fields import (
     MAX_TOKENS,
     Body,
     ModelParameters,
-    RecordParameters,
     SamplingParameters,
     Several,
     StopField,
     StreamOptions,
     Tokens,
-    no_effect,
-    refused,
 )
 from .pieces import Delta, Echo, Event, Head, Piece, Usage, content_logprobs
 
@@ -109,7 +106,7 @@ def template_kwargs(body: TemplateParameters, effort: str | None, thinks: bool |
     return kwargs | (body.chat_template_kwargs or {})
 
 
-class ChatBody(RecordParameters, TemplateParameters, ToolParameters, SamplingParameters, ModelParameters):
+class ChatBody(TemplateParameters, ToolParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/chat/completions``."""
 
     messages: Messages
@@ -126,18 +123,10 @@ class ChatBody(RecordParameters, TemplateParameters, ToolParameters, SamplingPar
     )
     enable_thinking: bool | None = Field(None, description="variable of the chat template; no effect if it is not read")
     role_mapping: dict[str, Any] | None = Field(None, description="as in mlx-lm, for models without a chat template")
+    prompt_cache_key: str | None = Field(None, description="prompts with a key are evicted after those without")
     continue_final_message: bool | None = Field(
         None, description="continue the last message, which must be an assistant's"
     )
-    add_generation_prompt: no_effect(bool, "false with `continue_final_message`, else true") = None  # type: ignore[valid-type]
-    modalities: no_effect(Several[Literal["text"]], "answers are always text") = None  # type: ignore[valid-type]
-    prediction: no_effect(dict[str, Any], "would change only the speed; use `prompt_lookup`") = None  # type: ignore[valid-type]
-    verbosity: no_effect(str, "not passed to the model") = None  # type: ignore[valid-type]
-    audio: refused("answers are always text") = None  # type: ignore[valid-type]
-    function_call: refused("use tool_choice", "none") = None  # type: ignore[valid-type]
-    functions: refused("use tools", []) = None  # type: ignore[valid-type]
-    moderation: refused("there is no such service") = None  # type: ignore[valid-type]
-    web_search_options: refused("there is no such tool") = None  # type: ignore[valid-type]
 
 
 def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:

@@ -16,15 +16,12 @@ from .fields import (
     MAX_CHOICES,
     MAX_TOKENS,
     TOKEN_ID_LIMIT,
-    TRACE,
     ModelParameters,
     SamplingParameters,
     StopField,
     StreamOptions,
     Tokens,
-    no_effect,
     or_none,
-    refused,
 )
 from .pieces import FORBIDDEN_LOGPROB, Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
@@ -79,10 +76,6 @@ class CompletionBody(AnswerParameters, SamplingParameters, ModelParameters):
     top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(
         None, description="as in mlx-lm, with `logprobs: true`"
     )
-    user: no_effect(str, TRACE) = None  # type: ignore[valid-type]
-    metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
-    best_of: refused("ask for `n` answers with `logprobs`", 1) = None  # type: ignore[valid-type]
-    suffix: refused("only text after the prompt is generated", "") = None  # type: ignore[valid-type]
 
 
 def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> ServerRequest:

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -40,26 +40,47 @@ MAX_REFERENCES = 1024  # items of type item_reference
 T = TypeVar("T")
 Several = Annotated[list[T], Field(fail_fast=True)]  # a list that is checked up to its first fault
 ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
-NO_EFFECT, REFUSED = "no effect", "refused"
-SUPPORT = "x-support"
 MOST_NOTED = 1000  # names of unknown parameters in the log
 
 
-def no_effect(kind: Any, why: str) -> Any:
-    """Return the type of a parameter that is accepted without effect; ``why`` is its description."""
-    return Annotated[kind | None, Field(description=why, json_schema_extra={SUPPORT: NO_EFFECT})]
-
-
-def refused(why: str, *neutral: Any) -> Any:
-    """Return the type of a parameter that is refused unless its value is None or one of ``neutral``."""
-
-    def check(value: Any) -> Any:
-        if value is not None and value not in neutral:
-            raise ValueError(f"is not supported: {why}")
-        return value
-
-    schema = WithJsonSchema({"enum": [*neutral, None]})
-    return Annotated[Any, AfterValidator(check), schema, Field(description=why, json_schema_extra={SUPPORT: REFUSED})]
+# Parameters that clients send and that no API here supports. An API that has a field of the name uses that instead.
+NO_EFFECT = {  # accepted, whatever the value
+    **dict.fromkeys(("user", "metadata", "safety_identifier"), "a label for records only"),
+    "prompt_cache_retention": "prefixes are kept as memory allows",
+    "prompt_cache_options": "prefixes are found by their tokens",
+    "service_tier": "there is only one tier",
+    "add_generation_prompt": "false with `continue_final_message`, else true",
+    "prediction": "would change only the speed; use `prompt_lookup`",
+    "verbosity": "not passed to the model",
+    "betas": "there are no beta features",
+    "context_management": "messages are used as sent",
+    "truncation": "a prompt that is too long is refused",
+    "max_tool_calls": "there are no built-in tools",
+}
+REFUSED: dict[str, tuple[Any, ...]] = {  # why, and the values that change nothing and are accepted
+    "store": ("answers are kept by `/v1/responses` only", False),
+    "modalities": ("answers are always text", ["text"]),
+    "audio": ("answers are always text",),
+    "image": ("answers are always text",),
+    "function_call": ("use tool_choice", "none"),
+    "functions": ("use tools", []),
+    "moderation": ("there is no such service",),
+    "web_search_options": ("there is no such tool",),
+    "best_of": ("ask for `n` answers with `logprobs`", 1),
+    "suffix": ("only text after the prompt is generated", ""),
+    "container": ("there are no containers",),
+    "diagnostics": ("there is no such service",),
+    "inference_geo": ("there is only one location",),
+    "mcp_servers": ("there are no built-in tools", []),
+    "speed": ("there is only one speed", "standard"),
+    "user_profile_id": ("there are no user profiles",),
+    "workspace_id": ("there are no workspaces",),
+    "background": ("there is no background mode", False),
+    "background_options": ("there is no background mode",),
+    "conversation": ("use previous_response_id",),
+    "prompt": ("there are no stored prompts",),
+    "access_programs": ("there is no such service",),
+}
 
 
 class Body(BaseModel):
@@ -177,23 +198,6 @@ def check_stops(value: str | list[str] | None) -> list[str] | None:
 Stops = Annotated[Several[str], Field(max_length=MAX_STOPS)]
 StopField = Annotated[str | Stops | None, AfterValidator(check_stops)]
 Tokens = Annotated[Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None, BeforeValidator(or_none)]
-TRACE = "a label for records only"
-_CACHE = "prefixes are found by their tokens"
-
-
-class RecordParameters(Body):
-    """OpenAI's parameters for storing and labelling requests. Only ``prompt_cache_key`` has an effect here."""
-
-    user: no_effect(str, TRACE) = None  # type: ignore[valid-type]
-    metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
-    safety_identifier: no_effect(str, TRACE) = None  # type: ignore[valid-type]
-    store: no_effect(Literal[False], "answers to chats are not stored; `true` is refused") = None  # type: ignore[valid-type]
-    prompt_cache_key: str | None = Field(None, description="prompts with a key are evicted after those without")
-    prompt_cache_retention: no_effect(str, "prefixes are kept as memory allows") = None  # type: ignore[valid-type]
-    prompt_cache_options: no_effect(dict[str, Any], _CACHE) = None  # type: ignore[valid-type]
-    service_tier: no_effect(  # type: ignore[valid-type]
-        Literal["auto", "default", "flex", "priority", "scale"], "there is only one tier"
-    ) = None
 
 
 # From bytes to a model --------------------------------------------------------------------------------------------
@@ -230,6 +234,9 @@ def validated(given: Mapping[str, Any], model: type[Body], *, strict: bool = Fal
         body = model.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         raise validation_refusal(error) from None
+    for name, value in (body.model_extra or {}).items():
+        if name in REFUSED and value not in REFUSED[name][1:]:
+            raise invalid(f"{name} is not supported: {REFUSED[name][0]}", name)
     unknown = sorted(islice(ignored_in(body), MOST_NOTED))
     if unknown and strict:
         raise invalid(f"{unknown[0]} is unknown or has no effect (--strict-parameters)", unknown[0])
@@ -241,7 +248,7 @@ def ignored_in(value: Any, where: str = "") -> Iterator[str]:
     """Yield the names in a parsed body that are unknown or have no effect, as paths: ``outer.inner``."""
     if isinstance(value, Body):
         for name, given in (value.model_extra or {}).items():
-            if given is not None:
+            if given is not None and (where or name not in NO_EFFECT.keys() | REFUSED.keys()):
                 yield f"{where}{name}"
         yield from (f"{where}{name}" for name in value.unused())
         for name in value.model_fields_set & set(type(value).model_fields):

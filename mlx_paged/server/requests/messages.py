@@ -21,7 +21,6 @@ from .constraints import (
     ToolParameters,
 )
 from .fields import (
-    TRACE,
     Body,
     ModelParameters,
     SamplingParameters,
@@ -31,8 +30,6 @@ from .fields import (
     ToolList,
     check_not_empty,
     check_stops,
-    no_effect,
-    refused,
 )
 from .pieces import Delta, Echo, Event, Head, Piece, Usage
 
@@ -106,21 +103,10 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
     output_config: OutputConfig | None = Field(
         None, description="`format` of type `json_schema`; `effort`, like `reasoning_effort` in chats"
     )
-    metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
     cache_control: dict[str, Any] | None = Field(
         None,
         description="the prompt is evicted after others; in `tools` or `system`: only its system messages",
     )
-    service_tier: no_effect(Literal["auto", "standard_only"], "there is only one tier") = None  # type: ignore[valid-type]
-    container: refused("there are no containers") = None  # type: ignore[valid-type]
-    betas: no_effect(Several[str], "there are no beta features") = None  # type: ignore[valid-type]
-    context_management: no_effect(dict[str, Any], "messages are used as sent") = None  # type: ignore[valid-type]
-    diagnostics: refused("there is no such service") = None  # type: ignore[valid-type]
-    inference_geo: refused("there is only one location") = None  # type: ignore[valid-type]
-    mcp_servers: refused("there are no built-in tools", []) = None  # type: ignore[valid-type]
-    speed: refused("there is only one speed", "standard") = None  # type: ignore[valid-type]
-    user_profile_id: refused("there are no user profiles") = None  # type: ignore[valid-type]
-    workspace_id: refused("there are no workspaces") = None  # type: ignore[valid-type]
 
 
 class MessageBody(CountBody):

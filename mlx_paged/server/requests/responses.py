@@ -32,15 +32,12 @@ from .fields import (
     MAX_TOOLS,
     Body,
     ModelParameters,
-    RecordParameters,
     SamplingParameters,
     Several,
     StreamOptions,
     Tokens,
     ToolList,
     check_not_empty,
-    no_effect,
-    refused,
 )
 from .pieces import Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
@@ -102,7 +99,7 @@ def _check_tools(tools: list[ResponseTool]) -> list[ResponseTool]:
     return tools
 
 
-class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, ModelParameters):
+class ResponseBody(TemplateParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/responses``."""
 
     input: Annotated[str | Several[dict[str, Any]], AfterValidator(check_not_empty)] = Field(
@@ -132,20 +129,11 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
     include: Several[str] | None = Field(
         None, description=f"`{LOGPROBS}`; OpenAI's other values have no effect: reasoning is not encrypted"
     )
+    prompt_cache_key: str | None = Field(None, description="prompts with a key are evicted after those without")
     reasoning: ReasoningOptions | None = Field(
         None,
         description="`effort`, like `reasoning_effort` in chats; `summary` has no effect: reasoning is returned whole",
     )
-    background: no_effect(Literal[False], "`true` is refused") = None  # type: ignore[valid-type]
-    truncation: no_effect(Literal["disabled", "auto"], "a prompt that is too long is refused") = None  # type: ignore[valid-type]
-    max_tool_calls: no_effect(int, "there are no built-in tools") = None  # type: ignore[valid-type]
-    conversation: refused("use previous_response_id") = None  # type: ignore[valid-type]
-    prompt: refused("there are no stored prompts") = None  # type: ignore[valid-type]
-    context_management: refused("messages are used as sent", []) = None  # type: ignore[valid-type]
-    moderation: refused("there is no such service") = None  # type: ignore[valid-type]
-    background_options: refused("there is no background mode") = None  # type: ignore[valid-type]
-    access_programs: refused("there is no such service") = None  # type: ignore[valid-type]
-    image: refused("answers are always text") = None  # type: ignore[valid-type]
 
 
 def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerRequest:
