@@ -139,17 +139,20 @@ Kept = TypeVar("Kept")
 
 @dataclass(eq=False)
 class Option(Generic[Given, Kept]):
-    """A field of :class:`PagedConfig`, with its flag, its variable, and its texts in the help and the reference.
+    """A field of :class:`PagedConfig` or of the server's options, with its flag, its variable, and its texts in the
+    help and the reference.
 
     Args:
         default: value if the option is not given.
-        parse: converts a given value to the one that is kept, or raises ConfigError.
+        parse: converts a given value to the one that is kept, or raises ConfigError; returns a kept value as it is.
         text: description of the option.
         metavar: placeholder for the value in the help; None: the flag is a switch.
         default_text: description of the default; empty: the default itself.
         flag: the flag; empty: the field's name with dashes.
         argument: parses the flag's value; None: ``parse``.
-        section: anchor in docs/reference.md with more details, or None.
+        more: text that only the reference adds.
+        has_variable: whether an environment variable sets the option, too.
+        repeats: the flag may be given several times; ``parse`` gets a list, or None without any.
     """
 
     default: Kept
@@ -160,10 +163,13 @@ class Option(Generic[Given, Kept]):
     default_text: str = ""
     flag: str = ""
     argument: Callable[[str], Any] | None = None
-    section: str | None = None
+    more: str = ""
+    has_variable: bool = True
+    repeats: bool = False
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name, self.variable = name, PREFIX + name.upper()
+        self.name = name
+        self.variable = PREFIX + name.upper() if self.has_variable else ""
         self.flag = self.flag or f"--{name.replace('_', '-')}"
         self.default_text = self.default_text or str(self.default)
 
@@ -177,17 +183,33 @@ class Option(Generic[Given, Kept]):
     def __set__(self, instance: object, value: Given | Kept) -> None:
         instance.__dict__[self.name] = self.parse(value)  # type: ignore[arg-type]
 
+    def add_to(self, group: Any, dest: str, default: Any = argparse.SUPPRESS) -> None:
+        """Add the flag to a parser or a group of one."""
+        how: dict[str, Any] = {"type": self.converter, "metavar": self.metavar}
+        if self.repeats:
+            how["action"] = "append"
+        elif self.metavar is None:  # a variable that is set can be overridden by --no-...
+            switch = argparse.BooleanOptionalAction if self.variable else f"store_{not self.default}".lower()
+            how = {"action": switch}
+        group.add_argument(self.flag, dest=dest, default=default, help=self.help, **how)
+
+    @property
+    def converter(self) -> Callable[[str], Any]:
+        """The flag's ``type``, for argparse."""
+        return argument_type(self.argument or self.parse)
+
     @property
     def help(self) -> str:
         """Help text of the flag, for argparse."""
-        return f"{self.text} (default: {self.default_text}); also {self.variable}".replace("%", "%%")
+        variable = f"; also {self.variable}" if self.variable else ""
+        return f"{self.text} (default: {self.default_text}){variable}".replace("%", "%%")
 
     @property
     def reference(self) -> str:
         """Row of the table in docs/reference.md."""
-        more = "" if self.section is None else f"; see [below](#{self.section})"
         value = "" if self.metavar is None else f" {self.metavar}"
-        return f"| `{self.flag}{value}` | `{self.variable}` | {self.default_text} | {self.text}{more} |"
+        variable = f" `{self.variable}` |" if self.variable else ""
+        return f"| `{self.flag}{value}` |{variable} {self.default_text} | {self.text}{self.more} |"
 
 
 @dataclass(frozen=True)
@@ -216,7 +238,7 @@ class PagedConfig:
         "leave, on a Mac 60 %",
         "SIZE",
         default_text="auto",
-        section="memory",
+        more="; see [below](#memory)",
     )
     kernel: Option[bool | str | None, bool | None] = Option(
         None,
@@ -235,7 +257,7 @@ class PagedConfig:
         "BITS",
         default_text="none",
         argument=_kv_bits_argument,
-        section="quantised-pages",
+        more="; see [below](#quantised-pages)",
     )
     kv_group_size: Option[int | str, int] = Option(
         DEFAULT_GROUP_SIZE,
@@ -249,7 +271,7 @@ class PagedConfig:
         "With --kv-bits: rotate keys and values by a Hadamard matrix before they are quantised. With 4 bits, results "
         "are closer to those of an unquantised cache. Prompt caches are saved dequantised",
         default_text="off",
-        section="quantised-pages",
+        more="; see [below](#quantised-pages)",
     )
     prompt_lookup: Option[int | str, int] = Option(
         0,
@@ -258,7 +280,7 @@ class PagedConfig:
         "in the prompt and the answer so far. Faster if an answer repeats its prompt; the distribution of the output "
         "does not change",
         "TOKENS",
-        section="look-up",
+        more="; see [below](#look-up)",
     )
 
     state_interval: Option[int | str | None, int | None] = Option(
@@ -269,7 +291,7 @@ class PagedConfig:
         "checkpoints, too; with 0 only these do. auto is 64 to 4096, depending on the size of the states",
         "TOKENS",
         default_text="auto",
-        section="checkpoints",
+        more="; see [below](#checkpoints)",
     )
 
     prefill_latency: Option[int | str, int] = Option(
@@ -279,7 +301,7 @@ class PagedConfig:
         "CPU. The time per token is measured in earlier steps. Lower values keep decoding steady, higher ones speed up "
         "prompts",
         "MS",
-        section="batches",
+        more="; see [below](#batches)",
     )
 
     @classmethod
@@ -311,19 +333,13 @@ class PagedConfig:
         if start is not None:
             start.help = QUANTIZED_KV_START_HELP
         for option in cls.options():
-            convert = argument_type(option.argument or option.parse)
             known = parser._option_string_actions.get(option.flag)
             if known is not None:
-                known.type, known.metavar, known.help = convert, option.metavar, option.help
+                known.type, known.metavar, known.help = option.converter, option.metavar, option.help
                 if known.default is not None:
                     known.default = getattr(cls.from_env(), option.name)
                 continue
-            how: dict[str, Any] = {"type": convert, "metavar": option.metavar}
-            if option.metavar is None:
-                how = {"action": argparse.BooleanOptionalAction}
-            group.add_argument(
-                option.flag, dest=f"paged_{option.name}", default=argparse.SUPPRESS, help=option.help, **how
-            )
+            option.add_to(group, f"paged_{option.name}")
 
     def with_arguments(self, args: argparse.Namespace) -> PagedConfig:
         """Return this configuration with the flags of the command line, except those that mlx-lm's parser has, too."""

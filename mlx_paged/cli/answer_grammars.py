@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..grammar.compiler import INSTALL
-from ..server.constraint import Constraint, constraint_of
+from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid
+from ..server.requests.constraints import AnswerParameters, NamedSchema, SchemaFormat
 from .prompts_file import load_object
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def constraint_from(name: str | None) -> Constraint | None:
         raise ConfigError(f"--json-schema: {INSTALL}")
     try:
         schema = load_object(Path(name).expanduser().read_bytes(), name)
-        described = {"type": "json_schema", "json_schema": {"schema": schema}}
-        return constraint_of({"response_format": described}, chat=False)
+        form = SchemaFormat(json_schema=NamedSchema(schema=schema))
+        return AnswerParameters(response_format=form, structured_outputs=None).constraint()
     except (OSError, RequestRefused) as error:
         raise ConfigError(f"--json-schema: {name} cannot be used: {error}") from None
 

@@ -17,10 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..ranks.ranks import Ranks
-from ..server.answer_stream import AnswerStream
 from ..server.answers import Answers
 from ..server.constraint import Constraint
-from ..server.engine_loop import Work
 from ..server.engine_thread import EngineThread, new_loop
 from ..server.errors import RequestRefused, invalid, refusal_of
 from ..server.loaded_models import LoadedModels
@@ -33,6 +31,7 @@ from ..server.request import ServerRequest
 from ..server.requests.endpoints import CHAT, COMPLETIONS
 from ..server.requests.fields import validated
 from ..server.requests.pieces import Head
+from ..server.work import Work
 from .over_ranks import from_rank_0
 from .prompts_file import Line, Results, read_lines
 from .terminal import SHOW_EVERY_SECONDS, BatchProgress, plural, print_stats, rate
@@ -133,13 +132,11 @@ class BatchRun:
     async def run(self) -> None:
         """Compute until every prompt has a result. Raises the error if the model cannot be loaded."""
         engine = self._engine
-        stream = AnswerStream()
-        loaded = engine.submit(Work(stream, None))
         engine.start(is_watched=False)
         tasks: list[asyncio.Task[None]] = []
         try:
             try:
-                ((texts,), _) = await stream.receive(), loaded
+                texts = await engine.texts_for(None)
             except RequestRefused as refusal:
                 raise engine.start_error or refusal from None
             for token in self._args.extra_eos_token:
@@ -175,21 +172,21 @@ class BatchRun:
     async def _result_of(self, line: Line, texts: Any) -> dict[str, Any]:
         """Return the fields of a line's result. Raises RequestRefused."""
         self._engine.check()
-        stream = AnswerStream()
+        work: Work | None = None
         try:
             request, form = await self._prompts.run(lambda: self._request_of(line, texts))
             await self._prompts.compile(request, texts)
             answers = self._running[line.index] = Answers(request, texts, form)
-            work = self._engine.submit(Work(stream, request, texts.key))
+            work = self._engine.submit(Work(request, texts.key, asyncio.get_running_loop()))
             while not answers.are_over:
-                answers.add(await stream.receive())
+                answers.add(await work.receive())
         except asyncio.CancelledError:
             raise
         except Exception as error:
             raise refusal_of(error) from None
         finally:
-            stream.close()
-        del work  # kept until here: the engine thread lists it weakly
+            if work is not None:
+                work.close()
         whole, usage = answers.whole(), answers.usage()
         (choice,) = whole["choices"]
         message = choice.get("message") or {"content": choice["text"]}

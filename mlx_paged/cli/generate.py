@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from ..config import STOCK_QUANTISES, KVBits, PagedConfig
 from ..engine.constraint import GrammarProcessor
-from ..errors import ConfigError, PatchError
+from ..errors import ConfigError, PatchError, PoolExhaustedError
+from ..kv.budget import PoolBudget
 from ..machine import memory_beside
 from ..model_folder import (
     check_model_folder,
@@ -277,7 +278,7 @@ def _generate_step(
     """Run upstream's generator with what this package adds: a prompt cache from a file is taken into the pool, the
     command line's grammar constrains the answer, all ranks use rank 0's tokens, and a terminal shows a prefill bar."""
     from .. import patches
-    from ..patches.cache.pools import count_weights
+    from ..patches.cache.pools import count_weights, known_pool
 
     if constrained is not None:
         kw["logits_processors"] = [*constrained(prompt), *(kw.get("logits_processors") or [])]
@@ -301,7 +302,22 @@ def _generate_step(
     with PrefillProgress() as bar:
         if len(models) == 1 and kw.get("prompt_progress_callback") is None:
             kw["prompt_progress_callback"] = bar
-        yield from original(prompt, model, *rest, **kw)
+        num_tokens = prompt.size + 1
+        try:
+            for each in original(prompt, model, *rest, **kw):
+                num_tokens += 1
+                yield each
+        except PoolExhaustedError as error:  # it knows what a chunk lacks
+            pool = known_pool(model)
+            needed = (
+                0 if pool is None else PoolBudget(pool, chunk=kw.get("prefill_step_size", 2048)).bytes_for(num_tokens)
+            )
+            if pool is None or needed <= pool.memory_budget:
+                raise
+            raise ConfigError(
+                f"the KV cache budget of {pool.memory_budget:,} bytes is too small: {num_tokens:,} tokens of prompt "
+                f"and answer need {needed:,} bytes. Raise kv_cache_memory (--kv-cache-memory) or use fewer tokens"
+            ) from error
 
 
 if __name__ == "__main__":

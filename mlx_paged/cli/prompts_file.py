@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
@@ -176,12 +175,12 @@ class Results:
     def __init__(self, lines: list[Line], path: Path | None, stream: TextIO, *, resume: bool = False) -> None:
         self.missing = lines
         self._num_lines, self._num_done, self._num_failed = len(lines), 0, 0
-        self._path, self._stream, self._fd = path, stream, -1
+        self._path, self._stream = path, stream
         if path is not None:
             with _explained(path):
-                self._open(path, lines, resume)
+                self._stream = self._opened(path, lines, resume)
 
-    def _open(self, path: Path, lines: list[Line], resume: bool) -> None:
+    def _opened(self, path: Path, lines: list[Line], resume: bool) -> TextIO:
         if not path.parent.is_dir():
             raise PromptsFileError(f"folder {path.parent} for the results does not exist")
         if path.exists():
@@ -200,7 +199,7 @@ class Results:
             _replace(path, kept.values())
             self.missing = [line for name, line in known.items() if name not in kept]
             self._num_done = len(kept)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        return path.open("a", encoding="utf-8")
 
     @property
     def counts(self) -> Counts:
@@ -208,36 +207,18 @@ class Results:
         return Counts(self._num_done, self._num_lines, self._num_failed)
 
     def add(self, line: Line, **fields: Any) -> None:
-        """Write a line's result; one that cannot be written whole is removed again.
-
-        Raises:
-            PromptsFileError: it cannot be written.
-        """
-        text = json.dumps(line.names | fields, ensure_ascii=False) + "\n"
+        """Write a line's result. Raises PromptsFileError if it cannot be written."""
         with _explained(self._path or "stdout"):
-            if self._path is None:
-                self._stream.write(text)
-                self._stream.flush()
-            else:
-                self._append(memoryview(text.encode()))
+            self._stream.write(json.dumps(line.names | fields, ensure_ascii=False) + "\n")
+            self._stream.flush()
         self._num_done += 1
         self._num_failed += "error" in fields
 
-    def _append(self, rest: memoryview) -> None:
-        end = os.fstat(self._fd).st_size
-        try:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._fd, end)
-            raise
-
     def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        """Close the file, if there is one."""
+        if self._path is not None:
+            with suppress(OSError):  # what could not be written before cannot be written now
+                self._stream.close()
 
 
 def _name(record: dict[str, Any]) -> tuple[str, Any]:

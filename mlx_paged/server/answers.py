@@ -8,21 +8,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from .answer_reader import AnswerReader
-from .answer_stream import AnswerStream, Begun, ClientGone, Generated, Scores
 from .errors import refusal_of
 from .http import SOCKET_SECONDS, RequestLog, json_response
 from .request import ServerRequest
 from .requests.pieces import Delta, Echo, Event, Form, Piece, Token, Usage
+from .work import Begun, ClientGone, Generated, Scores, Work
 
 if TYPE_CHECKING:
     from .texts import LoadedTexts
+
+T = TypeVar("T")
 
 
 class Answer:
@@ -110,6 +112,10 @@ class Answers:
     def are_over(self) -> bool:
         return not self._num_open
 
+    @property
+    def have_logprobs(self) -> bool:
+        return self._request.wants_logprobs
+
     def add(self, items: Sequence[Any]) -> None:
         """Add items from the engine."""
         for item in items:
@@ -191,26 +197,23 @@ class Client:
     """A client that waits for its answer; watches for its disconnect. For the event loop.
 
     Args:
+        work: carries the answer; fails with ClientGone when the client disconnects.
         receive: ASGI's; the request body has been read.
-
-    Attributes:
-        stream: carries the answer; fails with ClientGone when the client disconnects.
     """
 
-    def __init__(self, receive: Any) -> None:
-        self.stream = AnswerStream()
-        self._receive = receive
+    def __init__(self, work: Work, receive: Any) -> None:
+        self.work, self._receive = work, receive
         self._watch = asyncio.create_task(self._until_gone())
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.stream.fail(ClientGone())
+        self.work.fail(ClientGone())
 
     def close(self) -> None:
-        """Stop watching, and close the stream."""
+        """Stop watching, and end the work."""
         self._watch.cancel()
-        self.stream.close()
+        self.work.close()
 
 
 class AnswerResponse(Response):
@@ -219,11 +222,10 @@ class AnswerResponse(Response):
 
     Args:
         client: the client that waits for it.
-        answers: the answers, fed from the client's stream.
+        answers: the answers, fed from the client's work.
         form: the API's response format.
         log: log entry of the request.
         headers: additional headers.
-        work: the engine's record of the request, kept alive here because the engine thread lists it weakly.
         streams: whether the response is an event stream.
     """
 
@@ -234,12 +236,11 @@ class AnswerResponse(Response):
         form: Form,
         log: RequestLog,
         headers: dict[str, str],
-        work: Any,
         *,
         streams: bool,
     ) -> None:
         super().__init__(headers=headers)
-        self._client, self._stream, self._work = client, client.stream, work
+        self._client, self._work = client, client.work
         self._answers, self._form, self._log, self._given, self._streams = answers, form, log, headers, streams
         self._has_begun = False
         self._last = time.monotonic()
@@ -252,7 +253,7 @@ class AnswerResponse(Response):
                 await self._stream_events()
                 return
             while not self._answers.are_over:
-                self._answers.add(await self._stream.receive())
+                await self._run(self._answers.add, await self._work.receive())
             whole = await run_in_threadpool(lambda: json_response(self._answers.whole(), headers=self._given))
             await whole(scope, receive, send)
         except Exception as error:
@@ -260,7 +261,7 @@ class AnswerResponse(Response):
                 raise
             refusal = refusal_of(error)
             self._log.refuse(refusal)
-            await self._write_text(events_text(self._form.failed(refusal)))
+            await self._write(events_text(self._form.failed(refusal)))
             await self._write(b"", more=False)
         finally:
             self._client.close()
@@ -269,35 +270,38 @@ class AnswerResponse(Response):
     async def _stream_events(self) -> None:
         while not self._answers.are_over:
             try:
-                self._answers.add(await self._stream.receive(BEAT_SECONDS))
-                is_apart = self._form.repeats_body and (not self._has_begun or self._answers.are_over)
-                await self._write_text(await run_in_threadpool(self._text) if is_apart else self._text())
+                items = await self._work.receive(BEAT_SECONDS)
+                is_end = not self._has_begun or any(isinstance(each, Generated) and each.finish for each in items)
+                text = await self._run(self._text, items, is_long=is_end and self._form.repeats_body)
+                if text:
+                    await self._write(text)
             except TimeoutError:
                 pass
             if time.monotonic() - self._last >= BEAT_SECONDS:
                 await self._write(f": {self._answers.progress}\n\n".encode())
         await self._write(b"", more=False)
 
-    def _text(self) -> bytes:
-        return events_text(self._answers.events())
+    async def _run(self, call: Callable[[Sequence[Any]], T], items: Sequence[Any], *, is_long: bool = False) -> T:
+        """Call a function; in a worker thread if it takes long, as texts of tokens with log-probabilities do."""
+        if is_long or self._answers.have_logprobs:
+            return await run_in_threadpool(call, items)
+        return call(items)
 
-    async def _write_text(self, text: bytes) -> None:
-        if text:
-            await self._write(text)
+    def _text(self, items: Sequence[Any]) -> bytes:
+        self._answers.add(items)
+        return events_text(self._answers.events())
 
     async def _write(self, raw: bytes, *, more: bool = True) -> None:
         if not self._has_begun:
             self._has_begun = True
             headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in self._given.items())]
             await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
-        self._last = self._stream.writing_since = time.monotonic()
+        self._last = time.monotonic()
         try:
             async with asyncio.timeout(SOCKET_SECONDS):
                 await self._send_message({"type": "http.response.body", "body": raw, "more_body": more})
         except TimeoutError:
             raise ClientGone from None
-        finally:
-            self._stream.writing_since = None
 
 
 def events_text(events: Iterable[Event]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -17,20 +18,20 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
 from .answers import AnswerResponse, Answers, Client
-from .engine_loop import Work
 from .errors import RequestRefused, invalid, not_found
 from .http import Gate, RequestLog, body_of, json_response
 from .parts import Parts
-from .prompting import SMALL_BYTES, size_of
+from .prompting import size_of
 from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, cache_page
 from .request import ServerRequest
 from .requests.endpoints import ENDPOINTS, RESPONSES, Computation, Endpoint, Page, description
 from .requests.fields import MAX_PRIORITY, parsed
 from .requests.pieces import Form, Head
 from .requests.responses import ResponseForm
+from .work import Work
 
 if TYPE_CHECKING:
-    from .texts import LoadedTexts
+    pass
 
 HEALTHY = ("ok", "degraded")  # "ok" is mlx-lm's word
 
@@ -60,14 +61,12 @@ class Asked:
         request, form: the request and the form of its answers.
         headers: headers of the answer.
         streams: whether the answers are sent while they are generated.
-        texts: texts of the model, if the request has its prompts.
     """
 
     request: ServerRequest
     form: Form
     headers: dict[str, str]
     streams: bool
-    texts: LoadedTexts | None = None
 
 
 class App:
@@ -95,19 +94,19 @@ class App:
     async def _generate(self, endpoint: Endpoint, http: Request, raw: bytearray, key: str | None) -> Response:
         parts, run, size = self._parts, self._parts.prompts.run, len(raw)
         asked = await run(lambda: self._read(endpoint, raw, key, http), size=size)
-        request, client = asked.request, Client(http.receive)
+        request = asked.request
+        client = Client(Work(request, request.model, asyncio.get_running_loop()), http.receive)
         try:
-            if (found := asked.texts) is None:
-                found = await parts.engine.texts_for(request.model)
-                size = max(size, sum(map(size_of, request.inputs)))
-                await run(lambda: parts.prompts.complete(request, found), size=size)
+            found = await parts.engine.texts_for(request.model)
+            size = max(size, sum(map(size_of, request.inputs)))  # an earlier response may have joined it
+            await run(lambda: parts.prompts.complete(request, found), size=size)
             await parts.prompts.compile(request, found)
             answers = Answers(request, found, asked.form, streams=asked.streams)
-            work = parts.engine.submit(Work(client.stream, request, found.key))
+            parts.engine.submit(client.work)
         except BaseException:
             client.close()
             raise
-        return AnswerResponse(client, answers, asked.form, _log(http), asked.headers, work, streams=asked.streams)
+        return AnswerResponse(client, answers, asked.form, _log(http), asked.headers, streams=asked.streams)
 
     async def _compute(self, endpoint: Computation, http: Request, raw: bytearray) -> Response:
         parts, run, size = self._parts, self._parts.prompts.run, len(raw)
@@ -127,7 +126,7 @@ class App:
         return body, {"x-ignored-parameters": _header(ignored)} if ignored else {}
 
     def _read(self, endpoint: Endpoint, raw: bytes | bytearray, key: str | None, http: Request) -> Asked:
-        """Return what a body asks for; with its prompts if they are small and the model's texts are known."""
+        """Return what a body asks for."""
         parts, log = self._parts, _log(http)
         body, headers = self._parsed(endpoint, raw, http)
         keep = parts.responses.open(body, key) if endpoint is RESPONSES else None
@@ -142,12 +141,7 @@ class App:
         form = endpoint.form(_head(parts.names.shown(body.model), parts.fingerprint), body)
         if isinstance(form, ResponseForm):
             form.keep = keep
-        asked = Asked(request, form, headers, bool(getattr(body, "stream", False)))
-        texts = parts.engine.models.texts_of(request.model)
-        if texts is not None and sum(map(size_of, request.inputs)) <= SMALL_BYTES:
-            parts.prompts.complete(request, texts)
-            asked.texts = texts
-        return asked
+        return Asked(request, form, headers, bool(getattr(body, "stream", False)))
 
     def check_key(self, http: Request) -> str | None:
         """Return the request's API key; None if the server has none. Raises RequestRefused (401) for a wrong key."""

@@ -8,19 +8,18 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from ..errors import PoolExhaustedError, RequestFailedError, check_device
-from .answer_stream import AnswerStream, Begun, Generated, Outbox, Progress, Scores
 from .errors import RequestRefused, unavailable
 from .logprobs import fetch_logprobs
 from .memory import trim_heap
-from .request import ModelKey, ServerRequest
+from .request import ServerRequest
 from .stops import StopScanner
+from .work import Begun, Generated, Outbox, Progress, Scores, Work
 
 if TYPE_CHECKING:
     from .loaded_models import LoadedModels
@@ -31,35 +30,6 @@ IDLE_SECONDS = 0.1
 TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
 TRIM_SECONDS = 5  # without work, after which the heap is trimmed
 CLOSING = "the server is shutting down"
-
-
-@dataclass(eq=False)
-class Work:
-    """A request in the engine thread.
-
-    Attributes:
-        stream: carries the answers to its client; None on a rank without clients.
-        request: the request; None: only the model's texts are wanted, to make prompts with.
-        key: the model that it needs; None: the present one.
-        is_gone: it has failed, or, on several ranks, all of them know that its client has gone.
-        is_shared: several ranks compute it, so they notice only between turns, together, that its client has gone.
-        scoring: yields the rest of its prompts' scores.
-        rows: answers that have begun.
-        state: ``queued``, ``batched``, ``scoring`` or ``alone``; for reports only.
-    """
-
-    stream: AnswerStream | None
-    request: ServerRequest | None
-    key: ModelKey | None = None
-    is_gone: bool = False
-    is_shared: bool = False
-    scoring: Iterator[Scores | None] | None = None
-    rows: list[Row] = field(default_factory=list)
-    state: str = "queued"
-
-    @property
-    def is_wanted(self) -> bool:
-        return not self.is_gone and (self.is_shared or self.stream is None or self.stream.is_wanted)
 
 
 class Row:
@@ -151,7 +121,6 @@ class EngineLoop:
         self._clock = clock
         self._tidied, self._worked_at = clock(), 0.0
         self._used_at: float | None = clock()  # None: the models have been unloaded since
-        self._score_at = 0.0  # before it, no slice of a prompt's scores is computed while other requests run
 
     # By any thread --------------------------------------------------------------------------------------------
 
@@ -268,7 +237,7 @@ class EngineLoop:
                     raise RequestRefused(
                         404, "model is required: the server was started without --model", param="model"
                     )
-                self.outbox.put(work.stream, models.texts)
+                self.outbox.put(work, models.texts)
             elif not models.can_batch(request):
                 if is_busy:
                     return False
@@ -294,22 +263,21 @@ class EngineLoop:
             self._num_computed = 0
         work.state = "batched"
         for index, uid in enumerate(self.batch.insert_request(request)):
-            self.rows[uid] = row = Row(work, index, texts.detokenizer())
-            work.rows.append(row)
+            self.rows[uid] = Row(work, index, texts.detokenizer())
         models.trim(self.batch)
 
     # Prompts' own scores --------------------------------------------------------------------------------------
 
     def _scores_of(self, request: ServerRequest) -> Iterator[Scores | None]:
         for number, prompt in enumerate(request.prompts):
-            for found in self.models.scores(prompt.tokens, request.top_logprobs or 0):
+            for found in self.models.scores(prompt.tokens, request.top_logprobs or 0, lambda: not self.rows):
                 yield None if found is None else Scores(number, *found)
 
     def _score(self) -> None:
-        """Compute one slice of the scores; while other requests run, slices take at most half of the time."""
-        if not self.scoring or (self.rows and self._clock() < self._score_at):
+        """Compute one slice of the scores."""
+        if not self.scoring:
             return
-        work, begin = self.scoring[0], self._clock()
+        work = self.scoring[0]
         assert work.scoring is not None
         try:
             found = next(work.scoring, False)
@@ -317,13 +285,11 @@ class EngineLoop:
             self.scoring.popleft()
             self.fail(work, error)
             return
-        finally:
-            self._score_at = 2 * self._clock() - begin
         if found is False:
             self.scoring.popleft()
             self.pending.appendleft(work)
         elif isinstance(found, Scores):
-            self.outbox.put(work.stream, found)
+            self.outbox.put(work, found)
             self.scoring.rotate(-1)
 
     # The batch ------------------------------------------------------------------------------------------------
@@ -353,7 +319,7 @@ class EngineLoop:
         for response in prompts:
             if (row := self.rows.get(response.uid)) is not None:
                 self._note_start(row)
-                self.outbox.put(row.work.stream, Progress(row.index, *response.progress))
+                self.outbox.put(row.work, Progress(row.index, *response.progress))
         asking = [r for r in generated if r.uid in self.rows and self.rows[r.uid].request.wants_logprobs]
         logprobs = fetch_logprobs([(r, self.rows[r.uid].request.top_logprobs or 0) for r in asking])
         for response in generated:
@@ -375,7 +341,7 @@ class EngineLoop:
         Raises:
             ValueError: a log-probability is NaN, which JSON cannot express.
         """
-        stream, request = row.work.stream, row.request
+        work, request = row.work, row.request
         if any(value != value for value in (logprob, *(value for _, value in top))):
             raise ValueError("the model's logits contain NaN")
         now = time.monotonic()
@@ -385,12 +351,13 @@ class EngineLoop:
             waited = now - request.asked_at
             self.stats.count(prompt_tokens=num_tokens, cached_tokens=num_cached, request_prompt_tokens=num_tokens)
             self.stats.count(first_tokens=1, first_token_seconds=waited, generated_tokens=1)
-            self.outbox.put(stream, Begun(row.index, num_cached))
+            self.outbox.put(work, Begun(row.index, num_cached))
         else:
             self.stats.count(generated_tokens=1, between_tokens_seconds=now - row.last_at)
         generated = row.next(response, logprob, top)
+        work.num_tokens += 1
         row.last_at = now
-        self.outbox.put(stream, generated)
+        self.outbox.put(work, generated)
         if generated.finish is None:
             return False
         self.stats.count(request_generated_tokens=row.num_tokens)
@@ -414,7 +381,7 @@ class EngineLoop:
     def fail(self, work: Work, error: BaseException) -> None:
         """Fail a request. Raises an error of the device instead, which concerns all of them."""
         check_device(error)
-        self.outbox.fail(work.stream, error)
+        self.outbox.fail(work, error)
         self.outbox.flush()
 
     # Alone ----------------------------------------------------------------------------------------------------
@@ -428,13 +395,12 @@ class EngineLoop:
             self._num_turns += 1
             if not work.is_wanted:
                 raise InterruptedError("the client has gone")
-            self.outbox.put(work.stream, Progress(index, done, total))
+            self.outbox.put(work, Progress(index, done, total))
             self.outbox.flush()
 
         try:
             for index in range(request.num_answers):
                 row = Row(work, index, texts.detokenizer())
-                work.rows.append(row)
                 tokens = self.models.generate_alone(request, index, self.stream, note)
                 for response in tokens:
                     wanted = [(response, request.top_logprobs or 0)] if request.wants_logprobs else []

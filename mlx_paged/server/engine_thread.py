@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import mlx.core as mx
 
 from ..errors import check_device
-from .answer_stream import AnswerStream
-from .engine_loop import CLOSING, EngineLoop, Work
+from .engine_loop import CLOSING, EngineLoop
 from .errors import RequestRefused, unavailable
 from .memory import MemoryWatch, Pressure
 from .request import ModelKey
+from .work import Work
 
 if TYPE_CHECKING:
     from .loaded_models import LoadedModels
@@ -84,13 +85,13 @@ class EngineThread:
         Raises:
             RequestRefused: 503, the engine has stopped or failed; 429, too many requests wait.
         """
+        with self._open_lock:  # first: whatever happens from here on fails it
+            self._open.add(work)
         self.check()
         if self.loop.num_waiting >= MAX_WAITING:
             raise RequestRefused(
                 429, f"too many waiting requests (limit {MAX_WAITING})", kind="overloaded", retry_after=5
             )
-        with self._open_lock:
-            self._open.add(work)
         self.requests.put(work)
         return work
 
@@ -109,12 +110,11 @@ class EngineThread:
         """
         if (texts := self.models.texts_of(key)) is not None:
             return texts
-        stream = AnswerStream()
-        self.submit(Work(stream, None, key))
+        work = self.submit(Work(None, key, asyncio.get_running_loop()))
         try:
-            (found,) = await stream.receive()
+            (found,) = await work.receive()
         finally:
-            stream.close()
+            work.close()
         return found  # type: ignore[no-any-return]
 
     @property
@@ -143,8 +143,8 @@ class EngineThread:
     def fail_all(self, message: str) -> None:
         """Fail all open requests with a 503. For any thread."""
         for work in self._open_work():
-            if work.stream is not None and work.stream.is_wanted and not work.stream.loop.is_closed():
-                work.stream.loop.call_soon_threadsafe(work.stream.fail, unavailable(message))
+            if work.loop is not None and work.is_open and not work.loop.is_closed():
+                work.loop.call_soon_threadsafe(work.fail, unavailable(message))
 
     def stop(self, seconds: float | None) -> bool:
         """Stop the thread in order, waiting up to ``seconds``. Return whether it has ended."""
@@ -236,6 +236,6 @@ def _figures(work: Work) -> dict[str, Any]:
         "cached_tokens": 0,
         "tokens": 0,
         "computing_tokens": 0,
-        "generated_tokens": sum(row.num_tokens for row in work.rows),
+        "generated_tokens": work.num_tokens,
         "blocks": [],
     }

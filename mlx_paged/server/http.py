@@ -6,6 +6,7 @@ import ipaddress
 import json
 import logging
 import re
+import resource
 import time
 import uuid
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from .answer_stream import ClientGone
 from .errors import RequestRefused, invalid, refusal_of
 from .parts import Parts
+from .work import ClientGone
 
 SOCKET_SECONDS = 60  # without a byte from or to a client, after which it counts as gone
 MAX_HEADER_BYTES = 64 << 10
@@ -36,16 +37,10 @@ LOCAL_ORIGINS = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?|(?!https?:|n
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to what MAX_CONNECTIONS needs, as far as allowed: macOS starts with 256."""
-    try:
-        import resource
-    except ImportError:
-        return
+    """Raise the limit of open files to what MAX_CONNECTIONS needs, if that is allowed: macOS starts with 256."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (
-        MAX_CONNECTIONS + SPARE_FILES if hard == resource.RLIM_INFINITY else min(MAX_CONNECTIONS + SPARE_FILES, hard)
-    )
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    wanted = MAX_CONNECTIONS + SPARE_FILES if hard < 0 else min(MAX_CONNECTIONS + SPARE_FILES, hard)
+    if 0 <= soft < wanted:  # -1: no limit
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -57,15 +52,11 @@ async def body_of(request: Request) -> bytearray:
         RequestRefused: 413, the body is too large.
         ClientDisconnect: the client has gone.
     """
-    too_large = RequestRefused(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length[:18]) > MAX_BODY_BYTES:
-        raise too_large
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise too_large
+            raise RequestRefused(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
     return body
 
 
@@ -165,16 +156,11 @@ class Gate(CORSMiddleware):
         scope["app"] = self  # makes starlette raise HTTPException instead of answering
         scope.setdefault("state", {})["log"] = log
         is_post = scope["method"] == "POST"
-        # Another server before this one may have read the body by its length: what follows could be smuggled in.
-        is_ambiguous = "content-length" in headers and "transfer-encoding" in headers
 
         async def noted_send(message: Any) -> None:
             if message["type"] == "http.response.start":
                 log.status = message["status"]
-                sent = MutableHeaders(scope=message)
-                sent["x-request-id"] = log.id
-                if is_ambiguous:
-                    sent["connection"] = "close"
+                MutableHeaders(scope=message)["x-request-id"] = log.id
             await send(message)
 
         self._parts.num_answering += is_post

@@ -47,8 +47,7 @@ from .weights import Weights, load_weights
 
 # Fingerprints of upstream's code whose behaviour this module relies on.
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
-# Tokens of a prompt that are scored at a time, least and most. Between two slices the steps of other requests run.
-MIN_SLICE, MAX_SLICE, SLICE_SECONDS = 1, 256, 0.25
+SLICE, SLICE_BESIDE = 128, 32  # tokens of a prompt that are scored at a time, alone and between steps of other requests
 MAX_TOKENS = 1 << 24  # of a sequence; a budget that holds these counts as unlimited
 _shares: ByModel[BudgetShare] = ByModel("budget share")  # of draft models, as long as they are loaded
 # Tokens of the prompts that are answered before the first client's: one alone, then two that share calls.
@@ -109,7 +108,6 @@ class LoadedModels:
         self.idle_unload = config.idle_unload
         self._loaded: OrderedDict[ModelKey, tuple[Weights, LoadedTexts]] = OrderedDict()  # least recently used first
         self._all_texts: dict[ModelKey, LoadedTexts] = {}  # also of unloaded models of the command line
-        self._slice_tokens = MIN_SLICE  # tokens in the next slice of a scored prompt
         self.prompt_cache = make_prompt_cache(config, cli_args.prompt_cache_size, ranks)
         if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.disk is not None:
             self.prompt_cache.identify = self._identify
@@ -236,7 +234,7 @@ class LoadedModels:
     def _activate(self, weights: Weights) -> None:
         """Make a loaded model the present one. If it cannot be served, the present one stays as it is."""
         caches, texts = self._prepare(weights)
-        self.weights, self._texts, self._slice_tokens = weights, texts, MIN_SLICE
+        self.weights, self._texts = weights, texts
         self._loaded[weights.key], self._all_texts[weights.key] = (weights, texts), texts
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.forget_unloaded()
@@ -300,26 +298,23 @@ class LoadedModels:
         assert self.weights is not None
         return ServedBatch(self.prompt_cache, self.weights, self.cli_args, stream)
 
-    def scores(self, tokens: list[int], num_top: int) -> Iterator[tuple[list[float], list[Any]] | None]:
+    def scores(
+        self, tokens: list[int], num_top: int, is_alone: Callable[[], bool]
+    ) -> Iterator[tuple[list[float], list[Any]] | None]:
         """Run the model over a prompt slice by slice, apart from the batch and with caches of its own."""
         assert self.weights is not None
         model = self.weights.model
         caches = stock_cache.make_prompt_cache(model)
         found: list[float] = []
         top: list[list[tuple[int, float]]] = []
-        end, length = 0, self._slice_tokens
+        end = 0
         while end < len(tokens) - 1:
-            started = time.monotonic()
-            begin, end = end, min(end + length, len(tokens) - 1)
+            begin, end = end, min(end + (SLICE if is_alone() else SLICE_BESIDE), len(tokens) - 1)
             logits = model(mx.array([tokens[begin:end]]), cache=caches)[0].astype(mx.float32)
             rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             for logprob, likeliest in gather_logprobs(rows, tokens[begin + 1 : end + 1], num_top):
                 found.append(logprob)
                 top.append(list(likeliest))
-            seconds = time.monotonic() - started
-            length = min(2 * length, MAX_SLICE) if seconds < SLICE_SECONDS / 2 else length
-            length = max(length // 2, MIN_SLICE) if seconds > SLICE_SECONDS else length
-            self._slice_tokens = length  # the next prompt starts with this size
             yield None
         yield found, top
 

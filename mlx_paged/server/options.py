@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..config import argument_type, parse_memory
+from ..config import Option, parse_memory
 from ..errors import ConfigError
 from .clients import VARIABLE, ApiKeys
 from .memory import WATERMARK
@@ -25,7 +25,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds greater than 0, got {text!r}")
+        raise ConfigError(f"must be a number of seconds greater than 0, got {text!r}")
     return value
 
 
@@ -39,46 +39,41 @@ def _percent(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a percentage from 0 to 100, got {text!r}")
+        raise ConfigError(f"must be a percentage from 0 to 100, got {text!r}")
     return value
 
 
 def _size(text: str) -> int:
-    value: int | None = argument_type(parse_memory)(text)
+    value = parse_memory(text)
     if value is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 10GB, got {text!r}")
+        raise ConfigError(f"must be a size such as 10GB, got {text!r}")
     return value
+
+
+def _keys(given: ApiKeys | list[str] | None) -> ApiKeys:
+    return given if isinstance(given, ApiKeys) else ApiKeys.from_options(given, os.environ.get(VARIABLE))
+
+
+def _names(given: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in given or ())
 
 
 def option(
     default: Any,
     text: str,
     metavar: str | None = None,
-    parse: Callable[[str], Any] = str,
+    argument: Callable[[str], Any] = str,
+    parse: Callable[[Any], Any] = lambda value: value,
     *,
-    flag: str | None = None,
-    collect: Callable[[list[str] | None], Any] | None = None,
     default_text: str | None = None,
-    more: str = "",
+    **more: Any,
 ) -> Any:
-    """Return a dataclass field with the metadata of its flag.
-
-    Args:
-        default: value without the flag; a switch whose default is True turns the option off.
-        text: what the option does, for ``--help`` and docs/reference.md.
-        metavar: placeholder of the value in the help; None: the flag is a switch.
-        parse: converts the given text.
-        flag: name of the flag; None: the field's name with dashes.
-        collect: for flags that may be given several times: makes the value from all that were given, or from None.
-        default_text: the default in help and reference; None: the reference says ``off`` for a switch, else ``none``.
-        more: text that only the reference adds.
-    """
-    how = {"text": text, "metavar": metavar, "parse": parse, "flag": flag, "collect": collect}
-    return field(default=default, metadata={**how, "default_text": default_text, "more": more})
-
-
-def _flag_of(each: Field[Any]) -> str:
-    return each.metadata["flag"] or f"--{each.name.replace('_', '-')}"
+    """Return an :class:`Option` without a variable; ``argument`` converts the flag's text."""
+    if default_text is None:
+        default_text = "off" if metavar is None else "none"
+    return Option(
+        default, parse, text, metavar, argument=argument, default_text=default_text, has_variable=False, **more
+    )
 
 
 @dataclass(frozen=True)
@@ -108,16 +103,18 @@ class ServerConfig:
         "API key that clients must send as bearer token; may be given several times; different keys share no prefixes. "
         f"Without the flag, keys are read from {VARIABLE} (comma-separated), which other users cannot see",
         "KEY",
+        parse=_keys,
         flag="--api-key",
-        collect=lambda given: ApiKeys.from_options(given, os.environ.get(VARIABLE)),
+        repeats=True,
         more=". The header `x-api-key` is accepted as well. Clients with different keys [take turns](#several-clients)",
     )
     served_model_names: tuple[str, ...] = option(
         (),
         "Additional model name for clients, besides the folder's name; may be given several times",
         "NAME",
+        parse=_names,
         flag="--served-model-name",
-        collect=lambda given: tuple(name.strip() for name in given or ()),
+        repeats=True,
     )
     strict_parameters: bool = option(
         False,
@@ -178,49 +175,30 @@ class ServerConfig:
     )
 
     @classmethod
-    def reference(cls) -> list[str]:
-        """Return the rows of the table in docs/reference.md."""
-        rows = []
-        for each in fields(cls):
-            how = each.metadata
-            value = "" if how["metavar"] is None else f" {how['metavar']}"
-            default = how["default_text"] or ("off" if how["metavar"] is None else "none")
-            rows.append(f"| `{_flag_of(each)}{value}` | {default} | {how['text']}{how['more']} |")
-        return rows
+    def options(cls) -> list[Option[Any, Any]]:
+        """Return all options, in their order."""
+        return [vars(cls)[each.name] for each in fields(cls)]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         access, alive = (parser.add_argument_group(name) for name in ("prefix cache and access", "staying alive"))
-        for each in fields(cls):
-            how = each.metadata
-            kind: dict[str, Any] = {"action": "store_false" if each.default else "store_true"}
-            if how["metavar"] is not None:
-                kind = {"metavar": how["metavar"], "type": how["parse"], "default": each.default}
-            if how["collect"] is not None:
-                kind |= {"action": "append", "default": None}
-            group = alive if each.name in ALIVE else access
-            default = "" if how["default_text"] is None else f" (default: {how['default_text']})"
-            text = f"{how['text']}{default}".replace("%", "%%")
-            group.add_argument(_flag_of(each), dest=each.name, help=text, **kind)
+        for each in cls.options():
+            default = None if each.repeats else each.default
+            each.add_to(alive if each.name in ALIVE else access, each.name, default)
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> ServerConfig:
         """Return the parsed options. Raises ConfigError if they contradict each other or hold an invalid value."""
-        given = {each.name: getattr(args, each.name) for each in fields(cls)}
-        collect = {each.name: how for each in fields(cls) if (how := each.metadata["collect"]) is not None}
-        config = cls(**given | {name: how(given[name]) for name, how in collect.items()})
+        config = cls(**{each.name: getattr(args, each.name) for each in fields(cls)})
         if not config.prefix_cache and (config.prefix_cache_dir is not None or config.prefix_cache_ttl is not None):
             raise ConfigError("--no-prefix-cache cannot be combined with --prefix-cache-dir or --prefix-cache-ttl")
         if not all(config.served_model_names):
             raise ConfigError("--served-model-name must not be empty")
         if config.model_dir is not None and not config.model_dir.is_dir():
             raise ConfigError(f"--model-dir: {config.model_dir} is not a folder")
-        if (
-            config.prefix_cache_dir is not None
-            and config.prefix_cache_dir.exists()
-            and not config.prefix_cache_dir.is_dir()
-        ):
-            raise ConfigError(f"--prefix-cache-dir: {config.prefix_cache_dir} is a file, not a folder")
+        folder = config.prefix_cache_dir
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ConfigError(f"--prefix-cache-dir: {folder} is a file, not a folder")
         if config.served_model_names and getattr(args, "model", None) is None:
             raise ConfigError("--served-model-name requires --model")
         return config

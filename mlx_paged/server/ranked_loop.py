@@ -11,11 +11,12 @@ import mlx.core as mx
 
 from ..machine import MemoryReading
 from ..ranks.ranks import Ranks
-from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, for_seconds
+from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, for_seconds
 from .errors import RequestRefused
 from .memory import MemoryWatch, nearest, read_memory
 from .prompting import parts_of
 from .request import ServerRequest
+from .work import Work
 
 if TYPE_CHECKING:
     from .engine_thread import EngineThread
@@ -69,13 +70,13 @@ class RankedLoop(EngineLoop):
         requests = []
         for work in arrived:
             if work.request is None:  # only the tokenizer is wanted
-                self.outbox.put(work.stream, self.models.texts)
+                self.outbox.put(work, self.models.texts)
             elif work.is_wanted:
                 work.is_shared = True
                 self.pending.append(work)
                 requests.append(work.request.described())
         self.outbox.flush()
-        gone = [work for work in self._works() if work.stream is not None and not work.stream.is_wanted]
+        gone = [work for work in self._works() if not work.is_open]
         return {
             "now": time.monotonic(),
             "ends": self.is_stopping(),
@@ -92,7 +93,7 @@ class RankedLoop(EngineLoop):
             for described in message["requests"]:  # without its grammar, which rank 0 has compiled
                 request = ServerRequest.from_description(described)
                 request.grammar = None if request.constraint is None else texts.compile(request.constraint)
-                self.pending.append(Work(None, request, texts.key, is_shared=True))
+                self.pending.append(Work(request, texts.key, is_shared=True))
         gone = set(message["gone"])
         for work in self._works():
             work.is_gone = work.is_gone or (work.request is not None and work.request.number in gone)

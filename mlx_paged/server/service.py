@@ -121,10 +121,9 @@ class Service(Parts):
 
     def on_start_error(self, error: Exception) -> None:
         """End the server because its model cannot be served. Called in the engine's thread."""
-        logging.error("the model cannot be served: %s", error)
         if self.ranks is not None:
             self.ranks.fail(error)
-        fail_start(str(error).split("\n")[0])  # the log has all of it
+        fail_start(error)
         self._status = start_status(error)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)

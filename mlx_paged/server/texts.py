@@ -23,8 +23,8 @@ from .fitted import Refusals, fitted, fitted_tools, refusals_of
 from .grammars import TokenizerGrammars, ends_in_reasoning, unwrapped
 from .request import ChatInput, Input, Prompt, PromptLimits, ServerRequest
 
-PIECE = 1 << 17  # characters of a long text that are tokenized at a time, to count them
 EFFORT = "reasoning_effort"
+KNOWN_TOKENS = 1 << 15  # whose texts are kept: an answer with 20 log-probabilities asks for as many in each step
 THINKING_BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}  # tokens, if the chat template reads no effort
 THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that use another name
 # Arguments of apply_chat_template that templates also read as variables, and that mlx-lm does not set itself.
@@ -60,6 +60,7 @@ class LoadedTexts:
         self.context_length = length if isinstance(length, int) and length > 0 else None
         self.takes_images = self._processor is not None
         self.marks = text_marks(tokenizer)
+        self.token = functools.lru_cache(KNOWN_TOKENS)(self._token)
 
     def make_prompt(self, given: Input, limits: PromptLimits) -> Prompt:
         """Render and tokenize a prompt as mlx-lm's server does.
@@ -86,7 +87,6 @@ class LoadedTexts:
         return prompt
 
     def _tokenized(self, given: ChatInput | str, limits: PromptLimits) -> Prompt:
-        bounded = BoundedTokenizer(self.tokenizer, limits)
         if isinstance(given, str):
             request = upstream.CompletionRequest("text", given, [], None, None)
             variables: dict[str, Any] = {}
@@ -103,12 +103,14 @@ class LoadedTexts:
                 upstream.process_message_content(messages)  # mlx-lm does that only for templates
                 if given.continues and messages[-1]["content"]:
                     request = upstream.CompletionRequest("text", _begun(messages, given.role_mapping), [], None, None)
-            bounded.continues = given.continues
         cli_args = SimpleNamespace(chat_template_args=self._template_args)
         owner = SimpleNamespace(model_provider=SimpleNamespace(processor=self._processor, cli_args=cli_args))
         args = SimpleNamespace(chat_template_kwargs=variables)
-        found = upstream.ResponseGenerator._tokenize(owner, bounded, request, args)
+        continues = isinstance(given, ChatInput) and given.continues
+        tokenizer = _RequestTokenizer(self.tokenizer, limits, continues=continues)
+        found = upstream.ResponseGenerator._tokenize(owner, tokenizer, request, args)
         tokens, segments, segment_types, _, vision = found
+        limits.check(len(tokens))
         if vision is not None:
             mx.eval(vision.pixel_values)  # arrays cross threads evaluated
         return Prompt(tokens, segments, segment_types, self._initial_state(given, tokens), vision)
@@ -154,7 +156,7 @@ class LoadedTexts:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))
 
-    def token(self, token_id: int) -> tuple[str, bytes]:
+    def _token(self, token_id: int) -> tuple[str, bytes]:
         """Return the text of a token by itself, and its bytes, which may be only part of a character."""
         (name,) = self.tokenizer.convert_ids_to_tokens([token_id])
         name = str(name)
@@ -189,51 +191,28 @@ def _byte_level() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-class BoundedTokenizer:
-    """A tokenizer with limits: refuses texts that are sure to have too many tokens before it encodes them.
+class _RequestTokenizer:
+    """A tokenizer for one request: refuses texts that are sure to have too many tokens before it encodes them, which
+    takes about 140 bytes a character, and lets the answer continue the last message of the chat."""
 
-    Attributes:
-        continues: the answer continues the last message of the chat.
-    """
-
-    def __init__(self, tokenizer: Any, limits: PromptLimits) -> None:
-        self._wrapped, self._limits = tokenizer, limits
-        self.continues = False
+    def __init__(self, tokenizer: Any, limits: PromptLimits, *, continues: bool) -> None:
+        self._wrapped, self._limits, self._continues = tokenizer, limits, continues
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
 
-    def __len__(self) -> int:
-        return len(self._wrapped)
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        self._check_length(text)
-        return self._counted(self._wrapped.encode(text, **options))
-
-    def _check_length(self, text: str) -> None:
-        """Refuse a text that is too long before it is encoded as a whole, which takes about 140 bytes a character."""
-        limits, longest = self._limits, _most_characters(unwrapped(self._wrapped))
-        if limits.tokens is None or longest is None:
-            return
-        limits.check(len(text) // longest, at_least=True)
-        least = 0
-        for begin in range(0, len(text) if len(text) > PIECE else 0, PIECE):
-            tokens = self._wrapped.encode(text[begin : begin + PIECE], add_special_tokens=False)
-            least += max(0, len(tokens) - longest)  # a cut adds at most that many tokens
-            limits.check(least, at_least=True)
+    def encode(self, text: str, **options: Any) -> Any:
+        if (longest := _most_characters(unwrapped(self._wrapped))) is not None:
+            self._limits.check(len(text) // longest, at_least=True)
+        return self._wrapped.encode(text, **options)
 
     def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
-        if self.continues:
+        if self._continues:
             options |= {"add_generation_prompt": False, "continue_final_message": True}
         if not tokenize or not renders_jinja(self._wrapped):
-            result = self._wrapped.apply_chat_template(messages, tokenize=tokenize, **options)
-            return self._counted(result) if tokenize else result
+            return self._wrapped.apply_chat_template(messages, tokenize=tokenize, **options)
         text = self._wrapped.apply_chat_template(messages, tokenize=False, **options)
         return self.encode(text, add_special_tokens=False)
-
-    def _counted(self, tokens: list[int]) -> list[int]:
-        self._limits.check(len(tokens))
-        return tokens
 
 
 def template_variables(tokenizer: Any, given: Mapping[str, Any], tools: Any = None) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mlx_paged.server.requests.endpoints import ENDPOINTS, Endpoint, support_of
+from mlx_paged.server.requests.endpoints import ENDPOINTS, Computation, Endpoint
+from mlx_paged.server.requests.fields import NO_EFFECT, REFUSED
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 BEGIN, END = "<!-- tables: scripts/clients/write_api_tables.py -->\n", "<!-- end of tables -->\n"
-WORDS = {"supported": "yes", "no effect": "no effect", "refused": "400"}
 
 
 def values_of(schema: dict[str, Any]) -> str:
@@ -30,24 +30,30 @@ def values_of(schema: dict[str, Any]) -> str:
     if "minimum" in kind:
         low, high = kind["minimum"], kind["maximum"]
         return f"{low:g} to {high:g}" if high < 1e6 else "any whole number" if low < 0 else f"from {low:g}"
-    return str(kind.get("type", "object" if "$ref" in kind else ""))
+    return str(kind.get("type", "object" if {"$ref", "oneOf"} & kind.keys() else ""))
 
 
-def table_of(endpoint: Endpoint) -> str:
-    lines = [f"### `{endpoint.path}`\n", f"{endpoint.summary}.\n", "| Parameter | | Values | |", "|---|---|---|---|"]
+def table_of(endpoint: Endpoint | Computation) -> str:
+    lines = [f"### `{endpoint.path}`\n", f"{endpoint.summary}.\n", "| Parameter | Values | |", "|---|---|---|"]
     schemas = endpoint.body.model_json_schema()["properties"]
-    for support, word in WORDS.items():
-        for name, field in endpoint.body.model_fields.items():
-            if support_of(endpoint.body, name) == support:
-                required = ", required" if field.is_required() else ""
-                lines.append(
-                    f"| `{name}` | {word}{required} | {values_of(schemas[name])} | {field.description or ''} |"
-                )
+    for name, field in endpoint.body.model_fields.items():
+        required = "required; " if field.is_required() else ""
+        lines.append(f"| `{name}` | {required}{values_of(schemas[name])} | {field.description or ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def known_table() -> str:
+    """Return the table of parameters that are known, and supported by no API or by others only."""
+    lines = ["### Other parameters\n", "What an API has no row for above:\n", "| Parameter | | |", "|---|---|---|"]
+    lines += [f"| `{name}` | no effect | {why} |" for name, why in NO_EFFECT.items()]
+    for name, (why, *allowed) in REFUSED.items():
+        unless = "".join(f" unless `{json.dumps(value)}`" for value in allowed)
+        lines.append(f"| `{name}` | 400{unless} | {why} |")
     return "\n".join(lines) + "\n"
 
 
 def tables() -> str:
-    return "\n".join(map(table_of, ENDPOINTS.values()))
+    return "\n".join([*map(table_of, ENDPOINTS.values()), known_table()])
 
 
 def updated(page: str) -> str:

@@ -28,7 +28,6 @@ from mlx_paged.grammar.compiler import GrammarCompiler, GrammarSource
 from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part
 from mlx_paged.patches.generate import batch_generator
 from mlx_paged.server.call_formats import FORMS
-from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.grammars import (
     TokenizerGrammars,
@@ -38,6 +37,7 @@ from mlx_paged.server.grammars import (
     unwrapped,
 )
 from tests.support.cases import quick, slow
+from tests.support.constraints import constraint_of
 from tests.support.models.batch_runs import assert_released, generator, kv_budget
 from tests.support.models.builders import KINDS, build, greedy, perturbed, prompt_of
 from tests.support.models.tiny_model import copy_tokenizer
@@ -367,7 +367,7 @@ CLOCK = {"type": "function", "function": {"name": 'the "clock"'}}
 
 
 def compiled(body: dict[str, Any], **options: Any) -> CompiledGrammar | None:
-    constraint = constraint_of(body, chat=True)
+    constraint = constraint_of(body)
     assert constraint is not None
     return TokenizerGrammars(byte_tokenizer(calls_tools=True, **options)).compile(constraint)
 
@@ -573,7 +573,7 @@ def test_marks_within_calls_may_be_tokens(form: str, special: bool, demo_model_f
         mark = getattr(parser, f"tool_call_{name}")
         setattr(tokenizer, f"_tool_call_{name}_tokens", tuple(inner.encode(mark, add_special_tokens=False)))
     tools = [{"type": "function", "function": {"name": "edit", "strict": True, "parameters": EDIT}}]
-    constraint = constraint_of({"tools": tools}, chat=True)
+    constraint = constraint_of({"tools": tools})
     assert constraint is not None
     grammar = TokenizerGrammars(tokenizer).compile(constraint)
     assert grammar is not None
@@ -616,7 +616,7 @@ def test_unsupported_constraints_are_refused() -> None:
     with pytest.raises(RequestRefused, match="in a format that cannot be constrained") as caught:
         compiled(required, parser=read_nothing)
     assert caught.value.status == 400 and caught.value.param == "tool_choice"
-    constraint = constraint_of(required, chat=True)
+    constraint = constraint_of(required)
     assert constraint is not None
     with pytest.raises(RequestRefused, match="this model cannot call tools"):
         TokenizerGrammars(byte_tokenizer()).compile(constraint)
@@ -640,7 +640,7 @@ def test_tool_whose_schema_is_refused_is_named() -> None:
 
 def test_strict_is_ignored_for_a_model_without_tool_calls() -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-    constraint = constraint_of({"tools": [strict]}, chat=True)
+    constraint = constraint_of({"tools": [strict]})
     assert constraint is not None
     assert TokenizerGrammars(byte_tokenizer()).compile(constraint) is None
 
@@ -657,7 +657,7 @@ def test_reasoning_begun_in_the_prompt_is_unconstrained() -> None:
     assert all(ends_in_reasoning(tokenizer, [5, THINK, *behind]) for behind in ([], [10], [10, 10]))
     for prompt in ([5], [5, THINK, 6], [5, THINK, 10, THINK_END, 10], [THINK, 10, 65, 10]):
         assert not ends_in_reasoning(tokenizer, prompt)
-    constraint = constraint_of({"structured_outputs": {"choice": ["no"]}}, chat=True)
+    constraint = constraint_of({"structured_outputs": {"choice": ["no"]}})
     assert constraint is not None
     grammar = TokenizerGrammars(tokenizer).compile(constraint)
     assert grammar is not None

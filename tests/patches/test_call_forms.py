@@ -16,11 +16,11 @@ from tokenizers import AddedToken
 from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part
 from mlx_paged.server.answer_reader import AnswerReader
 from mlx_paged.server.call_formats import FORMS, HARMONY_TOKENS, argument, text_marks, types_of
-from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.grammars import TokenizerGrammars
 from tests.support.call_texts import PARSERS, parser_options
 from tests.support.cases import quick
+from tests.support.constraints import constraint_of
 from tests.support.models.tokenizers import EOS, EOT, byte_tokenizer
 
 HARMONY_MARKS = [*sorted(HARMONY_TOKENS), "<|end|>", "<|constrain|>"]
@@ -89,7 +89,7 @@ def tokenizer_of(name: str, *, is_special: bool) -> TokenizerWrapper:
 
 
 def compiled(tokenizer: TokenizerWrapper, tools: list[Any], **body: Any) -> CompiledGrammar:
-    constraint = constraint_of({"tools": tools, **body}, chat=True)
+    constraint = constraint_of({"tools": tools, **body})
     assert constraint is not None
     grammar = TokenizerGrammars(tokenizer).compile(constraint)
     assert grammar is not None
@@ -187,10 +187,10 @@ def test_inexpressible_schema_is_logged_or_refused_if_a_call_is_required(
     name: str, given: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     grammars = TokenizerGrammars(tokenizer_of(name, is_special=True))
-    constraint = constraint_of({"tools": [given]}, chat=True)
+    constraint = constraint_of({"tools": [given]})
     assert constraint is not None and grammars.compile(constraint) is None
     assert "strict is not enforced: " in caplog.text
-    required = constraint_of({"tools": [given], "tool_choice": "required"}, chat=True)
+    required = constraint_of({"tools": [given], "tool_choice": "required"})
     assert required is not None
     with pytest.raises(RequestRefused, match="this model's call format") as caught:
         grammars.compile(required)

@@ -16,12 +16,12 @@ import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, RequestFailedError
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.server.answer_stream import Outbox
-from mlx_paged.server.engine_loop import EngineLoop, Row, Work
+from mlx_paged.server.engine_loop import EngineLoop, Row
 from mlx_paged.server.memory import MemoryWatch
 from mlx_paged.server.report import ServerStats
 from mlx_paged.server.request import ModelKey, Prompt, ServerRequest
 from mlx_paged.server.served_batch import ServedBatch
+from mlx_paged.server.work import Outbox, Work
 from tests.support.caches import batch_over
 from tests.support.models.batch_runs import generator, kv_budget
 from tests.support.models.builders import build, greedy, perturbed, prompt_of
@@ -297,13 +297,14 @@ def test_closed_served_batch_frees_failed_requests_and_itself(model: Any) -> Non
     uids = batch.insert([PROMPT, PROMPT[:30]], [9, 9], logits_processors=processors)
     told: list[Any] = []
     for uid in uids:
-        stream: Any = Stream(told)
-        loop.rows[uid] = Row(Work(stream, ServerRequest([PROMPT], prompts=[Prompt.of_tokens(PROMPT)])), 0, None)
+        work = Work(ServerRequest([PROMPT], prompts=[Prompt.of_tokens(PROMPT)]), None, client_loop(told))
+        loop.rows[uid] = Row(work, 0, None)
     while loop.rows:
         loop._step()
     errors = [item for items in told for each in items.values() for item in each if isinstance(item, Exception)]
     assert [frames_of(error) for error in errors] == [0, 0]
-    told.clear()  # it refers to the streams, and they to it
+    del work
+    told.clear()  # it refers to the works, and they to it
     gone = weakref.ref(batch), weakref.ref(batch._engine)
     loop.close_batch(None)
     del batch
@@ -312,14 +313,9 @@ def test_closed_served_batch_frees_failed_requests_and_itself(model: Any) -> Non
     assert live_blocks(model) == 0
 
 
-class Stream:
-    """Stand-in for a request's stream; ``told`` collects what its event loop would get."""
-
-    def __init__(self, told: list[Any]) -> None:
-        self.is_wanted = True
-        self.loop = types.SimpleNamespace(
-            is_closed=lambda: False, call_soon_threadsafe=lambda _, items: told.append(items)
-        )
+def client_loop(told: list[Any]) -> Any:
+    """Stand-in for a client's event loop; ``told`` collects what it would get."""
+    return types.SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=lambda _, items: told.append(items))
 
 
 def test_error_sent_to_a_client_keeps_no_frames() -> None:
@@ -331,14 +327,14 @@ def test_error_sent_to_a_client_keeps_no_frames() -> None:
         try:
             raise ValueError("no prompt")
         except ValueError as error:
-            outbox.fail(stream, error)
+            outbox.fail(work, error)
         return weakref.ref(held)
 
     told: list[Any] = []
-    stream: Any = Stream(told)
+    work = Work(None, None, client_loop(told))
     outbox = Outbox()
     assert serve(outbox)() is None
     outbox.flush()
     ((error,),) = told[0].values()
     assert 'raise ValueError("no prompt")' in error.__notes__[0]  # for the log
-    told.clear()  # it refers to the stream, and that to it
+    told.clear()  # it refers to the work, and that to it

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.server.constraint import constraint_of, tools_of
 from mlx_paged.server.errors import RequestRefused
+from tests.support.constraints import constraint_of
 
 SCHEMA = {"type": "object"}
 
@@ -48,14 +48,14 @@ def test_each_form_of_request_gives_its_constraint(body: dict[str, Any], kind: s
     ],
 )
 def test_requests_without_a_constraint_give_none(body: dict[str, Any]) -> None:
-    assert constraint_of(body, chat=True) is None
+    assert constraint_of(body) is None
 
 
 SCHEMA_OF = "response_format.json_schema"
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"response_format": "json"}, "response_format", "an object with a type"),
-    ({"response_format": {"type": "xml"}}, "response_format", "text, json_object or json_schema"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", f"{SCHEMA_OF} must be an object"),
+    ({"response_format": "json"}, "response_format", "a valid dictionary"),
+    ({"response_format": {"type": "xml"}}, "response_format", "'text', 'json_object', 'json_schema'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", f"{SCHEMA_OF} is required"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
         "response_format",
@@ -71,22 +71,22 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "response_format",
         f"{SCHEMA_OF}.strict",
     ),
-    ({"structured_outputs": []}, "structured_outputs", "one of json"),
+    ({"structured_outputs": []}, "structured_outputs", "a valid dictionary"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "one of json"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "one of json"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice must be a list"),
-    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "choice must be a list"),
-    ({"structured_outputs": {"regex": ""}}, "structured_outputs", "regex must be a non-empty string"),
-    ({"structured_outputs": {"json": "{}"}}, "structured_outputs", "json must be a JSON schema"),
-    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "json_object must be true"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice: .*at least 1 item"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "choice.1: .*at least 1 char"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs", "regex: .*at least 1 char"),
+    ({"structured_outputs": {"json": "{}"}}, "structured_outputs", "json: .*a valid dictionary"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "json_object: .*True"),
     (
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         "structured_outputs",
         "cannot both",
     ),
-    ({"tool_choice": "any"}, "tool_choice", "none, auto, required"),
+    ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
     ({"tool_choice": "required"}, "tool_choice", "requires a call, but tools is empty"),
-    ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "must name a function"),
+    ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "tool_choice.function is required"),
     (
         {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [tool()]},
         "tool_choice",
@@ -100,12 +100,17 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize("body, param, message", WRONG)
 def test_invalid_constraint_is_refused_by_parameter(body: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(RequestRefused, match=message) as caught:
-        constraint_of(body, chat=True)
+        constraint_of(body)
     assert caught.value.status == 400 and caught.value.param == param
 
 
 def test_tools_are_ignored_in_completions() -> None:
     assert constraint_of({"tools": [tool()], "tool_choice": "required"}, chat=False) is None
+
+
+def tools_of(body: dict[str, Any]) -> Any:
+    found = constraint_of(body)
+    return None if found is None else found.tools
 
 
 def test_tools_of_returns_the_callable_tools() -> None:
@@ -125,5 +130,5 @@ def test_schema_nested_too_deeply_is_refused() -> None:
     for _ in range(20_000):
         schema = {"items": schema}
     with pytest.raises(RequestRefused, match="nested too deeply"):
-        constraint_of({"structured_outputs": {"json": schema}}, chat=True)
+        constraint_of({"structured_outputs": {"json": schema}})
     assert json.loads("{}") == {}

@@ -177,22 +177,14 @@ def test_small_prompts_do_not_wait_for_a_huge_one() -> None:
     asyncio.run(run())
 
 
-def test_long_text_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoding it whole takes a hundred times its size in memory."""
-    monkeypatch.setattr(server_texts, "PIECE", 100)
+def test_text_that_is_sure_to_be_too_long_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding takes a hundred times its size in memory."""
     monkeypatch.setattr(server_texts, "_most_characters", lambda inner: 10)
-    encoded: list[int] = []
-
-    def encode(text: str, **options: Any) -> list[int]:
-        encoded.append(len(text))
-        return [ord(letter) for letter in text]
-
+    inner = SimpleNamespace(encode=lambda text: [1] * len(text))
     for of_model, words in ((True, "the model's context"), (False, "KV cache budget")):
-        bounded = server_texts.BoundedTokenizer(SimpleNamespace(encode=encode), PromptLimits(500, of_model=of_model))
-        assert len(bounded.encode("a" * 500)) == 500
-        encoded.clear()
-        for length in (501, 4000, 100_000):
-            with pytest.raises(RequestRefused, match=words) as caught:
-                bounded.encode("a" * length)
-            assert caught.value.code == "context_length_exceeded"
-        assert encoded[-6:] == [100] * 6 and max(encoded) == 501  # 501 might have fitted, so it was encoded whole
+        limits = PromptLimits(500, of_model=of_model)
+        tokenizer = server_texts._RequestTokenizer(inner, limits, continues=False)
+        assert len(tokenizer.encode("a" * 5009)) == 5009
+        with pytest.raises(RequestRefused, match=f"at least 501 tokens.*{words}") as caught:
+            tokenizer.encode("a" * 5010)
+        assert caught.value.code == "context_length_exceeded"

@@ -15,7 +15,7 @@ from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests import fields
 from mlx_paged.server.requests.chat import chat_request
 from mlx_paged.server.requests.completions import completion_request
-from mlx_paged.server.requests.endpoints import ENDPOINTS, support_of
+from mlx_paged.server.requests.endpoints import ENDPOINTS
 from tests.support.models.tiny_model import VOCAB
 from tests.support.processes.server_process import ServerProcess
 
@@ -106,9 +106,20 @@ def test_wrong_types_are_refused_by_name(path: str, name: str) -> None:
         except RequestRefused as refusal:
             refused += 1
             assert refusal.status == 400 and refusal.param == name and name in str(refusal)
-    is_refused = support_of(ENDPOINTS[path].body, name) == fields.REFUSED
-    assert refused >= (5 if is_refused else 2)  # some parameters accept a neutral value
+    assert refused >= 2
     assert parse({**LEAST[path], name: None}, path) if name not in LEAST[path] else True  # as if it were not there
+
+
+def test_known_parameters_without_effect_are_accepted_and_others_refused() -> None:
+    model = ENDPOINTS[CHAT].body
+    for name in fields.NO_EFFECT:
+        assert fields.parsed(json.dumps({**HI, name: {"a": 1}}).encode(), model, strict=True)[1] == []
+    for name, (why, *allowed) in fields.REFUSED.items():
+        for value in allowed:
+            assert fields.parsed(json.dumps({**HI, name: value}).encode(), model, strict=True)[1] == []
+        with pytest.raises(RequestRefused, match=f"{name} is not supported: {why}") as caught:
+            parse({**HI, name: "other"}, CHAT)
+        assert caught.value.param == name
 
 
 def test_missing_parameters_are_refused_and_unknown_ones_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
 from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.stops import StopList
+from tests.support.constraints import constraint_of
 from tests.support.processes.server_process import ServerProcess
 
 FLAGS = ("--watchdog-timeout", "5")
@@ -60,7 +60,7 @@ def test_all_sampling_parameters_of_a_body_reach_the_engine() -> None:
     made = asdict(sampling_of(vars(body), {}))
     assert {name: made[name] for name in SAID} == SAID and made["logit_bias"] == {3: 1.5}
     assert set(made) - set(SAID) - ONLY_OF_THE_ENGINE == {"logit_bias"}, "a parameter that no client can set"
-    others = {"logit_bias", "prompt_lookup", "cache_salt", "priority", "structured_outputs"}
+    others = {"logit_bias", "prompt_lookup", "cache_salt", "priority"}
     assert set(SamplingParameters.model_fields) - set(SAID) == others, "a field that is not tested here"
 
 

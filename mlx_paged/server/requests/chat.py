@@ -8,23 +8,20 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 
 from ...engine.sampling.params import SamplingParams
-from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from ..stops import StopList
+from .constraints import ToolParameters
 from .fields import (
     MAX_CHOICES,
     MAX_TOKENS,
     Body,
     ModelParameters,
-    RecordParameters,
     SamplingParameters,
     Several,
     StopField,
     StreamOptions,
     Tokens,
-    no_effect,
-    refused,
 )
 from .pieces import Delta, Echo, Event, Head, Piece, Usage, content_logprobs
 
@@ -109,7 +106,7 @@ def template_kwargs(body: TemplateParameters, effort: str | None, thinks: bool |
     return kwargs | (body.chat_template_kwargs or {})
 
 
-class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelParameters):
+class ChatBody(TemplateParameters, ToolParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/chat/completions``."""
 
     messages: Messages
@@ -121,27 +118,15 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
     stop: StopField = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(None, description="mlx-lm allows up to 11")
-    response_format: dict[str, Any] | None = Field(None, description="`text`, `json_object` or `json_schema`")
-    tools: Several[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is returned")
     reasoning_effort: str | None = Field(
         None, description="variable of the chat template, else a limit on thinking; `none`: no thinking"
     )
     enable_thinking: bool | None = Field(None, description="variable of the chat template; no effect if it is not read")
     role_mapping: dict[str, Any] | None = Field(None, description="as in mlx-lm, for models without a chat template")
+    prompt_cache_key: str | None = Field(None, description="prompts with a key are evicted after those without")
     continue_final_message: bool | None = Field(
         None, description="continue the last message, which must be an assistant's"
     )
-    add_generation_prompt: no_effect(bool, "false with `continue_final_message`, else true") = None  # type: ignore[valid-type]
-    modalities: no_effect(Several[Literal["text"]], "answers are always text") = None  # type: ignore[valid-type]
-    prediction: no_effect(dict[str, Any], "would change only the speed; use `prompt_lookup`") = None  # type: ignore[valid-type]
-    verbosity: no_effect(str, "not passed to the model") = None  # type: ignore[valid-type]
-    audio: refused("answers are always text") = None  # type: ignore[valid-type]
-    function_call: refused("use tool_choice", "none") = None  # type: ignore[valid-type]
-    functions: refused("use tools", []) = None  # type: ignore[valid-type]
-    moderation: refused("there is no such service") = None  # type: ignore[valid-type]
-    web_search_options: refused("there is no such tool") = None  # type: ignore[valid-type]
 
 
 def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
@@ -164,10 +149,7 @@ def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> Samplin
 
 
 # Fields that go to SamplingParams unchanged; one that it lacks raises an error instead of being ignored.
-_SAMPLING = SamplingParameters.model_fields.keys() - {
-    *("logit_bias", "seed", "prompt_lookup"),
-    *("cache_salt", "priority", "structured_outputs"),
-}
+_SAMPLING = SamplingParameters.model_fields.keys() - {"logit_bias", "seed", "prompt_lookup", "cache_salt", "priority"}
 
 
 def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,17 +182,11 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
     for message in messages:  # answers call it `reasoning`, chat templates `reasoning_content`
         if isinstance(message.get("reasoning"), str):
             message.setdefault("reasoning_content", message["reasoning"])
-    fields = body.model_dump(include=set(_CONSTRAINING), exclude_none=True)
     n, top = body.n or 1, body.top_logprobs or 0
     return ServerRequest(
-        # With tool_choice none, the model is shown no tools.
         inputs=[
             ChatInput(
-                messages,
-                (None if body.tool_choice == "none" else body.tools) or None,
-                kwargs,
-                body.role_mapping,
-                continues=bool(body.continue_final_message),
+                messages, body.shown_tools, kwargs, body.role_mapping, continues=bool(body.continue_final_message)
             )
         ],
         max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -218,12 +194,9 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
         top_logprobs=max(0, top) if body.logprobs or top > 0 else None,
         calls_once=body.parallel_tool_calls is False,
         stops=stop_list(body.stop),
-        constraint=constraint_of(fields, chat=True),
+        constraint=body.constraint(),
         **engine_options(body, defaults),
     )
-
-
-_CONSTRAINING = ("response_format", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls")
 
 
 # The answer -------------------------------------------------------------------------------------------------------

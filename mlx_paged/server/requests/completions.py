@@ -7,24 +7,21 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from ..constraint import constraint_of
 from ..errors import invalid
 from ..request import ServerRequest
 from .chat import ChatForm, engine_options, stop_list
+from .constraints import AnswerParameters
 from .fields import (
     MAX_ANSWERS,
     MAX_CHOICES,
     MAX_TOKENS,
     TOKEN_ID_LIMIT,
-    TRACE,
     ModelParameters,
     SamplingParameters,
     StopField,
     StreamOptions,
     Tokens,
-    no_effect,
     or_none,
-    refused,
 )
 from .pieces import FORBIDDEN_LOGPROB, Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
@@ -56,7 +53,7 @@ _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 
 _SCHEMA = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}]}
 
 
-class CompletionBody(SamplingParameters, ModelParameters):
+class CompletionBody(AnswerParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/completions``."""
 
     prompt: Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_SCHEMA)] = Field(
@@ -79,11 +76,6 @@ class CompletionBody(SamplingParameters, ModelParameters):
     top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(
         None, description="as in mlx-lm, with `logprobs: true`"
     )
-    response_format: dict[str, Any] | None = Field(None, description="as in `/v1/chat/completions`")
-    user: no_effect(str, TRACE) = None  # type: ignore[valid-type]
-    metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
-    best_of: refused("ask for `n` answers with `logprobs`", 1) = None  # type: ignore[valid-type]
-    suffix: refused("only text after the prompt is generated", "") = None  # type: ignore[valid-type]
 
 
 def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> ServerRequest:
@@ -105,7 +97,6 @@ def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> Ser
     if top is None:
         top = body.top_logprobs or 0
         top = max(0, top) if body.logprobs or top > 0 else None
-    fields = body.model_dump(include={"response_format", "structured_outputs"}, exclude_none=True)
     return ServerRequest(
         inputs=prompts,
         max_tokens=1 if most == 0 else most,  # its only token is not shown
@@ -115,7 +106,7 @@ def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> Ser
         scores_prompt=bool(body.echo) and _num_top(body) is not None,
         has_no_answer=most == 0,
         stops=stop_list(body.stop),
-        constraint=constraint_of(fields, chat=False),
+        constraint=body.constraint(),
         **engine_options(body, defaults),
     )
 

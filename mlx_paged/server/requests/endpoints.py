@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 from ..request import ServerRequest
 from .chat import ChatBody, ChatForm, chat_request
 from .completions import CompletionBody, CompletionForm, completion_request
-from .fields import SUPPORT, Body
+from .fields import Body
 from .messages import CountBody, MessageBody, MessageForm, count_tokens, message_request
 from .pieces import Form, Head
 from .responses import ResponseBody, ResponseForm, response_request
@@ -25,9 +25,8 @@ ERRORS = {
     "401": "missing or wrong API key",
     "403": "cross-site request",
     "404": "unknown model or id",
-    "408": "timeout writing the answer",
     "413": "the request body is too large",
-    "429": "too little memory at present, too many requests, or a limit of the API key",
+    "429": "too little memory at present, or too many requests",
     "500": "internal error",
     "501": "not supported on several ranks",
     "503": "the server is loading, shutting down or has failed",
@@ -119,12 +118,6 @@ TOKENIZE = Computation("/tokenize", "Tokens of a text or of messages, as in vLLM
 DETOKENIZE = Computation("/detokenize", "Text of tokens, as in vLLM", DetokenizeBody, detokenize)
 _ALL: tuple[Endpoint | Computation, ...] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 ENDPOINTS = {each.path: each for each in _ALL}
-
-
-def support_of(body: type[Body], name: str) -> str:
-    """Return how a parameter is treated: ``supported``, ``no effect`` or ``refused``."""
-    extra = body.model_fields[name].json_schema_extra
-    return str(extra[SUPPORT]) if isinstance(extra, dict) and SUPPORT in extra else "supported"
 
 
 def description(version: str, pages: Mapping[str, Page], *, has_keys: bool = False) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from itertools import groupby, islice
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -35,31 +35,52 @@ MAX_PRIORITY = 1 << 20
 MAX_VALUES = 1 << 19  # commas and brackets in a body: each may become a Python object, which takes up to 1 µs
 MAX_PARAMETERS = 1024
 MAX_TOOLS = 1024
-MAX_PARTS = 100_000  # messages and items of a body, with their content parts and calls
 MAX_STOPS = 1024
 MAX_REFERENCES = 1024  # items of type item_reference
 T = TypeVar("T")
 Several = Annotated[list[T], Field(fail_fast=True)]  # a list that is checked up to its first fault
-NO_EFFECT, REFUSED = "no effect", "refused"
-SUPPORT = "x-support"
+ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
 MOST_NOTED = 1000  # names of unknown parameters in the log
 
 
-def no_effect(kind: Any, why: str) -> Any:
-    """Return the type of a parameter that is accepted without effect; ``why`` is its description."""
-    return Annotated[kind | None, Field(description=why, json_schema_extra={SUPPORT: NO_EFFECT})]
-
-
-def refused(why: str, *neutral: Any) -> Any:
-    """Return the type of a parameter that is refused unless its value is None or one of ``neutral``."""
-
-    def check(value: Any) -> Any:
-        if value is not None and value not in neutral:
-            raise ValueError(f"is not supported: {why}")
-        return value
-
-    schema = WithJsonSchema({"enum": [*neutral, None]})
-    return Annotated[Any, AfterValidator(check), schema, Field(description=why, json_schema_extra={SUPPORT: REFUSED})]
+# Parameters that clients send and that no API here supports. An API that has a field of the name uses that instead.
+NO_EFFECT = {  # accepted, whatever the value
+    **dict.fromkeys(("user", "metadata", "safety_identifier"), "a label for records only"),
+    "prompt_cache_retention": "prefixes are kept as memory allows",
+    "prompt_cache_options": "prefixes are found by their tokens",
+    "service_tier": "there is only one tier",
+    "add_generation_prompt": "false with `continue_final_message`, else true",
+    "prediction": "would change only the speed; use `prompt_lookup`",
+    "verbosity": "not passed to the model",
+    "betas": "there are no beta features",
+    "context_management": "messages are used as sent",
+    "truncation": "a prompt that is too long is refused",
+    "max_tool_calls": "there are no built-in tools",
+}
+REFUSED: dict[str, tuple[Any, ...]] = {  # why, and the values that change nothing and are accepted
+    "store": ("answers are kept by `/v1/responses` only", False),
+    "modalities": ("answers are always text", ["text"]),
+    "audio": ("answers are always text",),
+    "image": ("answers are always text",),
+    "function_call": ("use tool_choice", "none"),
+    "functions": ("use tools", []),
+    "moderation": ("there is no such service",),
+    "web_search_options": ("there is no such tool",),
+    "best_of": ("ask for `n` answers with `logprobs`", 1),
+    "suffix": ("only text after the prompt is generated", ""),
+    "container": ("there are no containers",),
+    "diagnostics": ("there is no such service",),
+    "inference_geo": ("there is only one location",),
+    "mcp_servers": ("there are no built-in tools", []),
+    "speed": ("there is only one speed", "standard"),
+    "user_profile_id": ("there are no user profiles",),
+    "workspace_id": ("there are no workspaces",),
+    "background": ("there is no background mode", False),
+    "background_options": ("there is no background mode",),
+    "conversation": ("use previous_response_id",),
+    "prompt": ("there are no stored prompts",),
+    "access_programs": ("there is no such service",),
+}
 
 
 class Body(BaseModel):
@@ -153,7 +174,6 @@ class SamplingParameters(Sampling):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
         None, description="lower numbers are admitted first, and preempt higher ones"
     )
-    structured_outputs: dict[str, Any] | None = Field(None, description="as in vLLM")
 
 
 class StreamOptions(Body):
@@ -175,25 +195,9 @@ def check_stops(value: str | list[str] | None) -> list[str] | None:
     return stops or None
 
 
-StopField = Annotated[str | Several[str] | None, AfterValidator(check_stops)]
+Stops = Annotated[Several[str], Field(max_length=MAX_STOPS)]
+StopField = Annotated[str | Stops | None, AfterValidator(check_stops)]
 Tokens = Annotated[Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None, BeforeValidator(or_none)]
-TRACE = "a label for records only"
-_CACHE = "prefixes are found by their tokens"
-
-
-class RecordParameters(Body):
-    """OpenAI's parameters for storing and labelling requests. Only ``prompt_cache_key`` has an effect here."""
-
-    user: no_effect(str, TRACE) = None  # type: ignore[valid-type]
-    metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
-    safety_identifier: no_effect(str, TRACE) = None  # type: ignore[valid-type]
-    store: no_effect(Literal[False], "answers to chats are not stored; `true` is refused") = None  # type: ignore[valid-type]
-    prompt_cache_key: str | None = Field(None, description="prompts with a key are evicted after those without")
-    prompt_cache_retention: no_effect(str, "prefixes are kept as memory allows") = None  # type: ignore[valid-type]
-    prompt_cache_options: no_effect(dict[str, Any], _CACHE) = None  # type: ignore[valid-type]
-    service_tier: no_effect(  # type: ignore[valid-type]
-        Literal["auto", "default", "flex", "priority", "scale"], "there is only one tier"
-    ) = None
 
 
 # From bytes to a model --------------------------------------------------------------------------------------------
@@ -224,11 +228,15 @@ def parsed(raw: bytes | bytearray, model: type[Body], *, strict: bool = False) -
 def validated(given: Mapping[str, Any], model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
     """Return the body of these JSON values, and the names in it that are unknown or have no effect; see
     :func:`parsed`."""
-    check_counts(given)
+    if len(given) > MAX_PARAMETERS:
+        raise invalid(f"the request body must have at most {MAX_PARAMETERS:,} parameters, got {len(given):,}")
     try:
         body = model.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         raise validation_refusal(error) from None
+    for name, value in (body.model_extra or {}).items():
+        if name in REFUSED and value not in REFUSED[name][1:]:
+            raise invalid(f"{name} is not supported: {REFUSED[name][0]}", name)
     unknown = sorted(islice(ignored_in(body), MOST_NOTED))
     if unknown and strict:
         raise invalid(f"{unknown[0]} is unknown or has no effect (--strict-parameters)", unknown[0])
@@ -236,47 +244,11 @@ def validated(given: Mapping[str, Any], model: type[Body], *, strict: bool = Fal
     return body, unknown
 
 
-def check_counts(given: Mapping[str, Any]) -> None:
-    """Refuse a body of too many things before anything is done with each of them.
-
-    Raises:
-        RequestRefused: 400, naming the parameter.
-    """
-    if len(given) > MAX_PARAMETERS:
-        raise invalid(f"the request body must have at most {MAX_PARAMETERS:,} parameters, got {len(given):,}")
-    for name, most, number in (
-        ("tools", MAX_TOOLS, _num_within(given.get("tools"), "tools")),
-        ("messages", MAX_PARTS, _num_within(given.get("messages"), "content", "tool_calls")),
-        ("input", MAX_PARTS, _num_within(given.get("input"), "content", "output")),
-        ("system", MAX_PARTS, _num_within(given.get("system"))),
-        ("stop", MAX_STOPS, _num_within(given.get("stop"))),
-        ("stop_sequences", MAX_STOPS, _num_within(given.get("stop_sequences"))),
-    ):
-        if number > most:
-            within = ", counting what they contain" if most == MAX_PARTS else ""
-            raise invalid(f"{name} must have at most {most:,} entries{within}, got {number:,}", name)
-    items = given["input"] if isinstance(given.get("input"), list) else ()
-    number = sum(isinstance(item, dict) and item.get("type") == "item_reference" for item in items)
-    if number > MAX_REFERENCES:
-        raise invalid(f"input must have at most {MAX_REFERENCES:,} references, got {number:,}", "input")
-
-
-def _num_within(given: Any, *names: str) -> int:
-    """Return the number of entries of a list, and of the lists in its entries' fields of these names."""
-    number, lists = 0, [given] if isinstance(given, list) else []
-    while lists:
-        entries = lists.pop()
-        number += len(entries)
-        inner = (entry.get(name) for entry in entries if isinstance(entry, dict) for name in names)
-        lists += [each for each in inner if isinstance(each, list)]
-    return number
-
-
 def ignored_in(value: Any, where: str = "") -> Iterator[str]:
     """Yield the names in a parsed body that are unknown or have no effect, as paths: ``outer.inner``."""
     if isinstance(value, Body):
         for name, given in (value.model_extra or {}).items():
-            if given is not None:
+            if given is not None and (where or name not in NO_EFFECT.keys() | REFUSED.keys()):
                 yield f"{where}{name}"
         yield from (f"{where}{name}" for name in value.unused())
         for name in value.model_fields_set & set(type(value).model_fields):
@@ -296,20 +268,22 @@ def _note_ignored(names: Sequence[str]) -> None:
 _noted: set[str] = set()
 
 
+# Parts of pydantic's places that are no names.
+_KINDS = ("function-", "constrained-", "list[", "dict[", "literal[", "tagged-union[")
+
+
 def validation_refusal(error: ValidationError) -> RequestRefused:
     """Return a 400 for the first invalid parameter of a body: its name, what is allowed and what was given."""
     faults = error.errors(include_url=False)
-    fault = faults[0]
+    first = [each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]]
+    fault = max(first, key=lambda each: len(each["loc"]))  # of a union's members, the one that fits best
     place = [str(part) for part in fault["loc"]]
     param = place[0] if place else None
-    where = ".".join(
-        part
-        for part in place
-        if part != "str" and not part.startswith(("function-", "constrained-", "list[", "dict[", "literal["))
-    )
+    named = [part for part in place if part != "str" and not part.startswith(_KINDS)]
+    where = ".".join(part for part, _ in groupby(named))  # members of a union come as TAG.FIELD, often the same word
     if fault["type"] == "missing":
         return invalid(f"{where} is required", param)
-    allowed = list(dict.fromkeys(_words(each) for each in faults if each["loc"][:1] == fault["loc"][:1]))
+    allowed = list(dict.fromkeys(_words(each) for each in first if len(each["loc"]) == len(place)))
     return invalid(f"{where[:200]}: {' or '.join(allowed)[:300]}, got {_abbreviated(fault.get('input'))}", param)
 
 

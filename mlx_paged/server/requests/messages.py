@@ -9,21 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..agents import result_text
-from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .chat import TemplateParameters, engine_options, stop_list, template_kwargs
+from .constraints import (
+    FlatSchemaFormat,
+    NamedFunction,
+    NamedTool,
+    SchemaFormat,
+    StructuredOutputs,
+    ToolParameters,
+)
 from .fields import (
-    TRACE,
     Body,
     ModelParameters,
     SamplingParameters,
     Several,
+    Stops,
     Tokens,
+    ToolList,
     check_not_empty,
     check_stops,
-    no_effect,
-    refused,
 )
 from .pieces import Delta, Echo, Event, Head, Piece, Usage
 
@@ -77,7 +83,7 @@ class ToolChoice(Body):
 
 
 class OutputConfig(Body):
-    format: dict[str, Any] | None = None
+    format: FlatSchemaFormat | None = None
     effort: str | None = None
 
 
@@ -88,29 +94,19 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
         description="texts, images, tool uses and results, thinking"
     )
     system: Annotated[str | Several[dict[str, Any]], AfterValidator(check_not_empty)] | None = None
-    stop_sequences: Annotated[Several[str] | None, AfterValidator(check_stops)] = None
-    tools: Several[MessageTool] | None = Field(
+    stop_sequences: Annotated[Stops | None, AfterValidator(check_stops)] = None
+    tools: ToolList[MessageTool] | None = Field(
         None, description="of type `custom`; tools that run on Anthropic's servers are ignored"
     )
     tool_choice: ToolChoice | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="as in vLLM")
     output_config: OutputConfig | None = Field(
         None, description="`format` of type `json_schema`; `effort`, like `reasoning_effort` in chats"
     )
-    metadata: no_effect(dict[str, Any], TRACE) = None  # type: ignore[valid-type]
     cache_control: dict[str, Any] | None = Field(
         None,
         description="the prompt is evicted after others; in `tools` or `system`: only its system messages",
     )
-    service_tier: no_effect(Literal["auto", "standard_only"], "there is only one tier") = None  # type: ignore[valid-type]
-    container: refused("there are no containers") = None  # type: ignore[valid-type]
-    betas: no_effect(Several[str], "there are no beta features") = None  # type: ignore[valid-type]
-    context_management: no_effect(dict[str, Any], "messages are used as sent") = None  # type: ignore[valid-type]
-    diagnostics: refused("there is no such service") = None  # type: ignore[valid-type]
-    inference_geo: refused("there is only one location") = None  # type: ignore[valid-type]
-    mcp_servers: refused("there are no built-in tools", []) = None  # type: ignore[valid-type]
-    speed: refused("there is only one speed", "standard") = None  # type: ignore[valid-type]
-    user_profile_id: refused("there are no user profiles") = None  # type: ignore[valid-type]
-    workspace_id: refused("there are no workspaces") = None  # type: ignore[valid-type]
 
 
 class MessageBody(CountBody):
@@ -129,29 +125,26 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
     messages = [*_system(body.system), *(m for given in body.messages for m in _messages(given))]
     if not messages:
         raise invalid("messages: the content must not be empty", "messages")
-    tools = [_tool(tool) for tool in body.tools or () if tool.is_own]
-    fields: dict[str, Any] = {"tools": tools} if tools else {}
-    if body.tool_choice is not None:
-        fields |= _tool_choice(body.tool_choice)
-    if body.structured_outputs is not None:
-        fields["structured_outputs"] = body.structured_outputs
     config = body.output_config or OutputConfig()
-    if config.format is not None:
-        fields["response_format"] = _format(config.format)
-    no_tools = fields.get("tool_choice") == "none"
+    asked = ToolParameters(
+        response_format=None if config.format is None else SchemaFormat(json_schema=config.format),
+        structured_outputs=body.structured_outputs,
+        tools=[_tool(tool) for tool in body.tools or () if tool.is_own],
+        **_tool_choice(body.tool_choice),
+    )
     return ServerRequest(
         inputs=[
             ChatInput(
                 messages,
-                (None if no_tools else tools) or None,
+                asked.shown_tools,
                 template_kwargs(body, config.effort),
                 continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
             )
         ],
         max_tokens=getattr(body, "max_tokens", None),
-        calls_once=fields.get("parallel_tool_calls") is False,
+        calls_once=asked.parallel_tool_calls is False,
         stops=stop_list(body.stop_sequences),
-        constraint=constraint_of(fields, chat=True),
+        constraint=asked.constraint(),
         **{**engine_options(body, defaults), "keeps": _kept_part(body)},
     )
 
@@ -245,21 +238,15 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(given: ToolChoice) -> dict[str, Any]:
+def _tool_choice(given: ToolChoice | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(given.type)
     if given.type == "tool":
         if given.name is None:
             raise invalid("tool_choice of type tool requires a name", "tool_choice")
-        choice: Any = {"type": "function", "function": {"name": given.name}}
-    else:
-        choice = {"auto": "auto", "any": "required", "none": "none"}[given.type]
-    parallel = given.disable_parallel_tool_use
-    return {"tool_choice": choice, **({} if parallel is None else {"parallel_tool_calls": not parallel})}
-
-
-def _format(given: Mapping[str, Any]) -> dict[str, Any]:
-    if given.get("type") != "json_schema":
-        raise invalid("output_config.format must be of type json_schema", "output_config")
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema")}}
+        choice = NamedTool(function=NamedFunction(name=given.name))
+    return {"tool_choice": choice, "parallel_tool_calls": not given.disable_parallel_tool_use}
 
 
 # The answer -------------------------------------------------------------------------------------------------------

@@ -12,21 +12,32 @@ from pydantic import AfterValidator, Field
 from pydantic_core import from_json, to_json
 
 from ..agents import INPUT, CallableTool, callable_tools, function_name, ignored_of, result_text
-from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid, not_found
 from ..request import ChatInput, ServerRequest
 from .chat import TemplateParameters, engine_options, template_kwargs
+from .constraints import (
+    AllowedChoice,
+    AllowedTools,
+    FlatSchemaFormat,
+    NamedFunction,
+    NamedTool,
+    ObjectFormat,
+    SchemaFormat,
+    StructuredOutputs,
+    TextFormat,
+    ToolParameters,
+)
 from .fields import (
+    MAX_REFERENCES,
+    MAX_TOOLS,
     Body,
     ModelParameters,
-    RecordParameters,
     SamplingParameters,
     Several,
     StreamOptions,
     Tokens,
+    ToolList,
     check_not_empty,
-    no_effect,
-    refused,
 )
 from .pieces import Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
@@ -61,8 +72,20 @@ class ResponseTool(Body):
 
 
 class TextOptions(Body):
-    format: dict[str, Any] | None = None
+    format: Annotated[TextFormat | ObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Any = None
+
+
+class ChosenTool(Body):
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class AllowedChoices(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Several[ChosenTool], Field(min_length=1)]
 
 
 class ReasoningOptions(Body):
@@ -71,11 +94,12 @@ class ReasoningOptions(Body):
 
 
 def _check_tools(tools: list[ResponseTool]) -> list[ResponseTool]:
-    callable_tools([tool.model_dump() for tool in tools])
+    if len(callable_tools([tool.model_dump() for tool in tools])) > MAX_TOOLS:
+        raise ValueError(f"must be at most {MAX_TOOLS} with those of namespaces")
     return tools
 
 
-class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, ModelParameters):
+class ResponseBody(TemplateParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/responses``."""
 
     input: Annotated[str | Several[dict[str, Any]], AfterValidator(check_not_empty)] = Field(
@@ -91,10 +115,13 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="no effect")
     text: TextOptions | None = Field(None, description="`format`: `text`, `json_object` or `json_schema`")
-    tools: Annotated[Several[ResponseTool], AfterValidator(_check_tools)] | None = Field(
+    tools: Annotated[ToolList[ResponseTool], AfterValidator(_check_tools)] | None = Field(
         None, description="of type `function`, `custom` or `namespace`; tools that OpenAI runs are ignored"
     )
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | Annotated[ChosenTool | AllowedChoices, Field(discriminator="type")] | None
+    ) = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="as in vLLM")
     parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is returned")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description=f"requires `{LOGPROBS}` in `include`"
@@ -102,20 +129,11 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
     include: Several[str] | None = Field(
         None, description=f"`{LOGPROBS}`; OpenAI's other values have no effect: reasoning is not encrypted"
     )
+    prompt_cache_key: str | None = Field(None, description="prompts with a key are evicted after those without")
     reasoning: ReasoningOptions | None = Field(
         None,
         description="`effort`, like `reasoning_effort` in chats; `summary` has no effect: reasoning is returned whole",
     )
-    background: no_effect(Literal[False], "`true` is refused") = None  # type: ignore[valid-type]
-    truncation: no_effect(Literal["disabled", "auto"], "a prompt that is too long is refused") = None  # type: ignore[valid-type]
-    max_tool_calls: no_effect(int, "there are no built-in tools") = None  # type: ignore[valid-type]
-    conversation: refused("use previous_response_id") = None  # type: ignore[valid-type]
-    prompt: refused("there are no stored prompts") = None  # type: ignore[valid-type]
-    context_management: refused("messages are used as sent", []) = None  # type: ignore[valid-type]
-    moderation: refused("there is no such service") = None  # type: ignore[valid-type]
-    background_options: refused("there is no background mode") = None  # type: ignore[valid-type]
-    access_programs: refused("there is no such service") = None  # type: ignore[valid-type]
-    image: refused("answers are always text") = None  # type: ignore[valid-type]
 
 
 def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerRequest:
@@ -140,22 +158,21 @@ def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerR
     wants_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not wants_logprobs:
         raise invalid(f"top_logprobs requires {LOGPROBS} in include", "top_logprobs")
-    tools = [tool.function for tool in callable_tools([tool.model_dump() for tool in body.tools or ()])]
-    choice = _tool_choice(body.tool_choice)
+    form = None if body.text is None else body.text.format
+    asked = ToolParameters(
+        response_format=SchemaFormat(json_schema=form) if isinstance(form, FlatSchemaFormat) else form,
+        structured_outputs=body.structured_outputs,
+        tools=[tool.function for tool in callable_tools([tool.model_dump() for tool in body.tools or ()])],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+    )
     kwargs = template_kwargs(body, body.reasoning.effort if body.reasoning else None)
-    fields = {
-        "tools": tools,
-        "tool_choice": choice,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "structured_outputs": body.structured_outputs,
-        "response_format": _format(body.text),
-    }
     return ServerRequest(
-        inputs=[ChatInput(messages, (None if choice == "none" else tools) or None, kwargs)],
+        inputs=[ChatInput(messages, asked.shown_tools, kwargs)],
         max_tokens=body.max_output_tokens,
         top_logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         calls_once=body.parallel_tool_calls is False,
-        constraint=constraint_of({k: v for k, v in fields.items() if v is not None}, chat=True),
+        constraint=asked.constraint(),
         **engine_options(body, defaults),
     )
 
@@ -219,34 +236,14 @@ def _content(where: str, given: Any) -> Any:
 
 
 def _tool_choice(given: Any) -> Any:
-    """Return ``tool_choice`` in the format of chats."""
-    if given is None or isinstance(given, str):
-        return given
-    if given.get("type") == "allowed_tools":
-        allowed = given.get("tools")
-        tools = [_chosen(each) for each in allowed] if isinstance(allowed, list) else allowed
-        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": tools}}
-    return _chosen(given)
+    """Return ``tool_choice`` in the form of chats."""
+    if isinstance(given, AllowedChoices):
+        return AllowedChoice(allowed_tools=AllowedTools(mode=given.mode, tools=[_chosen(each) for each in given.tools]))
+    return _chosen(given) if isinstance(given, ChosenTool) else given
 
 
-def _chosen(given: Any) -> dict[str, Any]:
-    named = isinstance(given, dict) and isinstance(given.get("name"), str)
-    if not named or given.get("type") not in ("function", "custom"):
-        what = "none, auto, required, or an object of type allowed_tools, or of type function or custom with a name"
-        raise invalid(f"tool_choice must be {what}", "tool_choice")
-    return {"type": "function", "function": {"name": function_name(given["name"], given.get("namespace"))}}
-
-
-def _format(text: TextOptions | None) -> dict[str, Any] | None:
-    form = None if text is None else text.format
-    if form is None:
-        return None
-    if form.get("type") not in ("text", "json_object", "json_schema"):
-        raise invalid("text.format.type must be text, json_object or json_schema", "text")
-    if form["type"] != "json_schema":
-        return {"type": form["type"]}
-    described = {name: value for name, value in form.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": described}
+def _chosen(given: ChosenTool) -> NamedTool:
+    return NamedTool(function=NamedFunction(name=function_name(given.name, given.namespace)))
 
 
 # The answer -------------------------------------------------------------------------------------------------------
@@ -327,7 +324,7 @@ class ResponseForm:
 
     def __init__(self, head: Head, body: ResponseBody) -> None:
         self._head = head
-        given = body.model_dump(include=set(REPEATED_PARAMETERS), exclude_none=True)
+        given = body.model_dump(include=set(REPEATED_PARAMETERS), exclude_none=True, by_alias=True)
         tools = callable_tools([tool.model_dump() for tool in body.tools or ()])
         self._tools = {tool.function["function"]["name"]: tool for tool in tools}
         self._repeated = {name: given.get(name, default) for name, default in REPEATED_PARAMETERS.items()}
@@ -566,6 +563,8 @@ class KeptResponses:
 
     def _resolved(self, key: str | None, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the items, with stored ones in place of those of type ``item_reference``."""
+        if (number := sum(item.get("type") == "item_reference" for item in given)) > MAX_REFERENCES:
+            raise invalid(f"input must have at most {MAX_REFERENCES:,} references, got {number:,}", "input")
         stored: dict[str, dict[str, Any]] = {}
         items = []
         for item in given:

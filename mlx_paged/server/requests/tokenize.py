@@ -9,7 +9,7 @@ from pydantic import Field
 from ..errors import invalid
 from ..request import ChatInput, Input
 from .chat import Messages, TemplateParameters
-from .fields import TOKEN_ID_LIMIT, Body, Several
+from .fields import TOKEN_ID_LIMIT, Body, Several, ToolList
 
 if TYPE_CHECKING:
     from ..prompting import PromptMaker
@@ -21,7 +21,7 @@ class TokenizeBody(TemplateParameters):
 
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Several[dict[str, Any]] | None = None
+    tools: ToolList[dict[str, Any]] | None = None
     model: str | None = None
 
 

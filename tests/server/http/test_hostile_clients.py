@@ -70,16 +70,6 @@ def test_ambiguous_framing_is_refused(server: ServerProcess, name: str) -> None:
 
 
 @pytest.mark.demo_model
-def test_connection_is_closed_after_a_body_with_both_a_length_and_chunks(server: ServerProcess) -> None:
-    """A proxy that reads the body by its length takes what follows it for a request of its own."""
-    for chunked in (b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY), b"0\r\n\r\n"):
-        both = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(chunked)
-        answer = raw(server, post(both) + chunked + SMUGGLED)
-        assert answer.count(b"HTTP/1.1") == 1 and b"mlx-lm" not in answer
-        assert b"connection: close" in answer.lower()
-
-
-@pytest.mark.demo_model
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed in /proc")
 def test_prompts_are_made_in_the_servers_own_process(server: ServerProcess) -> None:
     """A process started in the current folder would run code from there."""

@@ -17,15 +17,15 @@ import pytest
 from pydantic import AfterValidator
 
 from mlx_paged.server import app
-from mlx_paged.server.answer_stream import Begun, Generated
 from mlx_paged.server.call_formats import TextMarks
-from mlx_paged.server.engine_loop import TRIM_SECONDS, Work
+from mlx_paged.server.engine_loop import TRIM_SECONDS
 from mlx_paged.server.engine_thread import EngineThread
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests.endpoints import Endpoint
 from mlx_paged.server.requests.fields import ModelParameters, SamplingParameters
 from mlx_paged.server.requests.pieces import Head
+from mlx_paged.server.work import Begun, Generated, Work
 from scripts.soak.soak_server import growth, resident_bytes
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
@@ -55,23 +55,23 @@ USER: list[Any] = [{"role": "user", "content": "a"}]
 TEXT = {"type": "text", "text": "a"}
 # Bodies by what they are full of: path, body, status, and words of the error.
 BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "tools": (RESPONSES, {"input": "a", "tools": [*named(20_000), *named(1)]}, 400, "tools must have at most 1,024"),
+    "tools": (RESPONSES, {"input": "a", "tools": [*named(20_000), *named(1)]}, 400, "at most 1024"),
     "two tools of one name": (RESPONSES, {"input": "a", "tools": [*named(1000), *named(1)]}, 400, "have the name 't0'"),
     "tools in a namespace": (
         RESPONSES,
         {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": named(5000)}]},
         400,
-        "tools must have at most 1,024",
+        "at most 1024",
     ),
     "messages": (CHAT, {"messages": USER * 90_000}, 400, "at least 90000 tokens"),
-    "more messages": (CHAT, {"messages": USER * 100_001}, 400, "messages must have at most 100,000"),
+    "more messages": (CHAT, {"messages": USER * 100_001}, 400, "at least 100001 tokens"),
     "items": (RESPONSES, {"input": USER * 90_000}, 400, "at least 90000 tokens"),
     "parts": (CHAT, {"messages": of_user(*[TEXT] * 90_000)}, 400, "tokens"),
-    "more parts": (CHAT, {"messages": of_user(*[TEXT] * 110_000)}, 400, "at most 100,000"),
+    "more parts": (CHAT, {"messages": of_user(*[TEXT] * 110_000)}, 400, "tokens"),
     "content blocks": (MESSAGES, {"max_tokens": 1, "messages": of_user(*[TEXT] * 90_000)}, 400, "tokens"),
     "tool results": (MESSAGES, {"max_tokens": 1, "messages": of_user(*results(90_000))}, 400, "tokens"),
     "calls": (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": calls(30_000)}, *USER]}, 400, "tokens"),
-    "stops": (COMPLETIONS, {"prompt": "a", "stop": ["s"] * 120_000}, 400, "stop must have at most 1,024"),
+    "stops": (COMPLETIONS, {"prompt": "a", "stop": ["s"] * 120_000}, 400, "at most 1024 items"),
     "references": (
         RESPONSES,
         {"input": [{"type": "item_reference", "id": "msg_0"}] * 60_000},
@@ -234,7 +234,7 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
     texts.make_prompt = lambda given, limits: note("prompt") or Prompt.of_tokens([1])
 
     def submit(work: Any) -> Any:
-        work.stream.feed([Begun(0, 0), Generated(0, 2, "a", "length")])
+        work.feed([Begun(0, 0), Generated(0, 2, "a", "length")])
         return work
 
     async def texts_for(key: Any) -> Any:
@@ -274,12 +274,12 @@ def test_open_requests_are_listed_while_others_arrive() -> None:
     """A WeakSet raises an error if it grows while it is read."""
     loop = MagicMock(num_waiting=0, sequences=list)
     engine = EngineThread(MagicMock(), MagicMock(), MagicMock(), 0.0, make_loop=lambda thread: loop)
-    held = [engine.submit(Work(None, None)) for _ in range(5000)]
+    held = [engine.submit(Work(None)) for _ in range(5000)]
     interval, is_over = sys.getswitchinterval(), threading.Event()
 
     def add() -> None:
         while not is_over.is_set():
-            works = [engine.submit(Work(None, None)) for _ in range(500)]
+            works = [engine.submit(Work(None)) for _ in range(500)]
             while not engine.requests.empty():
                 engine.requests.get()
             works.clear()

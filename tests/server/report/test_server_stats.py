@@ -124,7 +124,7 @@ def test_histograms_count_values_in_the_right_buckets() -> None:
 
 def test_every_option_is_in_the_reference() -> None:
     rows = (Path(__file__).parents[3] / "docs" / "reference.md").read_text().splitlines()
-    known = ServerConfig.reference()
+    known = [each.reference for each in ServerConfig.options()]
     begin = rows.index(known[0])
     assert rows[begin : begin + len(known)] == known
 

@@ -1,16 +1,13 @@
-"""AnswerStream: carries answers from the engine thread to one client's coroutine."""
+"""Work: a request in the engine, and the way of its answers from the engine thread to one client's coroutine."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import without_frames
-from .errors import RequestRefused
-
-MOST_UNREAD = 4096  # unread tokens, their top log-probabilities included, after which a stalled client is dropped
-STALL_SECONDS = 0.25  # in one write, after which the client counts as stalled
+from .request import ModelKey, ServerRequest
 
 
 class Begun(NamedTuple):
@@ -64,40 +61,60 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-class AnswerStream:
-    """Items for one client in order, until an exception or the reader ends it. Made and used in the event loop.
+class Work:
+    """A request in the engine thread, and the items for its client in order, until an error or the reader ends them.
+
+    Args:
+        request: the request; None: only the model's texts are wanted, to make prompts with.
+        key: the model that it needs; None: the present one.
+        loop: the event loop of its client; None: this rank has no clients.
+        is_shared: several ranks compute it, so they notice only between turns, together, that its client has gone.
 
     Attributes:
-        is_wanted: whether the client is connected and wants more; read by the engine thread.
-        writing_since: start of the current write to the client, in seconds of the monotonic clock; None: there is none.
+        is_open: whether the client is connected and wants more.
+        is_gone: it has failed, or, on several ranks, all of them know that its client has gone.
+        scoring: yields the rest of its prompts' scores.
+        num_tokens: tokens generated so far.
+        state: ``queued``, ``batched``, ``scoring`` or ``alone``; for reports only.
     """
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.is_wanted = True
-        self.writing_since: float | None = None
+    def __init__(
+        self,
+        request: ServerRequest | None,
+        key: ModelKey | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        self.request, self.key, self.loop, self.is_shared = request, key, loop, is_shared
+        self.is_open, self.is_gone = True, False
+        self.scoring: Iterator[Scores | None] | None = None
+        self.num_tokens = 0
+        self.state = "queued"
         self._items: list[Any] = []
-        self._num_unread = 0
         self._error: BaseException | None = None
         self._arrived = asyncio.Event()
 
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether the engine is to go on with it."""
+        return not self.is_gone and (self.is_shared or self.is_open)
+
+    # In the event loop ----------------------------------------------------------------------------------------
+
     def feed(self, items: list[Any]) -> None:
-        """Add items from the engine thread; an exception among them ends the stream."""
+        """Add items from the engine thread; an exception among them ends the work."""
         for item in items:
             if isinstance(item, BaseException):
                 self.fail(item)
             elif self._error is None:
                 self._items.append(item)
-                self._num_unread += 1 + len(item.top) if isinstance(item, Generated) else 0
         self._arrived.set()
-        since = self.writing_since
-        if self._num_unread > MOST_UNREAD and since is not None and time.monotonic() - since >= STALL_SECONDS:
-            self.fail(RequestRefused(408, f"the client reads too slowly: more than {MOST_UNREAD} unread tokens"))
 
     def fail(self, error: BaseException) -> None:
-        """End the stream and drop later items; earlier ones are still read, unless the client has gone."""
+        """End the work and drop later items; earlier ones are still read, unless the client has gone."""
         if self._error is None:
-            self._error, self.is_wanted = without_frames(error), False
+            self._error, self.is_open = without_frames(error), False
             if isinstance(error, ClientGone):
                 self._items.clear()
             self._arrived.set()
@@ -107,7 +124,7 @@ class AnswerStream:
 
         Raises:
             TimeoutError: there was none in that time.
-            Exception: the error that ended the stream.
+            Exception: the error that ended the work.
         """
         if not self._items and self._error is None:
             self._arrived.clear()
@@ -115,12 +132,12 @@ class AnswerStream:
                 await self._arrived.wait()
         if not self._items and self._error is not None:
             raise self._error
-        items, self._items, self._num_unread = self._items, [], 0
+        items, self._items = self._items, []
         return items
 
     def close(self) -> None:
         """Tell the engine thread that nothing more is wanted, and drop unread items."""
-        self.is_wanted = False
+        self.is_open = False
         self._items.clear()
 
 
@@ -128,17 +145,16 @@ class Outbox:
     """Items of one step, delivered together so that the event loop wakes once. For the engine thread."""
 
     def __init__(self) -> None:
-        self._waiting: dict[AnswerStream, list[Any]] = {}
+        self._waiting: dict[Work, list[Any]] = {}
 
-    def put(self, stream: AnswerStream | None, item: Any) -> None:
-        """Add an item for a stream; dropped if ``stream`` is None, as on ranks without clients."""
-        if stream is not None:
-            self._waiting.setdefault(stream, []).append(item)
+    def put(self, work: Work, item: Any) -> None:
+        """Add an item for a client; dropped on ranks without clients."""
+        if work.loop is not None:
+            self._waiting.setdefault(work, []).append(item)
 
-    def fail(self, stream: AnswerStream | None, error: BaseException) -> None:
-        if stream is not None:
-            stream.is_wanted = False
-            self.put(stream, without_frames(error))
+    def fail(self, work: Work, error: BaseException) -> None:
+        work.is_open = False
+        self.put(work, without_frames(error))
 
     def flush(self) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -147,6 +163,6 @@ class Outbox:
             loop.call_soon_threadsafe(_deliver, waiting)
 
 
-def _deliver(waiting: dict[AnswerStream, list[Any]]) -> None:
-    for stream, items in waiting.items():
-        stream.feed(items)
+def _deliver(waiting: dict[Work, list[Any]]) -> None:
+    for work, items in waiting.items():
+        work.feed(items)
