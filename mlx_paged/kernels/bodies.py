@@ -70,8 +70,9 @@ _MATRICES = ("partitions.metal", "join.metal")
 
 
 def _tensor_decode(family: Family, more: str, outputs: tuple[str, ...], *variants: str) -> Body:
-    helpers = _TENSOR_CODES if "QUANTIZED" in variants else ()
-    return Body(family, "tensor_decode.cuh", (*_DECODE, more), outputs, variants, helpers)
+    if "QUANTIZED" in variants:
+        return Body(family, "quantized_tensor_decode.cuh", (*_DECODE, more), outputs, variants, _TENSOR_CODES)
+    return Body(family, "tensor_decode.cuh", (*_DECODE, more), outputs, variants)
 
 
 def _write(file: str, helpers: tuple[str, ...] = (), *, strided: bool = True) -> Body:
@@ -123,7 +124,7 @@ BODIES: dict[str, Body] = {
     "quantized_decode_tensor": _tensor_decode(Family.FUSED_DECODE, "arrivals", _FUSED_RESULTS, "OWN", "QUANTIZED"),
     "shared_decode_tensor": _tensor_decode(Family.DECODE, "items", _COMMON_RESULTS, "COMMON", "PAGED"),
     "shared_quantized_decode_tensor": _tensor_decode(Family.DECODE, "items", _COMMON_RESULTS, "COMMON", "QUANTIZED"),
-    "join_partitions": Body(Family.MERGE, "tensor_decode.cuh", _PARTIAL, ("out",), ("JOIN",)),
+    "join_partitions": Body(Family.MERGE, "join_runs.cuh", _PARTIAL, ("out",), ("JOIN",)),
     "latent_decode_tensor": Body(
         Family.DECODE, "latent_decode.cuh", _DECODE, _RESULTS, helpers=("flags.cuh", "warpgroup.cuh")
     ),
