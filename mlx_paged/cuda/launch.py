@@ -15,12 +15,11 @@ import mlx.core as mx
 _TYPES = {
     **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions"), "uint32_t"),
     **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles", "items"), "int"),
-    "offsets": "int",
-    **dict.fromkeys(("params", "sinks", "stats", "partial", "frequencies"), "float"),
+    **dict.fromkeys(("params", "sinks", "stats", "partial"), "float"),
     **dict.fromkeys(
         ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
     ),
-    **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual"), "T"),
+    **dict.fromkeys(("x", "w", "w1", "w2", "bias"), "T"),
     **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
     "slots": "S",
 }

@@ -55,8 +55,8 @@ class Body(NamedTuple):
 
 
 # Names of variants: pages not quantised and quantised; latents; a row's own blocks, blocks common to rows, and the
-# merge of both; for products what is stored, and whether results are rotated.
-VARIANTS = ("PAGED", "QUANTIZED", "LATENT", "OWN", "COMMON", "JOIN", "PLAIN", "BIAS", "ADD", "GATE", "GROUP", "TURN")
+# merge of both; for products what is stored.
+VARIANTS = ("PAGED", "QUANTIZED", "LATENT", "OWN", "COMMON", "JOIN", "PLAIN", "BIAS", "GATE", "GROUP")
 
 _POOL = ("k_pool", "v_pool", "fence")
 _BOUNDS = ("tables", "ends", "starts", "params", "sinks")
@@ -92,14 +92,11 @@ def _products(kind: str) -> dict[str, Body]:
     def body(inputs: tuple[str, ...], *variants: str, outputs: tuple[str, ...] = ("out",)) -> Body:
         return Body(Family.PRODUCT, "products.cuh", ("x", *inputs), outputs, (*variants, *form))
 
-    results = ("out", "out1", "out2")
     return {
         f"narrow_{kind}": body(one, "PLAIN"),
         f"narrow_{kind}_bias": body((*one, "bias"), "BIAS"),
-        f"narrow_{kind}_add": body((*one, "residual"), "ADD"),
         f"narrow_{kind}_gate": body(two, "GATE"),
-        f"narrow_{kind}_group": body(three, "GROUP", outputs=results),
-        f"narrow_{kind}_group_turn": body((*three, "offsets", "frequencies"), "GROUP", "TURN", outputs=results),
+        f"narrow_{kind}_group": body(three, "GROUP", outputs=("out", "out1", "out2")),
     }
 
 

@@ -95,8 +95,8 @@ QUANTIZED_PREFILL = (
 def texts() -> list[tuple[str, Constants]]:
     """Return at least one text of each body."""
     products = [
-        narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits, fused)
-        for body, fused in narrow_matmul.KERNELS
+        narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits)
+        for body in narrow_matmul.BODIES
         for bits in (0, 4)
     ]
     quantized = texts_of(QUANTIZED) + texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))

@@ -86,43 +86,10 @@ auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
 // CUDA only: out = x w^T + bias; see matmul_tile.
 const auto* const partner = w;
 auto finish = [&](int, int column, float sum, float) { return static_cast<T>(sum + static_cast<float>(bias[column])); };
-#elif ADD
-// CUDA only: out = residual + x w^T, the product rounded before it is added; see matmul_tile.
-const auto* const partner = w;
-auto finish = [&](int row, int column, float sum, float) {
-  const float before = static_cast<float>(residual[static_cast<int64_t>(row) * width + column]);
-  return static_cast<T>(before + static_cast<float>(static_cast<T>(sum)));
-};
 #elif GATE
 // CUDA only: out = silu(x w^T) * (x w1^T), with gated() of silu_gate; see matmul_tile.
 const auto* const partner = w1;
 auto finish = [&](int, int, float sum, float partner_sum) { return gated(sum, partner_sum); };
-#endif
-#if TURN
-// CUDA only, for kernels with several results: the first two matrices make heads of 2 * HALF columns, which are rotated
-// like MLX's rope. A tile has eight columns of a head's first half and the eight of its second half that are rotated
-// with them. LOG_BASE and SCALE hold the bits of floats. Without BASED, frequencies are given instead of a base.
-auto column_of = [&](int e) {
-  const int head = tile / (HALF / 8);
-  return which == 2 ? tile * COLUMNS + e : head * (2 * HALF) + e / 8 * HALF + tile % (HALF / 8) * 8 + e % 8;
-};
-auto other = [&](int e) { return e ^ 8; };
-auto finished = [&](int row, int column, float sum, float other_sum) {
-  if (which == 2) return static_cast<T>(sum);
-  const int d = column % HALF;
-  const float frequency = BASED ? metal::exp2(-(static_cast<float>(d) / static_cast<float>(HALF)) * float_of(LOG_BASE)) : 1.0f / frequencies[d];
-  const float angle = float_of(SCALE) * static_cast<float>(offsets[row]) * frequency;
-  const float cosine = metal::precise::cos(angle);
-  const float sine = metal::precise::sin(angle);
-  const float own = static_cast<float>(static_cast<T>(sum));
-  const float partner_value = static_cast<float>(static_cast<T>(other_sum));
-  return static_cast<T>(column % (2 * HALF) < HALF ? own * cosine - partner_value * sine : partner_value * sine + own * cosine);
-};
-#else
-// CUDA only: the target's column of each of a tile's sums, and the index of the second sum that the result needs.
-auto column_of = [&](int e) { return tile * COLUMNS + e; };
-auto other = [&](int e) { return (MATRICES - 1) * COLUMNS + e; };
-auto finished = [&](int row, int column, float sum, float other_sum) { return finish(row, column, sum, other_sum); };
 #endif
 // CUDA only: the number of rows of x, and those of this thread group. x has XD dimensions of any sizes; its rows of
 // `depth` values lie one after the other.
@@ -161,7 +128,7 @@ const bool x_aligned = is_aligned(x);
 int64_t w_rows[R][2];
 UNROLL
 for (int i = 0; i < R * 2; i++) {
-  w_rows[i / 2][i % 2] = metal::min(column_of(i % HALVES * 8 + r), width - 1);
+  w_rows[i / 2][i % 2] = metal::min(tile * COLUMNS + i % HALVES * 8 + r, width - 1);
 }
 const T* x_rows[MT];
 UNROLL
@@ -295,7 +262,7 @@ const T* w_rows[R][2];
 UNROLL
 for (int i = 0; i < R * 2; i++) {
   const T* const source = i < HALVES ? matrix : partner;
-  w_rows[i / 2][i % 2] = source + static_cast<int64_t>(metal::min(column_of(i % HALVES * 8 + r), width - 1)) * depth;
+  w_rows[i / 2][i % 2] = source + static_cast<int64_t>(metal::min(tile * COLUMNS + i % HALVES * 8 + r, width - 1)) * depth;
 }
 const T* x_rows[MT];
 UNROLL
@@ -358,14 +325,14 @@ for (int i = 0; i < R; i++) {
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int e = thread_position_in_threadgroup.x; e < ROWS * COLUMNS; e += SG * 32) {
   const int row = first_row + e / COLUMNS;
-  const int column = column_of(e % COLUMNS);
+  const int column = tile * COLUMNS + e % COLUMNS;
   if (row < n_rows && column < width) {
     float total[2] = {0.0f, 0.0f};
     UNROLL
     for (int s = 0; s < SG; s++) {
       total[0] += sums[s][e / COLUMNS][e % COLUMNS];
-      total[1] += sums[s][e / COLUMNS][other(e % COLUMNS)];
+      total[1] += sums[s][e / COLUMNS][(MATRICES - 1) * COLUMNS + e % COLUMNS];
     }
-    target[static_cast<int64_t>(row) * width + column] = finished(row, column, total[0], total[1]);
+    target[static_cast<int64_t>(row) * width + column] = finish(row, column, total[0], total[1]);
   }
 }

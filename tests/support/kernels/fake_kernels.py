@@ -267,37 +267,25 @@ class FakeKernels:
         body: str,
         x: mx.array,
         weights: Sequence[narrow_matmul.Matrix],
-        addend: mx.array | None,
-        tile: narrow_matmul.Tile,
+        bias: mx.array | None,
+        tile: int,
         shapes: Sequence[tuple[int, ...]],
-        rotation: narrow_matmul.Rotation | None = None,
     ) -> list[mx.array]:
         x = x.reshape(-1, weights[0].shape[1])
-        assert body == narrow_matmul.GROUPED or rotation is None
         is_packed = isinstance(weights[0], PackedWeight)
-        assert x.shape[0] <= (narrow_matmul.MAX_PACKED_ROWS if is_packed else tile.rows)
+        assert x.shape[0] <= (narrow_matmul.MAX_PACKED_ROWS if is_packed else tile)
         assert all(w.dtype == x.dtype for w in weights)
         assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or len(weights) == 1
-        assert (addend is not None) == (body in (narrow_matmul.BIASED, narrow_matmul.ADDED))
+        assert (bias is not None) == (body == narrow_matmul.BIASED)
         self.calls["narrow_matmul"] += 1
         weights = [dequantized(w) for w in weights]
         products = [x @ w.T for w in weights]
         if body == narrow_matmul.BIASED:
-            products = [mx.addmm(addend, x, weights[0].T)]
+            products = [mx.addmm(bias, x, weights[0].T)]
         if body == narrow_matmul.GATED:
             gate, up = products
             products = [nn.silu(gate) * up]
-        products = [y.reshape(shape) for y, shape in zip(products, shapes, strict=True)]
-        if rotation is not None:
-            head = 2 * rotation.half
-            options: dict[str, Any] = {"base": rotation.base, "scale": rotation.scale, "freqs": rotation.frequencies}
-            products[:2] = [
-                mx.fast.rope(
-                    y.reshape(len(x), -1, 1, head), head, traditional=False, offset=rotation.offsets, **options
-                ).reshape(y.shape)
-                for y in products[:2]
-            ]
-        return [addend + products[0]] if body == narrow_matmul.ADDED else products
+        return [y.reshape(shape) for y, shape in zip(products, shapes, strict=True)]
 
 
 def dense(pool: mx.array, form: QuantizedRows | None) -> mx.array:

@@ -21,11 +21,10 @@ from tests.support.msl import emulator
 
 REGISTERS = 128
 _TYPES = kernel_build.TYPE_NAMES["cuda"]
-_INT_INPUTS = ("items", "offsets", "tables", "ends", "starts", "tiles", "places", "counts", "spans", "blocks", "span")
-_FLOAT_INPUTS = ("frequencies", "params", "sinks", "stats", "partial", "penalties")
-_WORDS = ("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions", "tokens")
-_OUTPUTS = {"stats": "float", "partial": "float", "fence_out": "uint32_t", "words_out": "uint32_t"}
-_OUTPUTS |= {"counts_out": "int", "spans_out": "int"}
+_INT_INPUTS = ("items", "tables", "ends", "starts", "tiles", "blocks", "span")
+_FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
+_WORDS = ("fence", "arrivals", "words", "words1", "words2", "keys", "positions")
+_OUTPUTS = {"stats": "float", "partial": "float", "fence_out": "uint32_t"}
 _POOLS = ("k_pool", "v_pool")
 _SHAPES = (
     "q",
