@@ -86,7 +86,7 @@ def _gather(file: str, helpers: tuple[str, ...] = ()) -> Body:
 def _products(kind: str) -> dict[str, Body]:
     """Return the kernels that multiply a few rows by matrices. ``kind`` is "matmul", or "quantized" for weights in
     affine quantisation."""
-    names, form = (("w",), ()) if kind == "matmul" else (("words", "scales", "biases"), ("QUANTIZED",))
+    names, form = (("w",), ()) if kind == "matmul" else (("w", "scales", "biases"), ("QUANTIZED",))
     one, two, three = (tuple(name + n for n in ("", "1", "2")[:count] for name in names) for count in (1, 2, 3))
 
     def body(inputs: tuple[str, ...], *variants: str, outputs: tuple[str, ...] = ("out",)) -> Body:

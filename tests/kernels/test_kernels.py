@@ -14,7 +14,7 @@ from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
 from mlx_paged.kernels.ops import latent_variants_of
 from mlx_paged.kv.new_tokens import NewTokens
-from scripts.support.paged_decode import decode_variants, paged_decode
+from scripts.support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots
 from tests.support.pools import pool_of
 
 HAS_GPU = kernel_build.backend() is not None
@@ -255,7 +255,7 @@ def test_random_schedules_equal_sequential_runs():
             if kind == "write":
                 rows = [mx.random.normal((3, 2, 64)).astype(mx.bfloat16) for _ in "kv"]
                 slots = mx.array(rng.sample(range(16, 9 * 16), 3), mx.int32)
-                fence = kernels.write_slots(k, v, fence, *rows, slots)
+                fence = write_slots(k, v, fence, *rows, slots)
             elif kind == "copy":
                 source, target = rng.sample(range(1, 9), 2)
                 fence = kernels.copy_blocks(k, v, fence, [source], [target])
@@ -266,7 +266,7 @@ def test_random_schedules_equal_sequential_runs():
                 out, fence = paged_decode(q, k, v, fence, table, ends, mx.zeros_like(ends), scale=0.125)
                 outs.append(out)
             else:
-                got_k, got_v, fence = kernels.gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30)
+                got_k, got_v, fence = gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30)
                 outs += [got_k, got_v]
             if pipelined:
                 mx.async_eval(fence, *outs[-2:])
@@ -296,7 +296,7 @@ def test_a_large_pool_is_never_copied():
         x = q
         for i, (k, v) in enumerate(stacks):
             row = x[:, :8]
-            fences[i] = kernels.write_slots(k, v, fences[i], row, row, slot)
+            fences[i] = write_slots(k, v, fences[i], row, row, slot)
             x, fences[i] = paged_decode(x, k, v, fences[i], table, ends, mx.zeros_like(ends), scale=0.125)
         mx.async_eval(x, *fences)
     mx.eval(x)

@@ -10,7 +10,7 @@ from mlx_paged.kernels import build, quantized
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks, rotate
-from scripts.support.paged_decode import decode_variants, paged_decode
+from scripts.support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.pools import DTYPES, noise
 
@@ -33,10 +33,10 @@ def test_written_rows_equal_mlxs(length: int, dtype: mx.Dtype) -> None:
     k = mx.random.normal((1, heads, length, 128)).astype(dtype)
     v = mx.random.normal((1, length, heads, 128)).astype(dtype).swapaxes(1, 2)
     pools = new_blocks(count, heads, block, (128, 128), dtype, pages)
-    fence = kernels.write_slots(*pools, kernels.new_fence(), k, v, mx.array(slots, mx.int32), pages)
+    fence = write_slots(*pools, kernels.new_fence(), k, v, mx.array(slots, mx.int32), pages)
     table = mx.array(ids, mx.int32)
     *rows, fence = quantized.gather_rows(*pools, fence, table, 0, length, pages)
-    *read, fence = kernels.gather_blocks(*pools, fence, table, 0, length, pages)
+    *read, fence = gather_blocks(*pools, fence, table, 0, length, pages)
     for got, want in zip(rows, pages.quantize(k, v), strict=True):
         assert mx.array_equal(got, want).item()
     for got, want in zip(read, pages.dequantize(*rows), strict=True):
@@ -62,7 +62,7 @@ def filled(pages: PageShape, num_blocks: int, block: int = 16, heads: int = 2) -
     pools = new_blocks(num_blocks, heads, block, (pages.k.dim, pages.v.dim), pages.dtype, pages)
     k, v = (mx.random.normal((1, heads, num_blocks * block, form.dim)).astype(pages.dtype) for form in pages)
     slots = mx.arange(num_blocks * block, dtype=mx.int32)
-    mx.eval(kernels.write_slots(*pools, kernels.new_fence(), k, v, slots, pages))
+    mx.eval(write_slots(*pools, kernels.new_fence(), k, v, slots, pages))
     return pools
 
 
@@ -112,7 +112,7 @@ def test_random_schedules_equal_sequential_runs(bits: tuple[int, int]) -> None:
             slots = mx.array(rng.sample(range(16, 9 * 16), 3), mx.int32)
             if kind == "write":
                 new = [mx.random.normal((3, 2, 64)).astype(mx.bfloat16) for _ in "kv"]
-                fence = kernels.write_slots(k, v, fence, *new, slots, pages)
+                fence = write_slots(k, v, fence, *new, slots, pages)
             elif kind == "rows":
                 *rows, fence = quantized.gather_rows(k, v, fence, mx.array([3, 1], mx.int32), 5, 3, pages)
                 fence = quantized.write_rows(k, v, fence, *rows, slots, pages)
@@ -120,7 +120,7 @@ def test_random_schedules_equal_sequential_runs(bits: tuple[int, int]) -> None:
                 source, target = rng.sample(range(1, 9), 2)
                 fence = kernels.copy_blocks(k, v, fence, [source], [target])
             elif kind == "gather":
-                got_k, got_v, fence = kernels.gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30, pages)
+                got_k, got_v, fence = gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30, pages)
                 outs += [got_k, got_v]
             else:
                 q = mx.random.normal((2, 4, 1, 64)).astype(mx.bfloat16)

@@ -180,8 +180,7 @@ def check_gate(emulated, form):
 
 PACKED = (4, 64)
 MUTATIONS = {
-    "a share twice": (None, check_product, "k += (SHARES * SG - 1) * SHARE", "k += (SG - 2) * SHARE"),
-    "the same share for both": (None, check_order, "u / 4 * (SG * SHARE)", "u / 4 * SHARE"),
+    "a share twice": (None, check_product, "k += (SG - 1) * SHARE", "k += (SG - 2) * SHARE"),
     "a warp's sum left out": (None, check_product, "s < SG", "s < SG - 1"),
     "fragments exchanged": (None, check_product, "low.x, high.x, low.y, high.y", "low.x, low.y, high.x, high.y"),
     "past the end of rows": (None, check_product, "!live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load", "aligned ? stream_load"),

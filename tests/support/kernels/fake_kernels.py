@@ -74,18 +74,6 @@ class FakeKernels:
 
         return launch
 
-    def write_slots(
-        self,
-        k_pool: mx.array,
-        v_pool: mx.array,
-        fence: mx.array,
-        k: mx.array,
-        v: mx.array,
-        slots: mx.array,
-        pages: PageShape | None = None,
-    ) -> mx.array:
-        return self.prepare_write(k_pool, v_pool, slots, pages)(k_pool, v_pool, fence, k, v)
-
     def write_rows(
         self,
         k_pool: mx.array,
@@ -323,7 +311,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
     """Replace the kernels by fakes. Pools made in this context by :func:`mlx_paged.kv.choice.blocks_choice`
     are in place."""
     fake = FakeKernels()
-    names = ("write_slots", "prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
+    names = ("prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
         mock.patch.multiple(quantized, write_rows=fake.write_rows, gather_rows=fake.gather_rows),

@@ -177,7 +177,7 @@ def _product(kernel: _Kernel) -> Scratch:
     x = mx.zeros((rows * depth,) if kernel["XD"] == 1 else (rows, *[1] * (kernel["XD"] - 2), depth), dtype)
     w, given = mx.zeros((size, depth), dtype), {"x": x, "bias": mx.zeros((size,), dtype)}
     for number in ("", "1", "2"):
-        given |= {f"w{number}": w, f"words{number}": mx.zeros((size, bits or 1), mx.uint32)}
+        given[f"w{number}"] = mx.zeros((size, bits), mx.uint32) if bits else w
         given |= {f"{name}{number}": mx.zeros((size, 1), dtype) for name in ("scales", "biases")}
     outputs = [((rows, size), dtype)] * len(BODIES[kernel.body].outputs)
     return given, _options((len(outputs) * threads, 1, 1), threads, *outputs)
