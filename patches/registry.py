@@ -26,7 +26,7 @@ ADAPTERS = (
     "models.attention",
     "models.latent",
     "models.index_attention",
-    "models.transformer_block",
+    "models.mlp",
     "nn",
     "samplers",
     "cache.prompt_cache",

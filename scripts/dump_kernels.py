@@ -31,7 +31,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
-from scripts.support.paged_decode import paged_decode
+from scripts.support.paged_decode import gather_blocks, paged_decode, write_slots
 from tests.support.kernels.scratch import MIN_DEVICE_ELEMENTS, KernelKey, launch_alone, small_inputs_of
 from tests.support.msl.msl_source import mlx_source
 
@@ -158,8 +158,8 @@ def launch_all(shape: Shape, cores: int | None = None) -> None:
                 launch_shape=shape_for(variant, cores),
             )
         for kind in (mx.int32, mx.int64):
-            fence = kernels.write_slots(*pools, fence, new, new, mx.arange(rows).astype(kind))
-        _, _, fence = kernels.gather_blocks(*pools, fence, mx.zeros((rows,), mx.int32), 0, 1)
+            fence = write_slots(*pools, fence, new, new, mx.arange(rows).astype(kind))
+        _, _, fence = gather_blocks(*pools, fence, mx.zeros((rows,), mx.int32), 0, 1)
         ids = mx.arange(rows, dtype=mx.int32)
         fence = kernels.copy_blocks(*pools, fence, ids, ids + rows)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 from support.decode_run import LATENTS, HeadRun, LatentRun, Run, SharedRun
-from support.paged_decode import decode_variants, paged_decode
+from support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots
 
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
@@ -85,11 +85,11 @@ def check_limits(tokens: int = 1 << 20) -> int:
         fence = kernels.new_fence()
         for first in range(0, tokens, 1 << 15):
             rows = slice(first, first + (1 << 15))
-            fence = kernels.write_slots(*pools, fence, k[None, :, rows], v[None, :, rows], slots[rows])
+            fence = write_slots(*pools, fence, k[None, :, rows], v[None, :, rows], slots[rows])
             mx.eval(fence)
         fence = kernels.copy_blocks(*pools, fence, ids[-1:], mx.array([0], mx.int32))
         tail = mx.concatenate([ids[-3:-1], mx.array([0], mx.int32)])  # the copy in place of the last block
-        got_k, got_v, fence = kernels.gather_blocks(*pools, fence, tail, 0, 3 * block)
+        got_k, got_v, fence = gather_blocks(*pools, fence, tail, 0, 3 * block)
         same = all(mx.array_equal(got[0], x[:, -3 * block :]).item() for got, x in ((got_k, k), (got_v, v)))
         failed += not same
         print(f"{'ok  ' if same else 'FAIL'} d{dim} pools of {pools[0].size:.2e} elements: writes, copies, gathers")

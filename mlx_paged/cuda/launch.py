@@ -13,14 +13,13 @@ import mlx.core as mx
 # Element types of inputs and outputs: a C type, or the constant that names it. MLX compiles a text that has an input or
 # output not listed here.
 _TYPES = {
-    **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions"), "uint32_t"),
+    **dict.fromkeys(("fence", "fence_out", "arrivals", "keys", "positions"), "uint32_t"),
     **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles", "items"), "int"),
-    "offsets": "int",
-    **dict.fromkeys(("params", "sinks", "stats", "partial", "frequencies"), "float"),
+    **dict.fromkeys(("params", "sinks", "stats", "partial"), "float"),
     **dict.fromkeys(
         ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
     ),
-    **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual"), "T"),
+    **dict.fromkeys(("x", "w", "w1", "w2", "bias"), "T"),
     **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
     "slots": "S",
 }
@@ -31,7 +30,8 @@ _STRIDES = {
     "v": "int64_t(k_pool_1) * k_2 * {DV}, {DV}, int64_t(k_pool_1) * {DV}, 1",
 }
 _TOKENS_FIRST = ("v",)
-_POOLS = ("k_pool", "v_pool")
+# Inputs of uint32 words, if a text has this constant: quantised pages, and quantised matrices.
+_WORDS = {**dict.fromkeys(("k_pool", "v_pool"), "KBITS"), **dict.fromkeys(("w", "w1", "w2"), "BITS")}
 
 
 class Source(NamedTuple):
@@ -81,7 +81,7 @@ def source_of(
 
     def kind(name: str) -> str:
         known = "O" if name == "out" and "O" in constants else _TYPES[name]
-        known = "uint32_t" if name in _POOLS and "KBITS" in constants else known  # quantised pages
+        known = "uint32_t" if _WORDS.get(name) in constants else known
         return type_of[constants[known]] if known in constants else known
 
     parameters = [f"const {kind(name)}* {name}" for name in inputs] + [f"{kind(name)}* {name}" for name in outputs]

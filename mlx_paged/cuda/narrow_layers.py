@@ -16,7 +16,6 @@ from mlx.nn.layers.distributed import (
 )
 from mlx.utils import tree_flatten
 
-from ..kernels.nvidia import Rotation
 from ..ranks.world import group_of
 from . import narrow_matmul
 from .narrow_matmul import PackedWeight
@@ -68,35 +67,18 @@ def _summed(layer: nn.Module, product: mx.array) -> mx.array:
     return total + layer["bias"] if "bias" in layer else total
 
 
-def is_narrow(layer: nn.Module) -> bool:
-    """Return whether the layer is at present one that a kernel may multiply few rows with."""
-    return isinstance(layer, _OwnRows | _OwnColumns)
-
-
 def fused_projections(
-    layers: Sequence[nn.Module],
-    x: mx.array,
-    heads: Sequence[int] | None = None,
-    rotation: Rotation | None = None,
+    layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | None = None
 ) -> list[mx.array] | None:
-    """See :func:`..kernels.nvidia.fused_projections`."""
+    """Return what :func:`..kernels.nvidia.projected` does, in one kernel launch; None if no launch can do it."""
     weights = _weights_of(layers)
-    if weights is None or not narrow_matmul.covers(x, weights, rotation=rotation):
+    if weights is None or not narrow_matmul.covers(x, weights):
         return None
     # The launch gives results their final shapes: in a decode step even an operation that only reshapes costs time.
     shapes = None
     if heads is not None:
         shapes = [(x.shape[0], n, 1, w.shape[0] // n) for w, n in zip(weights, heads, strict=True)]
-    return narrow_matmul.products(x, weights, shapes=shapes, rotation=rotation)
-
-
-def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array | None:
-    """Return ``residual + layer(x)`` from one kernel launch; None if no launch can do it. See
-    :func:`..kernels.nvidia.added`."""
-    weights = _weights_of([layer])
-    if weights is None or not narrow_matmul.covers_sum(x, weights[0], residual):
-        return None
-    return narrow_matmul.product_sum(x, weights[0], residual)
+    return narrow_matmul.products(x, weights, shapes=shapes)
 
 
 def gated(gate: nn.Module, up: nn.Module, x: mx.array) -> mx.array | None:

@@ -1,5 +1,5 @@
-"""Products of a few rows with weight matrices on CUDA. One kernel launch computes up to three products, or a product
-and the operation after it.
+"""Products of a few rows with weight matrices on CUDA. One kernel launch computes up to three products, or two and the
+activation after them.
 
 A decode step of a small batch is bound by the host, where MLX's path to cuBLAS takes several times as long as a kernel
 launch (docs/adr/0011). Results are as precise as MLX's: 16-bit factors, sums in float32. Matrices may be quantised, all
@@ -14,13 +14,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from ..kernels.build import KernelText, backend, build_kernel, compile_ahead, warn_when_compiling
 from ..kernels.cases import worst_rms
 from ..kernels.check import outcome_of
-from ..kernels.limits import cuda_limits
-from ..kernels.nvidia import Rotation
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -80,80 +77,19 @@ MAX_SIZE = 1 << 26
 MAX_PACKED_SIZE = 1 << 30  # for quantised ones, which MLX reads again for every few rows
 MAX_MATRICES = 3
 DTYPES = (mx.bfloat16, mx.float16)
-PLAIN, BIASED, ADDED, GATED, GROUPED = BODIES = (
+PLAIN, BIASED, GATED, GROUPED = BODIES = (
     "narrow_matmul",
     "narrow_matmul_bias",
-    "narrow_matmul_add",
     "narrow_matmul_gate",
     "narrow_matmul_group",
 )
+TILES = SMALL, LARGE = 16, 32  # rows of the part of the result that a thread group computes
+_COLUMNS = 16
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
 USUAL_DIMS = 3  # number of dimensions of x in most models
 
 Matrix = mx.array | PackedWeight  # [width, depth]
-
-
-class Tile(NamedTuple):
-    """What a thread group computes, and how.
-
-    Attributes:
-        rows, columns: size of its part of the result.
-        unroll: loads of 32 values of each row that are in flight.
-        groups: thread groups that must fit a multiprocessor together.
-    """
-
-    rows: int
-    columns: int
-    unroll: int
-    groups: int = 2
-
-
-TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
-FEW = Tile(8, 16, 4)  # with quantised matrices, whose values cost instructions: for up to 8 rows
-# Tiles that replace others and give the same bits: TILES_IF_FEW, with more loads in flight, if there is at most one
-# thread group per multiprocessor; TILES_IF_MANY, with fewer, if there are a few more than two, so that all run together
-# (docs/adr/0011).
-TILES_IF_FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace(unroll=8, groups=1)}
-TILES_IF_MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
-# The tile for more rows that corresponds to a tile.
-LARGER = {SMALL: LARGE, **{tiles[SMALL]: tiles[LARGE] for tiles in (TILES_IF_FEW, TILES_IF_MANY)}}
-
-
-class FusedRotation(NamedTuple):
-    """What a text that rotates its results knows of a :class:`Rotation`; without ``half`` it does not rotate."""
-
-    half: int = 0
-    scale: float = 1.0
-    base: float | None = None
-
-    @classmethod
-    def of(cls, rotation: Rotation | None) -> FusedRotation:
-        """Return the constants of a rotation."""
-        return NOT_FUSED if rotation is None else cls(rotation.half, rotation.scale, rotation.base)
-
-    @property
-    def suffix(self) -> str:
-        """Suffix of the body's name."""
-        return "_turn" if self.half else ""
-
-    @property
-    def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        """Constants of the text; a float is an integer of the same bits."""
-        if not self.half:
-            return ()
-        log_base = 0 if self.base is None else _float_bits(float(np.log2(np.float32(self.base))))
-        known: list[tuple[str, int | bool]] = [("HALF", self.half), ("BASED", self.base is not None)]
-        return (*known, ("LOG_BASE", log_base), ("SCALE", _float_bits(self.scale)))
-
-
-NOT_FUSED = FusedRotation()
-# Llama's: heads of 64.
-KERNELS = (*((body, NOT_FUSED) for body in BODIES), (GROUPED, FusedRotation(half=32, base=5e5)))
-
-
-def _float_bits(value: float) -> int:
-    return int(np.float32(value).view(np.int32))
 
 
 class TileCheck(NamedTuple):
@@ -162,7 +98,7 @@ class TileCheck(NamedTuple):
 
     body: str
     dtype: mx.Dtype
-    tile: Tile
+    tile: int
     bits: int
     ok: bool
     rms: float
@@ -175,28 +111,14 @@ def is_available() -> bool:
     return backend() == "cuda" and mx.default_device() == mx.Device(mx.gpu)
 
 
-def covers(
-    x: mx.array,
-    weights: Sequence[Matrix],
-    bias: mx.array | None = None,
-    rotation: Rotation | None = None,
-) -> bool:
+def covers(x: mx.array, weights: Sequence[Matrix], bias: mx.array | None = None) -> bool:
     """Return whether :func:`products` can multiply these: it supports shapes, dtypes and device, and the kernel works.
 
     The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
     if bias is not None and (len(weights) != 1 or bias.shape != weights[0].shape[:1] or bias.dtype != x.dtype):
         return False
-    body, num_rows = _body_of(weights, bias), _num_rows(x)
-    if rotation is not None and not (
-        body == GROUPED
-        and rotation.offsets.shape == (num_rows,)
-        and rotation.offsets.dtype == mx.int32
-        and rotation.half % _VECTOR == 0
-        and all(w.shape[0] % (2 * rotation.half) == 0 for w in weights[:2])
-    ):
-        return False
-    return len(weights) <= MAX_MATRICES and _covers(body, x, num_rows, weights, rotation)
+    return len(weights) <= MAX_MATRICES and _covers(_body_of(weights, bias), x, weights)
 
 
 def products(
@@ -204,7 +126,6 @@ def products(
     weights: Sequence[Matrix],
     bias: mx.array | None = None,
     shapes: Sequence[tuple[int, ...]] | None = None,
-    rotation: Rotation | None = None,
 ) -> list[mx.array]:
     """Return ``x @ w.T`` for few rows and each matrix, computed in one launch; requires :func:`covers`.
 
@@ -214,37 +135,17 @@ def products(
             of 8.
         bias: ``[width]``, added to the product, or None; with one matrix only.
         shapes: shapes of the results, instead of ``[..., width]``.
-        rotation: applied to the first two results; with several matrices only.
 
     Returns:
         ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
     """
     shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights]
-    body = _body_of(weights, bias)
-    return launch(body, x, weights, bias, _tile_of(body, _num_rows(x), weights), shapes, rotation)
-
-
-def covers_sum(x: mx.array, weight: Matrix, residual: mx.array) -> bool:
-    """Return whether :func:`product_sum` can compute this; see :func:`covers`."""
-    fits = residual.shape[-1] == weight.shape[0] and residual.dtype == x.dtype
-    return fits and _covers(ADDED, x, _num_rows(residual), [weight])
-
-
-def product_sum(x: mx.array, weight: Matrix, residual: mx.array) -> mx.array:
-    """Return ``residual + x @ weight.T``, computed in one launch, with the bits of :func:`products` and a sum by MLX.
-
-    Args:
-        x: as many rows of ``depth`` values as the residual has rows, in any shape, as ``[B, n_heads, 1, head_dim]``.
-        weight: ``[width, depth]``.
-        residual: ``[..., width]``.
-    """
-    tile = _tile_of(ADDED, _num_rows(residual), [weight])
-    return launch(ADDED, x, [weight], residual, tile, [residual.shape])[0]
+    return launch(_body_of(weights, bias), x, weights, bias, _tile_of(x), shapes)
 
 
 def covers_gated(x: mx.array, gate: Matrix, up: Matrix) -> bool:
     """Return whether :func:`gated_product` can compute this; see :func:`covers`."""
-    return gate.shape == up.shape and _covers(GATED, x, _num_rows(x), [gate, up])
+    return gate.shape == up.shape and _covers(GATED, x, [gate, up])
 
 
 def gated_product(x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
@@ -254,26 +155,18 @@ def gated_product(x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
         x, gate, up: as in :func:`products`.
     """
     shape = (*x.shape[:-1], gate.shape[0])
-    return launch(GATED, x, [gate, up], None, _tile_of(GATED, _num_rows(x), [gate, up]), [shape])[0]
+    return launch(GATED, x, [gate, up], None, _tile_of(x), [shape])[0]
 
 
-def _covers(
-    body: str,
-    x: mx.array,
-    num_rows: int,
-    weights: Sequence[Matrix],
-    rotation: Rotation | None = None,
-) -> bool:
-    depth, rest = divmod(x.size, max(1, num_rows))
-    fused = FusedRotation.of(rotation)
+def _covers(body: str, x: mx.array, weights: Sequence[Matrix]) -> bool:
+    depth, bits = x.shape[-1], _bits_of(weights)
     return (
-        0 < num_rows <= (MAX_PACKED_ROWS if _bits_of(weights) else MAX_ROWS)
-        and rest == 0
+        0 < x.size // max(1, depth) <= (MAX_PACKED_ROWS if bits else MAX_ROWS)
         and depth % _VECTOR == 0
         and all(len(w.shape) == 2 and w.shape[1] == depth and w.dtype == x.dtype for w in weights)
         and len({_form_of(w) for w in weights}) == 1
-        and all(w.shape[0] * depth <= (MAX_PACKED_SIZE if isinstance(w, PackedWeight) else MAX_SIZE) for w in weights)
-        and passes_check(body, x.dtype, _tile_of(body, num_rows, weights), x.ndim, _bits_of(weights), fused)
+        and all(w.shape[0] * depth <= (MAX_PACKED_SIZE if bits else MAX_SIZE) for w in weights)
+        and passes_check(body, x.dtype, _tile_of(x), x.ndim, bits)
     )
 
 
@@ -286,54 +179,30 @@ def _bits_of(weights: Sequence[Matrix]) -> int:
     return _form_of(weights[0])[0]
 
 
-def _num_rows(x: mx.array) -> int:
-    return x.size // x.shape[-1]
-
-
-def _tile_of(body: str, num_rows: int, weights: Sequence[Matrix]) -> Tile:
-    tile = SMALL if num_rows <= SMALL.rows else LARGE
-    if _bits_of(weights):
-        few = FEW if body == GATED else FEW._replace(groups=3)
-        return few if num_rows <= FEW.rows else tile
-    if body == GATED:
-        return tile
-    groups, cores = _num_tiles(weights, tile), cuda_limits().multiprocessors
-    if groups <= cores:
-        return TILES_IF_FEW[tile]
-    many = TILES_IF_MANY[tile]
-    return many if tile.groups * cores < groups <= many.groups * cores else tile
-
-
-def _num_tiles(weights: Sequence[Matrix], tile: Tile) -> int:
-    return sum(-(-w.shape[0] // tile.columns) for w in weights)
+def _tile_of(x: mx.array) -> int:
+    return SMALL if x.size <= SMALL * x.shape[-1] else LARGE
 
 
 def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
     return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
 
 
-def kernel_key(
-    body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0, fused: FusedRotation = NOT_FUSED
-) -> KernelText:
-    """Return the key of the kernel for an x of ``num_dims`` dimensions, matrices of ``bits`` per value (0: not
-    quantised), and the operations around the product."""
+def kernel_key(body: str, dtype: mx.Dtype, tile: int, num_dims: int, bits: int = 0) -> KernelText:
+    """Return the key of the kernel for an x of ``num_dims`` dimensions, and matrices of ``bits`` per value (0: not
+    quantised)."""
     matrices = 2 if body == GATED else 1  # matrices that a column is computed from
-    unroll = tile.unroll // matrices
-    if bits:  # parts of 128 values in flight
-        unroll = 8 // bits if tile.rows == FEW.rows else max(1, 8 // (bits * matrices))
     constants = (
         ("T", dtype),
         ("XD", num_dims),
-        ("MT", tile.rows // 8),
-        ("COLUMNS", tile.columns),
+        ("MT", tile // 8),
+        ("COLUMNS", _COLUMNS),
         ("MATRICES", matrices),
-        ("R", tile.columns * matrices // 16),
-        ("U", unroll),
+        ("R", _COLUMNS * matrices // 16),
+        # Loads in flight: of 32 values of each row; of quantised matrices, of 128.
+        ("U", max(1, 8 // (bits * matrices)) if bits else 4 // matrices),
         ("SG", _SIMDGROUPS),
-        ("GROUPS", tile.groups),
-        *fused.constants,
+        ("GROUPS", 2),
     )
-    body += fused.suffix
     if not bits:
         return KernelText(body, constants)
     return KernelText(body.replace("matmul", "quantized"), (*constants, ("BITS", bits)))
@@ -343,15 +212,14 @@ def launch(
     body: str,
     x: mx.array,
     weights: Sequence[Matrix],
-    addend: mx.array | None,
-    tile: Tile,
+    bias: mx.array | None,
+    tile: int,
     shapes: Sequence[tuple[int, ...]],
-    rotation: Rotation | None = None,
 ) -> list[mx.array]:
     """Launch a kernel. Returns an array of each of ``shapes``."""
-    key = kernel_key(body, x.dtype, tile, x.ndim, _bits_of(weights), FusedRotation.of(rotation))
+    key = kernel_key(body, x.dtype, tile, x.ndim, _bits_of(weights))
     threads = 32 * _SIMDGROUPS
-    tiles = _num_tiles(weights[: len(shapes)], tile)
+    tiles = sum(-(-w.shape[0] // _COLUMNS) for w in weights[: len(shapes)])
     outputs = list(shapes)
     if body == GROUPED and len(weights) < MAX_MATRICES:  # a placeholder: the grid ends before the third
         weights = [*weights, weights[-1]]
@@ -359,79 +227,51 @@ def launch(
     inputs = [x]
     for w in weights:
         inputs += w.arrays if isinstance(w, PackedWeight) else [w]
-    if addend is not None:
-        inputs.append(addend)
-    if rotation is not None:
-        inputs += [rotation.offsets, _no_frequencies() if rotation.frequencies is None else rotation.frequencies]
+    if bias is not None:
+        inputs.append(bias)
     return build_kernel(key.body, key.constants)(
         inputs=inputs,
-        grid=(tiles * threads, -(-x.size // (weights[0].shape[1] * tile.rows)), 1),
+        grid=(tiles * threads, -(-x.size // (weights[0].shape[1] * tile)), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=outputs,
         output_dtypes=[x.dtype] * len(outputs),
     )[: len(shapes)]
 
 
-@lru_cache(maxsize=1)
-def _no_frequencies() -> mx.array:
-    return mx.ones((8,), mx.float32)
-
-
-def _keys_to_compile(
-    body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, fused: FusedRotation
-) -> list[KernelText]:
+def _keys_to_compile(body: str, dtype: mx.Dtype, tile: int, num_dims: int, bits: int) -> list[KernelText]:
     """Return the keys of the kernels to compile at the first use of one: its own, and those likely to follow. Rows that
-    join, and drafts of a few rows, use the larger tile."""
-    forms = [(tile, fused)]
-    if tile in LARGER:
-        forms.append((LARGER[tile], fused))
-    # The self-check compares a product with operations around it to the product alone.
-    bodies = [(body, each, form) for each, own in forms for form in (own, NOT_FUSED)]
-    if num_dims == USUAL_DIMS and tile in TILES and fused == NOT_FUSED:  # a model that needs one mostly needs all
-        bodies += [(each, tile, NOT_FUSED) for each in BODIES]
-        if not bits:
-            bodies += [(ADDED, TILES_IF_FEW[tile], NOT_FUSED), (GROUPED, TILES_IF_MANY[tile], NOT_FUSED)]
-    return [kernel_key(each, dtype, own, num_dims, bits, form) for each, own, form in bodies]
+    join, and drafts of a few rows, use the larger tile; a model that needs one body mostly needs all."""
+    forms = [(body, tile), (body, LARGE)]
+    if num_dims == USUAL_DIMS:
+        forms += [(each, tile) for each in BODIES]
+    return [kernel_key(each, dtype, own, num_dims, bits) for each, own in dict.fromkeys(forms)]
 
 
 @lru_cache(maxsize=256)
-def passes_check(
-    body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int, fused: FusedRotation = NOT_FUSED
-) -> bool:
+def passes_check(body: str, dtype: mx.Dtype, tile: int, num_dims: int, bits: int) -> bool:
     """Return whether the kernel can be used on this machine for an x of ``num_dims`` dimensions and matrices of
     ``bits``; each pair is another text. Warns once if the kernel fails its self-check or does not compile."""
     if dtype not in DTYPES or not is_available():
         return False
-    keys = _keys_to_compile(body, dtype, tile, num_dims, bits, fused)
-    compile_ahead((key.body, key.constants) for key in keys)
+    compile_ahead((key.body, key.constants) for key in _keys_to_compile(body, dtype, tile, num_dims, bits))
     with warn_when_compiling():
-        reason = self_check(body, dtype, tile, bits, fused, num_dims).reason
+        reason = self_check(body, dtype, tile, bits, num_dims).reason
     if reason:
-        name = kernel_key(body, dtype, tile, num_dims, bits, fused).body
-        warnings.warn(f"mlx_paged: {name} ({dtype}, {tile}) is off, using MLX's operations: {reason}", stacklevel=2)
+        name = kernel_key(body, dtype, tile, num_dims, bits).body
+        warnings.warn(
+            f"mlx_paged: {name} ({dtype}, {tile} rows) is off, using MLX's operations: {reason}", stacklevel=2
+        )
     return not reason
 
 
-def self_check(
-    body: str,
-    dtype: mx.Dtype,
-    tile: Tile,
-    bits: int = 0,
-    fused: FusedRotation = NOT_FUSED,
-    num_dims: int = USUAL_DIMS,
-) -> TileCheck:
-    """Compare the kernel with float32 products of the same factors, with edges in every dimension, and the operations
-    around the product with MLX's rotation, for an x of ``num_dims`` dimensions.
+def self_check(body: str, dtype: mx.Dtype, tile: int, bits: int = 0, num_dims: int = USUAL_DIMS) -> TileCheck:
+    """Compare the kernel with float32 products of the same factors, with edges in every dimension, for an x of
+    ``num_dims`` dimensions.
 
     Fails on a compile error or an RMS difference of at least 5e-3 (results are about 1). Never raises for a failing
     kernel.
     """
-    if fused != NOT_FUSED:
-        found = outcome_of(lambda: _rotated_difference(dtype, tile, bits, fused, num_dims))
-        return TileCheck(body + fused.suffix, dtype, tile, bits, *found)
-    sizes = (
-        ((1, 40, 32), (tile.rows + 5, 200, 2176), (3, 40, 384)) if bits else ((1, 40, 8), (tile.rows + 5, 200, 2200))
-    )
+    sizes = ((1, 40, 32), (tile + 5, 200, 2176), (3, 40, 384)) if bits else ((1, 40, 8), (tile + 5, 200, 2200))
     # For quantised matrices, each size has another group size.
     checks = [(*size, bits, group_size, num_dims) for size, group_size in zip(sizes, GROUP_SIZES, strict=False)]
     return TileCheck(
@@ -447,7 +287,7 @@ def _packed(weight: mx.array, bits: int, group_size: int) -> Matrix:
 def _difference(
     body: str,
     dtype: mx.Dtype,
-    tile: Tile,
+    tile: int,
     num_rows: int,
     width: int,
     depth: int,
@@ -460,8 +300,7 @@ def _difference(
     # Keys are not split and indexed: MLX would have to compile kernels for that on CUDA.
     keys = [mx.random.key(num_rows + 1000 * i) for i in range(2 + MAX_MATRICES)]
     x = mx.random.normal((num_rows, 1, depth), key=keys[0]).astype(dtype)
-    addends = {BIASED: (width,), ADDED: (num_rows, 1, width)}
-    addend = mx.random.normal(addends[body], key=keys[1]).astype(dtype) if body in addends else None
+    bias = mx.random.normal((width,), key=keys[1]).astype(dtype) if body == BIASED else None
     widths = [width + (0 if body == GATED else 9 * i) for i in range(MAX_MATRICES)]
     matrices = [
         (mx.random.normal((n, depth), key=key) * depth**-0.5).astype(dtype)
@@ -479,10 +318,10 @@ def _difference(
         if body == GATED:
             gate, up = (y.astype(dtype).astype(mx.float32) for y in expected)
             expected = [gate * mx.sigmoid(gate) * up]
-        elif addend is not None:
-            expected = [expected[0] + addend]
+        elif bias is not None:
+            expected = [expected[0] + bias]
         shapes = [want.shape for want in expected]
-        for got, want in zip(launch(body, _shaped(x, num_dims), weights, addend, tile, shapes), expected, strict=True):
+        for got, want in zip(launch(body, _shaped(x, num_dims), weights, bias, tile, shapes), expected, strict=True):
             errors.append(mx.square(got.astype(mx.float32) - want).mean())
     return worst_rms(errors)
 
@@ -490,40 +329,3 @@ def _difference(
 def _shaped(x: mx.array, num_dims: int) -> mx.array:
     """Return x ``[rows, 1, depth]`` with ``num_dims`` dimensions, the first of which are its rows."""
     return x.reshape(-1) if num_dims == 1 else x.reshape(len(x), *[1] * (num_dims - 2), -1)
-
-
-def _rotated_difference(dtype: mx.Dtype, tile: Tile, bits: int, fused: FusedRotation, num_dims: int) -> float:
-    """Compare rotated products with MLX's rotation of products, for 1 and 3 rows.
-
-    Returns:
-        The RMS of the error; results are about 1.
-    """
-    head = 2 * fused.half
-    widths = [3 * head, head, 24]
-    frequencies = None if fused.base is not None else mx.arange(1, fused.half + 1).astype(mx.float32)
-    errors = []
-    for num_rows, depth in ((1, 1024), (3 if num_dims > 1 else 1, 1536)):
-        x = mx.random.normal((num_rows, 1, depth), key=mx.random.key(depth)).astype(dtype)
-        matrices = [mx.random.normal((n, depth), key=mx.random.key(i)) * depth**-0.5 for i, n in enumerate(widths)]
-        weights = [_packed(w.astype(dtype), bits, 64) for w in matrices]
-        offsets = mx.array([100003, 0, 77][:num_rows], mx.int32)
-        rotation = Rotation(fused.half, offsets, fused.scale, fused.base, frequencies)
-        shapes = [(num_rows, 1, n) for n in widths]
-        x = _shaped(x, num_dims)
-        got = launch(GROUPED, x, weights, None, tile, shapes, rotation)
-        expected = launch(GROUPED, x, weights, None, tile, shapes)
-        expected[:2] = [
-            mx.fast.rope(
-                y.reshape(num_rows, -1, 1, head),
-                head,
-                traditional=False,
-                base=fused.base,
-                scale=fused.scale,
-                offset=offsets,
-                freqs=frequencies,
-            ).reshape(y.shape)
-            for y in expected[:2]
-        ]
-        for a, b in zip(got, expected, strict=True):
-            errors.append(mx.square(a.astype(mx.float32) - b.astype(mx.float32)).mean())
-    return worst_rms(errors)

@@ -55,8 +55,8 @@ class Body(NamedTuple):
 
 
 # Names of variants: pages not quantised and quantised; latents; a row's own blocks, blocks common to rows, and the
-# merge of both; for products what is stored, and whether results are rotated.
-VARIANTS = ("PAGED", "QUANTIZED", "LATENT", "OWN", "COMMON", "JOIN", "PLAIN", "BIAS", "ADD", "GATE", "GROUP", "TURN")
+# merge of both; for products what is stored.
+VARIANTS = ("PAGED", "QUANTIZED", "LATENT", "OWN", "COMMON", "JOIN", "PLAIN", "BIAS", "GATE", "GROUP")
 
 _POOL = ("k_pool", "v_pool", "fence")
 _BOUNDS = ("tables", "ends", "starts", "params", "sinks")
@@ -70,8 +70,9 @@ _MATRICES = ("partitions.metal", "join.metal")
 
 
 def _tensor_decode(family: Family, more: str, outputs: tuple[str, ...], *variants: str) -> Body:
-    helpers = _TENSOR_CODES if "QUANTIZED" in variants else ()
-    return Body(family, "tensor_decode.cuh", (*_DECODE, more), outputs, variants, helpers)
+    if "QUANTIZED" in variants:
+        return Body(family, "quantized_tensor_decode.cuh", (*_DECODE, more), outputs, variants, _TENSOR_CODES)
+    return Body(family, "tensor_decode.cuh", (*_DECODE, more), outputs, variants)
 
 
 def _write(file: str, helpers: tuple[str, ...] = (), *, strided: bool = True) -> Body:
@@ -85,20 +86,17 @@ def _gather(file: str, helpers: tuple[str, ...] = ()) -> Body:
 def _products(kind: str) -> dict[str, Body]:
     """Return the kernels that multiply a few rows by matrices. ``kind`` is "matmul", or "quantized" for weights in
     affine quantisation."""
-    names, form = (("w",), ()) if kind == "matmul" else (("words", "scales", "biases"), ("QUANTIZED",))
+    names, form = (("w",), ()) if kind == "matmul" else (("w", "scales", "biases"), ("QUANTIZED",))
     one, two, three = (tuple(name + n for n in ("", "1", "2")[:count] for name in names) for count in (1, 2, 3))
 
     def body(inputs: tuple[str, ...], *variants: str, outputs: tuple[str, ...] = ("out",)) -> Body:
         return Body(Family.PRODUCT, "products.cuh", ("x", *inputs), outputs, (*variants, *form))
 
-    results = ("out", "out1", "out2")
     return {
         f"narrow_{kind}": body(one, "PLAIN"),
         f"narrow_{kind}_bias": body((*one, "bias"), "BIAS"),
-        f"narrow_{kind}_add": body((*one, "residual"), "ADD"),
         f"narrow_{kind}_gate": body(two, "GATE"),
-        f"narrow_{kind}_group": body(three, "GROUP", outputs=results),
-        f"narrow_{kind}_group_turn": body((*three, "offsets", "frequencies"), "GROUP", "TURN", outputs=results),
+        f"narrow_{kind}_group": body(three, "GROUP", outputs=("out", "out1", "out2")),
     }
 
 
@@ -123,7 +121,7 @@ BODIES: dict[str, Body] = {
     "quantized_decode_tensor": _tensor_decode(Family.FUSED_DECODE, "arrivals", _FUSED_RESULTS, "OWN", "QUANTIZED"),
     "shared_decode_tensor": _tensor_decode(Family.DECODE, "items", _COMMON_RESULTS, "COMMON", "PAGED"),
     "shared_quantized_decode_tensor": _tensor_decode(Family.DECODE, "items", _COMMON_RESULTS, "COMMON", "QUANTIZED"),
-    "join_partitions": Body(Family.MERGE, "tensor_decode.cuh", _PARTIAL, ("out",), ("JOIN",)),
+    "join_partitions": Body(Family.MERGE, "join_runs.cuh", _PARTIAL, ("out",), ("JOIN",)),
     "latent_decode_tensor": Body(
         Family.DECODE, "latent_decode.cuh", _DECODE, _RESULTS, helpers=("flags.cuh", "warpgroup.cuh")
     ),

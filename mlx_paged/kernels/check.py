@@ -300,8 +300,14 @@ class _Rows:
         self._scale = variant.head_dim**-0.5
 
     def _write(self, k: mx.array, v: mx.array, slots: list[int]) -> None:
-        ids = mx.array(slots, mx.int32)
-        self._fence = kernels.write_slots(*self._pools, self._fence, k, v, ids, self._variant.pages)
+        launch = kernels.prepare_write(*self._pools, mx.array(slots, mx.int32), self._variant.pages)
+        self._fence = launch(*self._pools, self._fence, k[:, :, None], v[:, :, None])
+
+    def _gather(self, ids: list[int], length: int) -> tuple[mx.array, mx.array]:
+        """Return keys and values of the first ``length`` positions of blocks."""
+        launch = kernels.prepare_gather(*self._pools, ids, 0, length, self._variant.pages)
+        k, v, self._fence = launch(*self._pools, self._fence)
+        return k, v
 
     def _write_newest(self, k: mx.array, v: mx.array) -> None:
         self._write(k, v, [self._slots[i] for i in self._newest])
@@ -400,7 +406,7 @@ class _Rows:
             if pages is not None:
                 k, v = self._quantized(k, v, blocks, self._slots[first : first + n], pages)
             first += n
-            got_k, got_v, self._fence = kernels.gather_blocks(*self._pools, self._fence, blocks, 0, n, pages)
+            got_k, got_v = self._gather(blocks, n)
             if not (mx.array_equal(got_k.squeeze(0), k).item() and mx.array_equal(got_v.squeeze(0), v).item()):
                 raise RuntimeError("slots read back differ from what was written")
             self.kept.append((k, v))
@@ -437,12 +443,12 @@ class _Rows:
 
     def copy_blocks(self) -> None:
         """Copy one block, then four, onto free ones: on Metal, two texts. Raises RuntimeError if a copy differs."""
-        free, pages = self._blocks.num_blocks + 1, self._variant.pages
+        free = self._blocks.num_blocks + 1
         for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
             length = len(sources) * self._variant.block_size
-            *before, self._fence = kernels.gather_blocks(*self._pools, self._fence, sources, 0, length, pages)
+            before = self._gather(sources, length)
             self._fence = kernels.copy_blocks(*self._pools, self._fence, sources, targets)
-            *after, self._fence = kernels.gather_blocks(*self._pools, self._fence, targets, 0, length, pages)
+            after = self._gather(targets, length)
             if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
                 raise RuntimeError("copies of blocks differ from their sources")
 

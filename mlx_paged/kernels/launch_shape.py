@@ -13,22 +13,9 @@ VEC = 4  # elements of a load
 PACKED_VEC = 8  # elements of a load of codes
 
 
-class LaneLayout(NamedTuple):
-    """A division of the work of a threadgroup of paged_decode or quantized_decode on Metal.
-
-    Attributes:
-        lanes: lanes that hold one token.
-        unroll: steps of ``32 / lanes`` tokens in flight.
-        head_split: simdgroups that share the query heads.
-    """
-
-    lanes: int
-    unroll: int
-    head_split: int
-
-
-# The fewest instructions that fit 108 of the 128 registers of 32 bits that M1 and M2 give a thread at full occupancy
-# (docs/adr/0018). By widest head; then by query heads per KV head: 1, 2, up to 4, up to 8, up to 16.
+# Lanes, unroll and head_split (see LaunchShape) of paged_decode and quantized_decode on Metal: the fewest instructions
+# that fit 108 of the 128 registers of 32 bits that M1 and M2 give a thread at full occupancy (docs/adr/0018). By widest
+# head; then by query heads per KV head: 1, 2, up to 4, up to 8, up to 16.
 _LANES_OF_16_BITS = {
     64: ((8, 4, 1), (8, 4, 1), (8, 2, 1), (16, 2, 1), (16, 2, 2)),
     96: ((8, 4, 1), (8, 4, 1), (8, 4, 2), (8, 4, 4), (8, 4, 8)),
@@ -59,20 +46,15 @@ _LANES_OF_4_BIT_PAGES = {
 }
 
 
-def lane_layout(gqa: int, widest: int, itemsize: float, *, is_packed: bool = False) -> LaneLayout:
-    """Return the layout for ``gqa`` query heads per KV head.
-
-    Args:
-        widest: elements of keys or values, whichever are more.
-        itemsize: bytes per element, in pages of keys and values on average.
-        is_packed: whether pages are quantised.
-    """
-    if is_packed:
-        table = _LANES_OF_8_BIT_PAGES if itemsize == 1 else _LANES_OF_4_BIT_PAGES
+def _metal_lanes(variant: Variant, widest: int) -> tuple[int, int, int]:
+    """Return lanes, unroll and head_split of a variant on Metal; ``widest``: elements of keys or values, whichever are
+    more."""
+    if variant.pages is not None:
+        table = _LANES_OF_8_BIT_PAGES if variant.pages.itemsize == 1 else _LANES_OF_4_BIT_PAGES
     else:
-        table = _LANES_OF_16_BITS if itemsize == 2 else _LANES_OF_32_BITS
+        table = _LANES_OF_16_BITS if variant.dtype.size == 2 else _LANES_OF_32_BITS
     row = next(row for most, row in table.items() if widest <= most)
-    return LaneLayout(*row[(gqa > 1) + (gqa > 2) + (gqa > 4) + (gqa > 8)])
+    return row[sum(variant.gqa > most for most in (1, 2, 4, 8))]
 
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
@@ -235,13 +217,6 @@ def _first_partition(variant: Variant) -> int:
     return FIRST_PARTITION if variant.groups >= 4 else FIRST_PARTITION_OF_FEW
 
 
-def _widths(variant: Variant) -> tuple[int, ...]:
-    """Return the possible elements per load on CUDA, the best first."""
-    if variant.pages is not None:
-        return (PACKED_VEC,)
-    return (8, 4) if variant.dtype.size == 2 else (4,)
-
-
 def _cuda_lanes(head_dim: int, widths: tuple[int, ...]) -> tuple[int, int]:
     """Return the (vec, lanes) that waste the fewest lanes at about 8 elements per lane, with loads of these widths."""
     best: tuple[float, int, int] | None = None
@@ -289,12 +264,13 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         partition = max(partition_for(cores, variant.groups), 4 * keys)
         return LaunchShape(8, 4, 1, 1, 1, 4, partition, keys=keys, first=_first_partition(variant))
     if variant.backend == "metal":
-        pages, vec = variant.pages, VEC if variant.pages is None else PACKED_VEC
-        itemsize = variant.dtype.size if pages is None else pages.itemsize
-        lanes, unroll, head_split = lane_layout(variant.gqa, widest, itemsize, is_packed=pages is not None)
+        vec = VEC if variant.pages is None else PACKED_VEC
+        lanes, unroll, head_split = _metal_lanes(variant, widest)
         heads = -(-variant.gqa // head_split)
     else:
-        vec, lanes = _cuda_lanes(widest, _widths(variant))
+        # Elements per load, the best first.
+        widths = (PACKED_VEC,) if variant.pages is not None else (8, 4) if variant.dtype.size == 2 else (4,)
+        vec, lanes = _cuda_lanes(widest, widths)
         per_lane = -(-widest // (vec * lanes)) * vec
         head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
         heads = -(-variant.gqa // head_split)

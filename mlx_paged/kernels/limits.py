@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import lru_cache
 from typing import NamedTuple
 
-# Lowers the shared memory that kernels may ask for, in bytes, to test on one GPU the behaviour of a smaller one.
-VARIABLE = "MLX_PAGED_SHARED_MEMORY"
 # CUdevice_attribute of the CUDA driver API.
 _MULTIPROCESSORS, _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_GROUP = 16, 81, 97
 _RESERVED = 1024  # bytes of shared memory that the driver takes for itself in each thread group
@@ -40,15 +37,8 @@ HOPPER = CudaLimits(132, 232_448, 233_472)
 
 @lru_cache(maxsize=1)
 def cuda_limits() -> CudaLimits:
-    """Return the limits of the first visible GPU, lowered by ``MLX_PAGED_SHARED_MEMORY``; Hopper's without a driver."""
-    limits = _query_driver() or HOPPER
-    if lowered := os.environ.get(VARIABLE):
-        if not lowered.isdecimal():
-            raise ValueError(f"{VARIABLE} must be a number of bytes, got {lowered!r}")
-        # GPUs keep 1 KB of a multiprocessor's shared memory for themselves.
-        group = min(int(lowered), limits.shared_of_group)
-        limits = CudaLimits(limits.multiprocessors, group, min(group + _RESERVED, limits.shared_of_multiprocessor))
-    return limits
+    """Return the limits of the first visible GPU; Hopper's without a driver."""
+    return _query_driver() or HOPPER
 
 
 def _query_driver() -> CudaLimits | None:

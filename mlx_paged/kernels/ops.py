@@ -292,36 +292,6 @@ def _pool_constants(k_pool: mx.array, v_pool: mx.array) -> Constants:
     return pool_constants_of(dtype, head_dim, value_dim, block_size)
 
 
-def write_slots(
-    k_pool: mx.array,
-    v_pool: mx.array,
-    fence: mx.array,
-    k: mx.array,
-    v: mx.array,
-    slots: mx.array,
-    pages: PageShape | None = None,
-) -> mx.array:
-    """Scatter key and value rows into the pool, in place. Returns the next fence.
-
-    k and v: [N, n_kv_heads, head_dim] or [B, n_kv_heads, length, head_dim] with N = B * length, in any strides and of
-    the pool's dtype; slots int32 or int64 [N]: block * block_size + offset of each row, row b * length + i for
-    position i of sequence b; a negative slot is skipped. Two rows must not share a slot of a block that anyone reads.
-    pages: form of a pool of quantised pages; k and v have their dtype, and are quantised as MLX does on this device.
-    Raises ValueError for other shapes or dtypes.
-    """
-    if k.ndim == 3:
-        k, v = k[:, :, None], v[:, :, None]
-    dtype, n_kv_heads, _, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
-    batch, heads, length, _ = k.shape
-    if heads != n_kv_heads or k.shape[3] != head_dim or v.shape[3] != value_dim:
-        raise ValueError(f"rows {k.shape} / {v.shape} do not fit pools {k_pool.shape} / {v_pool.shape}")
-    if k.shape[:3] != v.shape[:3] or slots.shape != (batch * length,):
-        raise ValueError(f"rows {k.shape} / {v.shape} and slots {slots.shape} do not agree")
-    if k.dtype != dtype or v.dtype != dtype or slots.dtype not in (mx.int32, mx.int64):
-        raise ValueError(f"rows {k.dtype} / {v.dtype}, slots {slots.dtype} do not fit a pool of {dtype}")
-    return prepare_write(k_pool, v_pool, slots, pages)(k_pool, v_pool, fence, k, v)
-
-
 class WriteLaunch(NamedTuple):
     """The launch of one step's writes, prepared once and called for each layer."""
 
@@ -329,13 +299,20 @@ class WriteLaunch(NamedTuple):
     slots: mx.array
 
     def __call__(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """Return the next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as in :func:`write_slots`. Checks
-        nothing."""
+        """Write rows of keys and values, ``[B, n_kv_heads, length, head_dim]`` in any strides and of the pool's dtype;
+        quantised pages quantise them as MLX does on this device. Checks nothing. Returns the next fence."""
         return self.launch([k_pool, v_pool, fence, k, v, self.slots])[0]
 
 
 def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None) -> WriteLaunch:
-    """Prepare the launch of :func:`write_slots` over pools of this geometry."""
+    """Prepare a launch that scatters rows of keys and values into pools of this geometry, in place.
+
+    Args:
+        slots: int32 or int64 ``[B * length]``: block * block_size + offset of each row, row b * length + i for
+            position i of sequence b; a negative slot is skipped. Two rows must not share a slot of a block that anyone
+            reads.
+        pages: form of a pool of quantised pages.
+    """
     heads = k_pool.shape[1]
     if pages is not None:
         kernel = build_kernel(
@@ -350,23 +327,22 @@ BlockIds = mx.array | Sequence[int]
 ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
 
-def gather_blocks(
-    k_pool: mx.array, v_pool: mx.array, fence: mx.array, block_ids: BlockIds, start: int, length: int,
-    pages: PageShape | None = None,
-) -> ThreeArrays:  # fmt: skip
-    """Copy positions [start, start + length) of one block table out of the pool.
-
-    block_ids int32 [n], by absolute position. Returns (k [1, n_kv_heads, length, head_dim], v, fence). Quantised pages
-    are dequantised as mx.dequantize does on this device.
-    Raises ValueError if the range is empty or exceeds the table.
-    """
-    return prepare_gather(k_pool, v_pool, block_ids, start, length, pages)(k_pool, v_pool, fence)
-
-
 def prepare_gather(
     k_pool: mx.array, v_pool: mx.array, block_ids: BlockIds, start: int, length: int, pages: PageShape | None = None
 ) -> Callable[[mx.array, mx.array, mx.array], ThreeArrays]:
-    """Prepare :func:`gather_blocks` over pools of this geometry: return a function of (k_pool, v_pool, fence)."""
+    """Prepare a launch that copies positions ``start .. start + length - 1`` of one block table out of the pool.
+
+    Args:
+        block_ids: ids ``[n]`` by absolute position.
+        pages: form of a pool of quantised pages, which are dequantised as ``mx.dequantize`` does on this device.
+
+    Returns:
+        A function of (k_pool, v_pool, fence) that returns k ``[1, n_kv_heads, length, head_dim]``, v, and the next
+        fence.
+
+    Raises:
+        ValueError: the range is empty or exceeds the table.
+    """
     ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
     if pages is not None:
         return lambda k_pool, v_pool, fence: quantized.gather(k_pool, v_pool, fence, ids, start, length, pages)

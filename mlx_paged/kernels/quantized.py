@@ -203,7 +203,7 @@ def write_rows(
     """Scatter rows, uint32 ``[B, n_kv_heads, length, num_words]``, into pages unchanged. Returns the next fence.
 
     Args:
-        slots: the slot of each row, as in :func:`.ops.write_slots`.
+        slots: the slot of each row, as in :func:`.ops.prepare_write`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
-from ...kernels.nvidia import Rotation, fused_projections, has_cuda, is_narrow, projected
+from ...kernels.nvidia import projected
 from ...kv.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
@@ -32,26 +32,20 @@ def paged_call(
 
     Returns:
         A function that takes upstream's ``__call__`` and returns its replacement: the paged path for a paged cache,
-        upstream's code for any other. The attribute ``before_output`` of the replacement does all but the move of the
-        heads to the last axis and ``o_proj``.
+        upstream's code for any other.
     """
-
-    def attended(self: Any, x: mx.array, mask: mx.array | str | None, cache: Any) -> mx.array:
-        queries, keys, values = project(self, x, cache.offset)
-        cap = None if softcap is None else softcap(self)
-        return cache.attend(queries, keys, values, AttentionParams(self.scale, mask, None, cap))
 
     def adapt(original: AttentionCall) -> AttentionCall:
         def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
             # Batches first: a decode step's time on the host counts.
             if not isinstance(cache, PagedBatchKVCache) and not stays_paged(cache, x.shape[0]):
                 return original(self, x, mask, cache)
-            out = attended(self, x, mask, cache)
-            if x.shape[1] > 1:
-                out = out.transpose(0, 2, 1, 3)
-            return self.o_proj(out.reshape(*x.shape[:2], -1))
+            queries, keys, values = project(self, x, cache.offset)
+            cap = None if softcap is None else softcap(self)
+            return self.o_proj(
+                heads_last(cache.attend(queries, keys, values, AttentionParams(self.scale, mask, None, cap)))
+            )
 
-        __call__.before_output = attended  # type: ignore[attr-defined]
         return __call__
 
     return adapt
@@ -83,20 +77,6 @@ def project_heads(
     if norms:
         parts = [part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True)]
     return parts if length == 1 else [part.transpose(0, 2, 1, 3) for part in parts]
-
-
-def rotation_of(rope: Any, offset: mx.array, head_dim: int) -> Rotation | None:
-    """Return the arguments of a kernel that projects and rotates whole heads of one token each; None if no kernel
-    supports this rotation.
-
-    Args:
-        offset: position of each row, int32 ``[B]``.
-    """
-    if type(rope) is nn.RoPE and not rope.traditional and rope.dims == head_dim:
-        return Rotation(head_dim // 2, offset, rope.scale, rope.base, None)
-    if type(rope).__name__ == "Llama3RoPE" and not rope.traditional and rope.dims == head_dim:
-        return Rotation(head_dim // 2, offset, 1.0, None, rope._freqs)
-    return None
 
 
 def rotated(
@@ -132,15 +112,8 @@ def project_llama(self: Any, x: mx.array) -> list[mx.array]:
 
 
 def _rotate_llama(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
-    """Return :func:`project_llama`'s result, rotated; for one token in one kernel launch if there is such a kernel."""
-    layers, heads = (self.q_proj, self.k_proj, self.v_proj), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-    if has_cuda() and x.shape[1] == 1 and is_narrow(layers[0]):
-        positions = offset if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
-        rotation = rotation_of(self.rope, positions, self.q_proj.weight.shape[0] // self.n_heads)
-        fused = None if rotation is None else fused_projections(layers, x, heads, rotation)
-        if fused is not None:
-            return fused
-    queries, keys, values = project_heads(x, layers, heads)
+    """Return :func:`project_llama`'s result, rotated."""
+    queries, keys, values = project_llama(self, x)
     return *rotated(self.rope, queries, keys, offset), values
 
 

@@ -16,7 +16,7 @@ from mlx_paged.kernels.launch_shape import SINGLE_ROW_BODY_OF, Variant, shape_fo
 from mlx_paged.kernels.quantized import new_blocks
 from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
 
-from .paged_decode import paged_decode
+from .paged_decode import paged_decode, write_slots
 
 
 def _attend(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
@@ -50,7 +50,7 @@ class Run:
         for b, n in enumerate(self.lengths):
             k, v = (self.rows(n, dim) for dim in dims)
             slots = mx.array([self.slot(b, t) for t in range(n)], mx.int32)
-            self.fence = kernels.write_slots(*self.pools, self.fence, k[None], v[None], slots, variant.pages)
+            self.fence = write_slots(*self.pools, self.fence, k[None], v[None], slots, variant.pages)
             self.dense.append(self.kept(k, v))
 
     def rows(self, n: int, dim: int) -> mx.array:
@@ -107,7 +107,7 @@ class HeadRun(Run):
         variant = self.variant
         slots = mx.array([self.slot(b, n) for b, n in enumerate(self.lengths)], mx.int32)
         new, (ends, starts) = self.grow()
-        self.fence = kernels.write_slots(*self.pools, self.fence, *new, slots, variant.pages)
+        self.fence = write_slots(*self.pools, self.fence, *new, slots, variant.pages)
         q = self.queries(self.n_kv * variant.gqa)
         options: dict[str, Any] = {"scale": variant.head_dim**-0.5, "softcap": 20.0 if variant.softcap else None}
         out = self.attend(q, ends, starts, **options)

@@ -1,4 +1,6 @@
-"""Decode over a pool's tensors, for tests and scripts: its variants, and one launch with checks of its arguments."""
+"""Single launches over a pool's tensors, for tests and scripts: decode, with its variants, writes and gathers."""
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -92,3 +94,32 @@ def paged_decode(
         if x.shape != (batch, n_kv_heads, 1, dim) or x.dtype != dtype or q_len != 1:
             raise ValueError(f"cannot append rows {x.dtype} x {x.shape} for queries {q.shape}")
     return launch(q, k_pool, v_pool, fence, sinks, *append)
+
+
+def write_slots(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    fence: mx.array,
+    k: mx.array,
+    v: mx.array,
+    slots: mx.array,
+    pages: PageShape | None = None,
+) -> mx.array:
+    """Write rows ``[N, n_kv_heads, head_dim]`` or ``[B, n_kv_heads, length, head_dim]`` to slots ``[N]`` or
+    ``[B * length]``; return the next fence."""
+    if k.ndim == 3:
+        k, v = k[:, :, None], v[:, :, None]
+    return kernels.prepare_write(k_pool, v_pool, slots, pages)(k_pool, v_pool, fence, k, v)
+
+
+def gather_blocks(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    fence: mx.array,
+    ids: mx.array | Sequence[int],
+    start: int,
+    length: int,
+    pages: PageShape | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Return keys and values of a block table's positions, and the next fence."""
+    return kernels.prepare_gather(k_pool, v_pool, ids, start, length, pages)(k_pool, v_pool, fence)

@@ -149,9 +149,9 @@ def test_prompts_and_products_have_rows_on_cuda(on_gpu: None, monkeypatch: pytes
     monkeypatch.setattr(products, "product_seconds", lambda *kernel: 1e-5)
     first, *found = rows(32, PagedConfig())
     assert first.use == "packed prefill" and first.seconds == 1e-5
-    assert len(found) == 3 * len(narrow_matmul.TILES) * len(narrow_matmul.KERNELS)
+    assert len(found) == 3 * len(narrow_matmul.TILES) * len(narrow_matmul.BODIES)
     failed = {row.shape for row in found if not row.passed}
-    assert failed == {f"products of up to {narrow_matmul.LARGE.rows} rows, 8 bits"}
+    assert failed == {f"products of up to {narrow_matmul.LARGE} rows, 8 bits"}
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises"])

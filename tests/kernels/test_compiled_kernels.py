@@ -26,6 +26,7 @@ from mlx_paged.kernels.prefill import (
     prefill_constants_of,
     prefill_shape_for,
 )
+from scripts.support.paged_decode import gather_blocks, write_slots
 from tests.support.cases import quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.kernels.scratch import KernelKey, launch_alone
@@ -95,8 +96,8 @@ QUANTIZED_PREFILL = (
 def texts() -> list[tuple[str, Constants]]:
     """Return at least one text of each body."""
     products = [
-        narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits, fused)
-        for body, fused in narrow_matmul.KERNELS
+        narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits)
+        for body in narrow_matmul.BODIES
         for bits in (0, 4)
     ]
     quantized = texts_of(QUANTIZED) + texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
@@ -159,11 +160,11 @@ def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Co
 def test_values_of_several_tokens_are_passed_in_memory_order(mlx: FakeMLX) -> None:
     pool, slots = mx.zeros((2, 3, 32, 64), mx.bfloat16), mx.zeros((10,), mx.int32)
     k, v = (mx.zeros((2, 5, 3, 64), mx.bfloat16).swapaxes(1, 2) for _ in "kv")
-    kernels.write_slots(pool, pool, kernels.new_fence(), k, v, slots)
+    write_slots(pool, pool, kernels.new_fence(), k, v, slots)
     assert [x.shape for x in mlx.calls[0]["inputs"][3:5]] == [(2, 3, 5, 64), (2, 5, 3, 64)]
     assert mlx.calls[0]["scalars"] == [3, 5]
     one = mx.zeros((10, 3, 1, 64), mx.bfloat16)
-    kernels.write_slots(pool, pool, kernels.new_fence(), one, one, slots)
+    write_slots(pool, pool, kernels.new_fence(), one, one, slots)
     assert [x.shape for x in mlx.calls[1]["inputs"][3:5]] == [one.shape] * 2
 
 
@@ -238,8 +239,8 @@ def test_nvrtc_code_writes_the_same_as_mlxs_code(monkeypatch: pytest.MonkeyPatch
             monkeypatch.setattr(compiled, "cubins", lambda: None)
             build_kernel.cache_clear()
         pools = [mx.zeros((5, 3, 32, 64), mx.bfloat16) for _ in "kv"]
-        fence = kernels.write_slots(*pools, kernels.new_fence(), k, v, slots)
-        *read, fence = kernels.gather_blocks(*pools, fence, [0, 1, 2, 3, 4], 0, 160)
+        fence = write_slots(*pools, kernels.new_fence(), k, v, slots)
+        *read, fence = gather_blocks(*pools, fence, [0, 1, 2, 3, 4], 0, 160)
         mx.eval(read, fence)
         written.append(read)
     build_kernel.cache_clear()

@@ -70,19 +70,15 @@ def test_a_gpu_too_small_has_no_prefill_kernel(on_cuda: pytest.MonkeyPatch) -> N
     assert prefill.prefill_variants_of(mx.bfloat16, 128, 128, 32, 8, 32, False, False) == ()
 
 
-def test_variable_lowers_shared_memory(on_cuda: pytest.MonkeyPatch) -> None:
-    use(on_cuda, HOPPER)
-    on_cuda.setenv(device.VARIABLE, "101376")
-    assert cuda_limits() == CudaLimits(132, 101_376, 102_400)
-    cuda_limits.cache_clear()
-    on_cuda.setenv(device.VARIABLE, "100KB")
-    with pytest.raises(ValueError, match="must be a number of bytes, got '100KB'"):
-        cuda_limits()
-
-
 def test_runs_follow_multiprocessors(on_cuda: pytest.MonkeyPatch) -> None:
-    assert run_length(512, 132, 3) == 2 and run_length(512, 72, 3) == 4
-    assert latent_run(64, 64, 132) == 32 and latent_run(64, 64, 72) == 64
+    assert [run_length(n, 132, 3) for n in (64, 256, 512, 1024, 2048, 4096, 8192)] == [1, 1, 2, 4, 2, 4, 4]
+    # One partition more than the tokens need, for windows that begin inside one.
+    assert [run_length(n, 132, 3) for n in (544, 1088)] == [2, 4] and run_length(512, 72, 3) == 4
+    # Groups that run at the same time: 2 of heads of 256, 4 of heads of 64.
+    assert [run_length(2176, 132, together) for together in (2, 3, 4)] == [4, 2, 4]
+    assert [run_length(2560, 132, together) for together in (2, 3, 4)] == [4, 2, 2]
+    assert latent_run(64, 64, 132) == 32 and latent_run(64, 64, 72) == 64  # 32 x 16k, 128 heads
+    assert latent_run(1, 16, 132) == 1 and latent_run(2, 64, 132) == 1 and latent_run(1000, 5, 132) == 8
     use(on_cuda, HOPPER)
     (tensor, _) = ops.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)
     wide = spec_of(tensor, shape_for(tensor), 32, 128, 1, 64)

@@ -15,12 +15,12 @@ from mlx_paged.kernels import quantized
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.quantized import PageShape, new_blocks
+from scripts.support.paged_decode import gather_blocks, write_slots
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.kernels.quantized_pages import page_shape
 
 VARIANT = Variant("paged_decode", "metal", mx.float32, 64, 64, 2, 16)
-WRITE_SLOTS = kernels.write_slots
 Launch = Callable[..., tuple[mx.array, mx.array]]
 
 
@@ -39,8 +39,8 @@ def plant() -> Iterator[Callable[[Callable[[Launch], Launch]], None]]:
                 launch = wrap(launch)
             return launch
 
-        # write_slots calls the fake's prepare_write. Not by monkeypatch, which would outlive the fake kernels.
-        with mock.patch.multiple(kernels, prepare_decode=prepare_decode, write_slots=WRITE_SLOTS):
+        # Not by monkeypatch, which would outlive the fake kernels.
+        with mock.patch.object(kernels, "prepare_decode", prepare_decode):
             yield around.append
 
 
@@ -185,9 +185,9 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
             new = mx.zeros((rows, n_kv_heads, 1, 64), mx.bfloat16)
             logits = mx.zeros((n_q_heads,)) if sinks else None
             launch(q, k_pool, v_pool, kernels.new_fence(), logits, *((new, new) if q_len == 1 else ()))
-            kernels.write_slots(k_pool, v_pool, kernels.new_fence(), new, new, mx.arange(rows, dtype=mx.int32), pages)
+            write_slots(k_pool, v_pool, kernels.new_fence(), new, new, mx.arange(rows, dtype=mx.int32), pages)
             ids = list(range(rows))
-            kernels.gather_blocks(k_pool, v_pool, kernels.new_fence(), ids, 0, 1, pages)
+            gather_blocks(k_pool, v_pool, kernels.new_fence(), ids, 0, 1, pages)
             kernels.copy_blocks(k_pool, v_pool, kernels.new_fence(), ids, [20 + i for i in ids])
             if pages is not None:
                 slots = mx.arange(rows, dtype=mx.int32)
@@ -217,8 +217,8 @@ def test_self_check_runs_every_text_that_a_pool_needs(block: int) -> None:
     for count in (1, 2, 3, 4, 7, 8, 9):
         ids, rows = list(range(1, count + 1)), [mx.zeros((1, 2, count, 64), mx.bfloat16) for _ in "kv"]
         with built_by(real):
-            kernels.write_slots(*pools, fence, *rows, mx.array(ids, mx.int32))
-            kernels.gather_blocks(*pools, fence, ids, 0, 1)
+            write_slots(*pools, fence, *rows, mx.array(ids, mx.int32))
+            gather_blocks(*pools, fence, ids, 0, 1)
             kernels.copy_blocks(*pools, fence, ids, [10 + i for i in ids])
     assert real.seen == checked and len(checked) == 6
 
@@ -234,6 +234,6 @@ def test_wrong_copies_fail_the_self_check() -> None:
         def prepared(*args: Any, variant: Variant, init_value: object, max_visible: int | None, **options: Any) -> Any:
             return prepare_decode(*args, **options)
 
-        with mock.patch.multiple(kernels, prepare_decode=prepared, copy_blocks=copy, write_slots=WRITE_SLOTS):
+        with mock.patch.multiple(kernels, prepare_decode=prepared, copy_blocks=copy):
             result = self_check(TRIED._replace(dtype=mx.float32))
     assert not result.ok and "copies of blocks differ" in result.reason

@@ -10,15 +10,19 @@ import pytest
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import quantized
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
+from mlx_paged.kernels.launch_shape import count_partitions, shape_for
 from mlx_paged.kernels.ops import latent_variants_of
+from mlx_paged.kernels.quantized import new_blocks
 from mlx_paged.kv.new_tokens import NewTokens
-from scripts.support.paged_decode import decode_variants, paged_decode
+from scripts.support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots
+from tests.support.kernels.quantized_pages import page_shape
 from tests.support.pools import pool_of
 
 HAS_GPU = kernel_build.backend() is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="MLX sees no GPU")
+BITS = [None, (8, 8), (4, 4), (8, 4)]  # of keys and values
 
 
 def pools(n_blocks, n_kv=2, block=16, dim=64, dtype=mx.bfloat16):
@@ -65,15 +69,6 @@ def test_partitions_cover_every_row():
             ):
                 size *= 2
             assert -(-reach // size) <= launched
-
-
-def test_runs_leave_two_thread_groups_per_core_or_many():
-    assert [run_length(n, 132, 3) for n in (64, 256, 512, 1024, 2048, 4096, 8192)] == [1, 1, 2, 4, 2, 4, 4]
-    # One partition more than the tokens need, for windows that begin inside one.
-    assert [run_length(n, 132, 3) for n in (544, 1088)] == [2, 4]
-    # Groups that run at the same time: 2 of heads of 256, 4 of heads of 64.
-    assert [run_length(2176, 132, together) for together in (2, 3, 4)] == [4, 2, 4]
-    assert [run_length(2560, 132, together) for together in (2, 3, 4)] == [4, 2, 2]
 
 
 @pytest.fixture
@@ -174,14 +169,26 @@ def test_starts_are_shared_with_other_threads(monkeypatch):
     assert own.visible(None)[2] is made[0] and made[0].tolist() == [[0]]
 
 
+def filled(num_blocks, bits, dim=64, block=16, dtype=mx.bfloat16):
+    """Return pools of noise for two heads, and the form of their pages; None if ``bits`` is None."""
+    if bits is None:
+        return pools(num_blocks, block=block, dim=dim, dtype=dtype), None
+    pages = page_shape(dim, bits, 32, dtype)
+    own = new_blocks(num_blocks, 2, block, (dim, dim), dtype, pages)
+    k, v = (mx.random.normal((1, 2, num_blocks * block, dim)).astype(dtype) for _ in "kv")
+    mx.eval(write_slots(*own, kernels.new_fence(), k, v, mx.arange(num_blocks * block, dtype=mx.int32), pages))
+    return own, pages
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("block", [8, 32, 128])
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_self_check_passes(dtype, extras, block):
-    k, v = pools(2, block=block, dtype=dtype, dim=128)
-    for variant in decode_variants(k, v, 8, softcap=extras, sinks=extras):
+@pytest.mark.parametrize("bits", BITS)
+def test_self_check_passes(bits, dtype, extras, block):
+    own, pages = filled(2, bits, 128, block, dtype)
+    for variant in decode_variants(*own, 8, softcap=extras, sinks=extras, pages=pages):
         result = self_check(variant)
         assert result.ok, result
 
@@ -189,10 +196,11 @@ def test_self_check_passes(dtype, extras, block):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_bits_do_not_depend_on_batchmates(dim):
+@pytest.mark.parametrize("bits", BITS[:3])
+def test_bits_do_not_depend_on_batchmates(bits, dim):
     contexts = [1, 100, 130, 700, 3000, 9000, 40]
     blocks = [-(-n // 16) for n in contexts]
-    k, v = pools(sum(blocks) + 1, dim=dim)
+    own, pages = filled(sum(blocks) + 1, bits, dim)
     ids = iter((np.random.default_rng(0).permutation(sum(blocks)) + 1).tolist())
     tables = [[next(ids) for _ in range(n)] for n in blocks]
     q = mx.random.normal((len(contexts), 8, 1, dim)).astype(mx.bfloat16)
@@ -202,12 +210,12 @@ def test_bits_do_not_depend_on_batchmates(dim):
         table = mx.array([tables[b] + [0] * (width - blocks[b]) for b in rows], mx.int32)
         ends = mx.array([[contexts[b]] for b in rows], mx.int32)
         out, _ = paged_decode(
-            q[mx.array(rows)], k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1, variant=variant,
-            launch_shape=shape_for(variant)._replace(run=run),
+            q[mx.array(rows)], *own, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1, variant=variant,
+            launch_shape=shape_for(variant)._replace(run=run), pages=pages,
         )  # fmt: skip
         return np.array(out.view(mx.uint16))
 
-    for variant in decode_variants(k, v, 8):
+    for variant in decode_variants(*own, 8, pages=pages):
         together = attend(list(range(len(contexts))), variant)
         for b in range(len(contexts)):
             np.testing.assert_array_equal(attend([b], variant)[0], together[b])
@@ -241,33 +249,41 @@ def test_rows_of_padding_append_nothing(dtype):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_random_schedules_equal_sequential_runs():
-    """Writes, forks and reads of reused blocks, pipelined or evaluated one by one: the same bits."""
+@pytest.mark.parametrize("bits", BITS)
+def test_random_schedules_equal_sequential_runs(bits):
+    """Writes, appends, forks, moved rows and reads of reused blocks, pipelined or evaluated one by one."""
 
     def run(seed, pipelined):
         rng = random.Random(seed)
         mx.random.seed(seed)
-        k, v = pools(9)
+        (k, v), pages = filled(9, bits)
         mx.eval(k, v)
         fence, outs = kernels.new_fence(), []
         for _ in range(40):
-            kind = rng.choice(["write", "write", "copy", "read", "gather"])
-            if kind == "write":
-                rows = [mx.random.normal((3, 2, 64)).astype(mx.bfloat16) for _ in "kv"]
-                slots = mx.array(rng.sample(range(16, 9 * 16), 3), mx.int32)
-                fence = kernels.write_slots(k, v, fence, *rows, slots)
+            kind = rng.choice(["write", "rows", "copy", "read", "append", "gather"])
+            slots = mx.array(rng.sample(range(16, 9 * 16), 3), mx.int32)
+            if kind == "rows" and pages is not None:
+                *rows, fence = quantized.gather_rows(k, v, fence, mx.array([3, 1], mx.int32), 5, 3, pages)
+                fence = quantized.write_rows(k, v, fence, *rows, slots, pages)
+            elif kind in ("write", "rows"):
+                new = [mx.random.normal((3, 2, 64)).astype(mx.bfloat16) for _ in "kv"]
+                fence = write_slots(k, v, fence, *new, slots, pages)
             elif kind == "copy":
                 source, target = rng.sample(range(1, 9), 2)
                 fence = kernels.copy_blocks(k, v, fence, [source], [target])
-            elif kind == "read":
-                q = mx.random.normal((2, 4, 1, 64)).astype(mx.bfloat16)
-                table = mx.array([rng.sample(range(1, 9), 4) for _ in "ab"], mx.int32)
-                ends = mx.array([[rng.randint(1, 64)] for _ in "ab"], mx.int32)
-                out, fence = paged_decode(q, k, v, fence, table, ends, mx.zeros_like(ends), scale=0.125)
-                outs.append(out)
-            else:
-                got_k, got_v, fence = kernels.gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30)
+            elif kind == "gather":
+                got_k, got_v, fence = gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30, pages)
                 outs += [got_k, got_v]
+            else:
+                q = mx.random.normal((2, 4, 1, 64)).astype(mx.bfloat16)
+                new = [mx.random.normal((2, 2, 1, 64)).astype(mx.bfloat16) for _ in "kv"]
+                ids = rng.sample(range(1, 9), 8)
+                ends = mx.array([[rng.randint(1, 64)] for _ in "ab"], mx.int32)
+                out, fence = paged_decode(
+                    q, k, v, fence, mx.array([ids[:4], ids[4:]], mx.int32), ends, mx.zeros_like(ends), scale=0.125,
+                    append=new if kind == "append" else None, pages=pages,
+                )  # fmt: skip
+                outs.append(out)
             if pipelined:
                 mx.async_eval(fence, *outs[-2:])
             else:
@@ -296,18 +312,15 @@ def test_a_large_pool_is_never_copied():
         x = q
         for i, (k, v) in enumerate(stacks):
             row = x[:, :8]
-            fences[i] = kernels.write_slots(k, v, fences[i], row, row, slot)
+            fences[i] = write_slots(k, v, fences[i], row, row, slot)
             x, fences[i] = paged_decode(x, k, v, fences[i], table, ends, mx.zeros_like(ends), scale=0.125)
         mx.async_eval(x, *fences)
     mx.eval(x)
     assert mx.get_peak_memory() - before < 100 << 20
 
 
-on_gpu = pytest.mark.skipif(kernel_build.backend() is None, reason="MLX sees no GPU")
-
-
 @pytest.mark.gpu
-@on_gpu
+@needs_gpu
 @pytest.mark.parametrize("block", [8, 32, 128])
 @pytest.mark.parametrize(("dtype", "rank", "heads"), [(mx.bfloat16, 512, 128), (mx.float16, 256, 20)])
 def test_self_check_of_latents_passes(dtype, rank, heads, block):
@@ -317,7 +330,7 @@ def test_self_check_of_latents_passes(dtype, rank, heads, block):
 
 
 @pytest.mark.gpu
-@on_gpu
+@needs_gpu
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 def test_a_prepared_launch_serves_a_pool_that_has_grown(dtype):
     """A launch is not limited to the size that the pool had when the launch was prepared."""
@@ -341,7 +354,7 @@ def test_a_prepared_launch_serves_a_pool_that_has_grown(dtype):
 
 
 @pytest.mark.gpu
-@on_gpu
+@needs_gpu
 def test_layers_read_their_own_pools_if_their_results_share_memory():
     """Each launch leaves maps of its pool in the memory of its results, which later launches reuse."""
     block, rank, rope, heads, contexts = 32, 512, 64, 128, [4000, 64, 1000]

@@ -12,29 +12,19 @@ import pytest
 
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.cuda.narrow_matmul import (
-    ADDED,
     BIASED,
     BITS,
     BODIES,
-    FEW,
     GATED,
     GROUPED,
     LARGE,
-    NOT_FUSED,
     PLAIN,
     SMALL,
     TILES,
-    TILES_IF_FEW,
-    TILES_IF_MANY,
-    FusedRotation,
     PackedWeight,
-    Rotation,
-    Tile,
     covers,
     covers_gated,
-    covers_sum,
     gated_product,
-    product_sum,
     products,
     self_check,
 )
@@ -60,53 +50,16 @@ def test_which_products_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     x, (w,) = arrays(32, 5, 64)
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [w], bias) and covers(x, [w, w]) and covers(x, [w, w[:3], w])
-    bodies, dtypes, tiles, _, bits, fused = zip(*asked, strict=True)
-    assert set(bits) == {0} and set(fused) == {NOT_FUSED}
-    asked.clear()
-    residual = mx.zeros((32, 1, 5), mx.bfloat16)
-    assert covers_sum(x, w, residual) and covers_gated(x, w, w)
-    assert [choice[0] for choice in asked] == [ADDED, GATED]
-    assert covers_sum(x.reshape(32, 4, 1, 16), w, residual)
-    assert not covers_sum(x, w, residual[:16]) and not covers_sum(x, w, residual.astype(mx.float32))
-    assert not covers_sum(x, w, residual[..., :4]) and not covers_gated(x, w, w[:4])
-    assert not covers_gated(x, w, w.astype(mx.float16)) and covers_sum(x[:1], w, residual[:1])
-    assert bodies == (PLAIN, PLAIN, PLAIN, BIASED, GROUPED, GROUPED)
-    assert tiles == (TILES_IF_FEW[SMALL], TILES_IF_FEW[SMALL], *[TILES_IF_FEW[LARGE]] * 4) and dtypes[2] == mx.float16
+    assert covers_gated(x, w, w) and not covers_gated(x, w, w[:4]) and not covers_gated(x, w, w.astype(mx.float16))
+    bodies, dtypes, tiles, _, bits = zip(*asked, strict=True)
+    assert bodies == (PLAIN, PLAIN, PLAIN, BIASED, GROUPED, GROUPED, GATED) and set(bits) == {0}
+    assert tiles == (SMALL, SMALL, *[LARGE] * 5) and dtypes[2] == mx.float16
     assert not covers(*arrays(2, 5, 64, mx.float32))
     assert not covers(*arrays(0, 5, 64)) and not covers(*arrays(33, 5, 64)) and not covers(*arrays(2, 5, 60))
     assert not covers(*arrays(2, (1 << 17) + 1, 512))
     assert not covers(x.astype(mx.float32), [w]) and not covers(x, [w[None]]) and not covers(x[..., :32], [w])
     assert not covers(x, [w, w.astype(mx.float16)]) and not covers(x, [w] * 4) and not covers(x, [w, w], bias)
     assert not covers(x, [w], bias[:4]) and not covers(x, [w], bias.astype(mx.float32))
-
-
-def test_which_rotations_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(
-        narrow_matmul, "passes_check", lambda *choice: asked.append(choice[0] + choice[-1].suffix) or True
-    )
-    x, (w,) = arrays(2, 64, 1024)
-    rotation = Rotation(16, mx.zeros((2,), mx.int32), 1.0, 1e4, None)
-    assert covers(x, [w, w, w[:5]], rotation=rotation) and covers(x, [w, w]) and covers_gated(x, w, w)
-    assert asked == [f"narrow_matmul_{name}" for name in ("group_turn", "group", "gate")]
-    assert not covers(x, [w], rotation=rotation)
-    assert not covers(x, [w, w[:48]], rotation=rotation) and not covers(x, [w, w], rotation=rotation._replace(half=12))
-    assert not covers(x, [w, w], rotation=rotation._replace(offsets=rotation.offsets[:1]))
-    assert not covers(x, [w, w], rotation=rotation._replace(offsets=rotation.offsets.astype(mx.uint32)))
-
-
-@pytest.mark.parametrize(("tile", "most"), [(SMALL, 4 * 132), (LARGE, 3 * 132)])
-def test_tiles_follow_the_number_of_thread_groups(tile: Tile, most: int) -> None:
-    few, many = TILES_IF_FEW[tile], TILES_IF_MANY[tile]
-    expected = {1: few, 132: few, 133: tile, 264: tile, 265: many, most: many, most + 1: tile}
-    for groups, found in expected.items():
-        width = groups * tile.columns
-        weights = [mx.zeros((n, 8), mx.bfloat16) for n in (width - 3, 0)]
-        assert narrow_matmul._tile_of(PLAIN, tile.rows, weights) == found, groups
-        assert narrow_matmul._tile_of(GATED, tile.rows, weights) == tile
-    halves = [mx.zeros((16 * 133, 8), mx.bfloat16)] * 2
-    assert narrow_matmul._tile_of(GROUPED, tile.rows, halves) == TILES_IF_MANY[tile]
-    assert narrow_matmul._tile_of(PLAIN, tile.rows, [packed(5, 64)]) == tile
 
 
 def packed(width: int, depth: int, bits: int = 4, group_size: int = 32, dtype: mx.Dtype = mx.bfloat16) -> PackedWeight:
@@ -124,14 +77,8 @@ def test_which_quantised_matrices_are_covered(monkeypatch: pytest.MonkeyPatch) -
     four, eight, wide = packed(5, 64), packed(5, 64, 8), packed(5, 64, group_size=64)
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [four]) and covers(x, [eight], bias) and covers(x, [four, packed(9, 64), four])
-    assert covers_gated(x, eight, eight) and covers_sum(x, four, mx.zeros((3, 1, 5), mx.bfloat16))
-    assert [(body, bits) for body, *_, bits, _ in asked] == [
-        (PLAIN, 4),
-        (BIASED, 8),
-        (GROUPED, 4),
-        (GATED, 8),
-        (ADDED, 4),
-    ]
+    assert covers_gated(x, eight, eight)
+    assert [(body, bits) for body, *_, bits in asked] == [(PLAIN, 4), (BIASED, 8), (GROUPED, 4), (GATED, 8)]
     asked.clear()
     assert not covers(x, [four, eight]) and not covers(x, [four, wide]) and not covers_gated(x, four, eight)
     assert not covers(x, [four, mx.zeros((5, 64), mx.bfloat16)]) and not covers(x.astype(mx.float16), [four])
@@ -187,32 +134,26 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
     assert not result.ok and "does not compile" in result.reason and np.isnan(result.rms)
 
 
-@pytest.mark.parametrize("forms", [TILES, tuple(TILES_IF_FEW.values()), tuple(TILES_IF_MANY.values())])
-def test_tile_for_more_rows_is_compiled_ahead_with_that_for_few(
-    monkeypatch: pytest.MonkeyPatch, forms: tuple[Tile, Tile]
-) -> None:
+def test_tile_for_more_rows_is_compiled_ahead_with_that_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[object] = []
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     monkeypatch.setattr(narrow_matmul, "compile_ahead", lambda kernels: begun.extend(kernels))
     monkeypatch.setattr(
         narrow_matmul, "self_check", lambda *choice: narrow_matmul.TileCheck(*choice[:4], True, 0.0, 0.0, "")
     )
-    small, large = forms
-    turned = FusedRotation(half=32, base=5e5)
     # Queries and keys of a decode step have four dimensions.
     for num_dims in (3, 4):
         begun.clear()
-        assert narrow_matmul.passes_check(GROUPED, mx.bfloat16, small, num_dims, 0, turned)
-        for form in (turned, NOT_FUSED):  # the text that it is compared with, too
-            key = narrow_matmul.kernel_key(GROUPED, mx.bfloat16, large, num_dims, 0, form)
-            assert (key.body, key.constants) in begun
+        assert narrow_matmul.passes_check(GROUPED, mx.bfloat16, SMALL, num_dims, 0)
+        key = narrow_matmul.kernel_key(GROUPED, mx.bfloat16, LARGE, num_dims, 0)
+        assert (key.body, key.constants) in begun
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
-    for tile in (*TILES, *TILES_IF_FEW.values(), *TILES_IF_MANY.values()):
+    for tile in TILES:
         for body in BODIES:
             result = self_check(body, dtype, tile)
             assert result.ok, result.reason
@@ -225,40 +166,16 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
             (got,) = products(x, [w])
             want = (x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None]
             assert mx.sqrt(mx.square(got.astype(mx.float32) - want).mean()).item() < MAX_RMS, (num_rows, width, depth)
-            for again in products(x, [w[: width // 2], w, w])[1:]:  # by another tile for some
+            for again in products(x, [w[: width // 2], w, w])[1:]:
                 assert mx.array_equal(got, again).item()
-            for tile in (TILES_IF_FEW, TILES_IF_MANY):
-                (again,) = narrow_matmul.launch(PLAIN, x, [w], None, tile[LARGE], [got.shape])
-                assert mx.array_equal(got, again).item()
-    residual, up = mx.random.normal((32, 1, 33)).astype(dtype), (mx.random.normal((33, 3000)) * 0.02).astype(dtype)
-    assert mx.array_equal(product_sum(x, w, residual), residual + got).item()
+            (again,) = narrow_matmul.launch(PLAIN, x, [w], None, LARGE, [got.shape])
+            assert mx.array_equal(got, again).item()
+    up = (mx.random.normal((33, 3000)) * 0.02).astype(dtype)
     gated = gated_product(x, w, up)
     assert mx.allclose(gated, nn.silu(got) * products(x, [up])[0], rtol=2e-2, atol=2e-2).item()
     assert mx.array_equal(gated_product(x[5:7], w, up), gated[5:7]).item()
     (whole,), (alone,), (some,) = (products(rows, [w]) for rows in (x, x[5:7], x[:12]))
     assert mx.array_equal(alone, whole[5:7]).item() and mx.array_equal(some, whole[:12]).item()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
-@pytest.mark.parametrize("bits", [0, *BITS])
-@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
-def test_rotations_on_a_gpu(dtype: mx.Dtype, bits: int) -> None:
-    for tile in (FEW, SMALL) if bits else (SMALL, TILES_IF_FEW[SMALL], TILES_IF_MANY[SMALL]):
-        for form in ((32, 1.0, 5e5), (64, 1.0), (128, 0.125, 1e6)):
-            fused = FusedRotation(*form)
-            result = self_check(GROUPED, dtype, tile, bits, fused)
-            assert result.ok, (fused, result.reason)
-    assert self_check(GROUPED, dtype, LARGE, bits, FusedRotation(32, 1.0, 1e4)).ok
-    # A row's bits do not depend on the number of rows.
-    w = [mx.random.normal((n, 2048), key=mx.random.key(n)).astype(dtype) for n in (256, 128, 128)]
-    x = mx.random.normal((9, 1, 2048), key=mx.random.key(1)).astype(dtype)
-    offsets = mx.arange(9).astype(mx.int32) * 1000
-    whole = products(x, w, rotation=Rotation(32, offsets, 1.0, 1e4, None))
-    for some in (slice(0, 1), slice(3, 7)):
-        assert covers(x[some], w, rotation=Rotation(32, offsets[some], 1.0, 1e4, None))
-        alone = products(x[some], w, rotation=Rotation(32, offsets[some], 1.0, 1e4, None))
-        assert all(mx.array_equal(a[some], b).item() for a, b in zip(whole, alone, strict=True))
 
 
 @pytest.mark.gpu

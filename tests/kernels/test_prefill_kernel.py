@@ -19,6 +19,7 @@ from mlx_paged.kernels.prefill import (
     prefill_variants_of,
     prepare_prefill,
 )
+from scripts.support.paged_decode import write_slots
 from tests.support.cases import slow
 from tests.support.msl import prefill_harness
 
@@ -49,7 +50,7 @@ class Pack:
         dims = head_dim, value_dim or head_dim
         self.rows = [mx.random.normal((len(slots), n_kv, dim)).astype(dtype) for dim in dims]
         self.pools = [mx.full((sum(used) + 1, n_kv, block, dim), float("nan"), dtype) for dim in dims]
-        self.fence = ops.write_slots(*self.pools, ops.new_fence(), *self.rows, mx.array(slots, mx.int32))
+        self.fence = write_slots(*self.pools, ops.new_fence(), *self.rows, mx.array(slots, mx.int32))
         self.q = mx.random.normal((sum(COUNTS), self.n_q, 1, head_dim)).astype(dtype)
 
     def first_seen(self, position):

@@ -1,21 +1,17 @@
 """Kernels over quantised pages: writes, reads, rotation and rows."""
 
-import random
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_paged.kernels import build, quantized
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks, rotate
-from scripts.support.paged_decode import decode_variants, paged_decode
+from mlx_paged.kernels.quantized import QuantizedRows, new_blocks, rotate
+from scripts.support.paged_decode import gather_blocks, write_slots
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.pools import DTYPES, noise
 
 VALUES = [mx.float32, mx.float16, mx.bfloat16]
-BITS = [(8, 8), (4, 4), (8, 4)]
 needs_gpu = pytest.mark.skipif(build.backend() is None, reason="MLX sees no GPU")
 
 
@@ -33,114 +29,14 @@ def test_written_rows_equal_mlxs(length: int, dtype: mx.Dtype) -> None:
     k = mx.random.normal((1, heads, length, 128)).astype(dtype)
     v = mx.random.normal((1, length, heads, 128)).astype(dtype).swapaxes(1, 2)
     pools = new_blocks(count, heads, block, (128, 128), dtype, pages)
-    fence = kernels.write_slots(*pools, kernels.new_fence(), k, v, mx.array(slots, mx.int32), pages)
+    fence = write_slots(*pools, kernels.new_fence(), k, v, mx.array(slots, mx.int32), pages)
     table = mx.array(ids, mx.int32)
     *rows, fence = quantized.gather_rows(*pools, fence, table, 0, length, pages)
-    *read, fence = kernels.gather_blocks(*pools, fence, table, 0, length, pages)
+    *read, fence = gather_blocks(*pools, fence, table, 0, length, pages)
     for got, want in zip(rows, pages.quantize(k, v), strict=True):
         assert mx.array_equal(got, want).item()
     for got, want in zip(read, pages.dequantize(*rows), strict=True):
         assert mx.array_equal(got, want).item()
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("block", [8, 32, 128])
-@pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("dtype", VALUES)
-@pytest.mark.parametrize("bits", BITS)
-def test_self_check_passes(bits: tuple[int, int], dtype: mx.Dtype, extras: bool, block: int) -> None:
-    pages = page_shape(128, bits, 64, dtype)
-    pools = new_blocks(2, 2, block, (128, 128), dtype, pages)
-    for variant in decode_variants(*pools, 8, softcap=extras, sinks=extras, pages=pages):
-        result = self_check(variant)
-        assert result.ok, result
-
-
-def filled(pages: PageShape, num_blocks: int, block: int = 16, heads: int = 2) -> tuple[mx.array, mx.array]:
-    """Return a pool of noise."""
-    pools = new_blocks(num_blocks, heads, block, (pages.k.dim, pages.v.dim), pages.dtype, pages)
-    k, v = (mx.random.normal((1, heads, num_blocks * block, form.dim)).astype(pages.dtype) for form in pages)
-    slots = mx.arange(num_blocks * block, dtype=mx.int32)
-    mx.eval(kernels.write_slots(*pools, kernels.new_fence(), k, v, slots, pages))
-    return pools
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_bits_do_not_depend_on_batchmates(dim: int, bits: tuple[int, int]) -> None:
-    contexts, pages = [1, 100, 130, 700, 3000, 9000, 40], page_shape(dim, bits, 64, mx.bfloat16)
-    blocks = [-(-n // 16) for n in contexts]
-    pools = filled(pages, sum(blocks) + 1)
-    ids = iter((np.random.default_rng(0).permutation(sum(blocks)) + 1).tolist())
-    tables = [[next(ids) for _ in range(n)] for n in blocks]
-    q = mx.random.normal((len(contexts), 8, 1, dim)).astype(mx.bfloat16)
-
-    def attend(rows: list[int], variant: kernels.Variant) -> np.ndarray:
-        width = max(blocks[b] for b in rows)
-        table = mx.array([tables[b] + [0] * (width - blocks[b]) for b in rows], mx.int32)
-        ends = mx.array([[contexts[b]] for b in rows], mx.int32)
-        out, _ = paged_decode(
-            q[mx.array(rows)], *pools, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1,
-            variant=variant, pages=pages,
-        )  # fmt: skip
-        return np.array(out.view(mx.uint16))
-
-    for variant in decode_variants(*pools, 8, pages=pages):
-        together = attend(list(range(len(contexts))), variant)
-        for b in range(len(contexts)):
-            np.testing.assert_array_equal(attend([b], variant)[0], together[b])
-            np.testing.assert_array_equal(attend([5, b], variant)[1], together[b])
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("bits", BITS)
-def test_random_schedules_equal_sequential_runs(bits: tuple[int, int]) -> None:
-    """Writes, appends, forks, moved rows and reads of reused blocks, pipelined or evaluated one by one."""
-    pages = page_shape(64, bits, 32, mx.bfloat16)
-
-    def run(seed: int, pipelined: bool) -> list[np.ndarray]:
-        rng = random.Random(seed)
-        mx.random.seed(seed)
-        k, v = filled(pages, 9)
-        fence, outs = kernels.new_fence(), []
-        for _ in range(40):
-            kind = rng.choice(["write", "rows", "copy", "read", "append", "gather"])
-            slots = mx.array(rng.sample(range(16, 9 * 16), 3), mx.int32)
-            if kind == "write":
-                new = [mx.random.normal((3, 2, 64)).astype(mx.bfloat16) for _ in "kv"]
-                fence = kernels.write_slots(k, v, fence, *new, slots, pages)
-            elif kind == "rows":
-                *rows, fence = quantized.gather_rows(k, v, fence, mx.array([3, 1], mx.int32), 5, 3, pages)
-                fence = quantized.write_rows(k, v, fence, *rows, slots, pages)
-            elif kind == "copy":
-                source, target = rng.sample(range(1, 9), 2)
-                fence = kernels.copy_blocks(k, v, fence, [source], [target])
-            elif kind == "gather":
-                got_k, got_v, fence = kernels.gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30, pages)
-                outs += [got_k, got_v]
-            else:
-                q = mx.random.normal((2, 4, 1, 64)).astype(mx.bfloat16)
-                new = [mx.random.normal((2, 2, 1, 64)).astype(mx.bfloat16) for _ in "kv"]
-                ids = rng.sample(range(1, 9), 8)
-                ends = mx.array([[rng.randint(1, 64)] for _ in "ab"], mx.int32)
-                out, fence = paged_decode(
-                    q, k, v, fence, mx.array([ids[:4], ids[4:]], mx.int32), ends, mx.zeros_like(ends), scale=0.125,
-                    append=(new[0], new[1]) if kind == "append" else None, pages=pages,
-                )  # fmt: skip
-                outs.append(out)
-            if pipelined:
-                mx.async_eval(fence, *outs[-2:])
-            else:
-                mx.eval(fence, *outs)
-        return [np.array(x.view(mx.uint16)) for x in outs]
-
-    for seed in range(50):
-        for a, b in zip(run(seed, True), run(seed, False), strict=True):
-            np.testing.assert_array_equal(a, b)
 
 
 DIMS = [32, 64, 96, 128, 160, 192, 256, 288, 512]

@@ -5,12 +5,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels.decode_spec import decode_constants_of, spec_of
-from mlx_paged.kernels.launch_shape import LATENT_BODIES, MAX_THREADGROUP_BYTES, Variant, latent_run, shape_for
+from mlx_paged.kernels.decode_spec import decode_constants_of
+from mlx_paged.kernels.launch_shape import LATENT_BODIES, MAX_THREADGROUP_BYTES, Variant, shape_for
 from mlx_paged.kernels.ops import latent_variants_of, unsupported_latent
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.latent_cases import LatentCase
-from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import emulated, to_float
@@ -119,23 +118,6 @@ def test_bits_of_the_portable_body_do_not_depend_on_batchmates():
         case.tables = case.tables[:1, :7]
         alone, _ = case.run()
     assert alone[0].tobytes() == together[0].tobytes()
-
-
-@pytest.mark.parametrize("body", LATENT_BODIES)
-def test_trial_launches_the_text_without_visible_tokens(body):
-    variant = Variant(body, "cuda", mx.bfloat16, 320, 256, 64 if body == TENSOR else 4, 16)
-    with emulated("cuda", orders=(0,)) as fake:
-        for partitions in (1, 2):
-            for text in spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions).texts(variant):
-                key = KernelKey(*text)
-                out, *_ = launch_alone(key, fake)
-                assert not to_float(out).any() or partitions == 2
-
-
-def test_length_of_runs_follows_the_number_of_cores():
-    assert latent_run(64, 64, 132) == 32  # 32 x 16k, 128 heads: two parts of 8,192 tokens
-    assert latent_run(1, 16, 132) == 1 and latent_run(2, 64, 132) == 1
-    assert latent_run(1000, 5, 132) == 8  # one part
 
 
 def test_unsupported_latents_are_refused_with_a_reason():

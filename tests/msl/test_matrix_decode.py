@@ -1,4 +1,4 @@
-"""matrix_decode's texts, dense and quantised, on the emulator: against float64, bit invariance, and their trial."""
+"""matrix_decode's texts, dense and quantised, on the emulator: against float64, and bit invariance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import (
     BLOCK_SIZES,
     HEAD_DIMS,
@@ -25,7 +24,6 @@ from mlx_paged.kernels.launch_shape import (
 from mlx_paged.kernels.quantized import PageShape
 from tests.support.cases import crossed, quick
 from tests.support.kernels.quantized_pages import page_shape
-from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl.harness import Case, Emulated, emulated
 
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
@@ -191,14 +189,3 @@ def test_matrix_body_comes_first_and_only_on_metal() -> None:
     with emulated("cuda"):
         bodies = [v.body for v in kernels.variants_of(mx.bfloat16, 128, 128, 8, 1, 32, False, False)]
     assert "matrix_decode" not in bodies
-
-
-@pytest.mark.parametrize("bits", [None, (8, 4)], ids=str)
-def test_trial_launches_the_text(bits: tuple[int, int] | None) -> None:
-    pages = bits and page_shape(64, bits, 32, mx.bfloat16)
-    variant = Variant(MATRIX_BODIES[bits is not None], "metal", mx.bfloat16, 64, 64, 8, 32, pages=pages)
-    for partitions in (1, 2):
-        spec = spec_of(variant, shape_for(variant, 38), 1, 8, 1, partitions)
-        with emulated(checked=False, orders=(0,)):
-            outs = launch_alone(KernelKey(*spec.texts(variant)[0]), kernels.build_kernel)
-        assert len(outs) == 3

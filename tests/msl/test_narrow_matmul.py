@@ -9,22 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.cuda import narrow_matmul
-from mlx_paged.cuda.narrow_matmul import (
-    ADDED,
-    BIASED,
-    BODIES,
-    DTYPES,
-    FEW,
-    GATED,
-    GROUPED,
-    KERNELS,
-    PLAIN,
-    TILES,
-    TILES_IF_FEW,
-    TILES_IF_MANY,
-    PackedWeight,
-    Rotation,
-)
+from mlx_paged.cuda.narrow_matmul import BIASED, DTYPES, GATED, GROUPED, PLAIN, TILES, PackedWeight
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl import registers
@@ -99,9 +84,9 @@ def test_reference_equals_mlxs_dequantize():
 
 
 PRODUCTS = [(None, dtype, tile) for dtype in DTYPES for tile in TILES]
-PRODUCTS += [(form, *pair) for form in FORMS for pair in (*zip(DTYPES, TILES, strict=True), *crossed(DTYPES, [FEW]))]
+PRODUCTS += [(form, *pair) for form in FORMS for pair in crossed(DTYPES, TILES)]
 CHEAP = [(None, DTYPES[0], TILES[0]), (None, DTYPES[1], TILES[1]), ((4, 32), DTYPES[0], TILES[0])]
-CHEAP += [((4, 64), DTYPES[1], FEW), ((8, 128), DTYPES[0], FEW)]
+CHEAP += [((4, 64), DTYPES[1], TILES[0]), ((8, 128), DTYPES[0], TILES[0])]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +106,7 @@ def test_a_row_depends_neither_on_others_nor_on_the_tile(emulated, form):
     depth = 1096 if form is None else 2208
     x, w = rows(37, depth, mx.float16), weight(40, depth, form, mx.float16)
     whole = run(x, w, None, TILES[0])
-    for tile in (FEW, *TILES) if form is not None else (*TILES, *TILES_IF_FEW.values(), *TILES_IF_MANY.values()):
+    for tile in TILES:
         for some in ([3, 4], [36, 0, 12], list(range(37))):
             assert np.array_equal(run(x[mx.array(some)], w, None, tile), whole[some])
 
@@ -152,20 +137,6 @@ def test_values_may_begin_at_any_address(emulated, form):
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype"), [(None, mx.float16), ((8, 64), mx.bfloat16), *slow((None, mx.bfloat16), ((4, 64), mx.float16))]
-)
-def test_a_residual_is_added_to_the_rounded_product(emulated, form, dtype, tiles=TILES):
-    depth = 1096 if form is None else 1024
-    x, w = rows(37, depth, dtype), weight(70, depth, form, dtype)
-    residual = noise((37, 1, 70), dtype, 3)
-    heads = x.reshape(37, 8, 1, depth // 8)  # in any shape
-    for tile in tiles:
-        (out,) = narrow_matmul.launch(ADDED, heads, [w], residual, tile, [residual.shape])
-        product = mx.array(run(x, w, None, tile)[:, None]).astype(dtype)
-        assert np.array_equal(to_float(out), to_float(residual + product))
-
-
-@pytest.mark.parametrize(
     ("form", "dtype"), [(None, mx.float16), ((4, 64), mx.bfloat16), *slow((None, mx.bfloat16), ((8, 64), mx.bfloat16))]
 )
 def test_a_gate_is_rounded_where_mlx_rounds(emulated, form, dtype, tiles=TILES):
@@ -183,53 +154,6 @@ def test_a_gate_is_rounded_where_mlx_rounds(emulated, form, dtype, tiles=TILES):
             np.testing.assert_allclose(to_float(gate * sigmoid), silu, rtol=2e-2, atol=2e-2)
 
 
-# Rotation of a product's results. -------------------------------------------------------------------------------------
-
-
-def turned(y, rotation, head):
-    """Rotate heads of [rows, width] by NumPy, in float64 except for the angles."""
-    d = np.arange(rotation.half, dtype=np.float32)
-    if rotation.base is None:
-        frequency = 1 / to_float(rotation.frequencies)
-    else:
-        frequency = np.exp2(-(d / np.float32(rotation.half)) * np.log2(np.float32(rotation.base)))
-    angle = (np.float32(rotation.scale) * np.array(rotation.offsets, np.float32))[:, None] * frequency
-    first, second = np.split(to_float(y).astype(np.float64).reshape(len(y), -1, head), 2, axis=2)
-    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    return np.concatenate([first * cosine - second * sine, first * sine + second * cosine], 2).reshape(y.shape)
-
-
-def check_turn(emulated, form, half=32, based=True, dtype=mx.bfloat16):
-    depth, head = 512, 2 * half
-    x, widths = rows(3, depth, dtype), (3 * head, 2 * head, 24)
-    weights = [weight(width, depth, form, dtype, seed) for seed, width in enumerate(widths)]
-    frequencies = None if based else mx.array(1 + np.arange(half, dtype=np.float32) ** 2)
-    rotation = Rotation(half, mx.array([0, 5, 4097], mx.int32), 0.5, 1e4 if based else None, frequencies)
-    shapes = [(3, width) for width in widths]
-    got = narrow_matmul.launch(GROUPED, x[:, None], weights, None, TILES[0], shapes, rotation)
-    plain = narrow_matmul.launch(GROUPED, x[:, None], weights, None, TILES[0], shapes)
-    precision = 2.0 ** -(8 if dtype == mx.bfloat16 else 11)
-    for a, b in zip(got[:2], plain[:2], strict=True):
-        np.testing.assert_allclose(to_float(a), turned(b, rotation, head), rtol=2 * precision, atol=2 * precision)
-    assert np.array_equal(to_float(got[2]), to_float(plain[2]))
-
-
-@pytest.mark.parametrize(
-    ("form", "half", "based"),
-    quick(
-        [
-            (form, *rotation)
-            for form in (None, (4, 64))
-            for rotation in ((32, True), (64, False), (8, False), (128, True))
-        ],
-        *((None, 32, True), ((4, 64), 64, False)),
-    ),
-)
-def test_queries_and_keys_are_rotated(emulated, form, half, based):
-    check_turn(emulated, form, half, based)
-    check_turn(emulated, form, half, based, mx.float16)
-
-
 # Planted mutations: (old, new), and which check finds each. ---------------------------------------------------------
 
 
@@ -238,7 +162,7 @@ def check_product(emulated, form):
     for depth, group in zip(depths, (64, 128), strict=False):
         own = None if form is None else (4, group)
         x, w = rows(13, depth, mx.bfloat16), weight(40, depth, own, mx.bfloat16)
-        for tile in (TILES[1],) if form is None else (FEW, TILES[0], TILES[1]):
+        for tile in (TILES[1],) if form is None else TILES:
             check(x, w, noise((40,), mx.bfloat16, 2), tile)
 
 
@@ -254,14 +178,9 @@ def check_gate(emulated, form):
     test_a_gate_is_rounded_where_mlx_rounds(emulated, form, mx.bfloat16, TILES[1:2])
 
 
-def check_residual(emulated, form):
-    test_a_residual_is_added_to_the_rounded_product(emulated, form, mx.bfloat16, TILES[1:2])
-
-
 PACKED = (4, 64)
 MUTATIONS = {
-    "a share twice": (None, check_product, "k += (SHARES * SG - 1) * SHARE", "k += (SG - 2) * SHARE"),
-    "the same share for both": (None, check_order, "u / 4 * (SG * SHARE)", "u / 4 * SHARE"),
+    "a share twice": (None, check_product, "k += (SG - 1) * SHARE", "k += (SG - 2) * SHARE"),
     "a warp's sum left out": (None, check_product, "s < SG", "s < SG - 1"),
     "fragments exchanged": (None, check_product, "low.x, high.x, low.y, high.y", "low.x, low.y, high.x, high.y"),
     "past the end of rows": (None, check_product, "!live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load", "aligned ? stream_load"),
@@ -276,16 +195,6 @@ MUTATIONS = {
     "sums of one half": (None, check_gate, "(MATRICES - 1) * COLUMNS + e", "e"),
     "the other tail": (None, check_gate, "gate < 0.0f ? tail", "gate > 0.0f ? tail"),
     "not rounded": (None, check_gate, "rounded(gate * sigmoid)", "(gate * sigmoid)"),
-    "residual left out": (None, check_residual, "before + ", ""),
-    "residual of another column": (None, check_residual, "(row) * width + column]);", "(row) * width + row]);"),
-    "product not rounded": (None, check_residual, "static_cast<float>(static_cast<T>(sum))", "sum"),
-    "turn: the other way": (None, check_turn, "own * cosine - partner_value * sine", "own * cosine + partner_value * sine"),
-    "turn: another row's position": (None, check_turn, "offsets[row]", "offsets[0]"),
-    "turn: values, too": (None, check_turn, "if (which == 2) return static_cast<T>(sum);", ""),
-    "turn: halves of another head": (None, check_turn, "head * (2 * HALF) + e / 8 * HALF", "head * (2 * HALF) + e / 8 * 8"),
-    "turn: scale left out": (None, check_turn, "float_of(SCALE) * ", ""),
-    "turn: not with its partner": (None, check_turn, "e ^ 8", "e"),
-    "packed: halves of another head": (PACKED, check_turn, "tile % (HALF / 8) * 8 + e % 8", "e % 8"),
     "packed: a share twice": (PACKED, check_product, "(u + U) * SG * SHARE", "u * SG * SHARE"),
     "packed: the first share for all": (PACKED, check_product, "load((warp + u * SG) * SHARE)", "load(warp * SHARE)"),
     "packed: the next group's scale": (PACKED, check_product, "row * groups + (at >> shift)", "row * groups + (at >> shift) + 1"),
@@ -307,10 +216,8 @@ MUTATIONS = {
 }  # fmt: skip
 QUICK = (
     "a share twice",
-    "turn: the other way",
     "tiles of another matrix",
     "the gate for both",
-    "residual left out",
     "packed: a share twice",
 )
 
@@ -350,39 +257,12 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
     assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
 
 
-OTHERS = [*TILES_IF_FEW.values(), *TILES_IF_MANY.values()]
-
-
-def registers_of_texts(texts, most=None):
-    return registers.registers_of_each(tuple((key.body, key.constants) for key in texts), most)
-
-
-@NO_COMPILER
-@pytest.mark.parametrize("bodies", [(ADDED, GROUPED), *slow((GROUPED, ADDED), single=True)])
-def test_other_tiles_do_not_spill(bodies):
-    cases = list(zip(OTHERS, bodies * 2, strict=True))
-    found = registers_of_texts([narrow_matmul.kernel_key(body, mx.bfloat16, tile, 3) for tile, body in cases])
-    for case, each in zip(cases, found, strict=True):
-        assert each.stored <= 16 and each.loaded <= 16, (case, each)  # outside of the loop
-
-
 @NO_COMPILER
 @pytest.mark.parametrize("bits", [4, *slow(8)])
 def test_the_largest_tile_does_not_spill(bits):
     bodies = (GATED, GROUPED)
     texts = [narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.LARGE, 3, bits) for body in bodies]
-    for body, found in zip(bodies, registers_of_texts(texts, registers.REGISTERS), strict=True):
+    for body, found in zip(
+        bodies, registers.registers_of_each(tuple((key.body, key.constants) for key in texts)), strict=True
+    ):
         assert (found.stored, found.loaded) == (0, 0) and found.used <= 128, (body, found)
-
-
-@NO_COMPILER
-@pytest.mark.parametrize("bits", [0, *slow(*narrow_matmul.BITS)])
-def test_rotations_do_not_spill(bits):
-    cases = [
-        (body, fused, tile)
-        for body, fused in KERNELS[len(BODIES) :]
-        for tile in ((FEW, TILES[0]) if bits else (TILES[0], TILES_IF_FEW[TILES[0]], TILES_IF_MANY[TILES[0]]))
-    ]
-    texts = [narrow_matmul.kernel_key(body, mx.bfloat16, tile, 3, bits, fused) for body, fused, tile in cases]
-    for case, found in zip(cases, registers_of_texts(texts), strict=True):
-        assert found.stored <= 16 and found.loaded <= 16, (case, found)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops, prefill
-from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM, Variant
-from mlx_paged.kernels.prefill import PrefillShape, prefill_constants_of, prefill_shape_for
+from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM
+from mlx_paged.kernels.prefill import PrefillShape, prefill_shape_for
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape, quantized
-from tests.support.kernels.scratch import KernelKey, launch_alone
 from tests.support.msl import emulator
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_helpers, to_float
@@ -185,17 +184,6 @@ def test_prefill_needs_cuda_and_a_variant_that_is_on(monkeypatch):
         monkeypatch.setattr(ops, "_switched_off", {variant: "it was wrong"})
         with pytest.raises(prefill.NoKernelError, match="it was wrong"):
             pack.prepare()
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_trial_launches_the_text(sinks):
-    variant = Variant(prefill.BODY, "cuda", mx.float16, 64, 80, 3, 16, sinks=sinks)
-    with emulated():
-        key = KernelKey(prefill.BODY, prefill_constants_of(variant, prefill_shape_for(64, 80)))
-        built = []
-        with pytest.raises(EmuError, match=r"output out: .* never written"):
-            launch_alone(key, lambda *what: built.append(what) or prefill.build_kernel(*what))
-    assert built == [(key.body, key.constants)]
 
 
 def test_shared_memory_holds_thread_groups():

@@ -11,12 +11,10 @@ from mlx_paged.kernels.launch_shape import (
     HEAD_DIMS,
     MAX_TENSOR_HEAD_DIM,
     MOST_GROUPS,
-    LaneLayout,
     LaunchShape,
     Variant,
     count_partitions,
     groups_of,
-    lane_layout,
     partition_for,
     shape_for,
 )
@@ -33,71 +31,54 @@ POPULAR = [(64, 4), (128, 3), (128, 4), (64, 7), (128, 7), (128, 8), (64, 8), (1
 DTYPES = (mx.bfloat16, mx.float32)
 
 
-def spilled(dtype: mx.Dtype, head_dim: int, gqa: int, single: bool = False) -> registers.Registers:
-    variant = Variant("paged_decode", "metal", dtype, head_dim, head_dim, gqa, 32)
-    out = dtype if single else mx.float32
-    return registers.registers_of(
-        "paged_decode", (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
-    )
-
-
-@needs_compiler
-@pytest.mark.parametrize(("head_dim", "gqa"), quick(POPULAR, (64, 4)))
-def test_plans_of_popular_models_do_not_spill(head_dim: int, gqa: int) -> None:
-    found = spilled(mx.bfloat16, head_dim, gqa)
-    assert (found.stored, found.loaded) == (0, 0), found
-
-
-def spilled_by_quantized(
-    head_dim: int, gqa: int, bits: tuple[int, int], dtype: mx.Dtype = mx.bfloat16, single: bool = False
+def of_metal(
+    head_dim: int,
+    gqa: int,
+    bits: tuple[int, int] | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    single: bool = False,
+    **shape: int,
 ) -> registers.Registers:
-    pages = page_shape(head_dim, bits, 32, dtype)
-    variant = Variant("quantized_decode", "metal", dtype, head_dim, head_dim, gqa, 32, pages=pages)
-    out = dtype if single else mx.float32
-    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
-    return registers.registers_of("quantized_decode", constants)
+    """Return the registers of paged_decode, or of quantized_decode if ``bits`` are given."""
+    body, pages = (
+        ("paged_decode", None) if bits is None else ("quantized_decode", page_shape(head_dim, bits, 32, dtype))
+    )
+    variant = Variant(body, "metal", dtype, head_dim, head_dim, gqa, 32, pages=pages)
+    constants = decode_constants_of(variant, shape_for(variant)._replace(**shape))
+    return registers.registers_of(body, (*constants, ("SINGLE", single), ("O", dtype if single else mx.float32)))
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("head_dim", "gqa", "bits"), slow((64, 4, (8, 8)), (128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8)))
-)  # fmt: skip
-def test_plans_over_quantized_pages_do_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
-    found = spilled_by_quantized(head_dim, gqa, bits)
+    ("head_dim", "gqa", "bits"),
+    quick(
+        [*((*each, None) for each in POPULAR), (64, 4, (8, 8)), (128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8))],
+        (64, 4, None),
+    ),
+)
+def test_plans_of_popular_models_do_not_spill(head_dim: int, gqa: int, bits: tuple[int, int] | None) -> None:
+    found = of_metal(head_dim, gqa, bits)
     assert (found.stored, found.loaded) == (0, 0), found
 
 
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
-@pytest.mark.parametrize("gqa", range(1, 17))
-@pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim % 32 == 0])
-def test_no_plan_over_quantized_pages_spills(head_dim: int, gqa: int, bits: tuple[int, int], dtype: mx.Dtype) -> None:
-    found = spilled_by_quantized(head_dim, gqa, bits, dtype)
-    assert (found.stored, found.loaded) == (0, 0), found
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [None, (8, 8), (4, 4)])
 @pytest.mark.parametrize("gqa", range(1, 17))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_no_plan_spills(head_dim: int, gqa: int, dtype: mx.Dtype) -> None:
-    for single in (False, True):
-        found = spilled(dtype, head_dim, gqa, single)
+def test_no_plan_spills(head_dim: int, gqa: int, bits: tuple[int, int] | None, dtype: mx.Dtype) -> None:
+    if bits is not None and head_dim % 32:
+        pytest.skip("groups do not divide it")
+    for single in (False, True) if bits is None else (False,):
+        found = of_metal(head_dim, gqa, bits, dtype, single)
         assert (found.stored, found.loaded) == (0, 0), found
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_layout_that_is_too_large_spills() -> None:
-    variant = Variant("paged_decode", "metal", mx.bfloat16, 128, 128, 8, 32)
-    launch_shape = shape_for(variant)._replace(lanes=8, unroll=4)
-    found = registers.registers_of(
-        "paged_decode", (*decode_constants_of(variant, launch_shape), ("SINGLE", False), ("O", mx.float32))
-    )
-    assert found.stored > 100
+    assert of_metal(128, 8, lanes=8, unroll=4).stored > 100
 
 
 def spilled_by_prefill(head_dim: int, gqa: int, **options: object) -> registers.Registers:
@@ -161,12 +142,6 @@ def test_decoding_quantised_pages_does_not_spill(head_dim: int, gqa: int, bits: 
 def test_quantised_prefill_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
     found = quantized_registers(QUANTIZED_BODY, head_dim, gqa, bits)
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
-
-
-def test_many_heads_share_a_token_among_more_lanes() -> None:
-    assert lane_layout(4, 128, 2) == LaneLayout(lanes=16, unroll=2, head_split=1)
-    assert lane_layout(8, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=1)
-    assert lane_layout(16, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=2)
 
 
 @pytest.mark.parametrize(("cores", "kv_heads"), [(8, 8), (10, 8), (20, 8), (40, 8), (76, 8), (80, 8), (40, 4), (76, 5)])

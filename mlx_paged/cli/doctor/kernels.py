@@ -71,12 +71,11 @@ def rows(block_size: int, config: PagedConfig) -> Iterator[Row]:
         return
     products = importlib.import_module(".products", __package__)
     matmul = products.narrow_matmul
-    for bits, tile, (body, fused) in itertools.product((0, *matmul.BITS), matmul.TILES, matmul.KERNELS):
-        kernel = body, POPULAR_DTYPE, tile, bits, fused
-        what = f"products of up to {tile.rows} rows{f', {bits} bits' if bits else ''}"
+    for bits, tile, body in itertools.product((0, *matmul.BITS), matmul.TILES, matmul.BODIES):
+        kernel = body, POPULAR_DTYPE, tile, bits
+        what = f"products of up to {tile} rows{f', {bits} bits' if bits else ''}"
         launch = functools.partial(products.product_seconds, *kernel)
-        checked = matmul.self_check(*kernel)
-        yield _checked(True, what, body + fused.suffix, checked, "compiled decode steps", launch)
+        yield _checked(True, what, body, matmul.self_check(*kernel), "compiled decode steps", launch)
 
 
 def _rows_of_shape(shape: Shape, config: PagedConfig) -> Iterator[Row]:

@@ -1,132 +1,76 @@
-#if GATE
-// CUDA only: silu(gate) * up, rounded wherever MLX's operations round.
-constexpr float LOG2E = 1.44269504088896341f;
-auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
-auto gated = [&](float gate_value, float up_value) {
-  const float gate = rounded(gate_value);
-  const float power = rounded(metal::fast::exp2((gate < 0.0f ? -gate : gate) * LOG2E));
-  const float tail = rounded(1.0f / rounded(1.0f + power));
-  const float sigmoid = gate < 0.0f ? tail : rounded(1.0f - tail);
-  return static_cast<T>(rounded(gate * sigmoid) * rounded(up_value));
-};
-#endif
-#if GROUP && QUANTIZED
-// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T with quantised matrices; see quantized_tile. The grid covers the
-// tiles of the matrices one after the other, and ends before the third if there are only two.
-const int depth = words_shape[1] / BITS * 32;
+// CUDA only: out = x w^T, of 1 to 3 matrices w, or of affine-quantised ones. The parts below define the matrix [width,
+// depth] of a thread group, a partner of the same shape, the target, the tile (of the target's columns) and finish(column,
+// sum, partner_sum), which makes target[m, n] from the sum over k of x[m, k] matrix[n, k] and, with MATRICES = 2, the sum
+// over k of x[m, k] partner[n, k].
+#if QUANTIZED
+const int depth = w_shape[1] / BITS * 32;
 const int groups = scales_shape[1];
-const int tiles0 = (words_shape[0] + COLUMNS - 1) / COLUMNS;
-const int tiles1 = (words1_shape[0] + COLUMNS - 1) / COLUMNS;
-const int place = threadgroup_position_in_grid.x;
-const int which = place < tiles0 ? 0 : place < tiles0 + tiles1 ? 1 : 2;
-const auto* const matrix = which == 0 ? words : which == 1 ? words1 : words2;
-const T* const matrix_scales = which == 0 ? scales : which == 1 ? scales1 : scales2;
-const T* const matrix_biases = which == 0 ? biases : which == 1 ? biases1 : biases2;
-const auto* const partner = matrix;
-const T* const partner_scales = matrix_scales;
-const T* const partner_biases = matrix_biases;
-T* const target = which == 0 ? out : which == 1 ? out1 : out2;
-const int width = which == 0 ? words_shape[0] : which == 1 ? words1_shape[0] : words2_shape[0];
-const int tile = place - (which == 0 ? 0 : which == 1 ? tiles0 : tiles0 + tiles1);
-auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
-#elif GATE && QUANTIZED
-// CUDA only, first part of the narrow_quantized kernels with two matrices and one result; see quantized_tile.
-const auto* const w = words;
-const auto* const w1 = words1;
-const auto* const matrix = w;
-const T* const matrix_scales = scales;
-const T* const matrix_biases = biases;
-const T* const partner_scales = scales1;
-const T* const partner_biases = biases1;
-T* target = out;
-const int depth = words_shape[1] / BITS * 32;
-const int groups = scales_shape[1];
-const int width = words_shape[0];
-const int tile = threadgroup_position_in_grid.x;
-#elif QUANTIZED
-// CUDA only, first part of the narrow_quantized kernels with one matrix; see quantized_tile.
-const auto* const w = words;
-const auto* const matrix = w;
-const T* const matrix_scales = scales;
-const T* const matrix_biases = biases;
-const T* const partner_scales = scales;
-const T* const partner_biases = biases;
-T* target = out;
-const int depth = words_shape[1] / BITS * 32;
-const int groups = scales_shape[1];
-const int width = words_shape[0];
-const int tile = threadgroup_position_in_grid.x;
-#elif GROUP
-// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T; see matmul_tile. The grid covers the tiles of the matrices one
-// after the other, and ends before the third if there are only two.
+#else
 const int depth = w_shape[1];
+#endif
+#if GROUP
+// The grid covers the tiles of the matrices one after the other, and ends before the third if there are only two.
 const int tiles0 = (w_shape[0] + COLUMNS - 1) / COLUMNS;
 const int tiles1 = (w1_shape[0] + COLUMNS - 1) / COLUMNS;
 const int place = threadgroup_position_in_grid.x;
 const int which = place < tiles0 ? 0 : place < tiles0 + tiles1 ? 1 : 2;
-const T* const matrix = which == 0 ? w : which == 1 ? w1 : w2;
-const T* const partner = matrix;
-T* const target = which == 0 ? out : which == 1 ? out1 : out2;
-const int width = which == 0 ? w_shape[0] : which == 1 ? w1_shape[0] : w2_shape[0];
 const int tile = place - (which == 0 ? 0 : which == 1 ? tiles0 : tiles0 + tiles1);
-auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
+const int width = which == 0 ? w_shape[0] : which == 1 ? w1_shape[0] : w2_shape[0];
+T* const target = which == 0 ? out : which == 1 ? out1 : out2;
+const auto* const matrix = which == 0 ? w : which == 1 ? w1 : w2;
+const auto* const partner = matrix;
+#if QUANTIZED
+const T* const matrix_scales = which == 0 ? scales : which == 1 ? scales1 : scales2;
+const T* const matrix_biases = which == 0 ? biases : which == 1 ? biases1 : biases2;
+const T* const partner_scales = matrix_scales;
+const T* const partner_biases = matrix_biases;
+#endif
 #else
-// CUDA only, first part of the narrow_matmul kernels with one result; see matmul_tile.
-const T* const matrix = w;
-T* target = out;
-const int depth = w_shape[1];
-const int width = w_shape[0];
 const int tile = threadgroup_position_in_grid.x;
-#endif
-#if PLAIN
-// CUDA only: out = x w^T; see matmul_tile.
-const auto* const partner = w;
-auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
-#elif BIAS
-// CUDA only: out = x w^T + bias; see matmul_tile.
-const auto* const partner = w;
-auto finish = [&](int, int column, float sum, float) { return static_cast<T>(sum + static_cast<float>(bias[column])); };
-#elif ADD
-// CUDA only: out = residual + x w^T, the product rounded before it is added; see matmul_tile.
-const auto* const partner = w;
-auto finish = [&](int row, int column, float sum, float) {
-  const float before = static_cast<float>(residual[static_cast<int64_t>(row) * width + column]);
-  return static_cast<T>(before + static_cast<float>(static_cast<T>(sum)));
-};
-#elif GATE
-// CUDA only: out = silu(x w^T) * (x w1^T), with gated() of silu_gate; see matmul_tile.
+const int width = w_shape[0];
+T* const target = out;
+const auto* const matrix = w;
+#if GATE
 const auto* const partner = w1;
-auto finish = [&](int, int, float sum, float partner_sum) { return gated(sum, partner_sum); };
-#endif
-#if TURN
-// CUDA only, for kernels with several results: the first two matrices make heads of 2 * HALF columns, which are rotated
-// like MLX's rope. A tile has eight columns of a head's first half and the eight of its second half that are rotated
-// with them. LOG_BASE and SCALE hold the bits of floats. Without BASED, frequencies are given instead of a base.
-auto column_of = [&](int e) {
-  const int head = tile / (HALF / 8);
-  return which == 2 ? tile * COLUMNS + e : head * (2 * HALF) + e / 8 * HALF + tile % (HALF / 8) * 8 + e % 8;
-};
-auto other = [&](int e) { return e ^ 8; };
-auto finished = [&](int row, int column, float sum, float other_sum) {
-  if (which == 2) return static_cast<T>(sum);
-  const int d = column % HALF;
-  const float frequency = BASED ? metal::exp2(-(static_cast<float>(d) / static_cast<float>(HALF)) * float_of(LOG_BASE)) : 1.0f / frequencies[d];
-  const float angle = float_of(SCALE) * static_cast<float>(offsets[row]) * frequency;
-  const float cosine = metal::precise::cos(angle);
-  const float sine = metal::precise::sin(angle);
-  const float own = static_cast<float>(static_cast<T>(sum));
-  const float partner_value = static_cast<float>(static_cast<T>(other_sum));
-  return static_cast<T>(column % (2 * HALF) < HALF ? own * cosine - partner_value * sine : partner_value * sine + own * cosine);
-};
 #else
-// CUDA only: the target's column of each of a tile's sums, and the index of the second sum that the result needs.
-auto column_of = [&](int e) { return tile * COLUMNS + e; };
-auto other = [&](int e) { return (MATRICES - 1) * COLUMNS + e; };
-auto finished = [&](int row, int column, float sum, float other_sum) { return finish(row, column, sum, other_sum); };
+const auto* const partner = w;
 #endif
-// CUDA only: the number of rows of x, and those of this thread group. x has XD dimensions of any sizes; its rows of
-// `depth` values lie one after the other.
+#if QUANTIZED
+const T* const matrix_scales = scales;
+const T* const matrix_biases = biases;
+#endif
+#if QUANTIZED && GATE
+const T* const partner_scales = scales1;
+const T* const partner_biases = biases1;
+#elif QUANTIZED
+const T* const partner_scales = scales;
+const T* const partner_biases = biases;
+#endif
+#endif
+#if GATE
+// silu(gate) * up, rounded wherever MLX's operations round.
+constexpr float LOG2E = 1.44269504088896341f;
+auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
+auto finish = [&](int, float sum, float partner_sum) {
+  const float gate = rounded(sum);
+  const float power = rounded(metal::fast::exp2((gate < 0.0f ? -gate : gate) * LOG2E));
+  const float tail = rounded(1.0f / rounded(1.0f + power));
+  const float sigmoid = gate < 0.0f ? tail : rounded(1.0f - tail);
+  return static_cast<T>(rounded(gate * sigmoid) * rounded(partner_sum));
+};
+#elif BIAS
+auto finish = [&](int column, float sum, float) { return static_cast<T>(sum + static_cast<float>(bias[column])); };
+#else
+auto finish = [&](int, float sum, float) { return static_cast<T>(sum); };
+#endif
+// For few rows m, of 16-bit types, on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A
+// operand, rows of x the B operand. x has XD dimensions of any sizes; its rows of `depth` values lie one after the other.
+// A thread group computes MT * 8 rows of COLUMNS columns of the target. Its warps split k, 128 at a time with every tile,
+// and their sums are added in the order of the warps: a row's bits depend neither on the other rows nor on their number.
+// The order of k inside a fragment is free if both factors have the same, so that every load is 16 bytes.
 constexpr int ROWS = 8 * MT;
+constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
+constexpr int SHARE = 128;
 int n_rows = 1;
 UNROLL
 for (int i = 0; i < XD; i++) {
@@ -136,43 +80,39 @@ n_rows /= depth;
 const int lane = thread_index_in_simdgroup;
 const int warp = simdgroup_index_in_threadgroup;
 const int first_row = threadgroup_position_in_grid.y * ROWS;
-#if QUANTIZED
-// CUDA only: matmul_tile for affine-quantised matrices as MLX packs them: values of BITS (4 or 8) bits in 32-bit words,
-// low bits first, and a scale and a bias for each group of 32, 64 or 128 values of a row. A value is scale * q + bias,
-// rounded to T.
-// As in matmul_tile, a warp takes 128 of k at a time. Each of a row's four lanes has 32 consecutive ones, all of one
-// group.
-constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
-constexpr int SHARE = 128;
-constexpr int LOADS = BITS / 4;  // of 16 bytes each, for 32 values
-constexpr unsigned MASK = (1u << BITS) - 1;
+const int r = lane / 4;
+const int c = lane % 4;
 
 // Padded, so that the stores below spread over all banks.
 threadgroup float sums[SG][ROWS][16 * R + 4];
 
-const int r = lane / 4;
-const int c = lane % 4;
-const int row_words = depth / 32 * BITS;
-const int shift = depth == groups * 32 ? 5 : depth == groups * 64 ? 6 : 7;
-const bool aligned = is_aligned(matrix) && is_aligned(partner);
-const bool x_aligned = is_aligned(x);
-
 // Rows and columns past the last repeat the last one, and are not stored.
-int64_t w_rows[R][2];
-UNROLL
-for (int i = 0; i < R * 2; i++) {
-  w_rows[i / 2][i % 2] = metal::min(column_of(i % HALVES * 8 + r), width - 1);
-}
 const T* x_rows[MT];
 UNROLL
 for (int j = 0; j < MT; j++) {
   x_rows[j] = x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
 }
+auto row_of = [&](int i) { return static_cast<int64_t>(metal::min(tile * COLUMNS + i % HALVES * 8 + r, width - 1)); };
 float acc[R][MT][4];
 UNROLL
 for (int i = 0; i < R * MT * 4; i++) {
   acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
 }
+#if QUANTIZED
+// Affine-quantised matrices as MLX packs them: values of BITS (4 or 8) bits in 32-bit words, low bits first, and a scale
+// and a bias for each group of 32, 64 or 128 values of a row. A value is scale * q + bias, rounded to T. Each of a row's
+// four lanes has 32 consecutive ones of a warp's 128, all of one group.
+constexpr int LOADS = BITS / 4;  // of 16 bytes each, for 32 values
+constexpr unsigned MASK = (1u << BITS) - 1;
+
+const int row_words = depth / 32 * BITS;
+const int shift = depth == groups * 32 ? 5 : depth == groups * 64 ? 6 : 7;
+const bool aligned = is_aligned(matrix) && is_aligned(partner);
+const bool x_aligned = is_aligned(x);
+
+int64_t w_rows[R][2];
+UNROLL
+for (int i = 0; i < R * 2; i++) w_rows[i / 2][i % 2] = row_of(i);
 
 // Return two of a lane's values: the codes at bit `at` of a word and 16 bits above it, times the scale, plus the bias.
 // With the bits of a power of two above it a code is the end of a value's mantissa, and subtracting the power is exact.
@@ -269,44 +209,11 @@ for (int first = warp * SHARE; first < depth; first += U * SG * SHARE) {
   }
 }
 #else
-// CUDA only, a part of all narrow_matmul kernels. The parts before it define the matrix [width, depth], a partner of
-// the same shape, the target, the tile (of the target's columns) and finish(row, column, sum, partner_sum). finish
-// makes target[m, n] from the sum over k of x[m, k] matrix[n, k] and, with MATRICES = 2, the sum over k of x[m, k]
-// partner[n, k].
-// For few rows m, of 16-bit types, on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A
-// operand, rows of x the B operand.
-// A thread group computes MT * 8 rows of COLUMNS columns of the target. Its warps split k, 128 at a time with every
-// tile, and their sums are added in the order of the warps: a row's bits depend neither on the other rows nor on their
-// number.
-// The order of k inside a fragment is free if both factors have the same, so that every load is 16 bytes.
-constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
-constexpr int SHARE = 128;
-constexpr int SHARES = (U + 3) / 4;  // of k per warp, in flight
-
-// Padded, so that the stores below spread over all banks.
-threadgroup float sums[SG][ROWS][16 * R + 4];
-
-const int r = lane / 4;
-const int c = lane % 4;
 const bool aligned = is_aligned(x) && is_aligned(matrix) && is_aligned(partner);
 
-// Rows and columns past the last repeat the last one, and are not stored.
 const T* w_rows[R][2];
 UNROLL
-for (int i = 0; i < R * 2; i++) {
-  const T* const source = i < HALVES ? matrix : partner;
-  w_rows[i / 2][i % 2] = source + static_cast<int64_t>(metal::min(column_of(i % HALVES * 8 + r), width - 1)) * depth;
-}
-const T* x_rows[MT];
-UNROLL
-for (int j = 0; j < MT; j++) {
-  x_rows[j] = x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
-}
-float acc[R][MT][4];
-UNROLL
-for (int i = 0; i < R * MT * 4; i++) {
-  acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
-}
+for (int i = 0; i < R * 2; i++) w_rows[i / 2][i % 2] = (i < HALVES ? matrix : partner) + row_of(i) * depth;
 
 int k = warp * SHARE;
 while (k < depth) {
@@ -314,7 +221,7 @@ while (k < depth) {
   uint4 b[U][MT];
   UNROLL
   for (int u = 0; u < U; u++) {
-    const int at = k + u / 4 * (SG * SHARE) + u % 4 * 32 + c * 8;
+    const int at = k + u * 32 + c * 8;
     const bool live = at < depth;
     UNROLL
     for (int i = 0; i < R * 2; i++) {
@@ -340,11 +247,11 @@ while (k < depth) {
       }
     }
   }
-  k += U < 4 ? 32 * U : SHARE;
-  if (k % SHARE == 0) k += (SHARES * SG - 1) * SHARE;
+  k += 32 * U;
+  if (k % SHARE == 0) k += (SG - 1) * SHARE;
 }
 #endif
-// CUDA only, last part of narrow_matmul and narrow_quantized: add the warps' sums and store the results.
+// Add the warps' sums and store the results.
 UNROLL
 for (int i = 0; i < R; i++) {
   UNROLL
@@ -358,14 +265,14 @@ for (int i = 0; i < R; i++) {
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int e = thread_position_in_threadgroup.x; e < ROWS * COLUMNS; e += SG * 32) {
   const int row = first_row + e / COLUMNS;
-  const int column = column_of(e % COLUMNS);
+  const int column = tile * COLUMNS + e % COLUMNS;
   if (row < n_rows && column < width) {
     float total[2] = {0.0f, 0.0f};
     UNROLL
     for (int s = 0; s < SG; s++) {
       total[0] += sums[s][e / COLUMNS][e % COLUMNS];
-      total[1] += sums[s][e / COLUMNS][other(e % COLUMNS)];
+      total[1] += sums[s][e / COLUMNS][(MATRICES - 1) * COLUMNS + e % COLUMNS];
     }
-    target[static_cast<int64_t>(row) * width + column] = finished(row, column, total[0], total[1]);
+    target[static_cast<int64_t>(row) * width + column] = finish(column, total[0], total[1]);
   }
 }

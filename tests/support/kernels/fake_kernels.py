@@ -74,18 +74,6 @@ class FakeKernels:
 
         return launch
 
-    def write_slots(
-        self,
-        k_pool: mx.array,
-        v_pool: mx.array,
-        fence: mx.array,
-        k: mx.array,
-        v: mx.array,
-        slots: mx.array,
-        pages: PageShape | None = None,
-    ) -> mx.array:
-        return self.prepare_write(k_pool, v_pool, slots, pages)(k_pool, v_pool, fence, k, v)
-
     def write_rows(
         self,
         k_pool: mx.array,
@@ -267,37 +255,25 @@ class FakeKernels:
         body: str,
         x: mx.array,
         weights: Sequence[narrow_matmul.Matrix],
-        addend: mx.array | None,
-        tile: narrow_matmul.Tile,
+        bias: mx.array | None,
+        tile: int,
         shapes: Sequence[tuple[int, ...]],
-        rotation: narrow_matmul.Rotation | None = None,
     ) -> list[mx.array]:
         x = x.reshape(-1, weights[0].shape[1])
-        assert body == narrow_matmul.GROUPED or rotation is None
         is_packed = isinstance(weights[0], PackedWeight)
-        assert x.shape[0] <= (narrow_matmul.MAX_PACKED_ROWS if is_packed else tile.rows)
+        assert x.shape[0] <= (narrow_matmul.MAX_PACKED_ROWS if is_packed else tile)
         assert all(w.dtype == x.dtype for w in weights)
         assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or len(weights) == 1
-        assert (addend is not None) == (body in (narrow_matmul.BIASED, narrow_matmul.ADDED))
+        assert (bias is not None) == (body == narrow_matmul.BIASED)
         self.calls["narrow_matmul"] += 1
         weights = [dequantized(w) for w in weights]
         products = [x @ w.T for w in weights]
         if body == narrow_matmul.BIASED:
-            products = [mx.addmm(addend, x, weights[0].T)]
+            products = [mx.addmm(bias, x, weights[0].T)]
         if body == narrow_matmul.GATED:
             gate, up = products
             products = [nn.silu(gate) * up]
-        products = [y.reshape(shape) for y, shape in zip(products, shapes, strict=True)]
-        if rotation is not None:
-            head = 2 * rotation.half
-            options: dict[str, Any] = {"base": rotation.base, "scale": rotation.scale, "freqs": rotation.frequencies}
-            products[:2] = [
-                mx.fast.rope(
-                    y.reshape(len(x), -1, 1, head), head, traditional=False, offset=rotation.offsets, **options
-                ).reshape(y.shape)
-                for y in products[:2]
-            ]
-        return [addend + products[0]] if body == narrow_matmul.ADDED else products
+        return [y.reshape(shape) for y, shape in zip(products, shapes, strict=True)]
 
 
 def dense(pool: mx.array, form: QuantizedRows | None) -> mx.array:
@@ -335,7 +311,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
     """Replace the kernels by fakes. Pools made in this context by :func:`mlx_paged.kv.choice.blocks_choice`
     are in place."""
     fake = FakeKernels()
-    names = ("write_slots", "prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
+    names = ("prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
         mock.patch.multiple(quantized, write_rows=fake.write_rows, gather_rows=fake.gather_rows),

@@ -175,12 +175,9 @@ def _product(kernel: _Kernel) -> Scratch:
     bits = kernel.constants.get("BITS")
     depth = 32 if bits else size
     x = mx.zeros((rows * depth,) if kernel["XD"] == 1 else (rows, *[1] * (kernel["XD"] - 2), depth), dtype)
-    w, like = mx.zeros((size, depth), dtype), mx.zeros((rows, size), dtype)
-    given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like}
-    half = kernel.constants.get("HALF", 8)
-    given |= {"offsets": mx.zeros((rows,), mx.int32), "frequencies": mx.ones((half,))}
+    w, given = mx.zeros((size, depth), dtype), {"x": x, "bias": mx.zeros((size,), dtype)}
     for number in ("", "1", "2"):
-        given |= {f"w{number}": w, f"words{number}": mx.zeros((size, bits or 1), mx.uint32)}
+        given[f"w{number}"] = mx.zeros((size, bits), mx.uint32) if bits else w
         given |= {f"{name}{number}": mx.zeros((size, 1), dtype) for name in ("scales", "biases")}
     outputs = [((rows, size), dtype)] * len(BODIES[kernel.body].outputs)
     return given, _options((len(outputs) * threads, 1, 1), threads, *outputs)

@@ -38,9 +38,6 @@ def emulated(
         prefill.prefill_variants_of.cache_clear()
 
 
-WRITE_SLOTS = ops.write_slots
-
-
 @contextmanager
 def emulated_self_check(
     arrays_of: Callable[[Any, dict[str, Any]], list[mx.array]],
@@ -64,9 +61,7 @@ def emulated_self_check(
             kernel = build(body, constants)
             return lambda **options: arrays_of(kernel, options)
 
-        # write_slots calls the fake prepare_write.
         with (
-            mock.patch.object(ops, "write_slots", WRITE_SLOTS),
             mock.patch.object(prefill, "build_kernel", build_arrays),
             mock.patch.object(prefill.PrefillLaunch, "__call__", follow),
             mock.patch.dict(check._results, clear=True),

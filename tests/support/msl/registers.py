@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from mlx_paged.cuda import launch
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants
@@ -21,12 +22,10 @@ from tests.support.msl import emulator
 
 REGISTERS = 128
 _TYPES = kernel_build.TYPE_NAMES["cuda"]
-_INT_INPUTS = ("items", "offsets", "tables", "ends", "starts", "tiles", "places", "counts", "spans", "blocks", "span")
-_FLOAT_INPUTS = ("frequencies", "params", "sinks", "stats", "partial", "penalties")
-_WORDS = ("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions", "tokens")
-_OUTPUTS = {"stats": "float", "partial": "float", "fence_out": "uint32_t", "words_out": "uint32_t"}
-_OUTPUTS |= {"counts_out": "int", "spans_out": "int"}
-_POOLS = ("k_pool", "v_pool")
+_INT_INPUTS = ("items", "tables", "ends", "starts", "tiles", "blocks", "span")
+_FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
+_WORDS = ("fence", "arrivals", "keys", "positions")
+_OUTPUTS = {"stats": "float", "partial": "float", "fence_out": "uint32_t"}
 _SHAPES = (
     "q",
     "partial",
@@ -39,9 +38,6 @@ _SHAPES = (
     "w",
     "w1",
     "w2",
-    "words",
-    "words1",
-    "words2",
     "scales",
 )
 _HEAD = """#include <cuda_bf16.h>
@@ -102,7 +98,7 @@ def kernel_of(body: str, constants: Constants, header: str, source: str) -> str:
     parameters = []
     for name in inputs:
         kind = "int" if name in _INT_INPUTS else "float" if name in _FLOAT_INPUTS else _TYPES[known["T"]]
-        is_words = name in _WORDS or (name in _POOLS and "KBITS" in known)
+        is_words = name in _WORDS or launch._WORDS.get(name) in known
         parameters.append(f"const {'uint32_t' if is_words else kind}* {name}")
         parameters += [f"const __grid_constant__ Shape {name}_shape"] if name in _SHAPES else []
     for name in outputs:
