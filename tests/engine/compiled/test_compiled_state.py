@@ -89,30 +89,6 @@ def other_adapter(model: Any) -> None:
     add_adapter(model, 2.0)
 
 
-def other_ropes(model: Any) -> None:
-    for layer in model.layers:
-        layer.self_attn.rope = nn.RoPE(64, base=3.0)
-
-
-def other_rope_base(model: Any) -> None:
-    for layer in model.layers:
-        layer.self_attn.rope.base = 3.0
-
-
-def other_eps(model: Any) -> None:
-    model.model.norm.eps = 10.0
-
-
-def other_attention_scale(model: Any) -> None:
-    for layer in model.layers:
-        layer.self_attn.scale *= 30
-
-
-def other_arguments(model: Any) -> None:
-    model.model.embed_tokens.weight = model.model.embed_tokens.weight * 3
-    model.args.tie_word_embeddings = True
-
-
 def other_class(model: Any) -> None:
     model.layers[1].mlp.down_proj.__class__ = Negated
 
@@ -144,11 +120,9 @@ def new_weights(model: Any) -> None:
 
 # What is noticed, and what needs retrace().
 PARTS: list[Callable[[Any], None]] = [
-    other_adapter, remove_lora_layers, other_ropes, other_class, quantized, swapped_layers, replaced_list, new_weights,
+    other_adapter, remove_lora_layers, other_class, quantized, swapped_layers, replaced_list, new_weights,
 ]  # fmt: skip
-ATTRIBUTES: list[Callable[[Any], None]] = [
-    rescale, other_rope_base, other_eps, other_attention_scale, other_arguments, training_mode, hook,
-]  # fmt: skip
+ATTRIBUTES: list[Callable[[Any], None]] = [rescale, training_mode, hook]
 
 
 def hold_tensors(model: Any) -> Any:
