@@ -9,12 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
-from mlx_paged.cli.doctor.shapes import POPULAR, popular_shapes
-from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels import ops as kernels
+from mlx_paged.cli.doctor.shapes import POPULAR
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.launch_shape import DTYPES
 from tests.support.cases import slow
@@ -114,25 +111,6 @@ def test_every_popular_shape_is_dumped_for_both_address_spaces(folder: Path) -> 
     merges = [file.read_text() for file in folder.glob("merge_partitions*.metal")]
     assert {"const constant int32_t* ends " in text for text in merges} == {True, False}
     assert all("mlx/backend/metal/kernels/utils.h" in text for text in merges)
-
-
-def test_partition_size_follows_core_count_and_patches_are_undone() -> None:
-    real = mx.fast.metal_kernel, kernel_build.backend, kernels.backend
-    shape = next(popular_shapes(32))
-    few, many = (
-        {
-            n
-            for text in dump_kernels.texts_of([shape], cores)
-            for n in re.findall(r"int PART = (\d+)", text.source)
-            if text.label.startswith("paged_decode")
-        }
-        for cores in (None, 76)
-    )
-    assert (few, many) == ({"128"}, {"32"})
-    assert real == (mx.fast.metal_kernel, kernel_build.backend, kernels.backend)
-    assert kernels.variants_of(mx.float32, 64, 64, 4, 2, 32, False, False) == kernels.variants_of.__wrapped__(
-        mx.float32, 64, 64, 4, 2, 32, False, False
-    )
 
 
 @pytest.mark.parametrize("fails", ["doctor", "pytest", "validate_kernel", "validate_model", "nothing"])

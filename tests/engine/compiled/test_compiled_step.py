@@ -320,7 +320,7 @@ def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
     pool.check_integrity()
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels", "unfused")
 @pytest.mark.parametrize(("kind", "rotate"), quick(crossed(KINDS, [False, True]), ("llama", False), ("qwen3", True)))
 def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool, calls: list[int]) -> None:
     options = {"kv_bits": 8, "kv_rotate": rotate}

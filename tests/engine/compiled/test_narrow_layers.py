@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -137,13 +136,6 @@ def mlx_dequantizes() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("num_rows", "dtype"), [(narrow_matmul.MAX_ROWS + 1, mx.bfloat16), (3, mx.float32)])
-def test_large_and_float32_batches_use_mlx(num_rows: int, dtype: mx.Dtype, products: list[tuple[str, int]]) -> None:
-    assert len(batch(model_of("llama", dtype), num_rows)) == num_rows
-    assert num_rows not in [rows for _, rows in products]  # smaller batches before and after may use them
-
-
-@pytest.mark.usefixtures("kernels")
 def test_step_of_one_row_uses_launches_only_for_small_models(
     products: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,24 +192,6 @@ def test_layers_of_other_classes_are_left_alone(products: list[tuple[str, int]],
         assert plain_batch(model, 3) == got
 
 
-def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[tuple[str, int]], kernels: Any) -> None:
-    class OtherMLP(llama.MLP):
-        def __call__(self, x: mx.array) -> mx.array:
-            return -super().__call__(x)
-
-    plain = batch(model_of("llama", mx.bfloat16), 3)
-    model = model_of("llama", mx.bfloat16)
-    model.layers[1].mlp.__class__ = OtherMLP
-    products.clear()
-    got = batch(model, 3)
-    bodies = Counter(body for body, _ in products)
-    # Both residual additions of that block are MLX's.
-    assert bodies[ADDED] / bodies[GROUPED] == 4 / 3 and bodies[GATED] == bodies[GROUPED]
-    if kernels is not None:
-        assert got != plain
-        assert plain_batch(model, 3) == got
-
-
 def test_layer_classes_are_restored_after_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3", num_hidden_layers=3)
     with narrow_layers(model, 4):
@@ -235,17 +209,6 @@ def test_layer_classes_are_restored_after_a_trace(monkeypatch: pytest.MonkeyPatc
         assert [type(module) for module in model.modules()] == classes
     with narrow_layers(lambda tokens: tokens, 4):  # not a module
         pass
-
-
-def test_biases_are_added(products: list[tuple[str, int]]) -> None:
-    mx.random.seed(0)
-    layer = nn.Linear(64, 24)
-    layer.set_dtype(mx.bfloat16)
-    x = mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
-    with narrow_layers(layer, 6):
-        got = layer(x)
-    assert products == [(BIASED, 6)]
-    assert got.shape == (6, 1, 24) and mx.allclose(got, layer(x), atol=2e-2).item()
 
 
 def model_and_x(*widths: int, bias: bool = False) -> tuple[nn.Sequential, mx.array]:

@@ -23,7 +23,6 @@ from mlx_paged.engine.compiled_step import compiled_steps
 from mlx_paged.errors import GeometryError, PromptCacheError
 from mlx_paged.kv.attention_params import AttentionParams, QueryHeads, Window
 from mlx_paged.kv.choice import blocks_choice
-from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from scripts.support import model_configs
@@ -261,53 +260,6 @@ def test_misuse_is_noticed_even_if_its_error_is_caught() -> None:
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_attention_writes_and_others_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, (cache, _) = traced_layers()
-    new = keys_and_values()
-    assert cache.offset.tolist() == [4, 2, -1]
-    fetched = cache.update_and_fetch(*new)
-    assert cache.offset.tolist() == [5, 3, 0]
-    appended: list[Any] = []
-    decode = DeviceBlocks.decode
-    monkeypatch.setattr(
-        DeviceBlocks,
-        "decode",
-        lambda self, launch, q, sinks, new: appended.append(new) or decode(self, launch, q, sinks, new),
-    )
-    for pair in (fetched, cache.keys_and_values()):
-        attend_lazily(*pair)
-    assert appended[0][0] is new[0] and appended[0][1] is new[1] and appended[1] is None
-    with pytest.raises(NotPackableError, match="layer 1 does not write"):
-        batch.commit()
-
-
-@pytest.mark.parametrize(
-    ("window", "mask", "starts"),
-    [
-        (None, None, [0, 0, 0]),
-        (None, "causal", [0, 0, 0]),
-        (None, 4, [1, 0, 0]),
-        (Window(4), 4, [1, 0, 0]),
-        (Window(4), 9, [1, 0, 0]),
-    ],
-)
-def test_window_is_the_narrower_of_layer_and_mask(
-    window: Window | None, mask: Any, starts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, (cache, _) = traced_layers(window)
-    seen: list[Any] = []
-    prepare = DeviceBlocks.prepare_decode
-
-    def noted(self: DeviceBlocks, q: mx.array, tokens: Any, params: AttentionParams, **how: Any) -> Any:
-        seen.append(tokens.visible(params.window)[2][:, 0].tolist())
-        return prepare(self, q, tokens, params, **how)
-
-    monkeypatch.setattr(DeviceBlocks, "prepare_decode", noted)
-    own = cache.make_mask(1, window_size=mask) if isinstance(mask, int) else mask
-    cache.attend(queries(), *keys_and_values(), AttentionParams(1.0, own))
-    assert seen == [starts]
 
 
 @pytest.mark.parametrize(
