@@ -33,18 +33,15 @@ from tests.fuzz.cases import PACKING_HYBRIDS
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import (
-    Spec,
     answers,
     assert_released,
     generator,
     model_of,
     run_all,
     run_requests,
-    solo,
 )
 from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
 from tests.support.models.packs import (
-    LENGTHS,
     assert_alike,
     insert,
     note_packs,
@@ -90,6 +87,19 @@ def no_kernel(*_: object, **__: object) -> None:
     raise NoKernelError("not here")
 
 
+def run_in_packs(model: Any, prompts: list[list[int]], config: PagedConfig | None = None, **options: int) -> Any:
+    """Answer prompts with 8 tokens each in packs, as stock mlx-lm does alone. Return the generator."""
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in prompts]
+    mlx_paged.apply_patches(config or PagedConfig(block_size=8))
+    gen = packing(model, **options)
+    outcomes = insert(gen, prompts, 8)
+    run_all(gen, outcomes)
+    assert_alike(outcomes, expected)
+    if mlx_paged.pool_of(model) is not None:
+        assert_released(model)
+    return gen
+
+
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(
     ("kind", "config"),
@@ -97,32 +107,16 @@ def no_kernel(*_: object, **__: object) -> None:
     indirect=["config"],
 )
 def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig, calls: list[list[int]]) -> None:
-    model, prompts = model_of(kind, head_dim=64), prompts_for(VOCAB)
-    expected = [solo(kind, Spec(length, 8, seed=length), head_dim=64) for length in LENGTHS]
-    mlx_paged.apply_patches(config)
-    gen = packing(model)
-    outcomes = insert(gen, prompts, 8)
-    run_all(gen, outcomes)
-    assert_alike(outcomes, expected)
+    run_in_packs(model_of(kind, head_dim=64), prompts_for(VOCAB), config)
     assert len(calls) > 3 and max(map(len, calls)) >= 4, "several parts of prompts came together"
     assert max(sum(call) for call in calls) <= 64
-    assert_released(model)
 
 
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("name", quick((*GENERIC, *PACKING_HYBRIDS), "phi3", "qwen3_next"))
 def test_models_without_an_adapter_or_with_states_pack_too(name: str, calls: list[list[int]]) -> None:
-    model = model_configs.build(name)
-    prompts = prompts_for(model_configs.VOCAB)
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in prompts]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = packing(model)
-    outcomes = insert(gen, prompts, 8)
-    run_all(gen, outcomes)
-    assert_alike(outcomes, expected)
+    gen = run_in_packs(model_configs.build(name), prompts_for(model_configs.VOCAB))
     assert gen._engine.prefill.packs and len(calls) > 3
-    if mlx_paged.pool_of(model) is not None:
-        assert_released(model)
 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("llama-sliding")])
@@ -186,19 +180,14 @@ def test_only_chunks_of_several_prompts_share_a_call_on_metal(
 ) -> None:
     monkeypatch.setattr(engine_module, "on_metal", lambda: True)
     monkeypatch.setattr(prefill, "on_metal", lambda: True)
-    expected = [solo("qwen3", Spec(length, 8, seed=length), head_dim=64) for length in LENGTHS]
     model, prompts = model_of("qwen3", head_dim=64), prompts_for(VOCAB)
     with fake_kernels(), monkeypatch.context() as own:
         own.setattr(device_blocks, "prepare_prefill", no_kernel)
-        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
-        gen = packing(model)
-        gen._engine.scheduler.most_tokens = 64
+        gen = run_in_packs(model, prompts, PagedConfig(block_size=8, kernel="on"))
+        assert gen._engine.prefill.packs and len(calls) > 1 and all(len(call) > 1 for call in calls)
+        calls.clear()
         run_all(gen, insert(gen, prompts[-1:], 8))
         assert not calls
-        outcomes = insert(gen, prompts, 8)
-        run_all(gen, outcomes)
-        assert gen._engine.prefill.packs and len(calls) > 1 and all(len(call) > 1 for call in calls)
-        assert_alike(outcomes, expected)
 
 
 @pytest.mark.parametrize(
@@ -382,29 +371,15 @@ def test_model_that_cannot_pack_is_computed_one_by_one(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(phi3.Attention, "__call__", attention)
     model = model_configs.build("phi3")
-    prompts = prompts_for(model_configs.VOCAB, (20, 30, 9))
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in prompts]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = packing(model)
-    outcomes = insert(gen, prompts, 6)
     with pytest.warns(mlx_paged.NotPagedWarning, match="prefilled one at a time for models of mlx_lm.models.phi3"):
-        run_all(gen, outcomes)
-    assert_alike(outcomes, expected)
+        gen = run_in_packs(model, prompts_for(model_configs.VOCAB, (20, 30, 9)))
     assert len(calls) == 1 and not gen._engine.prefill.packs
     assert not packing(model)._engine.prefill.packs, "that is remembered"
-    assert_released(model)
 
 
 @pytest.mark.parametrize("lengths", [(20, 30, 9), (20,)], ids=["together", "alone"])
 def test_chunks_that_see_more_than_caches_keep_run_one_by_one(calls: list[list[int]], lengths: tuple[int, ...]) -> None:
-    model = model_configs.build("plamo3")
     prompts = prompts_for(model_configs.VOCAB, lengths)
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in prompts]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = packing(model, 128, prefill_step_size=128)
-    outcomes = insert(gen, prompts, 6)
     with pytest.warns(mlx_paged.NotPagedWarning, match="prefilled one at a time for models of mlx_lm.models.plamo3"):
-        run_all(gen, outcomes)
-    assert_alike(outcomes, expected)
+        gen = run_in_packs(model_configs.build("plamo3"), prompts, most=128, prefill_step_size=128)
     assert len(calls) == 1 and not gen._engine.prefill.packs
-    assert_released(model)

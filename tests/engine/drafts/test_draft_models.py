@@ -25,7 +25,7 @@ from tests.support.models.drafting import (
     DRAFTS,
     check_nothing_left,
     drafted,
-    in_every_step,
+    drafting_generator,
     model_of,
     noisy,
     prompts_of,
@@ -102,8 +102,7 @@ def test_rows_join_leave_and_refuse_drafts() -> None:
     expected = solos("llama") * 3
     model, draft = model_of("llama"), noisy("llama", 0.03)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    with in_every_step():
-        gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS, completion_batch_size=4)
+    gen = drafting_generator(model, draft, completion_batch_size=4)
     outcomes: dict[int, Outcome] = {}
     lengths = [5, 30, 1, 17, 9, 22, 3, 30, 11]
     for index, ((prompt, _, _), length) in enumerate(zip(expected, lengths, strict=True)):
@@ -127,8 +126,7 @@ def test_preempted_rows_continue_with_drafts() -> None:
     expected = solos("llama")
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    with in_every_step():
-        gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS)
+    gen = drafting_generator(model, draft)
     outcomes = {uid: Outcome() for uid in gen.insert([p for p, _, _ in expected], [TOKENS] * 3)}
     for step in range(40):
         collect(outcomes, *gen.next())
@@ -148,8 +146,7 @@ def test_pools_keep_to_the_budget_and_rows_without_room_get_no_drafts(is_shared:
     model, draft = model_of("llama"), noisy("llama", 0.01)
     budget = 2 * kv_budget(model, 14, 8)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget if is_shared else None))
-    with in_every_step():
-        gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS)
+    gen = drafting_generator(model, draft)
     own, other = (mlx_paged.pool_of(each) for each in (model, draft))
     if is_shared:
         assert own.memory_budget == other.memory_budget == budget // 2
@@ -213,8 +210,7 @@ def test_draft_model_reuses_its_cached_prefix(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Depth, "note_prompt", count)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     prefixes = SharedPrefixes(PrefixCache(mlx_paged.pool_of(model)))
-    with in_every_step():
-        gen = generator(model, draft_model=draft, num_draft_tokens=DRAFTS, prefixes=prefixes)
+    gen = drafting_generator(model, draft, prefixes=prefixes)
     answers(gen, [first], [10])
     assert sum(computed) >= 36
     computed.clear()
@@ -373,8 +369,7 @@ def test_samples_have_the_same_distribution_with_drafts(case: str, number: int) 
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     mx.random.seed(11)
     plain = drawn(generator(model, completion_batch_size=ROWS), number, *CASES[case])
-    with in_every_step():
-        gen = generator(model, draft_model=draft, num_draft_tokens=2, completion_batch_size=ROWS)
+    gen = drafting_generator(model, draft, num_draft_tokens=2, completion_batch_size=ROWS)
     found = drawn(gen, number, *CASES[case])
     stats = mlx_paged.pool_of(model).stats()
     assert 0.1 < stats.accepted_tokens / stats.drafted_tokens < 0.95

@@ -18,7 +18,7 @@ from tests.support.cases import crossed, quick
 from tests.support.models import prediction_heads
 from tests.support.models.batch_runs import Outcome, answers, collect, generator
 from tests.support.models.builders import greedy
-from tests.support.models.drafting import DRAFTS, check_nothing_left, drafted, in_every_step, prompts_of
+from tests.support.models.drafting import DRAFTS, check_nothing_left, drafted, drafting_generator, prompts_of
 from tests.support.models.prediction_heads import FAMILIES, head_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -68,8 +68,7 @@ def test_request_with_a_cached_prefix_gets_drafts(name: str) -> None:
     expected = greedy(model, mx.array(second, mx.uint32), 12)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     prefixes, head = SharedPrefixes(PrefixCache(mlx_paged.pool_of(model))), head_of(name, model, 0.05)
-    with in_every_step():
-        gen = generator(model, draft_model=head, num_draft_tokens=DRAFTS, prefixes=prefixes, prefill_step_size=8)
+    gen = drafting_generator(model, head, prefixes=prefixes, prefill_step_size=8)
     answers(gen, [first], [10])
     before = mlx_paged.pool_of(model).stats()
     assert answers(gen, [second], [12]) == [expected]
@@ -90,8 +89,7 @@ def test_head_reuses_its_cached_prefix(is_same_beginning: bool) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     head = head_of("mimo", model, 0.05)
     prefixes = SharedPrefixes(PrefixCache(mlx_paged.pool_of(model)))
-    with in_every_step():
-        gen = generator(model, draft_model=head, num_draft_tokens=DRAFTS, prefixes=prefixes)
+    gen = drafting_generator(model, head, prefixes=prefixes)
     answers(gen, [first], [10])
     assert answers(gen, [second], [12]) == [expected]
     hit = mlx_paged.pool_of(head).stats().prefix_hit_tokens
