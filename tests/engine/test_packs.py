@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -17,8 +16,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill
 from mlx_paged.engine.prefill import MOST_PAIRS, chunk_cap
-from mlx_paged.engine.request import Request
-from mlx_paged.engine.scheduler import ChunkCap, Scheduler
+from mlx_paged.engine.scheduler import ChunkCap
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.kernels import fused_attention
 from mlx_paged.kernels.build import NoKernelError
@@ -50,6 +48,7 @@ from tests.support.models.packs import (
 )
 from tests.support.models.toy_engine import ToyEngine, answer, make_pool
 from tests.support.models.toy_engine import prompt_of as toy_prompt
+from tests.support.scheduler_driver import Driver as SchedulerDriver
 
 GENERIC = ("phi3", "olmo2", "qwen3_moe", "gpt_oss", "gemma3n", "gemma4_text", "gemma2")
 
@@ -231,38 +230,36 @@ def test_matrix_units_need_an_m5_macos_26_2_and_its_wheel(
     assert has_nax.__wrapped__() is expected
 
 
-def test_chunks_get_shorter_with_the_context_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "nax", "least"),
+    [
+        (128, {}, False, 256),
+        (256, {}, False, 128),
+        (128, {"softcap": True}, False, 128),
+        (512, {}, False, 1152),
+        (256, {}, True, 1152),
+    ],
+)
+def test_chunks_get_shorter_with_the_context_on_metal(
+    head_dim: int, heads: dict[str, bool], nax: bool, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Never beyond what keeps MLX's attention fused, wherever between two multiples of the grid a chunk begins."""
-    monkeypatch.setattr(prefill, "on_metal", lambda: True)
-    monkeypatch.setattr(prefill, "has_nax", lambda: False)
-
-    def chunks(head_dim: int, begin: int = 0, **heads: Any) -> list[int]:
-        group = SimpleNamespace(
-            geometry=Geometry(2, head_dim, head_dim, mx.bfloat16), heads=QueryHeads(16, **heads), in_place=True
-        )
-        cap = chunk_cap(SimpleNamespace(groups=[group]))  # type: ignore[arg-type]
-        assert cap is not None
-        scheduler = Scheduler(
-            mock.Mock(), token_budget=2048, max_running=1, max_prefilling=1, grid=128, chunk=2048, cap=cap
-        )
-        none: dict[str, Any] = {"caches": [], "history": [], "sampler": None, "processors": [], "matcher": None}
-        request = Request(0, [[1] * 200_000], max_tokens=1, **none)
-        request.length, taken = begin, []
-        while request.length < 180_000:
-            num_tokens = scheduler._chunk_length(request, 2048)
-            taken.append(num_tokens)
-            request.length += num_tokens
-            assert num_tokens * request.length <= cap.most_pairs or num_tokens <= cap.least
-        return taken
-
-    plain = chunks(128)
-    assert plain[:15] == [2048] * 15 and plain[-1] == 256 and sorted(plain, reverse=True) == plain
-    assert min(chunks(512)) == 1152 and min(chunks(512, begin=37)[1:]) >= 1024
-    assert min(chunks(256)) == 128 and chunks(128, softcap=True) == chunks(256)
-    monkeypatch.setattr(prefill, "has_nax", lambda: True)
-    assert min(chunks(256)) == 1152
-    monkeypatch.setattr(prefill, "on_metal", lambda: False)
     assert chunk_cap(make_pool()) is None
+    monkeypatch.setattr(prefill, "on_metal", lambda: True)
+    monkeypatch.setattr(prefill, "has_nax", lambda: nax)
+    geometry = Geometry(2, head_dim, head_dim, mx.bfloat16)
+    group = SimpleNamespace(geometry=geometry, heads=QueryHeads(16, **heads), in_place=True)
+    cap = chunk_cap(SimpleNamespace(groups=[group]))  # type: ignore[arg-type]
+    driver = SchedulerDriver(60_000, token_budget=2048, grid=128, chunk=2048, cap=cap)
+    request = driver.insert(180_001, 1)
+    taken = []
+    while not request.is_prefilled:
+        (chunk,) = driver.step().chunks
+        taken.append(chunk.num_tokens)
+        assert chunk.num_tokens * request.length <= cap.most_pairs or chunk.num_tokens <= cap.least
+    del taken[-1]  # the end of the prompt
+    assert taken[:15] == [2048] * 15 or least != 256
+    assert min(taken) == least and sorted(taken, reverse=True) == taken
 
 
 def test_prefill_latency_limits_steps_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
