@@ -45,6 +45,16 @@ def test_a_request_that_outgrows_the_whole_pool_fails_alone() -> None:
     assert driver.got[uids[1]] == driver.expected[uids[1]][: len(driver.got[uids[1]])]
 
 
+def test_model_error_fails_the_requests_of_the_pack() -> None:
+    driver = Driver(80, packs=45, prefill_batch_size=6, prefill_step_size=20)
+    uids = [driver.insert(index, 20) for index in (6, 5, 1)]
+    driver.step()
+    assert driver.poison(uids[1])
+    driver.finish()
+    assert uids[1] in driver.failed and uids[2] not in driver.failed
+    assert all("injected: model" in str(error) for error in driver.failed.values())
+
+
 def test_failure_is_reported_once_also_through_next_generated() -> None:
     driver = Driver(80)
     uid = driver.insert(3, 20, FaultySampler(1))

@@ -107,6 +107,11 @@ def test_each_row_has_its_own_sampler_and_processors() -> None:
     assert contexts[:5] == [[*prompts[1], *engine.tokens(uids[1])[:n]] for n in range(5)]
     for index in (0, 2, 3):
         assert engine.tokens(uids[index]) == answer(prompts[index], 5)
+    # If all rows share a sampler it is called once, and for each row if its result has another shape.
+    uids = [engine.add(prompt, max_tokens=5, sampler=shared) for prompt in prompts]
+    engine.run()
+    assert [engine.tokens(uid) for uid in uids] == [answer(prompt, 5) for prompt in prompts]
+    assert (4, VOCAB) in shapes
 
 
 MOST = 9 * BLOCK_SIZE - 1  # a token is computed ahead of the one that is delivered

@@ -360,7 +360,7 @@ def drawn(gen: Any, number: int, options: dict[str, Any], penalties: dict[str, A
 @pytest.mark.parametrize(
     ("case", "number"),
     [
-        ("penalties", 300),
+        ("penalties", 500),
         *slow(*((case, number) for case in CASES for number in (2000, 200_000))),
     ],
 )

@@ -222,10 +222,11 @@ def test_rows_with_custom_samplers_or_processors_do_not_propose(oracle: type[Ora
         return logits
 
     first = toy.ask(PROMPTS[3], 12, processors=[note])
-    second = toy.ask(PROMPTS[4], 12)
+    toy.ask(PROMPTS[4], 12)
+    toy.ask(PROMPTS[5], 12, sampler=lambda logprobs: mx.argmax(logprobs, axis=-1))
     toy.run()
-    assert [toy.tokens(uid) for uid in range(5)] == [answer(prompt, 12) for prompt in PROMPTS[:5]]
-    assert pool.stats().accepted_tokens > 0 and toy.tokens(second)
+    assert [toy.tokens(uid) for uid in range(6)] == [answer(prompt, 12) for prompt in PROMPTS[:6]]
+    assert pool.stats().accepted_tokens > 0
     # The row with a processor is in the same calls; its processor sees each token once.
     assert [len(tokens) for tokens in seen[:12]] == list(range(len(PROMPTS[3]), len(PROMPTS[3]) + 12))
     assert seen[11] == [*PROMPTS[3], *toy.tokens(first)[:11]]
