@@ -2,13 +2,11 @@
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm import load
-from mlx_lm.generate import BatchGenerator, generate_step, maybe_quantize_kv_cache
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.generate import BatchGenerator, generate_step
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -66,32 +64,6 @@ def test_demo_model_gives_stock_tokens(name: str, num_tokens: int, block_size: i
     pool = mlx_paged.pool_of(model)
     pool.check_integrity()
     assert pool.stats().peak_live_blocks == -(-(prompt.size + num_tokens) // block_size)
-
-
-@pytest.mark.demo_model
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("name", "num_tokens"),
-    [*(pytest.param(name, 200, marks=SLOW) for name in ("short", "list", "several blocks"))],
-)
-def test_demo_model_with_8_bits_gives_stock_tokens(name: str, num_tokens: int, demo_model_folder: Path) -> None:
-    """Stock gets caches that are quantised from the start; by itself it quantises them only after a prompt's first
-    chunk."""
-    model, tokenizer = load_demo(demo_model_folder)
-    prompt = prompt_named(tokenizer, name)
-
-    def run(**options: Any) -> list[int]:
-        steps = generate_step(prompt, model, max_tokens=num_tokens, kv_bits=8, quantized_kv_start=0, **options)
-        return [token for token, _ in steps]
-
-    caches = make_prompt_cache(model)
-    maybe_quantize_kv_cache(caches, 0, 64, 8)
-    expected = run(prompt_cache=caches)
-    mlx_paged.apply_patches()
-    assert run() == expected
-    pool = mlx_paged.pool_of(model)
-    assert pool.stats().quantized_tokens == prompt.size + num_tokens
-    assert pool.stats().quantized_layers == len(model.layers)
 
 
 @pytest.mark.gpu

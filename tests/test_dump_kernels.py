@@ -9,13 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
 import pytest
-import yaml
 
-from mlx_paged.cli.doctor.shapes import POPULAR, popular_shapes
-from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels import ops as kernels
+from mlx_paged.cli.doctor.shapes import POPULAR
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.launch_shape import DTYPES
 from tests.support.cases import slow
@@ -115,47 +111,6 @@ def test_every_popular_shape_is_dumped_for_both_address_spaces(folder: Path) -> 
     merges = [file.read_text() for file in folder.glob("merge_partitions*.metal")]
     assert {"const constant int32_t* ends " in text for text in merges} == {True, False}
     assert all("mlx/backend/metal/kernels/utils.h" in text for text in merges)
-
-
-def test_partition_size_follows_core_count_and_patches_are_undone() -> None:
-    real = mx.fast.metal_kernel, kernel_build.backend, kernels.backend
-    shape = next(popular_shapes(32))
-    few, many = (
-        {
-            n
-            for text in dump_kernels.texts_of([shape], cores)
-            for n in re.findall(r"int PART = (\d+)", text.source)
-            if text.label.startswith("paged_decode")
-        }
-        for cores in (None, 76)
-    )
-    assert (few, many) == ({"128"}, {"32"})
-    assert real == (mx.fast.metal_kernel, kernel_build.backend, kernels.backend)
-    assert kernels.variants_of(mx.float32, 64, 64, 4, 2, 32, False, False) == kernels.variants_of.__wrapped__(
-        mx.float32, 64, 64, 4, 2, 32, False, False
-    )
-
-
-def test_ci_compiles_the_texts_and_uploads_the_doctors_report() -> None:
-    workflow = yaml.safe_load((SCRIPTS.parent / ".github" / "workflows" / "ci.yml").read_text())
-    jobs = workflow["jobs"]
-    (compiling,) = (step for step in jobs["macos-compile"]["steps"] if "run" in step)
-    planned = subprocess.run(
-        ["make", "-n", *compiling["run"].split()[1:]],
-        cwd=SCRIPTS.parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert "scripts/dump_kernels.py metal\n" in planned and "scripts/support/compile_metal.py metal\n" in planned
-    assert not compiling.get("continue-on-error")
-    steps = jobs["macos-metal"]["steps"]
-    first = next(number for number, step in enumerate(steps) if step.get("run") == "make test")
-    assert all("cancelled()" in step.get("if", "") or step.get("if") == "always()" for step in steps[first + 1 :])
-    (checking,) = (step for step in steps if "check-gpu" in step.get("run", ""))
-    assert checking["continue-on-error"] and checking["env"] == {"MTL_SHADER_VALIDATION": "1"}
-    (kept,) = (step["with"] for step in jobs["macos-metal"]["steps"] if "upload-artifact" in step.get("uses", ""))
-    assert checking["run"].endswith(f"REPORT={kept['path']}")
 
 
 @pytest.mark.parametrize("fails", ["doctor", "pytest", "validate_kernel", "validate_model", "nothing"])

@@ -30,44 +30,40 @@ def at_import(tmp_path: Path, arguments: list[str], platform: str = sys.platform
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLX_")}
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
     run = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, env={**env, **given}, check=True
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**env, **given},
+        cwd=tmp_path,
+        check=True,
     )
     found: dict[str, str] = json.loads(run.stderr.splitlines()[-1])
     return found
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    """Write a script as pip does for an entry point."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    file = folder / "mlx_paged.generate"
-    file.write_text("import sys\nfrom mlx_paged.generate import main\nsys.exit(main())\n")
-    return file
-
-
 NCCL = {"NCCL_HOST_IP": "127.0.0.1"}
+LONGER = {"MLX_MAX_MB_PER_BUFFER": "77"}
+# The script that pip writes for an entry point.
+SCRIPT = "import sys\nfrom mlx_paged.generate import main\nsys.exit(main())\n"
 
 
-@pytest.mark.parametrize("arguments", [["-m", "mlx_paged", "doctor"], ["-m", "mlx_paged.server"], ["-mmlx_paged"]])
-def test_graphs_are_disabled_before_mlx_is_imported(tmp_path: Path, arguments: list[str]) -> None:
-    assert at_import(tmp_path, arguments, **NCCL) == {GRAPHS: "0"}
-
-
-def test_installed_script_disables_graphs_before_mlx_is_imported(tmp_path: Path, script: Path) -> None:
-    assert at_import(tmp_path, [str(script)], **NCCL) == {GRAPHS: "0"}
-
-
-def test_graphs_are_kept_without_nccl(tmp_path: Path) -> None:
-    assert at_import(tmp_path, ["-m", "mlx_paged", "doctor"]) == {}
-
-
-def test_users_setting_of_graphs_is_kept(tmp_path: Path) -> None:
-    assert at_import(tmp_path, ["-m", "mlx_paged", "doctor"], **NCCL, MLX_USE_CUDA_GRAPHS="1") == {GRAPHS: "1"}
-
-
-def test_size_of_command_buffers_is_left_unchanged_on_macos(tmp_path: Path) -> None:
-    """Longer command buffers may hold the GPU until macOS ends the process."""
-    assert at_import(tmp_path, ["-m", "mlx_paged.server"], "darwin") == {}
-    asked = {"MLX_MAX_MB_PER_BUFFER": "77"}
-    assert at_import(tmp_path, ["-m", "mlx_paged.server"], "darwin", **asked) == asked
+@pytest.mark.parametrize(
+    ("arguments", "platform", "given", "found"),
+    [
+        (["-m", "mlx_paged", "doctor"], sys.platform, NCCL, {GRAPHS: "0"}),
+        (["-m", "mlx_paged.server"], sys.platform, NCCL, {GRAPHS: "0"}),
+        (["-mmlx_paged"], sys.platform, NCCL, {GRAPHS: "0"}),
+        (["mlx_paged.generate"], sys.platform, NCCL, {GRAPHS: "0"}),
+        (["-m", "mlx_paged", "doctor"], sys.platform, {}, {}),
+        (["-m", "mlx_paged", "doctor"], sys.platform, {**NCCL, GRAPHS: "1"}, {GRAPHS: "1"}),
+        # Longer command buffers may hold the GPU until macOS ends the process.
+        (["-m", "mlx_paged.server"], "darwin", {}, {}),
+        (["-m", "mlx_paged.server"], "darwin", LONGER, LONGER),
+    ],
+)
+def test_only_graphs_over_nccl_are_disabled_before_mlx_is_imported(
+    arguments: list[str], platform: str, given: dict[str, str], found: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "mlx_paged.generate").write_text(SCRIPT)
+    assert at_import(tmp_path, arguments, platform, **given) == found

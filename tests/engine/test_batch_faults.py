@@ -3,82 +3,24 @@
 import contextlib
 import random
 
-import mlx.core as mx
 import pytest
 
 from mlx_paged import PoolExhaustedError
 from mlx_paged.errors import RequestFailedError, RequestTooLargeError
 from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.models.faulty import BLOCK, FEWEST_BLOCKS, MOST, PROMPTS, Driver, FaultySampler, prompt, solos
-from tests.support.models.packs import note_packs
-
-
-def ran(driver: Driver, uids: list[int]) -> None:
-    """Finish, and assert that all requests but the failed ones have 20 tokens; the driver compares them with solo
-    runs."""
-    driver.finish()
-    done = [uid for uid in uids if uid not in driver.failed]
-    assert all(len(driver.got[uid]) == 20 for uid in done)
-
-
-def test_model_call_that_raises_fails_the_rows_in_it() -> None:
-    driver = Driver(80)
-    uids = [driver.insert(index, 20) for index in range(7)]
-    for _ in range(6):
-        driver.step()
-    driver.poison(uids[3])
-    later = driver.insert(2, 20)
-    ran(driver, [*uids, later])
-    assert set(driver.failed) == set(uids)
-    assert all("injected: model" in str(error) for error in driver.failed.values())
-
-
-def test_model_error_in_prefill_fails_only_that_request() -> None:
-    driver = Driver(80, prefill_step_size=10)
-    first = driver.insert(2, 20)
-    for _ in range(4):
-        driver.step()
-    second, third = driver.insert(6, 20), driver.insert(5, 20)
-    driver.step()
-    assert driver.poison(second)
-    ran(driver, [first, second, third])
-    assert list(driver.failed) == [second]
-
-
-def test_sampler_error_fails_only_its_request() -> None:
-    driver = Driver(80)
-    uids = [driver.insert(index, 20) for index in range(4)]
-    uids.insert(2, driver.insert(3, 20, FaultySampler(5)))
-    ran(driver, uids)
-    assert list(driver.failed) == [uids[2]]
-    assert len(driver.got[uids[2]]) == 4
-
-
-def test_processor_error_fails_only_its_request() -> None:
-    driver = Driver(80)
-
-    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        if tokens.size > 20:
-            raise KeyError("injected: processor")
-        return logits
-
-    uids = [driver.insert(index, 20) for index in range(3)]
-    (bad,) = driver.gen.insert([prompt(4)], [20], logits_processors=[[processor]])
-    driver.expected[bad], driver.got[bad] = solos()[4][:20], []
-    driver.may_fail.add(bad)
-    ran(driver, [*uids, bad])
-    assert list(driver.failed) == [bad]
+from tests.support.models.faulty import BLOCK, FEWEST_BLOCKS, MOST, PROMPTS, Driver, FaultySampler
 
 
 @pytest.mark.parametrize("steps", [0, 5])
 def test_failed_allocation_fails_one_request(steps: int) -> None:
     driver = Driver(80)
-    uids = [driver.insert(index, 20) for index in (6, 2, 3)]
+    for index in (6, 2, 3):
+        driver.insert(index, 20)
     for _ in range(steps):
         driver.step()
     driver.fail_next_allocation()
-    ran(driver, uids)
+    driver.finish()
     assert len(driver.failed) == 1 and driver.faults == 0
 
 
@@ -100,6 +42,16 @@ def test_a_request_that_outgrows_the_whole_pool_fails_alone() -> None:
     assert failures == [(uids[1], PoolExhaustedError)]
     assert [len(driver.got[uid]) for uid in (uids[0], uids[2])] == [20, 20]
     assert driver.got[uids[1]] == driver.expected[uids[1]][: len(driver.got[uids[1]])]
+
+
+def test_model_error_fails_the_requests_of_the_pack() -> None:
+    driver = Driver(80, packs=45, prefill_batch_size=6, prefill_step_size=20)
+    uids = [driver.insert(index, 20) for index in (6, 5, 1)]
+    driver.step()
+    assert driver.poison(uids[1])
+    driver.finish()
+    assert uids[1] in driver.failed and uids[2] not in driver.failed
+    assert all("injected: model" in str(error) for error in driver.failed.values())
 
 
 def test_failure_is_reported_once_also_through_next_generated() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from mlx_paged.prefix.disk import DiskTier
 from mlx_paged.prefix.entry import SavedName
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from mlx_paged.prefix.shelf import Shelf
+from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import generator, mlx_lm_generate
 from tests.support.models.builders import build, greedy, prompt_of
@@ -82,20 +84,23 @@ def spoil(storage: Any) -> None:
         mx.eval(tensor)
 
 
+@functools.cache
+def expected() -> list[list[int]]:
+    """Return stock mlx-lm's tokens for each prompt."""
+    assert not mlx_paged.patches.is_applied()
+    return [greedy(build("llama", head_dim=64), mx.array(prompt), MOST)[0] for prompt in prompts()]
+
+
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield a model whose blocks are in place, as on Metal."""
+    """Apply the patches and yield a model whose blocks are in place, as on Metal."""
+    expected()
     for module in (engine_module, prefill):
         monkeypatch.setattr(module, "on_metal", lambda: True)
     monkeypatch.setattr(prefill, "METAL_GRID", CHUNK)
     with fake_kernels():
+        mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
         yield build("llama", head_dim=64)
-
-
-@pytest.fixture
-def expected(in_place: Any) -> list[list[int]]:
-    """Return stock mlx-lm's tokens for each prompt."""
-    return [greedy(in_place, mx.array(prompt), MOST)[0] for prompt in prompts()]
 
 
 def prompts() -> list[list[int]]:
@@ -119,7 +124,7 @@ def run(gen: Any) -> list[list[int]]:
     return list(found.values())
 
 
-def check_after(model: Any, gen: Any, tree: PrefixCache, pool: BlockPool, expected: list[list[int]]) -> None:
+def check_after(model: Any, gen: Any, tree: PrefixCache, pool: BlockPool) -> None:
     """Check that nothing that the failed generator has computed is served, and that a new one is right."""
     with pytest.raises(DeviceError, match="were lost"):
         gen.next()
@@ -133,33 +138,32 @@ def check_after(model: Any, gen: Any, tree: PrefixCache, pool: BlockPool, expect
     with pytest.raises(DeviceError, match="were lost"):
         generator(model, prefixes=SharedPrefixes(tree))
     again, _ = new_generator(model)
-    assert pool_of(model) is not pool and run(again) == expected
+    assert pool_of(model) is not pool and run(again) == expected()
     again.close()
 
 
-def test_every_place_that_reports_an_error_loses_the_batch(in_place: Any, expected: list[list[int]]) -> None:
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+@pytest.mark.parametrize("stride", [2, *slow(1)])
+def test_every_place_that_reports_an_error_loses_the_batch(stride: int, in_place: Any) -> None:
     for _ in range(2):  # the first run also chooses kernels
         device = Device()
         gen, _ = new_generator(in_place)
         with device.failing():
-            assert run(gen) == expected
+            assert run(gen) == expected()
         gen.close()
     assert all(device.counts[place] > 4 for place in ("eval", "async_eval", "item"))
     for place, count in device.counts.items():
-        for number in range(1, count + 1):
+        for number in range(1, count + 1, stride):
             device = Device(place, number)
             gen, tree = new_generator(in_place)
             device.pool = pool = tree.pool
             with device.failing(), pytest.raises(DeviceError, match="the device failed") as caught:
                 run(gen)
             assert isinstance(caught.value.__cause__, RuntimeError)
-            check_after(in_place, gen, tree, pool, expected)
+            check_after(in_place, gen, tree, pool)
 
 
-def test_chunk_that_fails_while_waited_for_is_not_kept(in_place: Any, expected: list[list[int]]) -> None:
+def test_chunk_that_fails_while_waited_for_is_not_kept(in_place: Any) -> None:
     """Whatever the text, an error in waiting concerns what was submitted before."""
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     gen, tree = new_generator(in_place)
     pool, real = tree.pool, prefill.Prefill.wait
 
@@ -170,13 +174,12 @@ def test_chunk_that_fails_while_waited_for_is_not_kept(in_place: Any, expected: 
 
     with mock.patch.object(prefill.Prefill, "wait", wait), pytest.raises(DeviceError, match="something else"):
         run(gen)
-    check_after(in_place, gen, tree, pool, expected)
+    check_after(in_place, gen, tree, pool)
 
 
 @pytest.mark.parametrize("while_prefilling", [True, False])
 def test_removed_request_leaves_only_what_is_known_to_be_computed(in_place: Any, while_prefilling: bool) -> None:
     """The error may have been reported to the caller, in an evaluation of its own."""
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     gen, tree = new_generator(in_place)
     (uid,) = gen.insert([prompts()[0]], [50])
     gen.next()
@@ -192,7 +195,6 @@ def test_removed_request_leaves_only_what_is_known_to_be_computed(in_place: Any,
 
 
 def test_error_of_a_cancelled_requests_last_step_is_raised(in_place: Any) -> None:
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     gen, tree = new_generator(in_place)
     (uid,) = gen.insert([prompts()[0]], [50])
     gen.next()
@@ -202,8 +204,7 @@ def test_error_of_a_cancelled_requests_last_step_is_raised(in_place: Any) -> Non
     assert tree.pool.is_lost and not gen._engine.requests
 
 
-def test_generate_step_loses_its_prompt_cache_and_the_next_is_right(expected: list[list[int]], in_place: Any) -> None:
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+def test_generate_step_loses_its_prompt_cache_and_the_next_is_right(in_place: Any) -> None:
     cache = mlx_lm_generate.make_prompt_cache(in_place)
     prompt = mx.array(prompts()[0])
     with Device("async_eval", 3).failing(), pytest.raises(DeviceError, match="the device failed"):
@@ -212,11 +213,10 @@ def test_generate_step_loses_its_prompt_cache_and_the_next_is_right(expected: li
         list(mlx_lm_generate.generate_step(prompt, in_place, max_tokens=MOST, prompt_cache=cache))
     fresh = mlx_lm_generate.make_prompt_cache(in_place)
     tokens = mlx_lm_generate.generate_step(prompt, in_place, max_tokens=MOST, prompt_cache=fresh)
-    assert [int(token) for token, _ in tokens] == expected[0]
+    assert [int(token) for token, _ in tokens] == expected()[0]
 
 
 def test_prompt_cache_of_a_script_goes_on_without_what_was_lost(in_place: Any) -> None:
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     store, tokens = PagedPromptCache(), prompts()[0]
 
     def computed() -> list[Any]:
@@ -238,11 +238,10 @@ def test_prompt_cache_of_a_script_goes_on_without_what_was_lost(in_place: Any) -
     store.close()
 
 
-@pytest.mark.parametrize("place", PLACES[:3])
+@pytest.mark.parametrize(("place", "stride"), [*((place, 5) for place in PLACES[:3]), *slow(("eval", 1))])
 def test_nothing_is_written_to_disk_before_the_device_has_confirmed_it(
-    place: str, in_place: Any, tmp_path: Path
+    place: str, stride: int, in_place: Any, tmp_path: Path
 ) -> None:
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
 
     def filled(model: Any) -> tuple[Any, PrefixCache]:
         pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
@@ -262,7 +261,7 @@ def test_nothing_is_written_to_disk_before_the_device_has_confirmed_it(
         save_all(tree, shelf)
     shelf.flush()
     assert len(shelf) > 1 and not pool.is_lost
-    for number in range(1, device.counts[place] + 1):
+    for number in range(1, device.counts[place] + 1, stride):
         shelf = Shelf(tmp_path / f"{place}-{number}")
         pool, tree = filled(in_place)
         with Device(place, number).failing(), pytest.raises(DeviceError):
@@ -275,7 +274,6 @@ def test_nothing_is_written_to_disk_before_the_device_has_confirmed_it(
 
 
 def test_error_of_the_device_while_a_file_is_written_is_raised(in_place: Any, tmp_path: Path) -> None:
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     gen, tree = new_generator(in_place)
     run(gen)
     shelf = Shelf(tmp_path)

@@ -9,7 +9,16 @@ import pytest
 
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
-from tests.support.models.toy_engine import BLOCK_SIZE, ToyEngine, answer, caches_of, greedy, make_pool, prompt_of
+from tests.support.models.toy_engine import (
+    BLOCK_SIZE,
+    VOCAB,
+    ToyEngine,
+    answer,
+    caches_of,
+    greedy,
+    make_pool,
+    prompt_of,
+)
 from tests.support.without_collector import without_collector
 
 LENGTHS = (1, 5, 23, 40, 3, 16, 17)
@@ -31,41 +40,19 @@ def drop_responses(engine: ToyEngine) -> None:
     engine.pool.check_integrity()
 
 
-def test_concurrent_requests_get_their_solo_answers() -> None:
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_requests_get_their_solo_answers_in_a_batch_of_limited_size(most: int) -> None:
     pool = make_pool()
-    engine = ToyEngine(pool)
+    engine = ToyEngine(pool, completion_batch_size=most)
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     uids = [engine.add(prompt, max_tokens=6 + i) for i, prompt in enumerate(prompts)]
     engine.run()
     for i, (uid, prompt) in enumerate(zip(uids, prompts, strict=True)):
         assert_answered(engine, uid, prompt, 6 + i)
-    assert max(engine.model.call_sizes) >= 5, "they decode together"
+    assert max(engine.model.call_sizes) in (most, len(LENGTHS)), "they decode together"
     assert not engine.failures and not engine.step()
     drop_responses(engine)
     assert pool.stats().live_blocks == 0
-
-
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_at_most_completion_batch_size_requests_run(most: int) -> None:
-    engine = ToyEngine(make_pool(), completion_batch_size=most)
-    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
-    uids = [engine.add(prompt, max_tokens=5) for prompt in prompts]
-    engine.run()
-    for uid, prompt in zip(uids, prompts, strict=True):
-        assert_answered(engine, uid, prompt, 5)
-    assert max(engine.model.call_sizes) == most
-
-
-def test_requests_join_while_others_run() -> None:
-    engine = ToyEngine(make_pool())
-    first = engine.add(prompt_of(9), max_tokens=20)
-    for _ in range(8):
-        engine.step()
-    assert 0 < len(engine.tokens(first)) < 20
-    second = engine.add(prompt_of(30, seed=1), max_tokens=4)
-    engine.run()
-    assert_answered(engine, first, prompt_of(9), 20)
-    assert_answered(engine, second, prompt_of(30, seed=1), 4)
 
 
 def test_stop_ends_a_request_with_the_stop_token() -> None:
@@ -95,6 +82,36 @@ def test_full_pool_preempts_the_youngest_and_repeats_no_token() -> None:
     assert not engine.failures
     drop_responses(engine)
     assert pool.stats().live_blocks == 0
+
+
+def test_each_row_has_its_own_sampler_and_processors() -> None:
+    """They are called for a row alone, as by mlx-lm, also a sampler that several rows share."""
+    engine, shapes, contexts = ToyEngine(make_pool()), [], []
+    prompts = [prompt_of(length, seed=length) for length in (6, 15, 9, 1)]
+    (first,) = answer(prompts[1], 1)
+
+    def shared(logprobs: mx.array) -> mx.array:
+        shapes.append(logprobs.shape)
+        assert mx.allclose(mx.logsumexp(logprobs, axis=-1), mx.zeros(logprobs.shape[0]), atol=1e-5)
+        return mx.argmax(logprobs[:1], axis=-1)
+
+    def forbid(tokens: mx.array, logits: mx.array) -> mx.array:
+        contexts.append(tokens.tolist())
+        return mx.where(mx.arange(VOCAB) == first, -1e9, logits)
+
+    options: list[dict[str, Any]] = [{"sampler": shared}, {"processors": [forbid]}, {"sampler": shared}, {}]
+    uids = [engine.add(prompt, max_tokens=5, **own) for prompt, own in zip(prompts, options, strict=True)]
+    engine.run()
+    assert set(shapes) == {(1, VOCAB)}
+    assert first not in engine.tokens(uids[1])
+    assert contexts[:5] == [[*prompts[1], *engine.tokens(uids[1])[:n]] for n in range(5)]
+    for index in (0, 2, 3):
+        assert engine.tokens(uids[index]) == answer(prompts[index], 5)
+    # If all rows share a sampler it is called once, and for each row if its result has another shape.
+    uids = [engine.add(prompt, max_tokens=5, sampler=shared) for prompt in prompts]
+    engine.run()
+    assert [engine.tokens(uid) for uid in uids] == [answer(prompt, 5) for prompt in prompts]
+    assert (4, VOCAB) in shapes
 
 
 MOST = 9 * BLOCK_SIZE - 1  # a token is computed ahead of the one that is delivered
@@ -247,17 +264,27 @@ def after(calls: int, then: Any) -> Any:
     return called
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sampler": after(0, raising)},
-        {"sampler": after(3, raising)},
-        {"stops_at": after(3, raising)},
-        {"processors": [raising]},
-    ],
-    ids=["sampler at first", "sampler later", "matcher", "processor"],
-)
-def test_failed_request_is_reported_once_and_the_others_continue(options: dict[str, Any]) -> None:
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "sampler at first": ({"sampler": after(0, raising)}, "out of luck"),
+    "sampler later": ({"sampler": after(3, raising)}, "out of luck"),
+    "matcher": ({"stops_at": after(3, raising)}, "out of luck"),
+    "processor": ({"processors": [raising]}, "out of luck"),
+}
+RESULTS: dict[str, Any] = {
+    "none": None,
+    "a list": [3],
+    "a scalar": mx.array(3),
+    "two dimensions": mx.array([[3]]),
+    "too many": mx.array([3, 4]),
+    "floats": mx.array([3.0]),
+}
+for name, result in RESULTS.items():
+    FAULTS[f"sampler returns {name}"] = {"sampler": lambda _, result=result: result}, "must return"
+    FAULTS[f"processor returns {name}"] = {"processors": [lambda *_, result=result: result]}, "must return"
+
+
+@pytest.mark.parametrize(("options", "message"), FAULTS.values(), ids=FAULTS)
+def test_failed_request_is_reported_once_and_the_others_continue(options: dict[str, Any], message: str) -> None:
     pool = make_pool()
     engine = ToyEngine(pool)
     before = engine.add(prompt_of(9), max_tokens=10)
@@ -265,7 +292,7 @@ def test_failed_request_is_reported_once_and_the_others_continue(options: dict[s
     later = engine.add(prompt_of(14, seed=2), max_tokens=10)
     engine.run()
     assert set(engine.failures) == {bad}
-    assert "out of luck" in str(engine.failures[bad])
+    assert message in str(engine.failures[bad])
     assert engine.tokens(bad) == answer(prompt_of(12, seed=1), 10)[: len(engine.tokens(bad))]
     assert_answered(engine, before, prompt_of(9), 10)
     assert_answered(engine, later, prompt_of(14, seed=2), 10)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models import phi3
 
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill
-from mlx_paged.engine.prefill import MOST_PAIRS, can_pack, chunk_cap
-from mlx_paged.engine.request import Request
-from mlx_paged.engine.scheduler import ChunkCap, Scheduler
+from mlx_paged.engine.prefill import MOST_PAIRS, chunk_cap
+from mlx_paged.engine.scheduler import ChunkCap
+from mlx_paged.errors import RequestFailedError
 from mlx_paged.kernels import fused_attention
 from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kernels.fused_attention import has_nax, least_fused_queries
@@ -35,26 +31,24 @@ from tests.fuzz.cases import PACKING_HYBRIDS
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import (
-    Spec,
+    answers,
     assert_released,
-    collect,
     generator,
-    kv_budget,
     model_of,
     run_all,
-    solo,
+    run_requests,
 )
 from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
 from tests.support.models.packs import (
-    LENGTHS,
     assert_alike,
     insert,
     note_packs,
     packing,
     prompts_for,
 )
-from tests.support.models.toy_engine import ToyEngine, answer, caches_of, make_pool
+from tests.support.models.toy_engine import ToyEngine, answer, make_pool
 from tests.support.models.toy_engine import prompt_of as toy_prompt
+from tests.support.scheduler_driver import Driver as SchedulerDriver
 
 GENERIC = ("phi3", "olmo2", "qwen3_moe", "gpt_oss", "gemma3n", "gemma4_text", "gemma2")
 
@@ -92,6 +86,19 @@ def no_kernel(*_: object, **__: object) -> None:
     raise NoKernelError("not here")
 
 
+def run_in_packs(model: Any, prompts: list[list[int]], config: PagedConfig | None = None, **options: int) -> Any:
+    """Answer prompts with 8 tokens each in packs, as stock mlx-lm does alone. Return the generator."""
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in prompts]
+    mlx_paged.apply_patches(config or PagedConfig(block_size=8))
+    gen = packing(model, **options)
+    outcomes = insert(gen, prompts, 8)
+    run_all(gen, outcomes)
+    assert_alike(outcomes, expected)
+    if mlx_paged.pool_of(model) is not None:
+        assert_released(model)
+    return gen
+
+
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(
     ("kind", "config"),
@@ -99,44 +106,16 @@ def no_kernel(*_: object, **__: object) -> None:
     indirect=["config"],
 )
 def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig, calls: list[list[int]]) -> None:
-    model, prompts = model_of(kind, head_dim=64), prompts_for(VOCAB)
-    expected = [solo(kind, Spec(length, 8, seed=length), head_dim=64) for length in LENGTHS]
-    mlx_paged.apply_patches(config)
-    gen = packing(model)
-    outcomes = insert(gen, prompts, 8)
-    run_all(gen, outcomes)
-    assert_alike(outcomes, expected)
+    run_in_packs(model_of(kind, head_dim=64), prompts_for(VOCAB), config)
     assert len(calls) > 3 and max(map(len, calls)) >= 4, "several parts of prompts came together"
     assert max(sum(call) for call in calls) <= 64
-    assert_released(model)
 
 
-def run_in_packs(name: str, calls: list[list[int]]) -> Any:
-    """Answer prompts with one of mlx-lm's models as stock does, in packs. Returns the model."""
-    model = model_configs.build(name)
-    prompts = prompts_for(model_configs.VOCAB)
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in prompts]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = packing(model)
-    outcomes = insert(gen, prompts, 8)
-    run_all(gen, outcomes)
-    assert_alike(outcomes, expected)
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("name", quick((*GENERIC, *PACKING_HYBRIDS), "phi3", "qwen3_next"))
+def test_models_without_an_adapter_or_with_states_pack_too(name: str, calls: list[list[int]]) -> None:
+    gen = run_in_packs(model_configs.build(name), prompts_for(model_configs.VOCAB))
     assert gen._engine.prefill.packs and len(calls) > 3
-    if mlx_paged.pool_of(model) is not None:
-        assert_released(model)
-    return model
-
-
-@pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("name", quick(GENERIC, "phi3"))
-def test_models_without_an_adapter_pack_too(name: str, calls: list[list[int]]) -> None:
-    assert mlx_paged.pool_of(run_in_packs(name, calls)) is not None
-
-
-@pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("name", quick(PACKING_HYBRIDS, "qwen3_next"))
-def test_models_with_states_pack_too(name: str, calls: list[list[int]]) -> None:
-    run_in_packs(name, calls)
 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("llama-sliding")])
@@ -144,54 +123,14 @@ def test_requests_continue_from_prefixes_of_others(kind: str, calls: list[list[i
     model = build(kind)
     first = prompt_of(61, seed=1).tolist()
     others = [first[:n] + prompt_of(20 + n, seed=n).tolist() for n in (48, 17, 60, 3)]
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in (first, *others)]
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 8)[0] for prompt in (first, *others)]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     tree = PrefixCache(mlx_paged.pool_of(model))
     gen = packing(model, prefixes=SharedPrefixes(tree))
-    outcomes = insert(gen, [first], 8)
-    run_all(gen, outcomes)
-    more = insert(gen, others, 8)
-    run_all(gen, more)
-    assert_alike({**outcomes, **more}, expected)
+    assert answers(gen, [first], [8]) + answers(gen, others, [8] * 4) == expected
     assert tree.pool.stats().prefix_hit_tokens >= 48
     assert any(len(call) >= 3 for call in calls)
     tree.pool.check_integrity()
-
-
-# Making room, leaving ---------------------------------------------------------------------------------------------
-
-
-def test_requests_preempted_in_prefill_get_their_solo_tokens(calls: list[list[int]]) -> None:
-    model = build("llama")
-    prompts = prompts_for(320, (60, 45, 50, 30, 41))
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 24) for prompt in prompts]
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 22, 8)))
-    gen = packing(model, 48)
-    outcomes = insert(gen, prompts, 24)
-    run_all(gen, outcomes)
-    assert_alike(outcomes, expected)
-    assert gen.preemptions > 0 and calls
-    assert_released(model)
-
-
-@pytest.mark.parametrize("steps", [1, *slow(2, 3)])
-def test_requests_cancelled_in_prefill_do_not_affect_others(steps: int, calls: list[list[int]]) -> None:
-    model = build("gemma3")
-    prompts = prompts_for(320, (70, 100, 33, 129, 66))
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in prompts]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = packing(model, 80)
-    outcomes = insert(gen, prompts, 6)
-    for _ in range(steps):
-        collect(outcomes, *gen.next())
-    uids = list(outcomes)
-    assert all(0 < gen._engine.requests[uid].length < 66 for uid in (uids[1], uids[3]))
-    gen.remove([uids[1], uids[3]])
-    run_all(gen, outcomes)
-    kept = [0, 2, 4]
-    assert_alike({uids[i]: outcomes[uids[i]] for i in kept}, [expected[i] for i in kept])
-    assert any(len(call) >= 4 for call in calls)
-    assert_released(model)
 
 
 # Who packs ----------------------------------------------------------------------------------------------------------
@@ -240,25 +179,14 @@ def test_only_chunks_of_several_prompts_share_a_call_on_metal(
 ) -> None:
     monkeypatch.setattr(engine_module, "on_metal", lambda: True)
     monkeypatch.setattr(prefill, "on_metal", lambda: True)
-    expected = [solo("qwen3", Spec(length, 8, seed=length), head_dim=64) for length in LENGTHS]
     model, prompts = model_of("qwen3", head_dim=64), prompts_for(VOCAB)
     with fake_kernels(), monkeypatch.context() as own:
         own.setattr(device_blocks, "prepare_prefill", no_kernel)
-        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
-        gen = packing(model)
-        gen._engine.scheduler.most_tokens = 64
+        gen = run_in_packs(model, prompts, PagedConfig(block_size=8, kernel="on"))
+        assert gen._engine.prefill.packs and calls and all(len(call) > 1 for call in calls)
+        calls.clear()
         run_all(gen, insert(gen, prompts[-1:], 8))
         assert not calls
-        outcomes = insert(gen, prompts, 8)
-        run_all(gen, outcomes)
-        assert gen._engine.prefill.packs and len(calls) > 1 and all(len(call) > 1 for call in calls)
-        assert_alike(outcomes, expected)
-
-
-def test_steps_of_packs_have_a_fine_grid_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "on_metal", lambda: True)
-    scheduler = ToyEngine(make_pool(), packs=True, prefill_step_size=2048).engine.scheduler
-    assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == (128, 2048, 2048)
 
 
 @pytest.mark.parametrize(
@@ -302,41 +230,40 @@ def test_matrix_units_need_an_m5_macos_26_2_and_its_wheel(
     assert has_nax.__wrapped__() is expected
 
 
-def test_chunks_get_shorter_with_the_context_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "nax", "least"),
+    [
+        (128, {}, False, 256),
+        (256, {}, False, 128),
+        (128, {"softcap": True}, False, 128),
+        (512, {}, False, 1152),
+        (256, {}, True, 1152),
+    ],
+)
+def test_chunks_get_shorter_with_the_context_on_metal(
+    head_dim: int, heads: dict[str, bool], nax: bool, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Never beyond what keeps MLX's attention fused, wherever between two multiples of the grid a chunk begins."""
-    monkeypatch.setattr(prefill, "on_metal", lambda: True)
-    monkeypatch.setattr(prefill, "has_nax", lambda: False)
-
-    def chunks(head_dim: int, begin: int = 0, **heads: Any) -> list[int]:
-        group = SimpleNamespace(
-            geometry=Geometry(2, head_dim, head_dim, mx.bfloat16), heads=QueryHeads(16, **heads), in_place=True
-        )
-        cap = chunk_cap(SimpleNamespace(groups=[group]))  # type: ignore[arg-type]
-        assert cap is not None
-        scheduler = Scheduler(
-            mock.Mock(), token_budget=2048, max_running=1, max_prefilling=1, grid=128, chunk=2048, cap=cap
-        )
-        none: dict[str, Any] = {"caches": [], "history": [], "sampler": None, "processors": [], "matcher": None}
-        request = Request(0, [[1] * 200_000], max_tokens=1, **none)
-        request.length, taken = begin, []
-        while request.length < 180_000:
-            num_tokens = scheduler._chunk_length(request, 2048)
-            taken.append(num_tokens)
-            request.length += num_tokens
-            assert num_tokens * request.length <= cap.most_pairs or num_tokens <= cap.least
-        return taken
-
-    plain = chunks(128)
-    assert plain[:15] == [2048] * 15 and plain[-1] == 256 and sorted(plain, reverse=True) == plain
-    assert min(chunks(512)) == 1152 and min(chunks(512, begin=37)[1:]) >= 1024
-    assert min(chunks(256)) == 128 and chunks(128, softcap=True) == chunks(256)
-    monkeypatch.setattr(prefill, "has_nax", lambda: True)
-    assert min(chunks(256)) == 1152
-    monkeypatch.setattr(prefill, "on_metal", lambda: False)
     assert chunk_cap(make_pool()) is None
+    monkeypatch.setattr(prefill, "on_metal", lambda: True)
+    monkeypatch.setattr(prefill, "has_nax", lambda: nax)
+    geometry = Geometry(2, head_dim, head_dim, mx.bfloat16)
+    group = SimpleNamespace(geometry=geometry, heads=QueryHeads(16, **heads), in_place=True)
+    cap = chunk_cap(SimpleNamespace(groups=[group]))  # type: ignore[arg-type]
+    driver = SchedulerDriver(60_000, token_budget=2048, grid=128, chunk=2048, cap=cap)
+    request = driver.insert(180_001, 1)
+    taken = []
+    while not request.is_prefilled:
+        (chunk,) = driver.step().chunks
+        taken.append(chunk.num_tokens)
+        assert chunk.num_tokens * request.length <= cap.most_pairs or chunk.num_tokens <= cap.least
+    del taken[-1]  # the end of the prompt
+    assert taken[:15] == [2048] * 15 or least != 256
+    assert min(taken) == least and sorted(taken, reverse=True) == taken
 
 
 def test_prefill_latency_limits_steps_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over ranks no latency limits a step; it is short instead."""
     for module in (engine_module, prefill):
         monkeypatch.setattr(module, "on_metal", lambda: True)
     with fake_kernels():
@@ -346,53 +273,36 @@ def test_prefill_latency_limits_steps_on_metal(monkeypatch: pytest.MonkeyPatch) 
         assert engine.in_place and engine.prefill.pace is not None and engine.prefill.pace.latency == 0.1
         assert (engine.scheduler.grid, engine.scheduler.chunk) == (128, 2048)
         assert engine.scheduler.cap == ChunkCap(MOST_PAIRS, 128)
-        engine.prefill.pace.tokens = 256
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "peers", SimpleNamespace(is_alone=False))
+            scheduler = engine._new_scheduler(2048, 32, 8)
+            assert (scheduler.token_budget, scheduler.chunk, scheduler.cap) == (512, 512, None)
+        engine._pace.tokens = 256
         monkeypatch.setattr(engine, "_uncut_tokens", lambda: 0)
-        taken: list[tuple[int, float]] = []
-        monkeypatch.setattr(engine.prefill.pace, "note", lambda *took: taken.append(took))
-        outcomes = insert(gen, [[1 + i % 50 for i in range(700)], [2 + i % 40 for i in range(300)]], 4)
-        run_all(gen, outcomes)
-        tokens = [num_tokens for num_tokens, _ in taken]
-        assert tokens and max(tokens) <= 256 and sum(tokens) >= 900 and all(seconds > 0 for _, seconds in taken)
-        gen.close()
-
-
-def test_steps_over_ranks_are_short_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over ranks no latency limits a step."""
-    for module in (engine_module, prefill):
-        monkeypatch.setattr(module, "on_metal", lambda: True)
-    with fake_kernels():
-        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
-        gen = generator(model_of("qwen3", head_dim=64))
-        assert gen._engine._new_scheduler(2048, 32, 8).token_budget == 2048
-        monkeypatch.setattr(gen._engine, "peers", SimpleNamespace(is_alone=False))
-        scheduler = gen._engine._new_scheduler(2048, 32, 8)
-        assert (scheduler.token_budget, scheduler.chunk, scheduler.cap) == (512, 512, None)
-        monkeypatch.undo()
+        found = run_requests(gen, [[1 + i % 50 for i in range(700)], [2 + i % 40 for i in range(300)]], [4, 4])
+        ends = sorted({0, *(done for outcome in found for done, _ in outcome.progress)})
+        assert max(b - a for a, b in pairwise(ends)) <= 256
         gen.close()
 
 
 @pytest.mark.parametrize(
-    ("step", "grid", "budget", "chunk"),
-    [(2048, 512, 4096, 2048), (3000, 512, 4096, 3000), (10000, 512, 4096, 4096), (600, 512, 600, 600), (64,) * 4],
+    ("metal", "packs", "step", "limits"),
+    [
+        (False, True, 2048, (512, 4096, 2048)),
+        (False, True, 3000, (512, 4096, 3000)),
+        (False, True, 10000, (512, 4096, 4096)),
+        (False, True, 600, (512, 600, 600)),
+        (False, True, 64, (64, 64, 64)),
+        (True, True, 2048, (128, 2048, 2048)),
+        (False, False, 2048, (None, 2048, None)),
+    ],
 )
-def test_prefill_step_size_limits_steps(step: int, grid: int, budget: int, chunk: int) -> None:
-    scheduler = ToyEngine(make_pool(), packs=True, prefill_step_size=step).engine.scheduler
-    assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == (grid, budget, chunk)
-
-
-def test_steps_without_packs_have_no_grid_and_no_chunk_limit() -> None:
-    scheduler = ToyEngine(make_pool(), prefill_step_size=2048).engine.scheduler
-    assert (scheduler.token_budget, scheduler.chunk, scheduler.grid) == (2048, None, None)
-
-
-def test_can_pack_depends_on_the_kinds_of_caches() -> None:
-    pages, states = caches_of(make_pool()), [ArraysCache(2)]
-    assert can_pack([*pages, *states], ArraysCache, reads_blocks_only=True)
-    assert not can_pack([*pages, *states], ArraysCache, reads_blocks_only=True, takes_rows=False)
-    assert not can_pack([*pages, *states], ArraysCache, reads_blocks_only=False)
-    assert can_pack(states, ArraysCache, reads_blocks_only=False)
-    assert not can_pack([*pages, KVCache()], ArraysCache, reads_blocks_only=True)
+def test_prefill_step_size_limits_steps(
+    metal: bool, packs: bool, step: int, limits: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "on_metal", lambda: metal)
+    scheduler = ToyEngine(make_pool(), packs=packs, prefill_step_size=step).engine.scheduler
+    assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == limits
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, [[16], [16], [7]]), (20, [[16]]), (0, [])])
@@ -407,48 +317,66 @@ def test_single_chunk_runs_as_a_pack_while_its_context_is_short(
     assert calls == expected
 
 
-# At random ----------------------------------------------------------------------------------------------------------
+def test_request_without_blocks_is_left_out_of_the_pack(
+    monkeypatch: pytest.MonkeyPatch, calls: list[list[int]]
+) -> None:
+    model = build("llama-sliding")  # two groups
+    prompts = prompts_for(320, (40, 25, 61, 30))
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = packing(model)
+    outcomes = insert(gen, prompts, 6)
+    uids = list(outcomes)
+    pool = mlx_paged.pool_of(model)
+    original = pool.append_tokens
+
+    def fails_once(table: Any, num_tokens: int) -> None:
+        row = gen._engine.requests.get(uids[1])
+        if row is not None and row.tables and table is row.tables[1]:
+            raise OSError("injected: no block")
+        original(table, num_tokens)
+
+    pool.append_tokens = fails_once
+    with pytest.raises(RequestFailedError) as failed:
+        run_all(gen, outcomes)
+    run_all(gen, outcomes)
+    assert failed.value.uid == uids[1]
+    assert len(calls[0]) == 3, "the pack starts without it"
+    del outcomes[uids[1]], failed
+    assert_alike(outcomes, [one for i, one in enumerate(expected) if i != 1])
+    del pool.append_tokens
+    assert_released(model)
 
 
-@functools.cache
-def answered(length: int, seed: int) -> list[int]:
-    return answer(toy_prompt(length, seed=seed), 12)
+def test_model_that_cannot_pack_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatch, calls: list[list[int]]) -> None:
+    """Its attention changes the fetched keys in calls of 8 rows or more, which no probe has seen."""
+    original = phi3.Attention.__call__
+
+    class Copying:
+        def __init__(self, cache: Any) -> None:
+            self.cache = cache
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.cache, name)
+
+        def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            keys, values = self.cache.update_and_fetch(keys, values)
+            return keys + 0, values
+
+    def attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        return original(self, x, mask, cache if cache is None or x.shape[0] < 8 else Copying(cache))
+
+    monkeypatch.setattr(phi3.Attention, "__call__", attention)
+    model = model_configs.build("phi3")
+    with pytest.warns(mlx_paged.NotPagedWarning, match="prefilled one at a time for models of mlx_lm.models.phi3"):
+        gen = run_in_packs(model, prompts_for(model_configs.VOCAB, (20, 30, 9)))
+    assert len(calls) == 1 and not gen._engine.prefill.packs
+    assert not packing(model)._engine.prefill.packs, "that is remembered"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_requests_get_their_tokens_with_random_lengths_and_budgets(data: st.DataObject) -> None:
-    draw: Callable[..., Any] = data.draw
-    blocks = draw(st.sampled_from([None, 14, 20, 40]))
-    pool = make_pool(num_blocks=blocks)
-    tree = PrefixCache(pool) if draw(st.booleans()) else None
-    engine = ToyEngine(
-        pool,
-        packs=True,
-        prefixes=None if tree is None else SharedPrefixes(tree),
-        prefill_step_size=draw(st.integers(2, 40)),
-        completion_batch_size=draw(st.integers(1, 8)),
-        prefill_batch_size=draw(st.integers(1, 8)),
-    )
-    engine.engine.scheduler.token_budget = draw(st.integers(2, 100))
-    expected: dict[int, tuple[tuple[int, int], int]] = {}
-    for _ in range(draw(st.integers(2, 14))):
-        action = draw(st.sampled_from(["add", "add", "step", "cancel"]))
-        if action == "add":
-            what, most = (draw(st.integers(1, 30)), draw(st.integers(0, 2))), draw(st.integers(1, 12))
-            expected[engine.add(toy_prompt(*what), max_tokens=most)] = (what, most)
-        elif action == "step":
-            engine.step()
-        elif engine.engine.requests:
-            uid = draw(st.sampled_from(sorted(engine.engine.requests)))
-            engine.engine.remove([uid])
-            del expected[uid]
-    engine.run()
-    assert not engine.failures
-    for uid, (what, most) in expected.items():
-        assert engine.tokens(uid) == answered(*what)[:most]
-    assert Counter(engine.model.call_sizes)[0] == 0
-    engine.responses.clear()
-    if tree is None:
-        assert pool.stats().live_blocks == 0
-    pool.check_integrity()
+@pytest.mark.parametrize("lengths", [(20, 30, 9), (20,)], ids=["together", "alone"])
+def test_chunks_that_see_more_than_caches_keep_run_one_by_one(calls: list[list[int]], lengths: tuple[int, ...]) -> None:
+    prompts = prompts_for(model_configs.VOCAB, lengths)
+    with pytest.warns(mlx_paged.NotPagedWarning, match="prefilled one at a time for models of mlx_lm.models.plamo3"):
+        gen = run_in_packs(model_configs.build("plamo3"), prompts, most=128, prefill_step_size=128)
+    assert len(calls) == 1 and not gen._engine.prefill.packs

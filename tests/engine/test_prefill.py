@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models import cache as stock_cache
-from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -17,9 +15,6 @@ from mlx_paged.engine import prefill as prefill_module
 from mlx_paged.errors import RequestFailedError
 from tests.support.models.batch_runs import Outcome, collect, generator, run_all
 from tests.support.models.builders import WINDOW, build, greedy, prompt_of
-
-POISON = 7
-TOLERANCE = 5e-3
 
 
 @pytest.fixture(params=["in the kernel", "row by row"])
@@ -30,30 +25,6 @@ def in_kernel(request: pytest.FixtureRequest, kernels: object, monkeypatch: pyte
     monkeypatch.setattr(prefill_module, "packs_prompts", lambda: False)
     monkeypatch.setattr(dispatch, "prepares_plans", lambda: chosen)
     return chosen
-
-
-class Calls:
-    """The shapes of a model's calls; a prompt with a poisoned token raises."""
-
-    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.prompts: list[tuple[int, int]] = []
-        original = llama.LlamaModel.__call__
-
-        def call(inner: Any, inputs: mx.array, *arguments: Any, **options: Any) -> mx.array:
-            output = original(inner, inputs, *arguments, **options)
-            if inputs.shape[1] > 1:
-                self.prompts.append(tuple(inputs.shape))
-                if mx.any(inputs == POISON).item():
-                    raise RuntimeError("injected: model")
-            return output
-
-        monkeypatch.setattr(llama.LlamaModel, "__call__", call)
-
-
-def clean_prompt(length: int, seed: int) -> list[int]:
-    prompt = np.array(prompt_of(length, seed=seed))
-    prompt[prompt == POISON] = POISON + 1
-    return prompt.tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.usefixtures("in_kernel", "no_fall_through")
@@ -83,33 +54,6 @@ def test_second_turns_give_the_tokens_of_mlx_lm_without_packs() -> None:
     for first, second, (one, two) in zip(uids, again, expected, strict=True):
         assert outcomes[first].tokens == one
         assert more[second].tokens == two
-
-
-@pytest.mark.usefixtures("in_kernel")
-def test_model_error_for_one_prompt_fails_only_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama", head_dim=64)
-    prompts = [clean_prompt(n, seed=n) for n in (12, 30, 45, 20)]
-    expected = [greedy(model, mx.array(prompt), 6)[0] for prompt in prompts]
-    calls = Calls(model, monkeypatch)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
-    gen = generator(model, prefill_batch_size=8)
-    bad = clean_prompt(25, seed=3)
-    bad[5] = POISON
-    uids = gen.insert([*prompts[:2], bad, *prompts[2:]], [6] * 5)
-    outcomes = {uid: Outcome() for uid in uids}
-    failed = []
-    while True:
-        try:
-            run_all(gen, outcomes)
-            break
-        except RequestFailedError as error:
-            failed.append(error.uid)
-    assert failed == [uids[2]]
-    assert {rows for rows, _ in calls.prompts} == {1}
-    assert [outcomes[uid].tokens for uid in uids if uid != uids[2]] == expected
-    pool = mlx_paged.pool_of(model)
-    pool.check_integrity()
-    assert pool.stats().live_blocks == 0
 
 
 def test_host_runs_one_step_ahead_and_waits_for_the_last(kernels: object, monkeypatch: pytest.MonkeyPatch) -> None:

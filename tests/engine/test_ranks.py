@@ -2,20 +2,21 @@
 
 import functools
 import json
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_paged.cli.server import check_ranks, parse
+from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.scheduler import ScheduledStep
 from mlx_paged.errors import ConfigError, RankError, RequestFailedError
 from mlx_paged.ranks import connection
@@ -25,6 +26,7 @@ from mlx_paged.ranks.ranks import EXIT_STATUS, Ranks
 from mlx_paged.ranks.world import check_same, group_of, model_files, parse_timeout
 from tests.support.cases import slow
 from tests.support.models.builders import build
+from tests.support.models.toy_engine import UPSTREAM, ToyModel, caches_of, greedy, make_pool, make_request, prompt_of
 from tests.support.ranks import launch, scenarios
 
 TIMEOUT = "3"
@@ -32,34 +34,9 @@ TIMEOUT = "3"
 MOST_SECONDS = 90.0
 
 
-def _started(folder: Path, name: str, size: int = 2) -> launch.Launch:
-    """Start ranks that run a fault of :mod:`tests.support.ranks.faults`."""
-    return launch.worker(size, folder, f"fault:{name}", MLX_PAGED_RANK_TIMEOUT=TIMEOUT)
-
-
-def _running(started: launch.Launch) -> None:
-    until = time.monotonic() + MOST_SECONDS
-    while not all((started.folder / f"{rank}.running").exists() for rank in range(len(started.processes))):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def _signalled(sig: int) -> Callable[[launch.Launch], None]:
-    def send(started: launch.Launch) -> None:
-        _running(started)
-        started.processes[1].send_signal(sig)
-
-    return send
-
-
-@pytest.mark.slow  # tests/cli/test_over_ranks.py always runs this for a server
-def test_killed_rank_ends_the_other_rank(tmp_path: Path) -> None:
-    started = _started(tmp_path, "none")
-    _signalled(signal.SIGKILL)(started)
-    first, second = started.ended(MOST_SECONDS)
-    assert second.status == -signal.SIGKILL
-    assert first.status == EXIT_STATUS
-    assert "rank 1 has died" in first.stderr
+def _started(folder: Path, name: str) -> launch.Launch:
+    """Start two ranks that run a fault of :mod:`tests.support.ranks.faults`."""
+    return launch.worker(2, folder, f"fault:{name}", MLX_PAGED_RANK_TIMEOUT=TIMEOUT)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +73,9 @@ def alone(name: str) -> dict[str, Any]:
     return json.loads(json.dumps(scenarios.play([name])[name]))
 
 
-def _outcomes(size: int, folder: Path, *names: str, seconds: float = 200) -> list[dict[str, Any]]:
+def _outcomes(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
     """Return the outcomes of each rank: all scenarios in one launch."""
-    for ended in launch.worker(size, folder, *names).ended(seconds):
+    for ended in launch.worker(size, folder, *names).ended(200):
         assert ended.status == 0, ended.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
@@ -122,15 +99,6 @@ def test_scenarios_cover_what_they_are_named_for() -> None:
     assert alone("packs")["packs"]
     assert alone("look_up")["drafted"] > 0 and alone("timed_look_up")["has_drafted"]
     assert alone("shared_prefixes")["computed"] < 3 * 40  # of 261
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_all_scenarios_and_a_long_schedule_over_ranks(size: int, tmp_path: Path) -> None:
-    names = [*NAMES, "schedule:1000"]
-    for outcome in _outcomes(size, tmp_path, *names, seconds=1500):
-        for name in names:
-            assert outcome[name] == alone(name)
 
 
 @pytest.fixture
@@ -262,8 +230,7 @@ def test_checksums_distinguish_decisions(pair: Any) -> None:
 
 
 def test_model_that_is_not_sharded_has_no_group() -> None:
-    assert group_of(build("llama")) is None
-    assert group_of(object()) is None
+    assert group_of(build("llama")) is None and group_of(object()) is None
 
 
 @pytest.mark.parametrize("text", ["", "none", "0", "-3", "inf", "nan", "0.5"])
@@ -312,3 +279,50 @@ def test_api_keys_are_not_sent_to_other_ranks() -> None:
     other = Others(given | {"port": "8081"})
     with pytest.raises(ConfigError, match="the arguments of rank 0 and rank 1 differ: port: 8080 and 8081"):
         check_ranks(args, other)  # type: ignore[arg-type]
+
+
+class TwoRanks(Ranks):
+    """Ranks without processes, which count how often they agree on tokens."""
+
+    def __init__(self, *, are_alike: bool) -> None:
+        self._are_alike = are_alike
+        self.num_agreed = 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value, value if self._are_alike else "another machine"]
+
+    def agreed(self, tokens: mx.array) -> mx.array:
+        self.num_agreed += 1
+        return tokens
+
+
+def drawing(logprobs: mx.array) -> mx.array:
+    raise AssertionError("it is known")
+
+
+@pytest.mark.parametrize(
+    ("same_logits", "one_kind", "sampler", "needed"),
+    [
+        (True, True, greedy, False),
+        (True, True, drawing, True),  # without a seed: each rank's own
+        (True, True, lambda logprobs: mx.argmax(logprobs, axis=-1), True),  # a caller's sampler
+        (True, False, greedy, True),
+        (False, True, greedy, True),
+    ],
+)
+def test_ranks_agree_on_tokens_unless_all_compute_the_same_bits(
+    same_logits: bool, one_kind: bool, sampler: Any, needed: bool
+) -> None:
+    known = {greedy: {}, drawing: {"temperature": 0.7}}
+    ranks, model, pool = TwoRanks(are_alike=one_kind), ToyModel(), make_pool()
+    batch = DecodeBatch(model, UPSTREAM._replace(known_sampler=known.get), ShardedModel(ranks, same_logits))
+    for uid, own in enumerate((greedy, sampler)):
+        prompt = prompt_of(5 + 4 * uid)
+        row = make_request(uid, prompt, caches_of(pool), sampler=own)
+        row.caches, row.length = caches_of(pool), len(prompt) - 1
+        model(mx.array([prompt[:-1]], mx.uint32), cache=row.caches)
+        batch.add([row])
+    for _ in range(3):
+        assert batch.reserve() is None
+        batch.step()
+    assert ranks.num_agreed == (3 if needed else 0)

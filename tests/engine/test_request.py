@@ -6,33 +6,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill
 from mlx_paged.engine.prefill import PrefillPace
-from mlx_paged.engine.request import Request, sequence_of
 from mlx_paged.engine.step_logits import StepLogits, TokenLogits
-from mlx_paged.kv.pool import BlockPool
 from tests.support.models.toy_engine import (
     ToyEngine,
-    ToyModel,
     answer,
-    caches_of,
-    greedy,
     make_pool,
-    make_request,
     prompt_of,
 )
 from tests.support.requests import request_of
-
-
-def chunks_of(request: Request, most: int | None, grid: int | None = None) -> list[int]:
-    """Return the lengths of its chunks until it decodes."""
-    chunks = []
-    while not request.is_prefilled:
-        chunks.append(request.chunk_length(most, grid))
-        request.length += chunks[-1]
-    return chunks
 
 
 @pytest.mark.parametrize(
@@ -54,71 +38,12 @@ def chunks_of(request: Request, most: int | None, grid: int | None = None) -> li
 def test_chunks_end_at_segments_and_at_the_grid(
     length: int, boundaries: tuple[int, ...], most: int | None, grid: int | None, chunks: list[int]
 ) -> None:
-    request = request_of(0, length, boundaries)
-    assert chunks_of(request, most, grid) == chunks
+    request, found = request_of(0, length, boundaries), []
+    while not request.is_prefilled:
+        found.append(request.chunk_length(most, grid))
+        request.length += found[-1]
+    assert found == chunks
     assert request.length == length - 1 and request.segment_ends == set(boundaries)
-
-
-def test_cached_tokens_are_not_computed_nor_their_boundaries() -> None:
-    request = request_of(0, 20, (5, 12))
-    request.length = 7
-    assert chunks_of(request, 6) == [5, 6, 1]
-
-
-def with_prefix(pool: BlockPool, tokens: list[int]) -> list[PagedKVCache]:
-    caches = caches_of(pool)
-    ToyModel()(mx.array([tokens], mx.uint32), cache=caches)
-    return caches
-
-
-def test_request_continues_where_its_given_cache_ends() -> None:
-    known, new = prompt_of(10), [1, 2, 3]
-    request = make_request(0, new, with_prefix(make_pool(), known), history=known, max_tokens=5)
-    assert request.length == request.kept == 10 and request.cached_tokens() == known
-    assert request.next_tokens(9) == new
-    request.length += 2
-    assert request.is_prefilled and request.cached_tokens() == [*known, 1, 2]
-    assert request.next_tokens(1) == [3] and request.next_input() == 3
-
-
-def test_empty_given_caches_are_ignored() -> None:
-    request = make_request(0, [1, 2], caches_of(make_pool()))
-    assert request.given is None and request.kept == 0 and request.table is None
-
-
-def test_undelivered_token_is_the_next_input() -> None:
-    request = make_request(0, [1, 2], [])
-    assert request.next_input() == 2
-    request.undelivered = 7
-    assert request.next_input() == 7
-
-
-def test_release_frees_its_blocks_but_keeps_the_given_cache() -> None:
-    pool = make_pool()
-    given = with_prefix(pool, prompt_of(10))
-    request = make_request(0, [1], given, history=prompt_of(10))
-    held = pool.stats().live_blocks
-    assert held == 3 and request.table is not given[0].sequence.table  # a fork, as the owner may continue
-    request.caches = with_prefix(pool, prompt_of(17))
-    assert request.table is request.caches[0].sequence.table and pool.stats().live_blocks == held + 5
-    request.release()
-    assert request.caches is None and pool.stats().live_blocks == held
-    assert request.table is not None and request.table.block_ids == given[0].sequence.table.block_ids
-    request.release()  # nothing is left
-    assert pool.stats().live_blocks == held
-    pool.check_integrity()
-
-
-def test_the_table_is_that_of_the_first_paged_layer() -> None:
-    class State:
-        def empty(self) -> bool:
-            return True
-
-    (paged,) = caches_of(make_pool())
-    mixed: list[Any] = [State(), paged]
-    assert sequence_of(mixed) is paged.sequence
-    assert sequence_of([State()]) is None and sequence_of([]) is None
-    assert make_request(0, [1, 2], [State()], sampler=greedy).table is None
 
 
 def test_pace_halves_and_doubles_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,27 +138,15 @@ def test_short_prompts_of_one_client_deliver_their_first_tokens_together() -> No
     engine.run()
 
 
-def logits_of(dtype: mx.Dtype) -> mx.array:
-    return (mx.random.normal((4, 50), key=mx.random.key(0)) * 5).astype(dtype)
-
-
-def test_logprobs_are_normalised_logits_in_any_order_of_calls() -> None:
-    logits = logits_of(mx.float32)
-    expected = np.array(logits) - np.log(np.exp(np.array(logits)).sum(axis=-1, keepdims=True))
-    for asks_for_all in (False, True):
-        step = StepLogits(logits)
-        if asks_for_all:
-            np.testing.assert_allclose(np.array(step.logprobs()), expected, atol=1e-5)
-        for index in range(4):
-            np.testing.assert_allclose(np.array(step.row(index)), expected[index], atol=1e-5)
-        np.testing.assert_allclose(np.array(step.logprobs()), expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("is_normalised", [False, True])
-def test_kept_row_is_unchanged_and_holds_no_other_rows(is_normalised: bool) -> None:
-    step = StepLogits(logits_of(mx.float32))
+def test_logprobs_are_normalised_logits_also_of_a_kept_row(is_normalised: bool) -> None:
+    logits = mx.random.normal((4, 50), key=mx.random.key(0)) * 5
+    expected = np.array(logits) - np.log(np.exp(np.array(logits)).sum(axis=-1, keepdims=True))
+    step = StepLogits(logits)
     if is_normalised:
-        step.logprobs()
+        np.testing.assert_allclose(np.array(step.logprobs()), expected, atol=1e-5)
+    for index in range(4):
+        np.testing.assert_allclose(np.array(step.row(index)), expected[index], atol=1e-5)
     kept = step.copy_row(2)
     assert kept.logprobs().shape == (1, 50)
     np.testing.assert_array_equal(np.array(kept.row(0)), np.array(step.row(2)))

@@ -1,4 +1,4 @@
-"""Random batches, conversations, look-ups and threads against stock mlx-lm's single runs. A few seeds always run."""
+"""Random batches, conversations and look-ups against stock mlx-lm's single runs. A few seeds always run."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fuzz import batches, conversations, threads
+from tests.fuzz import batches, conversations
 from tests.fuzz.cases import FAMILIES, HYBRIDS, INDEXED, Case, draw, draw_varied, vocabulary
 from tests.support.models.builders import KINDS
 from tests.support.models.drafting import in_every_step
@@ -83,7 +83,6 @@ RUNS = {
     "hybrid conversations": Kind(lambda seed, folder: run_conversation(seed, folder, HYBRIDS), (0,), 500),
     "index conversations": Kind(lambda seed, folder: run_conversation(seed, folder, INDEXED), (0,), 300),
     "look-up": Kind(lambda seed, _: run_look_up(draw_repeating(seed)), (0,), 1_000),
-    "threads": Kind(lambda seed, _: threads.run(seed), (2,), 66, 1),
 }
 
 

@@ -4,17 +4,15 @@ import errno
 import gc
 import os
 import stat
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from mlx_paged.kv.attention_params import QueryHeads
 from mlx_paged.kv.choice import blocks_choice
@@ -83,11 +81,6 @@ def restored(folder: Path, tokens: Sequence[int], windows: Any = (None,), name: 
     return match.length
 
 
-def files_of(folder: Path) -> list[Path]:
-    """Return the files in the order of writing."""
-    return sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-
-
 @pytest.mark.parametrize(("windows", "length"), crossed(WINDOWS, [3, 4, 8, 22]))
 def test_round_trip(windows: tuple[int | None, ...], length: int, tmp_path: Path) -> None:
     tokens = tuple(range(length))
@@ -125,27 +118,6 @@ def test_common_prefixes_are_written_once(tmp_path: Path) -> None:
     assert len(saved(tmp_path, [(*prefixes[0], *range(50, 60))])) == 2 + 4 * 2 + 2
 
 
-recipes = st.tuples(st.integers(0, 9), st.integers(0, 40), st.lists(st.integers(0, 1), min_size=1, max_size=9))
-
-
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(recipes, max_size=8), st.sampled_from(WINDOWS), st.integers(1, 9))
-def test_random_prefixes(
-    tmp_path_factory: pytest.TempPathFactory,
-    recipes: list[tuple[int, int, list[int]]],
-    windows: tuple[int | None, ...],
-    chunk: int,
-) -> None:
-    prefixes: list[tuple[int, ...]] = [(0, 1, 1, 0, 1)]
-    for number, cut, suffix in recipes:
-        prefixes.append((*prefixes[number % len(prefixes)][:cut], *suffix))
-    folder = tmp_path_factory.mktemp("shelf")
-    saved(folder, prefixes, windows, 4 * chunk)
-    for tokens in prefixes:
-        found = restored(folder, (*tokens, 2), windows)
-        assert found == len(tokens) // 4 * 4 or windows != (None,)
-
-
 def test_only_what_memory_lacks_is_read(tmp_path: Path) -> None:
     tokens = tuple(range(28))
     for windows in WINDOWS:
@@ -174,48 +146,54 @@ def test_other_weights_and_other_block_sizes_find_nothing(tmp_path: Path) -> Non
         assert restored(tmp_path, range(20), block_size=8) == 0
 
 
-DAMAGES = ["truncate", "empty", "flip", "append", "foreign", "rename", "no header", "vanish"]
+def flipped(data: bytes, position: int) -> bytes:
+    altered = bytearray(data)
+    altered[position] ^= 1 << position % 8
+    return bytes(altered)
 
 
-@pytest.mark.parametrize(("damage", "number"), crossed(DAMAGES, [0, 2, 4]))
-def test_damaged_files_are_ignored_with_one_warning(damage: str, number: int, tmp_path: Path) -> None:
-    saved(tmp_path, [range(20)])
-    cache, _pool = new_cache(DiskTier(Shelf(tmp_path)))
+# What a file holds in place of its own bytes, which come with those of another file.
+DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "truncated": lambda data, other: data[:-7],
+    "empty": lambda data, other: b"",
+    "longer": lambda data, other: data + b"x",
+    "another file's": lambda data, other: other,
+    "no header": lambda data, other: b"\xff" * 4096,
+    **{f"a bit at {n} %": lambda data, other, n=n: flipped(data, len(data) * n // 100) for n in range(0, 100, 11)},
+}
+
+
+def saved_file(folder: Path, end: int) -> Path:
+    """Save a prefix of 20 tokens; return the file of the block that ends at ``end``."""
+    saved(folder, [range(20)])
+    cache, _pool = new_cache(DiskTier(Shelf(folder)))
     cache.tier = None
     add(cache, range(20))
-    path = next(tmp_path / f"{e.key.hex()}.kv0" for e in cache.entries.values() if e.end == 4 * number + 4)
-    data = path.read_bytes()
-    tier = DiskTier(Shelf(tmp_path)) if damage == "vanish" else None
-    if damage == "truncate":
-        path.write_bytes(data[:-7])
-    elif damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "append":
-        path.write_bytes(data + b"x")
-    elif damage == "foreign":
+    return next(folder / f"{e.key.hex()}.kv0" for e in cache.entries.values() if e.end == end)
+
+
+@pytest.mark.parametrize(("damage", "number"), crossed([*DAMAGES, "foreign"], [0, 2, 4]))
+def test_damaged_files_are_ignored_with_one_warning(damage: str, number: int, tmp_path: Path) -> None:
+    path = saved_file(tmp_path, 4 * number + 4)
+    other = next(each for each in tmp_path.iterdir() if each != path)
+    if damage == "foreign":
         mx.save_safetensors(str(tmp_path / "x.safetensors"), {"weight": mx.zeros((2, 2))}, {"format": "pt"})
         (tmp_path / "x.safetensors").rename(path)
-    elif damage == "rename":
-        other = next(each for each in tmp_path.iterdir() if each != path)
-        path.write_bytes(other.read_bytes())
-    elif damage == "no header":
-        path.write_bytes(b"\xff" * 4096)
-    elif damage == "vanish":
-        path.unlink()
-    for position in range(0, len(data), 37) if damage == "flip" else (0,):
-        if damage == "flip":
-            altered = bytearray(data)
-            altered[position] ^= 1 << position % 8
-            path.write_bytes(altered)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if tier is not None:
-                again, pool = new_cache(tier)
-                assert tier.restore(again, (*range(20), 99), SALT, False) == number * 4 == pool.stats().live_blocks * 4
-            else:
-                assert restored(tmp_path, (*range(20), 99)) == number * 4
-        assert len([each for each in caught if each.category is ShelfWarning]) == (damage != "vanish")
-        assert not path.exists()
+    else:
+        path.write_bytes(DAMAGES[damage](path.read_bytes(), other.read_bytes()))
+    with pytest.warns(ShelfWarning) as caught:
+        assert restored(tmp_path, (*range(20), 99)) == number * 4
+    assert len(caught) == 1 and not path.exists()
+
+
+def test_file_that_vanishes_ends_the_prefix(tmp_path: Path) -> None:
+    path = saved_file(tmp_path, 12)
+    tier = DiskTier(Shelf(tmp_path))
+    path.unlink()
+    cache, pool = new_cache(tier)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tier.restore(cache, (*range(20), 99), SALT, False) == 8 == pool.stats().live_blocks * 4
 
 
 def test_file_of_a_killed_writer_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +238,9 @@ def test_full_disk_loses_the_prefix_with_one_warning(tmp_path: Path, monkeypatch
     assert len(caught) == 1 and len(shelf) == 0 and not list(tmp_path.iterdir())
 
 
-def test_evicted_blocks_are_written_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither eviction nor restoring waits for the disk."""
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, set[threading.Thread]]:
+    """Make the disk wait for an event; return it, and the threads that write."""
     go_on, threads, fill = threading.Event(), set(), shelf_module._fill
 
     def slowly(file: Any, data: memoryview) -> None:
@@ -270,6 +249,12 @@ def test_evicted_blocks_are_written_by_a_thread(tmp_path: Path, monkeypatch: pyt
         fill(file, data)
 
     monkeypatch.setattr(shelf_module, "_fill", slowly)
+    return go_on, threads
+
+
+def test_evicted_blocks_are_written_by_a_thread(tmp_path: Path, slow_disk: Any) -> None:
+    """Neither eviction nor restoring waits for the disk."""
+    go_on, threads = slow_disk
     tier = DiskTier(Shelf(tmp_path))
     cache, pool = new_cache(tier)
     add(cache, range(20))
@@ -286,16 +271,7 @@ def test_evicted_blocks_are_written_by_a_thread(tmp_path: Path, monkeypatch: pyt
     assert restored(tmp_path, (*range(20), 99)) == 20
 
 
-def test_what_a_slow_disk_has_no_room_for_is_dropped_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, fill = threading.Event(), shelf_module._fill
-
-    def slowly(file: Any, data: memoryview) -> None:
-        assert go_on.wait(60)
-        fill(file, data)
-
-    monkeypatch.setattr(shelf_module, "_fill", slowly)
+def test_what_a_slow_disk_has_no_room_for_is_dropped_and_counted(tmp_path: Path, slow_disk: Any) -> None:
     shelf = Shelf(tmp_path, queued_bytes=1500)
     cache, _pool = new_cache(DiskTier(shelf))
     for n in range(10):
@@ -303,7 +279,7 @@ def test_what_a_slow_disk_has_no_room_for_is_dropped_and_counted(
     cache.clear()
     queued = 20 - shelf.dropped
     assert 0 < queued < 10
-    go_on.set()
+    slow_disk[0].set()
     shelf.flush()
     assert len(shelf) == queued and shelf.dropped == 20 - queued
 
@@ -337,28 +313,6 @@ def test_prefix_too_large_for_the_pool_stays_on_disk(tmp_path: Path) -> None:
     assert pool.stats().live_blocks == 0 and restored(tmp_path, range(41)) == 40
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_half_precision_keeps_its_bits(dtype: mx.Dtype, tmp_path: Path) -> None:
-    k, v = (mx.random.normal((1, 2, 8, size)).astype(dtype) for size in (4, 3))
-    tier = DiskTier(Shelf(tmp_path))
-    for is_first in (True, False):
-        pool = make_pool()
-        pool.set_geometry(0, k[:, :, :1], v[:, :, :1], batch=1)
-        cache = PrefixCache(pool)
-        cache.tier = tier
-        if is_first:
-            table = pool.new_table()
-            pool.append_tokens(table, 8)
-            pool.write_prefill(table, 0, k, v)
-            cache.insert(range(8), table, SALT)
-            cache.clear()
-            tier.shelf.flush()
-    match, table = cache.adopt(range(9), SALT)
-    assert match.length == 8
-    for got, expected in zip(pool.gather_visible(table, 0), (k, v), strict=True):
-        assert got.dtype == dtype and mx.array_equal(got, expected)
-
-
 def test_restore_that_the_pool_refuses_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, [range(8)], WINDOWS[1])
     tier = DiskTier(Shelf(tmp_path))
@@ -378,45 +332,39 @@ def test_restore_that_the_pool_refuses_leaves_nothing_behind(tmp_path: Path, mon
     assert tier.restore(cache, range(9), SALT, False) == 0  # not tried again
 
 
-def test_in_place_pools_save_restore_and_share_prefixes(tmp_path: Path) -> None:
-    """Reads and writes go through the pool's own methods, so the form of its storage does not matter."""
-    with fake_kernels():
-
-        def new_pool() -> BlockPool:
+@pytest.mark.parametrize(("dtype", "in_place"), [(mx.float16, False), (mx.bfloat16, False), (mx.float32, True)])
+def test_every_form_of_storage_comes_back_bit_for_bit(dtype: mx.Dtype, in_place: bool, tmp_path: Path) -> None:
+    sizes, tier, expected = (64, 80), DiskTier(Shelf(tmp_path)), []
+    with fake_kernels() if in_place else nullcontext():
+        for is_first in (True, False):
             groups = [LayerGroup((0, 2)), LayerGroup((1,), 20, "window")]
-            pool = BlockPool(groups, block_size=8, choose_blocks=blocks_choice(True))
+            pool = BlockPool(groups, block_size=8, choose_blocks=blocks_choice(in_place))
             for layer in (0, 1):
-                pool.set_geometry(layer, mx.zeros((1, 2, 1, 64)), mx.zeros((1, 2, 1, 80)), batch=1, heads=QueryHeads(4))
-            assert isinstance(pool.blocks_of(0), DeviceBlocks)
-            return pool
-
-        def contents(pool: BlockPool, table: Any) -> list[mx.array]:
-            """Return the last 19 tokens of each layer, which the next token sees in the window."""
-            arrays = [x for layer in range(3) for x in pool.gather_visible(table, layer)]
-            return [mx.contiguous(x[:, :, -19:]) + 0 for x in arrays]
-
-        tier, pool = DiskTier(Shelf(tmp_path)), new_pool()
-        table = pool.new_table()
-        pool.append_tokens(table, 40)
-        for layer in pool.places:
-            pool.write_prefill(table, layer, *(mx.random.normal((1, 2, 40, n)) for n in (64, 80)))
-        cache = PrefixCache(pool)
-        cache.tier = tier
-        cache.insert(range(40), table, SALT)
-        expected = contents(pool, table)
-        mx.eval(expected)
-        cache.clear()
-        tier.shelf.flush()
-
-        pool = new_pool()
-        cache = PrefixCache(pool)
-        cache.tier = tier
-        match, table = cache.adopt(range(41), SALT)
-        assert match.length == 40
-        for got, want in zip(contents(pool, table), expected, strict=True):
-            assert mx.array_equal(got, want)
-        cache.check_integrity()
-        pool.check_integrity()
+                like = [mx.zeros((1, 2, 1, size), dtype) for size in sizes]
+                pool.set_geometry(layer, *like, batch=1, heads=QueryHeads(4))
+            assert isinstance(pool.blocks_of(0), DeviceBlocks) == in_place
+            cache = PrefixCache(pool)
+            cache.tier = tier
+            if is_first:
+                table = pool.new_table()
+                pool.append_tokens(table, 40)
+                for layer in pool.places:
+                    new = [mx.random.normal((1, 2, 40, size)).astype(dtype) for size in sizes]
+                    pool.write_prefill(table, layer, *new)
+                cache.insert(range(40), table, SALT)
+            else:
+                match, table = cache.adopt(range(41), SALT)
+                assert match.length == 40
+            # The last 19 tokens of each layer, which the next token sees in the window.
+            arrays = [x[:, :, -19:] for layer in range(3) for x in pool.gather_visible(table, layer)]
+            expected.append([mx.contiguous(x) + 0 for x in arrays])
+            mx.eval(expected)
+            cache.check_integrity()
+            pool.check_integrity()
+            cache.clear()
+            tier.shelf.flush()
+    for got, want in zip(*expected, strict=True):
+        assert got.dtype == dtype and mx.array_equal(got, want)
 
 
 # The folder ----------------------------------------------------------------------------------------------------------
@@ -458,12 +406,9 @@ def test_folder_open_to_others_is_made_private(tmp_path: Path) -> None:
     for path in folder.iterdir():
         path.chmod(0o644)
     folder.chmod(0o755)
-    with pytest.warns(ShelfWarning, match="was accessible to other users; now only its owner can access it"):
-        shelf = Shelf(folder)
-    assert len(shelf) == 5 and modes(folder) == {0o700, 0o600}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Shelf(folder)
+    with pytest.warns(ShelfWarning, match="was accessible to other users; now only its owner can access it") as caught:
+        assert len(Shelf(folder)) == len(Shelf(folder)) == 5
+    assert len(caught) == 1 and modes(folder) == {0o700, 0o600}
 
 
 @pytest.mark.parametrize("kind", ["with other files", "sticky"])
@@ -490,27 +435,21 @@ def test_files_of_other_users_are_not_used(tmp_path: Path, monkeypatch: pytest.M
         assert len(Shelf(tmp_path)) == 0
 
 
-KINDS = ["dangling link", "link to a good file", "link to itself", "folder", "pipe", "not utf-8", "temporary folder"]
+FOREIGN: dict[str, Callable[[Path], Any]] = {
+    "dangling link": lambda path: path.symlink_to("/nowhere/at/all"),
+    "link to a good file": lambda path: path.symlink_to(next(path.parent.iterdir())),
+    "link to itself": lambda path: path.symlink_to(path),
+    "folder": lambda path: path.mkdir(),
+    "pipe": os.mkfifo,
+    "temporary folder": lambda path: path.with_name(".1-1.tmp").mkdir(),
+    "not utf-8": lambda path: path.with_name(os.fsdecode(b"\xff\xfe.kv0")).write_bytes(b""),
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_foreign_entries_are_ignored(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, [range(20)])
-    path = tmp_path / ("0" * 32 + ".kv0")
-    if kind == "dangling link":
-        path.symlink_to("/nowhere/at/all")
-    elif kind == "link to a good file":
-        path.symlink_to(next(tmp_path.iterdir()))
-    elif kind == "link to itself":
-        path.symlink_to(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "temporary folder":
-        (tmp_path / ".1-1.tmp").mkdir()
-    elif kind == "not utf-8":
-        (tmp_path / os.fsdecode(b"\xff\xfe.kv0")).write_bytes(b"")
+    FOREIGN[kind](tmp_path / ("0" * 32 + ".kv0"))
     monkeypatch.setattr(shelf_module, "STALE_SECONDS", -1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -550,14 +489,6 @@ def test_shelf_starts_while_another_process_writes_and_deletes(tmp_path: Path) -
         thread.join()
 
 
-def test_index_of_a_file_takes_little_memory(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    for number in range(1000):
-        shelf._sizes[number.to_bytes(16, "big") + b"kv0"] = 100_000 + number
-    sizes = sys.getsizeof(shelf._sizes) + sum(sys.getsizeof(k) + sys.getsizeof(v) for k, v in shelf._sizes.items())
-    assert sizes < 300 * 1000
-
-
 def test_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
@@ -571,13 +502,20 @@ def test_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
 TOKENS = (*range(28), 99)
 
 
-def restored_by_ranks(folder: Path, windows: Any, exchange: Callable[[int], Sequence[int]]) -> int:
-    """Return the number of tokens that the cache serves after a restore over ranks; checks their contents."""
+def restored_by_ranks(folder: Path, windows: Any, answer: Callable[[int], int]) -> tuple[int, list[int]]:
+    """Restore over two ranks, of which the other answers each number. Return the number of tokens that the cache then
+    serves, whose contents are checked, and the numbers that were sent."""
+    sent: list[int] = []
+
+    def exchange(mine: int) -> Sequence[int]:
+        sent.append(mine)
+        return [mine, answer(mine)]
+
     cache, pool = new_cache(DiskTier(Shelf(folder), exchange), windows)
     match, table = cache.adopt(TOKENS, SALT)
     check_contents(pool, table, TOKENS)
     cache.check_integrity()
-    return match.length
+    return match.length, sent
 
 
 @pytest.mark.parametrize(
@@ -585,36 +523,20 @@ def restored_by_ranks(folder: Path, windows: Any, exchange: Callable[[int], Sequ
 )
 def test_ranks_restore_only_what_all_of_them_have(windows: Any, most: int, tmp_path: Path) -> None:
     saved(tmp_path, [TOKENS[:28]], windows, chunk=4)
-    asked = []
-
-    def exchange(mine: int) -> list[int]:
-        asked.append(mine)
-        return [mine, min(mine, most)]
-
-    found = restored_by_ranks(tmp_path, windows, exchange)
-    assert found == most and asked[0] == 28
+    found, sent = restored_by_ranks(tmp_path, windows, lambda mine: min(mine, most))
+    assert found == most and sent[0] == 28
     if found:  # all ranks ended with the same length, and then with good files
-        assert asked[-2:] == [found, 1]
+        assert sent[-2:] == [found, 1]
 
 
 def test_bad_file_on_another_rank_shortens_the_prefix(tmp_path: Path) -> None:
     saved(tmp_path, [TOKENS[:28]])
     theirs = iter([28, 0, 20, 20, 1])  # length; a bad file; length, twice, until all agree; good files
-    assert restored_by_ranks(tmp_path, (None,), lambda mine: [mine, next(theirs, mine)]) == 20
+    assert restored_by_ranks(tmp_path, (None,), lambda mine: next(theirs, mine))[0] == 20
 
 
 def test_bad_file_on_this_rank_shortens_the_prefix(tmp_path: Path) -> None:
-    saved(tmp_path, [TOKENS[:28]])
-    cache, _pool = new_cache(DiskTier(Shelf(tmp_path)))
-    cache.adopt(TOKENS, SALT)
-    victim = next(tmp_path / f"{e.key.hex()}.kv0" for e in cache.entries.values() if e.end == 28)
+    victim = saved_file(tmp_path, 20)
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
-    asked: list[int] = []
-
-    def exchange(mine: int) -> list[int]:
-        asked.append(mine)
-        return [mine, mine]
-
     with pytest.warns(UserWarning, match="deleted the unusable file"):
-        assert restored_by_ranks(tmp_path, (None,), exchange) == 24
-    assert asked == [28, 0, 24, 1]
+        assert restored_by_ranks(tmp_path, (None,), lambda mine: mine) == (16, [20, 0, 16, 1])

@@ -93,6 +93,31 @@ def test_blocks_inside_a_window_group_go_first_and_come_back() -> None:
 # Who holds what ------------------------------------------------------------------------------------------------------
 
 
+def test_sharers_of_a_partial_tail_never_see_each_others_tokens() -> None:
+    """The donor keeps writing to its tail block after sharing it."""
+    pool = make_pool((None, 7))
+    shared = tuple(range(10))  # two tokens in the third block
+    donor = new_tables(pool)
+    compute(pool, donor, shared)
+    tree = PrefixCache(pool)
+    tree.insert(shared, donor)
+    sharers = [(donor, shared)] + [(tree.adopt((*shared, 0))[1], shared) for _ in range(3)]
+    for step in range(9):
+        for number, (tables, tokens) in enumerate(sharers):
+            sharers[number] = tables, (*tokens, 1000 * number + step)
+            compute(pool, tables, sharers[number][1])
+            if step == 4:
+                tree.insert(sharers[number][1], tables)
+            for others, theirs in sharers:
+                check_contents(pool, others, theirs)
+        pool.check_integrity()
+    for number, (_, tokens) in enumerate(sharers):
+        match, tables = tree.adopt((*tokens, 0))
+        assert match.length == (len(shared) + 5) // 4 * 4, number
+        check_contents(pool, tables, tokens)
+    tree.check_integrity()
+
+
 def test_dropped_cache_releases_its_blocks_without_the_collector() -> None:
     gc.disable()
     try:

@@ -12,15 +12,13 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.errors import PoolExhaustedError
-from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.patches.cache.pools import probe_geometry
 from mlx_paged.prefix.disk import DiskTier
 from mlx_paged.prefix.entry import SavedName
-from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
+from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.prefix.shelf import Shelf
 from tests.support.cases import crossed, quick, slow
-from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.batch_runs import answers, generator
 from tests.support.models.builders import build, prompt_of
 from tests.support.prefixes import adopt_longest
 
@@ -133,54 +131,18 @@ def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
     assert pages <= store.nbytes <= 1.05 * pages
 
 
-@pytest.mark.parametrize("kind", ["llama", *slow("gemma3")])
-def test_requests_with_a_shared_prefix_quantise_only_new_tokens(kind: str) -> None:
-    model = build(kind)
-    configure(8)
-    prompts = [prompt_of(64, seed=1).tolist() + prompt_of(6, seed=n).tolist() for n in (5, 6, 7)]
-
-    def run(prompts: list[list[int]], prefixes: SharedPrefixes) -> list[list[int]]:
-        gen = generator(model, prefixes=prefixes, prefill_step_size=64)
-        outcomes: dict[int, Outcome] = {}
-        for prompt in prompts:
-            uid = gen.insert([prompt], [8])[0]
-            outcomes[uid] = Outcome()
-            run_all(gen, outcomes)
-        gen.close()
-        return [outcome.tokens for outcome in outcomes.values()]
-
-    pool = mlx_paged.pool_of(model)
-    cold = [run([prompt], SharedPrefixes(PrefixCache(pool)))[0] for prompt in prompts]
-    pool = mlx_paged.pool_of(model)
-    before = pool.stats().quantized_tokens
-    tree = PrefixCache(pool)
-    assert run(prompts, SharedPrefixes(tree)) == cold
-    stats = pool.stats()
-    found = stats.prefix_hit_tokens
-    assert found >= 2 * 40  # with a window, hits end where chunks end
-    # A generator computes at most one token more than requested.
-    assert stats.quantized_tokens - before <= sum(len(p) + 8 for p in prompts) - found
-
-
 def test_preempted_requests_give_the_same_tokens() -> None:
     model = build("llama")
-    configure(8)
     prompts = [prompt_of(40, seed=n).tolist() for n in range(4)]
-
-    def run(gen: Any) -> list[list[int]]:
-        uids = gen.insert(prompts, [30] * 4)
-        outcomes = {uid: Outcome() for uid in uids}
-        run_all(gen, outcomes)
-        return [outcomes[uid].tokens for uid in uids]
-
+    configure(8)
     gen = generator(model)
-    expected = run(gen)
+    expected = answers(gen, prompts, [30] * 4)
     block = mlx_paged.pool_of(model).groups[0].bytes_per_block
     gen.close()
     mlx_paged.remove_patches()
     configure(8, kv_cache_memory=25 * block)
     gen = generator(model)
-    assert run(gen) == expected
+    assert answers(gen, prompts, [30] * 4) == expected
     assert gen.preemptions > 0
     gen.close()
 
@@ -215,20 +177,3 @@ def test_quantised_pages_admit_more_requests(bits: int, times: float) -> None:
     dense = most_at_once(None)
     assert 20 < dense < 40
     assert most_at_once(bits) >= times * dense
-
-
-def test_sequence_that_fits_only_quantised_pages_runs_in_them() -> None:
-    model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=4)
-    budget = 3 * 2 * 2 * 64 * 4 * 100  # 100 tokens of float32
-    for bits, fits in ((None, False), (8, True)):
-        mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=bits, kv_cache_memory=budget))
-        cache = make_prompt_cache(model)
-        assert isinstance(cache[0], PagedLayerCache)
-        if fits:
-            mx.eval(model(prompt_of(200)[None], cache=cache))
-            assert cache[0].pool.stats().bytes_in_use <= budget
-        else:
-            with pytest.raises(PoolExhaustedError):
-                model(prompt_of(200)[None], cache=cache)
-        del cache
-        mlx_paged.remove_patches()

@@ -65,3 +65,20 @@ def probabilities(x: np.ndarray, params: SamplingParams, kept: np.ndarray) -> np
     scaled = np.where(kept, x, -np.inf) / params.temperature
     weights = np.exp(scaled - scaled.max())
     return np.asarray(weights / weights.sum())
+
+
+def assert_drawn_as(found: np.ndarray, x: np.ndarray, params: SamplingParams, deviations: int) -> None:
+    """Assert that tokens were drawn with their probabilities: chi-square is near the degrees of freedom, within this
+    many standard deviations."""
+    share = params.xtc_probability
+    expected = sum(
+        part * probabilities(x, params, likely_words(x, params, xtc=xtc))
+        for part, xtc in ((1 - share, False), (share, True))
+    ) * len(found)
+    counts = np.bincount(found, minlength=len(x))
+    assert not counts[expected == 0].any()
+    often = expected >= 5
+    groups, wanted = (np.append(each[often], each[~often].sum()) for each in (counts, expected))
+    groups, wanted = groups[wanted > 0], wanted[wanted > 0]
+    freedom = max(len(groups) - 1, 1)
+    assert abs(((groups - wanted) ** 2 / wanted).sum() - freedom) < deviations * (2 * freedom) ** 0.5

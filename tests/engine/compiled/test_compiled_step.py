@@ -9,9 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -32,7 +31,6 @@ from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches.models import model_calls
 from tests.support.cases import crossed, quick
-from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.batch_runs import Outcome, Spec, generator, run_all
 from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
@@ -85,22 +83,6 @@ def test_rare_shapes_are_not_compiled(monkeypatch: pytest.MonkeyPatch, calls: li
     assert calls == [1] * (31 - 1 - 8)
     assert greedy(model, prompt, 30)[0] == tokens
     assert calls == [1] * (31 - 1 - 8 + 31)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
-    made: list[Any] = []
-    compile_function = compiled_step.compile_function
-    monkeypatch.setattr(compiled_step, "compile_function", lambda f: made.append(f) or compile_function(f))
-    model = build("llama", head_dim=64, num_hidden_layers=1)
-    tokens = greedy(model, prompt_of(110), 300)[0]  # the table grows past 16 blocks of 8 again and again
-    mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
-    assert greedy(model, prompt_of(110), 300)[0] == tokens
-    assert len(made) > 2
-    assert len(calls) == 300
-    step = model_calls.step_of(mlx_paged.pool_of(model), None)
-    assert len(step._functions) == 2
 
 
 def test_traces_of_an_earlier_pool_size_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,21 +183,16 @@ def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], k
     mlx_paged.pool_of(model).check_integrity()
 
 
-def step_of_a_pool() -> tuple[Any, Any]:
-    """Return a pool in use, and a compiled step over it that has not run."""
-    model = build("llama", head_dim=64)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    greedy(model, prompt_of(9), 2)
-    pool = mlx_paged.pool_of(model)
-    return pool, compiled_step.CompiledStep(pool, lambda *args: args[1])
-
-
 @pytest.mark.usefixtures("kernels")
 def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a size count with other sizes between them too, as when batches lose and gain rows."""
     monkeypatch.setattr(compiled_step, "PATIENCE", 3)
     monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
-    pool, step = step_of_a_pool()
+    model = build("llama", head_dim=64)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt_of(9), 2)
+    pool = mlx_paged.pool_of(model)
+    step = compiled_step.CompiledStep(pool, lambda *args: args[1])
 
     def find(size: int) -> Any:
         shapes = compiled_step.StepShapes.of(size, [pool.new_table()] * size)
@@ -226,74 +203,6 @@ def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(4) == 4 and find(16) == 16 and find(4) == 4
     assert [find(40) for _ in range(4)] == [None] * 3 + [48]
     assert len(step._functions) == 2 and find(4) == 4  # 16 was the least recently used
-
-
-@pytest.mark.usefixtures("kernels")
-def test_step_counts_are_dropped_beyond_the_trace_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_step, "MOST_TRACES", 3)
-    pool, step = step_of_a_pool()
-    for size in (4, 8, 12, 16):
-        shapes = compiled_step.StepShapes.of(size, [pool.new_table()] * size)
-        assert step._function_for(shapes) is None
-    assert [(shapes.num_rows, count) for shapes, count in step._uncompiled.items()] == [(16, 1)]
-
-
-@pytest.mark.usefixtures("kernels")
-def test_weights_are_untouched_and_changed_ones_are_used(calls: list[int]) -> None:
-    model, prompt = build("llama", head_dim=64), prompt_of(20)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    before = dict(tree_flatten(model.parameters()))
-    first = greedy(model, prompt, 12)[0]
-    after = dict(tree_flatten(model.parameters()))
-    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
-    other = build("llama", seed=5, head_dim=64)
-    model.update(other.parameters())
-    steps = len(calls)
-    changed = greedy(model, prompt, 12)[0]
-    assert len(calls) > steps
-    mlx_paged.remove_patches()
-    assert changed == greedy(other, prompt, 12)[0] != first
-
-
-@pytest.mark.usefixtures("kernels")
-def test_replaced_layers_are_used(calls: list[int]) -> None:
-    """Put another module in the place of one, as a LoRA adapter does."""
-    import mlx.nn as nn
-
-    class Doubled(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def __call__(self, x: mx.array) -> mx.array:
-            return 2 * self.inner(x)
-
-    model, prompt = build("llama", head_dim=64), prompt_of(20)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    greedy(model, prompt, 8)
-    model.layers[1].mlp.down_proj = Doubled(model.layers[1].mlp.down_proj)
-    got = greedy(model, prompt, 12)[0]
-    assert calls
-    mlx_paged.remove_patches()
-    assert got == greedy(model, prompt, 12)[0]
-
-
-@pytest.mark.usefixtures("kernels")
-def test_model_that_cannot_be_compiled_runs_uncompiled(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    model, prompt = build("llama", head_dim=64), prompt_of(20)
-    tokens = greedy(model, prompt, 12)[0]
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise compiled_step.NotCompilable("no")
-
-    monkeypatch.setattr(PagedBatchKVCache, "attend", refuse)
-    with pytest.warns(mlx_paged.NotPagedWarning, match="are not compiled: NotCompilable: no"):
-        assert greedy(model, prompt, 12)[0] == tokens
-    assert greedy(model, prompt, 12)[0] == tokens  # not tried again
-    assert calls == []
-    assert mlx_paged.last_dispatch().path == "kernel"
-    mlx_paged.pool_of(model).check_integrity()
 
 
 def test_steps_over_functional_pools_are_not_compiled(calls: list[int]) -> None:
@@ -334,134 +243,31 @@ def test_traces_are_freed_with_the_model(calls: list[int]) -> None:
         assert step() is None
 
 
-@pytest.mark.usefixtures("kernels")
-def test_compiled_step_does_not_keep_the_model_alive() -> None:
-    model = build("llama", head_dim=64)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    greedy(model, prompt_of(9), 5)
-    gone = weakref.ref(model)
-    pools = len(compiled_steps)
-    del model
-    gc.collect()
-    assert gone() is None
-    assert len(compiled_steps) < pools
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_model_that_fails_once_is_compiled_again(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    # A trace that fails has called no kernel. The fake kernels are not traced and would lose count of the fences.
-    monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
-    model, prompt = build("llama", head_dim=64), prompt_of(20)
-    tokens = greedy(model, prompt, 30)[0]
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    greedy(model, prompt, 3)
-    down = type(model.layers[1].mlp.down_proj)
-    original, left = down.__call__, [2]
-
-    def fails(self: Any, x: mx.array) -> mx.array:
-        if self is model.layers[1].mlp.down_proj and x.shape[1] == 1 and left[0]:
-            left[0] -= 1
-            raise RuntimeError("once in the compiled step, once in the plain one")
-        return original(self, x)
-
-    cache = make_prompt_cache(model)
-    steps = generate_step(prompt, model, max_tokens=30, prompt_cache=cache)
-    got = [next(steps)[0] for _ in range(10)]
-    taken = len(calls)
-    monkeypatch.setattr(down, "__call__", fails)
-    other = make_prompt_cache(model)
-    model(prompt[None, :-1], cache=other)
-    step = model_calls.step_of(other[0].pool, None)
-    step._functions.clear()  # to be traced again
-    step._state = None
-    with pytest.raises(RuntimeError, match="once"):
-        model(prompt[None, -1:], cache=other)
-    assert left == [0]
-    got += [token for token, _ in steps]
-    assert got == tokens
-    assert len(calls) >= taken + 20
-    mlx_paged.pool_of(model).check_integrity()
-
-
-def test_real_mx_compile_traces_each_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake kernel without state can be traced; shapes, weights and fences pass through it."""
-    traced = []
-
-    def prepare_decode(
-        k_pool: mx.array, v_pool: mx.array, visible: Any, *, append: bool = False, **options: Any
-    ) -> Any:
-        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: Any) -> Any:
-            traced.append(visible[0].shape)
-            tables, ends, starts = visible
-            seen = (ends - starts).astype(q.dtype).reshape(-1, 1, 1, 1) + tables.sum() * 0
-            return q * seen + (new[0] + new[1]).sum(1, keepdims=True), fence + 1
-
-        return launch
-
-    with fake_kernels(), monkeypatch.context() as patch:
-        patch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
-        patch.setattr(kernels, "prepare_decode", prepare_decode)
-        patch.setattr(compiled_step, "PATIENCE", 0)
-        model = build("llama", head_dim=64)
-        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-        prompt = prompt_of(20)
-        eager = greedy(model, prompt, 40)[0]
-        pool_calls = len(traced)
-        assert pool_calls == 41 * 2  # every step runs in Python, compiled or not
-        mlx_paged.remove_patches()
-        patch.setattr(compiled_step, "compile_function", mx.compile)
-        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-        traced.clear()
-        assert greedy(model, prompt, 40)[0] == eager
-        assert len(traced) == 2 * 2  # the first step, and one trace
-        model.update(build("llama", seed=5, head_dim=64).parameters())
-        traced.clear()
-        changed = greedy(model, prompt, 40)[0]
-        assert len(traced) == 2 * 2  # the first step, which notices the other weights, and one trace
-        assert changed != eager
-
-
 def test_compiled_step_runs_on_the_stream_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled on one thread, run on another: streams of MLX belong to a thread."""
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    results: list[Any] = []
 
-    def prepare_decode(k_pool: mx.array, v_pool: mx.array, visible: Any, **options: Any) -> Any:
-        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: Any) -> Any:
-            return q + (new[0] + new[1]).sum(1, keepdims=True), fence + 1
+    def run() -> None:
+        cache, tokens = make_prompt_cache(model), []
+        with mx.stream(mx.new_stream(mx.default_device())):
+            logits = model(prompt[None], cache=cache)
+            for _ in range(12):
+                token = mx.argmax(logits[:, -1], axis=-1)
+                tokens.append(int(token.item()))
+                logits = model(token[None], cache=cache)
+            mx.eval(logits, [c.state[0] for c in cache])  # the fake's fences are separate from its results
+        results.append(tokens)
 
-        return launch
-
-    with fake_kernels(), monkeypatch.context() as patch:
-        patch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
-        patch.setattr(kernels, "prepare_decode", prepare_decode)
-        patch.setattr(compiled_step, "PATIENCE", 0)
-        patch.setattr(compiled_step, "compile_function", mx.compile)
-        model, prompt = build("llama", head_dim=64), prompt_of(20)
+    with traceable_kernels():
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-
-        def run(stream: Any) -> list[int]:
-            cache, tokens = make_prompt_cache(model), []
-            with mx.stream(stream):
-                logits = model(prompt[None], cache=cache)
-                for _ in range(12):
-                    token = mx.argmax(logits[:, -1], axis=-1)
-                    tokens.append(int(token.item()))
-                    logits = model(token[None], cache=cache)
-                mx.eval(logits, [c.state[0] for c in cache])  # the fake's fences are separate from its results
-            return tokens
-
-        first = run(mx.new_stream(mx.default_device()))
-        results: list[Any] = []
-
-        def work() -> None:
-            try:
-                results.append(run(mx.new_stream(mx.default_device())))
-            except Exception as error:
-                results.append(error)
-
-        thread = threading.Thread(target=work)
+        run()  # its first step is not compiled
+        run()
+        thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-        assert results == [first]
+        assert len(results) == 3 and results[1] == results[2]
 
 
 BLOCK_BYTES = 2 * 4 * 2 * 8 * 4  # keys and values of two layers
@@ -495,26 +301,6 @@ def test_step_changes_no_layer_if_a_group_has_no_free_block() -> None:
     pool.check_integrity()
 
 
-def test_parts_of_a_step_follow_the_given_caches() -> None:
-    pool, sequence = full_pool()
-    step = compiled_step.CompiledStep(pool, lambda *args, **kwargs: mx.zeros((1,)))
-    state = ArraysCache(1)
-    state[0] = mx.zeros((1, 1))
-    composed = [CacheList(state, PagedKVCache(sequence, layer)) for layer in range(4)]
-    alone = [PagedKVCache(sequence, layer) for layer in range(4)]
-    for caches in (composed, composed, alone, alone, alone[:3], alone, composed):
-        found = step._parts_of(caches)
-        if len(caches) < 4:
-            assert found is None, "not all layers of the pool"
-        else:
-            assert found is not None and [cache.layer for cache in found[0]] == [0, 1, 2, 3]
-            assert all(type(cache) is PagedKVCache for cache in found[0])
-            assert len(found[1]) == 4 * (caches is composed)
-    kept = weakref.ref(alone[0])
-    del alone, caches, found
-    assert kept() is None
-
-
 def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
     pool = BlockPool([LayerGroup((0, 1))], block_size=4)
     x = mx.zeros((1, 1, 1, 8))
@@ -534,7 +320,7 @@ def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
     pool.check_integrity()
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels", "unfused")
 @pytest.mark.parametrize(("kind", "rotate"), quick(crossed(KINDS, [False, True]), ("llama", False), ("qwen3", True)))
 def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool, calls: list[int]) -> None:
     options = {"kv_bits": 8, "kv_rotate": rotate}

@@ -20,9 +20,8 @@ from mlx_paged.cuda.narrow_layers import gated
 from mlx_paged.cuda.narrow_matmul import BIASED, GATED, GROUPED, PLAIN
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import nvidia
-from mlx_paged.kernels.nvidia import narrow_layers, projected
-from mlx_paged.patches import registry
-from tests.support.cases import crossed, quick
+from mlx_paged.kernels.nvidia import added, gated, is_narrow, narrow_layers, projected
+from tests.support.cases import slow
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 
@@ -79,56 +78,50 @@ def batch(model: Any, num_rows: int) -> list[list[int]]:
     return [tokens[uid] for uid in uids]
 
 
-@pytest.mark.parametrize("kind", quick(["llama", "qwen3"], "qwen3"))
-def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[tuple[str, int]], kernels: Any) -> None:
-    model = model_of(kind, mx.bfloat16)
-    got = batch(model, 5)
-    assert {num_rows for _, num_rows in products} == {8}  # padded
-    steps = len(products) // LAUNCHES.total()
-    assert steps >= (1 if kernels is None else NUM_TOKENS - 2)  # on a GPU a step is traced once
-    assert Counter(body for body, _ in products) == Counter({body: n * steps for body, n in LAUNCHES.items()})
-    counted = len(products)
+def steps_of(launches: Counter[str], products: list[tuple[str, int]], num_rows: int) -> int:
+    """Check that all launches for ``num_rows`` rows are those of whole steps; return the number of steps."""
+    bodies = Counter(body for body, rows in products if rows == num_rows)
+    steps = bodies.total() // launches.total()
+    assert steps and bodies == Counter({body: n * steps for body, n in launches.items()})
+    return steps
+
+
+def plain_batch(model: Any, num_rows: int) -> list[list[int]]:
+    """Return the tokens of a batch without the kernel."""
     with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
-        plain = batch(model, 5)
-    assert len(products) == counted or kernels is None  # earlier traces are reused
-    if kernels is not None:
-        assert got == plain
+        return batch(model, num_rows)
 
 
-@pytest.mark.parametrize(("bits", "kind"), quick(crossed([4, 8], ["llama", "qwen3"]), (4, "llama")))
-def test_every_product_with_quantised_weights_is_a_launch(
-    kind: str, bits: int, products: list[tuple[str, int]], kernels: Any
+@pytest.mark.parametrize(
+    ("kind", "bits", "sharded"),
+    [
+        ("qwen3", None, False),
+        ("llama", 4, False),
+        ("llama", None, True),
+        *slow(
+            ("llama", None, False), ("llama", 8, False), ("qwen3", 4, False), ("qwen3", 8, False), ("llama", 4, True)
+        ),
+    ],
+)
+def test_every_product_of_a_compiled_step_is_a_launch(
+    kind: str, bits: int | None, sharded: bool, products: list[tuple[str, int]], kernels: Any
 ) -> None:
-    model = model_of(kind, mx.bfloat16)
-    nn.quantize(model, group_size=32, bits=bits)
-    with mlx_dequantizes():  # MLX's own quantised products round differently
-        got = batch(model, 5)
-        bodies = Counter(body for body, num_rows in products if num_rows == 8)  # padded; others are not compiled
-        steps = bodies.total() // LAUNCHES.total()
-        assert steps and bodies == Counter({body: n * steps for body, n in LAUNCHES.items()})
-        if kernels is not None:
-            with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
-                assert batch(model, 5) == got
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-def test_every_product_of_sharded_layers_is_a_launch(
-    bits: int | None, products: list[tuple[str, int]], kernels: Any
-) -> None:
-    """The model is one rank's part, in a group of one."""
-    model = model_of("llama", mx.bfloat16)
+    """A sharded model is one rank's part, in a group of one. Products that are summed over ranks cannot add the
+    residual."""
+    model, launches = model_of(kind, mx.bfloat16), LAUNCHES
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
-    model.shard(mx.distributed.init())
+    if sharded:
+        model.shard(mx.distributed.init())
+        launches = Counter({GROUPED: 3, PLAIN: 2 * 3 + 1, GATED: 3})
     classes = [type(module) for module in model.modules()]
-    with mlx_dequantizes():
+    with mlx_dequantizes():  # MLX's own quantised products round differently
         got = batch(model, 5)
-        bodies = Counter(body for body, num_rows in products if num_rows == 8)
-        steps = bodies.total() // LAUNCHES.total()
-        assert steps and bodies == Counter({body: n * steps for body, n in LAUNCHES.items()})
+        steps = steps_of(launches, products, 8)  # padded; others are not compiled
+        assert steps >= (1 if kernels is None else NUM_TOKENS - 2)  # on a GPU a step is traced once
         if kernels is not None:
-            with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
-                assert batch(model, 5) == got
+            counted = len(products)
+            assert plain_batch(model, 5) == got and len(products) == counted
     assert [type(module) for module in model.modules()] == classes
 
 
@@ -145,13 +138,6 @@ def mlx_dequantizes() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("num_rows", "dtype"), [(narrow_matmul.MAX_ROWS + 1, mx.bfloat16), (3, mx.float32)])
-def test_large_and_float32_batches_use_mlx(num_rows: int, dtype: mx.Dtype, products: list[tuple[str, int]]) -> None:
-    assert len(batch(model_of("llama", dtype), num_rows)) == num_rows
-    assert num_rows not in [rows for _, rows in products]  # smaller batches before and after may use them
-
-
-@pytest.mark.usefixtures("kernels")
 def test_step_of_one_row_uses_launches_only_for_small_models(
     products: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,9 +145,7 @@ def test_step_of_one_row_uses_launches_only_for_small_models(
     nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW", nbytes)
     batch(model, 1)
-    bodies = Counter(body for body, num_rows in products if num_rows == 1)
-    steps = bodies.total() // LAUNCHES.total()
-    assert steps and bodies == Counter({body: n * steps for body, n in LAUNCHES.items()})
+    steps_of(LAUNCHES, products, 1)
     products.clear()
     monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW", nbytes - 1)
     mlx_paged.remove_patches()  # with its traces
@@ -206,8 +190,7 @@ def test_layers_of_other_classes_are_left_alone(products: list[tuple[str, int]],
     steps = bodies[GATED] // expected[GATED]
     assert steps and bodies == Counter({body: n * steps for body, n in expected.items()})
     if kernels is not None:
-        with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
-            assert batch(model, 3) == got
+        assert plain_batch(model, 3) == got
 
 
 def test_layer_classes_are_restored_after_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,17 +211,6 @@ def test_layer_classes_are_restored_after_a_trace(monkeypatch: pytest.MonkeyPatc
         assert [type(module) for module in model.modules()] == classes
     with narrow_layers(lambda tokens: tokens, 4):  # not a module
         pass
-
-
-def test_biases_are_added(products: list[tuple[str, int]]) -> None:
-    mx.random.seed(0)
-    layer = nn.Linear(64, 24)
-    layer.set_dtype(mx.bfloat16)
-    x = mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
-    with narrow_layers(layer, 6):
-        got = layer(x)
-    assert products == [(BIASED, 6)]
-    assert got.shape == (6, 1, 24) and mx.allclose(got, layer(x), atol=2e-2).item()
 
 
 def model_and_x(*widths: int, bias: bool = False) -> tuple[nn.Sequential, mx.array]:

@@ -9,9 +9,7 @@ import pytest
 from mlx_paged.drafts.depth import (
     CPU_PROMPT_PRICE,
     FIRST_TRIAL,
-    LEAST_KNOWN,
     MEASURE_EVERY,
-    MOST_BETWEEN,
     PROMPT_PRICE,
     TRIAL_CONTEXT,
     Acceptance,
@@ -66,7 +64,6 @@ class Machine:
     ) -> None:
         self.rows, self.chance, self.draft, self.verify, self.most = rows, chance, draft, verify, most
         self.prompt_price = prompt_price
-        self.idle = 0.0
         self.host, self.device = 0.0, 1.0  # time of a plain step on each
         self.now = self.ends = 0.0  # time on the host; end of the step not waited for
         self.depth = depth or Depth(time.perf_counter, CPU_PROMPT_PRICE if verify is each else PROMPT_PRICE)
@@ -145,7 +142,7 @@ class Machine:
     @property
     def passed(self) -> float:
         """Time that the steps have taken."""
-        return max(self.now, self.ends) - self.idle
+        return max(self.now, self.ends)
 
 
 class LookUpMachine(Machine):
@@ -184,23 +181,7 @@ class LookUpMachine(Machine):
 
     @property
     def passed(self) -> float:
-        return self.now - self.idle if self.host else super().passed
-
-    def go_on_from(self, other: Machine) -> None:
-        """Begin when another machine has ended; the time until then does not count."""
-        self.idle += max(other.now, other.ends) - max(self.now, self.ends)
-        self.now = self.ends = max(other.now, other.ends)
-
-    def answers(self, count: int, length: int) -> None:
-        """Generate ``count`` answers of ``length`` tokens, one after the other."""
-        self.depth.clock = lambda: self.now
-        for _ in range(count):
-            left, is_first = length, True
-            while left > 0:
-                before = self.tokens
-                self.step(is_like_last=not is_first, left=left)
-                left -= max(1, (self.tokens - before) // self.rows)
-                is_first = False
+        return self.now if self.host else super().passed
 
 
 def costs_little(machine: Machine) -> bool:
@@ -230,21 +211,6 @@ def test_the_rate_is_near_the_best_and_drafts_cost_little(
     machine = Machine(rows, chance, draft, verify)
     machine.run(3000)
     assert costs_little(machine) and machine.rate > 0.9 * best_rate(machine)
-
-
-@pytest.mark.parametrize("rows", [1, 8])
-def test_good_drafts_are_used_after_the_first_trial(rows: int) -> None:
-    machine = Machine(rows, chance=0.8, prompt=200, prompt_price=0.003)
-    depths = machine.run(200)
-    first = next(place for place, depth in enumerate(depths) if depth)
-    assert first < FIRST_TRIAL + LEAST_KNOWN
-    assert np.mean([depth > 0 for depth in depths[first:]]) > 0.9 and machine.rate > 1.5
-
-
-@pytest.mark.parametrize("verify", [flat, each], ids=["gpu", "cpu"])
-def test_short_answers_with_bad_drafts_cost_nothing(verify: Callable[[float, int], float]) -> None:
-    machine = Machine(chance=0.0, verify=verify, prompt=200, prompt_price=0.07)
-    assert not any(machine.run(33)) and machine.prompts == 0 and machine.rate == 1.0
 
 
 @pytest.mark.parametrize(("rows", "fixed"), quick(crossed([1, 8], [0.7, 0.9, 0.97]), (1, 0.7), (1, 0.97), (8, 0.9)))
@@ -297,24 +263,12 @@ def test_prompts_are_computed_where_drafts_are_known_to_pay() -> None:
 
 def test_expensive_drafts_stop_and_are_retried_now_and_then() -> None:
     machine = Machine(8, 0.5, 2.0)
-    depths = machine.run(4000)
+    depths = machine.run(2000)
     tries = [depth for depth in depths if depth]
     assert 0 < len(tries) < 20 and costs_little(machine)
     machine.draft = 0.05  # as when others leave the device
-    later = machine.run(4000)
+    later = machine.run(2000)
     assert np.mean([depth > 0 for depth in later[-500:]]) > 0.9
-
-
-def test_saved_time_is_not_lost_when_drafts_turn_bad() -> None:
-    machine = Machine(chance=0.95, draft=0.1)
-    machine.run(2000)
-    saved = machine.depth.seconds_saved
-    assert saved > 1000
-    machine.chance = 0.0
-    depths = machine.run(2000)
-    lost = saved - machine.depth.seconds_saved
-    assert lost < 0.02 * 2000, "drafts until the change is noticed, and trials"
-    assert sum(depth > 0 for depth in depths[-1000:]) < 20
 
 
 def test_batches_of_another_size_have_times_of_their_own() -> None:
@@ -326,14 +280,6 @@ def test_batches_of_another_size_have_times_of_their_own() -> None:
     depths = large.run(1000)
     assert 0 < sum(depth > 0 for depth in depths) < 20
     assert large.tokens / 64 / (large.now - machine.now) > 0.985
-
-
-def test_the_depth_falls_with_the_acceptance() -> None:
-    found = []
-    for chance in (0.95, 0.6, 0.05):
-        depths = Machine(4, chance, 0.15, most=8).run(800)
-        found.append(float(np.mean(depths[400:])))
-    assert found[0] > found[1] + 1 > found[2] + 1 and found[2] < 1
 
 
 def test_row_with_low_acceptance_gets_fewer_drafts() -> None:
@@ -420,7 +366,7 @@ def best_of_look_up(machine: LookUpMachine) -> float:
 
 @pytest.mark.parametrize(
     ("rows", "costs", "host"),
-    quick(crossed([1, 8, 32], COSTS, [0.0, 1.0]), (1, "flat", 0.0), (8, "measured", 1.0), (32, "measured", 0.0)),
+    quick(crossed([1, 8, 32], COSTS, [0.0, 1.0]), (1, "flat", 0.0), (8, "measured", 1.0)),
 )
 def test_look_up_is_used_where_it_pays(rows: int, costs: str, host: float) -> None:
     """A plain step is bound by the device or by the host. Only if by the device, the first step with drafts waits for
@@ -435,27 +381,6 @@ def test_look_up_is_used_where_it_pays(rows: int, costs: str, host: float) -> No
             assert machine.depth.seconds_saved == pytest.approx(machine.tokens / rows - machine.passed, abs=12.0)
 
 
-@pytest.mark.parametrize("host", [0.0, 1.0], ids=["device", "host"])
-@pytest.mark.parametrize("length", [32, 256])
-def test_short_answers_look_up_where_it_pays(length: int, host: float) -> None:
-    """What a batch of one row saves is not spent in a batch of 32."""
-    alone = LookUpMachine(1, 0.9, verification("dear", host), 1.0, host)
-    many = LookUpMachine(32, 0.9, verification("dear", host), 1.0, host, alone.depth)
-    alone.answers(1, length)
-    assert alone.rate >= (1.0 if length == 32 else 1.5), "the first answer"
-    alone.answers(2048 // length, length)
-    assert costs_little(alone) and alone.rate > (0.7 if length == 32 else 0.85) * best_of_look_up(alone)
-    for _ in range(4):
-        many.go_on_from(alone)
-        many.answers(max(1, 512 // length), length)
-        alone.go_on_from(many)
-        alone.answers(1, length)
-    assert many.rate > 0.98 and many.looked < 0.1 * many.num_steps
-    new = LookUpMachine(32, 0.9, verification("dear", host), 1.0, host)
-    new.answers(4096 // length, length)
-    assert costs_little(new)
-
-
 def test_slow_first_draft_is_forgotten() -> None:
     """The first one compiled a kernel."""
     machine = LookUpMachine(1, 0.9, verification("measured"))
@@ -466,6 +391,12 @@ def test_slow_first_draft_is_forgotten() -> None:
     assert machine.rate > 0.5 * best_of_look_up(machine)
 
 
+def test_rows_are_not_looked_at_where_even_right_drafts_would_not_pay() -> None:
+    machine = LookUpMachine(32, 1.0, verification("dear"))
+    assert not any(machine.run(1000)[FIRST_TRIAL + 20 : FIRST_TRIAL + 80])
+    assert machine.looked < 20
+
+
 def test_paused_plain_steps_do_not_make_drafts_free() -> None:
     """Drafts that seemed to take no time made the choice divide by zero."""
     machine = Machine()
@@ -474,26 +405,3 @@ def test_paused_plain_steps_do_not_make_drafts_free() -> None:
     machine.device = 1.0
     machine.run(2 * MOST_BETWEEN)
     assert machine.rate > 0
-
-
-def test_noisy_times_do_not_make_drafts_look_cheap() -> None:
-    """On a busy CPU steps take half or twice as long by chance, and drafts hardly pay."""
-    machine = LookUpMachine(1, 0.85, each, depth=Depth())
-    noise = np.random.default_rng(1)
-    machine.verify = lambda tokens, rows: (0.1 + 0.9 * tokens) * float(noise.lognormal(0, 0.3))
-    for _ in range(2000):
-        machine.device = float(noise.lognormal(0, 0.3))
-        machine.step()
-    assert machine.rate * np.exp(0.3**2 / 2) > 0.98
-
-
-def test_expensive_trials_become_rare() -> None:
-    machine = LookUpMachine(32, 0.9, verification("dear"))
-    trials = [sum(depth > 0 for depth in machine.run(4000)) for _ in range(4)]
-    assert max(trials) <= 4000 / MOST_BETWEEN + 5 and min(trials) > 0 and machine.rate > 0.99
-
-
-def test_rows_are_not_looked_at_where_even_right_drafts_would_not_pay() -> None:
-    machine = LookUpMachine(32, 1.0, verification("dear"))
-    assert not any(machine.run(1000)[FIRST_TRIAL + 20 : FIRST_TRIAL + 80])
-    assert machine.looked < 20

@@ -1,23 +1,28 @@
 """LookUp over a model whose tokens are known in advance: rows get the same tokens, whatever is proposed."""
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mlx_paged
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.drafts import look_up
-from mlx_paged.engine.draft_steps import DraftSteps
+from mlx_paged.drafts.look_up import LEAST_CHANCE, MOST_COMPARED, SIZES, NgramIndex, Predictor
+from mlx_paged.engine.proposer import NextTokens
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick
 from tests.support.models.drafting import EveryStep
 from tests.support.models.oracle import Oracle, oracles
-from tests.support.models.toy_engine import VOCAB, ToyEngine, answer, greedy, make_pool, prompt_of
+from tests.support.models.toy_engine import VOCAB, ToyEngine, answer, make_pool, prompt_of
+from tests.support.requests import request_of
 
 MOST = 5
 
@@ -56,58 +61,42 @@ PROMPTS = [prompt_of(length, seed=length) for length in (1, 6, 15, 16, 2, 31, 8,
     ("window", "num_rows"), quick(crossed([None, 7], [1, 2, 5, 17]), (None, 1), (7, 2), (None, 5), (None, 17))
 )  # fmt: skip
 def test_rows_get_their_own_tokens(num_rows: int, window: int | None, oracle: type[Oracle]) -> None:
-    if window is not None:
-        reference = ToyEngine(make_pool(window=window))
-        for prompt in PROMPTS[:num_rows]:
-            reference.add(prompt, max_tokens=40)
-        reference.run()
-        expected = [reference.tokens(uid) for uid in range(num_rows)]
-        for prompt, tokens in zip(PROMPTS, expected, strict=False):
-            oracle.answers[tuple(prompt)] = tokens
-    else:
-        expected = [answer(prompt, 40) for prompt in PROMPTS[:num_rows]]
+    prompts = PROMPTS[:num_rows]
+    reference = ToyEngine(make_pool(window=window))
+    uids = [reference.add(prompt, max_tokens=40) for prompt in prompts]
+    reference.run()
+    expected = [reference.tokens(uid) for uid in uids]
     pool = make_pool(window=window)
     toy = Engine(pool, completion_batch_size=20)
-    for prompt, tokens in zip(PROMPTS[:num_rows], expected, strict=True):
-        uid = toy.ask(prompt, 40)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        toy.ask(prompt, 40)
         oracle.answers[tuple(prompt)] = tokens
-        assert uid == len(toy.responses) - 1
     toy.run()
-    assert [toy.tokens(uid) for uid in range(num_rows)] == expected
-    assert all(r.all_tokens == [*p, *t] for r, p, t in zip(_last(toy), PROMPTS, expected, strict=False))
+    assert [toy.tokens(uid) for uid in uids] == expected
+    assert all(toy.responses[u][-1].all_tokens == p + t for u, p, t in zip(uids, prompts, expected, strict=True))
     stats = pool.stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert len(toy.model.call_sizes) < 40 + 2 * num_rows, "fewer calls than tokens"
     check_left(pool, toy)
 
 
-def _last(toy: ToyEngine) -> list[Any]:
-    return [responses[-1] for responses in toy.responses.values()]
-
-
-def test_drafted_and_accepted_tokens_are_counted(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "right", staticmethod(lambda place: MOST))
-    pool = make_pool()
-    toy = Engine(pool)
-    uid = toy.ask(PROMPTS[1], 25)
-    toy.run()
-    stats = pool.stats()
-    # 5 drafts after the prompt, then 6 tokens a step, of which one is the model's own, and 2 in the last step.
-    assert stats.drafted_tokens == stats.accepted_tokens == 5 + 3 * 5 + 1
-    assert toy.engine.counters.generation_tokens == len(toy.tokens(uid)) == 25
-    assert "21 of 21 draft(s) accepted" in str(stats)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 6, 7, 11])
-def test_answer_ends_at_max_tokens(num_tokens: int, oracle: type[Oracle], monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "drafted"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 5), (7, 6), (11, 10), (25, 21)]
+)
+def test_answer_ends_at_max_tokens_and_drafts_are_counted(
+    num_tokens: int, drafted: int, oracle: type[Oracle], monkeypatch: Any
+) -> None:
+    """A step has up to 5 drafts, no more than tokens are left, and a token of the model's own."""
     monkeypatch.setattr(oracle, "right", staticmethod(lambda place: MOST))
     pool = make_pool()
     toy = Engine(pool)
     toy.ask(PROMPTS[2], num_tokens)
     toy.run()
-    last = toy.responses[0][-1]
+    last, stats = toy.responses[0][-1], pool.stats()
     assert toy.tokens(0) == answer(PROMPTS[2], num_tokens)
     assert (last.finish_reason, last.all_tokens) == ("length", PROMPTS[2] + toy.tokens(0))
+    assert stats.drafted_tokens == stats.accepted_tokens == drafted
+    assert toy.engine.counters.generation_tokens == num_tokens
     check_left(pool, toy)
 
 
@@ -169,69 +158,20 @@ def test_preempted_requests_continue_with_look_up(oracle: type[Oracle]) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [12, 14, 17])
-def test_without_free_blocks_nothing_is_proposed(
-    num_blocks: int, oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rooms: list[bool] = []
-    original = DraftSteps.step
-
-    def step(self: DraftSteps, others: Any) -> Any:
-        has_room = self._has_room
-        self._has_room = lambda growth: rooms.append(has_room(growth)) or rooms[-1]  # type: ignore[func-returns-value]
-        before = pool.stats().live_blocks, pool.preemptions, len(rooms)
-        found = original(self, others)
-        self._has_room = has_room
-        assert pool.preemptions == before[1]
-        if rooms[before[2] :] == [False]:
-            assert found is None and pool.stats().live_blocks == before[0]
-        return found
-
-    monkeypatch.setattr(DraftSteps, "step", step)
-    pool = make_pool(num_blocks)
-    toy = Engine(pool)
-    for prompt in PROMPTS[1:4]:
-        toy.ask(prompt, 12)
-    toy.run()
-    assert [toy.tokens(uid) for uid in range(3)] == [answer(prompt, 12) for prompt in PROMPTS[1:4]]
-    assert True in rooms and False in rooms
-    check_left(pool, toy)
-
-
-@pytest.mark.parametrize("steps", [2, 3, 4, 6])
-def test_cancelled_rows_do_not_affect_the_others(steps: int, oracle: type[Oracle]) -> None:
-    pool = make_pool()
-    toy = Engine(pool)
-    for prompt in PROMPTS[:4]:
-        toy.ask(prompt, 40)
-    for _ in range(steps):
-        toy.step()
-    before = toy.tokens(2)
-    toy.engine.remove([0, 2])
-    assert set(map(lambda row: row.uid, toy.engine.drafts.proposer.rows)) <= {1, 3}
-    toy.run()
-    assert toy.tokens(2) == before == answer(PROMPTS[2], len(before))
-    assert [toy.tokens(uid) for uid in (1, 3)] == [answer(PROMPTS[uid], 40) for uid in (1, 3)]
-    check_left(pool, toy)
-
-
-def test_failed_call_fails_the_rows_in_it(oracle: type[Oracle]) -> None:
-    pool = make_pool()
-    toy = Engine(pool)
-    for prompt in PROMPTS[:3]:
-        toy.ask(prompt, 30)
-    for _ in range(3):
-        toy.step()
-    said = answer(PROMPTS[1], 30)
-    toy.model.poison = next(t for t in said[len(toy.tokens(1)) + 2 :] if t not in (*PROMPTS[0], *PROMPTS[2]))
-    toy.run()
-    for uid, prompt in enumerate(PROMPTS[:3]):
-        expected = answer(prompt, 30)
-        if uid in toy.failures:
-            assert toy.tokens(uid) == expected[: len(toy.tokens(uid))]
-        else:
-            assert toy.tokens(uid) == expected
-    assert 1 in toy.failures
-    check_left(pool, toy)
+def test_without_free_blocks_nothing_is_proposed(num_blocks: int, oracle: type[Oracle]) -> None:
+    """Nobody is preempted for a draft."""
+    drafts = []
+    for blocks, lookup in ((num_blocks, 0), (num_blocks, MOST), (None, MOST)):
+        pool = make_pool(blocks)
+        toy = Engine(pool)
+        for prompt in PROMPTS[1:4]:
+            toy.ask(prompt, 12, lookup=lookup)
+        toy.run()
+        assert [toy.tokens(uid) for uid in range(3)] == [answer(prompt, 12) for prompt in PROMPTS[1:4]]
+        drafts.append((pool.preemptions, pool.stats().drafted_tokens))
+        check_left(pool, toy)
+    (plain, _), (tight, few), (_, many) = drafts
+    assert tight <= plain and 0 < few < many
 
 
 def test_look_up_stops_for_a_model_that_cannot_pack(oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,29 +203,14 @@ def test_rows_with_custom_samplers_or_processors_do_not_propose(oracle: type[Ora
         return logits
 
     first = toy.ask(PROMPTS[3], 12, processors=[note])
-    second = toy.ask(PROMPTS[4], 12)
+    toy.ask(PROMPTS[4], 12)
+    toy.ask(PROMPTS[5], 12, sampler=lambda logprobs: mx.argmax(logprobs, axis=-1))
     toy.run()
-    assert [toy.tokens(uid) for uid in range(5)] == [answer(prompt, 12) for prompt in PROMPTS[:5]]
-    assert pool.stats().accepted_tokens > 0 and toy.tokens(second)
+    assert [toy.tokens(uid) for uid in range(6)] == [answer(prompt, 12) for prompt in PROMPTS[:6]]
+    assert pool.stats().accepted_tokens > 0
     # The row with a processor is in the same calls; its processor sees each token once.
     assert [len(tokens) for tokens in seen[:12]] == list(range(len(PROMPTS[3]), len(PROMPTS[3]) + 12))
     assert seen[11] == [*PROMPTS[3], *toy.tokens(first)[:11]]
-
-
-def test_a_sampler_that_raises_fails_its_row_alone(oracle: type[Oracle]) -> None:
-    def sampler(logprobs: mx.array) -> mx.array:
-        if len(toy.tokens(1)) >= 4:
-            raise ValueError("no more")
-        return greedy(logprobs)
-
-    pool = make_pool()
-    toy = Engine(pool)
-    toy.ask(PROMPTS[0], 20)
-    toy.ask(PROMPTS[1], 20, sampler=sampler)
-    toy.run()
-    assert toy.tokens(0) == answer(PROMPTS[0], 20) and list(toy.failures) == [1]
-    assert pool.stats().accepted_tokens > 0
-    check_left(pool, toy)
 
 
 def test_rows_are_not_looked_at_while_drafts_cannot_pay(oracle: type[Oracle], monkeypatch: Any) -> None:
@@ -341,12 +266,149 @@ def test_step_keeps_to_its_limits_of_tokens_and_reads(
     assert 3 < max(toy.model.call_sizes) <= 8 if limit == "MOST_TOKENS" else toy.pool.stats().drafted_tokens > 0
 
 
-def test_nothing_is_looked_up_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("looked up")
+ANY = 64
 
-    monkeypatch.setattr(look_up.LookUp, "propose", fail)
-    toy = Engine(make_pool())
-    toy.add(PROMPTS[0], max_tokens=12)
-    toy.run()
-    assert toy.tokens(0) == answer(PROMPTS[0], 12)
+
+def predictor_of(tokens: list[int], most: int) -> Predictor:
+    """Return a predictor that has indexed all of the row's tokens."""
+    predictor = Predictor(list(tokens), most)
+    predictor.index(1 << 20)
+    return predictor
+
+
+def index_of(tokens: list[int], at_once: int = 1 << 20) -> NgramIndex:
+    index = NgramIndex(list(tokens))
+    while index.index(at_once):
+        pass
+    return index
+
+
+def feed(predictor: Predictor, tokens: list[int]) -> None:
+    for token in tokens:
+        predictor.add(token)
+
+
+def test_tokens_that_followed_before_are_proposed_up_to_the_limit() -> None:
+    text = list(range(30))
+    predictor = predictor_of([*text, 5, 6, 7], 4)
+    found = predictor.drafts(0, ANY)
+    assert found is not None and found.tokens == [8, 9, 10, 11]
+    assert 1 > found.chances[0] > found.chances[1] > found.chances[3] > 0
+    assert predictor.drafts(0, 2).tokens == [8, 9]
+    assert predictor.drafts(1, ANY).tokens == [9, 10, 11, 12], "after a token that is being computed"
+    assert predictor.drafts(1, ANY).chances[:2] == found.chances[1:3]
+    assert predictor.drafts(0, 0) is None and predictor_of(text, 4).drafts(0, ANY) is None
+    likely = predictor_of([*range(90), 5, 6], 64).drafts(0, ANY)
+    assert len(likely.tokens) < 60 and min(likely.chances) >= LEAST_CHANCE
+    assert predictor_of([9, *[1, 2] * 5], 7).drafts(0, ANY).tokens == [1, 2, 1, 2, 1, 2, 1]
+
+
+def test_longer_repetitions_raise_the_chances() -> None:
+    text = np.random.default_rng(0).permutation(400).tolist()
+    predictor = predictor_of([*text, *text[:3]], 16)
+    before = predictor.drafts(0, ANY)
+    feed(predictor, text[3:60])
+    after = predictor.drafts(0, ANY)
+    assert sum(before.chances) < 6
+    assert after.tokens == text[60:76] and sum(after.chances) > 14
+    assert predictor.num_tokens == 460
+
+
+def test_a_row_stops_proposing_while_its_predictions_fail() -> None:
+    rng = np.random.default_rng(1)
+    predictor = predictor_of([], 8)
+    gains = []
+    for another in range(1000, 1300):  # the pair repeats, followed by another token each time
+        feed(predictor, [1, 2])
+        found = predictor.drafts(0, ANY)
+        gains.append(0.0 if found is None else found.chances[0])
+        predictor.add(another)
+    assert max(gains[1:4]) > 0.25 and max(gains[-50:]) == 0
+    text = rng.permutation(200).tolist()
+    feed(predictor, [*text, *text[:30]])
+    assert predictor.drafts(0, ANY).tokens == text[30:38]
+
+
+FEW = st.lists(st.integers(0, 3), max_size=40)
+
+
+def by_hand(tokens: list[int]) -> tuple[int, int] | None:
+    """Return what :meth:`NgramIndex.find` should: the last earlier occurrence of the last 3, or else 2, tokens."""
+    for size in SIZES:
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[len(tokens) - size :]:
+                same = 0
+                while same < min(end, MOST_COMPARED) and tokens[end - same - 1] == tokens[len(tokens) - same - 1]:
+                    same += 1
+                return end, same
+    return None
+
+
+@settings(deadline=None)
+@given(prompt=FEW, rest=FEW, at_once=st.integers(1, 9))
+def test_last_occurrence_of_the_longest_ngram_is_found(prompt: list[int], rest: list[int], at_once: int) -> None:
+    index = index_of(prompt, at_once)
+    assert index.find() == by_hand(prompt)
+    for count, token in enumerate(rest, 1):
+        index.add(token)
+        assert index.find() == by_hand(prompt + rest[:count])
+    assert index.tokens == prompt + rest
+
+
+@settings(deadline=None)
+@given(prompt=FEW, rest=st.lists(FEW, max_size=5), at_once=st.integers(1, 9))
+def test_extend_equals_adding_tokens_one_by_one(prompt: list[int], rest: list[list[int]], at_once: int) -> None:
+    index, tokens = NgramIndex(list(prompt)), list(prompt)
+    for number, more in enumerate(rest):
+        index.extend(more)
+        tokens += more
+        if number % 2:  # tokens that were added one by one lie between those that are not indexed yet
+            index.add(1)
+            tokens.append(1)
+        index.index(at_once)
+    while index.index(at_once):
+        pass
+    assert index.tokens == tokens and index.find() == by_hand(tokens)
+
+
+def test_only_the_end_of_a_very_long_prompt_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_up, "MOST_INDEXED", 6)
+    assert index_of([1, 2, 3, 4, 5, 6, 7, 8, 1, 2]).find() is None
+    assert index_of([7, 7, 7, 7, 1, 2, 9, 9, 1, 2]).find() == (6, 2)
+
+
+def test_a_prompt_is_indexed_from_its_end_some_tokens_at_a_time() -> None:
+    text = np.random.default_rng(3).permutation(4000).tolist()
+    late, early = ([*text, *text[place : place + 3]] for place in (3500, 500))
+    predictor = Predictor(late, 4)
+    assert not predictor.expects and predictor.index(1000) == 1000
+    assert predictor.drafts(0, ANY).tokens == text[3503:3507]
+    predictor = Predictor(early, 4)
+    counts = [predictor.index(1000) for _ in range(5)]
+    assert counts == [1000, 1000, 1000, 1000, 2] and predictor.drafts(0, ANY).tokens == text[503:507]
+    assert predictor.index(1000) == 0
+
+
+def test_a_step_indexes_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows have long prompts, and only in steps that may have drafts."""
+    counts: list[int] = []
+    original = NgramIndex.index
+
+    def count(self: NgramIndex, most: int) -> int:
+        found = original(self, most)
+        counts.append(found)
+        return found
+
+    monkeypatch.setattr(NgramIndex, "index", count)
+    rows = [request_of(uid, 1) for uid in range(3)]
+    for row in rows:
+        row.history, row.options = list(range(3000)), RequestOptions(prompt_lookup=4)
+    proposer = look_up.LookUp(EveryStep())
+    proposer.add(rows, SimpleNamespace(takes_drafts=lambda row: True))
+    assert not counts
+    totals = []
+    for _ in range(12):
+        counts.clear()
+        proposer.propose(rows, NextTokens(mx.zeros(3), None), 5000, is_alone=True)
+        totals.append(sum(counts))
+    assert totals[:8] == [look_up.INDEXED_A_STEP] * 8 and sum(totals) == 3 * 3000 and totals[-1] == 0

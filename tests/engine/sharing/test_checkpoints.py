@@ -1,9 +1,6 @@
 """Models with states share prefixes at checkpoints in the prefix cache, and answer as stock mlx-lm does."""
 
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine import sharing
 from mlx_paged.engine.sharing import LEAST_INTERVAL, MOST_INTERVAL, interval_of
 from mlx_paged.kv.memory import STATES_SHARE
 from mlx_paged.kv.pool import BlockPool
@@ -23,17 +19,14 @@ from mlx_paged.prefix.disk import DiskTier
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from mlx_paged.prefix.shelf import Shelf
 from scripts.support import model_configs
+from tests.fuzz import cases
 from tests.support.cases import quick
 from tests.support.models.batch_runs import model_of
 from tests.support.models.builders import greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT
 
 INTERVAL = 32
-HYBRIDS = (
-    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear",
-    "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe",
-    "qwen3_next", "recurrent_gemma", "rwkv7", "longcat_flash_ngram", "kimi_k3", "bailing_moe_v3",
-)  # fmt: skip
+HYBRIDS = tuple(name for name in cases.HYBRIDS if name != "gear")
 
 
 class Chats:
@@ -60,18 +53,23 @@ class Chats:
             self.tree, prefixes = self.store.cache_of(self.pool), self.store.shared_prefixes("key", self.pool)
         self.gen = PagedBatchGenerator(model, prefixes=prefixes, **options)
 
-    def ask(self, *prompts: list[int], new: int = 4) -> list[int]:
-        """Answer the prompts together. Returns how many tokens of each were cached."""
+    def ask(self, *prompts: list[int], new: int = 4, preempts: bool = False) -> list[int]:
+        """Answer the prompts together, if ``preempts`` with a preemption after every second step. Returns how many
+        tokens of each were cached."""
         mlx_paged.remove_patches()
         expected = [greedy(self.model, mx.array(prompt), new)[0] for prompt in prompts]
         mlx_paged.apply_patches(self.config)
         uids = self.gen.insert([list(prompt) for prompt in prompts], [new] * len(prompts))
         tokens: dict[int, list[int]] = {uid: [] for uid in uids}
         cached: dict[int, int] = {}
+        steps = 0
         while any(answer := self.gen.next()):
             for response in answer[1]:
                 tokens[response.uid].append(response.token)
                 cached[response.uid] = response.num_cached
+            steps += 1
+            if preempts and steps % 2:
+                self.gen.preempt_last()
         assert [tokens[uid] for uid in uids] == expected
         self.tree.check_integrity()
         self.pool.check_integrity()
@@ -97,57 +95,6 @@ def test_diverging_prompts_reuse_all_but_an_interval(kind: str) -> None:
     chats.ask(first)
     cached_edited, cached_answer = chats.ask(edited, [*first, *chats.answers[0], 5, 6, 7])
     assert cached_edited == 64 and cached_answer >= 149
-
-
-@pytest.mark.parametrize("kind", quick(RECURRENT, "falcon_h1"))
-def test_turn_computes_at_most_its_new_tokens_and_an_interval(kind: str) -> None:
-    chats = Chats(model_of(kind))
-    tokens = prompt_of(100, seed=1).tolist()
-    chats.ask(tokens)
-    for turn in range(5):
-        before = len(tokens)
-        tokens = tokens[: -(turn % 3) or None] + chats.answers[0][: 2 * (turn % 2)]  # some drop what was generated
-        kept = min(before, len(tokens))
-        tokens += prompt_of(20, seed=20 + turn).tolist()
-        (cached,) = chats.ask(tokens)
-        assert cached >= kept - turn % 3 - INTERVAL
-
-
-@pytest.mark.slow
-def test_twelve_turns_over_8k_tokens_compute_what_is_new_and_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Qwen3.5 of 24 layers, 1 of 4 with full attention, and the default interval."""
-    shape = {**model_configs.OVERRIDES["qwen3_5"]["text_config"], "num_hidden_layers": 24, "full_attention_interval": 4}
-    monkeypatch.setitem(
-        model_configs.OVERRIDES, "qwen3_5", {"text_config": {**shape, "max_position_embeddings": 1 << 14}}
-    )
-    chats = Chats(model_configs.build("qwen3_5"), interval=None)
-    tokens = vocabulary_prompt(2500, seed=1)
-    for turn in range(12):
-        known = len(tokens) - 500 if turn else 0  # the answer before is known, too
-        chats.gen.insert([list(tokens)], [4])
-        answer: list[int] = []
-        cached = 0
-        while any(step := chats.gen.next()):
-            for response in step[1]:
-                answer.append(response.token)
-                cached = response.num_cached
-        assert known - cached <= LEAST_INTERVAL  # the default for states this small
-        if turn < 11:
-            tokens += [*answer, *vocabulary_prompt(500, seed=2 + turn)]
-    assert len(tokens) > 8000 and chats.pool.stats().checkpoint_bytes > 0
-    assert answer == greedy_stock(chats, tokens, 4)
-
-
-@pytest.mark.parametrize(("shared", "is_compared"), ((0, False), (7, False), (8, True)))
-def test_only_prompts_with_a_common_start_are_compared(
-    shared: int, is_compared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chats, compared = Chats(model_of("mamba")), []
-    common_length = sharing.common_length
-    monkeypatch.setattr(sharing, "common_length", lambda *given: compared.append(given) or common_length(*given))
-    start = vocabulary_prompt(shared, seed=99)
-    chats.ask(*([*start, 3 + n, *vocabulary_prompt(40, seed=n)] for n in range(6)))
-    assert bool(compared) == is_compared
 
 
 @pytest.mark.parametrize("kind", quick(RECURRENT, "mamba"))
@@ -177,7 +124,7 @@ def test_checkpoints_keep_to_their_share_and_useful_ones_stay(kind: str) -> None
     memory = max(int(each * 8 / STATES_SHARE), 600 * per_token)
     chats = Chats(model_of(kind), memory=memory)
     system = prompt_of(128, seed=1).tolist()
-    for number in range(12):
+    for number in range(8):
         chats.ask([*system, 9 + number, *prompt_of(30, seed=number).tolist()], prompt_of(90, seed=90 + number).tolist())
         assert chats.tree.state_nbytes <= STATES_SHARE * memory
         stats = chats.pool.stats()
@@ -190,26 +137,7 @@ def test_checkpoints_keep_to_their_share_and_useful_ones_stay(kind: str) -> None
 @pytest.mark.parametrize("kind", quick(RECURRENT, "falcon_h1"))
 def test_preempted_requests_continue_from_their_checkpoints(kind: str) -> None:
     chats = Chats(model_of(kind))
-    prompts = [prompt_of(60 + 20 * n, seed=n).tolist() for n in range(5)]
-    expected = [greedy_stock(chats, prompt, 6) for prompt in prompts]
-    uids = chats.gen.insert(prompts, [6] * 5)
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    steps = 0
-    while any(answer := chats.gen.next()):
-        steps += 1
-        for response in answer[1]:
-            tokens[response.uid].append(response.token)
-        if steps % 2:
-            chats.gen.preempt_last()
-    assert [tokens[uid] for uid in uids] == expected
-    chats.pool.check_integrity()
-
-
-def greedy_stock(chats: Chats, prompt: list[int], new: int) -> list[int]:
-    mlx_paged.remove_patches()
-    expected = greedy(chats.model, mx.array(prompt), new)[0]
-    mlx_paged.apply_patches(chats.config)
-    return list(expected)
+    chats.ask(*(prompt_of(60 + 20 * n, seed=n).tolist() for n in range(5)), new=6, preempts=True)
 
 
 def test_the_interval_follows_the_size_of_the_states() -> None:
@@ -308,39 +236,6 @@ def test_checkpoints_come_back_from_disk_after_a_kill(kind: str, tmp_path: Path)
     assert again.ask([*first[:100], *vocabulary_prompt(9, seed=2)]) == [96]
     assert again.ask([*first, 5, 6]) == [129]
     assert again.ask([*first[:70], 3])[0] in (64, 70)
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from scripts.support import model_configs
-from tests.engine.sharing.test_checkpoints import Chats, vocabulary_prompt
-
-chats = Chats(model_configs.build(sys.argv[1]), folder=Path(sys.argv[2]))
-first = vocabulary_prompt(130, seed=1)
-if sys.argv[3] == "first":
-    chats.ask(first)
-    chats.store.tidy()
-    chats.gen.insert([vocabulary_prompt(90, seed=3)], [100_000])
-    chats.gen.next()
-    print("busy", flush=True)
-    while any(chats.gen.next()):
-        pass
-print(chats.ask([*first[:100], *vocabulary_prompt(9, seed=2)], [*first, 5, 6]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ("qwen3_next", "falcon_h1", "mamba"))
-def test_killed_process_leaves_its_checkpoints_to_the_next_one(kind: str, tmp_path: Path) -> None:
-    """The process gets SIGKILL during an answer; the next one answers as stock does, from the files on disk."""
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, kind, str(tmp_path)]
-    with subprocess.Popen([*command, "first"], stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None and first.stdout.readline() == "busy\n"
-        first.kill()
-        assert first.wait() == -signal.SIGKILL
-    second = subprocess.run([*command, "second"], capture_output=True, text=True, timeout=300, check=True)
-    assert second.stdout == "[96, 129]\n"
 
 
 def test_damaged_file_of_states_loses_only_that_checkpoint(tmp_path: Path) -> None:

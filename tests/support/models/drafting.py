@@ -74,11 +74,16 @@ def prompts_of(name: str, lengths: Sequence[int]) -> list[list[int]]:
     return [(builders.prompt_of(n, seed=n) % vocab_of(name)).tolist() for n in lengths]
 
 
+def drafting_generator(model: Any, draft: Any, **options: Any) -> Any:
+    """Make a generator that drafts in every step."""
+    with in_every_step():
+        return generator(model, draft_model=draft, **{"num_draft_tokens": DRAFTS, **options})
+
+
 def drafted(model: Any, draft: Any, prompts: Sequence[list[int]], num_tokens: Sequence[int], **rest: Any) -> Any:
     """Run requests with a draft model in every step. Returns their outcomes and the generator."""
     made = {name: rest.pop(name) for name in ("completion_batch_size", "prefixes", "num_draft_tokens") if name in rest}
-    with in_every_step():
-        gen = generator(model, draft_model=draft, **{"num_draft_tokens": DRAFTS, **made})
+    gen = drafting_generator(model, draft, **made)
     uids = gen.insert_segments([[prompt] for prompt in prompts], list(num_tokens), **rest)
     outcomes = {uid: Outcome() for uid in uids}
     run_all(gen, outcomes)

@@ -50,8 +50,12 @@ def insert(gen: Any, prompts: Sequence[list[int]], num_tokens: int) -> dict[int,
     return {uid: Outcome() for uid in uids}
 
 
-def assert_alike(outcomes: dict[int, Outcome], expected: Sequence[tuple[list[int], np.ndarray]]) -> None:
-    for outcome, (tokens, logprobs) in zip(outcomes.values(), expected, strict=True):
+def assert_alike(
+    outcomes: dict[int, Outcome] | Sequence[Outcome], expected: Sequence[tuple[list[int], np.ndarray]]
+) -> None:
+    """Assert the tokens of stock mlx-lm's runs, and their log-probabilities within TOLERANCE."""
+    found = list(outcomes.values()) if isinstance(outcomes, dict) else outcomes
+    for outcome, (tokens, logprobs) in zip(found, expected, strict=True):
         assert outcome.tokens == tokens
         got = np.stack(outcome.logprobs)
         same = got == logprobs  # also minus infinity, where a model rules a token out
