@@ -38,6 +38,7 @@ class Outcome:
         self.reason: str | None = None
         self.all_tokens: list[int] | None = None
         self.progress: list[tuple[int, int]] = []
+        self.num_cached = 0
 
 
 @functools.cache
@@ -86,6 +87,7 @@ def collect(outcomes: dict[int, Outcome], prompts: Sequence[Any], generated: Seq
         outcome.tokens.append(response.token)
         outcome.logprobs.append(np.array(response.logprobs))
         outcome.reason, outcome.all_tokens = response.finish_reason, response.all_tokens
+        outcome.num_cached = getattr(response, "num_cached", 0)  # mlx-lm's own responses have none
 
 
 def run_all(gen: Any, outcomes: dict[int, Outcome]) -> None:
