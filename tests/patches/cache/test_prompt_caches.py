@@ -126,22 +126,6 @@ def test_prompt_cache_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
 
 
-def test_trim_and_reuse_of_a_prompt_cache_equals_stock() -> None:
-    """What mlx-lm's server does with a cache that is longer than the shared prefix."""
-    model = build("qwen3")
-
-    def run():
-        cache = history(model, 50, 0)
-        assert upstream.can_trim_prompt_cache(cache)
-        assert upstream.trim_prompt_cache(cache, 23) == 23
-        return goes_on(model, cache)
-
-    expected = run()
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    got = run()
-    assert_same(got, expected)
-
-
 def test_mlx_lm_merges_paged_caches_into_its_own_batch() -> None:
     model = build("gemma3")
     stock = [history(model, count, 2) for count in (9, 20)]

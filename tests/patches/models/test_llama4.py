@@ -1,7 +1,6 @@
 """Llama 4: layers that see chunks and layers that see everything, against plain masks over all keys."""
 
 import functools
-import warnings
 from typing import Any
 
 import mlx.core as mx
@@ -227,17 +226,6 @@ def test_max_kv_size_has_no_effect_as_in_stock() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     tokens, logprobs = greedy(model, mx.array(prompt), 20, max_kv_size=16)
     llama4.check(model, prompt, tokens, logprobs)
-
-
-def test_several_rows_in_one_cache_run_as_in_stock() -> None:
-    model, rows = model_of(20), mx.array([prompt_of(30), prompt_of(30, seed=1)])
-    expected = model(rows, cache=upstream.make_prompt_cache(model))
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cache = upstream.make_prompt_cache(model)
-        got = model(rows, cache=cache)
-    assert mx.array_equal(got, expected) and all(type(c).__module__ == "mlx_lm.models.cache" for c in cache)
 
 
 def test_caches_work_after_the_patches_are_removed() -> None:

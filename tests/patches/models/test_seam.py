@@ -19,20 +19,16 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache import lazy_kv
-from mlx_paged.cache.composites import leaves
 from mlx_paged.patches.models import seam
 from scripts.support import model_configs
 from tests.support.caches import batch_over
 from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
+from tests.support.models.builders import build, greedy, rms
+from tests.support.models.builders import small_prompt as prompt
 from tests.support.without_collector import without_collector
 
 ON = {"kernel": "on"}
-
-
-def prompt(length: int, seed: int = 0) -> mx.array:
-    return prompt_of(length, seed) % model_configs.VOCAB
 
 
 def fresh(model: Any) -> list[Any]:
@@ -239,17 +235,6 @@ def test_patches_can_be_applied_twice_reconfigured_and_removed(model: Any) -> No
     assert mlx_paged.pool_of(model) is None
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
-def test_caches_made_under_the_patches_work_without_them(name: str) -> None:
-    """After remove_patches() upstream's attention runs on them through update_and_fetch, with the same tokens."""
-    model = build(name) if name in KINDS else model_configs.build(name)
-    expected = greedy(model, prompt(60), 12)[0]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    cache = fresh(model)
-    mlx_paged.remove_patches()
-    assert greedy(model, prompt(60), 12, prompt_cache=cache)[0] == expected
-
-
 def test_module_imported_after_patching_is_patched_and_restored() -> None:
     name = "mlx_lm.models.starcoder2"
     sys.modules.pop(name, None)
@@ -276,46 +261,6 @@ def test_models_of_different_geometry_have_separate_pools() -> None:
     assert len({id(mlx_paged.pool_of(model)) for model in models}) == 3
     names = [group.spec.name for group in mlx_paged.pool_of(models[2]).groups]
     assert names == ["global, 2 x 16/16", "global, 1 x 16/16"]  # split where layers differ in KV heads
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
-def test_several_rows_in_one_cache_run_as_in_stock(name: str) -> None:
-    """With the seam and with an adapter; the caches become mlx-lm's."""
-    model = build(name) if name in KINDS else model_configs.build(name)
-    rows = mx.stack([prompt(50, seed=1), prompt(50, seed=2)])
-    expected = [model(rows, cache=(cache := fresh(model))), model(rows[:, :1], cache=cache)]
-    mlx_paged.apply_patches()
-    with pytest.warns(mlx_paged.NotPagedWarning, match="several sequences") as warned:
-        got = [model(rows, cache=(cache := fresh(model))), model(rows[:, :1], cache=cache)]
-    assert len(warned) == 1 and cache[0].offset == 51
-    assert all(mx.array_equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", *slow("gpt_oss", "nemotron_h", "gemma3n", "falcon_h1")])
-def test_prompt_cache_files_are_exchanged_with_stock(name: str, tmp_path: Any) -> None:
-    """Saved under the patches, loaded by stock mlx-lm, and the other way round."""
-    model = model_configs.build(name)
-    file = str(tmp_path / "cache.safetensors")
-
-    def first() -> None:
-        cache = fresh(model)
-        model(prompt(33)[None], cache=cache)
-        upstream.save_prompt_cache(file, cache)
-
-    def second() -> list[int]:
-        cache = upstream.load_prompt_cache(file)
-        if mlx_paged.patches.is_applied():
-            cache = mlx_paged.patches.adopt_prompt_cache(model, cache)
-            assert any(isinstance(c, mlx_paged.PagedKVCache) for c in leaves(cache))
-        return greedy(model, prompt(4, seed=5), 20, prompt_cache=cache)[0]
-
-    first()
-    expected = second()
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    assert second() == expected
-    first()
-    mlx_paged.remove_patches()
-    assert second() == expected
 
 
 @pytest.mark.parametrize("name", ["stablelm", "phi"])

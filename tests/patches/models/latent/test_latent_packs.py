@@ -154,7 +154,7 @@ def test_few_tokens_after_a_long_prefix_attend_to_unexpanded_latents(calls: list
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "storage"), quick(crossed(["deepseek_v3", "mistral4"], STORAGES), ("mistral4", "kernel")),
+    ("name", "storage"), quick(crossed(["deepseek_v3", "deepseek_v32", "mistral4"], STORAGES), ("mistral4", "kernel")),
     indirect=["storage"]
 )  # fmt: skip
 def test_looked_up_drafts_give_solo_tokens(name: str, storage: str) -> None:
