@@ -23,7 +23,7 @@ LENGTH = 45
 
 
 def model_of(name: str) -> Any:
-    return llama4.build(20) if name == "llama4" else any_model(name)
+    return llama4.build(64) if name == "llama4" else any_model(name)
 
 
 def prompt(name: str, length: int, seed: int = 0) -> mx.array:

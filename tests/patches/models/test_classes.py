@@ -199,6 +199,12 @@ def test_prompt_cache_over_turns_and_files_equals_stock(case: Case, tmp_path: Pa
 # Prefixes ---------------------------------------------------------------------------------------------------------
 
 
+def answers_of(gen: Any, requests: list[list[int]], new: int) -> tuple[list[list[int]], list[int]]:
+    """Return the tokens of each request, and how many tokens of its prompt were cached."""
+    outcomes = run_requests(gen, requests, [new] * len(requests))
+    return [outcome.tokens for outcome in outcomes], [outcome.num_cached for outcome in outcomes]
+
+
 @always("hybrid in turn", "soft cap", "index keys")
 def test_prefixes_are_shared_in_a_burst_and_later(case: Case) -> None:
     """Shared by the requests of a burst, by the first one repeated, and by a chat that continues it."""
@@ -213,21 +219,15 @@ def test_prefixes_are_shared_in_a_burst_and_later(case: Case) -> None:
     pool = mlx_paged.pool_of(case.model)
     tree = PrefixCache(pool)
     gen = generator(case.model, prefill_step_size=CHUNK, prefixes=SharedPrefixes(tree))
-
-    def answers_of(requests: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-        """Return the tokens of each request, and how many tokens of its prompt were cached."""
-        outcomes = run_requests(gen, requests, [new] * len(requests))
-        return [outcome.tokens for outcome in outcomes], [outcome.num_cached for outcome in outcomes]
-
     assert ("yes" if gen._engine.all_paged else "checkpoints") == case.sharing
 
-    got, num_cached = answers_of(prompts)
+    got, num_cached = answers_of(gen, prompts, new)
     assert got == expected
     slack = BLOCK  # prefixes are whole blocks
     assert num_cached[0] == 0 and all(len(system) - slack <= found <= len(system) for found in num_cached[1:])
-    got, num_cached = answers_of(prompts[:1])
+    got, num_cached = answers_of(gen, prompts[:1], new)
     assert got == expected[:1] and num_cached[0] >= len(prompts[0]) - 1 - BLOCK
-    got, num_cached = answers_of([later])
+    got, num_cached = answers_of(gen, [later], new)
     assert got == [expected_later]
     assert num_cached[0] >= len(prompts[0]) + new - 1 - BLOCK
     tree.check_integrity()
