@@ -17,15 +17,18 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.kv.lock import HeldLocks
 from tests.support.cases import crossed, quick, slow
+from tests.support.models import llama4
 from tests.support.models.builders import (
     COMMON,
     HEADS,
     KINDS,
     WINDOW,
+    any_model,
     assert_same,
     build,
     greedy,
     prompt_of,
+    small_prompt,
     tolerance_of,
 )
 from tests.support.models.tokenizers import plain_tokenizer
@@ -110,20 +113,29 @@ def make_prompt_cache_now(model):
     return make_prompt_cache(model)
 
 
-@pytest.mark.parametrize("kind", ["llama-sliding", *slow("gemma3")])
-def test_sliding_layers_hold_only_blocks_of_their_window(kind: str) -> None:
-    model = model_of(kind)
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    cache = make_prompt_cache_now(model)
-    step = 50
-    bound = -(-(WINDOW + step) // 8) + 1
-    for _ in generate_step(prompt_of(257), model, max_tokens=200, prompt_cache=cache, prefill_step_size=step):
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("llama-sliding", 257),
+        ("gpt_oss", 300),
+        ("llama4", 300),
+        *slow(*crossed(["gemma3", "olmo3", "gemma3n"], [4900])),
+    ],
+)
+def test_layers_hold_only_blocks_of_their_window_or_chunk(name: str, length: int) -> None:
+    model = llama4.build(24) if name == "llama4" else any_model(name)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=1 << 28))
+    cache, step, windows = make_prompt_cache_now(model), 50, 0
+    for _ in generate_step(small_prompt(length), model, max_tokens=100, prompt_cache=cache, prefill_step_size=step):
         for layer in cache:
-            if layer.window is not None:
-                assert layer.table.num_blocks <= bound
-            else:
+            if layer.sees is None:
                 assert layer.table.num_blocks == -(-layer.table.length // 8)
-    assert cache[0].offset > 257
+            else:
+                windows += 1
+                assert layer.table.num_blocks <= -(-(layer.sees.size + step) // 8) + 1
+    assert cache[0].offset >= length + 99 and windows > 0
+    for group in mlx_paged.pool_of(model).groups:  # their tensors, too
+        assert group.spec.window is None or group.allocator.num_blocks <= 4 * (-(-(group.spec.window + step) // 8) + 1)
 
 
 @pytest.mark.usefixtures("no_fall_through")

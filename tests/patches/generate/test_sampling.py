@@ -15,7 +15,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.request import RequestOptions
-from mlx_paged.engine.sampling import token_choice
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.errors import ConfigError, RequestFailedError
 from mlx_paged.patches.registry import fingerprint
@@ -213,27 +212,6 @@ def test_step_evaluates_once_fetches_once_and_never_normalises(setting: Any, mon
     for _ in range(5):
         gen.next_generated()
     assert watch.counts == {"eval": 0, "async_eval": 5, "logsumexp": 0, "transfer": 5}
-
-
-def test_watch_counts_every_read_of_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(monkeypatch)
-    one = mx.array([1])
-    assert [one.tolist(), one.item(), int(one), float(one), bool(one)] == [[1], 1, 1, 1.0, True]
-    assert watch.counts["transfer"] == 5
-
-
-def test_parameter_arrays_are_made_only_when_the_rows_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    original = token_choice.BatchSampler._prepare
-    monkeypatch.setattr(token_choice.BatchSampler, "_prepare", lambda self: (made.append(self), original(self))[1])
-    gen = generator(model_of("llama"))
-    gen.insert(prompts_of(2), [30] * 2, samplers=[make_sampler(1.0, 0.9), make_sampler(0.5)])
-    for _ in range(5):
-        gen.next_generated()
-    before = len(made)
-    for _ in range(10):
-        gen.next_generated()
-    assert len(made) == before
 
 
 def test_kept_responses_hold_only_their_own_rows() -> None:

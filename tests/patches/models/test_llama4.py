@@ -6,7 +6,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as upstream
 from mlx_lm.models import llama4 as llama4_module
 
@@ -35,11 +34,6 @@ model_of = functools.cache(llama4.build)
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, llama4.VOCAB, length).tolist()
-
-
-def chunk_group(pool: Any) -> Any:
-    (group,) = [group for group in pool.groups if group.spec.stride > 1]
-    return group
 
 
 def run(gen: Any, prompts: list[list[int]], num_tokens: list[int]) -> list[Outcome]:
@@ -92,30 +86,6 @@ def test_decode_steps_are_compiled(kernels: Any) -> None:
 
 
 # Blocks ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "chunk"), quick(crossed([200, 5_000], CHUNKS), (200, 24))
-)  # fmt: skip
-def test_chunk_layers_hold_at_most_a_chunk_and_a_step(chunk: int, num_tokens: int) -> None:
-    step, model = 32, llama4.build(chunk, num_hidden_layers=4, hidden_size=16, head_dim=16)
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-    prompt, cache, most = mx.array(prompt_of(num_tokens // 2)), upstream.make_prompt_cache(model), 0
-    pool = mlx_paged.pool_of(model)
-    group = chunk_group(pool)
-
-    def note(*_: Any) -> None:
-        nonlocal most
-        most = max(most, group.allocator.num_live)
-
-    for _ in generate_step(
-        prompt, model, max_tokens=num_tokens // 2, prompt_cache=cache, prefill_step_size=step,
-        prompt_progress_callback=note,
-    ):  # fmt: skip
-        note()
-        assert cache[0].table.num_blocks <= -(-chunk // BLOCK) + 1  # a step is one token here
-    assert chunk // BLOCK <= most <= -(-(chunk + step) // BLOCK) + 1
-    assert cache[3].table.num_blocks == -(-cache[3].offset // BLOCK)
 
 
 # Prefixes -------------------------------------------------------------------------------------------------------------

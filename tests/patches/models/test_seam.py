@@ -11,7 +11,6 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models import cache as upstream
 from mlx_lm.models.cache import make_prompt_cache
@@ -22,7 +21,6 @@ from mlx_paged.cache import lazy_kv
 from mlx_paged.patches.models import seam
 from scripts.support import model_configs
 from tests.support.caches import batch_over
-from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, rms
 from tests.support.models.builders import small_prompt as prompt
@@ -168,50 +166,6 @@ def test_fetched_arrays_keep_neither_blocks_nor_pool_alive(use_kernel: bool) -> 
         del model, pool
         assert gone() is None
         assert attention(mx.ones((1, 4, 1, 16)), *kept[:2], None, 1.0, None).shape == (1, 4, 1, 16)
-
-
-# gpt_oss has sinks, too; the next test covers windows alone.
-@pytest.mark.parametrize(
-    "name",
-    ["gpt_oss", *slow("gemma3n", "olmo3", "exaone4", "cohere2")],
-)
-def test_sliding_layers_hold_their_window_over_5000_tokens(name: str) -> None:
-    """Blocks of a sliding layer stay within the window however long the sequence gets."""
-    model = model_configs.build(name)
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=1 << 28))
-    cache = fresh(model)
-    sliding = [c for c in cache if getattr(c, "window", None) is not None]
-    rng = np.random.default_rng(0)
-    step, total = 50, 0
-    bound = -(-(model_configs.WINDOW + step) // 8) + 1
-    assert sliding
-    heads, k_dim, v_dim, dtype, _ = sliding[0].pool.groups[sliding[0].table.group].geometry
-    while total < 5000:
-        n = step if total % 500 < 400 else 1
-        for layer in sliding:
-            k, v = (mx.array(rng.standard_normal((1, heads, n, dim)), dtype) for dim in (k_dim, v_dim))
-            layer.make_mask(n)
-            layer.update_and_fetch(k, v)
-            assert layer.table.num_blocks <= bound
-        mx.eval([layer.state for layer in sliding])
-        total += n
-    pool = sliding[0].pool
-    pool.check_integrity()
-    groups = {layer.table.group for layer in sliding}
-    assert all(pool.groups[group].allocator.num_blocks <= 4 * bound for group in groups)
-
-
-@pytest.mark.parametrize("length", [400, pytest.param(4900, marks=pytest.mark.slow)])
-def test_generation_holds_only_blocks_of_the_window(length: int) -> None:
-    model = model_configs.build("olmo3")
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=1 << 28))
-    cache, step = fresh(model), 64
-    bound = -(-(model_configs.WINDOW + step) // 8) + 1
-    sliding = [c for c in cache if c.window is not None]
-    run = generate_step(prompt(length), model, max_tokens=60, prompt_cache=cache, prefill_step_size=step)
-    for _ in run:
-        assert all(c.table.num_blocks <= bound for c in sliding)
-    assert cache[0].offset >= length + 59
 
 
 def test_patches_can_be_applied_twice_reconfigured_and_removed(model: Any) -> None:

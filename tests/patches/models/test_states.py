@@ -18,7 +18,7 @@ from mlx_paged.patches.models import states
 from mlx_paged.warn import NotPagedWarning
 from scripts.support import model_configs
 from tests.support.cases import crossed, quick
-from tests.support.models.batch_runs import model_of
+from tests.support.models.batch_runs import answers, model_of
 from tests.support.models.builders import greedy, prompt_of
 
 Arrays = tuple[mx.array, ...]
@@ -222,10 +222,4 @@ def test_prompts_shorter_than_an_ngram_are_batched_with_longer_ones() -> None:
     prompts = [list(range(3, 3 + length)) for length in (1, 2, 3, 4, 9, 2)]
     expected = [greedy(model, mx.array(prompt), 5)[0] for prompt in prompts]
     mlx_paged.apply_patches()
-    gen = PagedBatchGenerator(model)
-    uids = gen.insert(prompts, [5] * len(prompts))
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    while any(answer := gen.next()):
-        for response in answer[1]:
-            tokens[response.uid].append(response.token)
-    assert [tokens[uid] for uid in uids] == expected
+    assert answers(PagedBatchGenerator(model), prompts, [5] * len(prompts)) == expected
