@@ -1,6 +1,5 @@
 """The seam: attention without an adapter runs over blocks if it gets back the arrays that its cache fetched."""
 
-import gc
 import importlib
 import sys
 import weakref
@@ -17,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache import lazy_kv
 from mlx_paged.patches.models import seam
 from scripts.support import model_configs
 from tests.support.caches import batch_over
@@ -129,20 +127,6 @@ def test_queries_without_a_mask_see_all_keys(model: Any) -> None:
     assert mx.array_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=None))
 
 
-def test_dropped_arrays_are_forgotten(single: Any) -> None:
-    """A kept gather would hold the pool's buffer, and the next write would copy it."""
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gc.collect()
-    others = set(lazy_kv._handed_out)  # that other tests still hold
-    greedy(single, prompt(20), 10)
-    assert not set(lazy_kv._handed_out) - others
-    cache = fresh(single)[0]
-    kept = [step[1:3] for step in steps(cache, 3)]
-    assert len(set(lazy_kv._handed_out) - others) == len(kept)
-    del kept
-    assert not set(lazy_kv._handed_out) - others
-
-
 @pytest.mark.parametrize("use_kernel", [False, True])
 def test_fetched_arrays_keep_neither_blocks_nor_pool_alive(use_kernel: bool) -> None:
     with fake_kernels() as kernels, without_collector():
@@ -166,27 +150,6 @@ def test_fetched_arrays_keep_neither_blocks_nor_pool_alive(use_kernel: bool) -> 
         del model, pool
         assert gone() is None
         assert attention(mx.ones((1, 4, 1, 16)), *kept[:2], None, 1.0, None).shape == (1, 4, 1, 16)
-
-
-def test_patches_can_be_applied_twice_reconfigured_and_removed(model: Any) -> None:
-    original = base.scaled_dot_product_attention
-    expected = greedy(model, prompt(20), 10)
-    for block_size in (8, 16):
-        mlx_paged.apply_patches(PagedConfig(block_size=block_size))
-        mlx_paged.apply_patches()
-        assert base.scaled_dot_product_attention is not original
-        assert sys.modules["mlx_lm.models.qwen2"].scaled_dot_product_attention is base.scaled_dot_product_attention
-        got = greedy(model, prompt(20), 10)
-        assert got[0] == expected[0] and rms(got[1], expected[1]) == 0.0
-        assert mlx_paged.pool_of(model).block_size == block_size
-    mlx_paged.apply_patches(PagedConfig(block_size=32))  # other options, while patched
-    assert greedy(model, prompt(20), 10)[0] == expected[0]
-    assert mlx_paged.pool_of(model).block_size == 32
-    mlx_paged.remove_patches()
-    assert base.scaled_dot_product_attention is original
-    assert sys.modules["mlx_lm.models.qwen2"].scaled_dot_product_attention is original
-    assert type(fresh(model)[0]) is upstream.KVCache
-    assert mlx_paged.pool_of(model) is None
 
 
 def test_module_imported_after_patching_is_patched_and_restored() -> None:
