@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -45,11 +45,9 @@ class SequenceTables:
 
     Args:
         pool: the pool of the blocks.
-        pool_of_dtype: returns the pool of the same groups for keys of a dtype, or None if there is none.
     """
 
-    def __init__(self, pool: BlockPool, pool_of_dtype: Callable[[mx.Dtype], BlockPool | None] | None = None) -> None:
-        self._pool_of_dtype = pool_of_dtype
+    def __init__(self, pool: BlockPool) -> None:
         self._lay_out(pool, [pool.new_table(group) for group in range(len(pool.groups))])
 
     def _lay_out(self, pool: BlockPool, tables: Sequence[BlockTable]) -> None:
@@ -68,21 +66,8 @@ class SequenceTables:
     def over(cls, pool: BlockPool, tables: Sequence[BlockTable]) -> SequenceTables:
         """Return a sequence that takes over these tables, one per group. Every layer is at their end."""
         sequence = object.__new__(cls)
-        sequence._pool_of_dtype = None
         sequence._lay_out(pool, tables)
         return sequence
-
-    def move(self, dtype: mx.Dtype) -> bool:
-        """Move to the pool for keys of this dtype, if nothing has been written yet. Return whether it moved."""
-        if self._pool_of_dtype is None or any(table.length for table in self.tables):
-            return False
-        pool = self._pool_of_dtype(dtype)
-        if pool is None or pool is self.pool:
-            return False
-        for table in self.tables:
-            self.pool.release_table(table)
-        self._lay_out(pool, [pool.new_table(group) for group in range(len(pool.groups))])
-        return True
 
     @property
     def num_layers(self) -> int:
@@ -252,7 +237,6 @@ class SequenceTables:
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceTables:
         fork = object.__new__(SequenceTables)
         memo[id(self)] = fork
-        fork._pool_of_dtype = None if any(table.length for table in self.tables) else self._pool_of_dtype
         fork._lay_out(self.pool, [self.pool.fork(table) for table in self.tables])
         fork._behind = dict(self._behind)
         return fork

@@ -79,7 +79,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 probe_geometry(model, fresh)
                 sequence = sequence_of(fresh)
                 pool = None if sequence is None else sequence.pool
-                self._factory.pin_pool(pool)
                 proposer = None
                 if draft_model is not None:
                     proposer = drafting(model, draft_model, num_draft_tokens, pool, draft_prefixes)
