@@ -250,7 +250,6 @@ def test_batches_of_mlx_lm_are_sampled_by_the_given_options() -> None:
         layer.self_attn.__class__ = PeekingAttention
     chosen = [SamplingParams(), SamplingParams(logit_bias={7: 100.0}), SamplingParams(repetition_penalty=1.5)]
     gen, prompts = generator(model), prompts_of(3)
-    assert gen._engine is None
     got = answers(gen, prompts, options=[RequestOptions(sampling=each) for each in chosen])
     processors = [make_logits_processors(dict(each.logit_bias) or None, each.repetition_penalty) for each in chosen]
     assert got == answers(generator(model), prompts, logits_processors=processors)
