@@ -98,37 +98,6 @@ def test_speculative_runs_free_the_blocks_of_both_models(model: Any) -> None:
     assert gone[0]() is None and gone[1]() is None
 
 
-# Responses ------------------------------------------------------------------------------------------------------------
-
-
-def test_dropped_responses_are_forgotten_by_the_engine(model: Any) -> None:
-    gen = generator(model)
-    for _ in range(5):
-        gen.insert([[1, 2, 3]] * 20, [1] * 20)
-        assert not drain(gen)
-        assert len(gen._engine._finished) == 0
-    gen.insert([PROMPT, PROMPT[:9]], [2, 2])
-    kept = [response for _ in range(2) for response in gen.next_generated()]
-    assert len(gen._engine._finished) == 2
-    assert live_blocks(model) == 4 + 1
-    del kept[-1]
-    assert len(gen._engine._finished) == 1
-
-
-def test_finished_response_holds_only_its_own_row(model: Any) -> None:
-    gen = generator(model)
-    gen.insert([PROMPT, PROMPT[:9]], [2, 5])
-    finished = []
-    while generated := gen.next_generated():
-        finished += [response for response in generated if response.finish_reason is not None]
-    engine = weakref.ref(gen._engine)
-    del gen, generated
-    assert engine() is None
-    assert finished[0].prompt_cache[0].offset == 62
-    del finished[1]
-    assert live_blocks(model) == 4
-
-
 # Failures -------------------------------------------------------------------------------------------------------------
 
 

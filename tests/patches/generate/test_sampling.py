@@ -1,6 +1,7 @@
 """Sampling in batches: recognised samplers, seeds, and what a step computes, fetches and keeps."""
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,8 @@ from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.errors import ConfigError, RequestFailedError
 from mlx_paged.patches.registry import fingerprint
 from mlx_paged.patches.samplers import KNOWN, known_processors, known_sampler
-from tests.support.models.batch_runs import generator, model_of
+from tests.support.models import batch_runs
+from tests.support.models.batch_runs import Outcome, collect, generator, model_of
 from tests.support.models.builders import prompt_of
 
 NEW = 12
@@ -36,19 +38,8 @@ def prompts_of(count: int) -> list[list[int]]:
     return [prompt_of(5 + 3 * (index % 4), seed=index).tolist() for index in range(count)]
 
 
-def answers(
-    gen: Any, prompts: Sequence[list[int]], between: Callable[[Any, int], None] = lambda gen, step: None, **options: Any
-) -> list[list[int]]:
-    uids = gen.insert_segments([[prompt] for prompt in prompts], [NEW] * len(prompts), **options)
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    step = 0
-    while responses := gen.next_generated():
-        for response in responses:
-            if response.uid in tokens:  # others may be inserted meanwhile
-                tokens[response.uid].append(response.token)
-        between(gen, step)
-        step += 1
-    return [tokens[uid] for uid in uids]
+def answers(gen: Any, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+    return batch_runs.answers(gen, prompts, [NEW] * len(prompts), **options)
 
 
 # What is recognised -----------------------------------------------------------------------------------------------
@@ -137,13 +128,17 @@ def test_seed_gives_the_same_tokens_after_preemption() -> None:
     model, prompts, options = model_of("llama"), prompts_of(4), seeded(4)
     expected = answers(generator(model), prompts, **options)
 
-    def make_room(gen: Any, step: int) -> None:
+    gen = generator(model)
+    outcomes = {uid: Outcome() for uid in gen.insert(prompts, [NEW] * 4, **options)}
+    for step in itertools.count():
+        parts = gen.next()
+        if not any(parts):
+            break
+        collect(outcomes, *parts)
         running = gen._engine.scheduler.running
         if step % 3 == 1 and len(running) > 1:
             gen._engine.scheduler.preempt(running[step % len(running)])
-
-    gen = generator(model)
-    assert answers(gen, prompts, make_room, **options) == expected
+    assert [outcome.tokens for outcome in outcomes.values()] == expected
     assert gen.preemptions >= 3
 
 

@@ -156,59 +156,31 @@ def test_drafts_do_not_change_a_token(kernels: Any) -> None:
 # To and from mlx-lm's caches ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [40, *slow(13, 20, 33, 41)])
-def test_saved_cache_continues_in_stock_and_adopted(length: int, tmp_path: Any) -> None:
-    model, prompt = model_of(20), prompt_of(length)
+@pytest.mark.parametrize("length", [47, *slow(5, 13, 20, 33, 40, 41)])
+def test_caches_continue_as_saved_adopted_and_without_the_patches(length: int, tmp_path: Any) -> None:
+    model, prompt, more = model_of(20), prompt_of(length), prompt_of(1, seed=5)
+    file, stock = str(tmp_path / "cache.safetensors"), upstream.make_prompt_cache(model)
+    for token in prompt:
+        model(mx.array([[token]]), cache=stock)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-    cache = upstream.make_prompt_cache(model)
-    model(mx.array(prompt)[None], cache=cache)
-    upstream.save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
-    for load in (lambda c: c, lambda c: mlx_paged.adopt_prompt_cache(model, c)):
-        given = load(upstream.load_prompt_cache(str(tmp_path / "cache.safetensors")))
-        more = prompt_of(1, seed=5)
+    adopted, paged = mlx_paged.adopt_prompt_cache(model, stock), upstream.make_prompt_cache(model)
+    model(mx.array(prompt)[None], cache=paged)
+    assert isinstance(adopted[0], upstream.ChunkedKVCache) and isinstance(adopted[3], upstream.KVCache)
+    assert adopted[0].chunk_size == 20 and adopted[0].start_position == length // 20 * 20
+    assert not hasattr(adopted[0], "max_size") and not hasattr(adopted[3], "chunk_size")
+    upstream.save_prompt_cache(file, paged)
+    saved = upstream.load_prompt_cache(file)
+    for given in (adopted, mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file)), saved, paged):
+        if given is saved:
+            mlx_paged.remove_patches()
         tokens, logprobs = greedy(model, mx.array(more), 25, prompt_cache=given)
         llama4.check(model, [*prompt, *more], tokens, logprobs)
 
 
-def test_stock_caches_of_any_length_are_adopted() -> None:
-    model = model_of(20)
-    for length in (5, 47):
-        prompt, cache = prompt_of(length), upstream.make_prompt_cache(model)
-        for token in prompt:
-            model(mx.array([[token]]), cache=cache)
-        mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-        adopted = mlx_paged.adopt_prompt_cache(model, cache)
-        assert isinstance(adopted[0], upstream.ChunkedKVCache) and isinstance(adopted[3], upstream.KVCache)
-        assert adopted[0].chunk_size == 20 and adopted[0].start_position == length // 20 * 20
-        assert not hasattr(adopted[0], "max_size") and not hasattr(adopted[3], "chunk_size")
-        tokens, logprobs = greedy(model, mx.array(prompt[:1]), 15, prompt_cache=adopted)
-        llama4.check(model, [*prompt, prompt[0]], tokens, logprobs)
-        mlx_paged.remove_patches()
-
-
-def test_max_kv_size_has_no_effect_as_in_stock() -> None:
+def test_pages_of_chunks_are_quantised_and_max_kv_size_has_no_effect() -> None:
     model, prompt = model_of(20), prompt_of(50)
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-    tokens, logprobs = greedy(model, mx.array(prompt), 20, max_kv_size=16)
-    llama4.check(model, prompt, tokens, logprobs)
-
-
-def test_caches_work_after_the_patches_are_removed() -> None:
-    model, prompt = model_of(20), prompt_of(45)
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-    cache = upstream.make_prompt_cache(model)
-    model(mx.array(prompt[:30])[None], cache=cache)
-    mlx_paged.remove_patches()
-    logits = model(mx.array(prompt[30:])[None], cache=cache)[0]
-    got = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-    assert np.sqrt(np.mean((got - llama4.dense_logprobs(model, prompt)[30:]) ** 2)) <= 1e-5
-
-
-@pytest.mark.parametrize("kv_bits", [8])
-def test_pages_of_chunks_are_quantised(kv_bits: int) -> None:
-    model, prompt = model_of(20), prompt_of(50)
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_bits=kv_bits, kv_group_size=32))
-    tokens, logprobs = greedy(model, mx.array(prompt), 20)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_bits=8, kv_group_size=32))
+    tokens, logprobs = greedy(model, mx.array(prompt), 20, max_kv_size=16)  # as in stock
     dense = llama4.dense_logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
     assert all(group.is_quantized for group in mlx_paged.pool_of(model).groups)
     assert 0 < np.sqrt(np.mean((dense - logprobs) ** 2)) < 2e-2
