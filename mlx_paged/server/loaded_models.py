@@ -29,7 +29,7 @@ from ..kv.pool import BlockPool
 from ..machine import usable_memory
 from ..patches.cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from ..patches.cache.pools import known_pool, pool_of, probe_geometry
-from ..patches.generate.batch_generator import PagedBatchGenerator, is_batched_here
+from ..patches.generate.batch_generator import PagedBatchGenerator
 from ..patches.generate.drafting import BudgetShare, known_factory
 from ..patches.patch import fingerprint
 from ..patches.samplers import processors_of, sampler_of
@@ -290,9 +290,7 @@ class LoadedModels:
         assert weights is not None
         if not weights.is_batchable or self.cli_args.kv_bits is not None:
             return False
-        if any(prompt.vision is not None for prompt in request.prompts):
-            return False
-        return request.sampling.seed is None or is_batched_here(stock_cache.make_prompt_cache(weights.model))
+        return all(prompt.vision is None for prompt in request.prompts)
 
     def batch(self, stream: mx.Stream) -> ServedBatch:
         assert self.weights is not None

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from ...attention import gather
@@ -173,12 +174,14 @@ class PagedLayout(NamedTuple):
         adapted: attention goes through adapters, not through the seam.
         reasons: why other layers keep mlx-lm's own caches, one reason per kind. Layers with states have no reason:
             slots and checkpoints do for them what blocks do elsewhere (budget, shared prefixes, files, batches).
+        dtype: dtype of the first layer's weights; after the model's ``set_dtype()`` its caches lie in another pool.
     """
 
     groups: tuple[LayerGroup, ...]
     geometries: tuple[tuple[Geometry, QueryHeads | None], ...]
     adapted: bool
     reasons: tuple[str, ...]
+    dtype: mx.Dtype | None = None
 
     @property
     def layers(self) -> frozenset[int]:
@@ -208,16 +211,22 @@ def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: 
         spare: a second set, composed as the model expects; not usable afterwards.
         adapted: every layer has an attention adapter.
     """
-    key = (adapted, *[_kind(cache) for cache in stock])
+    dtype = _dtype_of(model)
+    key = (adapted, dtype, *[_kind(cache) for cache in stock])
     with _lock:
         layouts = _layouts.get(model)
         if layouts is None:
             layouts = _layouts.put(model, {})
         layout = layouts.pop(key, None) or (_adapter_layout(stock) if adapted else _seam_layout(model, stock, spare))
-        layouts[key] = layout
+        layouts[key] = layout = layout._replace(dtype=dtype)
         while len(layouts) > MAX_LAYOUTS:
             del layouts[next(iter(layouts))]
         return layout
+
+
+def _dtype_of(model: Any) -> mx.Dtype | None:
+    weights = tree_flatten(model.layers[0].parameters()) if getattr(model, "layers", None) else []
+    return next((weight.dtype for _, weight in weights if mx.issubdtype(weight.dtype, mx.floating)), None)
 
 
 def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..models.model_calls import guard
 from ..patch import replaces
 from .layer_cache import IndexedLayerCache, PagedLayerCache, SeamLayerCache
 from .layout import PagedLayout, can_be_paged, layout_for, name_of, window_of
-from .pools import pool_for
+from .pools import pool_for, probe_geometry
 
 
 class CacheFactory:
@@ -49,20 +48,11 @@ class CacheFactory:
         self._layout = layout
         self.config = PagedConfig() if config is None else config
         self.pool: BlockPool | None = None
-        self._pool_of_dtype: Callable[[mx.Dtype], BlockPool | None] | None = None
         if layout is not None and config is not None and layout.groups:
             try:
                 self.pool = pool_for(model, layout, config)
             except BlocksUnavailableError as error:
                 warn_once(f"not paged in models of type {name_of(model)}: {error}; mlx-lm's own cache is used")
-                return
-            known = weakref.ref(model)
-
-            def pool_of_dtype(dtype: mx.Dtype) -> BlockPool | None:
-                model = known()
-                return None if model is None else pool_for(model, layout, config, dtype)
-
-            self._pool_of_dtype = pool_of_dtype
 
     def __call__(self) -> list[Any]:
         """Return a fresh prompt cache."""
@@ -70,17 +60,13 @@ class CacheFactory:
         if self.pool is None or self._layout is None:
             return caches
         parts = leaves(caches)
-        sequence = SequenceTables(self.pool, self._pool_of_dtype)
+        sequence = SequenceTables(self.pool)
         kind = PagedLayerCache if self._layout.adapted else SeamLayerCache
         if any(group.split_keys for group in self._layout.groups):
             kind = IndexedLayerCache
         for layer in self._layout.layers:
             parts[layer] = kind(sequence, layer)
         return with_leaves(caches, parts)
-
-    def pin_pool(self, pool: BlockPool | None) -> None:
-        """Make all caches in this pool from now on; they no longer move to another pool when the dtype changes."""
-        self.pool, self._pool_of_dtype = pool, None
 
 
 def is_patched() -> bool:
@@ -243,6 +229,7 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
         kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
         warn_once(f"prompt caches of type {kinds} with these options cannot be paged: mlx-lm's own cache is used")
         return cache
+    probe_geometry(model, fresh)
     for old, new in pairs:
         if window_of(old) != new.sees:
             windows = f"{window_of(old)}, the model's has {new.sees}"
@@ -256,14 +243,13 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
                 raise PromptCacheError(f"layer {new.layer} of the prompt cache: {error}") from None
             continue
         keys, values = _in_order(old)
-        expected = new.group.geometry
-        shape = kv_shape_of(model)
-        if expected is not None:
-            shape = expected.num_kv_heads, expected.k_head_dim + expected.v_head_dim * new.split_keys
-        if shape is not None and (keys.shape[1], keys.shape[3]) != shape:
+        geometry = new.group.geometry
+        assert geometry is not None
+        heads, dim = geometry.num_kv_heads, geometry.k_head_dim + geometry.v_head_dim * new.split_keys
+        if (keys.shape[1], keys.shape[3]) != (heads, dim):
             raise PromptCacheError(
                 f"the prompt cache has {keys.shape[1]} KV heads of dimension {keys.shape[3]}, the model has "
-                f"{shape[0]} of {shape[1]}: it was made with another model"
+                f"{heads} of {dim}: it was made with another model"
             )
         try:
             new.load(keys, values, old.offset)
@@ -329,13 +315,3 @@ def _in_order(cache: Any) -> tuple[mx.array, mx.array]:
         return keys[..., -count:, :], values[..., -count:, :]
     keys, values = cache.keys_and_values()
     return keys, values
-
-
-def kv_shape_of(model: Any) -> tuple[int, int] | None:
-    """Return (n_kv_heads, head_dim) of the model's first attention layer, or None if they are not known."""
-    for layer in getattr(model, "layers", []):
-        for _, module in layer.named_modules():
-            if hasattr(module, "n_kv_heads") and hasattr(module, "k_proj"):
-                head_dim = getattr(module, "head_dim", None) or round(module.scale**-2)
-                return module.n_kv_heads, head_dim
-    return None

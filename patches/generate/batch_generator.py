@@ -13,7 +13,6 @@ from mlx_lm.models.cache import KVCache
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...device import device_errors
-from ...engine.constraint import GrammarProcessor
 from ...engine.decode_batch import DecodeBatch
 from ...engine.engine import Engine
 from ...engine.request import Request, RequestOptions, sequence_of
@@ -26,7 +25,7 @@ from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import check_given, factory_of
 from ..patch import replaces
-from ..samplers import processors_of, resolved, sampler_of
+from ..samplers import resolved
 from ..sharded import peers_of
 from .drafting import NUM_DRAFT_TOKENS, proposer_for
 from .upstream import UPSTREAM, Response, request_progress
@@ -48,7 +47,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
       the answers stay the same. ConfigError says why a model cannot be used so. It may be the model's own head for
       multi-token prediction (:func:`mlx_paged.patches.models.mtp.load_head`).
 
-    Models whose layers all have plain, unpaged caches run in mlx-lm's own batch generator.
+    Rows of models that are not paged are computed one by one, with mlx-lm's own caches.
     """
 
     packs: bool | None = None
@@ -70,31 +69,26 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         self._factory = factory_of(model, options.get("max_kv_size"))  # for all its requests
         fresh = self._factory()
         super().__init__(model, **options)
-        self._engine: Engine | None = None
-        if is_batched_here(fresh):
-            with self._computing():
-                probe_geometry(model, fresh)
-                sequence = sequence_of(fresh)
-                pool = None if sequence is None else sequence.pool
-                self._factory.pin_pool(pool)
-                batch = decode_batch(model, self._factory())
-                proposer = proposer_for(batch, draft_model, num_draft_tokens, pool, draft_prefixes)
-                self._engine = Engine(
-                    batch,
-                    self._counters,
-                    prefill_step_size=self.prefill_step_size,
-                    completion_batch_size=self.completion_batch_size,
-                    prefill_batch_size=self.prefill_batch_size,
-                    prefixes=prefixes,
-                    factory=self._factory,
-                    packs=self.packs,
-                    reads_blocks_only=reads_blocks_only(model),
-                    state_interval=self._factory.config.state_interval,
-                    prefill_latency=self._factory.config.prefill_latency,
-                    proposer=proposer,
-                )
-        elif draft_model is not None:
-            raise ConfigError("draft_model requires a paged cache; this model has mlx-lm's own")
+        with self._computing():
+            probe_geometry(model, fresh)
+            sequence = sequence_of(fresh)
+            pool = None if sequence is None else sequence.pool
+            batch = decode_batch(model, self._factory())
+            proposer = proposer_for(batch, draft_model, num_draft_tokens, pool, draft_prefixes)
+            self._engine = Engine(
+                batch,
+                self._counters,
+                prefill_step_size=self.prefill_step_size,
+                completion_batch_size=self.completion_batch_size,
+                prefill_batch_size=self.prefill_batch_size,
+                prefixes=prefixes,
+                factory=self._factory,
+                packs=self.packs,
+                reads_blocks_only=reads_blocks_only(model),
+                state_interval=self._factory.config.state_interval,
+                prefill_latency=self._factory.config.prefill_latency,
+                proposer=proposer,
+            )
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -128,17 +122,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """
         if options is not None and len(options) != len(segments):
             raise ConfigError(f"options: expected {len(segments)} (one per prompt), got {len(options)}")
-        if self._engine is None:
-            if any(option.seed is not None for option in options or ()):
-                raise ConfigError("seed is not supported for this model: it runs in mlx-lm's own batches")
-            samplers, processors = for_stock(
-                samplers or [self.sampler] * len(segments),
-                logits_processors or [self.logits_processors] * len(segments),
-                options or (),
-            )
-            return list(
-                super().insert_segments(segments, max_tokens, caches, all_tokens, samplers, processors, stop_sequences)
-            )
         with self._computing():
             fresh = self._factory()
             if caches is not None:
@@ -199,15 +182,11 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     def extract_cache(self, uids: Any) -> dict[int, tuple[list[Any], list[int]]]:
         """Return the caches of unfinished requests, as references to the same blocks, and the tokens in them."""
         engine = self._engine
-        if engine is None:
-            return dict(super().extract_cache(uids))
         with self._computing():
             return {uid: engine.extract(uid) for uid in uids if uid in engine.requests}
 
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         """Cancel requests and release their blocks."""
-        if self._engine is None:
-            return dict(super().remove(uids, return_prompt_caches))
         caches = self.extract_cache(uids) if return_prompt_caches else {}
         with self._computing():
             self._engine.remove(list(dict.fromkeys(uids)))
@@ -216,17 +195,12 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     def finish(self, uids: Sequence[int]) -> None:
         """End requests early. Like :meth:`remove`, but keeps all their tokens in the prefix cache, as after a stop
         token."""
-        if self._engine is None:
-            super().remove(uids)
-            return
         with self._computing():
             self._engine.remove(list(dict.fromkeys(uids)), finished=True)
 
     @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of the blocks and states that unfinished requests hold."""
-        if self._engine is None:
-            return int(super().prompt_cache_nbytes)
         return self._engine.nbytes
 
     @property
@@ -237,95 +211,64 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     @property
     def preemptions(self) -> int:
         """Number of preemptions so far."""
-        return 0 if self._engine is None else self._engine.scheduler.preemptions
+        return self._engine.scheduler.preemptions
 
     @property
     def shares_prefixes(self) -> bool:
         """Return whether requests find their prefixes themselves (``prefixes``), so that callers pass no caches."""
-        return self._engine is not None and self._engine.sharing is not None
+        return self._engine.sharing is not None
 
     @property
     def reuses_only_at_boundaries(self) -> bool:
         """Return whether prefixes are only found at the ends of segments and chunks, where a window or a state was
         kept."""
-        sharing = None if self._engine is None else self._engine.sharing
+        sharing = self._engine.sharing
         return sharing is not None and sharing.reuses_only_at_boundaries
 
     @property
     def computed_prompt_tokens(self) -> int:
         """Number of prompt tokens computed, including those computed again after a preemption, without cached ones."""
-        return 0 if self._engine is None else self._engine.computed_prompt_tokens
+        return self._engine.computed_prompt_tokens
 
     @property
     def num_steps(self) -> int:
         """Number of steps computed."""
-        return 0 if self._engine is None else self._engine.num_steps
+        return self._engine.num_steps
 
     @property
     def admits(self) -> bool:
         """Return whether waiting requests may start beside running ones."""
-        return self._engine is None or self._engine.scheduler.admits
+        return self._engine.scheduler.admits
 
     @admits.setter
     def admits(self, value: bool) -> None:
-        if self._engine is not None:
-            self._engine.scheduler.admits = value
+        self._engine.scheduler.admits = value
 
     def preempt_last(self) -> bool:
         """Preempt the last running request unless it runs alone. Returns whether one was preempted."""
-        if self._engine is None:
-            return False
         with self._computing():
             return self._engine.scheduler.preempt_last()
 
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait."""
-        engine = self._engine
-        return len(self._unprocessed_sequences) if engine is None else len(engine.scheduler.waiting)
+        return len(self._engine.scheduler.waiting)
 
     def progress(self) -> list[dict[str, Any]]:
         """Return the progress of each unfinished request. Any thread may call it; figures are approximate then."""
-        engine = self._engine
-        return [] if engine is None else [request_progress(request) for request in list(engine.requests.values())]
+        return [request_progress(request) for request in list(self._engine.requests.values())]
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """Return responses for prompts and for generated tokens; both are empty when nothing is left to do."""
-        if self._engine is None:
-            return tuple(super().next())  # type: ignore[return-value]
         with self._computing(), HeldLocks():
             return self._engine.next()
 
     def next_generated(self) -> list[Any]:
         """Return the generated tokens; empty when nothing is left to do."""
-        if self._engine is None:
-            return list(super().next_generated())
         while True:
             prompts, generated = self.next()
             if generated or not prompts:
                 return list(generated)
-
-
-def for_stock(
-    samplers: Sequence[Any], processors: Sequence[Any], options: Sequence[RequestOptions]
-) -> tuple[list[Any], list[Any]]:
-    """Return the samplers and logits processors that do what the requests' options say in mlx-lm's own batches."""
-    if not options:
-        return list(samplers), list(processors)
-    rows = []
-    for option, sampler, own in zip(options, samplers, processors, strict=True):
-        if option.sampling is not None:
-            sampler, own = sampler_of(option.sampling), processors_of(option.sampling)
-        grammar = [] if option.grammar is None else [GrammarProcessor(option.grammar)]
-        rows.append((sampler, [*grammar, *(own or [])]))
-    return [sampler for sampler, _ in rows], [own for _, own in rows]
-
-
-def is_batched_here(fresh: Sequence[Any]) -> bool:
-    """Return whether batches run in this package's engine: False only if all caches are mlx-lm's plain ones. Other
-    unpaged caches run here too: mlx-lm's padded prefill corrupts states in models that do not mask it, and its batches
-    forget which tokens are kept."""
-    return not all(type(cache) is KVCache for cache in fresh)
 
 
 def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
@@ -333,6 +276,8 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
     kept = next((cache for cache in leaves(fresh) if not isinstance(cache, PagedKVCache) and pinned_in(cache)), None)
     if kept is not None:
         why: str | None = f"batches of {type(kept).__name__} do not keep the first tokens (max_kv_size)"
+    elif all(type(cache) is KVCache for cache in leaves(fresh)):
+        why = "their layers are not paged"
     else:
         stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
         why = why_one_by_one(model, with_leaves(fresh, stock))

@@ -76,10 +76,7 @@ def _divide(pool: BlockPool) -> None:
 def known_factory(draft_model: Any) -> CacheFactory:
     """Return the factory of a draft model's prompt caches, whose pool knows the size of its blocks."""
     factory = factory_of(draft_model, None)
-    fresh = factory()
-    probe_geometry(draft_model, fresh)
-    sequence = sequence_of(fresh)
-    factory.pin_pool(None if sequence is None else sequence.pool)
+    probe_geometry(draft_model, factory())
     return factory
 
 

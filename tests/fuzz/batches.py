@@ -108,7 +108,7 @@ def _live(case: Case, expected: list[Expected], caches: list[list[Any] | None], 
             max_kv_size=case.max_kv_size,
         )
         if case.packs is not None:
-            assert generator._engine is None or generator._engine.packs == (case.packs and generator._engine.can_pack)
+            assert generator._engine.packs == (case.packs and generator._engine.can_pack)
         delivered = [Delivered(request, wanted) for request, wanted in zip(case.requests, expected, strict=True)]
         Driver(case, generator, store, delivered, caches, rng).run()
         for each in delivered:

@@ -13,12 +13,13 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
+from mlx_paged.errors import GrammarError
 from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part
 from mlx_paged.server.answer_reader import AnswerReader
 from mlx_paged.server.call_formats import FORMS, HARMONY_TOKENS, argument, text_marks, types_of
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.grammars import TokenizerGrammars
-from tests.support.call_texts import PARSERS, parser_options
+from tests.support.call_texts import PARSERS, WRITERS, parser_options
 from tests.support.cases import quick
 from tests.support.constraints import constraint_of
 from tests.support.models.tokenizers import EOS, EOT, byte_tokenizer
@@ -163,6 +164,32 @@ def test_random_calls_are_parsed_and_match_their_schema(name: str, is_special: b
             name_of_tool = call.call.name  # type: ignore[union-attr]
             jsonschema.validate(json.loads(call.text), DEEP if name_of_tool == "edit_file" else {"type": "object"})
     assert num_calls >= 3 or (name == "harmony" and not is_required)
+
+
+ASIDE = "a <b> </parameter \n.py"  # looks like the end of a string in several forms
+
+
+# Not "kimi_k3": its grammar asks for the type that the schema gives, where this text says "number" of an integer.
+@pytest.mark.parametrize("name", sorted(WRITERS.keys() - {"mistral_list", "kimi_k3"}))
+def test_calls_as_models_write_them_are_allowed_and_wrong_ones_are_not(name: str) -> None:
+    tokenizer = tokenizer_of(name, is_special=True)
+    grammar = compiled(tokenizer, [tool(FLAT), CLOCK], tool_choice="required")
+
+    def is_allowed(name_of_tool: str, arguments: dict[str, Any]) -> bool:
+        text = WRITERS[name]([(name_of_tool, arguments)])
+        state = grammar.start()
+        try:
+            for token in tokenizer._tokenizer.encode(text.rstrip(), add_special_tokens=False):
+                state.accept(token)
+        except GrammarError:
+            return False
+        return True
+
+    right = {"path": ASIDE, "line": 12, "mode": "insert", "share": 1.5}
+    assert is_allowed("edit_file", right) and is_allowed("clock", {})
+    for wrong in ({"line": 100}, {"mode": "undo"}, {"other": 1}):
+        assert not is_allowed("edit_file", {**right, **wrong})
+    assert not is_allowed("edit_file", {"path": ASIDE}) and not is_allowed("fly", {})
 
 
 UNSAID: dict[str, tuple[str, dict[str, Any]]] = {  # schemas that a form cannot express

@@ -15,6 +15,7 @@ from mlx_paged import PagedConfig, PromptCacheError, pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models.batch_runs import Outcome, answers, collect, run_all
 from tests.support.models.builders import build, greedy, prompt_of
 from tests.support.processes.bounded import build_qwen2
 
@@ -69,17 +70,13 @@ class TestLiveBatches:
         solo = solos(kind)
         mlx_paged.apply_patches(CONFIG)
         generator = PagedBatchGenerator(model)
-        uids = generator.insert([p.tolist() for p in PROMPTS[:2]], [TOKENS] * 2)
-        found: dict[int, list[int]] = {}
+        outcomes = {uid: Outcome() for uid in generator.insert([p.tolist() for p in PROMPTS[:2]], [TOKENS] * 2)}
         for _ in range(3):
-            for response in generator.next()[1]:
-                found.setdefault(response.uid, []).append(response.token)
+            collect(outcomes, *generator.next())
         change()
-        uids += generator.insert([p.tolist() for p in PROMPTS[2:]], [TOKENS] * 2)
-        while responses := generator.next_generated():
-            for response in responses:
-                found.setdefault(response.uid, []).append(response.token)
-        assert [found[uid] for uid in uids] == solo
+        outcomes |= {uid: Outcome() for uid in generator.insert([p.tolist() for p in PROMPTS[2:]], [TOKENS] * 2)}
+        run_all(generator, outcomes)
+        assert [outcome.tokens for outcome in outcomes.values()] == solo
 
     def test_cache_made_under_other_options_is_refused_and_others_continue(self, kind: str) -> None:
         model = model_of(kind)
@@ -92,10 +89,9 @@ class TestLiveBatches:
         model(PROMPTS[1][None], cache=cache)
         with pytest.raises(PromptCacheError, match="other options"):
             generator.insert([[1, 2]], [TOKENS], caches=[cache])
-        found = []
-        while responses := generator.next_generated():
-            found += [response.token for response in responses if response.uid == uid]
-        assert found == solo
+        outcomes = {uid: Outcome()}
+        run_all(generator, outcomes)
+        assert outcomes[uid].tokens == solo
 
 
 @pytest.mark.parametrize(("storage", "kind"), quick(ALL, ("functional", "qwen2")), indirect=["storage"])
@@ -122,13 +118,8 @@ class TestDtypes:
         mlx_paged.apply_patches(CONFIG)
         greedy(model, PROMPTS[0], 2)
         model.set_dtype(mx.bfloat16)
-        generator = PagedBatchGenerator(model)
-        uids = generator.insert([p.tolist() for p in PROMPTS], [TOKENS] * len(PROMPTS))
-        found: dict[int, list[int]] = {uid: [] for uid in uids}
-        while responses := generator.next_generated():
-            for response in responses:
-                found[response.uid].append(response.token)
-        assert [len(tokens) for tokens in found.values()] == [TOKENS] * len(PROMPTS)
+        found = answers(PagedBatchGenerator(model), [p.tolist() for p in PROMPTS], [TOKENS] * len(PROMPTS))
+        assert [len(tokens) for tokens in found] == [TOKENS] * len(PROMPTS)
         pool = pool_of(model)
         assert pool is not None
         assert {group.geometry.dtype for group in pool.groups if group.geometry is not None} == {mx.bfloat16}

@@ -1,6 +1,5 @@
 """Unsupported models and options run on stock mlx-lm, with equal results and one warning that says why."""
 
-import importlib
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -141,20 +140,11 @@ def test_generation_past_the_budget_raises_and_keeps_the_pool_intact() -> None:
 @pytest.mark.usefixtures("unfused")
 def test_model_that_caches_computed_weights_runs_in_another_thread() -> None:
     """Gemma 3n clips weights in each pass and keeps the clipped ones."""
-    generate = importlib.import_module("mlx_lm.generate")
     model = model_configs.build("gemma3n")
     prompt = [1, 2, 3, 4, 5]
-    expected = [token for token, _ in generate.generate_step(mx.array(prompt), model, max_tokens=5)]
+    expected = greedy(model, mx.array(prompt), 5)[0]
     mlx_paged.apply_patches(mlx_paged.PagedConfig(block_size=16, kv_cache_memory=32 << 20))
-    generator = generate.BatchGenerator(model)
-
-    def run() -> list[int]:
-        generator.insert([prompt], [5])
-        tokens = []
-        while responses := generator.next_generated():
-            tokens += [response.token for response in responses]
-        return tokens
-
+    gen = generator(model)
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(run).result() == expected
-    generator.close()
+        assert thread.submit(answers, gen, [prompt], [5]).result() == [expected]
+    gen.close()

@@ -209,20 +209,22 @@ def test_file_with_other_pages_than_configured_is_refused(config: PagedConfig, p
     assert paged[0].pool.stats().quantized_tokens == 30
 
 
-def test_layers_without_a_quantized_stock_cache_are_saved_dequantised(tmp_path) -> None:
-    model = wide("gemma3")
-    mlx_paged.apply_patches(PagedConfig(kv_bits=8))
+@pytest.mark.parametrize(("kind", "rotate"), [("gemma3", False), ("llama", True)])
+def test_pages_that_mlx_lm_does_not_have_are_saved_dequantised(kind: str, rotate: bool, tmp_path: Path) -> None:
+    model = wide(kind)
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8, kv_rotate=rotate))
     cache = upstream.make_prompt_cache(model)
     model(prompt_of(60)[None], cache=cache)
     file = str(tmp_path / "cache.safetensors")
     _, messages = fall_throughs(lambda: upstream.save_prompt_cache(file, cache))
-    assert len(messages) == 1 and "saved dequantised" in messages[0]
+    assert len(messages) == 1 and "rotated" in messages[0] and "saved dequantised" in messages[0]
     loaded = upstream.load_prompt_cache(file)
     for mine, theirs in zip(cache, loaded, strict=True):
-        assert type(theirs) is (QuantizedKVCache if mine.window is None else RotatingKVCache)
-        if mine.window is not None:
+        has_form = mine.window is None and not rotate
+        assert type(theirs) is (QuantizedKVCache if has_form else KVCache if rotate else RotatingKVCache)
+        if not has_form:
             held = mx.sort(mine.keys_and_values()[0], axis=2)
-            assert np.isin(np.array(held), np.array(theirs.keys)).all()
+            assert theirs.offset == 60 and np.isin(np.array(held), np.array(theirs.keys)).all()
     again = mlx_paged.adopt_prompt_cache(model, loaded)
     assert [c.offset for c in again] == [60] * len(cache)
 
@@ -254,26 +256,6 @@ def test_kv_bits_of_a_call_keep_the_configured_rotation() -> None:
         next(generate_step(prompt_of(3), model, prompt_cache=cache, kv_bits=8))
     greedy(model, prompt_of(5), 3, kv_bits=8)
     assert mlx_paged.pool_of(model).page_format == PageFormat(8, 8, 64, True)
-
-
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
-def test_rotated_pages_are_saved_dequantised_with_a_warning(tmp_path: Path) -> None:
-    model = wide("llama")
-    mlx_paged.apply_patches(PagedConfig(kv_bits=8, kv_rotate=True))
-    cache = upstream.make_prompt_cache(model)
-    model(prompt_of(60)[None], cache=cache)
-    file = str(tmp_path / "cache.safetensors")
-    _, messages = fall_throughs(lambda: upstream.save_prompt_cache(file, cache))
-    assert len(messages) == 1 and "rotated" in messages[0] and "saved dequantised" in messages[0]
-    loaded = upstream.load_prompt_cache(file)
-    for mine, theirs in zip(cache, loaded, strict=True):
-        assert type(theirs) is KVCache and theirs.offset == 60
-        for read, saved in zip(mine.keys_and_values(), theirs.state[:2], strict=True):
-            assert mx.array_equal(read, saved)
-    again = mlx_paged.adopt_prompt_cache(model, loaded)
-    assert [c.offset for c in again] == [60] * len(cache)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

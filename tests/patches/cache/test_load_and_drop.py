@@ -14,8 +14,8 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from scripts.support import model_configs
 from tests.support.cases import quick
-from tests.support.models import builders
-from tests.support.models.batch_runs import generator
+from tests.support.models.batch_runs import answers, generator
+from tests.support.models.builders import KINDS, any_model
 from tests.support.without_collector import without_collector
 
 PROMPT = list(range(1, 30))
@@ -25,16 +25,12 @@ FETCHING = (
     "stablelm", "plamo", "plamo2",
 )  # fmt: skip
 OTHERS = ("qwen2", "gpt_oss", "gemma3n", "jamba", "qwen3_next", "mamba", "llama4")
-SAMPLE = (*FETCHING, *builders.KINDS, *OTHERS)
+SAMPLE = (*FETCHING, *KINDS, *OTHERS)
 # Families that are loaded and dropped repeatedly: seam, adapter, latent attention, shared keys, states.
 FLAT = ("qwen2", "gemma3", "deepseek_v3", "gemma3n", "jamba")
 MORE_FLAT = ("llama", "stablelm", "qwen3_next")
 # Some modules cannot be batched or cannot run on this machine, even with stock mlx-lm.
 NOT_RUN = (RuntimeError, ValueError)
-
-
-def build(name: str) -> Any:
-    return builders.build(name) if name in builders.KINDS else model_configs.build(name)
 
 
 def alone(model: Any) -> None:
@@ -49,10 +45,7 @@ def alone_dropped(model: Any) -> None:
 
 
 def batched(model: Any) -> None:
-    gen = generator(model)
-    gen.insert([PROMPT, PROMPT[:9]], [3, 5])
-    while gen.next_generated():
-        pass
+    answers(generator(model), [PROMPT, PROMPT[:9]], [3, 5])
 
 
 def batch_dropped(model: Any) -> None:
@@ -78,7 +71,7 @@ USES: tuple[Callable[[Any], None], ...] = (alone, alone_dropped, batched, batch_
 
 def check(name: str) -> None:
     try:
-        model = build(name)
+        model = any_model(name)
     except (Exception, SystemExit):
         pytest.skip("cannot be built here")
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=64 << 20))
@@ -110,7 +103,7 @@ def test_dropped_model_of_every_other_family_is_freed(name: str) -> None:
 
 
 def load_and_drop(name: str, in_mid_run: bool) -> None:
-    model = build(name)
+    model = any_model(name)
     alone(model)
     (batch_dropped if in_mid_run else batched)(model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,15 @@ import pytest
 from mlx_lm.models import cache as upstream
 
 import mlx_paged
-from mlx_paged import NotPagedWarning, PagedConfig
+from mlx_paged import PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick
-from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.batch_runs import answers, fall_throughs, generator, run_requests
 from tests.support.models.builders import greedy, prompt_of, rms
 from tests.support.processes.bounded import KINDS, SIZE, STEP, conversation, model_of, solo
 
 LENGTHS = (1, 5, SIZE, SIZE + 2, 75)
-
-
-def fall_throughs(run: Any) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = run()
-    return result, [str(each.message) for each in caught if each.category is NotPagedWarning]
 
 
 @pytest.mark.parametrize(("kind", "size"), quick(crossed(KINDS, [5, SIZE]), (KINDS[1], 5), (KINDS[0], SIZE)))
@@ -58,14 +50,11 @@ def test_rows_of_a_batch_equal_single_runs_of_stock(kind: str) -> None:
     )
     assert any("do not keep the first tokens" in message for message in messages)
     assert not gen._engine.batch.takes_rows and gen._engine.pool is None
-    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in counts], list(counts.values()))
-    outcomes = {uid: Outcome() for uid in uids}
-    run_all(gen, outcomes)
-    for uid, (length, num_tokens) in zip(uids, counts.items(), strict=True):
+    outcomes = run_requests(gen, [prompt_of(n, seed=n).tolist() for n in counts], list(counts.values()))
+    for outcome, (length, num_tokens) in zip(outcomes, counts.items(), strict=True):
         tokens, logprobs = solo(kind, length, num_tokens)
-        assert outcomes[uid].tokens == tokens
-        assert np.abs(np.stack(outcomes[uid].logprobs) - logprobs).max() <= 1e-5
-    gen.close()
+        assert outcome.tokens == tokens
+        assert np.abs(np.stack(outcome.logprobs) - logprobs).max() <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -79,11 +68,7 @@ def test_bounded_cache_from_a_file_stays_stock_alone_and_in_a_batch(tmp_path: Pa
     assert all(type(cache) is upstream.RotatingKVCache for cache in adopted)
     assert greedy(model, tail, 30, prompt_cache=adopted, prefill_step_size=64)[0] == expected[0]
     gen = generator(model, max_kv_size=SIZE, prefill_step_size=64)
-    (uid,) = gen.insert([tail.tolist()], [30], caches=[upstream.load_prompt_cache(file)])
-    outcomes = {uid: Outcome()}
-    run_all(gen, outcomes)
-    assert outcomes[uid].tokens == expected[0]
-    gen.close()
+    assert answers(gen, [tail.tolist()], [30], caches=[upstream.load_prompt_cache(file)]) == [expected[0]]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -95,11 +80,7 @@ def test_bounded_requests_share_no_prefixes() -> None:
     prefixes = SharedPrefixes(PrefixCache(mlx_paged.pool_of(model)))  # of the unbounded pool
     gen = generator(model, max_kv_size=SIZE, prefill_step_size=STEP, prefixes=prefixes)
     assert not gen.shares_prefixes
-    uids = gen.insert([prompt_of(61, seed=61).tolist()] * 2, [45] * 2)
-    outcomes = {uid: Outcome() for uid in uids}
-    run_all(gen, outcomes)
-    assert all(outcome.tokens == tokens for outcome in outcomes.values())
-    gen.close()
+    assert answers(gen, [prompt_of(61, seed=61).tolist()] * 2, [45] * 2) == [tokens] * 2
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -23,7 +23,7 @@ from mlx_paged.prefix.identity import model_identity
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from mlx_paged.prefix.shelf import Shelf
 from tests.support.cases import crossed, quick
-from tests.support.models.batch_runs import assert_released, model_of
+from tests.support.models.batch_runs import answers, assert_released, model_of, run_requests
 from tests.support.models.builders import KINDS, WINDOW, assert_same, build, greedy, prompt_of, rms, tolerance_of
 from tests.support.models.recurrent import RECURRENT
 
@@ -94,39 +94,26 @@ def test_prompt_cache_files_round_trip_with_stock(kind: str, tokens: tuple[int, 
     assert_same(goes_on(model, ours), expected, tolerance)
 
 
-def test_saved_file_names_only_stock_classes(tmp_path: Path) -> None:
-    mlx_paged.apply_patches()
-    model = build("gemma3")
-    upstream.save_prompt_cache(str(tmp_path / "c.safetensors"), history(model, 70, 0))
-    kinds = {type(c).__name__ for c in upstream.load_prompt_cache(str(tmp_path / "c.safetensors"))}
-    assert kinds == {"KVCache", "RotatingKVCache"}
-
-
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("kind", "other", "message"),
     [
-        ({"num_hidden_layers": 1}, "has 1 layers, the model 2"),
-        ({"num_key_value_heads": 3}, "3 KV heads of dimension 32, the model has 2 of 32"),
-        ({"head_dim": 64}, "2 KV heads of dimension 64, the model has 2 of 32"),
+        ("llama", {"num_hidden_layers": 1}, "has 1 layers, the model 2"),
+        ("llama", {"num_key_value_heads": 3}, "3 KV heads of dimension 32, the model has 2 of 32"),
+        ("llama", {"head_dim": 64}, "2 KV heads of dimension 64, the model has 2 of 32"),
+        ("gemma3", {"sliding_window": 24}, r"has the window .*size=24"),
     ],
 )
-def test_prompt_cache_of_another_model_is_refused(other: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_prompt_cache_of_another_model_is_refused(
+    kind: str, other: dict[str, int], message: str, tmp_path: Path
+) -> None:
     file = str(tmp_path / "other.safetensors")
-    upstream.save_prompt_cache(file, history(build("llama", **other), 20, 0))
-    model = build("llama")
+    upstream.save_prompt_cache(file, history(build(kind, **other), 20, 0))
+    model = build(kind)
     mlx_paged.apply_patches()
     with pytest.raises(PromptCacheError, match=message):
         mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file))
     assert_released(model)
     assert len(greedy(model, prompt_of(5), 4)[0]) == 4
-
-
-def test_window_of_another_model_is_refused(tmp_path: Path) -> None:
-    file = str(tmp_path / "other.safetensors")
-    upstream.save_prompt_cache(file, history(build("gemma3", sliding_window=24), 20, 0))
-    mlx_paged.apply_patches()
-    with pytest.raises(PromptCacheError, match=r"has the window .*size=24"):
-        mlx_paged.adopt_prompt_cache(build("gemma3"), upstream.load_prompt_cache(file))
 
 
 def test_prompt_cache_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
@@ -137,22 +124,6 @@ def test_prompt_cache_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PoolExhaustedError):
         mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file))
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
-
-
-def test_trim_and_reuse_of_a_prompt_cache_equals_stock() -> None:
-    """What mlx-lm's server does with a cache that is longer than the shared prefix."""
-    model = build("qwen3")
-
-    def run():
-        cache = history(model, 50, 0)
-        assert upstream.can_trim_prompt_cache(cache)
-        assert upstream.trim_prompt_cache(cache, 23) == 23
-        return goes_on(model, cache)
-
-    expected = run()
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    got = run()
-    assert_same(got, expected)
 
 
 def test_mlx_lm_merges_paged_caches_into_its_own_batch() -> None:
@@ -184,23 +155,13 @@ def test_isinstance_of_a_paged_cache_answers_as_for_stock(kind: str) -> None:
     model = build(kind)
     stock = upstream.make_prompt_cache(model)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    paged = upstream.make_prompt_cache(model)
-    for old, new in zip(stock, paged, strict=True):
+    for old, new in zip(stock, upstream.make_prompt_cache(model), strict=True):
         assert type(new) is not type(old) and isinstance(new, PagedKVCache)
-        for kind in (KVCache, RotatingKVCache):
-            assert isinstance(new, kind) == isinstance(old, kind)
+        for each in (KVCache, RotatingKVCache):
+            assert isinstance(new, each) == isinstance(old, each)
         for name in ("max_size", "keep"):
             assert getattr(new, name, None) == getattr(old, name, None)
         assert isinstance(copy.deepcopy(new), PagedKVCache)
-
-
-def test_paged_cache_that_gets_several_rows_becomes_a_stock_cache() -> None:
-    model = build("llama")
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    cache = upstream.make_prompt_cache(model)
-    with pytest.warns(mlx_paged.NotPagedWarning):
-        model(mx.zeros((3, 4), mx.uint32), cache=cache)
-    assert all(type(layer) is KVCache and layer.keys is not None for layer in cache)
 
 
 BLOCK = 8
@@ -274,18 +235,6 @@ def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
     assert stats.prefix_hit_tokens > 0
 
 
-def test_stock_misses_past_the_window_and_may_leave_no_token_to_compute(model: Any) -> None:
-    """Pin the behaviour of mlx-lm that the replacement improves on, so that a change there is noticed."""
-    mlx_paged.remove_patches()
-    stock, gemma = LRUPromptCache(), build("gemma3")
-    tokens = prompt_of(WINDOW + 30).tolist()
-    cache = upstream.make_prompt_cache(gemma)
-    forward(gemma, tokens, cache)
-    stock.insert_cache(KEY, tokens, cache)
-    assert stock.fetch_nearest_cache(KEY, [*tokens[:-1], 0])[0] is None
-    assert stock.fetch_nearest_cache(KEY, tokens)[1] == []
-
-
 def test_common_prefixes_are_found_and_stored_once(model: Any) -> None:
     store, stock = PagedPromptCache(), LRUPromptCache()
     system = prompt_of(5 * BLOCK + 3, seed=1).tolist()
@@ -323,14 +272,6 @@ def test_trimmable_caches_are_found_within_a_block_of_stocks(model: Any) -> None
         store.insert_cache(KEY, tokens, caches)
         stock.insert_cache(KEY, tokens, copy.deepcopy(caches))
     assert len(store) <= len(stock)
-
-
-def test_prefixes_of_other_keys_are_not_found(model: Any) -> None:
-    store = PagedPromptCache()
-    tokens = prompt_of(20).tolist()
-    serve(model, store, tokens, 0)
-    for other in (("model", "adapter", None), ("other", None, None)):
-        assert store.fetch_nearest_cache(other, [*tokens, 1]) == (None, [*tokens, 1])
 
 
 def test_changing_a_fetched_cache_leaves_the_stored_one_unchanged(model: Any) -> None:
@@ -402,23 +343,12 @@ def test_a_batch_shares_prefixes_with_the_prompt_cache(model: Any) -> None:
     system = prompt_of(5 * BLOCK, seed=1).tolist()
     prompts = [system + prompt_of(7, seed=n).tolist() for n in range(3)]
 
-    def answers(prefixes: SharedPrefixes | None) -> list[list[int]]:
-        batch = PagedBatchGenerator(model, prefixes=prefixes)
-        tokens: dict[int, list[int]] = {uid: [] for uid in batch.insert(prompts, [5] * len(prompts))}
-        left = len(tokens)
-        while left:
-            for response in batch.next()[1]:
-                tokens[response.uid].append(response.token)
-                left -= response.finish_reason is not None
-        batch.close()
-        return list(tokens.values())
-
-    expected = answers(None)
+    expected = answers(PagedBatchGenerator(model), prompts, [5] * 3)
     serve(model, store, system, 0)
-    assert answers(store.shared_prefixes(KEY, pool)) == expected
-    assert pool.stats().prefix_hit_tokens == len(prompts) * len(system)
-    assert answers(store.shared_prefixes(KEY, pool)) == expected
-    assert pool.stats().prefix_hit_tokens == 2 * len(prompts) * len(system)
+    for turn in (1, 2):
+        gen = PagedBatchGenerator(model, prefixes=store.shared_prefixes(KEY, pool))
+        assert answers(gen, prompts, [5] * 3) == expected
+        assert pool.stats().prefix_hit_tokens == turn * len(prompts) * len(system)
     caches, rest = store.fetch_nearest_cache(KEY, [*prompts[0], *expected[0], 1])
     assert caches is not None and len(rest) <= BLOCK
     store.cache_of(pool).check_integrity()
@@ -509,20 +439,6 @@ def test_pool_keeps_the_identity_of_its_own_model(tmp_path: Path) -> None:
 SALTS = [None, "a", "b", None, "a", "b"]
 
 
-def run(gen: Any, prompts: list[list[int]], salts: list[Any]) -> tuple[list[list[int]], list[int]]:
-    """Return the answers, and the number of cached tokens of each request."""
-    uids = gen.insert_segments(
-        [[prompt] for prompt in prompts], [5] * len(prompts), options=[RequestOptions(salt=salt) for salt in salts]
-    )
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    cached = dict.fromkeys(uids, 0)
-    while any(answer := gen.next()):
-        for response in answer[1]:
-            tokens[response.uid].append(response.token)
-            cached[response.uid] = response.num_cached
-    return [tokens[uid] for uid in uids], [cached[uid] for uid in uids]
-
-
 @pytest.mark.parametrize("kind", quick([*KINDS, *RECURRENT], "llama", "mamba"))
 def test_burst_shares_prefixes_only_within_a_salt(kind: str) -> None:
     system = prompt_of(2 * WINDOW + 5, seed=1).tolist()
@@ -532,16 +448,24 @@ def test_burst_shares_prefixes_only_within_a_salt(kind: str) -> None:
     model = model_of(kind)
     prefixes = SharedPrefixes(PrefixCache(prefix_pool_of(model)))
     gen = PagedBatchGenerator(model, prefixes=prefixes, prefill_step_size=64)
-    answers, cached = run(gen, prompts, SALTS)
-    assert answers == expected
-    assert cached[:3] == [0, 0, 0] and min(cached[3:]) >= len(system) // BLOCK * BLOCK - BLOCK
+
+    def cached(salts: list[Any]) -> list[int]:
+        """Check the answers of as many requests; return the number of cached tokens of each."""
+        count, options = len(salts), [RequestOptions(salt=salt) for salt in salts]
+        outcomes = run_requests(gen, prompts[:count], [5] * count, options=options)
+        assert [outcome.tokens for outcome in outcomes] == expected[:count]
+        return [outcome.num_cached for outcome in outcomes]
+
+    whole = len(system) // BLOCK * BLOCK - BLOCK
+    found = cached(SALTS)
+    assert found[:3] == [0, 0, 0] and min(found[3:]) >= whole
     # And later, when all are done: a new salt finds nothing, the old ones everything.
-    again, found = run(gen, prompts[:3], ["c", "a", None])
-    assert again == expected[:3] and found[0] == 0 and min(found[1:]) >= len(system) // BLOCK * BLOCK - BLOCK
+    found = cached(["c", "a", None])
+    assert found[0] == 0 and min(found[1:]) >= whole
 
 
 @pytest.mark.parametrize("paged", [True, False])
-def test_prompt_cache_separates_salts(paged: bool) -> None:
+def test_prompt_cache_separates_salts_and_models(paged: bool) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     model, store = build("llama"), PagedPromptCache()
     tokens = prompt_of(4 * BLOCK).tolist()
@@ -552,6 +476,8 @@ def test_prompt_cache_separates_salts(paged: bool) -> None:
         assert store.fetch_nearest_cache(KEY, [*tokens, 1])[1] == [1]
         with store.salted("b"):
             assert store.fetch_nearest_cache(KEY, [*tokens, 1])[0] is None
+        for other in (("model", "adapter", None), ("other", None, None)):
+            assert store.fetch_nearest_cache(other, [*tokens, 1]) == (None, [*tokens, 1])
     assert store.fetch_nearest_cache(KEY, [*tokens, 1])[0] is None
     assert len(store) == 1 and store.nbytes > 0
     store.trim_to(n_sequences=0)

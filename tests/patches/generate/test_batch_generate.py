@@ -22,6 +22,7 @@ from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import (
     Outcome,
     Spec,
+    answers,
     check,
     check_released,
     collect,
@@ -32,6 +33,7 @@ from tests.support.models.batch_runs import (
     mlx_lm_generate,
     model_of,
     run_all,
+    run_requests,
     solo,
 )
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
@@ -42,7 +44,6 @@ LENGTHS = (1, 300, 2, 33, 8, 40, 7, 150, 64, 1, 41, 129, 39, 16, 80, 5, 100)
 
 
 COUNTS = (1, 2, 17)
-# Every kind, and all rows with windows and without.
 
 
 def specs_of(count: int, num_tokens: int = 12) -> list[Spec]:
@@ -144,19 +145,6 @@ def test_recurrent_states_are_not_padded(kind: str) -> None:
     run_batch(kind, specs_of(9, 6), prefill_step_size=100)
 
 
-def test_stock_pads_recurrent_states() -> None:
-    """Stock has the defect that the test above guards against, so that test can detect it."""
-    specs = specs_of(4, 4)
-    make_solos("mamba", specs)
-    gen = generator(model_of("mamba"))
-    outcomes: dict[int, Outcome] = {}
-    uids = insert(gen, specs, outcomes)
-    run_all(gen, outcomes)
-    with pytest.raises(AssertionError):
-        for uid, spec in zip(uids, specs, strict=True):
-            check("mamba", spec, outcomes[uid])
-
-
 # Arguments -----------------------------------------------------------------------------------------------------
 
 
@@ -190,24 +178,20 @@ def test_each_row_has_its_own_sampler_processors_and_stop_sequences() -> None:
     stop = solo("llama", specs[4])[0][5:7]
     processors = [None, None, make_logits_processors(repetition_penalty=1.5, repetition_context_size=8), None, None]
     least = lambda logprobs: mx.argmin(logprobs, axis=-1)  # noqa: E731
-    greedy = make_sampler(temp=0.0)
-    samplers = [None, least, None, greedy, None]
+    samplers = [None, least, None, make_sampler(temp=0.0), None]
     machines = [mlx_lm_generate.StopSequences()] * 4 + [mlx_lm_generate.StopSequences([stop])]
 
     def run() -> list[tuple[list[int], str | None]]:
-        gen = generator(model)
         options = {"samplers": samplers, "logits_processors": processors, "stop_sequences": machines}
-        uids = gen.insert([s.prompt for s in specs], [24] * 5, **options)
-        outcomes = {uid: Outcome() for uid in uids}
-        run_all(gen, outcomes)
-        return [(outcomes[uid].tokens, outcomes[uid].reason) for uid in uids]
+        outcomes = run_requests(generator(model), [s.prompt for s in specs], [24] * 5, **options)
+        return [(outcome.tokens, outcome.reason) for outcome in outcomes]
 
     expected = run()
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     got = run()
     assert got == expected
     assert got[4][1] == "stop" and len(got[4][0]) < 24
-    assert got[0][0] == solo("llama", specs[0])[0] == got[0][0]
+    assert got[0][0] == solo("llama", specs[0])[0]
     # Again in a pool so small that rows are preempted.
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 17, 8)))
     assert run() == expected
@@ -236,18 +220,6 @@ def test_batch_generate_equals_stock(capsys: pytest.CaptureFixture[str]) -> None
     assert "Finished processing 3/3" in capsys.readouterr().out
 
 
-def test_patch_replaces_and_restores_batch_generator_wherever_imported() -> None:
-    import mlx_lm.server
-
-    original = mlx_lm_generate.BatchGenerator
-    mlx_paged.apply_patches()
-    replaced = mlx_lm_generate.BatchGenerator
-    assert replaced is not original and issubclass(replaced, original)
-    assert mlx_lm.server.BatchGenerator is replaced
-    mlx_paged.remove_patches()
-    assert mlx_lm_generate.BatchGenerator is original is mlx_lm.server.BatchGenerator
-
-
 def test_graph_does_not_grow_with_the_number_of_steps(tmp_path) -> None:
     for kind in ("gemma3", "falcon_h1"):
         mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -273,32 +245,6 @@ def _arrays(cache: Any) -> list[mx.array]:
         if hasattr(leaf, "pool"):
             found += [x for x in leaf.pool.blocks_of(leaf.layer).__dict__.values() if isinstance(x, mx.array)]
     return found
-
-
-# In place, through the kernel ------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("kernels", "no_fall_through")
-@pytest.mark.parametrize(("kind", "num_blocks"), quick(crossed(["llama", "gemma3"], [None, 40]), ("llama", None)))
-def test_in_place_kernels_give_each_row_its_solo_tokens(kind: str, num_blocks: int | None) -> None:
-    model = build(kind, head_dim=64)
-    lengths = (1, 90, 33, 8, 50, 130)
-    expected = [greedy(model, prompt_of(n, seed=n), 24) for n in lengths]
-    budget = None if num_blocks is None else 2 * kv_budget(model, num_blocks, 8)
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget, kernel="on"))
-    gen = generator(model, prefill_step_size=48)
-    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [24] * len(lengths))
-    outcomes = {uid: Outcome() for uid in uids}
-    run_all(gen, outcomes)
-    for uid, (tokens, logprobs) in zip(uids, expected, strict=True):
-        assert outcomes[uid].tokens == tokens
-        assert np.abs(np.stack(outcomes[uid].logprobs) - logprobs).max() < 5e-3
-    assert "kernel" in {choice.path for choice in mlx_paged.dispatch_counts()}
-    assert mlx_paged.last_dispatch().path == "kernel"
-    pool = mlx_paged.pool_of(model)
-    assert all(group.in_place for group in pool.groups)
-    pool.check_integrity()
-    assert pool.stats().live_blocks == 0
 
 
 # Prefixes --------------------------------------------------------------------------------------------------------
@@ -359,11 +305,9 @@ def test_chunks_end_at_segments_and_caches_can_be_extracted_there() -> None:
     assert outcomes[uid].progress == [(25, 60), (30, 60), (41, 60), (59, 60), (60, 60)]
     check("llama", spec, outcomes[uid])
     for end, cache in at_ends:
-        (again,) = gen.insert([prompt[end:]], [8], caches=[cache], all_tokens=[prompt[:end]])
-        outcomes = {again: Outcome()}
-        run_all(gen, outcomes)
-        assert outcomes[again].tokens == solo("llama", spec)[0]
-        assert outcomes[again].all_tokens == prompt + solo("llama", spec)[0]
+        (outcome,) = run_requests(gen, [prompt[end:]], [8], caches=[cache], all_tokens=[prompt[:end]])
+        assert outcome.tokens == solo("llama", spec)[0]
+        assert outcome.all_tokens == prompt + solo("llama", spec)[0]
         assert cache[0].offset == end, "a cache handed in is not written to"
     del at_ends, cache
     check_released("llama")
@@ -384,12 +328,8 @@ def test_given_caches_are_continued_from_their_end(kind: str, paged: bool) -> No
         mlx_paged.remove_patches()
         model(prompt_of(70)[None, :53], cache=cache)
         mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = generator(model)
-    uids = gen.insert([spec.prompt[53:], spec.prompt], [10, 10], caches=[cache, None])
-    outcomes = {uid: Outcome() for uid in uids}
-    run_all(gen, outcomes)
-    for uid in uids:
-        assert outcomes[uid].tokens == solo(kind, spec)[0]
+    given = [spec.prompt[53:], spec.prompt]
+    assert answers(generator(model), given, [10, 10], caches=[cache, None]) == [solo(kind, spec)[0]] * 2
     assert cache[0].offset == 53
 
 
@@ -401,12 +341,9 @@ def test_given_cache_survives_preemption() -> None:
     cache = mlx_lm_generate.make_prompt_cache(model)
     model(mx.array(second.prompt)[None, :50], cache=cache)
     gen = generator(model)
-    uids = gen.insert([first.prompt, second.prompt[50:]], [40, 40], caches=[None, cache])
+    got = answers(gen, [first.prompt, second.prompt[50:]], [40, 40], caches=[None, cache])
     del cache
-    outcomes = {uid: Outcome() for uid in uids}
-    run_all(gen, outcomes)
-    assert gen.preemptions > 0
-    assert [outcomes[uid].tokens for uid in uids] == [solo("llama", first)[0], solo("llama", second)[0]]
+    assert gen.preemptions > 0 and got == [solo("llama", first)[0], solo("llama", second)[0]]
     check_released("llama")
 
 
@@ -493,16 +430,8 @@ def test_finished_caches_hold_one_row_until_dropped_and_can_be_reused() -> None:
     gc.collect()
     assert pool.stats().live_blocks == 3
     tokens = solo("llama", longer[0])[0]
-    (uid,) = gen.insert([tokens[3:4]], [8], caches=[_without_last(cache)])
-    outcomes = {uid: Outcome()}
-    run_all(gen, outcomes)
-    assert outcomes[uid].tokens == tokens[4:]
-
-
-def _without_last(cache: list[Any]) -> list[Any]:
-    for layer in cache:
-        layer.trim(1)
-    return cache
+    mlx_lm_cache.trim_prompt_cache(cache, 1)
+    assert answers(gen, [tokens[3:4]], [8], caches=[cache]) == [tokens[4:]]
 
 
 def test_unread_finished_cache_is_dropped_when_blocks_run_out() -> None:
@@ -519,14 +448,12 @@ def test_unread_finished_cache_is_dropped_when_blocks_run_out() -> None:
 
 
 HISTORY, PROMPT = prompt_of(40, seed=1).tolist(), prompt_of(30, seed=2).tolist()
-# Its first token differs from those of the others.
-OTHER = [1, 2, 3]
+OTHER = [1, 2, 3]  # its first token differs from those of the others
+CONFIG = PagedConfig(block_size=16, kv_cache_memory=16 << 20)
 
 
 def stock(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
-    mlx_paged.remove_patches()
-    steps = mlx_lm_generate.generate_step(mx.array(tokens), model, max_tokens=num_tokens)
-    return [token for token, _ in steps]
+    return greedy(model, mx.array(tokens), num_tokens)[0]
 
 
 def filled(model: Any, tokens: list[int]) -> list[Any]:
@@ -536,86 +463,53 @@ def filled(model: Any, tokens: list[int]) -> list[Any]:
     return caches
 
 
-def drain(generator: Any, tokens: dict[int, list[int]]) -> None:
-    while responses := generator.next_generated():
-        for response in responses:
-            tokens.setdefault(response.uid, []).append(response.token)
-
-
 @pytest.mark.parametrize("preempts", [False, True])
 def test_caller_may_continue_a_cache_after_inserting_it(preempts: bool) -> None:
     model = build("llama")
     expected = stock(model, HISTORY + PROMPT, 12)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=16 << 20))
-    try:
-        caches = filled(model, HISTORY)
-        tree = PrefixCache(mlx_paged.pool_of(model))
-        generator = PagedBatchGenerator(model, prefixes=SharedPrefixes(tree))
-        tokens: dict[int, list[int]] = {}
-        generator.insert([OTHER], [30])
-        (uid,) = generator.insert([PROMPT], [12], caches=[caches], all_tokens=[HISTORY])
-        for _ in mlx_lm_generate.generate_step(mx.array([7, 8, 9]), model, max_tokens=3, prompt_cache=caches):
-            pass
-        while not tokens.get(uid):
-            for response in generator.next()[1]:
-                tokens.setdefault(response.uid, []).append(response.token)
-        if preempts:
-            assert generator._engine.scheduler.preempt_last()
-        drain(generator, tokens)
-        assert tokens[uid] == expected
-        (again,) = generator.insert([HISTORY + PROMPT], [12])  # finds what the first one left
-        drain(generator, tokens)
-        assert tokens[again] == expected
-        generator.close()
-        del caches
-    finally:
-        mlx_paged.remove_patches()
+    mlx_paged.apply_patches(CONFIG)
+    caches = filled(model, HISTORY)
+    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(PrefixCache(mlx_paged.pool_of(model))))
+    gen.insert([OTHER], [30])
+    (uid,) = gen.insert([PROMPT], [12], caches=[caches], all_tokens=[HISTORY])
+    for _ in mlx_lm_generate.generate_step(mx.array([7, 8, 9]), model, max_tokens=3, prompt_cache=caches):
+        pass
+    tokens: list[int] = []
+    while not tokens:
+        tokens += [response.token for response in gen.next()[1] if response.uid == uid]
+    if preempts:
+        assert gen._engine.scheduler.preempt_last()
+    while responses := gen.next_generated():
+        tokens += [response.token for response in responses if response.uid == uid]
+    assert tokens == expected
+    assert answers(gen, [HISTORY + PROMPT], [12]) == [expected]  # finds what the first one left
 
 
 @pytest.mark.parametrize("kind", quick(["mamba", "mamba2", "rwkv7"], "mamba"))
 def test_states_of_unknown_tokens_are_not_shared(kind: str) -> None:
     model = build_recurrent(kind)
     alone, continued = stock(model, PROMPT, 8), stock(model, HISTORY + PROMPT, 8)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=16 << 20))
-    try:
-        generator = PagedBatchGenerator(model, prefixes=SharedPrefixes(PrefixCache(prefix_pool_of(model))))
-        tokens: dict[int, list[int]] = {}
-        for told in (None, [HISTORY]):  # states of known tokens are shared
-            (first,) = generator.insert([PROMPT], [8], caches=[filled(model, HISTORY)], all_tokens=told)
-            drain(generator, tokens)
-            (second,) = generator.insert([PROMPT], [8])
-            drain(generator, tokens)
-            assert [tokens[uid] for uid in (first, second)] == [continued, alone]
-        generator.close()
-    finally:
-        mlx_paged.remove_patches()
+    mlx_paged.apply_patches(CONFIG)
+    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(PrefixCache(prefix_pool_of(model))))
+    for told in (None, [HISTORY]):  # states of known tokens are shared
+        assert answers(gen, [PROMPT], [8], caches=[filled(model, HISTORY)], all_tokens=told) == [continued]
+        assert answers(gen, [PROMPT], [8]) == [alone]
 
 
-def bad_stops(stops: Any) -> dict[str, Any]:
-    return {"stop_sequences": [None, stops(), stops()]}
-
-
-CASES = {
-    "stop sequences": bad_stops,
-    "tokens": lambda _: {"all_tokens": [None, [], []]},
-    "too few options": lambda _: {"options": [RequestOptions()]},
-    "a grammar that is none": lambda _: {"options": [RequestOptions(grammar=3), RequestOptions(), RequestOptions()]},
+BAD = {
+    "stop sequences": {"stop_sequences": [None, mlx_lm_generate.StopSequences(), mlx_lm_generate.StopSequences()]},
+    "tokens": {"all_tokens": [None, [], []]},
+    "too few options": {"options": [RequestOptions()]},
+    "a grammar that is none": {"options": [RequestOptions(grammar=3), RequestOptions(), RequestOptions()]},
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_failed_insertion_leaves_no_request(case: Any) -> None:
+@pytest.mark.parametrize("options", BAD.values(), ids=list(BAD))
+def test_failed_insertion_leaves_no_request(options: dict[str, Any]) -> None:
     model = build("llama")
     expected = stock(model, [7, 8], 5)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=16 << 20))
-    try:
-        generator = mlx_lm_generate.BatchGenerator(model)
-        with pytest.raises((ConfigError, TypeError, AttributeError)):
-            generator.insert([[1, 2], [3, 4], [5, 6]], [3, 3, 3], **case(mlx_lm_generate.StopSequences))
-        (uid,) = generator.insert([[7, 8]], [5], options=[RequestOptions(salt="mine", seed=1)])
-        tokens: dict[int, list[int]] = {}
-        drain(generator, tokens)
-        assert tokens == {uid: expected}
-        generator.close()
-    finally:
-        mlx_paged.remove_patches()
+    mlx_paged.apply_patches(CONFIG)
+    gen = generator(model)
+    with pytest.raises((ConfigError, TypeError, AttributeError)):
+        gen.insert([[1, 2], [3, 4], [5, 6]], [3, 3, 3], **options)
+    assert answers(gen, [[7, 8]], [5]) == [expected]

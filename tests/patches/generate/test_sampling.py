@@ -1,6 +1,7 @@
 """Sampling in batches: recognised samplers, seeds, and what a step computes, fetches and keeps."""
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,12 +16,12 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.request import RequestOptions
-from mlx_paged.engine.sampling import token_choice
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.errors import ConfigError, RequestFailedError
 from mlx_paged.patches.registry import fingerprint
 from mlx_paged.patches.samplers import KNOWN, known_processors, known_sampler
-from tests.support.models.batch_runs import generator, model_of
+from tests.support.models import batch_runs
+from tests.support.models.batch_runs import Outcome, collect, generator, model_of
 from tests.support.models.builders import prompt_of
 
 NEW = 12
@@ -37,19 +38,8 @@ def prompts_of(count: int) -> list[list[int]]:
     return [prompt_of(5 + 3 * (index % 4), seed=index).tolist() for index in range(count)]
 
 
-def answers(
-    gen: Any, prompts: Sequence[list[int]], between: Callable[[Any, int], None] = lambda gen, step: None, **options: Any
-) -> list[list[int]]:
-    uids = gen.insert_segments([[prompt] for prompt in prompts], [NEW] * len(prompts), **options)
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    step = 0
-    while responses := gen.next_generated():
-        for response in responses:
-            if response.uid in tokens:  # others may be inserted meanwhile
-                tokens[response.uid].append(response.token)
-        between(gen, step)
-        step += 1
-    return [tokens[uid] for uid in uids]
+def answers(gen: Any, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+    return batch_runs.answers(gen, prompts, [NEW] * len(prompts), **options)
 
 
 # What is recognised -----------------------------------------------------------------------------------------------
@@ -138,13 +128,17 @@ def test_seed_gives_the_same_tokens_after_preemption() -> None:
     model, prompts, options = model_of("llama"), prompts_of(4), seeded(4)
     expected = answers(generator(model), prompts, **options)
 
-    def make_room(gen: Any, step: int) -> None:
+    gen = generator(model)
+    outcomes = {uid: Outcome() for uid in gen.insert(prompts, [NEW] * 4, **options)}
+    for step in itertools.count():
+        parts = gen.next()
+        if not any(parts):
+            break
+        collect(outcomes, *parts)
         running = gen._engine.scheduler.running
         if step % 3 == 1 and len(running) > 1:
             gen._engine.scheduler.preempt(running[step % len(running)])
-
-    gen = generator(model)
-    assert answers(gen, prompts, make_room, **options) == expected
+    assert [outcome.tokens for outcome in outcomes.values()] == expected
     assert gen.preemptions >= 3
 
 
@@ -215,27 +209,6 @@ def test_step_evaluates_once_fetches_once_and_never_normalises(setting: Any, mon
     assert watch.counts == {"eval": 0, "async_eval": 5, "logsumexp": 0, "transfer": 5}
 
 
-def test_watch_counts_every_read_of_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(monkeypatch)
-    one = mx.array([1])
-    assert [one.tolist(), one.item(), int(one), float(one), bool(one)] == [[1], 1, 1, 1.0, True]
-    assert watch.counts["transfer"] == 5
-
-
-def test_parameter_arrays_are_made_only_when_the_rows_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    original = token_choice.BatchSampler._prepare
-    monkeypatch.setattr(token_choice.BatchSampler, "_prepare", lambda self: (made.append(self), original(self))[1])
-    gen = generator(model_of("llama"))
-    gen.insert(prompts_of(2), [30] * 2, samplers=[make_sampler(1.0, 0.9), make_sampler(0.5)])
-    for _ in range(5):
-        gen.next_generated()
-    before = len(made)
-    for _ in range(10):
-        gen.next_generated()
-    assert len(made) == before
-
-
 def test_kept_responses_hold_only_their_own_rows() -> None:
     model = model_of("llama")
     vocab, batch, steps = model.args.vocab_size, 16, 30
@@ -272,7 +245,6 @@ def test_batches_of_mlx_lm_are_sampled_by_the_given_options() -> None:
         layer.self_attn.__class__ = PeekingAttention
     chosen = [SamplingParams(), SamplingParams(logit_bias={7: 100.0}), SamplingParams(repetition_penalty=1.5)]
     gen, prompts = generator(model), prompts_of(3)
-    assert gen._engine is None
     got = answers(gen, prompts, options=[RequestOptions(sampling=each) for each in chosen])
     processors = [make_logits_processors(dict(each.logit_bias) or None, each.repetition_penalty) for each in chosen]
     assert got == answers(generator(model), prompts, logits_processors=processors)

@@ -1,7 +1,5 @@
 """Greedy tokens equal mlx-lm's, also if rounding makes several equally likely."""
 
-from typing import Any
-
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import greedy_sampler
@@ -12,20 +10,10 @@ from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.engine.step_logits import normalised
 from tests.support.cases import crossed, quick, slow
-from tests.support.models.batch_runs import generator
+from tests.support.models.batch_runs import answers, generator
 from tests.support.models.builders import build, greedy, prompt_of
 
 NEW = 24
-
-
-def batch_tokens(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    gen = generator(model)
-    uids = gen.insert(prompts, [NEW] * len(prompts), **options)
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    while responses := gen.next_generated():
-        for response in responses:
-            tokens[response.uid].append(response.token)
-    return [tokens[uid] for uid in uids]
 
 
 @pytest.mark.parametrize(
@@ -57,12 +45,10 @@ def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) 
         assert greedy(model, prompt, NEW)[0] == stock
         gen = generator(model)
         gen.insert([prompt.tolist()], [NEW])
-        responses: list[Any] = []
-        while found := gen.next_generated():
-            responses += found
-        for response, token, theirs in zip(responses, stock, mx.array(logprobs), strict=True):
+        responses = [response for found in iter(gen.next_generated, []) for response in found]
+        assert [response.token for response in responses] == stock
+        for response, theirs in zip(responses, mx.array(logprobs), strict=True):
             assert mx.array_equal(response.logprobs.astype(mx.float32), theirs)
-            assert response.token == token
         mlx_paged.remove_patches()
 
 
@@ -72,12 +58,10 @@ def test_greedy_rows_give_the_same_tokens_beside_sampled_ones(dtype: mx.Dtype) -
     model.set_dtype(dtype)
     prompts = [prompt_of(12, seed=seed).tolist() for seed in range(3)]
     mlx_paged.apply_patches(PagedConfig())
-    alike = batch_tokens(model, prompts)
+    alike = answers(generator(model), prompts, [NEW] * 3)
 
     def other(logprobs: mx.array) -> mx.array:
         return mx.argmax(logprobs, axis=-1)
 
-    beside = batch_tokens(model, prompts, samplers=[greedy_sampler, other, greedy_sampler])
-    assert (beside[0], beside[2]) == (alike[0], alike[2])
-    assert beside == alike
-    assert batch_tokens(model, prompts, samplers=[other] * 3) == alike
+    for samplers in ([greedy_sampler, other, greedy_sampler], [other] * 3):
+        assert answers(generator(model), prompts, [NEW] * 3, samplers=samplers) == alike

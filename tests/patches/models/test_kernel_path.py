@@ -1,7 +1,6 @@
 """Generation over an in-place pool and the fused kernel equals stock mlx-lm; on a CPU over stand-ins for kernels."""
 
 import copy
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +12,6 @@ import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.kv.attention_params import AttentionParams
-from mlx_paged.kv.new_tokens import NewTokens
 from tests.support.cases import crossed, quick, slow
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 
@@ -155,14 +153,6 @@ def test_kernel_on_with_an_unsupported_model_raises_before_any_change() -> None:
     assert greedy(model, prompt_of(9), 2)[0] == tokens
 
 
-def test_kernel_off_never_asks_for_a_kernel() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_paged.kv.choice.kernel_unsupported_reason", lambda *_: pytest.fail("asked"))
-        mlx_paged.apply_patches(PagedConfig(kernel="off"))
-        greedy(MODELS["llama"], prompt_of(9), 2)
-    assert mlx_paged.last_dispatch() == ("gather", "kernel=off")
-
-
 def test_kernel_auto_without_a_gpu_gathers_and_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_paged.kernels.availability.device_unsupported_reason", lambda: "MLX has no GPU here")
     for name in ("build_kernel", "variants_of"):
@@ -170,39 +160,3 @@ def test_kernel_auto_without_a_gpu_gathers_and_builds_nothing(monkeypatch: pytes
     mlx_paged.apply_patches()
     greedy(MODELS["llama"], prompt_of(9), 2)
     assert mlx_paged.last_dispatch() == ("gather", "MLX has no GPU here")
-
-
-@pytest.mark.usefixtures("kernels")
-def test_device_metadata_is_made_once_per_step_and_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["gemma3"]
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    cache = make_prompt_cache(model)
-    model(prompt_of(70)[None], cache=cache)
-    mx.eval([c.state for c in cache])
-    made = {"slots": 0, "visible": 0, "tables": 0}
-    originals = NewTokens.slots, NewTokens.visible, NewTokens.block_tables
-
-    def slots(self: NewTokens, *given: Any) -> mx.array:
-        made["slots"] += 1
-        return originals[0](self, *given)
-
-    def visible(self: NewTokens, *given: Any) -> Any:
-        before = len(self.made)
-        found = originals[1](self, *given)
-        made["visible"] += len(self.made) > before
-        return found
-
-    def tables(self: NewTokens, *given: Any, **how: Any) -> mx.array:
-        before = list(self._device.values())
-        after = originals[2](self, *given, **how)
-        made["tables"] += all(after is not known for known in before)
-        return after
-
-    monkeypatch.setattr(NewTokens, "slots", slots)
-    monkeypatch.setattr(NewTokens, "visible", visible)
-    monkeypatch.setattr(NewTokens, "block_tables", tables)
-    for token in range(10):  # positions 70 to 79: within one block; the window releases one
-        model(mx.array([[token]]), cache=cache)
-    groups = len(mlx_paged.pool_of(model).groups)
-    assert groups == 2
-    assert made == {"slots": 0, "visible": 10 * groups, "tables": groups + 1}

@@ -1,6 +1,5 @@
 """The seam: attention without an adapter runs over blocks if it gets back the arrays that its cache fetched."""
 
-import gc
 import importlib
 import sys
 import weakref
@@ -11,28 +10,21 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models import cache as upstream
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache import lazy_kv
-from mlx_paged.cache.composites import leaves
 from mlx_paged.patches.models import seam
 from scripts.support import model_configs
 from tests.support.caches import batch_over
-from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
+from tests.support.models.builders import build, greedy, rms
+from tests.support.models.builders import small_prompt as prompt
 from tests.support.without_collector import without_collector
 
 ON = {"kernel": "on"}
-
-
-def prompt(length: int, seed: int = 0) -> mx.array:
-    return prompt_of(length, seed) % model_configs.VOCAB
 
 
 def fresh(model: Any) -> list[Any]:
@@ -135,20 +127,6 @@ def test_queries_without_a_mask_see_all_keys(model: Any) -> None:
     assert mx.array_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=None))
 
 
-def test_dropped_arrays_are_forgotten(single: Any) -> None:
-    """A kept gather would hold the pool's buffer, and the next write would copy it."""
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gc.collect()
-    others = set(lazy_kv._handed_out)  # that other tests still hold
-    greedy(single, prompt(20), 10)
-    assert not set(lazy_kv._handed_out) - others
-    cache = fresh(single)[0]
-    kept = [step[1:3] for step in steps(cache, 3)]
-    assert len(set(lazy_kv._handed_out) - others) == len(kept)
-    del kept
-    assert not set(lazy_kv._handed_out) - others
-
-
 @pytest.mark.parametrize("use_kernel", [False, True])
 def test_fetched_arrays_keep_neither_blocks_nor_pool_alive(use_kernel: bool) -> None:
     with fake_kernels() as kernels, without_collector():
@@ -172,82 +150,6 @@ def test_fetched_arrays_keep_neither_blocks_nor_pool_alive(use_kernel: bool) -> 
         del model, pool
         assert gone() is None
         assert attention(mx.ones((1, 4, 1, 16)), *kept[:2], None, 1.0, None).shape == (1, 4, 1, 16)
-
-
-# gpt_oss has sinks, too; the next test covers windows alone.
-@pytest.mark.parametrize(
-    "name",
-    ["gpt_oss", *slow("gemma3n", "olmo3", "exaone4", "cohere2")],
-)
-def test_sliding_layers_hold_their_window_over_5000_tokens(name: str) -> None:
-    """Blocks of a sliding layer stay within the window however long the sequence gets."""
-    model = model_configs.build(name)
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=1 << 28))
-    cache = fresh(model)
-    sliding = [c for c in cache if getattr(c, "window", None) is not None]
-    rng = np.random.default_rng(0)
-    step, total = 50, 0
-    bound = -(-(model_configs.WINDOW + step) // 8) + 1
-    assert sliding
-    heads, k_dim, v_dim, dtype, _ = sliding[0].group.geometry
-    while total < 5000:
-        n = step if total % 500 < 400 else 1
-        for layer in sliding:
-            k, v = (mx.array(rng.standard_normal((1, heads, n, dim)), dtype) for dim in (k_dim, v_dim))
-            layer.make_mask(n)
-            layer.update_and_fetch(k, v)
-            assert layer.table.num_blocks(layer.group_index) <= bound
-        mx.eval([layer.state for layer in sliding])
-        total += n
-    pool = sliding[0].pool
-    pool.check_integrity()
-    groups = {layer.group_index for layer in sliding}
-    assert all(pool.groups[group].allocator.num_blocks <= 4 * bound for group in groups)
-
-
-@pytest.mark.parametrize("length", [400, pytest.param(4900, marks=pytest.mark.slow)])
-def test_generation_holds_only_blocks_of_the_window(length: int) -> None:
-    model = model_configs.build("olmo3")
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=1 << 28))
-    cache, step = fresh(model), 64
-    bound = -(-(model_configs.WINDOW + step) // 8) + 1
-    sliding = [c for c in cache if c.window is not None]
-    run = generate_step(prompt(length), model, max_tokens=60, prompt_cache=cache, prefill_step_size=step)
-    for _ in run:
-        assert all(c.table.num_blocks(c.group_index) <= bound for c in sliding)
-    assert cache[0].offset >= length + 59
-
-
-def test_patches_can_be_applied_twice_reconfigured_and_removed(model: Any) -> None:
-    original = base.scaled_dot_product_attention
-    expected = greedy(model, prompt(20), 10)
-    for block_size in (8, 16):
-        mlx_paged.apply_patches(PagedConfig(block_size=block_size))
-        mlx_paged.apply_patches()
-        assert base.scaled_dot_product_attention is not original
-        assert sys.modules["mlx_lm.models.qwen2"].scaled_dot_product_attention is base.scaled_dot_product_attention
-        got = greedy(model, prompt(20), 10)
-        assert got[0] == expected[0] and rms(got[1], expected[1]) == 0.0
-        assert mlx_paged.pool_of(model).block_size == block_size
-    mlx_paged.apply_patches(PagedConfig(block_size=32))  # other options, while patched
-    assert greedy(model, prompt(20), 10)[0] == expected[0]
-    assert mlx_paged.pool_of(model).block_size == 32
-    mlx_paged.remove_patches()
-    assert base.scaled_dot_product_attention is original
-    assert sys.modules["mlx_lm.models.qwen2"].scaled_dot_product_attention is original
-    assert type(fresh(model)[0]) is upstream.KVCache
-    assert mlx_paged.pool_of(model) is None
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
-def test_caches_made_under_the_patches_work_without_them(name: str) -> None:
-    """After remove_patches() upstream's attention runs on them through update_and_fetch, with the same tokens."""
-    model = build(name) if name in KINDS else model_configs.build(name)
-    expected = greedy(model, prompt(60), 12)[0]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    cache = fresh(model)
-    mlx_paged.remove_patches()
-    assert greedy(model, prompt(60), 12, prompt_cache=cache)[0] == expected
 
 
 def test_module_imported_after_patching_is_patched_and_restored() -> None:
@@ -276,46 +178,6 @@ def test_models_of_different_geometry_have_separate_pools() -> None:
     assert len({id(mlx_paged.pool_of(model)) for model in models}) == 3
     names = [group.spec.name for group in mlx_paged.pool_of(models[2]).groups]
     assert names == ["global, 2 x 16/16", "global, 1 x 16/16"]  # split where layers differ in KV heads
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
-def test_several_rows_in_one_cache_run_as_in_stock(name: str) -> None:
-    """With the seam and with an adapter; the caches become mlx-lm's."""
-    model = build(name) if name in KINDS else model_configs.build(name)
-    rows = mx.stack([prompt(50, seed=1), prompt(50, seed=2)])
-    expected = [model(rows, cache=(cache := fresh(model))), model(rows[:, :1], cache=cache)]
-    mlx_paged.apply_patches()
-    with pytest.warns(mlx_paged.NotPagedWarning, match="several sequences") as warned:
-        got = [model(rows, cache=(cache := fresh(model))), model(rows[:, :1], cache=cache)]
-    assert len(warned) == 1 and cache[0].offset == 51
-    assert all(mx.array_equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", *slow("gpt_oss", "nemotron_h", "gemma3n", "falcon_h1")])
-def test_prompt_cache_files_are_exchanged_with_stock(name: str, tmp_path: Any) -> None:
-    """Saved under the patches, loaded by stock mlx-lm, and the other way round."""
-    model = model_configs.build(name)
-    file = str(tmp_path / "cache.safetensors")
-
-    def first() -> None:
-        cache = fresh(model)
-        model(prompt(33)[None], cache=cache)
-        upstream.save_prompt_cache(file, cache)
-
-    def second() -> list[int]:
-        cache = upstream.load_prompt_cache(file)
-        if mlx_paged.patches.is_applied():
-            cache = mlx_paged.patches.adopt_prompt_cache(model, cache)
-            assert any(isinstance(c, mlx_paged.PagedKVCache) for c in leaves(cache))
-        return greedy(model, prompt(4, seed=5), 20, prompt_cache=cache)[0]
-
-    first()
-    expected = second()
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    assert second() == expected
-    first()
-    mlx_paged.remove_patches()
-    assert second() == expected
 
 
 @pytest.mark.parametrize("name", ["stablelm", "phi"])

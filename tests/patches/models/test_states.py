@@ -14,11 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_paged
 from mlx_paged.kernels import delta_rule
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.patches.models import states
 from mlx_paged.warn import NotPagedWarning
 from scripts.support import model_configs
 from tests.support.cases import crossed, quick
-from tests.support.models.batch_runs import model_of
+from tests.support.models.batch_runs import answers, model_of
 from tests.support.models.builders import greedy, prompt_of
 
 Arrays = tuple[mx.array, ...]
@@ -92,21 +91,6 @@ def test_half_precision_keeps_its_dtypes(dtype: mx.Dtype, bound: float) -> None:
     assert mx.abs(out.astype(mx.float32) - wanted.astype(mx.float32)).max().item() < bound * 4
 
 
-@pytest.mark.parametrize("case", ("fewer than 16 tokens", "per-channel decay is not supported"))
-def test_unsupported_reason_names_arguments_without_a_chunked_form(case: str) -> None:
-    q, _, v, g, *_ = arguments(1, 8 if case == "fewer than 16 tokens" else 20, 2, 4, 32, 16)
-    if case != "fewer than 16 tokens":
-        g = mx.broadcast_to(g[..., None], (*g.shape, 32))
-    calls: list[Any] = []
-
-    def loop(*given: Any) -> Any:
-        calls.append(given)
-        return gated_delta.gated_delta_ops(*given)
-
-    assert delta_rule.unsupported_reason(q, v, g, loop) == case
-    assert not calls
-
-
 def assert_equal(given: Arrays, wanted: Arrays) -> None:
     for a, b in zip(given, wanted, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape) and mx.array_equal(a, b).item()
@@ -123,9 +107,13 @@ def state_space(batch: int, tokens: int, shape: tuple[int, int, int, int], dtype
     return [mx.random.normal(each).astype(dtype) for each in shapes]
 
 
-@pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.bfloat16))
-@pytest.mark.parametrize("shape", ((4, 1, 16, 8), (4, 2, 16, 8), (24, 1, 64, 128), (6, 3, 64, 64), (5, 5, 8, 4)))
-@pytest.mark.parametrize("batch", (1, 3))
+@pytest.mark.parametrize(
+    ("batch", "shape", "dtype"),
+    [
+        (1, (4, 1, 16, 8), mx.float32), (3, (4, 2, 16, 8), mx.float16), (1, (24, 1, 64, 128), mx.bfloat16),
+        (3, (6, 3, 64, 64), mx.bfloat16), (1, (5, 5, 8, 4), mx.float16), (3, (5, 5, 8, 4), mx.float32),
+    ],
+)  # fmt: skip
 def test_one_token_of_a_state_space_equals_upstream_bit_for_bit(
     batch: int, shape: tuple[int, int, int, int], dtype: mx.Dtype
 ) -> None:
@@ -147,22 +135,6 @@ def test_state_space_without_a_short_form_equals_upstream(case: str) -> None:
     wanted = ssm.ssm_attn(*given, **options)
     mlx_paged.apply_patches()
     assert_equal(ssm.ssm_attn(*given, **options), wanted)
-
-
-def test_decode_steps_use_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    short, calls = states._one_token, []
-
-    def counted(*given: Any) -> Any:
-        calls.append(given[0].shape[1])
-        return short(*given)
-
-    model = model_of("falcon_h1")
-    expected, logprobs = greedy(model, prompt_of(20, seed=1), 6)
-    monkeypatch.setattr(states, "_one_token", counted)
-    mlx_paged.apply_patches()
-    tokens, given = greedy(model, prompt_of(20, seed=1), 6)
-    assert tokens == expected and np.abs(given - logprobs).max() < 1e-4
-    assert calls and set(calls) == {1}
 
 
 @pytest.mark.parametrize("weight", ("A_log", "D"))
@@ -201,20 +173,14 @@ def test_chunked_form_that_fails_its_check_is_not_used(monkeypatch: pytest.Monke
     assert list(delta_rule._passed.values()) == [False]
 
 
-def test_prompt_is_computed_in_chunks_with_the_tokens_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("qwen3_next")
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1"])
+def test_prompts_and_steps_have_the_tokens_of_the_loop(kind: str) -> None:
+    model = model_of(kind)
     expected, logprobs = greedy(model, prompt_of(150, seed=1), 6)
-    chunked, lengths = delta_rule.chunked, []
-
-    def counted(*given: Any) -> Any:
-        lengths.append(given[0].shape[1])
-        return chunked(*given)
-
-    monkeypatch.setattr(delta_rule, "chunked", counted)
     mlx_paged.apply_patches()
     tokens, given = greedy(model, prompt_of(150, seed=1), 6)
     assert tokens == expected and np.abs(given - logprobs).max() < 1e-4
-    assert max(lengths) >= 149
+    assert kind == "falcon_h1" or list(delta_rule._passed.values()) == [True], "in chunks"
 
 
 def test_prompts_shorter_than_an_ngram_are_batched_with_longer_ones() -> None:
@@ -222,10 +188,4 @@ def test_prompts_shorter_than_an_ngram_are_batched_with_longer_ones() -> None:
     prompts = [list(range(3, 3 + length)) for length in (1, 2, 3, 4, 9, 2)]
     expected = [greedy(model, mx.array(prompt), 5)[0] for prompt in prompts]
     mlx_paged.apply_patches()
-    gen = PagedBatchGenerator(model)
-    uids = gen.insert(prompts, [5] * len(prompts))
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    while any(answer := gen.next()):
-        for response in answer[1]:
-            tokens[response.uid].append(response.token)
-    assert [tokens[uid] for uid in uids] == expected
+    assert answers(PagedBatchGenerator(model), prompts, [5] * len(prompts)) == expected

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 import mlx_paged
@@ -38,6 +39,7 @@ class Outcome:
         self.reason: str | None = None
         self.all_tokens: list[int] | None = None
         self.progress: list[tuple[int, int]] = []
+        self.num_cached = 0
 
 
 @functools.cache
@@ -84,8 +86,9 @@ def collect(outcomes: dict[int, Outcome], prompts: Sequence[Any], generated: Seq
         outcome = outcomes[response.uid]
         assert outcome.reason is None, "a token after the last one"
         outcome.tokens.append(response.token)
-        outcome.logprobs.append(np.array(response.logprobs))
+        outcome.logprobs.append(np.array(response.logprobs.astype(mx.float32)))
         outcome.reason, outcome.all_tokens = response.finish_reason, response.all_tokens
+        outcome.num_cached = getattr(response, "num_cached", 0)  # mlx-lm's own responses have none
 
 
 def run_all(gen: Any, outcomes: dict[int, Outcome]) -> None:

@@ -43,6 +43,11 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
+def any_model(name: str) -> Any:
+    """Return a model of one of KINDS, or of one of mlx-lm's modules."""
+    return build(name) if name in KINDS else model_configs.build(name)
+
+
 def wide(name: str) -> Any:
     """Return a model of one of mlx-lm's modules with head sizes that the kernels take."""
     sizes = {"hidden_size": 256, "hidden_dim": 256, "intermediate_size": 256, "head_dim": 64}
@@ -67,7 +72,11 @@ def build_latent(name: str) -> Any:
 def perturbed(kind: str, scale: float, **changes: Any) -> Any:
     """Return the model of a kind with noise added to its weights, ``scale`` times their deviation: as a draft it often
     agrees."""
-    model = build(kind, **changes)
+    return with_noise(build(kind, **changes), scale)
+
+
+def with_noise(model: Any, scale: float) -> Any:
+    """Add noise to a model's weights, ``scale`` times their deviation, and return it."""
     mx.random.seed(1)
     noisy = tree_map(lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape), model.parameters())
     model.update(noisy)
@@ -78,6 +87,11 @@ def perturbed(kind: str, scale: float, **changes: Any) -> Any:
 def prompt_of(length: int, seed: int = 0) -> mx.array:
     """Return random token ids ``[length]``."""
     return mx.array(np.random.default_rng(seed).integers(0, VOCAB, length), dtype=mx.uint32)
+
+
+def small_prompt(length: int, seed: int = 0) -> mx.array:
+    """Like :func:`prompt_of`, of the vocabulary of ``model_configs``."""
+    return prompt_of(length, seed) % model_configs.VOCAB
 
 
 def greedy(model: Any, prompt: mx.array, num_tokens: int = 64, **kwargs: Any) -> tuple[list[int], np.ndarray]:
