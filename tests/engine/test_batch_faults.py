@@ -10,6 +10,7 @@ from mlx_paged.errors import RequestFailedError, RequestTooLargeError
 from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.faulty import BLOCK, FEWEST_BLOCKS, MOST, PROMPTS, Driver, FaultySampler
+from tests.support.models.packs import note_packs
 
 
 @pytest.mark.parametrize("steps", [0, 5])

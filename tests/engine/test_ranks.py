@@ -12,11 +12,9 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from mlx_paged.cli.server import check_ranks, parse
-from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.scheduler import ScheduledStep
 from mlx_paged.errors import ConfigError, RankError, RequestFailedError
 from mlx_paged.ranks import connection
@@ -26,7 +24,6 @@ from mlx_paged.ranks.ranks import EXIT_STATUS, Ranks
 from mlx_paged.ranks.world import check_same, group_of, model_files, parse_timeout
 from tests.support.cases import slow
 from tests.support.models.builders import build
-from tests.support.models.toy_engine import UPSTREAM, ToyModel, caches_of, greedy, make_pool, make_request, prompt_of
 from tests.support.ranks import launch, scenarios
 
 TIMEOUT = "3"
@@ -279,50 +276,3 @@ def test_api_keys_are_not_sent_to_other_ranks() -> None:
     other = Others(given | {"port": "8081"})
     with pytest.raises(ConfigError, match="the arguments of rank 0 and rank 1 differ: port: 8080 and 8081"):
         check_ranks(args, other)  # type: ignore[arg-type]
-
-
-class TwoRanks(Ranks):
-    """Ranks without processes, which count how often they agree on tokens."""
-
-    def __init__(self, *, are_alike: bool) -> None:
-        self._are_alike = are_alike
-        self.num_agreed = 0
-
-    def exchange(self, value: Any) -> list[Any]:
-        return [value, value if self._are_alike else "another machine"]
-
-    def agreed(self, tokens: mx.array) -> mx.array:
-        self.num_agreed += 1
-        return tokens
-
-
-def drawing(logprobs: mx.array) -> mx.array:
-    raise AssertionError("it is known")
-
-
-@pytest.mark.parametrize(
-    ("same_logits", "one_kind", "sampler", "needed"),
-    [
-        (True, True, greedy, False),
-        (True, True, drawing, True),  # without a seed: each rank's own
-        (True, True, lambda logprobs: mx.argmax(logprobs, axis=-1), True),  # a caller's sampler
-        (True, False, greedy, True),
-        (False, True, greedy, True),
-    ],
-)
-def test_ranks_agree_on_tokens_unless_all_compute_the_same_bits(
-    same_logits: bool, one_kind: bool, sampler: Any, needed: bool
-) -> None:
-    known = {greedy: {}, drawing: {"temperature": 0.7}}
-    ranks, model, pool = TwoRanks(are_alike=one_kind), ToyModel(), make_pool()
-    batch = DecodeBatch(model, UPSTREAM._replace(known_sampler=known.get), ShardedModel(ranks, same_logits))
-    for uid, own in enumerate((greedy, sampler)):
-        prompt = prompt_of(5 + 4 * uid)
-        row = make_request(uid, prompt, caches_of(pool), sampler=own)
-        row.caches, row.length = caches_of(pool), len(prompt) - 1
-        model(mx.array([prompt[:-1]], mx.uint32), cache=row.caches)
-        batch.add([row])
-    for _ in range(3):
-        assert batch.reserve() is None
-        batch.step()
-    assert ranks.num_agreed == (3 if needed else 0)

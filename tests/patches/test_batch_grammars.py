@@ -17,10 +17,12 @@ from mlx_lm.tool_parsers import qwen3_coder
 import mlx_paged
 from mlx_paged.config import PagedConfig
 from mlx_paged.engine.constraint import GrammarProcessor
+from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.grammar.compiler import GrammarCompiler, GrammarSource
 from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part
+from mlx_paged.patches.generate.upstream import UPSTREAM
 from mlx_paged.server.call_formats import FORMS
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.grammars import (
@@ -145,7 +147,7 @@ def test_batch_gives_the_constrained_answer_of_a_solo_run(row_by_row: bool) -> N
     mlx_paged.apply_patches()
     run = Run(model)
     if row_by_row:
-        run.gen._engine.batch = RowByRowBatch(model, UPSTREAM)
+        run.gen._engine.batch = DecodeBatch(model, UPSTREAM, takes_rows=False)
     uids = [run.insert(prompt, NUM_TOKENS, grammar(index)) for index, prompt in enumerate(prompts)]
     run.run()
     assert [run.answers[uid] for uid in uids] == expected

@@ -188,11 +188,11 @@ def test_error_sent_to_a_client_keeps_no_frames() -> None:
         return weakref.ref(held)
 
     told: list[Any] = []
-    loop: Any = types.SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=lambda _, items: told.append(items))
+    loop: Any = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=lambda _, items: told.append(items))
     work = Work(None, None, loop)
     outbox = Outbox()
     assert serve(outbox)() is None
     outbox.flush()
-    ((error,),) = stream.loop.call_soon_threadsafe.call_args.args[1].values()
+    ((error,),) = told[0].values()
     assert 'raise ValueError("no prompt")' in error.__notes__[0]  # for the log
     told.clear()  # it refers to the work, and that to it

@@ -97,7 +97,7 @@ def test_sharers_of_a_partial_tail_never_see_each_others_tokens() -> None:
     """The donor keeps writing to its tail block after sharing it."""
     pool = make_pool((None, 7))
     shared = tuple(range(10))  # two tokens in the third block
-    donor = new_tables(pool)
+    donor = pool.new_table()
     compute(pool, donor, shared)
     tree = PrefixCache(pool)
     tree.insert(shared, donor)

@@ -20,7 +20,8 @@ from mlx_paged.cuda.narrow_layers import gated
 from mlx_paged.cuda.narrow_matmul import BIASED, GATED, GROUPED, PLAIN
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import nvidia
-from mlx_paged.kernels.nvidia import gated, narrow_layers, projected
+from mlx_paged.kernels.nvidia import narrow_layers, projected
+from mlx_paged.patches import registry
 from tests.support.cases import slow
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of

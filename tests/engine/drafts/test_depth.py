@@ -10,6 +10,7 @@ from mlx_paged.drafts.depth import (
     CPU_PROMPT_PRICE,
     FIRST_TRIAL,
     MEASURE_EVERY,
+    MOST_BETWEEN,
     PROMPT_PRICE,
     TRIAL_CONTEXT,
     Acceptance,
