@@ -3,6 +3,7 @@
 import importlib
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
