@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..attention import dispatch
 from ..attention.gather import causal_mask, window_under
-from ..errors import BlockStateError, GeometryError, PromptCacheError
+from ..errors import BlockStateError, PromptCacheError
 from ..kv.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.block_table import BlockTable
 from ..kv.lock import locked
@@ -62,15 +62,7 @@ class PagedKVCache(LayerCache):
     ) -> tuple[NewTokens, mx.array, mx.array]:
         """Reserve positions for the next tokens. Return these, and the keys and values in the pool's dtype. The first
         call of a group chooses its kind of blocks by the queries' ``heads``."""
-        pool = self.sequence.pool
-        try:
-            pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
-        except GeometryError:
-            if self.sequence.move(keys.dtype):  # another dtype, as after a model's set_dtype()
-                pool.lock.hold_also(self.pool.lock)
-                self.pool.lock.is_dirty = True
-                return self._begin(keys, values, heads)
-            keys, values = self._fitted(keys, values, 1, heads)
+        keys, values = self._fitted(keys, values, 1, heads)
         return self.sequence.begin_layer(self.layer, keys.shape[2]), keys, values
 
     @locked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -46,17 +45,13 @@ class SequenceTables:
 
     Args:
         pool: the pool of the blocks.
-        pool_of_dtype: returns the pool of the same groups for keys of a dtype, or None if there is none.
+        table: a table of the pool to take over, at whose end every layer is; None: a new one.
     """
 
-    def __init__(self, pool: BlockPool, pool_of_dtype: Callable[[mx.Dtype], BlockPool | None] | None = None) -> None:
-        self._pool_of_dtype = pool_of_dtype
-        self._lay_out(pool, pool.new_table())
-
-    def _lay_out(self, pool: BlockPool, table: BlockTable) -> None:
+    def __init__(self, pool: BlockPool, table: BlockTable | None = None) -> None:
         self.pool = pool
         self.masks = KnownMasks()
-        self.take_over(table)
+        self.take_over(pool.new_table() if table is None else table)
 
     def take_over(self, table: BlockTable) -> None:
         """Continue this table. Every layer is at its end."""
@@ -64,25 +59,6 @@ class SequenceTables:
         self._behind: dict[int, int] = {}  # tokens by which layers are behind the end of the table
         # By group, the latest token alone and the latest several: a sequence with drafts alternates between them.
         self._tokens: dict[tuple[int, bool], NewTokens] = {}
-
-    @classmethod
-    def over(cls, pool: BlockPool, table: BlockTable) -> SequenceTables:
-        """Return a sequence that takes over this table. Every layer is at its end."""
-        sequence = object.__new__(cls)
-        sequence._pool_of_dtype = None
-        sequence._lay_out(pool, table)
-        return sequence
-
-    def move(self, dtype: mx.Dtype) -> bool:
-        """Move to the pool for keys of this dtype, if nothing has been written yet. Return whether it moved."""
-        if self._pool_of_dtype is None or self.table.length:
-            return False
-        pool = self._pool_of_dtype(dtype)
-        if pool is None or pool is self.pool:
-            return False
-        self.pool.release_table(self.table)
-        self._lay_out(pool, pool.new_table())
-        return True
 
     @property
     def num_layers(self) -> int:
@@ -215,9 +191,6 @@ class SequenceTables:
             raise BlockStateError(f"layer {layer} has been loaded")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceTables:
-        fork = object.__new__(SequenceTables)
-        memo[id(self)] = fork
-        fork._pool_of_dtype = None if self.table.length else self._pool_of_dtype
-        fork._lay_out(self.pool, self.pool.fork(self.table))
+        fork = memo[id(self)] = SequenceTables(self.pool, self.pool.fork(self.table))
         fork._behind = dict(self._behind)
         return fork

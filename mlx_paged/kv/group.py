@@ -286,6 +286,8 @@ class Group:
         self.geometry, self.choice, self.in_place = geometry, choice, self.blocks[0].in_place
         self.dense_reason, self.blocks_reason = dense_reason, choice.reason
         self.heads = heads or QueryHeads(geometry.num_kv_heads)
+        self.unsupported.clear()
+        self.packs_unsupported.clear()
         if self.dense_reason is not None:
             warn_once(
                 f"keys and values of {len(self.spec.layers)} layer(s) (group '{self.spec.name}') are not quantised: "

@@ -77,7 +77,6 @@ class PoolLock:
         self.even_if_lost = _EvenIfLost(self)
         self.owners = BlockOwners(groups, self.even_if_lost)
         self._lock, self._gate = threading.RLock(), threading.RLock()
-        self._also: list[PoolLock] = []
         self._depth = 0
 
     def __enter__(self) -> bool:
@@ -130,11 +129,8 @@ class PoolLock:
             try:
                 self.owners.settle()
             finally:
-                also, self._also = self._also, []
                 self.is_dirty, self.owner, self._depth = False, 0, 0
                 self._lock.release()
-                for lock in also:
-                    lock.__exit__()
             if self.owners.has_abandoned:  # by a finalizer in between, which could not take the lock
                 self.visit()
 
@@ -153,11 +149,6 @@ class PoolLock:
                 return  # the device has failed before, which was raised then
             check_device(error)
             raise
-
-    def hold_also(self, lock: PoolLock) -> None:
-        """Hold another pool's lock, too, until this one, which the thread holds, is released."""
-        lock.__enter__()
-        self._also.append(lock)
 
     def visit(self) -> None:
         """Take and release the lock, unless a thread holds it, so that abandoned blocks are released. Never waits, not

@@ -381,7 +381,8 @@ class BlockPool:
     def set_geometry(
         self, layer: int, k: mx.array, v: mx.array, *, batch: int, heads: QueryHeads | None = None
     ) -> Group:
-        """Fix the geometry and kind of blocks of a layer's group by its first keys and values; then validate.
+        """Fix the geometry and kind of blocks of a layer's group by its first keys and values; then validate. In a pool
+        that holds nothing, keys of another dtype than before are first keys: the model's dtype has changed.
 
         Args:
             layer: index of the layer in the model.
@@ -398,12 +399,23 @@ class BlockPool:
             KernelUnavailableError: a kernel is demanded and there is none for this geometry.
         """
         group = self.group_of(layer)
+        if group.geometry is not None and k.dtype != group.geometry.dtype and mx.issubdtype(k.dtype, mx.floating):
+            self._change_dtype(group.geometry.dtype, k.dtype)
         geometry = group.validate(k, v, batch)
         if group.geometry is None:
             with self.lock:
                 self._owners.collect()
                 self.memory.fix_geometry(group, geometry, heads)
         return group
+
+    def _change_dtype(self, old: mx.Dtype, new: mx.Dtype) -> None:
+        with self.lock:
+            self._owners.collect()
+            if any(group.allocator.num_live for group in self.groups):
+                return
+            for group in self.groups:
+                if group.geometry is not None and group.geometry.dtype == old:
+                    self.memory.fix_geometry(group, group.geometry._replace(dtype=new), group.heads)
 
     def tokens_of(self, layer: int, tables: Sequence[BlockTable], counts: Sequence[int] | int) -> NewTokens:
         """Return the tables' last positions as new tokens, for a layer to write.

@@ -6,6 +6,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -42,7 +43,7 @@ class _Pools:
 
     def __init__(self) -> None:
         self.latest: tuple[PagedConfig, PagedLayout, BlockPool] | None = None
-        self.in_use: weakref.WeakValueDictionary[tuple[PagedConfig, PagedLayout, mx.Dtype | None], BlockPool] = (
+        self.in_use: weakref.WeakValueDictionary[tuple[PagedConfig, PagedLayout], BlockPool] = (
             weakref.WeakValueDictionary()
         )
 
@@ -76,12 +77,8 @@ def _budget(model: Any, config: PagedConfig) -> int:
     return max(1, kv_budget(counted))
 
 
-def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
+def pool_for(model: Any, layout: PagedLayout, config: PagedConfig) -> BlockPool:
     """Return the model's pool for this layout and configuration, made if there is none yet.
-
-    Args:
-        dtype: dtype of the keys if it has changed since the layout or the present pool was made. The pool of this dtype
-            is the model's pool from then on.
 
     Raises:
         KernelUnavailableError: the configuration demands a kernel and there is none for the model's attention.
@@ -92,19 +89,15 @@ def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dty
             pools = _pools.put(model, _Pools())
         if pools.latest is not None and pools.latest[2].is_lost:
             pools = _pools.put(model, _Pools())
-        if pools.latest is not None and pools.latest[:2] == (config, layout) and _holds(pools.latest[2], dtype):
+        if pools.latest is not None and pools.latest[:2] == (config, layout):
             return pools.latest[2]
-        pool = pools.in_use.get((config, layout, dtype)) or _new_pool(model, layout, config, dtype)
-        pools.in_use[config, layout, dtype] = pool
+        pool = pools.in_use.get((config, layout)) or _new_pool(model, layout, config)
+        pools.in_use[config, layout] = pool
         pools.latest = (config, layout, pool)
         return pool
 
 
-def _holds(pool: BlockPool, dtype: mx.Dtype | None) -> bool:
-    return dtype is None or any(group.geometry is not None and group.geometry.dtype == dtype for group in pool.groups)
-
-
-def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
+def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig) -> BlockPool:
     ranks = ranks_of(model)
     budget, choose = _budget(model, config), blocks_choice(config.kernel)
     if ranks is not None:
@@ -120,8 +113,6 @@ def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dt
     known = zip(layout.groups, layout.geometries, strict=False)
     # Smallest first: the budget is checked against the groups known so far, and the others are assumed to be like them.
     for group, (geometry, heads) in sorted(known, key=lambda pair: pair[1][0].bytes_per_token()):
-        if dtype is not None:
-            geometry = geometry._replace(dtype=dtype)
         pool.set_geometry(group.layers[0], *first_keys(geometry), batch=1, heads=heads)
     return pool
 
@@ -206,20 +197,13 @@ class ProbeCache(PagedLayerCache):
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
         """Note the geometry. Returns zeros."""
-        heads = params.heads(queries.shape[1])
-        try:
-            self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
-        except GeometryError:
-            if not self.sequence.move(keys.dtype):
-                raise
-            self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
+        self.pool.set_geometry(self.layer, keys, values, batch=1, heads=params.heads(queries.shape[1]))
         return mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
 
 
 def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
     """Tell the pool of ``fresh`` caches the size of its blocks before the first prompt, so that the budget can be
-    counted in blocks. Builds a forward pass and drops it uncomputed. If the dtype of the model's keys has changed, the
-    caches move to another pool."""
+    counted in blocks. Builds a forward pass and drops it uncomputed."""
     sequence = sequence_of(fresh)
     if sequence is None:
         return
@@ -228,10 +212,12 @@ def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
         paged = [place for place, cache in enumerate(parts) if isinstance(cache, PagedKVCache)]
         stock = [c.to_stock() if isinstance(c, PagedLayerCache) else copy.deepcopy(c) for c in parts]
         found = probe_layers(model, with_leaves(fresh, stock), paged[:1])
-        geometry = sequence.pool.group_of(parts[paged[0]].layer).geometry
-        if geometry is not None and found and found[paged[0]].geometry.dtype != geometry.dtype:
-            sequence.move(found[paged[0]].geometry.dtype)
-        if all(group.geometry is not None for group in sequence.pool.groups):
-            return
+        layer = parts[paged[0]].layer
+        geometry = sequence.pool.group_of(layer).geometry
+        if geometry is not None and found:  # the dtype may have changed
+            with suppress(GeometryError):
+                keys = first_keys(geometry._replace(dtype=found[paged[0]].geometry.dtype))
+                sequence.pool.set_geometry(layer, *keys, batch=1)
+        return
     probes = [ProbeCache(sequence, c.layer) if isinstance(c, PagedKVCache) else c for c in fresh]
     probing_pass(model, mx.zeros((1, 2), mx.uint32), probes)

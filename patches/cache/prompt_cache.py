@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,20 +48,11 @@ class CacheFactory:
         self._layout = layout
         self.config = PagedConfig() if config is None else config
         self.pool: BlockPool | None = None
-        self._pool_of_dtype: Callable[[mx.Dtype], BlockPool | None] | None = None
         if layout is not None and config is not None and layout.groups:
             try:
                 self.pool = pool_for(model, layout, config)
             except BlocksUnavailableError as error:
                 warn_once(f"not paged in models of type {name_of(model)}: {error}; mlx-lm's own cache is used")
-                return
-            known = weakref.ref(model)
-
-            def pool_of_dtype(dtype: mx.Dtype) -> BlockPool | None:
-                model = known()
-                return None if model is None else pool_for(model, layout, config, dtype)
-
-            self._pool_of_dtype = pool_of_dtype
 
     def __call__(self) -> list[Any]:
         """Return a fresh prompt cache."""
@@ -70,7 +60,7 @@ class CacheFactory:
         if self.pool is None or self._layout is None:
             return caches
         parts = leaves(caches)
-        sequence = SequenceTables(self.pool, self._pool_of_dtype)
+        sequence = SequenceTables(self.pool)
         kind = PagedLayerCache if self._layout.adapted else SeamLayerCache
         if any(group.split_keys for group in self._layout.groups):
             kind = IndexedLayerCache
@@ -79,8 +69,8 @@ class CacheFactory:
         return with_leaves(caches, parts)
 
     def pin_pool(self, pool: BlockPool | None) -> None:
-        """Make all caches in this pool from now on; they no longer move to another pool when the dtype changes."""
-        self.pool, self._pool_of_dtype = pool, None
+        """Make all caches in this pool from now on."""
+        self.pool = pool
 
 
 def is_patched() -> bool:

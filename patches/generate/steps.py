@@ -129,9 +129,9 @@ def adapt_speculative(original: Callable[..., Iterator[Any]]) -> Callable[..., I
             # Drafts may cross the end of a chunk and then be trimmed back into it, but paged blocks of that chunk are
             # released already. mlx-lm's own cache trims without an error although it has lost tokens by then, which
             # drafts can bear: the model verifies them.
-            for place, cache in enumerate(prompt_cache[num_caches:], num_caches):
-                if _is_chunked(cache):
-                    prompt_cache[place] = cache.to_stock()
+            drafted = prompt_cache[num_caches:]
+            if any(map(_is_chunked, drafted)):  # the layers of a sequence are all in the pool or none
+                prompt_cache[num_caches:] = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in drafted]
             if num_caches != num_layers:
                 prompt_cache = TwoCaches(prompt_cache, num_layers, num_caches)
         return original(prompt, model, draft_model, *arguments, prompt_cache=prompt_cache, **options)
