@@ -566,4 +566,3 @@ class BlockPool:
             for index, group in enumerate(self.groups):
                 held = [ids for holder in self.holders() for ids in holder.held(index)]
                 check_group(group, tables, self._owners.lists(index) + held)
-            self.memory.states.check_integrity(self._owners.state_nbytes)

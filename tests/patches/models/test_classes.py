@@ -346,7 +346,7 @@ def check_figures(server: ServerProcess, case: Case, most_tokens: int) -> None:
     # Only nodes of the prefix cache hold blocks, and beside them the checkpoints of models with states.
     assert pool["cached_blocks"] == pool["live_blocks"]
     checkpoints = stats["prefix_cache"]["checkpoints"]
-    assert pool["checkpoint_bytes"] == pool["state_bytes"] == checkpoints["bytes"], "no request holds a state"
+    assert pool["checkpoint_bytes"] == checkpoints["bytes"]
     assert (checkpoints["number"] > 0) == (checkpoints["bytes"] > 0) == case.has_states
     assert stats["server"]["requests"] == {"ok": 3, "refused": 0, "failed": 0, "cancelled": 0}
     assert "gather" in {choice["path"] for choice in stats["dispatch"]}

@@ -80,11 +80,11 @@ def test_health_is_among_the_metrics() -> None:
     assert (samples["mlx_paged_memory_used_bytes"], samples["mlx_paged_memory_limit_bytes"]) == (5, 10)
 
 
-def test_bytes_of_states_and_checkpoints_are_among_the_metrics() -> None:
-    pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict() | {"state_bytes": 96, "checkpoint_bytes": 64}
+def test_bytes_of_checkpoints_are_among_the_metrics() -> None:
+    pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict() | {"checkpoint_bytes": 64}
     text = ServerStats().metrics({**report(ServerStats()), "pool": pool}).decode()
     samples = {sample.name: sample.value for f in text_string_to_metric_families(text) for sample in f.samples}
-    assert (samples["mlx_paged_pool_state_bytes"], samples["mlx_paged_pool_checkpoint_bytes"]) == (96, 64)
+    assert samples["mlx_paged_pool_checkpoint_bytes"] == 64
 
 
 def test_dashboard_uses_only_existing_metrics() -> None:
